@@ -7,26 +7,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from spectrain.config.choices import find_choice, find_constructor
 from spectrain.data.datastore import Datastore
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.hybrid import Merged
-from spectrain.drafters.lookahead import Lookahead
+from spectrain.drafters.layers.copies import CopySource
 from spectrain.drafters.ngram import Ngram
 from spectrain.drafters.retrieval import Retrieval
-from spectrain.drafters.shared.copies import Copying
 from spectrain.errors import UserError
 from spectrain.eval.leaks import admit
 from spectrain.eval.metrics import Turn
 from spectrain.eval.parts import Part, Results
 from spectrain.eval.prompts import Prompt
 from spectrain.eval.systems import System, describe
-from spectrain.models.plain import generate, plain_model
+from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
-from spectrain.runs.shipped import shipped, shipped_for
+from spectrain.runs.shipped_drafters import find_shipped_drafter, load_shipped_drafter
 from spectrain.trees import Auto, Chain, Eagle2, TreeBuilder
 
-TRAINING_FREE: dict[str, type[Drafter]] = {"ngram": Ngram, "lookahead": Lookahead, "retrieval": Retrieval}
+TRAINING_FREE = ("ngram", "lookahead", "retrieval")  # choices of `drafter`
 OURS = ("own", "auto", "copies", "chain", "shipped", "untrained", *TRAINING_FREE)
 BESIDE = ("own", "auto", "copies", "retrieval", "chain", "shipped", "untrained", "ngram")  # unless something else is asked for
 COPYING = {"copies", "retrieval"}  # those that may copy from a store
@@ -50,43 +50,44 @@ class Baselines(Part):
 
     def systems(self, candidate: Candidate, first: System) -> list[System]:
         target, drafter, builder, rule = candidate.target, candidate.drafter, candidate.builder, candidate.rule
-        own = candidate.own or builder
+        own = candidate.default_builder or builder
         chain = Chain(min(3, own.depth), own.children, own.temperature, own.seed)
-        plain = rule.matched()  # a drafter that copies text draws nothing, so p / q has no meaning for it
+        plain = rule.matching_rule()  # a drafter that copies text draws nothing, so p / q has no meaning for it
         drafts = not drafter.abilities.copies_text
         judged = "" if plain.name == rule.name else f", rule {plain.name}"
         found = []
-        if "own" in self.names and candidate.own is not None:
+        if "own" in self.names and candidate.default_builder is not None:
             found.append(System("own", f"the same, {describe(own)}", drafter, own, rule))
         if "auto" in self.names and goes_by_clock(target, drafter, builder):
             found.append(System("auto", f"the same, {describe(Auto())}", drafter, Auto(), rule))
-        others = {name for name in self.names if name in TRAINING_FREE and type(drafter) is not TRAINING_FREE[name]}
+        own_name = find_choice("drafter", f"{type(drafter).__module__}.{type(drafter).__qualname__}")
+        others = {name for name in self.names if name in TRAINING_FREE and name != own_name}
         store = self._store(candidate) if COPYING & ({*self.names} - {*TRAINING_FREE} | others) else None
         tree = Auto() if target.sharding == "none" else Eagle2(own.depth, own.budget)
         if "copies" in self.names and drafts and not drafter.abilities.undrawn:
             label = f"drafter with copies, {describe(tree)}{judged}"
-            found.append(System("copies", label, Merged(drafter, Copying(store)), tree, plain))
+            found.append(System("copies", label, Merged(drafter, CopySource(store)), tree, plain))
         if "chain" in self.names and not own.is_chain and drafts:
             found.append(System("chain", "the same, chain", drafter, chain, rule))
-        name = shipped_for(target) if "shipped" in self.names and candidate.untrained is not None else None
+        name = find_shipped_drafter(target) if "shipped" in self.names and candidate.make_untrained is not None else None
         if name is not None:
-            found.append(System("shipped", name, shipped(name, target), copy.deepcopy(builder), rule))
-        if "untrained" in self.names and candidate.untrained is not None:
-            found.append(System("untrained", "untrained", candidate.untrained(), copy.deepcopy(builder), rule))
+            found.append(System("shipped", name, load_shipped_drafter(name, target), copy.deepcopy(builder), rule))
+        if "untrained" in self.names and candidate.make_untrained is not None:
+            found.append(System("untrained", "untrained", candidate.make_untrained(), copy.deepcopy(builder), rule))
         if "retrieval" in others:
             alone = Retrieval(target, None if store is None else str(store.folder))
             found.append(System("retrieval", f"copies alone{judged}", alone, copy.deepcopy(tree), plain))
         if "ngram" in others:
             found.append(System("ngram", f"n-gram lookup{judged}", Ngram(target), Chain(chain.depth), plain))
-        if "lookahead" in others:
-            found.append(System("lookahead", f"lookahead{judged}", Lookahead(target), Eagle2(own.depth, own.budget), plain))
+        if "lookahead" in others and (lookahead := find_constructor("drafter", "lookahead")) is not None:
+            found.append(System("lookahead", f"lookahead{judged}", lookahead(target), Eagle2(own.depth, own.budget), plain))
         return found
 
     def _store(self, candidate: Candidate) -> Datastore | None:
         """What is copied from besides the text. A run's own store that holds a scored question is left out."""
         if self.store is None:
             return None
-        store = candidate.store() if self.store == OWN else Datastore(self.store, candidate.target.tokenizer)
+        store = candidate.open_store() if self.store == OWN else Datastore(self.store, candidate.target.tokenizer)
         if store is None:
             return None
         try:
@@ -133,7 +134,7 @@ def run_transformers(
         ways["early_exit"] = {"assistant_early_exit": exit_layer}
     seconds = dict.fromkeys(ways, 0.0)
     tokens, forwards, identical = dict.fromkeys(ways, 0), dict.fromkeys(ways, 0), dict.fromkeys(ways, 0)
-    with plain_model(target) as model, _count_forwards(model, target.num_layers) as counted:
+    with reference_model(target) as model, _count_forwards(model, target.num_layers) as counted:
         for number, turn in enumerate(turns):
             outputs = {}
             for offset in range(len(ways)):

@@ -22,22 +22,22 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from spectrain.config.build import build, import_constructor
+from spectrain.config.check import check_config
+from spectrain.config.keys import TRAIN_KEYS
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter
-from spectrain.errors import Stopped, UserError, nearest
+from spectrain.errors import RunInterrupted, UserError, suggest_nearest
 from spectrain.eval.comparison import Scored, join
 from spectrain.eval.page import write_report
 from spectrain.eval.report import print_comparison
 from spectrain.files import write_text
 from spectrain.models.target import Target
-from spectrain.runs.defaults import measure_unless_asked
+from spectrain.runs.defaults import default_tree
 from spectrain.runs.folder import evaluation_name, target_name
 from spectrain.runs.score import evaluate
 from spectrain.runs.tracking import tracked
 from spectrain.runs.train import train
-from spectrain.settings.build import build, constructor
-from spectrain.settings.check import check_config
-from spectrain.settings.keys import TRAIN_KEYS
 from spectrain.training.trainer import Trainer
 
 OWN = ("recipes", "run", "compare", "tree", "runs")  # settings of the command that are not a training's
@@ -92,7 +92,7 @@ def compare(config: DictConfig, asked: Sequence[str]) -> dict[str, Any]:
     write_report(folder / "report.html", [one.folder for one in found], result)
     settings: Any = OmegaConf.to_container(config)
     with tracked(build(config.tracker), folder, settings, "compare") as tracker:
-        tracker.compared(result, folder)
+        tracker.log_comparison(result, folder)
     print_comparison(result)
     print(f"written to {folder}")
     return result
@@ -152,9 +152,9 @@ class Contest:
         print(f"{self.folder}: {', '.join(names)}; {self.comparison.budget} each{beside}", flush=True)
         try:
             found = [self.trained(name, setting) for name, setting in zip(names, settings)]
-        except Stopped as stopped:
+        except RunInterrupted as stopped:
             message = f"stopped; go on with the same command, trainer.resume=auto run={self.folder}"
-            raise Stopped(message, stopped.status) from stopped
+            raise RunInterrupted(message, stopped.status) from stopped
         found += [self.scored(name, setting) for name, setting in zip(self.comparison.training_free, free)]
         print(f"all done in {(time.perf_counter() - began) / 60:.1f} minutes", flush=True)
         return found
@@ -176,13 +176,13 @@ class Contest:
     def settings(self, group: str, name: str) -> DictConfig:
         """The whole configuration of one, its tree and data those of all."""
         tree = HydraConfig.get().runtime.choices["tree"]
-        able = constructor(compose("train", overrides=[f"{group}={name}"]).drafter).abilities
+        able = import_constructor(compose("train", overrides=[f"{group}={name}"]).drafter).abilities
         if able.copies_text:  # what is copied at no cost is best as long as it is sure, or where it knows how sure it is
             tree = "auto" if able.undrawn else "chain"
         alike = ["++eval.baselines=[own,auto,copies,chain]", "++eval.oracle=false"]
         config = compose("train", overrides=[f"{group}={name}", f"tree={tree}", *alike, *self.passed])
         OmegaConf.set_struct(config, False)
-        takes = inspect.signature(constructor(config.tree)).parameters
+        takes = inspect.signature(import_constructor(config.tree)).parameters
         config.tree = {key: value for key, value in config.tree.items() if key == "_target_" or key in takes}
         for key, value in self.config.tree.items():  # the command's own, over the recipe's
             if key in takes and any(key_of(override, 2) == f"tree.{key}" for override in self.asked):
@@ -191,7 +191,7 @@ class Contest:
             config.data.limit = self.comparison.data_limit
         config.run = str(self.folder / name)
         config.recipe_name = name
-        measure_unless_asked(config, self.asked)
+        default_tree(config, self.asked)
         checked: DictConfig = check_config(config, TRAIN_KEYS)
         return checked
 
@@ -245,7 +245,7 @@ class Contest:
         """The data of a configuration, tokenised once for all that say the same."""
         key = json.dumps(OmegaConf.to_container(config.data), sort_keys=True)
         if key not in self.datasets:
-            self.datasets[key] = build(config.data).dataset(self.target.tokenizer, self.target.sight)
+            self.datasets[key] = build(config.data).dataset(self.target.tokenizer, self.target.vision)
         return self.datasets[key]
 
     def target_for(self, config: DictConfig) -> Target:
@@ -257,10 +257,10 @@ class Contest:
         """The budget in the trainer's settings: minutes by the clock, or the steps that the tokens are worth."""
         if self.comparison.tokens is None:
             return {"max_minutes": self.comparison.seconds / 60, "max_steps": None}
-        trainer = Trainer.of(config)
+        trainer = Trainer.from_config(config)
         share: float = trainer.batch_tokens
         if not dataset.is_sample:
-            share = dataset.num_tokens / dataset.num_batches(trainer.batching)
+            share = dataset.num_tokens / dataset.num_batches(trainer.batch_settings)
         return {"max_minutes": None, "max_steps": max(1, round(self.comparison.tokens / (share * trainer.accumulate)))}
 
 
@@ -269,14 +269,14 @@ def recipes(named: Any) -> list[str]:
     known = sorted(GlobalHydra.instance().config_loader().get_group_options("recipe"))
 
     def drafts(name: str) -> bool:
-        return not constructor(compose("train", overrides=[f"recipe={name}"]).drafter).abilities.judges
+        return not import_constructor(compose("train", overrides=[f"recipe={name}"]).drafter).abilities.judges
 
     if named == "all":
         return [name for name in known if drafts(name)]
     chosen = list(named) if OmegaConf.is_config(named) else str(named).split(",")
     for name in chosen:
         if name not in known:
-            raise UserError(f"recipes={name}: there is no such recipe; {nearest(str(name), known)}")
+            raise UserError(f"recipes={name}: there is no such recipe; {suggest_nearest(str(name), known)}")
         if not drafts(str(name)):
             raise UserError(
                 f"recipes={name}: what it trains drafts nothing, so its row would be that of copied text; train it alone and "

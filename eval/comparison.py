@@ -15,12 +15,12 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from spectrain.config.build import settings_with_defaults
+from spectrain.config.choices import choice_name, resolve_choice
+from spectrain.config.saved import read_json_object
 from spectrain.errors import UserError
 from spectrain.eval.metrics import Interval, interval
 from spectrain.eval.noise import is_possible
-from spectrain.settings.build import settings_of
-from spectrain.settings.choices import choice, looked_up
-from spectrain.settings.saved import read_object
 
 SAME = ("max_new_tokens", "batch_size", "dtype", "rule")  # of the setting, without which numbers say nothing of each other
 OTHERS = ("own", "auto", "copies", "chain")  # systems that are the same drafter
@@ -44,7 +44,7 @@ class Scored:
         """What an evaluation left in its folder."""
         if not (folder / "summary.json").exists():
             raise UserError(f"{folder}: there is no score in it; make one with spectrain eval run=RUN")
-        summary = read_object(folder / "summary.json")
+        summary = read_json_object(folder / "summary.json")
         if not (folder / "prompts.parquet").exists():
             raise UserError(
                 f"{folder}: it was scored by an earlier version; score it again with spectrain eval run={folder.parents[1]}"
@@ -52,8 +52,8 @@ class Scored:
         facts = folder.parents[1] / "provenance.json"
         more = None if batched is None else batched / "summary.json"
         return cls(
-            name, folder, summary, read_object(facts) if facts.exists() else {},
-            read_object(more) if more is not None and more.exists() else None,
+            name, folder, summary, read_json_object(facts) if facts.exists() else {},
+            read_json_object(more) if more is not None and more.exists() else None,
         )  # fmt: skip
 
     @property
@@ -69,7 +69,7 @@ class Scored:
         """A setting that must agree."""
         if key == "acceptance":
             rule = self.setting.get("acceptance")
-            return settings_of(looked_up(key, rule, str(self.folder / "summary.json"))) if rule else None
+            return settings_with_defaults(resolve_choice(key, rule, str(self.folder / "summary.json"))) if rule else None
         return self.target if key == "target" else self.setting.get(key)
 
     @property
@@ -275,7 +275,7 @@ def row_of(scored: Scored, place: Path) -> dict[str, Any]:
     row = {
         "name": scored.name,
         "label": scored.name,
-        "family": choice("drafter", setting["drafter"]),
+        "family": choice_name("drafter", setting["drafter"]),
         "evaluation": os.path.relpath(folder, place.resolve()),
         "trained": scored.is_trained,
         "systems": systems,

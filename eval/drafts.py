@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from spectrain.decoding.replay import Recorder
+from spectrain.decoding.replay import DraftRecorder
 from spectrain.decoding.session import Session
 from spectrain.eval.metrics import Turn
 from spectrain.eval.systems import System
 from spectrain.models.target import Target
 from spectrain.trees import TreeBuilder
-from spectrain.trees.base import Round
+from spectrain.trees.base import RoundResult
 
 PROMPTS, LENGTH = 4, 128  # at most so many prompts, and tokens of each: little beside what is timed
 Place = tuple[int, ...]  # where a node stands in its tree: the rank of each node on its path among its siblings
@@ -43,17 +43,17 @@ class Drafted:
         return paths[0][1:]
 
 
-class TreeRecorder(Recorder):
+class TreeRecorder(DraftRecorder):
     """Another builder, whose whole trees are remembered: those of one sequence, decoded by itself."""
 
     def __init__(self, builder: TreeBuilder) -> None:
         super().__init__(builder)
         self.drafts: list[Drafted] = []
 
-    def observe(self, round: Round) -> None:
+    def observe(self, round: RoundResult) -> None:
         self.builder.observe(round)
         tree = round.tree
-        nodes = (tree.valid & tree.emitted)[0].nonzero()[:, 0].tolist()
+        nodes = (tree.valid & tree.can_emit)[0].nonzero()[:, 0].tolist()
         place = {node: number for number, node in enumerate(nodes)}
         parents = [-1 if parent < 0 else place[parent] for parent in tree.parents[0, nodes].tolist()]
         depths = cast(list[int], tree.depths[0, nodes].tolist())
@@ -81,7 +81,7 @@ def record_drafts(
             shown.append({"tokens": tokens, "parents": draft.parents, "depths": draft.depths, "kept": path,
                           "emitted": draft.count})  # fmt: skip
             start += draft.count
-            if number < len(generation.whole_rounds):
+            if number < len(generation.complete_round_lengths):
                 places = positions(draft.parents)
                 drafted.update(places[1:])
                 kept.update(places[node] for node in path)

@@ -38,7 +38,7 @@ def agreement(answers: Sequence[tuple[list[int], list[int]]]) -> dict[str, Any]:
 
 def own_answers(target: Target, prompts: Sequence[list[int]], max_new_tokens: int) -> list[Text]:
     """Prompts with the target's greedy answers."""
-    target.pack()
+    target.pack_weights()
     return [(prompt, decode(target, [prompt], Greedy(), max_new_tokens)[0].output) for prompt in prompts]
 
 
@@ -82,5 +82,5 @@ def logits(target: Target, text: Text) -> Tensor:
     """What the target says before every token of an answer, [T, V]."""
     prompt, answer = text
     tokens = torch.tensor([prompt + answer], device=target.device)
-    final = target.features(tokens, ("final",), texts=[prompt + answer]).at("final")[0, len(prompt) - 1 : -1]
+    final = target.features(tokens, ("final",), texts=[prompt + answer]).at_layer("final")[0, len(prompt) - 1 : -1]
     return target.head.logits(final)

@@ -22,7 +22,7 @@ def judge_target(candidate: Candidate, turns: Sequence[Turn], max_new_tokens: in
     target = candidate.target
     found: dict[str, Any] = {}
     texts = [(turn.autoregressive.prompt, turn.autoregressive.output) for turn in turns]
-    original = None if candidate.original is None else candidate.original()
+    original = None if candidate.load_original is None else candidate.load_original()
     if original is not None:
         texts = own_answers(original, [prompt for prompt, _ in texts], max_new_tokens)
         found["target_drift"] = target_drift(original, target, texts, max_new_tokens)
@@ -46,7 +46,7 @@ def exit_quality(target: Target, texts: Sequence[Text]) -> dict[str, list[float]
         following = tokens[0, len(prompt) :, None]
         best: Tensor | None = None
         for exit in reversed(range(count)):
-            log_p = target.head.logits(target.normed(states[None, :, exit])[0]).log_softmax(-1)
+            log_p = target.head.logits(target.apply_final_norm(states[None, :, exit])[0]).log_softmax(-1)
             best = log_p.argmax(-1) if best is None else best
             losses[exit] -= log_p.gather(-1, following).double().sum().cpu()
             agreed[exit] += (log_p.argmax(-1) == best).sum().cpu()

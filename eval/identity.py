@@ -9,9 +9,9 @@ import torch
 from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.eval.metrics import Turn
 from spectrain.eval.systems import Decoder, System
-from spectrain.models.images import images_of
-from spectrain.models.plain import generate, plain_model
-from spectrain.models.quantization import is_quantised
+from spectrain.models.images import get_images
+from spectrain.models.quantization import is_quantized
+from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 
 NEAR_TIE = 1e-4  # between logits that are computed in float32
@@ -63,7 +63,7 @@ def reference_of(rule: AcceptanceRule) -> str:
 
 def plain_outputs(target: Target, turns: list[Turn], max_new_tokens: int) -> list[list[int]]:
     """What `generate` says to every turn's prompt."""
-    with plain_model(target) as model:
+    with reference_model(target) as model:
         return [generate(model, turn.autoregressive.prompt, max_new_tokens, target.stop_ids) for turn in turns]
 
 
@@ -114,17 +114,17 @@ class LogitGap(NamedTuple):
 def logit_gap(target: Target, context: list[int]) -> LogitGap:
     """The target's best logit minus its second best after `context`, computed in float64. Two logits are told apart by chance
     within twice the largest error that the target's own have there, which in bfloat16 is a few tenths."""
-    with plain_model(target) as model, torch.inference_mode():
-        images = images_of(context)
-        told = {} if images is None else images.inputs(len(context), model)
+    with reference_model(target) as model, torch.inference_mode():
+        images = get_images(context)
+        told = {} if images is None else images.model_inputs(len(context), model)
         rounded = model(torch.tensor([context], device=target.device), **told).logits[0, -1].double().cpu()
-        if is_quantised(model):  # its products are of its kernels' own kind, and have no float64
+        if is_quantized(model):  # its products are of its kernels' own kind, and have no float64
             best = rounded.topk(2).values
             return LogitGap(float(best[0] - best[1]), NEAR_TIE)
         exact = copy.deepcopy(model)
         exact.set_experts_implementation("eager")  # the faster ones have no float64
         exact.to("cpu", torch.float64)
-        told = {} if images is None else images.inputs(len(context), exact)
+        told = {} if images is None else images.model_inputs(len(context), exact)
         logits = exact(torch.tensor([context]), **told).logits[0, -1].double()
     best = logits.topk(2).values
     return LogitGap(float(best[0] - best[1]), max(NEAR_TIE, 2 * float((rounded - logits).abs().max())))

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from spectrain.data.datastore import Datastore, phrase_hashes, text_hash
-from spectrain.data.images import text_of
+from spectrain.data.datastore import Datastore, hash_phrases, hash_text
+from spectrain.data.images import content_text
 from spectrain.errors import UserError
 from spectrain.eval.metrics import Turn
 from spectrain.eval.prompts import Prompt
@@ -15,7 +15,7 @@ ALIKE = 0.5  # of a prompt's phrases
 
 def asked_in(prompt: Prompt) -> list[str]:
     """The questions, in words."""
-    return [text_of(turn) for turn in prompt.turns]
+    return [content_text(turn) for turn in prompt.turns]
 
 
 def refuse_prompts(store: Datastore, prompts: Sequence[Prompt]) -> dict[str, Any]:
@@ -24,12 +24,12 @@ def refuse_prompts(store: Datastore, prompts: Sequence[Prompt]) -> dict[str, Any
     known, phrases = set(store.questions.tolist()), set(store.phrases.tolist())
     near = 0
     for prompt in prompts:
-        if any(text_hash(turn) in known for turn in asked_in(prompt)):
+        if any(hash_text(turn) in known for turn in asked_in(prompt)):
             raise UserError(
                 f"store {store.folder}: it holds the question of prompt {prompt.id}, which is to be scored; score "
                 "other prompts, or index the data without them"
             )
-        asked = set().union(*map(phrase_hashes, asked_in(prompt)))
+        asked = set().union(*map(hash_phrases, asked_in(prompt)))
         near += len(asked & phrases) >= ALIKE * len(asked)
     return {**store.facts, "near_duplicates": near}
 
@@ -46,8 +46,8 @@ def refuse_answers(store: Datastore, turns: Sequence[Turn], tokenizer: Any) -> N
     known = set(store.answers.tolist())
     for turn in turns:
         tokens = turn.autoregressive.output
-        said = text_hash(tokenizer.decode(tokens, skip_special_tokens=True))
-        if len(tokens) >= TELLING and (said in known or store.holds(tokens)):
+        said = hash_text(tokenizer.decode(tokens, skip_special_tokens=True))
+        if len(tokens) >= TELLING and (said in known or store.contains_tokens(tokens)):
             raise UserError(
                 f"store {store.folder}: it holds the answer to prompt {turn.id}, which is scored; score other prompts, "
                 "or index the data without them"

@@ -26,7 +26,7 @@ def extra_memory(
     logits of more nodes.
     """
     length = min(TOKENS, target.max_length - len(prompt))
-    free = rule.matched()
+    free = rule.matching_rule()
     with_drafter = peak(lambda: decode(target, [prompt], rule, length, drafter, builder), target.device)
     without = peak(lambda: decode(target, [prompt], free, length), target.device)
     weights = own_bytes(target, drafter)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
-from spectrain.decoding.generation import PARTS, Generation
+from spectrain.decoding.generation import ROUND_PARTS, Generation
 
 Floats = NDArray[np.float64]
 Interval = list[float] | None
@@ -34,7 +34,7 @@ class Turn:
 
 def pooled_acceptance(turns: Sequence[Turn]) -> float:
     """Tokens per target forward over all rounds."""
-    rounds = [count for turn in turns for count in turn.drafted.whole_rounds]
+    rounds = [count for turn in turns for count in turn.drafted.complete_round_lengths]
     return float(np.mean(rounds)) if rounds else 1.0
 
 
@@ -45,7 +45,7 @@ def per_prompt_acceptance(turns: Sequence[Turn]) -> float:
 
 def histogram(turns: Sequence[Turn]) -> list[int]:
     """Entry k is the number of whole rounds that emitted k + 1 tokens: k drafted ones and the bonus."""
-    rounds = [count for turn in turns for count in turn.drafted.whole_rounds]
+    rounds = [count for turn in turns for count in turn.drafted.complete_round_lengths]
     return [int(number) for number in np.bincount(rounds)[1:]] if rounds else []
 
 
@@ -55,7 +55,7 @@ def acceptance_by_depth(turns: Sequence[Turn]) -> list[float]:
     tried: list[int] = []
     for turn in turns:
         generation = turn.drafted
-        for count, depth in list(zip(generation.accepted, generation.depths))[: len(generation.whole_rounds)]:
+        for count, depth in list(zip(generation.round_lengths, generation.depths))[: len(generation.complete_round_lengths)]:
             for level in range(1, min(depth, count) + 1):
                 while len(tried) < level:
                     tried.append(0)
@@ -74,11 +74,11 @@ def tau_by_convention(turns: Sequence[Turn], chain: bool) -> dict[str, float | N
     gpt_fast: spec_bench's without the bonus, thus 1 less.
     layerskip: drafted tokens kept over tokens drafted, of a `chain` only: of a tree at most one of each depth can be kept.
     """
-    tokens = sum(sum(turn.drafted.accepted) for turn in turns)
-    rounds = sum(len(turn.drafted.accepted) for turn in turns)
+    tokens = sum(sum(turn.drafted.round_lengths) for turn in turns)
+    rounds = sum(len(turn.drafted.round_lengths) for turn in turns)
     drafted = sum(sum(turn.drafted.depths) for turn in turns)
     per_round = round(tokens / rounds, 4) if rounds else 1.0
-    every_round = _per_prompt(turns, lambda turn: (sum(turn.drafted.accepted), len(turn.drafted.accepted)))
+    every_round = _per_prompt(turns, lambda turn: (sum(turn.drafted.round_lengths), len(turn.drafted.round_lengths)))
     return {
         "spec_bench": per_round,
         "eagle": per_round,
@@ -109,8 +109,8 @@ def speedup(turns: Sequence[Turn]) -> float:
 
 def predicted_speedup(turns: Sequence[Turn]) -> float:
     """Acceptance length times a row's share of an autoregressive step over that of a round's draft, verify and accept."""
-    steps = sum(len(turn.autoregressive.accepted) for turn in turns)
-    rounds = sum(len(turn.drafted.accepted) for turn in turns)
+    steps = sum(len(turn.autoregressive.round_lengths) for turn in turns)
+    rounds = sum(len(turn.drafted.round_lengths) for turn in turns)
     if not steps or not rounds:
         return 0.0
     step = sum(_decode_share(turn.autoregressive) for turn in turns) / steps
@@ -120,7 +120,7 @@ def predicted_speedup(turns: Sequence[Turn]) -> float:
 
 def time_share(turns: Sequence[Turn]) -> dict[str, float]:
     """What part of the drafted decoding time each step of a round took."""
-    seconds = {part: sum(_share(turn.drafted, part) for turn in turns) for part in PARTS}
+    seconds = {part: sum(_share(turn.drafted, part) for turn in turns) for part in ROUND_PARTS}
     total = sum(seconds.values()) or 1.0
     return {part: round(value / total, 4) for part, value in seconds.items()}
 
@@ -196,7 +196,7 @@ def _per_prompt(turns: Sequence[Turn], row: Callable[[Turn], tuple[float, ...]])
 
 def acceptance_columns(turns: Sequence[Turn]) -> Floats:
     """Tokens and number of each prompt's whole rounds [P, 2]."""
-    return _per_prompt(turns, lambda turn: (sum(turn.drafted.whole_rounds), len(turn.drafted.whole_rounds)))
+    return _per_prompt(turns, lambda turn: (sum(turn.drafted.complete_round_lengths), len(turn.drafted.complete_round_lengths)))
 
 
 def _mean_of_ratios(columns: Floats) -> float:
@@ -212,9 +212,9 @@ def _decoded(generation: Generation) -> int:
 
 def _share(generation: Generation, part: str) -> float:
     """One row's share of its batch's seconds in a part of the round."""
-    return generation.seconds[part] / generation.batch
+    return generation.seconds[part] / generation.batch_size
 
 
 def _decode_share(generation: Generation) -> float:
     """One row's share of its batch's decoding time, the prefill left out."""
-    return generation.decode_seconds / generation.batch
+    return generation.decode_seconds / generation.batch_size

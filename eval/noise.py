@@ -53,17 +53,21 @@ def load_of(device: torch.device) -> float | None:
 
 def spread(turns: Sequence[Turn]) -> float:
     """How much the mean time of an autoregressive step differs from turn to turn: the standard deviation of its logarithm."""
-    steps = [one.autoregressive.finish_seconds / len(one.autoregressive.times) for one in turns if one.autoregressive.times]
+    steps = [
+        one.autoregressive.finish_seconds / len(one.autoregressive.round_seconds)
+        for one in turns
+        if one.autoregressive.round_seconds
+    ]
     return float(np.std(np.log(steps))) if len(steps) > 1 and min(steps) > 0 else 0.0
 
 
 def most_possible(turns: Sequence[Turn]) -> float:
     """The speedup if a drafted round took the time of an autoregressive step: decoded tokens a round. Where several prompts
     share a batch the round that ends it counts, so it is the most of any prompt."""
-    tokens = [(len(turn.drafted.output) - 1, len(turn.drafted.accepted)) for turn in turns if turn.drafted.accepted]
+    tokens = [(len(turn.drafted.output) - 1, len(turn.drafted.round_lengths)) for turn in turns if turn.drafted.round_lengths]
     if not tokens:
         return 1.0
-    if turns[0].drafted.batch > 1:
+    if turns[0].drafted.batch_size > 1:
         return max(count / rounds for count, rounds in tokens)
     return sum(count for count, _ in tokens) / sum(rounds for _, rounds in tokens)
 

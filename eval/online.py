@@ -13,7 +13,7 @@ import torch
 
 from spectrain.data.chat import Example
 from spectrain.decoding.generation import Generation
-from spectrain.decoding.replay import Recorder, Replay, collate_replays, replays
+from spectrain.decoding.replay import DraftRecorder, Replay, collate_replays, select_replays
 from spectrain.drafters.base import Drafter, TrainingState, has_weights
 from spectrain.errors import RunError, UserError
 from spectrain.eval.metrics import Turn
@@ -55,12 +55,12 @@ class Learner:
         self.since = self.updates = 0  # answers since the last update
         self.seconds = 0.0
 
-    def see(self, generations: list[Generation], recorder: Recorder) -> None:
+    def see(self, generations: list[Generation], recorder: DraftRecorder) -> None:
         """Take in answers; at every `every`-th learn from those since the last time."""
         refuse_images([generation.prompt for generation in generations], "eval.online")
         for generation, rounds in zip(generations, recorder.rounds):
             if self.learn == "split":
-                self.drafts += replays(generation, rounds, 4, self.random)
+                self.drafts += select_replays(generation, rounds, 4, self.random)
             else:
                 self.waiting.append(supervised(generation, self.learn == "corrections"))
         recorder.rounds = []
@@ -134,11 +134,11 @@ class Online(Part):
             )
 
     def keep(self, candidate: Candidate) -> None:
-        save = candidate.save or (lambda learnt: None)
+        save = candidate.save_learned or (lambda learnt: None)
         self.learner = Learner(candidate.drafter, candidate.target, self.lr, self.every, self.learn, save)
 
     def own(self, candidate: Candidate, first: System) -> System:
-        self.recorder = Recorder(first.builder)
+        self.recorder = DraftRecorder(first.builder)
         return replace(first, builder=self.recorder)
 
     def systems(self, candidate: Candidate, first: System) -> list[System]:
@@ -163,7 +163,7 @@ def supervised(generation: Generation, corrections: bool) -> Example:
     mask = [False] * len(generation.prompt) + [not corrections] * len(generation.output)
     if corrections:
         end = len(generation.prompt) + 1
-        for count, depth in zip(generation.accepted, generation.depths):
+        for count, depth in zip(generation.round_lengths, generation.depths):
             end += count
             if count <= depth and end <= len(tokens):
                 mask[end - 1] = True
@@ -172,7 +172,7 @@ def supervised(generation: Generation, corrections: bool) -> Example:
 
 def curve(turns: list[Turn], window: int) -> list[float]:
     """Acceptance length over the last `window` turns, at every turn of a stream."""
-    rounds = [turn.drafted.whole_rounds for turn in turns]
+    rounds = [turn.drafted.complete_round_lengths for turn in turns]
     found = []
     for end in range(1, len(rounds) + 1):
         counts = [count for turn in rounds[max(0, end - window) : end] for count in turn]

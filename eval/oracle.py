@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from spectrain.decoding.calibration import Forced, Known
+from spectrain.decoding.calibration import PresetChainBuilder, TeacherForcedBuilder
 from spectrain.decoding.generation import Generation
 from spectrain.eval.systems import Decoder, System
-from spectrain.trees.measurements import chain_length
+from spectrain.trees.measurements import expected_length
 
 
 class Oracle:
@@ -15,10 +15,12 @@ class Oracle:
 
     def __init__(self, first: System, decoder: Decoder) -> None:
         self.decoder = decoder
-        self.forced = Forced({}, first.builder, first.rule)
+        self.forced = TeacherForcedBuilder({}, first.builder, first.rule)
         self.system = System("oracle", "every draft right", first.drafter, self.forced, decoder.rule)
         # Where the drafter decodes in captured rounds, the loop takes the notes, and the time is that of captured ones.
-        self.captured = None if decoder.why_eager(first) is not None else replace(self.system, builder=Known(self.forced))
+        self.captured = (
+            None if decoder.why_eager(first) is not None else replace(self.system, builder=PresetChainBuilder(self.forced))
+        )
         self.is_open = True  # closed where the drafter drafts by itself: nothing can be forced on it
 
     @property
@@ -45,8 +47,12 @@ class Oracle:
         and the tree's temperatures (p has 1 where the rule draws nothing); `likeliest_by_depth` is how often both have the
         same most likely token; `forecast` is the acceptance length of a chain that either promises.
         """
-        agreement, overlap, likeliest = [hits[0] for hits in self.forced.hits], self.forced.overlap, self.forced.first
-        length = chain_length(rounded(agreement))
+        agreement, overlap, likeliest = (
+            [hits[0] for hits in self.forced.hit_rates],
+            self.forced.mean_overlap,
+            self.forced.top1_agreement,
+        )
+        length = expected_length(rounded(agreement))
         return {
             "agreement_by_depth": rounded(agreement),
             "gap_by_depth": rounded([kept - right for kept, right in zip(entry["acceptance_by_depth"], rounded(agreement))]),
@@ -54,7 +60,7 @@ class Oracle:
             "gap": round(entry["acceptance_length"]["pooled"] - length, 4),
             "overlap_by_depth": rounded(overlap),
             "likeliest_by_depth": rounded(likeliest),
-            "forecast": {"sampled": round(chain_length(overlap), 4), "greedy": round(chain_length(likeliest), 4)},
+            "forecast": {"sampled": round(expected_length(overlap), 4), "greedy": round(expected_length(likeliest), 4)},
         }
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from spectrain.data.chat import Message
-from spectrain.data.images import Content, Pictures, text_of
-from spectrain.data.readers import MOST_TURNS, check_text
+from spectrain.data.images import MessageContent, RowImages, content_text
+from spectrain.data.readers import MAX_TURNS, check_text
 from spectrain.errors import UserError, first_line
 from spectrain.eval.tasks import Reference, reference_of
 
@@ -45,7 +45,7 @@ class Prompt:
 
     id: str
     category: str
-    turns: list[Content]
+    turns: list[MessageContent]
     before: list[Message]
     reference: Reference | None = field(default=None, compare=False)  # what its only answer is judged by
 
@@ -80,7 +80,7 @@ def read_prompts(source: str | None, limit: int | None = None, categories: list[
         present[prompt.category] = None
         if categories is not None and prompt.category not in categories:
             continue
-        turns = list(takewhile(lambda turn: text_of(turn).strip() or not isinstance(turn, str), prompt.turns))
+        turns = list(takewhile(lambda turn: content_text(turn).strip() or not isinstance(turn, str), prompt.turns))
         if len(turns) < len(prompt.turns):
             skipped["empty turn" if turns else "empty"] += 1
         if turns:
@@ -171,24 +171,24 @@ def _prompt(row: Any, name: str, category: str, where: str, folder: Path | None 
     before: list[Message] = []
     turns: Any = None
     if "messages" in row:
-        before, turns = _conversation(row["messages"], Pictures(row, where, folder))
+        before, turns = _conversation(row["messages"], RowImages(row, where, folder))
     else:
         turns = next((read(row) for columns, read in FORMATS.items() if row.keys() >= set(columns)), None)
     if not isinstance(turns, list) or not turns or not ("messages" in row or all(isinstance(turn, str) for turn in turns)):
         raise UserError(f'{where}: it holds no prompt; write {{"turns": [..]}}, {{"messages": [..]}} or {{"prompt": ".."}}')
-    if len(turns) + len(before) > MOST_TURNS:
-        raise UserError(f"{where}: a prompt of {len(turns) + len(before)} turns; cut it into several of {MOST_TURNS} or fewer")
+    if len(turns) + len(before) > MAX_TURNS:
+        raise UserError(f"{where}: a prompt of {len(turns) + len(before)} turns; cut it into several of {MAX_TURNS} or fewer")
     for said in [*turns, *(message["content"] for message in before)]:
-        check_text(text_of(said), where)
+        check_text(content_text(said), where)
     named = [str(row[column]) for column in ("id", "question_id", "prompt_id", "task_id") if column in row]
     reference = reference_of(row) if len(turns) == 1 else None
     return Prompt([*named, name][0], str(row.get("category", category)), turns, before, reference)
 
 
-def _conversation(messages: Any, pictures: Pictures) -> tuple[list[Message], list[Content]]:
+def _conversation(messages: Any, pictures: RowImages) -> tuple[list[Message], list[MessageContent]]:
     """The messages before the user's last one, and that one; answers that follow it are dropped."""
     try:
-        plain = [{"role": message["role"], "content": pictures.content(message["content"])} for message in messages]
+        plain = [{"role": message["role"], "content": pictures.parse_content(message["content"])} for message in messages]
     except (TypeError, KeyError):
         return [], []
     while plain and plain[-1]["role"] == "assistant":

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from spectrain.decoding.acceptance.lossy import named_lossy
+from spectrain.decoding.acceptance.typical import lossy_warning
 from spectrain.eval.noise import is_possible
 
 WIDTH = 100  # columns of what scoring prints
@@ -275,7 +275,7 @@ def _checked(lossless: dict[str, Any]) -> str:
     if lossless["differences"]:
         return f"NOT LOSSLESS: {len(lossless['differences'])} outputs differ from {lossless['reference']}"
     if not lossless["lossless"]:
-        return named_lossy(lossless["rule"])
+        return lossy_warning(lossless["rule"])
     if lossless["checked"]:
         ties = len(lossless["near_ties"])
         return f"output identical to {lossless['reference']}, rule {lossless['rule']}; near ties: {ties}"

@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from spectrain.bench.traffic import counted
-from spectrain.data.chat import prompt_tokens
-from spectrain.data.images import text_of
-from spectrain.decoding.calibration import calibrate, settle
+from spectrain.bench.traffic import count_traffic
+from spectrain.data.chat import tokenize_prompt
+from spectrain.data.images import content_text
+from spectrain.decoding.calibration import calibrate_builders, resolve_rule
 from spectrain.decoding.guard import Guard
 from spectrain.decoding.pruning import fit_early_heads
-from spectrain.decoding.session import check, ready, tune
+from spectrain.decoding.session import check_compatibility, prepare_for_decoding, tune_drafter
 from spectrain.errors import UserError
-from spectrain.eval.asked import Attacking, Learning, Scoring, Sweeping
 from spectrain.eval.baselines import OURS, OWN, TRANSFORMERS, Baselines, goes_by_clock
 from spectrain.eval.drafts import record_drafts
 from spectrain.eval.drift import rule_drift
@@ -30,13 +29,12 @@ from spectrain.eval.leaks import admit, refuse_answers
 from spectrain.eval.memory import extra_memory
 from spectrain.eval.metrics import Turn
 from spectrain.eval.noise import Noise, judge, load_of, spread
-from spectrain.eval.optimum import Optimum
 from spectrain.eval.oracle import Oracle
-from spectrain.eval.overlap import Overlapping
 from spectrain.eval.page import write_report
 from spectrain.eval.parts import Part, Results
 from spectrain.eval.prompts import read_prompts
 from spectrain.eval.report import print_table
+from spectrain.eval.settings import Learning, Scoring, Sweeping
 from spectrain.eval.summary import (
     bounds,
     sample,
@@ -59,13 +57,12 @@ ALIKE = ("shipped", "untrained", "static_drafter", "copies", "retrieval")  # who
 
 
 @dataclass
-class Evaluation(Sweeping, Attacking, Learning, Scoring):
+class Evaluation(Sweeping, Learning, Scoring):
     """Decodes what its settings ask for, which stand in asked.py by what they are for; all are keys of `eval`."""
 
     def __post_init__(self) -> None:
         self.check_scoring()
         self.check_learning()
-        self.check_attacking()
         self.check_sweeping()
         if self.online and self.sweep is not None:
             raise UserError(f"eval.sweep={self.sweep}: a drafter that learns while it decodes gives no rows to compare; do one")
@@ -76,7 +73,7 @@ class Evaluation(Sweeping, Attacking, Learning, Scoring):
 
     def check_prompts(self, target: Target) -> None:
         """Leave out prompts that do not fit the target's context with their answer; stop where none does."""
-        lengths = [len(prompt_tokens(target.tokenizer, prompt.opening, target.sight)) for prompt in self.chosen]
+        lengths = [len(tokenize_prompt(target.tokenizer, prompt.opening, target.vision)) for prompt in self.chosen]
         room = target.max_length - self.max_new_tokens
         fitting = [prompt for prompt, length in zip(self.chosen, lengths) if length <= room]
         if not fitting:
@@ -93,13 +90,12 @@ class Evaluation(Sweeping, Attacking, Learning, Scoring):
         """What is decoded, checked and written beside the drafter."""
         ours = () if self.sweep is not None else tuple(name for name in self.baselines if name in OURS)
         theirs = tuple(name for name in self.baselines if name in TRANSFORMERS)
-        found = [*self.sweeping(), *self.attacking(self.chosen, self.max_new_tokens, self.check)]
-        if self.optimum:
-            found.append(Optimum(self.max_new_tokens))
-        if self.overlap is not None:
-            found.append(Overlapping(self.overlap == "pearl", self.outcomes if self.overlap == "outcomes" else 0))
         baselines = Baselines((*ours, *theirs), self.assistant, self.exit_layer, self.store, self.chosen)
-        return [*found, *self.learning(), baselines]
+        return [*self.sweeping(), *self.extra_parts(), *self.learning(), baselines]
+
+    def extra_parts(self) -> list[Part]:
+        """Parts that a subclass adds, decoded in turn with the others."""
+        return []
 
     def score(self, candidate: Candidate, folder: Path) -> dict[str, Any]:
         """Decode every prompt with every system, write what was found to `folder`, print the table."""
@@ -115,7 +111,7 @@ class Evaluation(Sweeping, Attacking, Learning, Scoring):
         results = self._results(candidate, decoding, folder)
         folder.mkdir(parents=True, exist_ok=True)
         summary = self._summary(results, decoding)
-        measured = [oracle.forced.rules if oracle else None, calibration.rules if calibration else None]
+        measured = [oracle.forced.rule_forecast if oracle else None, calibration.rules if calibration else None]
         if known := next((one for one in (rules, *measured) if one is not None), None):
             summary["rules"] = known.summary()
         for part in parts:
@@ -130,23 +126,23 @@ class Evaluation(Sweeping, Attacking, Learning, Scoring):
     def _ready(self, candidate: Candidate, parts: list[Part]) -> tuple[Candidate, RuleForecast | None]:
         """The candidate, checked, on the target's device and tuned, with a rule that leaves nothing open."""
         target, drafter, builder, rule = candidate.target, candidate.drafter, candidate.builder, candidate.rule
-        check(drafter, builder, rule)
+        check_compatibility(drafter, builder, rule)
         for part in parts:
             part.check(candidate)
             part.keep(candidate)
         if (store := drafter.abilities.datastore(drafter)) is not None:
             admit(store, self.chosen, candidate.setting)
         drafter.to(target.device, target.dtype).eval()
-        target.pack()
-        tune(drafter, target, lambda: self._calibration_prompts(target), builder.depth)
+        target.pack_weights()
+        tune_drafter(drafter, target, lambda: self._calibration_prompts(target), builder.depth)
         forecast = None
-        if rule.is_open and self.sweep is None and self.prune_layer is None:
-            rule, builder, forecast = settle(target, drafter, builder, rule, lambda: self._calibration_prompts(target))
-        elif rule.is_open:  # trees of all kinds, and pruned ones, can be judged by this rule only
-            rule = rule.matched()
+        if rule.is_unresolved and self.sweep is None and self.prune_layer is None:
+            rule, builder, forecast = resolve_rule(target, drafter, builder, rule, lambda: self._calibration_prompts(target))
+        elif rule.is_unresolved:  # trees of all kinds, and pruned ones, can be judged by this rule only
+            rule = rule.matching_rule()
         candidate = replace(candidate, rule=rule, builder=builder)
         if self._measures(candidate):
-            candidate = replace(candidate, builder=Auto(), own=builder)
+            candidate = replace(candidate, builder=Auto(), default_builder=builder)
         return candidate, forecast
 
     def _measures(self, candidate: Candidate) -> bool:
@@ -154,7 +150,7 @@ class Evaluation(Sweeping, Attacking, Learning, Scoring):
         if not self.measured or self.sweep is not None or self.prune_layer is not None or self.online:
             return False
         able = goes_by_clock(candidate.target, candidate.drafter, candidate.builder)
-        return able and not Decoder(candidate.target, candidate.rule.matched(), self.engine).wants_capture
+        return able and not Decoder(candidate.target, candidate.rule.matching_rule(), self.engine).wants_capture
 
     def _systems(self, candidate: Candidate, parts: list[Part]) -> tuple[list[System], Calibration | None]:
         """What is decoded, the drafter with its tree first, all of it ready."""
@@ -164,7 +160,7 @@ class Evaluation(Sweeping, Attacking, Learning, Scoring):
             first = part.own(candidate, first)
         systems = [first, *(system for part in parts for system in part.systems(candidate, first))]
         for system in systems:
-            ready(system.drafter, target)
+            prepare_for_decoding(system.drafter, target)
         prunings = [system.pruning for system in systems if system.pruning is not None]
         if prunings and self.prune_rank:
             rank = min(self.prune_rank, target.width // 2)
@@ -173,7 +169,7 @@ class Evaluation(Sweeping, Attacking, Learning, Scoring):
 
     def _decoder(self, target: Target, first: System) -> Decoder:
         """The drafter and what it is compared with run in one engine: if it cannot be captured, nothing is."""
-        free = first.rule.matched()
+        free = first.rule.matching_rule()
         decoder = Decoder(target, free, self.engine)
         why = decoder.why_eager(first)
         if self.engine == "captured" and why is not None:
@@ -194,19 +190,19 @@ class Evaluation(Sweeping, Attacking, Learning, Scoring):
             mine = turns[system.name]
             entry = entries[system.name] = summarise(mine, system.builder.is_chain)
             entry["speedup"] = judge(entry["speedup"], mine, noise)
-            entry["label"], entry["tree"] = system.label, system.builder.settings()
+            entry["label"], entry["tree"] = system.label, system.builder.report_settings()
             why = decoder.why_eager(system)
             entry["engine"] = "captured" if why is None else "eager"
             if decoder.wants_capture and why is not None:
                 entry["label"], entry["eager_because"] = f"{system.label} (eager)", why
-            if decoder.fallback.failed:
-                entry["not_run"] = dict(decoder.fallback.failed)
+            if decoder.fallback.failures:
+                entry["not_run"] = dict(decoder.fallback.failures)
             if system.pruning is not None:
                 entry["pruning"] = saved_by_pruning(mine, system.pruning, target)
         entries["drafter"]["noise"] = noise.summary()
         guard = decoding.systems[0].guard
         if guard is not None:
-            entries["drafter"]["guard"] = guard.summary()
+            entries["drafter"]["guard"] = guard.summarize_rounds()
         systems = list(decoding.systems)  # the check may decode more, so what a guard did is known before
         identity = check_identity(target, systems, turns, self.max_new_tokens) if self.check else {}
         for name, entry in entries.items():
@@ -242,7 +238,7 @@ class Evaluation(Sweeping, Attacking, Learning, Scoring):
 
     def _quality(self, candidate: Candidate, mine: list[Turn]) -> dict[str, Any]:
         """What drafting did to the text, by the target's judgement and by the task's."""
-        drift = rule_drift(candidate.target, mine, follows=not candidate.rule.matched().is_random)
+        drift = rule_drift(candidate.target, mine, follows=not candidate.rule.matching_rule().is_random)
         task = task_score(candidate.target, self._references, mine, self.execute)
         return {"drift": drift} if task is None else {"drift": drift, "task": task}
 
@@ -254,7 +250,7 @@ class Evaluation(Sweeping, Attacking, Learning, Scoring):
         """What drafting adds to memory and reads, what training did to the target, and how good early exits are."""
         one, mine = results.candidate, results.turns["drafter"]
         memory = extra_memory(one.target, one.drafter, one.builder, one.rule, mine[0].drafted.prompt)
-        traffic = counted(one.target, one.drafter, one.builder, one.rule, mine[0].drafted.prompt)
+        traffic = count_traffic(one.target, one.drafter, one.builder, one.rule, mine[0].drafted.prompt)
         read = {} if traffic is None else {"traffic": traffic}
         return {"memory": memory, **read, **judge_target(one, mine, self.max_new_tokens, results.folder)}
 
@@ -285,7 +281,7 @@ class Evaluation(Sweeping, Attacking, Learning, Scoring):
         if calibration is not None:
             calibration.save(folder / "calibration.json")
         if self.report:
-            texts = {prompt.id: text_of(prompt.turns[0]) for prompt in self.chosen}
+            texts = {prompt.id: content_text(prompt.turns[0]) for prompt in self.chosen}
             drafts = record_drafts(results.candidate.target, results.systems[0], mine, texts, self.max_new_tokens)
             write_lines(folder / "drafts.jsonl", drafts)
         write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
@@ -298,11 +294,11 @@ class Evaluation(Sweeping, Attacking, Learning, Scoring):
         alike = [one.builder for one in systems if one.drafter is first.drafter or one.name in ALIKE]
         for children in dict.fromkeys(builder.children for builder in alike):  # hits depend on how they are chosen
             mine = [builder for builder in alike if builder.children == children]
-            if any(builder.needs for builder in mine):
+            if any(builder.requirements for builder in mine):
                 prompts = self._calibration_prompts(target)
-                texts = [prompt_tokens(target.tokenizer, prompt.opening, target.sight) for prompt in self.chosen]
+                texts = [tokenize_prompt(target.tokenizer, prompt.opening, target.vision) for prompt in self.chosen]
                 longest = max(map(len, texts)) + self.max_new_tokens
-                found = calibrate(target, first.drafter, mine, first.rule, prompts, longest=longest)
+                found = calibrate_builders(target, first.drafter, mine, first.rule, prompts, max_text_tokens=longest)
                 calibration = found if children == first.builder.children else calibration
         return calibration
 
@@ -311,8 +307,8 @@ class Evaluation(Sweeping, Attacking, Learning, Scoring):
         if self.calibration is not None:
             openings = [prompt.opening for prompt in read_prompts(self.calibration, self.calibration_limit).prompts]
         else:
-            from spectrain.data.readers import Embedded
+            from spectrain.data.readers import EmbeddedReader
 
-            openings = [messages[:1] for messages in Embedded(limit=self.calibration_limit).conversations()]
-        tokens = [prompt_tokens(target.tokenizer, opening, target.sight) for opening in openings]
+            openings = [messages[:1] for messages in EmbeddedReader(limit=self.calibration_limit).load_conversations()]
+        tokens = [tokenize_prompt(target.tokenizer, opening, target.vision) for opening in openings]
         return [prompt for prompt in tokens if len(prompt) + 64 <= target.max_length] or tokens[:1]

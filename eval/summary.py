@@ -9,13 +9,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spectrain.decoding.generation import PARTS
+from spectrain.decoding.generation import ROUND_PARTS
 from spectrain.decoding.pruning import Pruning
 from spectrain.drafters.base import Drafter
 from spectrain.eval import metrics
 from spectrain.eval.metrics import Turn
-from spectrain.files import write_text, written
-from spectrain.models.device import forward_floor
+from spectrain.files import atomic_write, write_text
+from spectrain.models.device import roofline_seconds
 from spectrain.models.target import Target
 
 
@@ -31,7 +31,7 @@ def summarise(turns: Sequence[Turn], is_chain: bool) -> dict[str, Any]:
             "acceptance_length": round(metrics.pooled_acceptance(part), 4),
             "speedup": round(metrics.speedup(part), 4),
         }
-    rounds = sum(len(generation.nodes) for generation in drafted)
+    rounds = sum(len(generation.node_counts) for generation in drafted)
     return {
         "acceptance_length": {
             "pooled": round(pooled, 4),
@@ -42,8 +42,8 @@ def summarise(turns: Sequence[Turn], is_chain: bool) -> dict[str, Any]:
         },
         "acceptance_by_depth": metrics.acceptance_by_depth(turns),
         "tokens_by_round": metrics.histogram(turns),
-        "nodes_per_round": round(sum(sum(generation.nodes) for generation in drafted) / max(rounds, 1), 2),
-        "drafting_nodes_per_round": round(sum(sum(generation.idle) for generation in drafted) / max(rounds, 1), 2),
+        "nodes_per_round": round(sum(sum(generation.node_counts) for generation in drafted) / max(rounds, 1), 2),
+        "drafting_nodes_per_round": round(sum(sum(generation.idle_counts) for generation in drafted) / max(rounds, 1), 2),
         "tokens_per_second": {
             "autoregressive": round(metrics.tokens_per_second(plain), 3),
             "drafted": round(metrics.tokens_per_second(drafted), 3),
@@ -66,14 +66,14 @@ def summarise(turns: Sequence[Turn], is_chain: bool) -> dict[str, Any]:
 def saved_by_pruning(turns: Sequence[Turn], pruning: Pruning, target: Target) -> dict[str, Any]:
     """What early pruning spared of verification: the share of node-layers, a node run through one layer, and of the whole
     work in multiply-adds, which counts the head of every node, and against it the early exit's head."""
-    left = sum(sum(turn.drafted.pruned) for turn in turns)
-    every = left + sum(sum(turn.drafted.nodes) for turn in turns)
-    judged = sum(sum(turn.drafted.judged) for turn in turns)
+    left = sum(sum(turn.drafted.pruned_counts) for turn in turns)
+    every = left + sum(sum(turn.drafted.node_counts) for turn in turns)
+    judged = sum(sum(turn.drafted.judged_counts) for turn in turns)
     count, head = target.num_layers, target.head.output.weight.numel()
     layer = sum(parameter.numel() for parameter in target.layers.parameters()) / count
-    spared = left * ((count - pruning.layer) * layer + head) - judged * pruning.work(target)
+    spared = left * ((count - pruning.layer) * layer + head) - judged * pruning.count_multiply_adds(target)
     return {
-        **pruning.settings(),
+        **pruning.report_settings(),
         "nodes_pruned": round(left / max(every, 1), 4),
         "node_layers_saved": round(left * (count - pruning.layer) / max(every * count, 1), 4),
         "work_saved": round(spared / max(every * (count * layer + head), 1), 4),
@@ -91,25 +91,25 @@ def bounds(target: Target, drafter: Drafter, turns: Sequence[Turn], oracle: Sequ
     target's own: tokens per forward count verifications alone.
     """
     length = metrics.pooled_acceptance(turns)
-    rounds = sum(len(turn.drafted.times) for turn in turns)
-    steps = sum(len(turn.autoregressive.times) for turn in turns)
+    rounds = sum(len(turn.drafted.round_seconds) for turn in turns)
+    steps = sum(len(turn.autoregressive.round_seconds) for turn in turns)
     if not rounds or not steps:
         return {}
-    step = sum(sum(times.values()) for turn in turns for times in turn.autoregressive.times) / steps
-    verify = sum(times["verify"] for turn in turns for times in turn.drafted.times) / rounds
-    batch = turns[0].drafted.batch
-    nodes = sum(sum(turn.drafted.nodes) for turn in turns) / rounds
+    step = sum(sum(times.values()) for turn in turns for times in turn.autoregressive.round_seconds) / steps
+    verify = sum(times["verify"] for turn in turns for times in turn.drafted.round_seconds) / rounds
+    batch = turns[0].drafted.batch_size
+    nodes = sum(sum(turn.drafted.node_counts) for turn in turns) / rounds
     depth = sum(sum(turn.drafted.depths) for turn in turns) / rounds
     sparse = bool(getattr(target.config, "num_experts", None) or getattr(target.config, "num_local_experts", None))
-    floor = forward_floor(target.model, batch, target.device, target.dtype)
+    floor = roofline_seconds(target.model, batch, target.device, target.dtype)
     read = drafter.cost.weights(drafter, target)
-    drafting = drafter.cost.passes(drafter, depth) * forward_floor(read, batch, target.device, target.dtype)
-    verifying = forward_floor(target.model, batch * nodes, target.device, target.dtype)
+    drafting = drafter.cost.passes(drafter, depth) * roofline_seconds(read, batch, target.device, target.dtype)
+    verifying = roofline_seconds(target.model, batch * nodes, target.device, target.dtype)
     forwards = 1 + drafter.cost.forwards(drafter)
     return {
         **({"forwards_per_round": forwards} if forwards > 1 else {}),
         "engine_efficiency": round(metrics.speedup(turns) / length, 4),
-        "zero_cost_draft": None if any(sum(turn.drafted.idle) for turn in turns) else round(length * step / verify, 4),
+        "zero_cost_draft": None if any(sum(turn.drafted.idle_counts) for turn in turns) else round(length * step / verify, 4),
         "oracle": round(metrics.speedup(oracle), 4) if oracle else None,
         "roofline": None if sparse else round(length * floor / (drafting + verifying), 4),
         "autoregressive_of_floor": None if sparse else round(floor / step, 4),
@@ -125,8 +125,8 @@ def sample(turn: Turn) -> dict[str, Any]:
         "category": turn.category,
         "prompt_tokens": drafted.prompt,
         "output_tokens": drafted.output,
-        "rounds": len(drafted.accepted),
-        "accepted": drafted.accepted,
+        "rounds": len(drafted.round_lengths),
+        "accepted": drafted.round_lengths,
     }
 
 
@@ -137,10 +137,10 @@ def write_rounds(path: Path, turns: dict[str, list[Turn]]) -> None:
         for turn in all_turns:
             found = turn.drafted
             for number, (tokens, depth, nodes, times) in enumerate(
-                zip(found.accepted, found.depths, found.nodes, found.times)
+                zip(found.round_lengths, found.depths, found.node_counts, found.round_seconds)
             ):  # fmt: skip
-                whole = number < len(found.whole_rounds)
-                seconds = {f"{part}_seconds": times[part] for part in PARTS}
+                whole = number < len(found.complete_round_lengths)
+                seconds = {f"{part}_seconds": times[part] for part in ROUND_PARTS}
                 rows.append({"system": system, "id": turn.id, "turn": turn.turn, "category": turn.category, "round": number,
                              "tokens": tokens, "depth": depth, "nodes": nodes, "whole": whole, **seconds})  # fmt: skip
     write_table(path, rows)
@@ -159,7 +159,7 @@ def write_prompts(path: Path, turns: dict[str, list[Turn]]) -> None:
 
 
 def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
-    with written(path) as scratch:
+    with atomic_write(path) as scratch:
         pq.write_table(pa.Table.from_pylist(rows), scratch)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from spectrain.config.choices import find_constructor
 from spectrain.decoding.pruning import Pruning
 from spectrain.errors import UserError
 from spectrain.eval.noise import is_possible
@@ -19,10 +20,8 @@ from spectrain.trees import (
     Eagle2,
     Entropy,
     OptTree,
-    Policy,
     Sequoia,
     Static,
-    Thompson,
     TreeBuilder,
 )
 
@@ -39,6 +38,10 @@ SWEPT: dict[str, Callable[[int, int], TreeBuilder]] = {
 }
 
 
+ADAPTIVE_LENGTH = ("thompson", "policy")
+"""Choices of `tree` that decide a chain's length while decoding."""
+
+
 @dataclass
 class TreeSweep(Part):
     """The named kinds of tree at every budget, as deep as the candidate's; a chain has one size."""
@@ -51,7 +54,7 @@ class TreeSweep(Part):
         builders: list[TreeBuilder] = [Chain(depth)] if "chain" in self.names else []
         builders += [SWEPT[name](depth, budget) for budget in self.budgets for name in self.names if name != "chain"]
         for other in builders:
-            candidate.rule.check(other.children, other.is_chain)
+            candidate.rule.check_children(other.children, other.is_chain)
         how = candidate.drafter, candidate.rule
         return [System(f"{one.name}-{one.budget}", describe(one), how[0], one, how[1]) for one in builders]
 
@@ -64,8 +67,9 @@ class LengthSweep(Part):
         builder, rule = candidate.builder, candidate.rule
         drawn = builder.children, builder.temperature, builder.seed
         builders = [Chain(depth, *drawn) for depth in range(1, builder.depth + 1)]
-        builders += [Thompson(builder.depth, *drawn), Policy(builder.depth, *drawn)]
-        rule.check(builder.children, is_chain=True)
+        adaptive = [find_constructor("tree", name) for name in ADAPTIVE_LENGTH]
+        builders += [constructor(builder.depth, *drawn) for constructor in adaptive if constructor is not None]
+        rule.check_children(builder.children, is_chain=True)
         return [System(f"length-{one.name}-{one.depth}", describe(one), candidate.drafter, one, rule) for one in builders]
 
 
@@ -152,7 +156,7 @@ class PruneSweep(Part):
             for top_k in self.grid.columns:
                 label = f"pruned after {layer} layers, top {top_k}"
                 pruning = Pruning(layer, top_k)
-                pruning.check(rule, candidate.target)
+                pruning.check_settings(rule, candidate.target)
                 found.append(System(self.grid.name(layer, top_k), label, drafter, builder, rule, pruning=pruning))
         return found
 
@@ -168,7 +172,7 @@ class PrunedTrees(Part):
     top_k: int
 
     def check(self, candidate: Candidate) -> None:
-        Pruning(self.layer, self.top_k).check(candidate.rule, candidate.target)
+        Pruning(self.layer, self.top_k).check_settings(candidate.rule, candidate.target)
         check_pruned_tree(candidate.builder)
 
     def own(self, candidate: Candidate, first: System) -> System:

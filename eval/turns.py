@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import track
 
-from spectrain.data.chat import Message, prompt_tokens
+from spectrain.data.chat import Message, tokenize_prompt
 from spectrain.decoding.generation import Generation
 from spectrain.eval.metrics import Turn
 from spectrain.eval.noise import is_unsteady, median_pairs
@@ -16,7 +16,7 @@ from spectrain.eval.oracle import Oracle
 from spectrain.eval.parts import Part
 from spectrain.eval.prompts import Prompt
 from spectrain.eval.systems import Decoder, System
-from spectrain.training.progress import Pace, span
+from spectrain.training.progress import Pace, format_duration
 
 AUTOREGRESSIVE, ORACLE = "autoregressive", "oracle"
 
@@ -58,7 +58,7 @@ class Interleaving:
     def run(self, prompts: Sequence[Prompt]) -> None:
         """Decode all turns of all prompts."""
         target = self.decoder.target
-        opening = prompt_tokens(target.tokenizer, prompts[0].opening, target.sight)
+        opening = tokenize_prompt(target.tokenizer, prompts[0].opening, target.vision)
         for system in (None, *self.systems):  # warm up, outside every timer
             self.decoder(system, [opening], min(8, self.max_new_tokens), [0])
         for part in self.parts:
@@ -71,7 +71,7 @@ class Interleaving:
             self.seconds += time.perf_counter() - began
             done = min(first + self.batch_size, len(prompts))
             if not console.is_terminal and done < len(prompts) and self.pace.is_due():
-                console.print(f"scored {done} of {len(prompts)} prompts  {self.pace.left(done)}", highlight=False)
+                console.print(f"scored {done} of {len(prompts)} prompts  {self.pace.time_left(done)}", highlight=False)
 
     def _converse(self, prompts: Sequence[Prompt]) -> None:
         """Decode a batch of prompts turn by turn; a later turn follows the target's own answers."""
@@ -81,7 +81,7 @@ class Interleaving:
             batch: list[Asked] = []
             for prompt, messages in chats:
                 messages.append({"role": "user", "content": prompt.turns[index]})
-                tokens = prompt_tokens(target.tokenizer, messages, target.sight)
+                tokens = tokenize_prompt(target.tokenizer, messages, target.vision)
                 batch.append(Asked(prompt, index, tokens, sum(map(len, self.batches)) + len(batch) + 1))
             self.batches.append(batch)
             runs = self._decode(batch, len(self.batches) - 1)
@@ -116,9 +116,13 @@ class Interleaving:
             return
         more = (times - 1) * self.seconds * 2 * len(names) / (1 + len(names))  # each with an autoregressive run of its own
         if more > PATIENCE:
-            self.console.print(f"times are unsteady; to decode every pair again would take {span(more)} more: not done")
+            self.console.print(
+                f"times are unsteady; to decode every pair again would take {format_duration(more)} more: not done"
+            )
             return
-        self.console.print(f"times are unsteady: every pair is decoded again, round by round, which takes {span(more)} more")
+        self.console.print(
+            f"times are unsteady: every pair is decoded again, round by round, which takes {format_duration(more)} more"
+        )
         found: dict[str, list[list[Turn]]] = {name: [] for name in names}
         for _ in range(1, times):
             turns: dict[str, list[Turn]] = {name: [] for name in names}
@@ -143,7 +147,7 @@ class Interleaving:
             if index >= len(prompt.turns):
                 continue
             following = [*messages, {"role": "user", "content": prompt.turns[index]}]
-            if len(prompt_tokens(target.tokenizer, following, target.sight)) + self.max_new_tokens > target.max_length:
+            if len(tokenize_prompt(target.tokenizer, following, target.vision)) + self.max_new_tokens > target.max_length:
                 self.left_out["turn too long"] += len(prompt.turns) - index
                 continue
             left.append((prompt, messages))

@@ -24,15 +24,15 @@ WEYL, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 BELOW_ONE = 1 - 2**-24  # the float32 below 1
 
 
-def signed(number: int) -> int:
+def to_int64(number: int) -> int:
     """The int64 of the same 64 bits."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def fold(key: Tensor | int, part: Tensor | int) -> Tensor:
+def fold_key(key: Tensor | int, part: Tensor | int) -> Tensor:
     """The keys of `part` below `key`; int64, broadcast."""
-    state = torch.as_tensor(key) + part + signed(WEYL)
-    for shift, factor in ((30, signed(MIX_1)), (27, signed(MIX_2))):
+    state = torch.as_tensor(key) + part + to_int64(WEYL)
+    for shift, factor in ((30, to_int64(MIX_1)), (27, to_int64(MIX_2))):
         state = (state ^ ((state >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return (state ^ ((state >> 31) & ((1 << 33) - 1))) | 1  # Squares wants odd keys
 
@@ -42,7 +42,7 @@ def fold_host(key: int, part: int) -> int:
     state = (key + part + WEYL) % (1 << 64)
     for shift, factor in ((30, MIX_1), (27, MIX_2)):
         state = (state ^ (state >> shift)) * factor % (1 << 64)
-    return signed((state ^ (state >> 31)) | 1)
+    return to_int64((state ^ (state >> 31)) | 1)
 
 
 def host_key(*parts: int) -> int:
@@ -53,16 +53,16 @@ def host_key(*parts: int) -> int:
     return key
 
 
-def key(*parts: int | Tensor) -> Tensor:
+def make_key(*parts: int | Tensor) -> Tensor:
     """The key of these parts in this order, int64, broadcast, on the device of the tensors."""
     known = next((place for place, part in enumerate(parts) if isinstance(part, Tensor)), len(parts))
     found: int | Tensor = host_key(*(part for part in parts[:known] if isinstance(part, int)))
     for part in parts[known:]:
-        found = fold(found, part)
+        found = fold_key(found, part)
     return torch.as_tensor(found)
 
 
-def bits(key: Tensor, counter: Tensor) -> Tensor:
+def random_bits(key: Tensor, counter: Tensor) -> Tensor:
     """Number `counter` of `key`, broadcast: integers from 0 to 2^32 - 1 in int64. Squares, four rounds."""
     start = counter * key
     other = start + key
@@ -74,23 +74,23 @@ def bits(key: Tensor, counter: Tensor) -> Tensor:
     return x
 
 
-def unit(bits: Tensor) -> Tensor:
+def to_unit(bits: Tensor) -> Tensor:
     """Integers below 2^32 as float32 between 0 and 1 exclusive, all 32 bits of them where they are small."""
     return bits.float().add_(0.5).mul_(2.0**-32).clamp_(max=BELOW_ONE)
 
 
-def uniform(key: Tensor, counter: Tensor) -> Tensor:
+def uniform_noise(key: Tensor, counter: Tensor) -> Tensor:
     """Number `counter` of `key`, broadcast, between 0 and 1 exclusive."""
-    return unit(bits(key, counter))
+    return to_unit(random_bits(key, counter))
 
 
-def gumbel(key: Tensor, size: int) -> Tensor:
+def gumbel_noise(key: Tensor, size: int) -> Tensor:
     """The first `size` numbers of `key` [...] as standard Gumbel noise [..., size].
 
     -log(-log1p(-u)), so that large noise, which decides, comes from small u, which is fine-grained: up to 22.9.
     """
     counter = torch.arange(size, device=key.device)
-    return uniform(key[..., None], counter).neg_().log1p_().neg_().log_().neg_()
+    return uniform_noise(key[..., None], counter).neg_().log1p_().neg_().log_().neg_()
 
 
 @jit

@@ -20,7 +20,7 @@ def jit(function: Callable[..., Any]) -> Any:
     return function if triton is None else triton.jit(function, do_not_specialize=changing)
 
 
-def wanted(device: torch.device) -> bool:
+def kernels_enabled(device: torch.device) -> bool:
     """Whether kernels are to run on a device if they can: on a CPU only where they are asked for and interpreted."""
     asked = os.environ.get("SPECTRAIN_KERNELS")
     if triton is None or asked == "reference":
@@ -30,11 +30,11 @@ def wanted(device: torch.device) -> bool:
 
 def runs_on(device: torch.device) -> bool:
     """Whether they are, and the device is one that configurations were made for."""
-    return wanted(device) and (device.type == "cpu" or _is_known(device))
+    return kernels_enabled(device) and (device.type == "cpu" or _is_supported(device))
 
 
 @cache
-def _is_known(device: torch.device) -> bool:
+def _is_supported(device: torch.device) -> bool:
     """An NVIDIA GPU from Ampere on; "meta" stands for one where launches are counted. `plan` may ask where there is none."""
     if device.type == "meta":
         return True

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+SDPA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def fused_attention(
@@ -26,29 +26,29 @@ def fused_attention(
     """softmax(q k^T * scale) v over what `mask`, [B, 1, T, S] or [T, S], bool or added, lets be seen, [B, H, T, D]."""
     if q.device.type == "cpu":
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=True)
-    return unplanned(q, k, v, mask, is_causal, scale)
+    return sdpa_without_cudnn(q, k, v, mask, is_causal, scale)
 
 
-def unplanned(
+def sdpa_without_cudnn(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None
 ) -> Tensor:
     """The same as a GPU runs it."""
     groups = q.shape[1] // k.shape[1]
-    if groups > 1 and (mask is not None or not _is_flash(q)):
+    if groups > 1 and (mask is not None or not _can_use_flash(q)):
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
         groups = 1
-    with sdpa_kernel(UNPLANNED):
+    with sdpa_kernel(SDPA_BACKENDS):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=groups > 1)
 
 
-def takes_documents(q: Tensor, v: Tensor) -> bool:
+def supports_documents(q: Tensor, v: Tensor) -> bool:
     """Whether flash attention takes queries and values like these as `document_attention` gives them to it, on a GPU."""
-    return q.device.type == "cuda" and takes_flash(q) and q.shape[-1] == v.shape[-1]
+    return q.device.type == "cuda" and supports_flash(q) and q.shape[-1] == v.shape[-1]
 
 
-def takes_flash(q: Tensor) -> bool:
+def supports_flash(q: Tensor) -> bool:
     """Whether flash attention takes queries like these where it is called by itself, without the padding of torch's front."""
-    return _is_flash(q) and q.shape[-1] % 8 == 0
+    return _can_use_flash(q) and q.shape[-1] % 8 == 0
 
 
 def document_attention(
@@ -65,7 +65,7 @@ def document_attention(
     back = None if window is None else window - 1  # positions before its own that a token sees
     starts, longest = None, q.shape[1]
     if lengths is not None:
-        starts, longest = starts_of(lengths, q.device), max(lengths)
+        starts, longest = document_starts(lengths, q.device), max(lengths)
         q, k, v = (x.squeeze(0) for x in (q, k, v))
     found: Tensor = torch.ops.aten._flash_attention_forward(
         q, k, v, starts, starts, longest, longest, 0.0, True, False, scale=scale, window_size_left=back, window_size_right=0
@@ -73,12 +73,12 @@ def document_attention(
     return (found if lengths is None else found.unsqueeze(0)).transpose(1, 2)
 
 
-def starts_of(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+def document_starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """Where each document begins, and the last one ends; the host waits for nothing."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
 
 
-def _is_flash(q: Tensor) -> bool:
+def _can_use_flash(q: Tensor) -> bool:
     """Whether flash attention takes queries like these: in half precision, autocast's included, on a GPU that has it."""
     return _flash_dtype(q) in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256 and _has_flash(q.device)
 

@@ -54,7 +54,7 @@ if triton is not None:
 
 
 @torch.library.custom_op("spectrain::kv_append", mutates_args={"store"})
-def _append(store: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, pending: int) -> None:
+def _launch_append(store: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, pending: int) -> None:
     """Launch the kernel."""
     batch, heads, num_nodes, head_size = keys.shape
     keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
@@ -67,7 +67,7 @@ def _append(store: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, pendin
         )  # fmt: skip
 
 
-@_append.register_fake
+@_launch_append.register_fake
 def _(*args: Any) -> None:
     return None
 
@@ -75,6 +75,6 @@ def _(*args: Any) -> None:
 def kv_append(store: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, pending: int) -> None:
     """What `kv_append_reference` does, in one launch where the kernel runs."""
     if runs_on(store.device):
-        _append(store, keys, values, lengths, pending)
+        _launch_append(store, keys, values, lengths, pending)
     else:
         kv_append_reference(store, keys, values, lengths, pending)

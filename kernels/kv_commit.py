@@ -40,15 +40,17 @@ def kv_commit_reference(
     lengths += counts
 
 
-NODES = 8  # moved at once: more than most rounds accept, so that their loads all fly together
-COLUMNS = 512  # at 8 heads of 128 and 32 layers 128 programs a row, about one for each of an H200's 132 multiprocessors
+NODES_PER_STEP = 8  # moved at once: more than most rounds accept, so that their loads all fly together
+COLUMNS_PER_PROGRAM = (
+    512  # at 8 heads of 128 and 32 layers 128 programs a row, about one for each of an H200's 132 multiprocessors
+)
 # With 4 warps a program keeps 16 KB of float32 in flight, which takes a thread 32 registers of data. Not yet timed.
 
 
 if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _move(  # type: ignore[no-untyped-def]
+    def _move_rows(  # type: ignore[no-untyped-def]
         source_ptr, target_ptr, path_ptr, num_moved, source_stride, target_stride, columns,
         WIDTH: tl.constexpr, NODES: tl.constexpr, IN_PLACE: tl.constexpr,
     ):  # fmt: skip
@@ -88,16 +90,18 @@ if triton is not None:
             storage_ptr += half // 2 * layer_stride + half % 2 * half_stride + batch * row_stride
             storage_ptr += tl.load(lengths_ptr + batch) * slot_stride
             count = tl.load(counts_ptr + batch).to(tl.int32)
-            _move(storage_ptr, storage_ptr, path_ptr, count, slot_stride, slot_stride, columns, WIDTH, NODES, True)
+            _move_rows(storage_ptr, storage_ptr, path_ptr, count, slot_stride, slot_stride, columns, WIDTH, NODES, True)
         elif hidden_ptr is not None:
             columns = (part - num_halves * blocks) * COLUMNS + tl.arange(0, COLUMNS)
             hidden_ptr += batch * hidden_stride_b
             fresh_ptr += batch * fresh_stride_b
-            _move(hidden_ptr, fresh_ptr, path_ptr, num_steps, hidden_stride_n, fresh_stride_p, columns, FEATURES, NODES, False)
+            _move_rows(
+                hidden_ptr, fresh_ptr, path_ptr, num_steps, hidden_stride_n, fresh_stride_p, columns, FEATURES, NODES, False
+            )
 
 
 @torch.library.custom_op("spectrain::kv_commit", mutates_args={"storage", "lengths", "fresh"})
-def _commit(
+def _launch_commit(
     storage: Tensor, lengths: Tensor, path: Tensor, counts: Tensor, hidden: Tensor | None, fresh: Tensor | None
 ) -> None:
     """Launch the kernel, then advance the lengths, which all of its programs read."""
@@ -110,17 +114,17 @@ def _commit(
         hidden = hidden if hidden[0, 0].is_contiguous() else hidden.contiguous()
         features = hidden[0, 0].numel()
         hidden_strides, fresh_strides = [*hidden.stride()[:2]], [*fresh.stride()[:2]]
-    parts = num_halves * triton.cdiv(width, COLUMNS) + triton.cdiv(features, COLUMNS)
+    parts = num_halves * triton.cdiv(width, COLUMNS_PER_PROGRAM) + triton.cdiv(features, COLUMNS_PER_PROGRAM)
     with torch.cuda.device_of(storage):
         _commit_kernel[(parts, batch)](
             storage, lengths.contiguous(), path.contiguous(), counts.contiguous(), hidden, fresh,
             *storage.stride()[:4], *hidden_strides, *fresh_strides, num_halves, num_steps,
-            WIDTH=width, FEATURES=features, COLUMNS=COLUMNS, NODES=NODES, num_warps=4,
+            WIDTH=width, FEATURES=features, COLUMNS=COLUMNS_PER_PROGRAM, NODES=NODES_PER_STEP, num_warps=4,
         )  # fmt: skip
     lengths += counts
 
 
-@_commit.register_fake
+@_launch_commit.register_fake
 def _(*args: Any) -> None:
     return None
 
@@ -130,6 +134,6 @@ def kv_commit(
 ) -> None:
     """What `kv_commit_reference` does, in place and without waiting for the device, in one launch where the kernel runs."""
     if runs_on(storage.device):
-        _commit(storage, lengths, path, counts, hidden, fresh)
+        _launch_commit(storage, lengths, path, counts, hidden, fresh)
     else:
         kv_commit_reference(storage, lengths, path, counts, hidden, fresh)

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .dispatch import runs_on, wanted
-from .onednn import linear
+from .dispatch import kernels_enabled, runs_on
+from .onednn import fast_linear
 
 try:
     import triton
@@ -30,15 +30,17 @@ except ImportError:  # no triton for this platform
     triton = None
 
 
-CHUNK = 2048
+CHUNK_ROWS = 2048
 """Rows whose logits exist at one time, unless a call says otherwise."""
 
 
-PRODUCTS = 1 << 23
+MAX_CPU_PRODUCTS = 1 << 23
 """Products that exist at one time on a CPU where few of them are kept: of more, the C library returns the memory each time, and
 to touch it anew takes longer than all that is done with it."""
-GPU_ROWS = 512  # rows of a chunk that torch works on at one time on a GPU, where no kernel does: each copy is that much smaller
-BLOCK = 1 << 17
+GPU_BLOCK_ROWS = (
+    512  # rows of a chunk that torch works on at one time on a GPU, where no kernel does: each copy is that much smaller
+)
+CPU_BLOCK_LOGITS = 1 << 17
 """Logits of a chunk that torch works on at one time on a CPU: they stay in its cache, and in memory that is not given back."""
 
 
@@ -51,7 +53,7 @@ class Projection:
     scale: float = 1.0
     softcap: float | None = None
 
-    def entries(self, chosen: Tensor | slice) -> "Projection":
+    def select_entries(self, chosen: Tensor | slice) -> "Projection":
         """Of these vocabulary entries only."""
         return replace(self, weight=self.weight[chosen], bias=None if self.bias is None else self.bias[chosen])
 
@@ -60,42 +62,42 @@ class Projection:
         softcap = None if self.softcap is None else self.softcap / temperature
         return replace(self, scale=self.scale / temperature, softcap=softcap)
 
-    def product(self, x: Tensor) -> Tensor:
+    def compute_products(self, x: Tensor) -> Tensor:
         """x weight^T + bias, [r, D] -> [r, V], in the weight's dtype or autocast's."""
         dtype = _product_dtype(self.weight)
         bias = None if self.bias is None else self.bias.to(dtype)
-        return linear(x.to(dtype), self.weight.to(dtype), bias)
+        return fast_linear(x.to(dtype), self.weight.to(dtype), bias)
 
     def logits(self, x: Tensor) -> Tensor:
         """[r, D] -> [r, V] in float32, or float64 of float64 weights."""
-        return _finish(self.product(x), self.scale, self.softcap)
+        return _scale_and_cap(self.compute_products(x), self.scale, self.softcap)
 
 
-NORMALISED = 256  # rows at once
+SOFTMAX_ROWS = 256  # rows at once
 
 
-class Said(NamedTuple):
+class TargetLogits(NamedTuple):
     """Products of a target's states and output layer, before anything is made of them: z = cap(scale * product), and
     log p = z - log_z, or z - log sum exp z without one."""
 
-    product: Tensor  # [r, V]
+    products: Tensor  # [r, V]
     scale: float = 1.0
     softcap: float | None = None
     log_z: Tensor | None = None  # [r]
 
-    def at(self, rows: slice | Tensor) -> "Said":
+    def select_rows(self, rows: slice | Tensor) -> "TargetLogits":
         """Of these rows, which may repeat."""
-        return self._replace(product=self.product[rows], log_z=None if self.log_z is None else self.log_z[rows])
+        return self._replace(products=self.products[rows], log_z=None if self.log_z is None else self.log_z[rows])
 
     def log_p(self, spent: bool = False) -> Tensor:
         """[r, V] in float32, or float64; in place of the products where these are `spent`."""
-        logits = _finish(self.product, self.scale, self.softcap)
-        spent = spent or logits is not self.product
+        logits = _scale_and_cap(self.products, self.scale, self.softcap)
+        spent = spent or logits is not self.products
         if self.log_z is not None:
             return logits.sub_(self.log_z[:, None]) if spent else logits - self.log_z[:, None]
         if not spent:
             return logits.log_softmax(-1)
-        for block in logits.split(NORMALISED):  # in place: a second [r, V] would be a fifth of all that a step holds
+        for block in logits.split(SOFTMAX_ROWS):  # in place: a second [r, V] would be a fifth of all that a step holds
             block.copy_(block.log_softmax(-1))
         return logits
 
@@ -115,15 +117,15 @@ class HeadTarget:
     @torch.no_grad()
     def __call__(self, rows: slice) -> Tensor:
         """log p [r, V]"""
-        return self.products(rows).log_p(spent=True)
+        return self.target_logits(rows).log_p(spent=True)
 
     @torch.no_grad()
-    def products(self, rows: slice) -> Said:
+    def target_logits(self, rows: slice) -> TargetLogits:
         """The same before it is normalised."""
         log_z = None if self.log_z is None else self.log_z[rows]
-        return Said(self.head.product(self.final[rows]), self.head.scale, self.head.softcap, log_z)
+        return TargetLogits(self.head.compute_products(self.final[rows]), self.head.scale, self.head.softcap, log_z)
 
-    def at(self, rows: Tensor) -> "HeadTarget":
+    def select_rows(self, rows: Tensor) -> "HeadTarget":
         """The target of these rows, which may repeat."""
         return replace(self, final=self.final[rows], log_z=None if self.log_z is None else self.log_z[rows])
 
@@ -135,13 +137,13 @@ class TopK(NamedTuple):
     p: Tensor  # [R, K]
 
 
-class Judged(NamedTuple):
+class DivergenceResult(NamedTuple):
     loss: Tensor  # scalar, the sum over rows; the only one with a gradient
-    best: Tensor  # [R] the drafter's most likely entry
+    predictions: Tensor  # [R] the drafter's most likely entry
     labels: Tensor  # [R] the target's among the same entries, or the token
 
 
-Theirs = tuple[Tensor | None, Tensor | None, Tensor | None]
+TargetChunk = tuple[Tensor | None, Tensor | None, Tensor | None]
 """What a target says of a chunk: log p [r, V], or ids and p of a few tokens [r, K]; where a kernel reads them, `Said`."""
 Labels = Tensor | TopK | Callable[[slice], Tensor]
 """What the target says: tokens [R], kept tokens, or for the rows of a slice log p [r, V], such as a `HeadTarget` gives. What
@@ -155,13 +157,13 @@ def _product_dtype(weight: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if cast else weight.dtype
 
 
-def _finish(product: Tensor, scale: float, softcap: float | None) -> Tensor:
+def _scale_and_cap(product: Tensor, scale: float, softcap: float | None) -> Tensor:
     logits = product.to(torch.promote_types(product.dtype, torch.float32))
     logits = logits if scale == 1 else logits * scale
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
-def _differentiate(
+def _differentiate_rows(
     product: Tensor,
     losses_of: Callable[[Tensor], Tensor],
     row_weight: Tensor,
@@ -172,7 +174,7 @@ def _differentiate(
     """Weighted losses [r] and the most likely entries [r] of products [r, V], which their gradient overwrites."""
     leaf = product.detach().requires_grad_(with_grad)
     with torch.set_grad_enabled(with_grad):
-        log_q = _finish(leaf, scale, softcap).log_softmax(-1)
+        log_q = _scale_and_cap(leaf, scale, softcap).log_softmax(-1)
         losses = torch.where(row_weight != 0, losses_of(log_q) * row_weight, 0.0)  # 0 even where the loss is not finite
         total = losses.sum()
     if with_grad:
@@ -202,9 +204,11 @@ def row_kl_reference(
     """
     if log_p is not None and their_scale is not None:
         log_p = (
-            Said(log_p, their_scale, their_softcap, their_log_z).log_p().to(torch.promote_types(product.dtype, torch.float32))
+            TargetLogits(log_p, their_scale, their_softcap, their_log_z)
+            .log_p()
+            .to(torch.promote_types(product.dtype, torch.float32))
         )
-    logits = _finish(product, scale, softcap)
+    logits = _scale_and_cap(product, scale, softcap)
     log_q = logits.log_softmax(-1)
     best = log_q.argmax(-1)
     if log_p is not None:
@@ -234,7 +238,7 @@ def row_kl_reference(
 if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _finished(product, scale, softcap, SOFTCAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _scale_and_cap_in_kernel(product, scale, softcap, SOFTCAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
         """Logits of products, and their slope there; tanh(x) is 2 sigmoid(2 x) - 1."""
         z = product.to(tl.float32) * scale
         slope = scale
@@ -286,7 +290,7 @@ if triton is not None:
             is_kept = kept < KEPT
             ids = tl.load(ids_ptr + row * KEPT + kept, mask=is_kept, other=0)
             p_kept = tl.load(p_ptr + row * KEPT + kept, mask=is_kept, other=0.0).to(tl.float32)
-            z_kept, slope_kept = _finished(tl.load(product_ptr + ids), scale, softcap, SOFTCAPPED)
+            z_kept, slope_kept = _scale_and_cap_in_kernel(tl.load(product_ptr + ids), scale, softcap, SOFTCAPPED)
             mass = tl.sum(p_kept, 0)
             cross = tl.sum(tl.where(p_kept > 0, p_kept * (tl.log(tl.where(p_kept > 0, p_kept, 1.0)) - z_kept), 0.0), 0)
             likeliest = tl.argmax(tl.where(is_kept, p_kept, -1.0), 0)
@@ -299,7 +303,7 @@ if triton is not None:
             columns = start + tl.arange(0, BLOCK)
             is_entry = columns < VOCAB
             product = tl.load(product_ptr + columns, mask=is_entry, other=0.0)
-            z, _ = _finished(product, scale, softcap, SOFTCAPPED)
+            z, _ = _scale_and_cap_in_kernel(product, scale, softcap, SOFTCAPPED)
             z = tl.where(is_entry, z, float("-inf"))
             block_top = tl.max(z, 0)
             best = tl.where(block_top > top, start + tl.argmax(z, 0), best)
@@ -309,7 +313,7 @@ if triton is not None:
             if not KEPT:
                 log_p = tl.load(log_p_ptr + columns, mask=is_entry, other=float("-inf")).to(tl.float32)
                 if RAW:
-                    log_p, _ = _finished(log_p, their_scale, their_softcap, THEIRS_SOFTCAPPED)
+                    log_p, _ = _scale_and_cap_in_kernel(log_p, their_scale, their_softcap, THEIRS_SOFTCAPPED)
                     log_p = tl.where(is_entry, log_p, float("-inf"))
                 is_possible = log_p > float("-inf")
                 block_top_log_p = tl.max(log_p, 0)
@@ -342,12 +346,12 @@ if triton is not None:
                 columns = start + tl.arange(0, BLOCK)
                 is_entry = columns < VOCAB
                 product = tl.load(product_ptr + columns, mask=is_entry, other=0.0)
-                z, slope = _finished(product, scale, softcap, SOFTCAPPED)
+                z, slope = _scale_and_cap_in_kernel(product, scale, softcap, SOFTCAPPED)
                 grad = mass * tl.exp(z - log_z)
                 if not KEPT:
                     log_p = tl.load(log_p_ptr + columns, mask=is_entry, other=float("-inf")).to(tl.float32)
                     if RAW:
-                        log_p, _ = _finished(log_p, their_scale, their_softcap, THEIRS_SOFTCAPPED)
+                        log_p, _ = _scale_and_cap_in_kernel(log_p, their_scale, their_softcap, THEIRS_SOFTCAPPED)
                     grad -= tl.exp(log_p - their_log_z)
                 grad = tl.where(row_weight != 0, row_weight * slope * grad, 0.0)
                 tl.store(product_ptr + columns, grad.to(product_ptr.dtype.element_ty), mask=is_entry)
@@ -358,7 +362,7 @@ if triton is not None:
                 tl.store(product_ptr + ids, grad.to(product_ptr.dtype.element_ty), mask=is_kept)
 
 
-BLOCKS = ((1024, 1024, 4), (1 << 31, 4096, 8))
+KERNEL_BLOCKS = ((1024, 1024, 4), (1 << 31, 4096, 8))
 """(largest vocabulary, entries a block, warps). Compiled for sm_90 the larger block takes 89 registers and no stack with dense
 p, so that two rows share a multiprocessor; of 8,192 entries with 16 warps one row fills it. Neither has been timed."""
 
@@ -384,7 +388,7 @@ def row_kl(
     loss = product.new_empty(rows, dtype=torch.float32)
     best, labels = (product.new_empty(rows, dtype=torch.int64) for _ in range(2))
     kept = 0 if ids is None else ids.shape[1]
-    block, warps = next((block, warps) for largest, block, warps in BLOCKS if vocab <= largest)
+    block, warps = next((block, warps) for largest, block, warps in KERNEL_BLOCKS if vocab <= largest)
     with torch.cuda.device_of(product):
         _row_kl_kernel[(rows,)](
             product, log_p, ids, p, row_weight.contiguous(), loss, best, labels,
@@ -420,7 +424,7 @@ if triton is not None:
         for start in range(0, VOCAB, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             product = tl.load(product_ptr + row * product_stride + columns, mask=columns < VOCAB, other=0.0)
-            z, _ = _finished(product, scale, softcap, SOFTCAPPED)
+            z, _ = _scale_and_cap_in_kernel(product, scale, softcap, SOFTCAPPED)
             z = tl.where(columns < VOCAB, z, float("-inf"))
             block_top = tl.max(z, 0)
             best = tl.where(block_top > top, start + tl.argmax(z, 0), best)
@@ -432,12 +436,12 @@ if triton is not None:
 
 
 @torch.library.custom_op("spectrain::row_best", mutates_args=())
-def row_best(product: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+def row_argmax(product: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
     """The likeliest entries and log-sum-exps [r] of products [r, V], scaled and capped, in float32 and in one launch."""
     rows, vocab = product.shape
     assert product.stride(1) == 1
-    best, log_z = _no_best(product)
-    block, warps = next((block, warps) for largest, block, warps in BLOCKS if vocab <= largest)
+    best, log_z = _empty_argmax(product)
+    block, warps = next((block, warps) for largest, block, warps in KERNEL_BLOCKS if vocab <= largest)
     with torch.cuda.device_of(product):
         _row_best_kernel[(rows,)](
             product, best, log_z, product.stride(0), scale, softcap or 1.0,
@@ -446,109 +450,111 @@ def row_best(product: Tensor, scale: float, softcap: float | None) -> tuple[Tens
     return best, log_z
 
 
-@row_best.register_fake
-def _no_best(product: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+@row_argmax.register_fake
+def _empty_argmax(product: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     rows = product.shape[0]
     return product.new_empty(rows, dtype=torch.int64), product.new_empty(rows, dtype=torch.float32)
 
 
-def _best_of(said: Said) -> tuple[Tensor, Tensor]:
+def _argmax_and_log_z(said: TargetLogits) -> tuple[Tensor, Tensor]:
     """The likeliest entries and log-sum-exps [r] of what a target says."""
-    if _runs_kernel(said.product):
-        found: tuple[Tensor, Tensor] = row_best(said.product, said.scale, said.softcap)
+    if _can_run_kernel(said.products):
+        found: tuple[Tensor, Tensor] = row_argmax(said.products, said.scale, said.softcap)
         return found
-    best, log_z = zip(*((logits.argmax(-1), logits.logsumexp(-1)) for logits in _blocks(said)))
+    best, log_z = zip(*((logits.argmax(-1), logits.logsumexp(-1)) for logits in _iterate_blocks(said)))
     return torch.cat(best), torch.cat(log_z)
 
 
-def _likeliest(said: Said) -> Tensor:
+def _argmax_rows(said: TargetLogits) -> Tensor:
     """The likeliest entries [r] of what a target says, without the log-sum-exps where no kernel finds both in one sweep."""
-    if _runs_kernel(said.product):
-        return _best_of(said)[0]
-    return torch.cat([logits.argmax(-1) for logits in _blocks(said)])
+    if _can_run_kernel(said.products):
+        return _argmax_and_log_z(said)[0]
+    return torch.cat([logits.argmax(-1) for logits in _iterate_blocks(said)])
 
 
-def _blocks(said: Said) -> Iterator[Tensor]:
+def _iterate_blocks(said: TargetLogits) -> Iterator[Tensor]:
     """The logits of what a target says, [r, V], of as many rows as torch works on at one time."""
-    for product in said.product.split(_rows_at_once(said.product)):
-        yield _finish(product, said.scale, said.softcap)
+    for product in said.products.split(_block_rows(said.products)):
+        yield _scale_and_cap(product, said.scale, said.softcap)
 
 
-def _rows_at_once(product: Tensor) -> int:
+def _block_rows(product: Tensor) -> int:
     """Of products [r, V], how many rows torch works on at one time."""
-    return GPU_ROWS if product.device.type in ("cuda", "meta") else max(1, BLOCK // product.shape[1])
+    return GPU_BLOCK_ROWS if product.device.type in ("cuda", "meta") else max(1, CPU_BLOCK_LOGITS // product.shape[1])
 
 
-def _runs_kernel(product: Tensor) -> bool:
+def _can_run_kernel(product: Tensor) -> bool:
     """Whether the kernel is wanted; unlike attention it needs nothing of a GPU that an older one lacks."""
-    return wanted(product.device) and product.dtype != torch.float64
+    return kernels_enabled(product.device) and product.dtype != torch.float64
 
 
-def most_likely(final: Tensor, head: Projection, chunk: int | None = None) -> tuple[Tensor, Tensor]:
+def argmax_and_log_z(final: Tensor, head: Projection, chunk: int | None = None) -> tuple[Tensor, Tensor]:
     """The most likely token of every state [R, D], and the log-sum-exp of its logits, each [R]; one pass, a chunk at a time."""
     best = torch.empty(len(final), dtype=torch.int64, device=final.device)
     log_z = torch.empty(len(final), dtype=torch.promote_types(head.weight.dtype, torch.float32), device=final.device)
     with torch.no_grad():
-        for rows in chunks(len(final), chunk):
-            best[rows], log_z[rows] = _best_of(Said(head.product(final[rows]), head.scale, head.softcap))
+        for rows in split_rows(len(final), chunk):
+            best[rows], log_z[rows] = _argmax_and_log_z(
+                TargetLogits(head.compute_products(final[rows]), head.scale, head.softcap)
+            )
     return best, log_z
 
 
 @torch.no_grad()
-def target_over(
+def restrict_target(
     final: Tensor, head: Projection, entries: Tensor, own_mass: bool, chunk: int | None = None
-) -> tuple[Tensor, "HeadTarget | SaidBefore"]:
+) -> tuple[Tensor, "HeadTarget | CachedTarget"]:
     """The most likely token [R] of a target's whole vocabulary, and what the target says of these entries of it.
 
     Of the rows that are asked for, renormalised unless it shall carry its `own_mass`. Rows that are one chunk are multiplied
     once, for the products that tell the most likely token hold those entries.
     """
-    if len(chunks(len(final), chunk)) > 1:
-        best, log_z = most_likely(final, head, chunk)
-        return best, HeadTarget(final, head.entries(entries), log_z if own_mass else None)
-    at_once = max(1, PRODUCTS // len(head.weight)) if final.device.type == "cpu" else max(1, len(final))
+    if len(split_rows(len(final), chunk)) > 1:
+        best, log_z = argmax_and_log_z(final, head, chunk)
+        return best, HeadTarget(final, head.select_entries(entries), log_z if own_mass else None)
+    at_once = max(1, MAX_CPU_PRODUCTS // len(head.weight)) if final.device.type == "cpu" else max(1, len(final))
     likeliest, masses, kept = [], [], []
     for states in final.split(at_once):
-        said = Said(head.product(states), head.scale, head.softcap)
+        said = TargetLogits(head.compute_products(states), head.scale, head.softcap)
         if own_mass:
-            likely, mass = _best_of(said)
+            likely, mass = _argmax_and_log_z(said)
             masses.append(mass)
         else:
-            likely = _likeliest(said)
+            likely = _argmax_rows(said)
         likeliest.append(likely)
-        kept.append(said.product[:, entries])
-    theirs = Said(torch.cat(kept), head.scale, head.softcap, torch.cat(masses) if own_mass else None)
-    return torch.cat(likeliest), SaidBefore(theirs)
+        kept.append(said.products[:, entries])
+    theirs = TargetLogits(torch.cat(kept), head.scale, head.softcap, torch.cat(masses) if own_mass else None)
+    return torch.cat(likeliest), CachedTarget(theirs)
 
 
 @dataclass(frozen=True)
-class SaidBefore:
+class CachedTarget:
     """A target whose products of all rows are known already."""
 
-    said: Said
+    logits: TargetLogits
 
     @torch.no_grad()
     def __call__(self, rows: slice) -> Tensor:
         """log p [r, V]"""
-        return self.products(rows).log_p()
+        return self.target_logits(rows).log_p()
 
-    def products(self, rows: slice) -> Said:
-        return self.said.at(rows)
+    def target_logits(self, rows: slice) -> TargetLogits:
+        return self.logits.select_rows(rows)
 
 
 @torch.no_grad()
 def total_entropy(log_probs: Callable[[slice], Tensor], count: int, chunk: int | None = None) -> Tensor | float:
     """-sum p log p over the `count` rows of a target, from log p [r, V] of a chunk at a time."""
     total: Tensor | float = 0.0
-    for rows in chunks(count, chunk):
+    for rows in split_rows(count, chunk):
         log_p = log_probs(rows)
         total = total - (log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum()
     return total
 
 
-def chunks(count: int, chunk: int | None = None) -> list[slice]:
+def split_rows(count: int, chunk: int | None = None) -> list[slice]:
     """Rows whose logits may exist at one time, of so many."""
-    chunk = CHUNK if chunk is None else chunk
+    chunk = CHUNK_ROWS if chunk is None else chunk
     if chunk < 1:
         raise ValueError(f"chunk={chunk}: use 1 or more")
     return [slice(start, min(count, start + chunk)) for start in range(0, count, chunk)]
@@ -562,7 +568,7 @@ def linear_divergence(
     row_weight: Tensor | None = None,
     per_row: tuple[Tensor, ...] = (),
     chunk: int | None = None,
-) -> Judged:
+) -> DivergenceResult:
     """sum_r row_weight[r] divergence(p_r, q_r), q = softmax(head(hidden)), and the most likely entries.
 
     Without a `divergence` this is KL(p || q), which of tokens is their cross-entropy. Otherwise it is a function (log p,
@@ -572,12 +578,14 @@ def linear_divergence(
     if divergence is not None and not callable(labels):
         raise ValueError("a divergence needs the whole log p: labels=tokens and labels=TopK are for divergence=None")
     assert row_weight is None or not row_weight.requires_grad, "row weights are constants"
-    job = _Job(head, labels, divergence, row_weight, per_row, chunks(len(hidden), chunk), torch.is_grad_enabled())
-    return Judged(*_LinearDivergence.apply(hidden, head.weight, head.bias, job))
+    job = _DivergenceTask(
+        head, labels, divergence, row_weight, per_row, split_rows(len(hidden), chunk), torch.is_grad_enabled()
+    )
+    return DivergenceResult(*_LinearDivergence.apply(hidden, head.weight, head.bias, job))
 
 
 @dataclass(frozen=True)
-class _Job:
+class _DivergenceTask:
     head: Projection
     labels: Labels
     divergence: Callable[..., Tensor] | None
@@ -586,24 +594,26 @@ class _Job:
     chunks: list[slice]
     grad_enabled: bool
 
-    def judge(self, product: Tensor, theirs: Theirs | Said, rows: slice, with_grad: bool) -> tuple[Tensor, ...]:
+    def compare_chunk(
+        self, product: Tensor, theirs: TargetChunk | TargetLogits, rows: slice, with_grad: bool
+    ) -> tuple[Tensor, ...]:
         """Losses, the drafter's and the target's most likely entries [r]; the gradient overwrites the products [r, V]."""
         dtype = torch.promote_types(product.dtype, torch.float32)
         weight = product.new_ones(len(product), dtype=dtype) if self.row_weight is None else self.row_weight[rows].to(dtype)
-        if isinstance(theirs, Said):
-            said, how = theirs.product, theirs[1:]
+        if isinstance(theirs, TargetLogits):
+            said, how = theirs.products, theirs[1:]
             return row_kl(product, said, None, None, weight, self.head.scale, self.head.softcap, with_grad, *how)
         parts: list[Tensor | None] = [product, weight, *theirs, *(x[rows] for x in self.per_row)]
-        if self.divergence is None and _runs_kernel(product):
+        if self.divergence is None and _can_run_kernel(product):
             return row_kl(product, *parts[2:5], weight, self.head.scale, self.head.softcap, with_grad)
-        size = _rows_at_once(product)
+        size = _block_rows(product)
         blocks: list[list[Any]] = [
             [x if x is None else x[start : start + size] for x in parts] for start in range(0, len(product), size)
         ]
-        found = [self._judge_block(with_grad, *block) for block in blocks]
+        found = [self._compare_block(with_grad, *block) for block in blocks]
         return tuple(torch.cat(column) for column in zip(*found))
 
-    def theirs(self, rows: slice, hidden: Tensor) -> Theirs | Said:
+    def read_target(self, rows: slice, hidden: Tensor) -> TargetChunk | TargetLogits:
         """log p [r, V], or ids and p of a few tokens [r, K]; or what a kernel makes log p of itself, on the way."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         if isinstance(self.labels, Tensor):
@@ -611,12 +621,12 @@ class _Job:
             return None, ids, torch.ones_like(ids, dtype=dtype)
         if isinstance(self.labels, TopK):
             return None, self.labels.ids[rows], self.labels.p[rows].to(dtype)
-        if self.divergence is None and _runs_kernel(hidden) and hasattr(self.labels, "products"):
-            said: Said = self.labels.products(rows)
+        if self.divergence is None and _can_run_kernel(hidden) and hasattr(self.labels, "target_logits"):
+            said: TargetLogits = self.labels.target_logits(rows)
             return said
         return self.labels(rows), None, None
 
-    def _judge_block(
+    def _compare_block(
         self,
         with_grad: bool,
         product: Tensor,
@@ -630,7 +640,7 @@ class _Job:
         if divergence is None:
             return row_kl_reference(product, log_p, ids, p, weight, scale, softcap, with_grad)
         assert log_p is not None
-        losses, best = _differentiate(
+        losses, best = _differentiate_rows(
             product, lambda log_q: divergence(log_p, log_q, *others), weight, scale, softcap, with_grad
         )
         return losses, best, log_p.argmax(-1)
@@ -640,7 +650,9 @@ class _LinearDivergence(torch.autograd.Function):
     """Keeps the gradients that its forward pass has found."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: _Job) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: _DivergenceTask
+    ) -> tuple[Tensor, Tensor, Tensor]:
         asked = [job.grad_enabled and x is not None and x.requires_grad for x in (hidden, weight, bias)]
         dtype = _product_dtype(weight)
         wide = torch.promote_types(dtype, torch.float32)
@@ -652,13 +664,13 @@ class _LinearDivergence(torch.autograd.Function):
         of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and asked[2] else None
         for rows in job.chunks:
             h = hidden[rows].to(dtype)
-            theirs = job.theirs(rows, h)  # first, for it takes more memory on the way than it keeps
-            product = linear(h, w, b)  # [r, V]
-            losses, best[rows], labels[rows] = job.judge(product, theirs, rows, any(asked))
+            theirs = job.read_target(rows, h)  # first, for it takes more memory on the way than it keeps
+            product = fast_linear(h, w, b)  # [r, V]
+            losses, best[rows], labels[rows] = job.compare_chunk(product, theirs, rows, any(asked))
             del theirs
             loss += losses.sum()
             if of_hidden is not None:
-                of_hidden[rows] = linear(product, w.t())  # the products are their gradients now
+                of_hidden[rows] = fast_linear(product, w.t())  # the products are their gradients now
             if asked[1]:
                 of_weight = _add_product(of_weight, product, h, wide)
             if of_bias is not None:
@@ -687,10 +699,10 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch
             return total.addmm_(left.t(), right)
         return torch.addmm(total, left.t(), right, out_dtype=dtype, out=total)
     if total is None:
-        return linear(left.t(), right.t()).to(dtype)
+        return fast_linear(left.t(), right.t()).to(dtype)
     if left.dtype == dtype and left.is_cuda:
         return total.addmm_(left.t(), right)
-    return total.add_(linear(left.t(), right.t()))
+    return total.add_(fast_linear(left.t(), right.t()))
 
 
 def _adds_wide(left: Tensor, dtype: torch.dtype) -> bool:

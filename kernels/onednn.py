@@ -9,16 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x weight^T + bias by oneDNN; the weight may be packed, and nothing learns."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x weight^T + bias, by whichever is faster here."""
     operands = [x, weight] if bias is None else [x, weight, bias]
     learns = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
     plain = any(operand.dtype != torch.float32 or operand.device.type != "cpu" or not operand.numel() for operand in operands)
     if learns or plain or not torch.backends.mkldnn.is_available():
         return F.linear(x, weight, bias)
-    return product(x, weight, bias)
+    return onednn_linear(x, weight, bias)

@@ -19,7 +19,7 @@ except ImportError:  # no triton for this platform
     triton = None
 
 
-def tree_numbers(depths: Tensor, valid: Tensor, emitted: Tensor) -> Tensor:
+def tree_stats(depths: Tensor, valid: Tensor, emitted: Tensor) -> Tensor:
     """[B, 3] of trees [B, N]: the depth of what can be emitted, nodes that run, nodes that only draft."""
     return torch.stack([(depths * (valid & emitted)).amax(1), valid.sum(1), (valid & ~emitted).sum(1)], dim=1)
 
@@ -29,7 +29,7 @@ def round_log_reference(
 ) -> None:
     """Write line `slot` [1], counted from 0 again after the last one, of `lines` [K, B, P + 4]: `tokens` [B, P], of which
     `counts` [B] count, and the numbers of trees of nodes of `depths` [B, N], `valid` and, unless they only draft, `emitted`."""
-    line = torch.cat([tokens, counts[:, None], tree_numbers(depths, valid, emitted)], dim=1)
+    line = torch.cat([tokens, counts[:, None], tree_stats(depths, valid, emitted)], dim=1)
     lines.index_copy_(0, slot % len(lines), line[None])
 
 
@@ -54,7 +54,9 @@ def _log_kernel(  # type: ignore[no-untyped-def]
 
 
 @torch.library.custom_op("spectrain::round_log", mutates_args={"lines"})
-def _write(lines: Tensor, slot: Tensor, tokens: Tensor, counts: Tensor, depths: Tensor, valid: Tensor, emitted: Tensor) -> None:
+def _launch_log(
+    lines: Tensor, slot: Tensor, tokens: Tensor, counts: Tensor, depths: Tensor, valid: Tensor, emitted: Tensor
+) -> None:
     """Launch the kernel."""
     (batch, num_steps), num_nodes = tokens.shape, depths.shape[1]
     assert lines.is_contiguous() and lines.shape[1:] == (batch, num_steps + 4)
@@ -65,7 +67,7 @@ def _write(lines: Tensor, slot: Tensor, tokens: Tensor, counts: Tensor, depths: 
         )  # fmt: skip
 
 
-@_write.register_fake
+@_launch_log.register_fake
 def _(*args: Any) -> None:
     return None
 
@@ -75,6 +77,6 @@ def round_log(
 ) -> None:
     """What `round_log_reference` does, in one launch where the kernel runs."""
     if runs_on(lines.device):
-        _write(lines, slot, *(x.contiguous() for x in (tokens, counts, depths, valid, emitted)))
+        _launch_log(lines, slot, *(x.contiguous() for x in (tokens, counts, depths, valid, emitted)))
     else:
         round_log_reference(lines, slot, tokens, counts, depths, valid, emitted)

@@ -18,36 +18,38 @@ except ImportError:  # no triton for this platform
     triton = None
 
 
-class Texts(NamedTuple):
+class TextBatch(NamedTuple):
     """The texts of a batch, of which a commit changes all but the lengths and the stop tokens."""
 
     tokens: Tensor  # [B, T] int64, the committed ones and, behind them, the root
     lengths: Tensor  # [B] int64, the root left out
     active: Tensor  # [B] bool, False where a text is done
-    left: Tensor  # [B] int64, tokens that it may still emit
-    stops: Tensor  # [S] int64
+    tokens_left: Tensor  # [B] int64, tokens that it may still emit
+    stop_ids: Tensor  # [S] int64
 
 
-def emitted_tokens(nodes: Tensor, path: Tensor, counts: Tensor, bonus: Tensor) -> Tensor:
+def gather_emitted(nodes: Tensor, path: Tensor, counts: Tensor, bonus: Tensor) -> Tensor:
     """[B, P] the tokens of a round: of the kept nodes [B, N] after the root, then the bonus [B], then padding."""
     following = torch.cat([path[:, 1:], path[:, -1:]], dim=1)
     return nodes.gather(1, following).scatter(1, (counts - 1)[:, None], bonus[:, None])
 
 
-def token_commit_reference(nodes: Tensor, path: Tensor, counts: Tensor, bonus: Tensor, texts: Texts) -> tuple[Tensor, Tensor]:
+def token_commit_reference(
+    nodes: Tensor, path: Tensor, counts: Tensor, bonus: Tensor, texts: TextBatch
+) -> tuple[Tensor, Tensor]:
     """Write the first `counts` [B] of the tokens [B, P] along `path` [B, P], and the bonus, behind every text that is not done.
 
     What was emitted, [B, P], and how much of it counts, [B]: nothing of a text that is done. One that has emitted a stop token
     or its last one is done from then on.
     """
-    emitted, kept = emitted_tokens(nodes, path, counts, bonus), counts * texts.active
+    emitted, kept = gather_emitted(nodes, path, counts, bonus), counts * texts.active
     steps = torch.arange(emitted.shape[1], device=emitted.device)
     slots = (texts.lengths[:, None] + 1 + steps).clamp(max=texts.tokens.shape[1] - 1)
     real = steps < kept[:, None]
     texts.tokens.scatter_(1, slots, torch.where(real, emitted, texts.tokens.gather(1, slots)))
-    stopped = ((emitted[..., None] == texts.stops).any(-1) & real).any(-1)
-    texts.left.sub_(kept)
-    texts.active.logical_and_(~stopped & (texts.left > 0))
+    stopped = ((emitted[..., None] == texts.stop_ids).any(-1) & real).any(-1)
+    texts.tokens_left.sub_(kept)
+    texts.active.logical_and_(~stopped & (texts.tokens_left > 0))
     return emitted, kept
 
 
@@ -81,7 +83,7 @@ def _emit_kernel(  # type: ignore[no-untyped-def]
 
 
 @torch.library.custom_op("spectrain::token_commit", mutates_args={"tokens", "active", "left"})
-def _emit(
+def _launch_emit(
     nodes: Tensor,
     path: Tensor,
     counts: Tensor,
@@ -95,7 +97,7 @@ def _emit(
     """Launch the kernel."""
     (batch, num_steps), num_stops = path.shape, len(stops)
     assert tokens.is_contiguous() and active.is_contiguous() and left.is_contiguous()
-    emitted, kept = _unfilled(nodes, path, counts)
+    emitted, kept = _empty_outputs(nodes, path, counts)
     with torch.cuda.device_of(tokens):
         _emit_kernel[(batch,)](
             nodes, path, counts, bonus, tokens, lengths, active, left, stops, emitted, kept,
@@ -105,14 +107,14 @@ def _emit(
     return emitted, kept
 
 
-@_emit.register_fake
-def _unfilled(nodes: Tensor, path: Tensor, counts: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+@_launch_emit.register_fake
+def _empty_outputs(nodes: Tensor, path: Tensor, counts: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return path.new_empty(path.shape), counts.new_empty(counts.shape)
 
 
-def token_commit(nodes: Tensor, path: Tensor, counts: Tensor, bonus: Tensor, texts: Texts) -> tuple[Tensor, Tensor]:
+def token_commit(nodes: Tensor, path: Tensor, counts: Tensor, bonus: Tensor, texts: TextBatch) -> tuple[Tensor, Tensor]:
     """What `token_commit_reference` does, in place and without waiting for the device, in one launch where the kernel runs."""
     if not runs_on(texts.tokens.device):
         return token_commit_reference(nodes, path, counts, bonus, texts)
-    found: tuple[Tensor, Tensor] = _emit(*(x.contiguous() for x in (nodes, path, counts, bonus)), *texts)
+    found: tuple[Tensor, Tensor] = _launch_emit(*(x.contiguous() for x in (nodes, path, counts, bonus)), *texts)
     return found

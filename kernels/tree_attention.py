@@ -48,20 +48,20 @@ class Visibility:
     tree: Tensor  # [B, N, M] bool over the M appended nodes, the N new ones last
     query_positions: Tensor  # [B, N] position ids of the new nodes
     key_positions: Tensor | None  # [B, M] position ids of the appended nodes; needed by sliding windows only
-    exact: bool = True  # `longest` is the largest length, not only a bound of it
-    chunk: int | None = None  # positions are in chunks of so many, and a node sees those of its own chunk only
+    is_exact: bool = True  # `longest` is the largest length, not only a bound of it
+    chunk_size: int | None = None  # positions are in chunks of so many, and a node sees those of its own chunk only
     _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
     _biases: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
     _words: Tensor | None = None
     _chunked: dict[int, Visibility] = field(default_factory=dict)
 
-    def mask(self, window: int | None) -> Tensor | None:
+    def attention_mask(self, window: int | None) -> Tensor | None:
         """[B, 1, N, T] bool, or None where every new node sees every slot; built once and shared by all layers."""
         if window not in self._masks:
-            self._masks[window] = self._build(window)
+            self._masks[window] = self._build_mask(window)
         return self._masks[window]
 
-    def bias(self, mask: Tensor, window: int | None, group: int) -> Tensor:
+    def attention_bias(self, mask: Tensor, window: int | None, group: int) -> Tensor:
         """The mask of a single row for `group` query heads at a time, [1, group * N, T], as what is added to scores in float64;
         built once and shared by all layers."""
         if (window, group) not in self._biases:
@@ -69,7 +69,7 @@ class Visibility:
             self._biases[window, group] = bias.repeat(1, group, 1)
         return self._biases[window, group]
 
-    def words(self) -> Tensor:
+    def packed_words(self) -> Tensor:
         """[B, N, W] int64: bit j of word w is set where the new node sees appended node 64 w + j; built once."""
         if self._words is None:
             self._words = pack_words(self.tree)
@@ -78,13 +78,13 @@ class Visibility:
     def in_chunks(self, size: int) -> Visibility:
         """The same for layers that see no further back than to the start of a chunk; built once."""
         if size not in self._chunked:
-            self._chunked[size] = replace(self, chunk=size, _masks={}, _biases={}, _chunked={})
+            self._chunked[size] = replace(self, chunk_size=size, _masks={}, _biases={}, _chunked={})
         return self._chunked[size]
 
-    def _build(self, window: int | None) -> Tensor | None:
+    def _build_mask(self, window: int | None) -> Tensor | None:
         batch, num_new, num_appended = self.tree.shape
         num_slots = self.longest + num_appended
-        if batch == 1 and self.exact:
+        if batch == 1 and self.is_exact:
             prefix = self.tree.new_ones(1, num_new, self.longest)
             mask = torch.cat([prefix, self.tree], dim=2)
         else:
@@ -93,7 +93,7 @@ class Visibility:
             mask = self.tree.gather(2, offset[:, None].expand(-1, num_new, -1))
             mask &= (slots < self.lengths[:, None] + num_appended)[:, None]
             mask |= (slots < self.lengths[:, None])[:, None]
-        if (window is not None and num_slots > window) or self.chunk is not None:
+        if (window is not None and num_slots > window) or self.chunk_size is not None:
             assert self.key_positions is not None
             slots = torch.arange(num_slots, device=self.tree.device)
             offset = (slots - self.lengths[:, None]).clamp(0, num_appended - 1)
@@ -101,12 +101,12 @@ class Visibility:
             here, there = self.query_positions[:, :, None], positions[:, None]
             if window is not None:
                 mask = mask & (here - there < window)
-            if self.chunk is not None:
-                mask = mask & (here // self.chunk == there // self.chunk)
-        return None if self.exact and num_new == 1 and bool(mask.all()) else mask[:, None]
+            if self.chunk_size is not None:
+                mask = mask & (here // self.chunk_size == there // self.chunk_size)
+        return None if self.is_exact and num_new == 1 and bool(mask.all()) else mask[:, None]
 
 
-WHOLE_SCORES = 1 << 21  # of a row, in float64: 16 MB
+MAX_BATCHED_SCORES = 1 << 21  # of a row, in float64: 16 MB
 
 
 def tree_attention_reference(
@@ -120,18 +120,18 @@ def tree_attention_reference(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k^T * scale) v over the slots that each node sees, [B, H, N, D]."""
-    mask = visibility.mask(window)
+    mask = visibility.attention_mask(window)
     if softcap is None and sinks is None:
         batch, num_heads, num_nodes, _ = q_BHND.shape
         num_scores = num_heads * num_nodes * k_BKTD.shape[2]
-        if batch == 1 and mask is not None and q_BHND.dtype == torch.float64 and num_scores <= WHOLE_SCORES:
-            bias = visibility.bias(mask, window, num_heads // k_BKTD.shape[1])
-            return _attend_at_once(q_BHND, k_BKTD, v_BKTD, bias, scale)
+        if batch == 1 and mask is not None and q_BHND.dtype == torch.float64 and num_scores <= MAX_BATCHED_SCORES:
+            bias = visibility.attention_bias(mask, window, num_heads // k_BKTD.shape[1])
+            return _attend_batched(q_BHND, k_BKTD, v_BKTD, bias, scale)
         return fused_attention(q_BHND, k_BKTD, v_BKTD, mask, scale=scale)
-    return attend_by_scores(q_BHND, k_BKTD, v_BKTD, mask, scale, softcap, sinks)
+    return eager_attention(q_BHND, k_BKTD, v_BKTD, mask, scale, softcap, sinks)
 
 
-def _attend_at_once(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+def _attend_batched(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
     """The same of a single row: the query heads of a key-value head are rows of one product, and scores are whole.
 
     In float64, in which a CPU attends for targets in half precision, SDPA multiplies head by head: 8 nodes, 9 query heads on
@@ -143,7 +143,7 @@ def _attend_at_once(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float)
     return torch.bmm(scores.softmax(-1), v[0]).view(1, num_heads, num_nodes, v.shape[-1])
 
 
-def attend_by_scores(
+def eager_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -175,63 +175,63 @@ class AttentionTiles:
 
     block_m: int
     block_n: int  # keys of a block that is masked; divides 64, so that a block of appended nodes lies in one word
-    warps: int
-    stages: int
+    num_warps: int
+    num_stages: int
     block_p: int  # keys of a block that every row sees whole; a multiple of block_n
 
 
 # The largest blocks that compile for sm_90 without spilling a register, windows and softcaps included, and fit the 99 KB of
 # consumer GPUs (sm_89, sm_120); tests/kernels/test_compiled.py holds them to it. Not yet timed.
 # Head size at most -> for 16 rows, for 64 rows, for more.
-CONFIGS = {
+TILE_CONFIGS = {
     64: (AttentionTiles(16, 32, 4, 3, 64), AttentionTiles(64, 64, 4, 2, 128), AttentionTiles(128, 64, 8, 2, 128)),
     128: (AttentionTiles(16, 32, 4, 3, 64), AttentionTiles(64, 32, 4, 2, 64), AttentionTiles(128, 64, 8, 3, 64)),
     256: (AttentionTiles(16, 32, 4, 2, 64), AttentionTiles(64, 32, 8, 2, 32), AttentionTiles(64, 32, 8, 2, 32)),
     512: (AttentionTiles(16, 16, 4, 2, 32), AttentionTiles(32, 32, 8, 2, 32), AttentionTiles(32, 32, 8, 2, 32)),
 }
 # The same where a program may have 227 KB: on an H100 or H200.
-ROOMY_CONFIGS = CONFIGS | {
-    64: (*CONFIGS[64][:2], AttentionTiles(128, 64, 8, 3, 128)),
-    128: (CONFIGS[128][0], AttentionTiles(64, 32, 4, 3, 64), AttentionTiles(128, 64, 8, 2, 128)),
-    256: (CONFIGS[256][0], AttentionTiles(64, 32, 8, 2, 64), AttentionTiles(64, 32, 8, 2, 64)),
+HOPPER_TILE_CONFIGS = TILE_CONFIGS | {
+    64: (*TILE_CONFIGS[64][:2], AttentionTiles(128, 64, 8, 3, 128)),
+    128: (TILE_CONFIGS[128][0], AttentionTiles(64, 32, 4, 3, 64), AttentionTiles(128, 64, 8, 2, 128)),
+    256: (TILE_CONFIGS[256][0], AttentionTiles(64, 32, 8, 2, 64), AttentionTiles(64, 32, 8, 2, 64)),
 }
 # Exact float32 products have no tensor cores, and keep whole rows of both operands in registers; larger blocks spill a lot.
-CONFIGS_FLOAT32 = (AttentionTiles(16, 16, 4, 2, 16), AttentionTiles(32, 16, 8, 2, 16))
+FLOAT32_TILE_CONFIGS = (AttentionTiles(16, 16, 4, 2, 16), AttentionTiles(32, 16, 8, 2, 16))
 
-MULTIPROCESSORS = 132  # of an H100 or H200; what splits are chosen for where there is no GPU
-MOST_SPLITS = 64
-FEWEST_KEYS = 64  # a split, where rows are few
+DEFAULT_MULTIPROCESSORS = 132  # of an H100 or H200; what splits are chosen for where there is no GPU
+MAX_SPLITS = 64
+MIN_SPLIT_KEYS = 64  # a split, where rows are few
 COMBINED_ROWS = 8  # of 256 float32 at most a program of 128 threads: 16 registers for the sum, as many for a split
 
 
 @cache
-def is_roomy(device: torch.device) -> bool:
+def is_hopper(device: torch.device) -> bool:
     """Whether it is an H100 or H200, or stands for one."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else MULTIPROCESSORS
+def num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else DEFAULT_MULTIPROCESSORS
 
 
-def choose_config(num_rows: int, head_size: int, dtype: torch.dtype, roomy: bool = True) -> AttentionTiles:
+def choose_tiles(num_rows: int, head_size: int, dtype: torch.dtype, on_hopper: bool = True) -> AttentionTiles:
     """The first block that holds all rows, or the largest."""
     if dtype == torch.float32:
-        return CONFIGS_FLOAT32[num_rows > 16 and head_size <= 256]
-    table = ROOMY_CONFIGS if roomy else CONFIGS
+        return FLOAT32_TILE_CONFIGS[num_rows > 16 and head_size <= 256]
+    table = HOPPER_TILE_CONFIGS if on_hopper else TILE_CONFIGS
     configs = table[min(size for size in table if size >= head_size)]
     return configs[(num_rows > 16) + (num_rows > 64)]
 
 
-def rows_combined(head_size: int) -> int:
+def rows_per_combine(head_size: int) -> int:
     """How many rows a program averages the splits of."""
     return COMBINED_ROWS if head_size <= 256 else COMBINED_ROWS // 2
 
 
 @lru_cache(1024)
 def choose_splits(
-    config: AttentionTiles, num_rows: int, num_groups: int, num_keys: int, processors: int = MULTIPROCESSORS
+    config: AttentionTiles, num_rows: int, num_groups: int, num_keys: int, processors: int = DEFAULT_MULTIPROCESSORS
 ) -> int:
     """The number of splits, any, with which the last wave of programs is through first; of equal ones the fewest.
 
@@ -247,8 +247,8 @@ def choose_splits(
     def duration(splits: int) -> int:
         return -(-num_programs * splits // slots) * (-(-blocks // splits) * config.block_p + own)
 
-    most = num_keys // min(max(num_rows, FEWEST_KEYS), 256)
-    return min(range(1, max(1, min(most, MOST_SPLITS)) + 1), key=duration)
+    most = num_keys // min(max(num_rows, MIN_SPLIT_KEYS), 256)
+    return min(range(1, max(1, min(most, MAX_SPLITS)) + 1), key=duration)
 
 
 @jit
@@ -407,7 +407,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
 
 
 @torch.library.custom_op("spectrain::tree_attention", mutates_args=())
-def _attend(
+def _launch_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -427,9 +427,9 @@ def _attend(
     (batch, num_heads, num_nodes, head_size), num_kv_heads, value_size = q.shape, k.shape[1], v.shape[-1]
     group = num_heads // num_kv_heads
     block_d, block_v = (max(16, triton.next_power_of_2(size)) for size in (head_size, value_size))
-    config = choose_config(num_nodes * group, max(head_size, value_size), q.dtype, is_roomy(q.device))
-    splits = choose_splits(config, num_nodes * group, batch * num_kv_heads, num_keys, multiprocessors(q.device))
-    out = _unfilled(q, k, v).transpose(1, 2)
+    config = choose_tiles(num_nodes * group, max(head_size, value_size), q.dtype, is_hopper(q.device))
+    splits = choose_splits(config, num_nodes * group, batch * num_kv_heads, num_keys, num_multiprocessors(q.device))
+    out = _empty_output(q, k, v).transpose(1, 2)
     parts, logs = out, None
     if splits > 1:
         parts = out.new_empty(splits, *out.shape, dtype=torch.float32)
@@ -451,11 +451,11 @@ def _attend(
             num_kv_heads, num_nodes, num_appended, splits, scale, softcap, window,
             GROUP=group, HEAD_SIZE=head_size, VALUE_SIZE=value_size, BLOCK_D=block_d, BLOCK_V=block_v,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_P=config.block_p,
-            num_warps=config.warps, num_stages=config.stages,
+            num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
         if splits > 1:
             num_rows = batch * num_nodes * num_heads
-            rows = rows_combined(block_v)
+            rows = rows_per_combine(block_v)
             _combine_kernel[(triton.cdiv(num_rows, rows),)](
                 parts, logs, out, num_rows, splits, HEAD_SIZE=value_size, BLOCK_D=block_v, BLOCK_M=rows
             )
@@ -466,16 +466,16 @@ def _attend(
     return out.transpose(1, 2)
 
 
-@_attend.register_fake
-def _unfilled(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+@_launch_attention.register_fake
+def _empty_output(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     """The output before it is written: laid out as [B, N, H, D], so that the output projection reads it as it is."""
     batch, num_heads, num_nodes, _ = q.shape
     return q.new_empty(batch, num_nodes, num_heads, v.shape[-1]).transpose(1, 2)
 
 
-def _runs_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def _can_run_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the kernels can run here and are wanted; they have no backward pass."""
-    if max(q.shape[-1], v.shape[-1]) > max(CONFIGS) or (
+    if max(q.shape[-1], v.shape[-1]) > max(TILE_CONFIGS) or (
         torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     ):
         return False
@@ -499,7 +499,7 @@ def tree_attention(
     if q_BHND.dtype != k_BKTD.dtype:
         wide = tree_attention(q_BHND.to(k_BKTD.dtype), k_BKTD, v_BKTD, visibility, scale, window, softcap, sinks)
         return wide.to(q_BHND.dtype)
-    if visibility.chunk is not None or scale <= 0 or not _runs_kernel(q_BHND, k_BKTD, v_BKTD):
+    if visibility.chunk_size is not None or scale <= 0 or not _can_run_kernel(q_BHND, k_BKTD, v_BKTD):
         return tree_attention_reference(q_BHND, k_BKTD, v_BKTD, visibility, scale, window, softcap, sinks)
     longest, num_appended = visibility.longest, visibility.tree.shape[2]
     if window is not None and longest + num_appended <= window:
@@ -507,4 +507,4 @@ def tree_attention(
     num_keys = num_appended + (longest if window is None else min(longest, window))
     positions = visibility.query_positions, visibility.key_positions
     rules = num_appended, num_keys, scale, window, softcap, sinks
-    return _attend(q_BHND, k_BKTD, v_BKTD, visibility.words(), visibility.lengths, *positions, *rules)
+    return _launch_attention(q_BHND, k_BKTD, v_BKTD, visibility.packed_words(), visibility.lengths, *positions, *rules)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .counter import fold, fold_in_kernel, gumbel, gumbel_in_kernel, uniform, uniform_in_kernel
+from .counter import fold_in_kernel, fold_key, gumbel_in_kernel, gumbel_noise, uniform_in_kernel, uniform_noise
 from .dispatch import jit, runs_on
 
 try:
@@ -35,32 +35,32 @@ except ImportError:  # not on Linux: the references are all there is
 
 
 @dataclass(frozen=True)
-class Nodes:
+class TreeNodes:
     """The trees: parents before children, siblings in the order they were drawn."""
 
     tokens: Tensor  # [B, N] int64
     parents: Tensor  # [B, N] int64, -1 at the root
-    allowed: Tensor  # [B, N] bool, False where a node is padding or never emitted
+    can_accept: Tensor  # [B, N] bool, False where a node is padding or never emitted
     height: int  # no path is deeper
-    most_children: int  # no node has more
+    max_children: int  # no node has more
 
 
 @dataclass(frozen=True)
-class Draws:
+class SamplingSpec:
     """How tokens are drawn: from which keys and from which distribution."""
 
     key: int  # of purpose and seed: counter.host_key
-    rows: Tensor  # [B] int64, the sequences' own keys
+    sequence_keys: Tensor  # [B] int64, the sequences' own keys
     positions: Tensor  # [B, N] int64
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
 
-    def keys(self, nodes: Tensor) -> Tensor:
+    def node_keys(self, nodes: Tensor) -> Tensor:
         """[B] the keys at one node of each tree."""
-        return fold(fold(self.key, self.rows), self.positions.gather(1, nodes[:, None])[:, 0])
+        return fold_key(fold_key(self.key, self.sequence_keys), self.positions.gather(1, nodes[:, None])[:, 0])
 
-    def shape(self, logits: Tensor) -> Tensor:
+    def shape_logits(self, logits: Tensor) -> Tensor:
         return shape_logits(logits, self.temperature, self.top_k, self.top_p)
 
 
@@ -86,23 +86,23 @@ class Verdict(NamedTuple):
     bonus: Tensor  # [B] int64, the token that follows
 
 
-def tree_greedy_reference(nodes: Nodes, logits: Tensor) -> Verdict:
+def tree_greedy_reference(nodes: TreeNodes, logits: Tensor) -> Verdict:
     """Keep the nodes that carry the most likely token of logits [B, N, V] after their parent, the first of equal ones."""
-    return _walk(nodes, lambda visited: _row(logits, visited).argmax(-1))
+    return _walk_tree(nodes, lambda visited: _select_row(logits, visited).argmax(-1))
 
 
-def tree_match_reference(nodes: Nodes, logits: Tensor, draws: Draws) -> Verdict:
+def tree_match_reference(nodes: TreeNodes, logits: Tensor, draws: SamplingSpec) -> Verdict:
     """Keep the nodes that carry the token drawn by Gumbel-max from logits [B, N, V], shaped, at their parent."""
 
     def choose(visited: Tensor) -> Tensor:
-        scores = draws.shape(_row(logits, visited))
-        return (scores + gumbel(draws.keys(visited), scores.shape[-1])).argmax(-1)
+        scores = draws.shape_logits(_select_row(logits, visited))
+        return (scores + gumbel_noise(draws.node_keys(visited), scores.shape[-1])).argmax(-1)
 
-    return _walk(nodes, choose)
+    return _walk_tree(nodes, choose)
 
 
 def tree_recursive_reference(
-    nodes: Nodes, logits: Tensor, q: Tensor, draft_ids: Tensor | None, without_replacement: bool, draws: Draws
+    nodes: TreeNodes, logits: Tensor, q: Tensor, draft_ids: Tensor | None, without_replacement: bool, draws: SamplingSpec
 ) -> Verdict:
     """Recursive rejection sampling (SpecInfer, Miao et al., 2023; RSD, Jeon et al., 2024): keep child x, in the order drawn,
     with probability min(1, P(x) / Q(x)), else P becomes the normalised max(P - Q, 0) and, drawn without replacement, Q loses x.
@@ -118,39 +118,39 @@ def tree_recursive_reference(
     last_scores = logits.new_zeros(batch, logits.shape[-1], dtype=torch.float32)
     path = [here]
     for _ in range(nodes.height + 1):
-        scores, q_here = draws.shape(_row(logits, here)), _row(q, here).float()
+        scores, q_here = draws.shape_logits(_select_row(logits, here)), _select_row(q, here).float()
         if draft_ids is not None:
             q_here = torch.zeros_like(scores).scatter(1, draft_ids.expand(batch, -1), q_here)
-        kept, scores = _judge(nodes, here, scores, q_here, without_replacement, draws.keys(here))
+        kept, scores = _try_children(nodes, here, scores, q_here, without_replacement, draws.node_keys(here))
         last_scores = torch.where(walking[:, None], scores, last_scores)
         walking = walking & (kept < num_nodes)
         here = torch.where(walking, kept, here)
         path.append(here)
-        if _none(walking):
+        if _none_left(walking):
             break
     path = (path + [here] * nodes.height)[: nodes.height + 1]
     counts = torch.stack(path, 1).diff(dim=1).sign().sum(1) + 1
-    noise = gumbel(fold(draws.keys(here), 1), logits.shape[-1])
+    noise = gumbel_noise(fold_key(draws.node_keys(here), 1), logits.shape[-1])
     return Verdict(torch.stack(path, 1), counts, (last_scores + noise).argmax(-1))
 
 
-def _judge(
-    nodes: Nodes, here: Tensor, scores: Tensor, q: Tensor, without_replacement: bool, key: Tensor
+def _try_children(
+    nodes: TreeNodes, here: Tensor, scores: Tensor, q: Tensor, without_replacement: bool, key: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The child [B] of nodes `here` [B] that is kept, N where none is, and the logarithm [B, V] of what is left of P."""
     num_nodes = nodes.tokens.shape[1]
     index = torch.arange(num_nodes, device=here.device)
-    children = (nodes.parents == here[:, None]) & nodes.allowed
+    children = (nodes.parents == here[:, None]) & nodes.can_accept
     kept, p = torch.full_like(here, num_nodes), scores.softmax(-1)
-    for order in range(nodes.most_children):
+    for order in range(nodes.max_children):
         child = torch.where(children, index, num_nodes).amin(1)
         token = nodes.tokens.gather(1, child.clamp(max=num_nodes - 1)[:, None])
         p_x, q_x = p.gather(1, token)[:, 0], q.gather(1, token)[:, 0]
         asked = (child < num_nodes) & (kept == num_nodes)
-        if _none(asked):
+        if _none_left(asked):
             break
-        rejected = asked & (p_x < q_x) & (uniform(key, torch.full_like(key, order)) * q_x >= p_x)
-        if not _none(rejected):
+        rejected = asked & (p_x < q_x) & (uniform_noise(key, torch.full_like(key, order)) * q_x >= p_x)
+        if not _none_left(rejected):
             residual = (p - q).clamp(min=0)
             total = residual.sum(-1)
             rejected = rejected & (total > 0)
@@ -164,17 +164,17 @@ def _judge(
     return kept, scores
 
 
-def _none(rows: Tensor) -> bool:
+def _none_left(rows: Tensor) -> bool:
     """Whether no row is left, where asking costs nothing: on a CPU."""
     return rows.device.type == "cpu" and not rows.any()
 
 
-def _row(x: Tensor, nodes: Tensor) -> Tensor:
+def _select_row(x: Tensor, nodes: Tensor) -> Tensor:
     """x [B, N, V] at one node [B] of each tree, [B, V]."""
     return x[torch.arange(len(x), device=x.device), nodes]
 
 
-def _walk(nodes: Nodes, choose: Callable[[Tensor], Tensor]) -> Verdict:
+def _walk_tree(nodes: TreeNodes, choose: Callable[[Tensor], Tensor]) -> Verdict:
     """Visit kept nodes from the root on, parents first; `choose` names the token [B] that the target wants after nodes [B].
 
     Twins, drawn with replacement, are both kept: the deepest path counts, and of equal ones the first.
@@ -189,10 +189,10 @@ def _walk(nodes: Nodes, choose: Callable[[Tensor], Tensor]) -> Verdict:
         active = pending.any(1, keepdim=True)
         choice = choose(here[:, 0])[:, None]
         wanted = torch.where((index == here) & active, choice, wanted)
-        kept = (nodes.parents == here) & (nodes.tokens == choice) & nodes.allowed & active
+        kept = (nodes.parents == here) & (nodes.tokens == choice) & nodes.can_accept & active
         depth = torch.where(kept, depth.gather(1, here) + 1, depth)
         pending = (pending & (index != here)) | kept
-        if _none(pending):
+        if _none_left(pending):
             break
     counts = depth.amax(1) + 1
     node = last = (depth * num_nodes - index).argmax(1)
@@ -209,52 +209,54 @@ class VerifyTiles:
     """How a pass over a row is cut: tokens a block and warps a program."""
 
     block: int
-    warps: int
+    num_warps: int
 
 
 # None of these spills for sm_90 with Triton 3.6 and 3.9; tests/kernels/test_verify_compiled.py holds them to it. Not yet timed.
-ARGMAX = VerifyTiles(4096, 4)  # 2048 programs for 64 nodes and 128k tokens, 64 bytes in flight a thread
-DRAWN = VerifyTiles(1024, 4)  # 8 numbers a thread
-SHARED = 16  # nodes a program of DRAWN: trees lie level by level, so its noise is made two or three times, not sixteen
-WALK = VerifyTiles(16, 1)  # reads no row; a tree's nodes lie in one warp, whose reductions need no barrier
-CUT = VerifyTiles(4096, 16)  # a row on one multiprocessor: 8 tokens a thread, and 4 counts of each
-PARTS = VerifyTiles(1024, 4)  # what candidates are looked for in: of 128k tokens 126 parts, more than any usual top-k
-CANDIDATES = 256  # a node, sorted by one program; a power of two
-WANTED = 64  # parts of at least so large a maximum where there is no top-k: most of a usual nucleus is in them
+ARGMAX_TILES = VerifyTiles(4096, 4)  # 2048 programs for 64 nodes and 128k tokens, 64 bytes in flight a thread
+SAMPLE_TILES = VerifyTiles(1024, 4)  # 8 numbers a thread
+NODES_PER_PROGRAM = (
+    16  # nodes a program of DRAWN: trees lie level by level, so its noise is made two or three times, not sixteen
+)
+WALK_TILES = VerifyTiles(16, 1)  # reads no row; a tree's nodes lie in one warp, whose reductions need no barrier
+CUT_TILES = VerifyTiles(4096, 16)  # a row on one multiprocessor: 8 tokens a thread, and 4 counts of each
+PART_TILES = VerifyTiles(1024, 4)  # what candidates are looked for in: of 128k tokens 126 parts, more than any usual top-k
+MAX_CANDIDATES = 256  # a node, sorted by one program; a power of two
+CANDIDATE_PARTS = 64  # parts of at least so large a maximum where there is no top-k: most of a usual nucleus is in them
 
 
 @jit
-def _read(row_ptr, start, vocabulary, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_logits(row_ptr, start, vocabulary, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """A block of logits, -inf past the end, and which tokens they are of."""
     columns = start + tl.arange(0, BLOCK)
     return tl.load(row_ptr + columns, mask=columns < vocabulary, other=float("-inf")).to(tl.float32), columns
 
 
 @jit
-def _order(x, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
+def _float_order(x, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Integers in the order of the numbers, without the low bits that half precision leaves empty."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x == 0, 0, bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
 
 
 @jit
-def _chances(x, top, cut, temperature, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
+def _cut_chances(x, top, cut, temperature, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
     """exp((x - top) / temperature), 0 below the cut."""
-    return tl.where(_order(x, SHIFT) >= cut, tl.exp((x - top) / temperature), 0.0)
+    return tl.where(_float_order(x, SHIFT) >= cut, tl.exp((x - top) / temperature), 0.0)
 
 
 @jit
-def _mass(row_ptr, vocabulary, top, cut, temperature, SHIFT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _cut_mass(row_ptr, vocabulary, top, cut, temperature, SHIFT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """The sum of a row's chances."""
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocabulary, BLOCK):
-        x, _ = _read(row_ptr, start, vocabulary, BLOCK)
-        total += _chances(x, top, cut, temperature, SHIFT)
+        x, _ = _load_logits(row_ptr, start, vocabulary, BLOCK)
+        total += _cut_chances(x, top, cut, temperature, SHIFT)
     return tl.sum(total, 0)
 
 
 @jit
-def _bisect(  # type: ignore[no-untyped-def]
+def _bisect_cut(  # type: ignore[no-untyped-def]
     row_ptr, vocabulary, low, high, limit, top, temperature, WEIGHTED: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """The least order from `low` to `high` that less than `limit` lies above: of tokens, or of their chances from `low` on.
@@ -268,9 +270,9 @@ def _bisect(  # type: ignore[no-untyped-def]
         one, two, three = low + (gap // 4).to(tl.int32), low + (gap // 2).to(tl.int32), low + (gap * 3 // 4).to(tl.int32)
         over_one, over_two, over_three = (tl.zeros([BLOCK], tl.float32),) * 3
         for start in range(0, vocabulary, BLOCK):
-            x, _ = _read(row_ptr, start, vocabulary, BLOCK)
-            weight = _chances(x, top, base, temperature, SHIFT) if WEIGHTED else tl.full([BLOCK], 1.0, tl.float32)
-            order = _order(x, SHIFT)
+            x, _ = _load_logits(row_ptr, start, vocabulary, BLOCK)
+            weight = _cut_chances(x, top, base, temperature, SHIFT) if WEIGHTED else tl.full([BLOCK], 1.0, tl.float32)
+            order = _float_order(x, SHIFT)
             over_one += tl.where(order > one, weight, 0.0)
             over_two += tl.where(order > two, weight, 0.0)
             over_three += tl.where(order > three, weight, 0.0)
@@ -286,20 +288,20 @@ def _bisect(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _shape_row(row_ptr, vocabulary, temperature, top_k, top_p, SHIFT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _find_cut(row_ptr, vocabulary, temperature, top_k, top_p, SHIFT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """A row's largest logit and the order of the least one that top-k and top-p keep."""
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     for start in range(0, vocabulary, BLOCK):
-        x, _ = _read(row_ptr, start, vocabulary, BLOCK)
+        x, _ = _load_logits(row_ptr, start, vocabulary, BLOCK)
         best = tl.maximum(best, x)
     top = tl.max(best, 0)
-    high = _order(top, SHIFT)
+    high = _float_order(top, SHIFT)
     cut = high * 0 + (-2139095041 >> SHIFT)  # the order of -inf
     if top_k is not None:
-        cut = _bisect(row_ptr, vocabulary, cut, high, top_k, top, temperature, False, SHIFT, BLOCK)
+        cut = _bisect_cut(row_ptr, vocabulary, cut, high, top_k, top, temperature, False, SHIFT, BLOCK)
     if top_p is not None:
-        limit = top_p * _mass(row_ptr, vocabulary, top, cut, temperature, SHIFT, BLOCK)
-        cut = _bisect(row_ptr, vocabulary, cut, high, limit, top, temperature, True, SHIFT, BLOCK)
+        limit = top_p * _cut_mass(row_ptr, vocabulary, top, cut, temperature, SHIFT, BLOCK)
+        cut = _bisect_cut(row_ptr, vocabulary, cut, high, limit, top, temperature, True, SHIFT, BLOCK)
     return top, cut
 
 
@@ -311,7 +313,7 @@ def _parts_kernel(  # type: ignore[no-untyped-def]
     """The largest logit of one part of a node's row, and the sum of its chances beside that; grid [S, N, B]."""
     part, node, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row_ptr = logits_ptr + tl.cast(batch, tl.int64) * logits_stride_b + tl.cast(node, tl.int64) * logits_stride_n
-    x, _ = _read(row_ptr, part * BLOCK, vocabulary, BLOCK)
+    x, _ = _load_logits(row_ptr, part * BLOCK, vocabulary, BLOCK)
     top = tl.max(x, 0)
     slot = (batch * num_nodes + node) * tl.num_programs(0) + part
     tl.store(top_ptr + slot, top)
@@ -338,17 +340,17 @@ def _candidates_kernel(  # type: ignore[no-untyped-def]
     mine = tl.load(top_ptr + place * tl.num_programs(0) + part)
     if mine >= least:
         row_ptr = logits_ptr + tl.cast(batch, tl.int64) * logits_stride_b + tl.cast(node, tl.int64) * logits_stride_n
-        x, columns = _read(row_ptr, part * BLOCK, vocabulary, BLOCK)
+        x, columns = _load_logits(row_ptr, part * BLOCK, vocabulary, BLOCK)
         kept = (x >= least) & (columns < vocabulary)
         before = tl.atomic_add(found_ptr + place, tl.sum(kept.to(tl.int32), 0))
         slot = before + tl.cumsum(kept.to(tl.int32), 0) - 1
-        candidate = (_order(x, SHIFT).to(tl.int64) << 32) + (0x7FFFFFFF - columns)
+        candidate = (_float_order(x, SHIFT).to(tl.int64) << 32) + (0x7FFFFFFF - columns)
         candidates_ptr += tl.cast(place, tl.int64) * CANDIDATES
         tl.store(candidates_ptr + slot, candidate, mask=kept & (slot < CANDIDATES))
 
 
 @jit
-def _cut_of(  # type: ignore[no-untyped-def]
+def _cut_from_candidates(  # type: ignore[no-untyped-def]
     row_ptr, top_ptr, mass_ptr, found_ptr, candidates_ptr, place, vocabulary, num_parts, temperature, top_k, top_p,
     SHIFT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
@@ -358,7 +360,7 @@ def _cut_of(  # type: ignore[no-untyped-def]
     top = tl.max(tops, 0)
     num_found = tl.load(found_ptr + place)
     suffices = num_found <= CANDIDATES
-    cut = _order(top, SHIFT)
+    cut = _float_order(top, SHIFT)
     if suffices:
         candidates_ptr += tl.cast(place, tl.int64) * CANDIDATES
         candidate = tl.load(candidates_ptr + rank, mask=rank < num_found, other=-0x7FFFFFFF00000000)
@@ -382,12 +384,12 @@ def _cut_of(  # type: ignore[no-untyped-def]
             real = real & (above < limit)
         cut = tl.min(tl.where(real, order, 0x7FFFFFFF), 0)
     if suffices == 0:
-        top, cut = _shape_row(row_ptr, vocabulary, temperature, top_k, top_p, SHIFT, BLOCK)
+        top, cut = _find_cut(row_ptr, vocabulary, temperature, top_k, top_p, SHIFT, BLOCK)
     return top, cut, suffices
 
 
 @jit
-def _draw_candidate(  # type: ignore[no-untyped-def]
+def _sample_candidate(  # type: ignore[no-untyped-def]
     row_ptr, found_ptr, candidates_ptr, place, cut, key, temperature, CANDIDATES: tl.constexpr
 ):  # fmt: skip
     """The token drawn from a node's candidates that are not cut."""
@@ -419,7 +421,7 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
         known = tl.load(positions_ptr + first) - 1  # not the position of the first node
         noise = tl.zeros([BLOCK], tl.float32)
     for node in range(first, tl.minimum(first + num_shared, num_nodes)):
-        x, _ = _read(logits_ptr + tl.cast(node, tl.int64) * logits_stride_n, part * BLOCK, vocabulary, BLOCK)
+        x, _ = _load_logits(logits_ptr + tl.cast(node, tl.int64) * logits_stride_n, part * BLOCK, vocabulary, BLOCK)
         if NOISE:
             position = tl.load(positions_ptr + node)
             if position != known:
@@ -433,15 +435,15 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _draw_kept(  # type: ignore[no-untyped-def]
+def _sample_row(  # type: ignore[no-untyped-def]
     row_ptr, vocabulary, cut, key, temperature, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """The token drawn from what a row keeps, read whole."""
     best = tl.cast(float("-inf"), tl.float32)
     choice = 0
     for start in range(0, vocabulary, BLOCK):
-        x, columns = _read(row_ptr, start, vocabulary, BLOCK)
-        kept = (_order(x, SHIFT) >= cut) & (columns < vocabulary)
+        x, columns = _load_logits(row_ptr, start, vocabulary, BLOCK)
+        kept = (_float_order(x, SHIFT) >= cut) & (columns < vocabulary)
         if tl.max(kept.to(tl.int32), 0) > 0:  # few blocks hold one, and noise costs more than all else
             scores = tl.where(kept, x / temperature + gumbel_in_kernel(key, columns), float("-inf"))
             score, place = tl.max(scores, 0, return_indices=True)
@@ -475,16 +477,16 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
             row_ptr = logits_ptr + tl.cast(batch, tl.int64) * logits_stride_b + tl.cast(node, tl.int64) * logits_stride_n
             row_key = fold_in_kernel(key, tl.load(rows_ptr + batch))
             node_key = fold_in_kernel(row_key, tl.load(positions_ptr + batch * num_nodes + node))
-            _, cut, suffices = _cut_of(
+            _, cut, suffices = _cut_from_candidates(
                 row_ptr, best_ptr, place_ptr, found_ptr, candidates_ptr, batch * num_nodes + node, vocabulary, num_parts,
                 temperature, top_k, top_p, SHIFT, BLOCK, BLOCK_S, CANDIDATES,
             )  # fmt: skip
             if suffices:
-                choice = _draw_candidate(
+                choice = _sample_candidate(
                     row_ptr, found_ptr, candidates_ptr, batch * num_nodes + node, cut, node_key, temperature, CANDIDATES
                 )
             else:
-                choice = _draw_kept(row_ptr, vocabulary, cut, node_key, temperature, SHIFT, BLOCK)
+                choice = _sample_row(row_ptr, vocabulary, cut, node_key, temperature, SHIFT, BLOCK)
         else:
             slot = tl.cast(batch * num_nodes + node, tl.int64) * num_parts
             best = tl.load(best_ptr + slot + parts, mask=parts < num_parts, other=float("-inf"))
@@ -506,13 +508,13 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
             node = tl.load(parents_ptr + batch * num_nodes + node)
 
 
-def _block_of(num_nodes: int) -> int:
+def _node_block(num_nodes: int) -> int:
     """Nodes in a program: at least one for each thread of a warp, below which the assembler spills."""
     return max(32, triton.next_power_of_2(num_nodes))
 
 
 @torch.library.custom_op("spectrain::tree_match", mutates_args=())
-def _match(
+def _launch_match(
     tokens: Tensor,
     parents: Tensor,
     allowed: Tensor,
@@ -530,39 +532,40 @@ def _match(
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     cut = top_k is not None or top_p is not None
     if cut:
-        parts, walk = _find_candidates(logits, temperature, top_k), CUT
+        parts, walk = _find_candidates(logits, temperature, top_k), CUT_TILES
     else:
-        parts, walk = _find_best(logits, rows, positions, key, temperature), WALK
-    path, counts, bonus = _unfilled(tokens, parents, allowed, logits, height)
+        parts, walk = _find_argmax(logits, rows, positions, key, temperature), WALK_TILES
+    path, counts, bonus = _empty_verdict(tokens, parents, allowed, logits, height)
     with torch.cuda.device_of(logits):
         _walk_kernel[(batch,)](
             tokens, parents, allowed, *parts, path, counts, bonus,
             logits, rows, positions, logits.stride(0), logits.stride(1),
-            num_nodes, parts.num, height + 1, vocabulary, key, temperature, top_k, top_p,
-            CUT=cut, SHIFT=EMPTY_BITS[logits.dtype], BLOCK_N=_block_of(num_nodes),
-            BLOCK_S=triton.next_power_of_2(parts.num), BLOCK=walk.block, CANDIDATES=CANDIDATES, num_warps=walk.warps,
+            num_nodes, parts.num_parts, height + 1, vocabulary, key, temperature, top_k, top_p,
+            CUT=cut, SHIFT=EMPTY_BITS[logits.dtype], BLOCK_N=_node_block(num_nodes),
+            BLOCK_S=triton.next_power_of_2(parts.num_parts), BLOCK=walk.block, CANDIDATES=MAX_CANDIDATES,
+                num_warps=walk.num_warps,
         )  # fmt: skip
     return path, counts, bonus
 
 
-class _Parts(NamedTuple):
+class _RowParts(NamedTuple):
     """What the parts of every node's row say: [B, N, S] the best score and its token, or with candidates, of which there are
     `found` [B, N], the largest logit and the mass."""
 
     best: Tensor
-    place: Tensor
-    found: Tensor | None = None
+    tokens_or_mass: Tensor
+    num_candidates: Tensor | None = None
     candidates: Tensor | None = None  # [B, N, CANDIDATES] int64
 
     @property
-    def num(self) -> int:
+    def num_parts(self) -> int:
         return self.best.shape[-1]
 
 
-def _find_best(logits: Tensor, rows: Tensor | None, positions: Tensor | None, key: int, temperature: float) -> _Parts:
+def _find_argmax(logits: Tensor, rows: Tensor | None, positions: Tensor | None, key: int, temperature: float) -> _RowParts:
     """The best scores of all nodes; without `rows` there is no noise."""
     batch, num_nodes, vocabulary = logits.shape
-    config, shared = (ARGMAX, 1) if rows is None else (DRAWN, SHARED)
+    config, shared = (ARGMAX_TILES, 1) if rows is None else (SAMPLE_TILES, NODES_PER_PROGRAM)
     num_parts = triton.cdiv(vocabulary, config.block)
     best = logits.new_empty(batch, num_nodes, num_parts, dtype=torch.float32)
     place = torch.empty_like(best, dtype=torch.int32)
@@ -570,35 +573,44 @@ def _find_best(logits: Tensor, rows: Tensor | None, positions: Tensor | None, ke
         _choose_kernel[(num_parts, triton.cdiv(num_nodes, shared), batch)](
             logits, best, place, rows, positions, logits.stride(0), logits.stride(1),
             num_nodes, vocabulary, shared, key, temperature,
-            NOISE=rows is not None, BLOCK=config.block, num_warps=config.warps,
+            NOISE=rows is not None, BLOCK=config.block, num_warps=config.num_warps,
         )  # fmt: skip
-    return _Parts(best, place)
+    return _RowParts(best, place)
 
 
-def _find_candidates(logits: Tensor, temperature: float, top_k: int | None) -> _Parts:
+def _find_candidates(logits: Tensor, temperature: float, top_k: int | None) -> _RowParts:
     """The tokens of all nodes that top-k and top-p may keep, as far as they are few."""
     batch, num_nodes, vocabulary = logits.shape
-    num_parts = triton.cdiv(vocabulary, PARTS.block)
+    num_parts = triton.cdiv(vocabulary, PART_TILES.block)
     top = logits.new_empty(batch, num_nodes, num_parts, dtype=torch.float32)
     mass = torch.empty_like(top)
     found = torch.empty(batch, num_nodes, dtype=torch.int32, device=logits.device)
-    candidates = torch.empty(batch, num_nodes, CANDIDATES, dtype=torch.int64, device=logits.device)
-    wanted = min(WANTED, -(-num_parts // 2)) if top_k is None else top_k
+    candidates = torch.empty(batch, num_nodes, MAX_CANDIDATES, dtype=torch.int64, device=logits.device)
+    wanted = min(CANDIDATE_PARTS, -(-num_parts // 2)) if top_k is None else top_k
     strides = logits.stride(0), logits.stride(1)
     with torch.cuda.device_of(logits):
         _parts_kernel[(num_parts, num_nodes, batch)](
-            logits, top, mass, found, *strides, num_nodes, vocabulary, temperature, BLOCK=PARTS.block, num_warps=PARTS.warps
+            logits,
+            top,
+            mass,
+            found,
+            *strides,
+            num_nodes,
+            vocabulary,
+            temperature,
+            BLOCK=PART_TILES.block,
+            num_warps=PART_TILES.num_warps,
         )
         _candidates_kernel[(num_parts, num_nodes, batch)](
             logits, top, found, candidates, *strides, num_nodes, vocabulary, wanted,
-            SHIFT=EMPTY_BITS[logits.dtype], BLOCK=PARTS.block, BLOCK_S=triton.next_power_of_2(num_parts),
-            CANDIDATES=CANDIDATES, num_warps=PARTS.warps,
+            SHIFT=EMPTY_BITS[logits.dtype], BLOCK=PART_TILES.block, BLOCK_S=triton.next_power_of_2(num_parts),
+            CANDIDATES=MAX_CANDIDATES, num_warps=PART_TILES.num_warps,
         )  # fmt: skip
-    return _Parts(top, mass, found, candidates)
+    return _RowParts(top, mass, found, candidates)
 
 
-@_match.register_fake
-def _unfilled(
+@_launch_match.register_fake
+def _empty_verdict(
     tokens: Tensor, parents: Tensor, allowed: Tensor, logits: Tensor, height: int, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The answer before it is written."""
@@ -607,7 +619,7 @@ def _unfilled(
 
 
 @jit
-def _subtract(  # type: ignore[no-untyped-def]
+def _subtract_q(  # type: ignore[no-untyped-def]
     row_ptr, q_ptr, places_ptr, residual_ptr, vocabulary, token, following, reduced, top, cut, temperature, scale, odds,
     WITHOUT: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -623,9 +635,9 @@ def _subtract(  # type: ignore[no-untyped-def]
         if reduced != 0:
             p = tl.load(residual_ptr + columns, mask=inside, other=0.0)
         else:
-            x, _ = _read(row_ptr, start, vocabulary, BLOCK)
-            p = _chances(x, top, cut, temperature, SHIFT)
-        q = _drawn_from(q_ptr, places_ptr, columns, inside)
+            x, _ = _load_logits(row_ptr, start, vocabulary, BLOCK)
+            p = _cut_chances(x, top, cut, temperature, SHIFT)
+        q = _load_q(q_ptr, places_ptr, columns, inside)
         residual = tl.maximum(p * scale - q * odds, 0.0)
         if WITHOUT:
             gone = (p < 0) | (columns == token)
@@ -641,7 +653,7 @@ def _subtract(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _drawn_from(q_ptr, places_ptr, tokens, inside):  # type: ignore[no-untyped-def]
+def _load_q(q_ptr, places_ptr, tokens, inside):  # type: ignore[no-untyped-def]
     """q of target tokens, 0 where the draft vocabulary lacks them."""
     if places_ptr is not None:
         tokens = tl.load(places_ptr + tokens, mask=inside, other=-1)
@@ -675,12 +687,12 @@ def _reject_kernel(  # type: ignore[no-untyped-def]
         row_ptr = logits_ptr + tl.cast(node, tl.int64) * logits_stride_n
         q_row_ptr = q_ptr + tl.cast(node, tl.int64) * q_stride_n
         if candidates_ptr is not None:
-            top, cut, _ = _cut_of(
+            top, cut, _ = _cut_from_candidates(
                 row_ptr, top_ptr, mass_ptr, found_ptr, candidates_ptr, tree + node, vocabulary, num_parts, temperature, top_k,
                 top_p, SHIFT, BLOCK, BLOCK_S, CANDIDATES,
             )  # fmt: skip
         else:
-            top, cut = _shape_row(row_ptr, vocabulary, temperature, top_k, top_p, SHIFT, BLOCK)
+            top, cut = _find_cut(row_ptr, vocabulary, temperature, top_k, top_p, SHIFT, BLOCK)
         node_key = fold_in_kernel(row_key, tl.load(positions_ptr + tree + node))
         children = (parents == node) & allowed
         child = tl.min(tl.where(children, index, num_nodes), 0)
@@ -688,15 +700,15 @@ def _reject_kernel(  # type: ignore[no-untyped-def]
         last, node, order, reduced, odds = node, num_nodes, 0, 0, 1.0
         scale, ahead = 1.0, 0.0
         if child < num_nodes:
-            scale = 1 / _mass(row_ptr, vocabulary, top, cut, temperature, SHIFT, BLOCK)
-            ahead = _chances(tl.load(row_ptr + token).to(tl.float32), top, cut, temperature, SHIFT)
+            scale = 1 / _cut_mass(row_ptr, vocabulary, top, cut, temperature, SHIFT, BLOCK)
+            ahead = _cut_chances(tl.load(row_ptr + token).to(tl.float32), top, cut, temperature, SHIFT)
         while child < num_nodes:
-            p, q = ahead * scale, _drawn_from(q_row_ptr, places_ptr, token, True) * odds
+            p, q = ahead * scale, _load_q(q_row_ptr, places_ptr, token, True) * odds
             following = tl.min(tl.where(children & (index > child), index, num_nodes), 0)
             follower = tl.load(tokens_ptr + tree + following, mask=following < num_nodes, other=-1)
             total = 0.0
             if (p < q) & (uniform_in_kernel(node_key, order) * q >= p):
-                total, ahead, left = _subtract(
+                total, ahead, left = _subtract_q(
                     row_ptr, q_row_ptr, places_ptr, residual_ptr, vocabulary, token, follower, reduced, top, cut, temperature,
                     scale, odds, WITHOUT, SHIFT, BLOCK,
                 )  # fmt: skip
@@ -731,8 +743,8 @@ def _bonus_kernel(  # type: ignore[no-untyped-def]
         scores = tl.where(left > 0, tl.log(tl.where(left > 0, left, 1.0)), float("-inf"))
     else:
         row_ptr = logits_ptr + tl.cast(batch, tl.int64) * logits_stride_b + node * logits_stride_n
-        x, columns = _read(row_ptr, part * BLOCK, vocabulary, BLOCK)
-        scores = tl.where(_order(x, SHIFT) >= tl.load(state_ptr + 2 * batch + 1), x / temperature, float("-inf"))
+        x, columns = _load_logits(row_ptr, part * BLOCK, vocabulary, BLOCK)
+        scores = tl.where(_float_order(x, SHIFT) >= tl.load(state_ptr + 2 * batch + 1), x / temperature, float("-inf"))
     row_key = fold_in_kernel(key, tl.load(rows_ptr + batch))
     node_key = fold_in_kernel(row_key, tl.load(positions_ptr + batch * num_nodes + node))
     best, place = tl.max(scores + gumbel_in_kernel(fold_in_kernel(node_key, 1), columns), 0, return_indices=True)
@@ -742,7 +754,7 @@ def _bonus_kernel(  # type: ignore[no-untyped-def]
 
 
 @torch.library.custom_op("spectrain::tree_recursive", mutates_args=())
-def _recursive(
+def _launch_recursive(
     tokens: Tensor,
     parents: Tensor,
     allowed: Tensor,
@@ -768,70 +780,75 @@ def _recursive(
     parts: tuple[Tensor | None, ...] = (None,) * 4
     if top_k is not None or top_p is not None:
         parts = _find_candidates(logits, temperature, top_k)
-    num_parts, num_drawn = triton.cdiv(vocabulary, PARTS.block), triton.cdiv(vocabulary, DRAWN.block)
+    num_parts, num_drawn = triton.cdiv(vocabulary, PART_TILES.block), triton.cdiv(vocabulary, SAMPLE_TILES.block)
     residual = logits.new_empty(batch, vocabulary, dtype=torch.float32)
     state = tokens.new_empty(batch, 2, dtype=torch.int32)
     best, place = residual.new_empty(batch, num_drawn), tokens.new_empty(batch, num_drawn)
-    path, counts, _ = _unfilled(tokens, parents, allowed, logits, height)
+    path, counts, _ = _empty_verdict(tokens, parents, allowed, logits, height)
     shift = EMPTY_BITS[logits.dtype]
     with torch.cuda.device_of(logits):
         _reject_kernel[(batch,)](
             tokens, parents, allowed, logits, q, places, rows, positions, residual,
             *parts, path, counts, state, logits.stride(0), logits.stride(1), q.stride(0), q.stride(1),
             num_nodes, num_parts, vocabulary, height + 1, key, temperature, top_k, top_p,
-            WITHOUT=without_replacement, SHIFT=shift, BLOCK_N=_block_of(num_nodes),
-            BLOCK_S=triton.next_power_of_2(num_parts), BLOCK=CUT.block, CANDIDATES=CANDIDATES, num_warps=CUT.warps,
+            WITHOUT=without_replacement, SHIFT=shift, BLOCK_N=_node_block(num_nodes),
+            BLOCK_S=triton.next_power_of_2(num_parts), BLOCK=CUT_TILES.block, CANDIDATES=MAX_CANDIDATES,
+                num_warps=CUT_TILES.num_warps,
         )  # fmt: skip
         _bonus_kernel[(num_drawn, batch)](
             logits, residual, path, state, rows, positions, best, place,
             logits.stride(0), logits.stride(1), num_nodes, vocabulary, height + 1, key, temperature,
-            SHIFT=shift, BLOCK=DRAWN.block, num_warps=DRAWN.warps,
+            SHIFT=shift, BLOCK=SAMPLE_TILES.block, num_warps=SAMPLE_TILES.num_warps,
         )  # fmt: skip
     return path, counts, place.gather(1, best.argmax(1, keepdim=True))[:, 0]
 
 
-_recursive.register_fake(_unfilled)
+_launch_recursive.register_fake(_empty_verdict)
 
 
 EMPTY_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # of a number once it is float32
 
 
-def _runs_kernel(logits: Tensor) -> bool:
+def _can_run_kernel(logits: Tensor) -> bool:
     """Whether the kernels can run here and are wanted; bfloat16 interpreted too, for it is only read."""
     return runs_on(logits.device) and logits.dtype in EMPTY_BITS
 
 
-def _tensors(nodes: Nodes, logits: Tensor) -> tuple[Any, ...]:
+def _tree_arguments(nodes: TreeNodes, logits: Tensor) -> tuple[Any, ...]:
     """The arguments that every launch begins with; a verdict has no gradient."""
-    trees = (x.contiguous() for x in (nodes.tokens, nodes.parents, nodes.allowed))
+    trees = (x.contiguous() for x in (nodes.tokens, nodes.parents, nodes.can_accept))
     return *trees, logits.detach(), nodes.height
 
 
-def _settings(draws: Draws, logits: Tensor) -> tuple[Any, ...]:
+def _sampling_arguments(draws: SamplingSpec, logits: Tensor) -> tuple[Any, ...]:
     """The arguments that a launch that draws ends with; None for cuts that cut nothing."""
     top_k = draws.top_k if 0 < draws.top_k < logits.shape[-1] else None
     top_p = draws.top_p if draws.top_p < 1 else None
-    return draws.rows.contiguous(), draws.positions.contiguous(), draws.key, draws.temperature, top_k, top_p
+    return draws.sequence_keys.contiguous(), draws.positions.contiguous(), draws.key, draws.temperature, top_k, top_p
 
 
-def tree_greedy(nodes: Nodes, logits: Tensor) -> Verdict:
+def tree_greedy(nodes: TreeNodes, logits: Tensor) -> Verdict:
     """What `tree_greedy_reference` gives, by the kernels where they run: on a GPU, or interpreted for tests."""
-    if not _runs_kernel(logits):
+    if not _can_run_kernel(logits):
         return tree_greedy_reference(nodes, logits)
-    return Verdict(*_match(*_tensors(nodes, logits), None, None, 0, 1.0, None, None))
+    return Verdict(*_launch_match(*_tree_arguments(nodes, logits), None, None, 0, 1.0, None, None))
 
 
-def tree_match(nodes: Nodes, logits: Tensor, draws: Draws) -> Verdict:
+def tree_match(nodes: TreeNodes, logits: Tensor, draws: SamplingSpec) -> Verdict:
     """What `tree_match_reference` gives, by the kernels where they run: on a GPU, or interpreted for tests."""
-    if not _runs_kernel(logits):
+    if not _can_run_kernel(logits):
         return tree_match_reference(nodes, logits, draws)
-    return Verdict(*_match(*_tensors(nodes, logits), *_settings(draws, logits)))
+    return Verdict(*_launch_match(*_tree_arguments(nodes, logits), *_sampling_arguments(draws, logits)))
 
 
 def tree_recursive(
-    nodes: Nodes, logits: Tensor, q: Tensor, draft_ids: Tensor | None, without_replacement: bool, draws: Draws
+    nodes: TreeNodes, logits: Tensor, q: Tensor, draft_ids: Tensor | None, without_replacement: bool, draws: SamplingSpec
 ) -> Verdict:
     """What `tree_recursive_reference` gives, by the kernels where they run: on a GPU, or interpreted for tests."""
-    if not _runs_kernel(logits):
+    if not _can_run_kernel(logits):
         return tree_recursive_reference(nodes, logits, q, draft_ids, without_replacement, draws)
-    return Verdict(*_recursive(*_tensors(nodes, logits), q, draft_ids, without_replacement, *_settings(draws, logits)))
+    return Verdict(
+        *_launch_recursive(
+            *_tree_arguments(nodes, logits), q, draft_ids, without_replacement, *_sampling_arguments(draws, logits)
+        )
+    )

@@ -33,19 +33,19 @@ from torch import Tensor
 from transformers import LlamaConfig, get_linear_schedule_with_warmup
 
 import spectrain
-from spectrain.cli.interface import composed, composing
+from spectrain.cli.interface import compose_config, hydra_context
+from spectrain.config.build import build
 from spectrain.data.dataset import Batching, Dataset
-from spectrain.data.readers import Embedded
+from spectrain.data.readers import EmbeddedReader
 from spectrain.features.base import BatchRequest, Source
 from spectrain.features.batch import Batch, collate
 from spectrain.models.features import Features
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
-from spectrain.provenance import provenance
-from spectrain.runs.fresh import fresh_drafter
-from spectrain.settings.build import build
-from spectrain.training.job import Job
-from spectrain.training.parallel import parallel
+from spectrain.provenance import collect_provenance
+from spectrain.runs.init_drafter import init_drafter
+from spectrain.training.parallel import make_strategy
+from spectrain.training.run import TrainingRun
 from spectrain.training.trainer import Trainer
 
 STEPS, BATCH, LAYERS = 3, 512, (2, 4, 5)
@@ -81,7 +81,7 @@ def main() -> None:
         ours, theirs = (mean(row[key] for row in rows if row["by"] == by) for by in ("train_ours", "train_theirs"))
         found[key] = {"ours": ours, "theirs": theirs, "ratio": ours / theirs}
     print(json.dumps({key: found[key] for key in ("chain", "tree", "tokens_a_second")}, indent=1))
-    write(found | {"rows": rows, "provenance": provenance()}, asked.out)
+    write(found | {"rows": rows, "provenance": collect_provenance()}, asked.out)
 
 
 def write(found: dict[str, Any], out: Path | None) -> None:
@@ -104,14 +104,14 @@ def train_theirs(folder: Path, seed: int, passes: int, limit: int) -> tuple[int,
     """The library's model, loss, optimisers and schedule over the same batches."""
     began = time.process_time()
     target = load_tiny()
-    target.pack()
-    data: Dataset = Embedded(limit=limit, max_length=512).dataset(target.tokenizer)
+    target.pack_weights()
+    data: Dataset = EmbeddedReader(limit=limit, max_length=512).make_dataset(target.tokenizer)
     batching = Batching(BATCH, seed, packed=True)
     num_steps = passes * data.num_batches(batching)
     torch.manual_seed(seed)
     theirs = Theirs(target, torch.arange(target.head.vocab_size), LAYERS, num_steps)
     tokens = 0
-    for examples in islice(data.stream(batching), num_steps):
+    for examples in islice(data.stream_batches(batching), num_steps):
         batch = collate(examples, packed=True)
         tokens += batch.tokens.numel()
         features = target.features(batch.tokens, (*LAYERS, target.num_layers), batch.lengths)
@@ -146,26 +146,33 @@ class Given(Source):
 
     given: Batch
 
-    def batch(self, request: BatchRequest) -> Batch:
+    def make_batch(self, request: BatchRequest) -> Batch:
         return self.given
 
 
 def pace(steps: int, limit: int) -> dict[str, Any]:
     """Seconds of a step, ours and theirs, over the same batches of SmolLM2, in turn; the median of each."""
-    with composing():
-        config, _ = composed("train", {"recipe": "eagle3", "drafter.ttt_steps": STEPS, "trainer.packing": True})
+    with hydra_context():
+        config, _ = compose_config("train", {"recipe": "eagle3", "drafter.ttt_steps": STEPS, "trainer.packing": True})
     target: Target = build(config.target)
-    target.pack()
-    data: Dataset = Embedded(limit=limit, max_length=512).dataset(target.tokenizer)
-    drafter, trainer, given = fresh_drafter(config, target, data), Trainer.of(config), Given()
+    target.pack_weights()
+    data: Dataset = EmbeddedReader(limit=limit, max_length=512).make_dataset(target.tokenizer)
+    drafter, trainer, given = init_drafter(config, target, data), Trainer.from_config(config), Given()
     layers: tuple[int, ...] = drafter.fused  # type: ignore[assignment]
     wanted = (*layers, "final", target.num_layers)
-    job = Job(trainer, drafter, target, given, parallel(trainer.accelerator(), "auto", 1, trainer.autocast(target, CPU)), steps)
-    job.begin()
+    job = TrainingRun(
+        trainer,
+        drafter,
+        target,
+        given,
+        make_strategy(trainer.make_accelerator(), "auto", 1, trainer.autocast_dtype(target, CPU)),
+        steps,
+    )
+    job.start_training()
     theirs = Theirs(target, drafter.draft_ids, layers, steps)
     seconds: dict[str, list[float]] = {"target": [], "ours": [], "theirs": []}
     tokens = []
-    for number, examples in enumerate(islice(data.stream(Batching(BATCH, 0, packed=True)), steps)):
+    for number, examples in enumerate(islice(data.stream_batches(Batching(BATCH, 0, packed=True)), steps)):
         batch = collate(examples, packed=True)
         features = timed(seconds["target"], partial(target.features, batch.tokens, wanted, batch.lengths))
         given.given = replace(batch, features=features)
@@ -184,7 +191,7 @@ def pace(steps: int, limit: int) -> dict[str, Any]:
         "tokens_a_second_from_features": {by: mean(tokens) / middle[by] for by in ("ours", "theirs")},
     }  # fmt: skip
     print(json.dumps(found, indent=1))
-    return found | {"seconds": seconds, "provenance": provenance()}
+    return found | {"seconds": seconds, "provenance": collect_provenance()}
 
 
 def timed(seconds: list[float], work: Callable[[], Any]) -> Any:
@@ -212,14 +219,14 @@ def library_model(target: Target, draft_ids: Tensor, layers: tuple[int, ...]) ->
 def shifted(batch: Batch, features: Features, layers: tuple[int, ...], num_layers: int) -> dict[str, Any]:
     """A batch as the library's trainer hands it in: features at t beside token t + 1, document by document."""
     assert batch.lengths is not None
-    last = features.at(num_layers)
+    last = features.at_layer(num_layers)
     ends = torch.tensor(batch.lengths).cumsum(0)
     follows = torch.ones(batch.tokens.shape[1], dtype=torch.bool)  # the places that a place of the same document follows
     follows[ends - 1] = False
     here = follows.nonzero()[:, 0]
     documents = torch.repeat_interleave(torch.arange(len(ends)), torch.tensor(batch.lengths))
     return {
-        "hidden_states": features.fused(layers)[:, here], "input_ids": batch.tokens[:, here + 1],
+        "hidden_states": features.fuse_layers(layers)[:, here], "input_ids": batch.tokens[:, here + 1],
         "document_ids": documents[None, here], "loss_mask": batch.loss_mask[:, here + 1],
         "position_ids": batch.positions[:, here + 1], "verifier_last_hidden_states": last[:, here + 1],
     }  # fmt: skip

@@ -12,9 +12,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from spectrain.cli.main import dispatch
+from spectrain.cli.main import dispatch_command
 from spectrain.files import write_text
-from spectrain.provenance import provenance
+from spectrain.provenance import collect_provenance
 
 RECIPES = (
     "medusa1", "medusa1+drafter.head_rank=32", "amphista", "ctc", "transformer_heads", "hydra", "hydra+drafter.head_rank=32",
@@ -40,7 +40,7 @@ TREES = {
 
 def spectrain(*arguments: str) -> None:
     """A command, in this process, so that libraries are loaded once; it leaves where the command fails."""
-    dispatch([*arguments])
+    dispatch_command([*arguments])
 
 
 def score(run: Path, name: str, tree: list[str]) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def measure(name: str, work: Path) -> dict[str, Any]:
     spectrain("train", f"recipe={recipe}", *TRAINING, *changes, f"run={run}")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {
-        "name": name, "commit": provenance()["commit"],
+        "name": name, "commit": collect_provenance()["commit"],
         "steps": lines[-1]["step"], "tokens": lines[-1].get("tokens"), "seconds": lines[-1].get("seconds"),
         **{kind: score(run, kind, tree) for kind, tree in TREES.items()},
     }  # fmt: skip
@@ -98,7 +98,7 @@ def main() -> None:
         rows[name] = measure(name, options.work.absolute())
         setting = {
             "target": "tiny", "training": TRAINING, "scoring": SCORING, "trees": TREES,
-            **provenance(), "command": "python scripts/compare_heads.py",
+            **collect_provenance(), "command": "python scripts/compare_heads.py",
         }  # fmt: skip
         write_text(options.out, json.dumps({"setting": setting, "rows": list(rows.values())}, indent=1) + "\n")
     if options.out == RESULTS:

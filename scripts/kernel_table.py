@@ -71,7 +71,7 @@ def build(module: ModuleType, head_size: int, num_rows: int, **options: bool) ->
     """The configuration that a launch would choose; None where the module has none for such heads."""
     if head_size > max(module.CONFIGS):
         return None
-    tiles = module.choose_config(num_rows, head_size, torch.bfloat16)
+    tiles = module.choose_tiles(num_rows, head_size, torch.bfloat16)
     request = attention(torch.bfloat16, head_size, num_rows, **options)
     keys = getattr(tiles, "block_p", tiles.block_n)
     constants = request.constants | {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_P": keys}
@@ -88,7 +88,7 @@ def table(before: ModuleType, after: ModuleType) -> list[str]:
     lines = ["| head size, rows | " + " | ".join([f"before: {half[0]}", *half[1:], f"after: {half[0]}", *half[1:]]) + " |"]
     lines.append("|---|" + "---|" * 10)
     for options in ({}, {"window": True, "softcap": True}):
-        for head_size in tree_attention.CONFIGS:
+        for head_size in tree_attention.TILE_CONFIGS:
             for num_rows in sorted(ROWS):
                 found = [build(module, head_size, num_rows, **options) for module in (before, after)]
                 cells = [[""] * 5 if one is None else one.cells(head_size) for one in found]

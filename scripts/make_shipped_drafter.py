@@ -3,7 +3,7 @@
     python scripts/make_shipped_drafter.py RUN NAME
 
 RUN is the folder of a finished training; spectrain/data/drafters/NAME is written, which conf/drafter/NAME.yaml and
-spectrain/runs/shipped.py name.
+spectrain/runs/shipped_drafters.py name.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from spectrain.runs.places import SHIPPED
+from spectrain.runs.paths import SHIPPED_FOLDER
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("name")
     asked = parser.parse_args()
-    source, out = asked.run / "drafter", SHIPPED / asked.name
+    source, out = asked.run / "drafter", SHIPPED_FOLDER / asked.name
     out.mkdir(parents=True, exist_ok=True)
     weights = load_file(source / "model.safetensors")
     rounded = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}

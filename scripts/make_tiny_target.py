@@ -16,8 +16,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from spectrain.data.readers import Embedded
-from spectrain.models.prepacked import pack_linears, unpack_linears
+from spectrain.data.readers import EmbeddedReader
+from spectrain.models.packed_linears import pack_linears, unpack_linears
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -71,7 +71,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     order = random.Random(0)
-    conversations = list(Embedded().read())
+    conversations = list(EmbeddedReader().read_conversations())
     tokenizer = make_tokenizer([message["content"] for chat in conversations for message in chat], args.vocab_size)
     texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in conversations]
     rows = [tokenizer(text, add_special_tokens=False)["input_ids"][:512] for text in texts]

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from spectrain.data.dataset import Dataset
-from spectrain.data.readers import Embedded
+from spectrain.data.readers import EmbeddedReader
 from spectrain.features.store import FeatureStore
 from spectrain.models.loading import load_tiny
-from spectrain.provenance import provenance
+from spectrain.provenance import collect_provenance
 
 SETTINGS = [
     "recipe=eagle3", "target=tiny", "data.limit=160", "data.max_length=512", "trainer.epochs=2", "tree=chain", "tree.depth=4",
@@ -46,12 +46,12 @@ def trained(run: Path, seed: int, source: list[str]) -> dict[str, Any]:
 def errors(path: Path, data: Dataset) -> dict[str, float]:
     """Of every layer, how far a token's stored features lie from the exact ones, as a share of their length, on average."""
     target = load_tiny()
-    target.pack()
+    target.pack_weights()
     store = FeatureStore(path)
     found: dict[str, list[float]] = {str(layer): [] for layer in store.layers}
     for example in data.examples:
         exact = target.features(torch.tensor([example.tokens]), store.layers).hidden[0]
-        read = store.read(example, store.layers, exact)
+        read = store.read_states(example, store.layers, exact)
         assert read is not None
         error = (read - exact).norm(dim=-1) / exact.norm(dim=-1)
         for layer, column in zip(store.layers, error.unbind(1)):
@@ -67,7 +67,7 @@ def main() -> None:
     options = parser.parse_args()
     work = options.work.absolute()
     target = load_tiny()
-    data = Dataset.build(Embedded(limit=160, max_length=512), target.tokenizer)
+    data = Dataset.from_data(EmbeddedReader(limit=160, max_length=512), target.tokenizer)
     rows: list[dict[str, Any]] = [
         {"features": "live", "trainings": [trained(work / f"live-{s}", s, ["source=live"]) for s in range(options.seeds)]}
     ]
@@ -92,7 +92,7 @@ def main() -> None:
                 "trainings": [trained(work / f"{name}-{s}", s, ["source=store", *asked]) for s in range(seeds)],
             })  # fmt: skip
     setting = {"target": target.name, "settings": SETTINGS, "tokens": data.num_tokens, "supervised": data.num_supervised,
-               "dtype": "float32", **provenance()}  # fmt: skip
+               "dtype": "float32", **collect_provenance()}  # fmt: skip
     options.out.write_text(json.dumps({"setting": setting, "stores": rows}, indent=1) + "\n")
     for row in rows:
         lengths = [run["acceptance_length"] for run in row["trainings"]]

@@ -19,25 +19,25 @@ def measure(length: int, steps: int, way: str) -> tuple[float, float]:
     """CPU seconds of a step, and MiB that the process took more at its highest than before the first."""
     import torch
 
-    from spectrain.bench.models import Model, random_drafter, random_target
-    from spectrain.bench.training import gradients, losses, random_batch
+    from spectrain.bench.models import ModelGeometry, random_drafter, random_target
+    from spectrain.bench.training import compute_gradients, loss_functions, random_batch
     from spectrain.models import attention
 
     torch.manual_seed(0)
     if way == "masked":
-        attention.is_joinable = lambda q, v: False
-    model = Model(
+        attention.is_mergeable = lambda q, v: False
+    model = ModelGeometry(
         layers=3, width=576, inner=1536, heads=9, kv_heads=3, head_size=64, vocab=49152, draft_vocab=8192, context=8192
     )
     target = random_target(model, torch.device("cpu"), torch.float32)
     drafter = random_drafter(target, model, torch.float32, steps)
     batch = random_batch(target, drafter, 1, length)
-    loss = losses(drafter, target, batch)["drafter"]
+    loss = loss_functions(drafter, target, batch)["drafter"]
     before = held()
     taken = []
     for _ in range(2):
         began = time.process_time()
-        gradients(loss, drafter)
+        compute_gradients(loss, drafter)
         taken.append(time.process_time() - began)
     return min(taken), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
 

@@ -11,9 +11,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from spectrain.cli.main import dispatch
+from spectrain.cli.main import dispatch_command
 from spectrain.files import write_text
-from spectrain.provenance import provenance
+from spectrain.provenance import collect_provenance
 
 RESULTS = Path(__file__).parents[1] / "eval" / "results" / "ways-tiny.json"
 TRAINING = [
@@ -116,7 +116,7 @@ def measure(group: str, name: str, arguments: list[str], work: Path) -> dict[str
         if any(f"WORK/{run}" in one.replace("]", ",").split(",")[0] or f"WORK/{run}," in one + "," for one in arguments):
             train(run, work)
     if not path.exists():
-        dispatch(["eval", *command, f"eval.name={folder.name}", *([] if drafts else [f"run={folder}"])])
+        dispatch_command(["eval", *command, f"eval.name={folder.name}", *([] if drafts else [f"run={folder}"])])
     found = json.loads(path.read_text())
     return {
         "group": group, "name": name, "command": " ".join(["eval", *arguments, *SCORING]).replace("WORK", "runs"),
@@ -135,7 +135,7 @@ def train(name: str, work: Path) -> None:
     for other in RUNS:
         if any(one == f"drafter.init=WORK/{other}" for one in RUNS[name]):
             train(other, work)
-    dispatch(["train", *(one.replace("WORK", str(work)) for one in RUNS[name]), *TRAINING, f"run={work / name}"])
+    dispatch_command(["train", *(one.replace("WORK", str(work)) for one in RUNS[name]), *TRAINING, f"run={work / name}"])
 
 
 def main() -> None:
@@ -149,7 +149,7 @@ def main() -> None:
     for group in options.groups:
         for name, arguments in GROUPS[group].items():
             rows[group, name] = measure(group, name, arguments, options.work.absolute())
-            setting = {"target": "tiny", "training": TRAINING, "runs": RUNS, "scoring": SCORING, **provenance()}
+            setting = {"target": "tiny", "training": TRAINING, "runs": RUNS, "scoring": SCORING, **collect_provenance()}
             write_text(options.out, json.dumps({"setting": setting, "rows": list(rows.values())}, indent=1) + "\n")
 
 

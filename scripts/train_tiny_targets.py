@@ -21,22 +21,22 @@ from PIL import Image, ImageDraw
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig
 
-from spectrain.cli.interface import composed, composing
-from spectrain.data.chat import Example, prompt_tokens, tokenize
-from spectrain.data.readers import Embedded, Jsonl
+from spectrain.cli.interface import compose_config, hydra_context
+from spectrain.config.check import check_config
+from spectrain.config.keys import TRAIN_KEYS
+from spectrain.data.chat import Example, tokenize_conversation, tokenize_prompt
+from spectrain.data.readers import EmbeddedReader, JsonlReader
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.session import Session
 from spectrain.eval.prompts import read_prompts
 from spectrain.files import write_text
-from spectrain.models.images import images_of
-from spectrain.models.loading import TINY, load_hf, load_tokenizer
-from spectrain.models.plain import generate, plain_model
+from spectrain.models.images import get_images
+from spectrain.models.loading import TINY_DIRECTORY, load_hf, load_tokenizer
+from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
-from spectrain.provenance import provenance
+from spectrain.provenance import collect_provenance
 from spectrain.runs import train as training
 from spectrain.runs.drafter_files import load_drafter
-from spectrain.settings.check import check_config
-from spectrain.settings.keys import TRAIN_KEYS
 from spectrain.trees import Chain, Eagle2
 from tests.models.architectures import auto_class, config_named
 from tests.models.visions import BREAK, END, IMAGE, START, TEMPLATE, Processor
@@ -60,7 +60,7 @@ QUESTIONS = ("What does the picture show?", "Describe this image.", "What do you
 
 
 def make_tokenizer(sees: bool) -> Any:
-    tokenizer = load_tokenizer(str(TINY), False, True)
+    tokenizer = load_tokenizer(str(TINY_DIRECTORY), False, True)
     if sees:
         tokenizer.add_special_tokens({"additional_special_tokens": [START, IMAGE, END, BREAK]})
         tokenizer.chat_template = TEMPLATE
@@ -104,8 +104,8 @@ def make_pictures(folder: Path, count: int = 400) -> Path:
 
 def load(name: str, folder: Path) -> Target:
     target = load_hf(str(folder), name, device="cpu")
-    if target.sight.has_vision:
-        target.sight.processor = Processor(target.tokenizer, target.model.config)
+    if target.vision.has_vision:
+        target.vision.processor = Processor(target.tokenizer, target.model.config)
     return target
 
 
@@ -115,13 +115,17 @@ def train_target(name: str, folder: Path, pictures: Path, steps: int, batch_toke
     tokenizer = make_tokenizer(sees)
     model = make_model(name, tokenizer).train()
     order = random.Random(0)
-    texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in Embedded().read()]
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in EmbeddedReader().read_conversations()]
     rows = [tokenizer(text, add_special_tokens=False)["input_ids"][:256] for text in texts]
     seen: list[Example] = []
     if sees:
         folder.mkdir(parents=True, exist_ok=True)
         sight = make_sight(model, tokenizer)
-        seen = [one for messages in Jsonl(str(pictures)).conversations()[40:] for one in tokenize(tokenizer, messages, sight)]
+        seen = [
+            one
+            for messages in JsonlReader(str(pictures)).load_conversations()[40:]
+            for one in tokenize_conversation(tokenizer, messages, sight)
+        ]
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     began = time.time()
     for step in range(steps):
@@ -144,9 +148,9 @@ def train_target(name: str, folder: Path, pictures: Path, steps: int, batch_toke
 
 
 def make_sight(model: Any, tokenizer: Any) -> Any:
-    from spectrain.models.images import Sight
+    from spectrain.models.images import ImageProcessor
 
-    sight = Sight("", True)
+    sight = ImageProcessor("", True)
     sight.processor = Processor(tokenizer, model.config)
     return sight
 
@@ -156,7 +160,7 @@ def pixels(examples: list[Example], model: Any) -> dict[str, Any]:
     if not examples:
         return {}
     longest = max(len(one.tokens) for one in examples)
-    parts = [images.inputs(longest, model) for one in examples if (images := images_of(one.tokens)) is not None]
+    parts = [images.model_inputs(longest, model) for one in examples if (images := get_images(one.tokens)) is not None]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -170,11 +174,11 @@ def cross_entropy(model: Any, rows: list[list[int]], told: dict[str, Any]) -> to
 
 def train_drafter(family: str, target: Target, run: Path, pictures: Path, steps: int) -> Any:
     """By the recipe, on pictures where the target sees; its configuration."""
-    data = {"data": "jsonl", "data.path": str(pictures)} if target.sight.has_vision else {}
+    data = {"data": "jsonl", "data.path": str(pictures)} if target.vision.has_vision else {}
     settings = {"recipe": family, "run": run, "target": "hf", "target.model": target.path, **data, "eval": "none",
                 "trainer.max_steps": steps, "trainer.batch_tokens": 1024, "trainer.resume": "auto"}  # fmt: skip
-    with composing():
-        config, words = composed("train", settings)
+    with hydra_context():
+        config, words = compose_config("train", settings)
     config = check_config(config, TRAIN_KEYS)
     training.train(config, words, target, None)
     return config
@@ -182,23 +186,23 @@ def train_drafter(family: str, target: Target, run: Path, pictures: Path, steps:
 
 def prompts_for(target: Target, pictures: Path, count: int) -> list[list[int]]:
     """Held-out ones: pictures that nothing was trained on, or questions of the held-out set."""
-    if target.sight.has_vision:
-        chats = [messages[:1] for messages in Jsonl(str(pictures)).conversations()[:count]]
-        return [prompt_tokens(target.tokenizer, chat, target.sight) for chat in chats]
-    return [prompt_tokens(target.tokenizer, prompt.opening) for prompt in read_prompts(None, count).prompts]
+    if target.vision.has_vision:
+        chats = [messages[:1] for messages in JsonlReader(str(pictures)).load_conversations()[:count]]
+        return [tokenize_prompt(target.tokenizer, chat, target.vision) for chat in chats]
+    return [tokenize_prompt(target.tokenizer, prompt.opening) for prompt in read_prompts(None, count).prompts]
 
 
 def measure(target: Target, drafter: Any, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
     """By a tree and by a chain: acceptance length, the bonus token included, pooled over rounds, and how many texts are
     `generate`'s."""
-    with plain_model(target) as model:
+    with reference_model(target) as model:
         wanted = [generate(model, prompt, new_tokens, target.stop_ids) for prompt in prompts]
-    target.pack()
+    target.pack_weights()
     found = {}
     for kind, builder in {"tree": Eagle2(4, 16), "chain": Chain(4)}.items():
         session = Session(target, Greedy(), drafter.eval(), builder)
         answers = [session.decode([prompt], new_tokens)[0] for prompt in prompts]
-        rounds = [count for answer in answers for count in answer.whole_rounds]
+        rounds = [count for answer in answers for count in answer.complete_round_lengths]
         same = sum(answer.output == text for answer, text in zip(answers, wanted))
         length = round(sum(rounds) / max(1, len(rounds)), 4)
         found[kind] = {"acceptance_length": length, "identical": same, "checked": len(prompts)}
@@ -228,7 +232,7 @@ def main() -> None:
             told = measure(target, drafter, prompts_for(target, pictures, args.prompts), args.new_tokens)
             rows.append({"target": name, "drafter": family, **told})
             print(rows[-1], flush=True)
-            write_text(RESULTS, json.dumps({"setting": {**setting, **provenance()}, "rows": rows}, indent=1) + "\n")
+            write_text(RESULTS, json.dumps({"setting": {**setting, **collect_provenance()}, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Answer", "Drafter", "Target", "evaluate", "generate", "train"]
 
-_HOMES = {
+_LAZY_EXPORTS = {
     "Target": ("models.target", "Target"),
     "Drafter": ("cli.interface", "PretrainedDrafter"),
     **{name: ("cli.interface", name) for name in ("Answer", "evaluate", "generate", "train")},
@@ -23,7 +23,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _LAZY_EXPORTS:
         raise AttributeError(f"module 'spectrain' has no attribute {name!r}")
-    module, there = _HOMES[name]
+    module, there = _LAZY_EXPORTS[name]
     return getattr(import_module(f"spectrain.{module}"), there)

@@ -12,7 +12,7 @@ class RunError(RuntimeError):
     """A run that failed through no mistake in its settings; one sentence too, and the command exits with 1."""
 
 
-class Stopped(Exception):
+class RunInterrupted(Exception):
     """A run that was asked to stop by a signal, and has saved itself; `status` is what to exit with."""
 
     def __init__(self, message: str, status: int) -> None:
@@ -27,14 +27,14 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def reason(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """What went wrong, in one line, for a row or a word of ours."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def suggest_nearest(name: str, options: Iterable[str]) -> str:
     """The valid names closest to a wrong one, for an error message."""
-    options = sorted(known)
+    options = sorted(options)
     if not options:
         return "there are none at all"
     close = difflib.get_close_matches(name.lower(), options, n=3, cutoff=0.5)

@@ -10,44 +10,44 @@ from pathlib import Path
 
 from .errors import UserError
 
-AGAIN = "give the same command again"
-PICKLED = (".pt", ".pth", ".bin", ".ckpt")  # files of weights that reading could run code from
+REPEAT_COMMAND = "give the same command again"
+PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")  # files of weights that reading could run code from
 
 
 @contextmanager
-def written(place: Path, folder: bool = False, mend: str = AGAIN) -> Iterator[Path]:
+def atomic_write(destination: Path, folder: bool = False, remedy: str = REPEAT_COMMAND) -> Iterator[Path]:
     """A scratch path beside `place`, of a file or, with `folder`, of an empty folder, which takes that name once it is complete
     and on the disk. On any failure nothing of it is left, and what was there before is as it was.
 
     Of a file every process has its own scratch. A folder is written by one process, so what a kill has left of it goes first.
     """
-    scratch = place.with_name(f"{place.name}.part" if folder else f"{place.name}.{secrets.token_hex(4)}.part")
+    scratch = destination.with_name(f"{destination.name}.part" if folder else f"{destination.name}.{secrets.token_hex(4)}.part")
     made = [above for above in scratch.parents if not above.exists()] if folder else []  # the innermost first
-    _remove(scratch)
+    _remove_path(scratch)
     try:
-        with full_disk_named(place, mend):
+        with explain_full_disk(destination, remedy):
             if folder:
                 scratch.mkdir(parents=True)
             yield scratch
             for path in [*scratch.rglob("*"), scratch]:  # before it has its name, or losing power would leave a husk
-                _sync(path)
-            _rename(scratch, place)
-            _sync(place.parent)
+                _sync_to_disk(path)
+            _replace_path(scratch, destination)
+            _sync_to_disk(destination.parent)
     finally:
-        _remove(scratch)
+        _remove_path(scratch)
         for above in made:
             with suppress(OSError):  # it holds something
                 above.rmdir()
 
 
-def write_text(place: Path, text: str, mend: str = AGAIN) -> None:
+def write_text(destination: Path, text: str, remedy: str = REPEAT_COMMAND) -> None:
     """Write or replace a text file as a whole."""
-    with written(place, mend=mend) as scratch:
+    with atomic_write(destination, remedy=remedy) as scratch:
         scratch.write_text(text, encoding="utf-8")
 
 
 @contextmanager
-def full_disk_named(place: Path, mend: str = AGAIN) -> Iterator[None]:
+def explain_full_disk(destination: Path, remedy: str = REPEAT_COMMAND) -> Iterator[None]:
     """A full disk as one sentence that names what could not be written; other errors as they are."""
     try:
         yield
@@ -56,30 +56,31 @@ def full_disk_named(place: Path, mend: str = AGAIN) -> Iterator[None]:
         if not full and not any(sign in str(error) for sign in ("No space left", "File too large")):
             raise
         raise UserError(
-            f"{place}: the disk is full, so it was not saved and what was saved before is intact; free some space and {mend}"
+            f"{destination}: the disk is full, so it was not saved and what was saved before is intact; free "
+            f"some space and {remedy}"
         ) from error
 
 
-def _rename(scratch: Path, place: Path) -> None:
+def _replace_path(scratch: Path, destination: Path) -> None:
     """Put the scratch in its place. A folder takes no other's place, so one that is there steps aside first."""
-    if not place.is_dir():
-        scratch.replace(place)
+    if not destination.is_dir():
+        scratch.replace(destination)
         return
-    old = place.with_name(place.name + ".old")
-    _remove(old)
-    place.rename(old)
-    scratch.rename(place)
-    _remove(old)
+    old = destination.with_name(destination.name + ".old")
+    _remove_path(old)
+    destination.rename(old)
+    scratch.rename(destination)
+    _remove_path(old)
 
 
-def _remove(path: Path) -> None:
+def _remove_path(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
 
 
-def _sync(path: Path) -> None:
+def _sync_to_disk(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

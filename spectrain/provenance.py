@@ -11,10 +11,20 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("spectrain", "torch", "transformers", "accelerate", "peft", "triton", "safetensors", "datasets", "hydra-core")
+REPORTED_PACKAGES = (
+    "spectrain",
+    "torch",
+    "transformers",
+    "accelerate",
+    "peft",
+    "triton",
+    "safetensors",
+    "datasets",
+    "hydra-core",
+)
 
 
-def provenance() -> dict[str, Any]:
+def collect_provenance() -> dict[str, Any]:
     """Everything a number should carry: commit, versions, hardware, command."""
     root = Path(__file__).resolve().parents[1]
     commit = os.environ.get("SPECTRAIN_COMMIT")  # where a checkout travels without its .git
@@ -24,18 +34,18 @@ def provenance() -> dict[str, Any]:
         commit = found.stdout.strip() + ("+changes" if dirty.stdout.strip() else "") if found.returncode == 0 else None
     return {
         "commit": commit,
-        "versions": {"python": platform.python_version(), **versions()},
-        "hardware": {"machine": platform.machine(), "processor": processor(), "cores": torch.get_num_threads(),
+        "versions": {"python": platform.python_version(), **package_versions()},
+        "hardware": {"machine": platform.machine(), "processor": processor_name(), "cores": torch.get_num_threads(),
                      "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None},
         "command": " ".join(["spectrain", *sys.orig_argv[3 if sys.orig_argv[1:2] == ["-m"] else 2 :]]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }  # fmt: skip
 
 
-def versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """The installed packages that a result depends on; spectrain itself may run from a checkout, uninstalled."""
     found = {}
-    for package in PACKAGES:
+    for package in REPORTED_PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -43,7 +53,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def processor() -> str:
+def processor_name() -> str:
     """The processor's own name, where the system tells it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():

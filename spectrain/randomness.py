@@ -5,7 +5,7 @@ import zlib
 import torch
 from torch import Tensor
 
-MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93)
+KEY_MULTIPLIERS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93)
 # What a number is for: the same keys never serve two purposes.
 DRAFT, ACCEPT, SAMPLE, LAYER_DROPOUT, MASKED_PREFIXES, ANCHORS, CHAINS = 1, 2, 3, 4, 5, 6, 7
 NOISE, WITHOUT_FEATURES = 12, 13
@@ -13,9 +13,9 @@ JUDGED = 14
 FEATURE_NOISE, TRAJECTORY = 21, 22
 
 
-def generator(purpose: int, seed: int, row: int, position: int) -> torch.Generator:
+def keyed_generator(purpose: int, seed: int, row: int, position: int) -> torch.Generator:
     """A generator for one purpose at one position of one sequence."""
-    key = sum(part * factor for part, factor in zip((seed, row, position, purpose), MIX)) % (1 << 63)
+    key = sum(part * factor for part, factor in zip((seed, row, position, purpose), KEY_MULTIPLIERS)) % (1 << 63)
     return torch.Generator().manual_seed(key)
 
 
@@ -23,9 +23,9 @@ def sequence_generator(purpose: int, seed: int, tokens: Tensor, step: int) -> to
     """A generator for a training sequence [T] at a step, keyed by its own tokens without padding: the same draws however
     sequences are batched, on whichever process."""
     length = int(tokens.nonzero()[-1]) + 1 if tokens.any() else 0
-    return generator(purpose, seed, zlib.crc32(tokens[:length].cpu().numpy().tobytes()), step)
+    return keyed_generator(purpose, seed, zlib.crc32(tokens[:length].cpu().numpy().tobytes()), step)
 
 
-def gumbel(shape: tuple[int, ...], source: torch.Generator) -> Tensor:
+def gumbel_noise(shape: tuple[int, ...], source: torch.Generator) -> Tensor:
     """Standard Gumbel noise: the argmax of log-probabilities plus it is a draw, its k largest are k without replacement."""
     return -torch.empty(shape).exponential_(generator=source).log()

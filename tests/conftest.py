@@ -40,17 +40,23 @@ def prepare() -> None:
         patch_once_a_launch()
     hydra.compose = composed_once(hydra.compose)
 
+    from spectrain.config.build import register_resolvers
     from spectrain.decoding import calibration
     from spectrain.eval import memory
-    from spectrain.settings.build import register_resolvers
-    from spectrain.training import held_out
+    from spectrain.training import validation as held_out
 
     register_resolvers()
     memory.TOKENS = 8  # enough for a peak; scoring takes 24
     calibration.measure_latency.__defaults__ = (1,)  # times that each size of tree is timed, of 5: no test compares them
-    calibration.calibrate.__defaults__ = (12,)  # tokens that a tree is searched on, of 64 of each prompt
-    calibration.SETTLED_BY, calibration.SETTLED_TOKENS = 2, 12  # prompts that a rule is chosen by, of 6, and tokens, of 32
-    held_out.MOST, held_out.ANSWER = 2, 16  # conversations that trainings look at, of 8, and tokens of an answer, of 32
+    calibration.calibrate_builders.__defaults__ = (12,)  # tokens that a tree is searched on, of 64 of each prompt
+    calibration.RULE_TRIAL_PROMPTS, calibration.RULE_TRIAL_TOKENS = (
+        2,
+        12,
+    )  # prompts that a rule is chosen by, of 6, and tokens, of 32
+    held_out.MAX_CONVERSATIONS, held_out.ANSWER_TOKENS = (
+        2,
+        16,
+    )  # conversations that trainings look at, of 8, and tokens of an answer, of 32
     torch.set_num_threads(1)
 
 
@@ -60,7 +66,7 @@ def tiny() -> Target:
     from spectrain.models.loading import load_tiny
 
     target = load_tiny()
-    target.pack()
+    target.pack_weights()
     return target
 
 
@@ -80,7 +86,7 @@ def shallow(shallow_folder: Path) -> Target:
     from spectrain.models.loading import load_hf
 
     target = load_hf(str(shallow_folder))
-    target.pack()
+    target.pack_weights()
     return target
 
 

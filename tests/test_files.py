@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spectrain.errors import UserError
-from spectrain.files import full_disk_named, write_text, written
+from spectrain.files import atomic_write, explain_full_disk, write_text
 
 
 class Killed(BaseException):
@@ -34,10 +34,10 @@ def test_what_is_written_is_whole_or_as_before(tmp_path: Path, folder: bool, bef
     """Whatever ends the writing, there is the new content, or the old, and nothing beside it."""
     place = tmp_path / "place"
     if before is not None:
-        with written(place, folder) as scratch:
+        with atomic_write(place, folder) as scratch:
             fill(scratch, folder, before)
     try:
-        with written(place, folder) as scratch:
+        with atomic_write(place, folder) as scratch:
             fill(scratch, folder, "new")
             assert names(tmp_path) == sorted([*(["place"] if before else []), scratch.name])
             if failure is not None:
@@ -60,7 +60,7 @@ def test_it_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: p
         sync(handle)
 
     monkeypatch.setattr(os, "fsync", watched)
-    with written(place, folder=True) as scratch:
+    with atomic_write(place, folder=True) as scratch:
         fill(scratch, True, "new")
     assert seen == [("inside", False), ("place.part", False), (tmp_path.name, True)]
 
@@ -70,7 +70,7 @@ def test_what_a_kill_left_is_overwritten(tmp_path: Path) -> None:
     for name in ("place.part", "place.old", "place"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "husk").write_text("half")
-    with written(tmp_path / "place", folder=True) as scratch:
+    with atomic_write(tmp_path / "place", folder=True) as scratch:
         fill(scratch, True, "new")
     assert names(tmp_path) == ["place"] and names(tmp_path / "place") == ["inside"]
 
@@ -80,10 +80,10 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path, number: int) -> None:
     """It names the file and says what to do; another error stays as it is."""
     with (
         pytest.raises(UserError, match=r"here: the disk is full.*free some space and try"),
-        full_disk_named(Path("here"), "try"),
+        explain_full_disk(Path("here"), "try"),
     ):
         raise OSError(number, "")
-    with pytest.raises(PermissionError), full_disk_named(Path("here")):
+    with pytest.raises(PermissionError), explain_full_disk(Path("here")):
         raise PermissionError(errno.EACCES, "no")
     write_text(tmp_path / "text", "\u00e9")
     assert (tmp_path / "text").read_bytes() == b"\xc3\xa9"
@@ -93,10 +93,10 @@ def test_folders_made_for_what_failed_are_gone(tmp_path: Path) -> None:
     """A refused folder leaves no empty ones above it; those that were there or hold something stay."""
     (tmp_path / "there").mkdir()
     for place in (tmp_path / "run" / "eval" / "heldout", tmp_path / "there" / "eval" / "heldout"):
-        with pytest.raises(ValueError), written(place, folder=True):
+        with pytest.raises(ValueError), atomic_write(place, folder=True):
             raise ValueError
     assert [path.name for path in tmp_path.rglob("*")] == ["there"]
-    with pytest.raises(ValueError), written(tmp_path / "run" / "eval" / "heldout", folder=True):
+    with pytest.raises(ValueError), atomic_write(tmp_path / "run" / "eval" / "heldout", folder=True):
         (tmp_path / "run" / "log.txt").touch()
         raise ValueError
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["log.txt", "run", "there"]

@@ -45,7 +45,7 @@ IMPOSED = {
 }
 CONFIGURED = {
     "data/stream.py:Stream",
-    "drafters/amphista.py:Amphista",
+    "experimental/amphista/drafter.py:Amphista",
     "drafters/dflash.py:DFlash",
     "drafters/dflash2.py:DFlash2",
     "drafters/dspark.py:DSpark",
@@ -53,12 +53,12 @@ CONFIGURED = {
     "drafters/eagle3.py:Eagle3",
     "drafters/early_exit.py:EarlyExit",
     "drafters/gated_lora.py:GatedLora",
-    "drafters/gumiho.py:Gumiho",
-    "drafters/jacobi.py:Jacobi",
+    "experimental/gumiho/drafter.py:Gumiho",
+    "experimental/jacobi/drafter.py:Jacobi",
     "drafters/medusa.py:Medusa",
     "drafters/pard.py:Pard",
     "drafters/peagle.py:PEagle",
-    "drafters/self_draft.py:SelfDraft",
+    "experimental/less_cache/drafter.py:SelfDraft",
     "training/on_policy.py:Generated",
 }
 """Classes whose constructors mirror a yaml of more than eight settings."""

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.cli.main import dispatch, quietly
+from spectrain.cli.main import dispatch_command, with_exit_codes
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.context import Context
 from spectrain.features.batch import Batch
-from spectrain.features.live import Live
+from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer
 from spectrain.trees import Rollout, TreeBuilder
@@ -53,7 +53,7 @@ def say(*arguments: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         patch.setattr(sys, "argv", sys.argv)
-        dispatch([*arguments])
+        dispatch_command([*arguments])
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +95,10 @@ def test_a_wrong_setting_is_refused(setting: str, message: str) -> None:
     """An unknown key is answered with the nearest one, a senseless value with what to write."""
     with pytest.raises(SystemExit) as end, pytest.MonkeyPatch.context() as patch:
         told: list[str] = []
-        patch.setattr("spectrain.cli.main.fail", lambda text, status: (told.append(text), status)[1])
-        quietly(lambda words: say(*words))([*commands("CONTRIBUTING.md")[0], "data.limit=4", "eval=none", f"drafter.{setting}"])
+        patch.setattr("spectrain.cli.main.print_failure", lambda text, status: (told.append(text), status)[1])
+        with_exit_codes(lambda words: say(*words))(
+            [*commands("CONTRIBUTING.md")[0], "data.limit=4", "eval=none", f"drafter.{setting}"]
+        )
     assert end.value.code == 2 and message in told[0]
 
 
@@ -111,7 +113,7 @@ class Along(TreeBuilder):
         for step, tokens in enumerate(self.path.unbind(1)):
             said.append(rollout.extend(tokens[:, None], torch.full_like(tokens[:, None], step)))
         self.said = torch.cat(said, dim=1)  # [B, depth + 1, V]
-        return TokenTree.chain(prefix.root[:, None])
+        return TokenTree.from_chain(prefix.root[:, None])
 
 
 def make(tiny: Target, **options: Any) -> Any:
@@ -159,8 +161,8 @@ def test_resumed_equals_uninterrupted(tiny: Target, tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     whole, cut, resumed = make(tiny), make(tiny), make(tiny)
-    trainer.fit(whole, tiny, data, Live(), tmp_path / "whole")
+    trainer.fit(whole, tiny, data, LiveSource(), tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        trainer.fit(cut, tiny, data, Live(), tmp_path / "cut", on_step=kill)
-    trainer.fit(resumed, tiny, data, Live(), tmp_path / "cut")
+        trainer.fit(cut, tiny, data, LiveSource(), tmp_path / "cut", on_step=kill)
+    trainer.fit(resumed, tiny, data, LiveSource(), tmp_path / "cut")
     assert all(torch.equal(value, resumed.state_dict()[key]) for key, value in whole.state_dict().items())

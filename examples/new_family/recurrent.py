@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from spectrain.drafters.abilities import SavedFiles
 from spectrain.drafters.base import Losses, Stage, TrainingState
 from spectrain.drafters.context import Context
-from spectrain.drafters.shared.losses import Loss
-from spectrain.drafters.shared.vocabulary import Supervision, VocabularyDrafter
+from spectrain.drafters.layers.losses import LossName
+from spectrain.drafters.layers.vocabulary import Supervision, VocabularyDrafter
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
@@ -29,7 +29,12 @@ class Recurrent(VocabularyDrafter):
     saved = SavedFiles(shape=("vocab_size",))  # the settings that weights fix
 
     def __init__(
-        self, target: Target, num_steps: int = 4, vocab_size: int = 32000, loss: Loss = "forward_kl", step_decay: float = 0.8
+        self,
+        target: Target,
+        num_steps: int = 4,
+        vocab_size: int = 32000,
+        loss: LossName = "forward_kl",
+        step_decay: float = 0.8,
     ) -> None:
         super().__init__()
         if num_steps < 1:
@@ -72,19 +77,21 @@ class Recurrent(VocabularyDrafter):
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         assert batch.features is not None
         supervision = Supervision(self, batch)  # what the target says, and at which indices each step is judged
-        final = batch.features.at("final").to(self.lm_head.weight.dtype)
+        final = batch.features.at_layer("final").to(self.lm_head.weight.dtype)
         hidden, terms = self.start(final), {}
         hits, counts = torch.zeros(2, self.num_steps, device=final.device)
         for step in range(self.num_steps):
             hidden = state.checkpointed(self.read, batch.tokens.roll(-1 - step, dims=1), hidden)  # never judged past the end
-            rows = supervision.rows(step)
-            found, right = supervision.judge(self.hidden(final[rows], hidden[rows]), self.lm_head, supervision.answers(step))
+            rows = supervision.is_supervised(step)
+            found, right = supervision.judge_states(
+                self.hidden(final[rows], hidden[rows]), self.lm_head, supervision.label_index(step)
+            )
             terms[f"step{step}"] = self.step_decay**step * found
             hits[step], counts[step] = right.sum(), len(right)
         return Losses(terms, hits, counts)
 
     def draft(self, context: Context) -> Draft:
-        final = context.newest(context.fresh.at("final")).to(self.lm_head.weight.dtype)
+        final = context.newest(context.fresh.at_layer("final")).to(self.lm_head.weight.dtype)
         return Draft(_Roll(self, final, context.root))
 
 

@@ -17,18 +17,23 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from spectrain.errors import reason
+from spectrain.errors import describe_error
 from spectrain.kernels.tree_attention import Visibility, tree_attention
-from spectrain.models.device import wait
+from spectrain.models.device import synchronize_device
 from spectrain.trees.token_tree import TokenTree
 
-from .measure import Rows, TimedWork, Work, check_alive, interleaved, paired_ratio, relative_error, spread
+from .measure import ResultFile, TimedWork, Work, check_alive, paired_ratio, relative_error, summarize_times, time_interleaved
 
-BEYOND_CACHE = 120_000_000  # bytes of keys and values in rotation, twice the L2 of an H200
-CONSTANTS = {"bytes_per_second": 4.3e12, "flops_per_second": 790e12}  # of an H200: copying, and bf16 products of random data
-PRODUCTS_REACHED = 0.60  # of a large product's rate: Triton's flash attention, 477 of 790 TFLOP/s (H100, head size 128, 16k)
-FIXED = 5e-6  # seconds of any shape: two launches, the first loads, joining the splits
-AGREES = 0.05  # relative difference to ours above which a system computes something else
+MIN_ROTATION_BYTES = 120_000_000  # bytes of keys and values in rotation, twice the L2 of an H200
+H200_CEILINGS = {
+    "bytes_per_second": 4.3e12,
+    "flops_per_second": 790e12,
+}  # of an H200: copying, and bf16 products of random data
+REACHABLE_PRODUCT_SHARE = (
+    0.60  # of a large product's rate: Triton's flash attention, 477 of 790 TFLOP/s (H100, head size 128, 16k)
+)
+FIXED_SECONDS = 5e-6  # seconds of any shape: two launches, the first loads, joining the splits
+MAX_DIFFERENCE = 0.05  # relative difference to ours above which a system computes something else
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ class Geometry:
 
 
 @dataclass(frozen=True)
-class Cell:
+class AttentionCell:
     """One row of the table."""
 
     batch: int
@@ -68,17 +73,17 @@ def random_tree(batch: int, num_nodes: int, device: torch.device, seed: int = 0)
     parents = (torch.rand(batch, num_nodes, generator=draw) * torch.arange(num_nodes)).long()
     parents[:, 0] = -1
     parents = parents.to(device)
-    return TokenTree.of(torch.zeros_like(parents), parents)
+    return TokenTree.from_parents(torch.zeros_like(parents), parents)
 
 
-class Problem:
+class AttentionProblem:
     """Queries, keys and values enough that each launch finds its own outside the cache, laid out as in a TreeCache."""
 
-    def __init__(self, cell: Cell, geometry: Geometry, num_buffers: int | None = None) -> None:
+    def __init__(self, cell: AttentionCell, geometry: Geometry, num_buffers: int | None = None) -> None:
         self.cell, self.geometry = cell, geometry
         slots, heads, width = cell.prefix + cell.nodes, geometry.num_kv_heads, geometry.head_size
         size = 2 * cell.batch * slots * heads * width * geometry.dtype.itemsize
-        self.num_buffers = num_buffers or min(32, max(4, -(-BEYOND_CACHE // size)))
+        self.num_buffers = num_buffers or min(32, max(4, -(-MIN_ROTATION_BYTES // size)))
         like: dict[str, Any] = {"dtype": geometry.dtype, "device": geometry.device}
         self.storage = torch.randn(self.num_buffers, 2, cell.batch, slots, heads, width, **like)
         queries = torch.randn(self.num_buffers, cell.batch, cell.nodes, geometry.num_heads, width, **like)
@@ -87,18 +92,18 @@ class Problem:
         tree = random_tree(cell.batch, cell.nodes, geometry.device)
         lengths = torch.full((cell.batch,), cell.prefix, device=geometry.device)
         self.visibility = Visibility(lengths, cell.prefix, tree.ancestors, lengths[:, None] + tree.depths, None)
-        self.visibility.words()
+        self.visibility.packed_words()
 
-    def inputs(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
+    def launch_inputs(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, H, N, D], keys and values [B, K, T, D] of one launch."""
         i %= self.num_buffers
         keys, values = self.storage[i].transpose(2, 3)
         return self.queries[i], keys, values
 
     @cached_property
-    def answer(self) -> Tensor:
+    def candidate_output(self) -> Tensor:
         """Ours for the first launch."""
-        return tree_attention(*self.inputs(0), self.visibility, self.scale)
+        return tree_attention(*self.launch_inputs(0), self.visibility, self.scale)
 
     @cached_property
     def dense_mask(self) -> Tensor | None:
@@ -109,7 +114,7 @@ class Problem:
         return torch.cat([tree.new_ones(*tree.shape[:2], self.cell.prefix), tree], 2)[:, None]
 
 
-def cost(cell: Cell, geometry: Geometry) -> tuple[int, int]:
+def count_cost(cell: AttentionCell, geometry: Geometry) -> tuple[int, int]:
     """Bytes that must move, keys and values once with queries and output; operations of both products."""
     batch, nodes, slots = cell.batch, cell.nodes, cell.prefix + cell.nodes
     heads, width = geometry.num_heads, geometry.head_size
@@ -117,50 +122,50 @@ def cost(cell: Cell, geometry: Geometry) -> tuple[int, int]:
     return elements * geometry.dtype.itemsize, 4 * batch * nodes * slots * heads * width
 
 
-class Bounds(NamedTuple):
+class TimeBounds(NamedTuple):
     """Microseconds of a cell."""
 
     floor: float  # nothing can beat it: all bytes at the rate of a copy, or all products at that of a large one
     goal: float  # what our kernel is to take at most
 
 
-def bounds(cell: Cell, geometry: Geometry, ceilings: dict[str, float] = CONSTANTS) -> Bounds:
+def time_bounds(cell: AttentionCell, geometry: Geometry, ceilings: dict[str, float] = H200_CEILINGS) -> TimeBounds:
     """The floor of a cell, and its goal: 5 us and the longer of its bytes and its products.
 
     Products are to reach 0.60 of a large product's rate, bytes the whole rate of a copy, which is measured. With four query
     heads a key-value head behind 32k tokens, products bind from 28 nodes on (H200), and bytes below.
     """
-    size, operations = cost(cell, geometry)
+    size, operations = count_cost(cell, geometry)
     by_bytes, by_products = size / ceilings["bytes_per_second"], operations / ceilings["flops_per_second"]
-    reachable = max(by_bytes, by_products / PRODUCTS_REACHED)
-    return Bounds(1e6 * max(by_bytes, by_products), 1e6 * (reachable + FIXED))
+    reachable = max(by_bytes, by_products / REACHABLE_PRODUCT_SHARE)
+    return TimeBounds(1e6 * max(by_bytes, by_products), 1e6 * (reachable + FIXED_SECONDS))
 
 
-def ours(problem: Problem, notes: dict[str, Any]) -> Work:
-    return lambda i: tree_attention(*problem.inputs(i), problem.visibility, problem.scale)
+def candidate_work(problem: AttentionProblem, notes: dict[str, Any]) -> Work:
+    return lambda i: tree_attention(*problem.launch_inputs(i), problem.visibility, problem.scale)
 
 
-def sdpa(problem: Problem, notes: dict[str, Any]) -> Work:
+def sdpa_work(problem: AttentionProblem, notes: dict[str, Any]) -> Work:
     """torch's, with a dense mask and its own treatment of grouped heads."""
     options: dict[str, Any] = {"attn_mask": problem.dense_mask, "scale": problem.scale, "enable_gqa": True}
-    return lambda i: F.scaled_dot_product_attention(*problem.inputs(i), **options)
+    return lambda i: F.scaled_dot_product_attention(*problem.launch_inputs(i), **options)
 
 
-def sdpa_repeated(problem: Problem, notes: dict[str, Any]) -> Work:
+def repeated_sdpa_work(problem: AttentionProblem, notes: dict[str, Any]) -> Work:
     """The same with keys and values repeated for every query head, as transformers does where there is a mask."""
     group = problem.geometry.num_heads // problem.geometry.num_kv_heads
 
     def attend(i: int) -> Tensor:
-        q, k, v = problem.inputs(i)
+        q, k, v = problem.launch_inputs(i)
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=problem.dense_mask, scale=problem.scale)
 
     return attend
 
 
-def flex(problem: Problem, notes: dict[str, Any]) -> Work:
+def flex_work(problem: AttentionProblem, notes: dict[str, Any]) -> Work:
     """FlexAttention, compiled on a GPU, reading the tree from its words; its block mask is built beforehand."""
-    words, prefix, nodes = problem.visibility.words(), problem.cell.prefix, problem.cell.nodes
+    words, prefix, nodes = problem.visibility.packed_words(), problem.cell.prefix, problem.cell.nodes
 
     def sees(b: Tensor, h: Tensor, q: Tensor, slot: Tensor) -> Tensor:
         node = (slot - prefix).clamp(0, nodes - 1)
@@ -172,16 +177,16 @@ def flex(problem: Problem, notes: dict[str, Any]) -> Work:
     build()
     began = time.perf_counter()
     mask = build()
-    wait(problem.geometry.device)
+    synchronize_device(problem.geometry.device)
     notes["mask_build_us"] = (time.perf_counter() - began) * 1e6
     attend: Any = flex_attention
     if problem.geometry.device.type == "cuda":
         torch.compiler.reset()  # else the ninth shape would run uncompiled
         attend = torch.compile(flex_attention, dynamic=False)
-    return lambda i: attend(*problem.inputs(i), block_mask=mask, scale=problem.scale, enable_gqa=True)
+    return lambda i: attend(*problem.launch_inputs(i), block_mask=mask, scale=problem.scale, enable_gqa=True)
 
 
-def flashinfer(problem: Problem, notes: dict[str, Any]) -> Work:
+def flashinfer_work(problem: AttentionProblem, notes: dict[str, Any]) -> Work:
     """FlashInfer's prefill kernel for ragged batches with a custom mask, planned beforehand."""
     library = importlib.import_module("flashinfer")
     notes["version"] = getattr(library, "__version__", None)
@@ -195,47 +200,47 @@ def flashinfer(problem: Problem, notes: dict[str, Any]) -> Work:
     )  # fmt: skip
 
     def attend(i: int) -> Tensor:
-        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in problem.inputs(i))
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in problem.launch_inputs(i))
         out: Tensor = wrapper.run(q, k, v)
         return out.unflatten(0, (cell.batch, cell.nodes)).transpose(1, 2)
 
     return attend
 
 
-def unmasked(problem: Problem, notes: dict[str, Any]) -> Work:
+def unmasked_work(problem: AttentionProblem, notes: dict[str, Any]) -> Work:
     """FlashAttention over every slot: a wrong answer from the right bytes, which a masked kernel can hardly beat."""
 
     def attend(i: int) -> Tensor:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return F.scaled_dot_product_attention(*problem.inputs(i), scale=problem.scale, enable_gqa=True)
+            return F.scaled_dot_product_attention(*problem.launch_inputs(i), scale=problem.scale, enable_gqa=True)
 
     return attend
 
 
-System = Callable[[Problem, dict[str, Any]], Work]
+System = Callable[[AttentionProblem, dict[str, Any]], Work]
 SYSTEMS: dict[str, System] = {
-    "ours": ours,
-    "sdpa": sdpa,
-    "sdpa_repeated": sdpa_repeated,
-    "flex": flex,
-    "flashinfer": flashinfer,
-    "unmasked": unmasked,
+    "ours": candidate_work,
+    "sdpa": sdpa_work,
+    "sdpa_repeated": repeated_sdpa_work,
+    "flex": flex_work,
+    "flashinfer": flashinfer_work,
+    "unmasked": unmasked_work,
 }
 """What is timed. Each is handed the problem and a dictionary for what else it wants noted."""
 
 
-def prepare(name: str, problem: Problem, launches: int, notes: dict[str, Any]) -> TimedWork:
+def prepare_system(name: str, problem: AttentionProblem, launches: int, notes: dict[str, Any]) -> TimedWork:
     """A system ready to be timed; raises where it cannot run here, or where it computes something else."""
     work = SYSTEMS[name](problem, notes)
     if name not in ("ours", "unmasked"):
-        error = relative_error(work(0), problem.answer)
-        if error > AGREES:
+        error = relative_error(work(0), problem.candidate_output)
+        if error > MAX_DIFFERENCE:
             raise ValueError(f"its output differs from ours by {error:.2g} of its size")
     return TimedWork(work, problem.geometry.device, launches)
 
 
-def prepared(
-    problem: Problem, results: Rows, launches: int, notes: dict[str, dict[str, Any]], failed: dict[str, str]
+def prepare_systems(
+    problem: AttentionProblem, results: ResultFile, launches: int, notes: dict[str, dict[str, Any]], failed: dict[str, str]
 ) -> dict[str, TimedWork]:
     """Every system that runs here, ready to be timed; why another does not is left in `failed`.
 
@@ -245,41 +250,42 @@ def prepared(
     replays: dict[str, TimedWork] = {}
     for name in SYSTEMS:
         attempt = f"{problem.cell.name}/{name}"
-        if name != "ours" and results.ended_by(name) > 1:
+        if name != "ours" and results.count_crashes(name) > 1:
             failed[name] = "RuntimeError: it left the device unusable, or a process ended twice while it ran"
             continue
-        results.begin(attempt)
+        results.begin_attempt(attempt)
         try:
-            replays[name] = prepare(name, problem, launches, notes[name])
+            replays[name] = prepare_system(name, problem, launches, notes[name])
         except Exception as error:
-            failed[name] = reason(error)
-            results.begin(attempt)  # counted twice: where the next line raises, it is known what ended the process
+            failed[name] = describe_error(error)
+            results.begin_attempt(attempt)  # counted twice: where the next line raises, it is known what ended the process
             check_alive(problem.geometry.device)
-        results.end(attempt)
+        results.end_attempt(attempt)
     return replays
 
 
 @torch.no_grad()
 def table_row(
-    cell: Cell, geometry: Geometry, results: Rows, ceilings: dict[str, float], launches: int, repeats: int
+    cell: AttentionCell, geometry: Geometry, results: ResultFile, ceilings: dict[str, float], launches: int, repeats: int
 ) -> dict[str, Any]:
     """Times of every system, interleaved; our share of the floor; how many times as long the others take."""
-    problem = Problem(cell, geometry)
+    problem = AttentionProblem(cell, geometry)
     failed: dict[str, str] = {}
     notes: dict[str, dict[str, Any]] = {name: {} for name in SYSTEMS}
-    replays = prepared(problem, results, launches, notes, failed)
-    samples = interleaved(replays, repeats)
+    replays = prepare_systems(problem, results, launches, notes, failed)
+    samples = time_interleaved(replays, repeats)
     systems = {
-        name: {**spread(seconds), "launches": replays[name].launches, **notes[name]} for name, seconds in samples.items()
+        name: {**summarize_times(seconds), "launches": replays[name].launches, **notes[name]}
+        for name, seconds in samples.items()
     }
     row: dict[str, Any] = {
         "batch": cell.batch, "prefix": cell.prefix, "nodes": cell.nodes, "heads": geometry.num_heads,
         "kv_heads": geometry.num_kv_heads, "head_size": geometry.head_size, "repeats": repeats, "buffers": problem.num_buffers,
         "us": systems, "not_run": failed,
     }  # fmt: skip
-    row["bytes"], row["flops"] = cost(cell, geometry)
-    row["floor_us"], row["goal_us"] = bounds(cell, geometry, ceilings)
-    row["constant_floor_us"] = bounds(cell, geometry).floor
+    row["bytes"], row["flops"] = count_cost(cell, geometry)
+    row["floor_us"], row["goal_us"] = time_bounds(cell, geometry, ceilings)
+    row["constant_floor_us"] = time_bounds(cell, geometry).floor
     if "ours" not in samples:
         return {**row, "failed": failed["ours"]}
     median = systems["ours"]["median"]

@@ -14,26 +14,26 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from spectrain.data.chat import render
-from spectrain.data.readers import embedded
+from spectrain.data.chat import render_chat
+from spectrain.data.readers import load_embedded
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
-from spectrain.decoding.loop import Eager, asked, prefill
+from spectrain.decoding.loop import EagerRunner, make_request, prefill_context
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.context import Context
-from spectrain.drafters.self_draft import SelfDraft
 from spectrain.errors import UserError
+from spectrain.experimental.less_cache.drafter import SelfDraft
 from spectrain.files import write_text
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
-from spectrain.models.traffic import Reads
+from spectrain.models.traffic import BytesRead
 from spectrain.trees import Chain, TreeBuilder
-from spectrain.trees.base import RootAlone
+from spectrain.trees.base import RootOnlyBuilder
 
-from .measure import setting
-from .traffic import traffic
+from .measure import describe_setting
+from .traffic import measure_traffic
 
-JUDGED = 128  # tokens at a prompt's end whose perplexity is taken
+NUM_SCORED_TOKENS = 128  # tokens at a prompt's end whose perplexity is taken
 
 
 @dataclass
@@ -56,7 +56,7 @@ class ContextBench:
         if not self.lengths or min(self.lengths) < 2:
             raise UserError(f"bench.lengths={list(self.lengths)}: name lengths of 2 or more tokens")
 
-    def drafters(self, target: Target) -> dict[str, SelfDraft]:
+    def build_drafters(self, target: Target) -> dict[str, SelfDraft]:
         """What is measured."""
         budget = self.budget
         return {
@@ -74,45 +74,46 @@ class ContextBench:
     def run(self) -> None:
         target = Target.from_pretrained(self.target, self.dtype)
         trained = target.max_length
-        extend(target, max(self.lengths) + self.new_tokens)
-        target.pack()
-        drafters = {name: drafter.to(target.device).eval() for name, drafter in self.drafters(target).items()}
-        text = tokens_of(target, self.prompts * max(self.lengths))
-        rows = [self.row(target, drafters, text, length) for length in self.lengths]
-        found = {"setting": {**setting(target.device, target.dtype, False), "target": target.name, "trained_length": trained,
+        extend_context(target, max(self.lengths) + self.new_tokens)
+        target.pack_weights()
+        drafters = {name: drafter.to(target.device).eval() for name, drafter in self.build_drafters(target).items()}
+        text = take_tokens(target, self.prompts * max(self.lengths))
+        rows = [self.measure_length(target, drafters, text, length) for length in self.lengths]
+        found = {"setting": {**describe_setting(target.device, target.dtype, False), "target": target.name,
+            "trained_length": trained,
                              "prompts": self.prompts, "new_tokens": self.new_tokens, "depth": self.depth,
                              "budget": self.budget}, "rows": rows}  # fmt: skip
         write_text(Path(self.out), json.dumps(found, indent=1) + "\n")
-        plot(Path(self.out).with_suffix(".svg"), rows, trained)
-        for table in tables(found):
+        plot_results(Path(self.out).with_suffix(".svg"), rows, trained)
+        for table in build_tables(found):
             Console(width=140).print(table)
         print(f"written: {self.out} and {Path(self.out).with_suffix('.svg')}")
 
-    def row(self, target: Target, drafters: dict[str, SelfDraft], text: list[int], length: int) -> dict[str, Any]:
+    def measure_length(self, target: Target, drafters: dict[str, SelfDraft], text: list[int], length: int) -> dict[str, Any]:
         """All drafters on all prompts of a length."""
         builder = Chain(self.depth)
         generations: dict[str, list[Generation]] = {name: [] for name in drafters}
-        reads = dict.fromkeys(drafters, Reads())
+        reads = dict.fromkeys(drafters, BytesRead())
         identical, losses = dict.fromkeys(drafters, 0), []
         for start in range(0, self.prompts * length, length):
             prompt = text[start : start + length]
-            request = asked(target, [prompt], self.new_tokens, ignore_eos=True)
+            request = make_request(target, [prompt], self.new_tokens, ignore_eos=True)
             roomiest = max(drafters.values(), key=lambda drafter: drafter.guesses)
-            context = prefill(target, Greedy(), request, roomiest, builder)
-            losses.append(loss(context, prompt))
-            plain = continued(context, None, RootAlone())
+            context = prefill_context(target, Greedy(), request, roomiest, builder)
+            losses.append(prompt_loss(context, prompt))
+            plain = continue_prompt(context, None, RootOnlyBuilder())
             for name, drafter in drafters.items():
-                generations[name].append(generation := continued(context, drafter, builder))
+                generations[name].append(generation := continue_prompt(context, drafter, builder))
                 reads[name] += drafter.reads
                 identical[name] += generation.output == plain.output
         found = {
-            name: {**kept(mine), "identical": identical[name], **traffic(target, reads[name], mine)}
+            name: {**acceptance_entry(mine), "identical": identical[name], **measure_traffic(target, reads[name], mine)}
             for name, mine in generations.items()
         }
         return {"length": length, "perplexity": round(math.exp(sum(losses) / len(losses)), 2), "drafters": found}
 
 
-def extend(target: Target, length: int) -> None:
+def extend_context(target: Target, length: int) -> None:
     """Let a target take texts so long, where its positions are only turned."""
     if target.max_length >= length:
         return
@@ -124,11 +125,11 @@ def extend(target: Target, length: int) -> None:
     target.config.max_position_embeddings = length
 
 
-def tokens_of(target: Target, count: int) -> list[int]:
+def take_tokens(target: Target, count: int) -> list[int]:
     """So many tokens of the embedded conversations, one after another."""
     found: list[int] = []
-    for messages in embedded():
-        found += target.tokenizer(render(target.tokenizer, messages), add_special_tokens=False)["input_ids"]
+    for messages in load_embedded():
+        found += target.tokenizer(render_chat(target.tokenizer, messages), add_special_tokens=False)["input_ids"]
         if len(found) >= count:
             return found[:count]
     raise UserError(
@@ -136,40 +137,40 @@ def tokens_of(target: Target, count: int) -> list[int]:
     )
 
 
-def loss(context: Context, prompt: list[int]) -> float:
+def prompt_loss(context: Context, prompt: list[int]) -> float:
     """Nats a token of the prompt's end, which is read once more behind the rest."""
-    count = min(JUDGED, len(prompt) - 1)
+    count = min(NUM_SCORED_TOKENS, len(prompt) - 1)
     tokens = torch.tensor([prompt[-count:]], device=context.target.device)
-    with context.cache.rewound(count):
+    with context.cache.rewind_tokens(count):
         logits = context.target.run(tokens, ForwardPlan(logits=True, cache=context.cache)).logits
     assert logits is not None
     return float(torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:]))
 
 
-def continued(read: Context, drafter: Drafter | None, builder: TreeBuilder) -> Generation:
+def continue_prompt(prefilled: Context, drafter: Drafter | None, builder: TreeBuilder) -> Generation:
     """A prompt that was read, continued from there; nothing of it is left in the cache."""
-    cache, length, limit = read.cache, int(read.lengths), int(read.left) + 1
-    fresh = {name: getattr(read, name).clone() for name in ("tokens", "counts", "active", "left")}
-    context = replace(read, builder=builder, waiting=[], **fresh)
-    runner = Eager(read.target, Greedy(), drafter, builder)
+    cache, length, limit = prefilled.cache, int(prefilled.lengths), int(prefilled.left) + 1
+    fresh = {name: getattr(prefilled, name).clone() for name in ("tokens", "counts", "active", "left")}
+    context = replace(prefilled, builder=builder, waiting=[], **fresh)
+    runner = EagerRunner(prefilled.target, Greedy(), drafter, builder)
     runner.context = context
     generation = Generation(context.tokens[0, :length].tolist(), [int(context.root)])
-    while not generation.done:
-        for (line,), seconds in runner.rounds(limit - len(generation.output)):
-            generation.note(line, seconds)
-            generation.emit(line.tokens, frozenset(), limit)
-    cache.forget(int(cache.lengths) - length)
+    while not generation.is_done:
+        for (line,), seconds in runner.run_rounds(limit - len(generation.output)):
+            generation.record_round(line, seconds)
+            generation.emit_tokens(line.tokens, frozenset(), limit)
+    cache.roll_back(int(cache.lengths) - length)
     return generation
 
 
-def kept(generations: list[Generation]) -> dict[str, Any]:
+def acceptance_entry(generations: list[Generation]) -> dict[str, Any]:
     """Tokens a round, over all rounds that nothing cut short, and tokens and rounds of every prompt."""
-    by_prompt = [[sum(one.whole_rounds), len(one.whole_rounds)] for one in generations]
+    by_prompt = [[sum(one.complete_round_lengths), len(one.complete_round_lengths)] for one in generations]
     tokens, rounds = map(sum, zip(*by_prompt))
     return {"acceptance_length": round(tokens / max(1, rounds), 4), "by_prompt": by_prompt}
 
 
-def tables(found: dict[str, Any]) -> list[Table]:
+def build_tables(found: dict[str, Any]) -> list[Table]:
     """Tokens a round, and bytes a token as a share of what decoding without a drafter reads, by length."""
     rows, known = found["rows"], found["setting"]
     values = {
@@ -188,7 +189,7 @@ def tables(found: dict[str, Any]) -> list[Table]:
     return made
 
 
-def plot(path: Path, rows: list[dict[str, Any]], trained: int) -> None:
+def plot_results(path: Path, rows: list[dict[str, Any]], trained: int) -> None:
     """Both against the length, a curve for each drafter; a line where positions end that were trained on."""
     import matplotlib
     from matplotlib.figure import Figure

@@ -47,7 +47,7 @@ Case = Callable[[torch.dtype, torch.device], KernelOutcome]
 
 
 @dataclass(frozen=True)
-class Check:
+class KernelCheck:
     """The cases of one kernel, by name, and how far it may be off, relative to the size of an output."""
 
     modules: tuple[ModuleType, ...]  # whose change makes an old verdict void
@@ -56,7 +56,7 @@ class Check:
     tolerance: dict[torch.dtype, float] = field(default_factory=lambda: dict.fromkeys(DTYPES, 0.0))
 
 
-def judge(check: Check, case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def check_case(check: KernelCheck, case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """The row of one case: the largest error of any output, absolute and relative, against the tolerance."""
     torch.manual_seed(0)
     outcome = case(dtype, device)
@@ -69,22 +69,22 @@ def judge(check: Check, case: Case, dtype: torch.dtype, device: torch.device) ->
     within = max(errors) <= check.tolerance[dtype]
     return {
         "dtype": str(dtype).removeprefix("torch."), "by_kernel": outcome.by_kernel, "tolerance": check.tolerance[dtype],
-        "max_error": finite(max(largest)), "relative_error": finite(max(errors)), "within": within,
+        "max_error": finite_or_none(max(largest)), "relative_error": finite_or_none(max(errors)), "within": within,
     }  # fmt: skip
 
 
-def finite(number: float) -> float | None:
+def finite_or_none(number: float) -> float | None:
     """JSON knows no NaN; None is what is written for an output that is none."""
     return number if math.isfinite(number) else None
 
 
-def poison(device: torch.device, *sizes: int) -> None:
+def poison_memory(device: torch.device, *sizes: int) -> None:
     """Leave NaN in the memory that the next outputs of these sizes in bytes will probably get."""
     held = [torch.full((size // 4 + 1,), float("nan"), device=device) for size in sizes for _ in range(2)]
     held.clear()
 
 
-def attend(
+def attention_case(
     dtype: torch.dtype,
     device: torch.device,
     lengths: tuple[int, ...],
@@ -106,15 +106,15 @@ def attend(
     if rules.get("sinks"):
         options["sinks"] = torch.randn(heads[0], device=device).to(dtype)
     expected = tree_attention.tree_attention_reference(query.double(), keys.double(), values.double(), seen, **options)
-    ran = tree_attention._runs_kernel(query, keys, values)
+    ran = tree_attention._can_run_kernel(query, keys, values)
     if ran:  # a dense mask gives these slots a weight of 0, and 0 NaN is NaN
         for row, length in enumerate(lengths):
             storage[row, length + nodes :] = float("nan")
-    poison(device, query.numel() * dtype.itemsize, query.numel() * 4)
+    poison_memory(device, query.numel() * dtype.itemsize, query.numel() * 4)
     return KernelOutcome({"out": tree_attention.tree_attention(query, keys, values, seen, **options)}, {"out": expected}, ran)
 
 
-def row_kl(dtype: torch.dtype, device: torch.device, rows: int, vocab: int, kept: int = 0) -> KernelOutcome:
+def row_kl_case(dtype: torch.dtype, device: torch.device, rows: int, vocab: int, kept: int = 0) -> KernelOutcome:
     """Losses and gradients of rows of logits as the row kernel finds them."""
     logits = torch.randn(rows, vocab, device=device).mul_(3).to(dtype)
     ids = p = log_p = None
@@ -126,14 +126,14 @@ def row_kl(dtype: torch.dtype, device: torch.device, rows: int, vocab: int, kept
     weight = torch.rand(rows, device=device)
     wide, widened = logits.double(), [None if x is None else x.double() for x in (log_p, p)]
     expected = linear_divergence.row_kl_reference(wide, widened[0], ids, widened[1], weight.double(), 0.8, 30.0, True)
-    ran = linear_divergence._runs_kernel(logits)
+    ran = linear_divergence._can_run_kernel(logits)
     run = linear_divergence.row_kl if ran else linear_divergence.row_kl_reference
-    poison(device, rows * 4, rows * 8)
+    poison_memory(device, rows * 4, rows * 8)
     found = run(logits, log_p, ids, p, weight, 0.8, 30.0, True)
     return KernelOutcome({"loss": found[0], "gradient": logits}, {"loss": expected[0], "gradient": wide}, ran)
 
 
-def divergence(dtype: torch.dtype, device: torch.device, rows: int, width: int, vocab: int) -> KernelOutcome:
+def divergence_case(dtype: torch.dtype, device: torch.device, rows: int, width: int, vocab: int) -> KernelOutcome:
     """The fused output layer and KL: its loss and both gradients, against autograd over the whole matrix."""
     hidden = torch.randn(rows, width, device=device).to(dtype).requires_grad_()
     weight = (torch.randn(vocab, width, device=device) * width**-0.5).to(dtype).requires_grad_()
@@ -145,14 +145,14 @@ def divergence(dtype: torch.dtype, device: torch.device, rows: int, width: int, 
     log_p = (final.double() @ theirs.double().t()).log_softmax(-1)
     wide_loss = (log_p.exp() * (log_p - log_q)).sum()
     expected = wide_loss.detach(), *torch.autograd.grad(wide_loss, (wide_hidden, wide_weight))
-    poison(device, hidden.numel() * 4, weight.numel() * 4)
+    poison_memory(device, hidden.numel() * 4, weight.numel() * 4)
     loss = linear_divergence.linear_divergence(hidden, linear_divergence.Projection(weight), target, chunk=rows // 2 + 1).loss
     found = loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
     names = ("loss", "of hidden", "of weight")
-    return KernelOutcome(dict(zip(names, found)), dict(zip(names, expected)), linear_divergence._runs_kernel(hidden))
+    return KernelOutcome(dict(zip(names, found)), dict(zip(names, expected)), linear_divergence._can_run_kernel(hidden))
 
 
-def commit(
+def commit_case(
     dtype: torch.dtype, device: torch.device, nodes: int, counts: tuple[int, ...], layers: int, heads: int, width: int
 ) -> KernelOutcome:
     """Moving the accepted path: cache, features and lengths, which are copies and must be equal."""
@@ -170,7 +170,7 @@ def commit(
     return KernelOutcome(found, dict(zip(names, (wide[0], wide[1], wide[4 + 1]))), runs_on(storage.device))
 
 
-def append(dtype: torch.dtype, device: torch.device, batch: int, nodes: int, heads: int, width: int) -> KernelOutcome:
+def append_case(dtype: torch.dtype, device: torch.device, batch: int, nodes: int, heads: int, width: int) -> KernelOutcome:
     """Writing new keys and values behind ragged rows: copies, which must be equal."""
     store = torch.randn(2, batch, 300 + nodes, heads, width, device=device).to(dtype)
     keys, values = (torch.randn(batch, nodes, heads, width, device=device).to(dtype).transpose(1, 2) for _ in range(2))
@@ -181,7 +181,7 @@ def append(dtype: torch.dtype, device: torch.device, batch: int, nodes: int, hea
     return KernelOutcome({"store": store}, {"store": wide}, runs_on(store.device))
 
 
-def emit(dtype: torch.dtype, device: torch.device, counts: tuple[int, ...], nodes: int, stops: int) -> KernelOutcome:
+def emit_case(dtype: torch.dtype, device: torch.device, counts: tuple[int, ...], nodes: int, stops: int) -> KernelOutcome:
     """What a round leaves of whole numbers, the same in every dtype: its tokens, what they change of texts, and its line."""
     batch, steps = len(counts), max(counts)
     tree = random_tree(batch, nodes, device)
@@ -193,7 +193,7 @@ def emit(dtype: torch.dtype, device: torch.device, counts: tuple[int, ...], node
         (token_commit.token_commit, round_log.round_log),
         (token_commit.token_commit_reference, round_log.round_log_reference),
     ):
-        texts = token_commit.Texts(
+        texts = token_commit.TextBatch(
             rows.new_zeros(batch, 400), 3 * rows, rows % 3 != 1, 5 + 3 * rows, torch.arange(stops, device=device)
         )
         emitted, kept = commit(*numbers, texts)
@@ -204,7 +204,7 @@ def emit(dtype: torch.dtype, device: torch.device, counts: tuple[int, ...], node
     return KernelOutcome(actual, expected, runs_on(device))
 
 
-def verdict(
+def verify_case(
     dtype: torch.dtype, device: torch.device, rule: str, batch: int, nodes: int, vocab: int, cut: tuple[int, float] = (0, 1.0)
 ) -> KernelOutcome:
     """Path, counts and next token by rule: of spread logits, so that no rounding decides, the same as the reference's."""
@@ -213,103 +213,107 @@ def verdict(
     likely = logits.argmax(-1).gather(1, tree.parents.clamp(min=0))
     tokens = torch.where(torch.rand(batch, nodes, device=device) < 0.6, likely, tree.tokens % vocab)
     height = int(tree.depths.max())
-    trees = tree_verify.Nodes(tokens, tree.parents, torch.ones_like(tokens, dtype=torch.bool), height, nodes)
+    trees = tree_verify.TreeNodes(tokens, tree.parents, torch.ones_like(tokens, dtype=torch.bool), height, nodes)
     positions = 100 + tree.depths
-    draws = tree_verify.Draws(host_key(9, 1), torch.arange(batch, device=device), positions, 0.5, *cut)
+    draws = tree_verify.SamplingSpec(host_key(9, 1), torch.arange(batch, device=device), positions, 0.5, *cut)
     q = torch.randn(batch, nodes, vocab, device=device).softmax(-1)
     arguments: dict[str, tuple[Any, ...]] = {"greedy": (), "match": (draws,), "recursive": (q, None, False, draws)}
-    poison(device, batch * nodes * 8, batch * vocab * 4)
+    poison_memory(device, batch * nodes * 8, batch * vocab * 4)
     expected = getattr(tree_verify, f"tree_{rule}_reference")(trees, logits, *arguments[rule])
     found = getattr(tree_verify, f"tree_{rule}")(trees, logits, *arguments[rule])
-    return KernelOutcome(found._asdict(), expected._asdict(), tree_verify._runs_kernel(logits))
+    return KernelOutcome(found._asdict(), expected._asdict(), tree_verify._can_run_kernel(logits))
 
 
-CHECKS: dict[str, Check] = {
-    "tree_attention": Check(
+CHECKS: dict[str, KernelCheck] = {
+    "tree_attention": KernelCheck(
         (tree_attention,),
         {
-            "B=1 prefix=8192 N=1": partial(attend, lengths=(8192,), nodes=1),
-            "B=1 prefix=8192 N=64": partial(attend, lengths=(8192,), nodes=64),
-            "B=1 prefix=32768 N=16": partial(attend, lengths=(32768,), nodes=16),
-            "B=8 ragged to 1000 N=64": partial(attend, lengths=(1000, 0, 1, 63, 64, 65, 300, 999), nodes=64),
-            "B=3 ragged to 300 N=100 D=64": partial(attend, lengths=(300, 7, 128), nodes=100, heads=(8, 8), widths=(64, 64)),
-            "28 to 4 heads": partial(attend, lengths=(1000, 150), nodes=64, heads=(28, 4)),
-            "16 to 2 heads of 256": partial(attend, lengths=(1000, 150), nodes=64, heads=(16, 2), widths=(256, 256)),
-            "8 heads of 80": partial(attend, lengths=(1000, 150), nodes=64, heads=(8, 8), widths=(80, 80)),
-            "window 200": partial(attend, lengths=(1000, 150), nodes=64, window=200),
-            "softcap 2": partial(attend, lengths=(1000, 150), nodes=64, softcap=2.0),
-            "sinks, window 128, 64 heads of 64": partial(
-                attend, lengths=(1000, 150), nodes=64, heads=(64, 8), widths=(64, 64), window=128, sinks=True
+            "B=1 prefix=8192 N=1": partial(attention_case, lengths=(8192,), nodes=1),
+            "B=1 prefix=8192 N=64": partial(attention_case, lengths=(8192,), nodes=64),
+            "B=1 prefix=32768 N=16": partial(attention_case, lengths=(32768,), nodes=16),
+            "B=8 ragged to 1000 N=64": partial(attention_case, lengths=(1000, 0, 1, 63, 64, 65, 300, 999), nodes=64),
+            "B=3 ragged to 300 N=100 D=64": partial(
+                attention_case, lengths=(300, 7, 128), nodes=100, heads=(8, 8), widths=(64, 64)
             ),
-            "keys of 192, values of 128": partial(attend, lengths=(1000, 150), nodes=64, heads=(16, 16), widths=(192, 128)),
+            "28 to 4 heads": partial(attention_case, lengths=(1000, 150), nodes=64, heads=(28, 4)),
+            "16 to 2 heads of 256": partial(attention_case, lengths=(1000, 150), nodes=64, heads=(16, 2), widths=(256, 256)),
+            "8 heads of 80": partial(attention_case, lengths=(1000, 150), nodes=64, heads=(8, 8), widths=(80, 80)),
+            "window 200": partial(attention_case, lengths=(1000, 150), nodes=64, window=200),
+            "softcap 2": partial(attention_case, lengths=(1000, 150), nodes=64, softcap=2.0),
+            "sinks, window 128, 64 heads of 64": partial(
+                attention_case, lengths=(1000, 150), nodes=64, heads=(64, 8), widths=(64, 64), window=128, sinks=True
+            ),
+            "keys of 192, values of 128": partial(
+                attention_case, lengths=(1000, 150), nodes=64, heads=(16, 16), widths=(192, 128)
+            ),
         },
         {
-            "B=1 N=1": partial(attend, lengths=(70,), nodes=1, heads=(4, 2), widths=(16, 16)),
-            "B=2 ragged N=9": partial(attend, lengths=(65, 3), nodes=9, heads=(4, 2), widths=(16, 16)),
-            "sinks, narrow values": partial(attend, lengths=(65,), nodes=5, heads=(4, 2), widths=(24, 16), sinks=True),
+            "B=1 N=1": partial(attention_case, lengths=(70,), nodes=1, heads=(4, 2), widths=(16, 16)),
+            "B=2 ragged N=9": partial(attention_case, lengths=(65, 3), nodes=9, heads=(4, 2), widths=(16, 16)),
+            "sinks, narrow values": partial(attention_case, lengths=(65,), nodes=5, heads=(4, 2), widths=(24, 16), sinks=True),
         },
         {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3},
     ),
-    "row_kl": Check(
+    "row_kl": KernelCheck(
         (linear_divergence,),
         {
-            "2048 rows, V=32000": partial(row_kl, rows=2048, vocab=32000),
-            "512 rows, V=128256": partial(row_kl, rows=512, vocab=128256),
-            "512 rows, V=128256, 64 kept": partial(row_kl, rows=512, vocab=128256, kept=64),
+            "2048 rows, V=32000": partial(row_kl_case, rows=2048, vocab=32000),
+            "512 rows, V=128256": partial(row_kl_case, rows=512, vocab=128256),
+            "512 rows, V=128256, 64 kept": partial(row_kl_case, rows=512, vocab=128256, kept=64),
         },
-        {"5 rows, V=300": partial(row_kl, rows=5, vocab=300), "4 kept": partial(row_kl, rows=5, vocab=300, kept=4)},
+        {"5 rows, V=300": partial(row_kl_case, rows=5, vocab=300), "4 kept": partial(row_kl_case, rows=5, vocab=300, kept=4)},
         {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3},
     ),
-    "linear_divergence": Check(
+    "linear_divergence": KernelCheck(
         (linear_divergence,),
-        {"1024 rows, D=1024, V=32000": partial(divergence, rows=1024, width=1024, vocab=32000)},
-        {"9 rows, D=16, V=50": partial(divergence, rows=9, width=16, vocab=50)},
+        {"1024 rows, D=1024, V=32000": partial(divergence_case, rows=1024, width=1024, vocab=32000)},
+        {"9 rows, D=16, V=50": partial(divergence_case, rows=9, width=16, vocab=50)},
         {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2},
     ),
-    "kv_commit": Check(
+    "kv_commit": KernelCheck(
         (kv_commit,),
         {
-            "32 layers, N=64": partial(commit, nodes=64, counts=(1, 5, 9, 33), layers=32, heads=8, width=128),
-            "3 layers, N=100": partial(commit, nodes=100, counts=(0, 100), layers=3, heads=2, width=80),
+            "32 layers, N=64": partial(commit_case, nodes=64, counts=(1, 5, 9, 33), layers=32, heads=8, width=128),
+            "3 layers, N=100": partial(commit_case, nodes=100, counts=(0, 100), layers=3, heads=2, width=80),
         },
-        {"2 layers, N=9": partial(commit, nodes=9, counts=(1, 4), layers=2, heads=2, width=16)},
+        {"2 layers, N=9": partial(commit_case, nodes=9, counts=(1, 4), layers=2, heads=2, width=16)},
     ),
-    "kv_append": Check(
+    "kv_append": KernelCheck(
         (kv_append,),
         {
-            "B=8 N=64": partial(append, batch=8, nodes=64, heads=8, width=128),
-            "B=2 N=3, 5 heads of 96": partial(append, batch=2, nodes=3, heads=5, width=96),
+            "B=8 N=64": partial(append_case, batch=8, nodes=64, heads=8, width=128),
+            "B=2 N=3, 5 heads of 96": partial(append_case, batch=2, nodes=3, heads=5, width=96),
         },
-        {"B=2 N=3": partial(append, batch=2, nodes=3, heads=2, width=16)},
+        {"B=2 N=3": partial(append_case, batch=2, nodes=3, heads=2, width=16)},
     ),
-    "token_commit": Check(
+    "token_commit": KernelCheck(
         (token_commit, round_log),
         {
-            "B=8 N=64": partial(emit, counts=(1, 2, 3, 4, 5, 6, 7, 8), nodes=64, stops=2),
-            "B=1 N=256": partial(emit, counts=(17,), nodes=256, stops=1),
+            "B=8 N=64": partial(emit_case, counts=(1, 2, 3, 4, 5, 6, 7, 8), nodes=64, stops=2),
+            "B=1 N=256": partial(emit_case, counts=(17,), nodes=256, stops=1),
         },
-        {"B=2 N=9": partial(emit, counts=(1, 4), nodes=9, stops=2)},
+        {"B=2 N=9": partial(emit_case, counts=(1, 4), nodes=9, stops=2)},
     ),
-    "tree_verify": Check(
+    "tree_verify": KernelCheck(
         (tree_verify, counter),
         {
-            "greedy, B=8 N=64": partial(verdict, rule="greedy", batch=8, nodes=64, vocab=128256),
-            "greedy, B=1 N=256": partial(verdict, rule="greedy", batch=1, nodes=256, vocab=32000),
-            "match, B=8 N=64": partial(verdict, rule="match", batch=8, nodes=64, vocab=128256),
-            "match, top-k 50 top-p 0.9": partial(verdict, rule="match", batch=4, nodes=16, vocab=128256, cut=(50, 0.9)),
-            "recursive, B=4 N=16": partial(verdict, rule="recursive", batch=4, nodes=16, vocab=128256),
+            "greedy, B=8 N=64": partial(verify_case, rule="greedy", batch=8, nodes=64, vocab=128256),
+            "greedy, B=1 N=256": partial(verify_case, rule="greedy", batch=1, nodes=256, vocab=32000),
+            "match, B=8 N=64": partial(verify_case, rule="match", batch=8, nodes=64, vocab=128256),
+            "match, top-k 50 top-p 0.9": partial(verify_case, rule="match", batch=4, nodes=16, vocab=128256, cut=(50, 0.9)),
+            "recursive, B=4 N=16": partial(verify_case, rule="recursive", batch=4, nodes=16, vocab=128256),
         },
         {
-            "greedy": partial(verdict, rule="greedy", batch=2, nodes=9, vocab=50),
-            "match, top-k 9": partial(verdict, rule="match", batch=2, nodes=9, vocab=50, cut=(9, 1.0)),
-            "recursive": partial(verdict, rule="recursive", batch=2, nodes=5, vocab=50),
+            "greedy": partial(verify_case, rule="greedy", batch=2, nodes=9, vocab=50),
+            "match, top-k 9": partial(verify_case, rule="match", batch=2, nodes=9, vocab=50, cut=(9, 1.0)),
+            "recursive": partial(verify_case, rule="recursive", batch=2, nodes=5, vocab=50),
         },
     ),
 }
 """What is checked; a new kernel is one entry more."""
 
 
-def named(toy: bool = False) -> Iterator[tuple[str, Check, Case, torch.dtype]]:
+def iterate_cases(toy: bool = False) -> Iterator[tuple[str, KernelCheck, Case, torch.dtype]]:
     """Every case of every kernel in every dtype, with the name of its row in the results."""
     for kernel, check in CHECKS.items():
         for dtype in DTYPES:

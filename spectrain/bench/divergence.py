@@ -12,16 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spectrain.errors import reason
+from spectrain.errors import describe_error
 from spectrain.kernels.linear_divergence import HeadTarget, Projection, linear_divergence
 
-from .measure import TimedWork, check_alive, interleaved, paired_ratio, relative_error, spread
+from .measure import TimedWork, check_alive, paired_ratio, relative_error, summarize_times, time_interleaved
 
 Gradients = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Loss:
+class LossShape:
     """The shape of one row."""
 
     rows: int
@@ -45,38 +45,40 @@ def peak_memory(work: Callable[[], Any], device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def whole_loss(hidden: Tensor, weight: Tensor, final: Tensor, theirs: Tensor) -> Tensor:
+def unfused_loss(hidden: Tensor, weight: Tensor, final: Tensor, target_weight: Tensor) -> Tensor:
     """KL(p || q) summed over rows, from whole matrices of logits in float32."""
-    log_p = F.linear(final, theirs).float().log_softmax(-1)
+    log_p = F.linear(final, target_weight).float().log_softmax(-1)
     log_q = F.linear(hidden, weight).float().log_softmax(-1)
     return F.kl_div(log_q, log_p, reduction="sum", log_target=True)
 
 
-def systems(hidden: Tensor, weight: Tensor, final: Tensor, theirs: Tensor) -> dict[str, Callable[[int], Gradients]]:
+def loss_systems(hidden: Tensor, weight: Tensor, final: Tensor, target_weight: Tensor) -> dict[str, Callable[[int], Gradients]]:
     """Loss and gradients of the drafter's states and output layer, fused and not."""
 
     def fused(i: int) -> Gradients:
-        loss = linear_divergence(hidden, Projection(weight), HeadTarget(final, Projection(theirs))).loss
+        loss = linear_divergence(hidden, Projection(weight), HeadTarget(final, Projection(target_weight))).loss
         return torch.autograd.grad(loss, (hidden, weight))
 
     def unfused(i: int) -> Gradients:
-        return torch.autograd.grad(whole_loss(hidden, weight, final, theirs), (hidden, weight))
+        return torch.autograd.grad(unfused_loss(hidden, weight, final, target_weight), (hidden, weight))
 
     found: dict[str, Callable[[int], Gradients]] = {"fused": fused, "unfused": unfused}
     if hidden.device.type == "cuda":
         torch.compiler.reset()
-        compiled = torch.compile(whole_loss, dynamic=False)
-        found["unfused_compiled"] = lambda i: torch.autograd.grad(compiled(hidden, weight, final, theirs), (hidden, weight))
+        compiled = torch.compile(unfused_loss, dynamic=False)
+        found["unfused_compiled"] = lambda i: torch.autograd.grad(
+            compiled(hidden, weight, final, target_weight), (hidden, weight)
+        )
     return found
 
 
-def divergence_row(loss: Loss, dtype: torch.dtype, device: torch.device, repeats: int) -> dict[str, Any]:
+def divergence_row(loss: LossShape, dtype: torch.dtype, device: torch.device, repeats: int) -> dict[str, Any]:
     """Times, interleaved, and peaks of both; what fusion takes of the time and memory of torch without it."""
     rows, width, vocab = loss.rows, loss.width, loss.vocab
     scale = width**-0.5
     hidden, final = (torch.randn(rows, width, dtype=dtype, device=device) for _ in range(2))
     weight, theirs = (torch.randn(vocab, width, dtype=dtype, device=device) * scale for _ in range(2))
-    works = systems(hidden.requires_grad_(), weight.requires_grad_(), final, theirs)
+    works = loss_systems(hidden.requires_grad_(), weight.requires_grad_(), final, theirs)
     replays: dict[str, TimedWork] = {}
     peaks: dict[str, int | None] = {}
     failed: dict[str, str] = {}
@@ -89,12 +91,12 @@ def divergence_row(loss: Loss, dtype: torch.dtype, device: torch.device, repeats
             peaks[name] = peak_memory(partial(work, 0), device)
             replays[name] = TimedWork(work, device, launches=1, graph=False)
         except Exception as error:
-            failed[name] = reason(error)
+            failed[name] = describe_error(error)
             check_alive(device)
-    samples = interleaved(replays, repeats)
+    samples = time_interleaved(replays, repeats)
     row: dict[str, Any] = {
         "rows": rows, "width": width, "vocab": vocab, "repeats": repeats, "not_run": failed, "peak_bytes": peaks,
-        "us": {name: spread(seconds) for name, seconds in samples.items()},
+        "us": {name: summarize_times(seconds) for name, seconds in samples.items()},
     }  # fmt: skip
     if not {"fused", "unfused"} <= set(samples):
         return {**row, "failed": "; ".join(failed.values())}

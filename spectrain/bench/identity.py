@@ -7,21 +7,21 @@ from typing import Any
 import torch
 
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.captured import Captured
+from spectrain.decoding.captured import CapturedRunner
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
-from spectrain.drafters.hydra import Hydra
 from spectrain.drafters.medusa import Medusa
 from spectrain.drafters.pard import Pard
+from spectrain.experimental.hydra.drafter import Hydra
 from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
 
-PROMPTS = (7, 2, 40)  # tokens
-Family = Callable[[Target], tuple[Drafter | None, TreeBuilder | None]]
-FAMILIES: dict[str, Family] = {
+PROMPT_LENGTHS = (7, 2, 40)  # tokens
+DrafterFactory = Callable[[Target], tuple[Drafter | None, TreeBuilder | None]]
+FAMILIES: dict[str, DrafterFactory] = {
     "autoregressive": lambda target: (None, None),
     "eagle3 eagle2": lambda target: (Eagle3(target, vocab_size=1024), Eagle2(4, 16)),
     "eagle3 chain": lambda target: (Eagle3(target, vocab_size=1024), Chain(3)),
@@ -33,7 +33,7 @@ FAMILIES: dict[str, Family] = {
 """Drafters that were never trained: some of their drafts are kept, most are not, and both must leave the answer as it is."""
 
 
-def targets(directory: str | None, device: torch.device) -> dict[str, Callable[[], Target]]:
+def target_loaders(directory: str | None, device: torch.device) -> dict[str, Callable[[], Target]]:
     """The tiny target, and one from a directory."""
     place = str(device)
     found: dict[str, Callable[[], Target]] = {"tiny": partial(load_tiny, "float32", place)}
@@ -50,14 +50,14 @@ def identity_row(load: Callable[[], Target], family: str, new_tokens: int) -> di
     if drafter is not None:
         drafter.prepare(target, torch.ones(target.head.vocab_size))
         drafter = drafter.to(target.device, target.dtype).eval()
-    prompts = [torch.randint(target.head.vocab_size, (length,)).tolist() for length in PROMPTS]
-    engine = Captured(target, Greedy(), drafter, builder)
+    prompts = [torch.randint(target.head.vocab_size, (length,)).tolist() for length in PROMPT_LENGTHS]
+    engine = CapturedRunner(target, Greedy(), drafter, builder)
     pairs = []
     for batch in (prompts, prompts[:1]):
         expected = decode(target, batch, Greedy(), new_tokens, drafter, builder, ignore_eos=True)
         for _ in range(2):
             pairs += list(zip(engine.decode(batch, new_tokens, ignore_eos=True), expected))
-    rounds = [count for found, _ in pairs for count in found.whole_rounds]
+    rounds = [count for found, _ in pairs for count in found.complete_round_lengths]
     return {
         "target": target.name, "backend": engine.backend, "captured": any(state.graphs for state in engine.states.values()),
         "answers": len(pairs), "tokens": sum(len(found.output) for found, _ in pairs),

@@ -14,13 +14,13 @@ import torch
 
 from spectrain.kernels import linear_divergence, tree_attention
 
-from .attention import Cell, Geometry, table_row
-from .correctness import judge, named
-from .divergence import Loss, divergence_row
-from .steps import Bench, Step, digest
+from .attention import AttentionCell, Geometry, table_row
+from .correctness import check_case, iterate_cases
+from .divergence import LossShape, divergence_row
+from .steps import Bench, Measurement, source_digest
 from .tuning import tuning_row
 
-Part = Literal["all", "ceilings", "correctness", "table", "tuning", "divergence"]
+KernelPart = Literal["all", "ceilings", "correctness", "table", "tuning", "divergence"]
 
 
 @dataclass(frozen=True)
@@ -41,24 +41,26 @@ class KernelSizes:
     loss_repeats: int = 20
     other_heads: tuple[tuple[int, int, int], ...] = ((28, 4, 128), (64, 8, 64), (16, 2, 256))  # Qwen2-7B, gpt-oss, Qwen3-Next
 
-    def cells(self) -> list[Cell]:
+    def table_cells(self) -> list[AttentionCell]:
         """The rows of the table, the largest trees first, and behind them the largest one of a single row by other heads."""
-        most, *fewer = [[Cell(*shape) for shape in product(self.batches, self.prefixes, (nodes,))] for nodes in self.nodes]
+        most, *fewer = [
+            [AttentionCell(*shape) for shape in product(self.batches, self.prefixes, (nodes,))] for nodes in self.nodes
+        ]
         middle = self.prefixes[len(self.prefixes) // 2]
-        others = [Cell(self.batches[0], middle, self.nodes[0], heads) for heads in self.other_heads]
+        others = [AttentionCell(self.batches[0], middle, self.nodes[0], heads) for heads in self.other_heads]
         return [*most, *others, *(cell for cells in fewer for cell in cells)]
 
-    def tuned(self) -> list[Cell]:
+    def tuned_cells(self) -> list[AttentionCell]:
         """Cells by which tiles are chosen: the largest trees that have goals, a small one, and a single node."""
         middle, longest = self.prefixes[len(self.prefixes) // 2], self.prefixes[-1]
         shapes = [(middle, self.nodes[0]), (longest, self.nodes[0]), (middle, self.nodes[len(self.nodes) // 2]), (middle, 1)]
-        return [Cell(self.batches[0], *shape) for shape in dict.fromkeys(shapes)]
+        return [AttentionCell(self.batches[0], *shape) for shape in dict.fromkeys(shapes)]
 
-    def geometry(self, cell: Cell, dtype: torch.dtype, device: torch.device) -> Geometry:
+    def cell_geometry(self, cell: AttentionCell, dtype: torch.dtype, device: torch.device) -> Geometry:
         return Geometry(*(cell.heads or self.heads), dtype, device)
 
-    def losses(self) -> list[Loss]:
-        return [Loss(rows, self.loss_width, vocab) for rows, vocab in product(self.loss_rows, self.vocabularies)]
+    def loss_shapes(self) -> list[LossShape]:
+        return [LossShape(rows, self.loss_width, vocab) for rows, vocab in product(self.loss_rows, self.vocabularies)]
 
 
 TOY = KernelSizes(1 << 16, 32, (4, 2, 16), (1, 2), (33,), (9, 1), (6,), 16, (40,), 2, 3, 3, ((3, 1, 8),))
@@ -69,7 +71,7 @@ TOY = KernelSizes(1 << 16, 32, (4, 2, 16), (1, 2), (33,), (9, 1), (6,), 16, (40,
 class KernelBench(Bench):
     """Measure `part` and write each row into `out` as it comes; nothing new is begun after `seconds`."""
 
-    part: Part = "all"
+    part: KernelPart = "all"
     out: str = "eval/results/kernels.json"
     toy: bool = False
     seconds: float = 420  # the slowest row may take a minute more
@@ -78,19 +80,19 @@ class KernelBench(Bench):
     def sizes(self) -> KernelSizes:
         return TOY if self.toy else KernelSizes()
 
-    def steps(self) -> Iterator[Step]:
+    def plan_measurements(self) -> Iterator[Measurement]:
         """Everything that the part asks for, what is worth most first: the ceilings, a case of every kernel, the table's first
         sizes, which have goals; the rest."""
         parts = {
-            "correctness": self.correctness,
-            "table": self.table,
-            "tuning": self.tuning,
-            "divergence": self.divergence,
+            "correctness": self.plan_correctness,
+            "table": self.plan_table,
+            "tuning": self.plan_tuning,
+            "divergence": self.plan_divergence,
         }
         asked = {name: list(steps()) for name, steps in parts.items() if self.part in ("all", name)}
         cases, table = asked.get("correctness", []), asked.get("table", [])
         first = [*self.first_cases(cases), *table[: len(self.sizes.batches) * len(self.sizes.prefixes)]]
-        yield from self.ceilings()
+        yield from self.plan_ceilings()
         yield from first
         known = {step.name for step in first}
         yield from (
@@ -100,34 +102,34 @@ class KernelBench(Bench):
             if step.name not in known
         )
 
-    def first_cases(self, cases: list[Step]) -> list[Step]:
+    def first_cases(self, cases: list[Measurement]) -> list[Measurement]:
         """Of every kernel the first case in the type that is served."""
         dtype = str(self.dtype).removeprefix("torch.")
-        found: dict[str, Step] = {}
+        found: dict[str, Measurement] = {}
         for step in cases:
             _, kernel, of, _ = step.name.split("/", 3)
             if of == dtype:
                 found.setdefault(kernel, step)
         return list(found.values())
 
-    def correctness(self) -> Iterator[Step]:
-        for name, check, case, dtype in named(self.toy):
-            yield Step(name, digest(*check.modules), partial(judge, check, case, dtype, self.device))
+    def plan_correctness(self) -> Iterator[Measurement]:
+        for name, check, case, dtype in iterate_cases(self.toy):
+            yield Measurement(name, source_digest(*check.modules), partial(check_case, check, case, dtype, self.device))
 
-    def table(self) -> Iterator[Step]:
-        for cell in self.sizes.cells():
-            yield Step(cell.name, digest(tree_attention), partial(self.cell_row, table_row, cell))
+    def plan_table(self) -> Iterator[Measurement]:
+        for cell in self.sizes.table_cells():
+            yield Measurement(cell.name, source_digest(tree_attention), partial(self.cell_row, table_row, cell))
 
-    def cell_row(self, measured: Callable[..., dict[str, Any]], cell: Cell) -> dict[str, Any]:
+    def cell_row(self, measured: Callable[..., dict[str, Any]], cell: AttentionCell) -> dict[str, Any]:
         """A row of the table, or of the tuning, at this cell."""
-        geometry = self.sizes.geometry(cell, self.dtype, self.device)
-        return measured(cell, geometry, self.results, self.rates(), self.sizes.launches, self.sizes.repeats)
+        geometry = self.sizes.cell_geometry(cell, self.dtype, self.device)
+        return measured(cell, geometry, self.results, self.machine_rates(), self.sizes.launches, self.sizes.repeats)
 
-    def tuning(self) -> Iterator[Step]:
-        for cell in self.sizes.tuned():
-            yield Step(f"tuning/{cell.name}", digest(tree_attention), partial(self.cell_row, tuning_row, cell))
+    def plan_tuning(self) -> Iterator[Measurement]:
+        for cell in self.sizes.tuned_cells():
+            yield Measurement(f"tuning/{cell.name}", source_digest(tree_attention), partial(self.cell_row, tuning_row, cell))
 
-    def divergence(self) -> Iterator[Step]:
+    def plan_divergence(self) -> Iterator[Measurement]:
         rest = self.dtype, self.device, self.sizes.loss_repeats
-        for loss in self.sizes.losses():
-            yield Step(loss.name, digest(linear_divergence), partial(divergence_row, loss, *rest))
+        for loss in self.sizes.loss_shapes():
+            yield Measurement(loss.name, source_digest(linear_divergence), partial(divergence_row, loss, *rest))

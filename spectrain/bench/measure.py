@@ -14,27 +14,27 @@ from torch import Tensor
 
 from spectrain.errors import UserError
 from spectrain.files import write_text
-from spectrain.models.device import recording, wait
-from spectrain.provenance import provenance
+from spectrain.models.device import capture_graph, synchronize_device
+from spectrain.provenance import collect_provenance
 
 Work = Callable[[int], Any]
 """One call of what is timed; the number says which of several equal inputs to take, so that no cache holds them."""
 
-Sample = TypeVar("Sample")
-LONGEST_REPLAY = 0.05  # seconds; slow work is launched fewer times a replay
-SAME_MACHINE = ("gpu", "driver", "processor", "torch", "triton", "dtype", "toy")
+SampleT = TypeVar("SampleT")
+MAX_REPLAY_SECONDS = 0.05  # seconds; slow work is launched fewer times a replay
+MACHINE_KEYS = ("gpu", "driver", "processor", "torch", "triton", "dtype", "toy")
 
 
-def setting(device: torch.device, dtype: torch.dtype, toy: bool) -> dict[str, Any]:
+def describe_setting(device: torch.device, dtype: torch.dtype, toy: bool) -> dict[str, Any]:
     """What every row of a file has in common: the machine, its software, and when and how it was measured."""
-    facts = provenance()
+    facts = collect_provenance()
     machine = {"gpu": facts["hardware"]["gpu"] if device.type == "cuda" else None, "processor": facts["hardware"]["processor"]}
     software = {"torch": torch.__version__, "cuda": torch.version.cuda, "triton": facts["versions"].get("triton")}
-    fixed = {**machine, **driver(device), **software, "dtype": str(dtype).removeprefix("torch."), "toy": toy}
+    fixed = {**machine, **query_driver(device), **software, "dtype": str(dtype).removeprefix("torch."), "toy": toy}
     return {**fixed, **{key: facts[key] for key in ("date", "commit", "command", "versions")}}
 
 
-def driver(device: torch.device) -> dict[str, str | None]:
+def query_driver(device: torch.device) -> dict[str, str | None]:
     """The GPU's driver, highest clocks and power limit, as nvidia-smi tells them."""
     names = {"driver": "driver_version", "clock": "clocks.max.sm", "memory_clock": "clocks.max.mem", "power": "power.limit"}
     if device.type != "cuda":
@@ -47,64 +47,64 @@ def driver(device: torch.device) -> dict[str, str | None]:
     return dict(zip(names, (part.strip() for part in told.split(","))))
 
 
-class Rows:
+class ResultFile:
     """Rows measured on one machine, kept in a JSON file that is written anew after each of them.
 
     So what is cut off loses one row at most, and goes on where it was: a row that is there is measured again only where it
     failed or where the code that it measures, of which it carries a hash, has changed.
     """
 
-    def __init__(self, path: Path, here: dict[str, Any]) -> None:
-        self.path, self.setting = path, here
+    def __init__(self, path: Path, setting: dict[str, Any]) -> None:
+        self.path, self.setting = path, setting
         self.rows: dict[str, dict[str, Any]] = {}
         self.attempts: dict[str, int] = {}  # of what was begun and not yet seen to end
-        self.lines: dict[str, float] = {}  # what the rows say about goals, where the report does not find it in them
+        self.goal_values: dict[str, float] = {}  # what the rows say about goals, where the report does not find it in them
         if path.exists():
-            self._read()
+            self._load_rows()
 
-    def _read(self) -> None:
+    def _load_rows(self) -> None:
         try:
             found = json.loads(self.path.read_text())
             rows, theirs = found["rows"], found["setting"]
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"bench.out={self.path}: this is no file of measured rows; give another name") from error
-        unlike = [key for key in SAME_MACHINE if theirs.get(key) != self.setting[key]]
+        unlike = [key for key in MACHINE_KEYS if theirs.get(key) != self.setting[key]]
         if unlike:
             what = ", ".join(f"{key} {theirs.get(key)}, here {self.setting[key]}" for key in unlike)
             raise UserError(f"bench.out={self.path}: it was measured elsewhere ({what}); give another name")
         self.rows, self.attempts, self.setting = rows, found.get("attempts", {}), theirs
-        self.lines = found.get("lines", {})
+        self.goal_values = found.get("lines", {})
 
-    def has(self, name: str, source: str | None) -> bool:
+    def has_row(self, name: str, source: str | None) -> bool:
         """Whether a row is measured, of the same source."""
         row = self.rows.get(name, {"failed": "not measured"})
         return "failed" not in row and row.get("source") == source
 
-    def trouble(self, name: str) -> int:
+    def count_failures(self, name: str) -> int:
         """How much went wrong with a row before: nothing, a failure, or so many processes that it ended."""
         return self.attempts.get(name, 0) or int("failed" in self.rows.get(name, {}))
 
-    def ended_by(self, system: str) -> int:
+    def count_crashes(self, system: str) -> int:
         """How often a system, in whatever row, was under way when a process ended."""
         return sum(count for name, count in self.attempts.items() if name.endswith(f"/{system}"))
 
-    def begin(self, name: str) -> int:
+    def begin_attempt(self, name: str) -> int:
         """Note that something risky begins, before it can end the process; how often it had begun and never ended."""
         before = self.attempts.get(name, 0)
         self.attempts[name] = before + 1
-        self.write()
+        self.save()
         return before
 
-    def end(self, name: str) -> None:
+    def end_attempt(self, name: str) -> None:
         """Note that it came back, done or failed."""
         self.attempts.pop(name, None)
-        self.write()
+        self.save()
 
-    def write(self) -> None:
+    def save(self) -> None:
         """Replace the file as a whole, so that it is never half written."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         content = {"setting": self.setting, "rows": self.rows, "attempts": self.attempts}
-        content |= {"lines": self.lines} if self.lines else {}
+        content |= {"lines": self.goal_values} if self.goal_values else {}
         write_text(self.path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
@@ -114,13 +114,13 @@ class TimedWork:
     def __init__(self, work: Work, device: torch.device, launches: int, graph: bool = True) -> None:
         self.device, self.launches = device, 1
         self.replay: Callable[[], Any] = lambda: [work(i) for i in range(self.launches)]
-        self.seconds()  # compiles, and allocates workspaces
-        self.launches = max(1, min(launches, int(LONGEST_REPLAY / self.seconds())))
+        self.measure_seconds()  # compiles, and allocates workspaces
+        self.launches = max(1, min(launches, int(MAX_REPLAY_SECONDS / self.measure_seconds())))
         if device.type == "cuda" and graph:
-            self.replay = self._captured(work)
-        self.seconds()
+            self.replay = self._capture_graph(work)
+        self.measure_seconds()
 
-    def _captured(self, work: Work) -> Callable[[], Any]:
+    def _capture_graph(self, work: Work) -> Callable[[], Any]:
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
@@ -128,12 +128,12 @@ class TimedWork:
                 work(i)
         torch.cuda.current_stream(self.device).wait_stream(side)
         captured = torch.cuda.CUDAGraph()
-        with recording(captured):
+        with capture_graph(captured):
             for i in range(self.launches):
                 work(i)
         return captured.replay
 
-    def seconds(self) -> float:
+    def measure_seconds(self) -> float:
         """What one launch takes, the mean over one replay."""
         if self.device.type != "cuda":
             began = time.perf_counter()
@@ -147,15 +147,15 @@ class TimedWork:
         return start.elapsed_time(stop) / 1e3 / self.launches
 
 
-def interleaved(replays: dict[str, TimedWork], repeats: int) -> dict[str, list[float]]:
+def time_interleaved(replays: dict[str, TimedWork], repeats: int) -> dict[str, list[float]]:
     """Seconds a launch, `repeats` samples of each, in an order drawn anew every time."""
-    return shuffled({name: replay.seconds for name, replay in replays.items()}, repeats)
+    return sample_shuffled({name: replay.measure_seconds for name, replay in replays.items()}, repeats)
 
 
-def shuffled(works: dict[str, Callable[[], Sample]], repeats: int) -> dict[str, list[Sample]]:
+def sample_shuffled(works: dict[str, Callable[[], SampleT]], repeats: int) -> dict[str, list[SampleT]]:
     """What each gave in `repeats` calls, in an order drawn anew every time."""
     order, draw = list(works), random.Random(0)
-    samples: dict[str, list[Sample]] = {name: [] for name in works}
+    samples: dict[str, list[SampleT]] = {name: [] for name in works}
     for _ in range(repeats):
         draw.shuffle(order)
         for name in order:
@@ -163,20 +163,20 @@ def shuffled(works: dict[str, Callable[[], Sample]], repeats: int) -> dict[str, 
     return samples
 
 
-def spread(seconds: list[float]) -> dict[str, float]:
+def summarize_times(seconds: list[float]) -> dict[str, float]:
     """Median and the tenths at both ends, in microseconds."""
     tenths = quantiles(seconds, n=10, method="inclusive") if len(seconds) > 1 else seconds * 9
     return {"median": median(seconds) * 1e6, "p10": tenths[0] * 1e6, "p90": tenths[8] * 1e6}
 
 
-def paired_ratio(ours: list[float], theirs: list[float]) -> float:
+def paired_ratio(candidate: list[float], baseline: list[float]) -> float:
     """The median of how many times as long theirs took in the same repeat."""
-    return median(b / a for a, b in zip(ours, theirs))
+    return median(b / a for a, b in zip(candidate, baseline))
 
 
 def check_alive(device: torch.device) -> None:
     """Raise where an error has left the GPU's context unusable: what follows would fail for no fault of its own."""
-    wait(device)
+    synchronize_device(device)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

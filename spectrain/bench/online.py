@@ -16,27 +16,27 @@ from omegaconf import OmegaConf
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig
 
+from spectrain.config.build import build
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
-from spectrain.features.live import Live
+from spectrain.features.live_source import LiveSource
 from spectrain.models.loading import load_tokenizer
 from spectrain.models.target import Target
 from spectrain.planning import dry_run as dry_run_module
 from spectrain.planning import memory_tracker
 from spectrain.planning.dry_run import dry_run, size_of
-from spectrain.settings.build import build
 from spectrain.training.trainer import Trainer
 
 from .engine import TOY as TOY_ENGINE
-from .models import Model, random_network, randomise
-from .steps import Bench, Step, digest
+from .models import ModelGeometry, random_network, randomize_weights
+from .steps import Bench, Measurement, source_digest
 
 
 @dataclass(frozen=True)
 class OnlineSizes:
     """What is measured."""
 
-    model: Model = field(default_factory=Model)
+    model: ModelGeometry = field(default_factory=ModelGeometry)
     batches: tuple[tuple[int, int], ...] = ((4, 2048), (1, 8192))  # conversations, and their length
     ttt_steps: int = 7
     steps: int = 3
@@ -61,11 +61,11 @@ class OnlineBench(Bench):
     def sizes(self) -> OnlineSizes:
         return TOY if self.toy else OnlineSizes()
 
-    def steps(self) -> Iterator[Step]:
+    def plan_measurements(self) -> Iterator[Measurement]:
         for conversations, length in self.sizes.batches:
             name = f"online/eagle3 B={conversations} T={length}"
             work = partial(online_row, self.sizes, conversations, length, self.device, self.dtype)
-            yield Step(name, digest(memory_tracker, dry_run_module), work)
+            yield Measurement(name, source_digest(memory_tracker, dry_run_module), work)
 
 
 def online_row(sizes: OnlineSizes, conversations: int, length: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -73,9 +73,9 @@ def online_row(sizes: OnlineSizes, conversations: int, length: int, device: torc
     examples = [Example([1] * length, [False] + [True] * (length - 1)) for _ in range(conversations)]
     dataset = Dataset(examples, conversations, 0, 0)
     with tempfile.TemporaryDirectory() as folder:
-        config = settings(sizes, conversations * length, folder)
+        config = make_config(sizes, conversations * length, folder)
         planned = dry_run(config, device, dataset, [examples], 1000)
-        measured = measured_peak(config, sizes, dataset, device, dtype, Path(folder))
+        measured = measure_training(config, sizes, dataset, device, dtype, Path(folder))
     return {
         "conversations": conversations, "length": length, "ttt_steps": sizes.ttt_steps, "dtype": str(dtype),
         "planned_bytes": planned.peak, "measured_bytes": measured, "planned_over_measured": planned.peak / measured,
@@ -83,9 +83,9 @@ def online_row(sizes: OnlineSizes, conversations: int, length: int, device: torc
     }  # fmt: skip
 
 
-def settings(sizes: OnlineSizes, batch_tokens: int, folder: str) -> Any:
+def make_config(sizes: OnlineSizes, batch_tokens: int, folder: str) -> Any:
     """A configuration as `spectrain train` has it, of a target that is a config.json in a folder."""
-    llama(sizes.model).save_pretrained(folder)
+    llama_config(sizes.model).save_pretrained(folder)
     drafter = {
         "_target_": "spectrain.drafters.eagle3.Eagle3",
         "ttt_steps": sizes.ttt_steps,
@@ -96,13 +96,13 @@ def settings(sizes: OnlineSizes, batch_tokens: int, folder: str) -> Any:
     return OmegaConf.create({"target": target, "drafter": drafter, "trainer": trainer})
 
 
-def llama(model: Model) -> LlamaConfig:
+def llama_config(model: ModelGeometry) -> LlamaConfig:
     config: LlamaConfig = random_network(model, torch.device("meta"), torch.float32).config
     config.architectures = ["LlamaForCausalLM"]
     return config
 
 
-def measured_peak(
+def measure_training(
     config: Any, sizes: OnlineSizes, dataset: Dataset, device: torch.device, dtype: torch.dtype, folder: Path
 ) -> int:
     """Bytes that training really holds at its worst moment."""
@@ -110,14 +110,14 @@ def measured_peak(
     target = Target(random_network(sizes.model, device, dtype), tokenizer, "random", "random")
     with device:
         drafter = build(config.drafter, target=target)
-    randomise(drafter)
-    target.pack()
-    trainer = Trainer.of(config)
-    work = partial(trainer.fit, drafter, target, dataset, Live(), folder / "run")
-    return peak(work, size_of(*target.parameters(), *drafter.parameters(), *drafter.buffers()), device)
+    randomize_weights(drafter)
+    target.pack_weights()
+    trainer = Trainer.from_config(config)
+    work = partial(trainer.fit, drafter, target, dataset, LiveSource(), folder / "run")
+    return measure_peak(work, size_of(*target.parameters(), *drafter.parameters(), *drafter.buffers()), device)
 
 
-def peak(work: Callable[[], Any], held: int, device: torch.device) -> int:
+def measure_peak(work: Callable[[], Any], resident_bytes: int, device: torch.device) -> int:
     """The most bytes in tensors while `work` runs; `held` are there before it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -134,4 +134,4 @@ def peak(work: Callable[[], Any], held: int, device: torch.device) -> int:
         if event.name() == "[memory]":
             now += event.nbytes()
             most = max(most, now)
-    return held + most
+    return resident_bytes + most

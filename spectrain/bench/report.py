@@ -15,17 +15,17 @@ import torch
 from spectrain.errors import UserError
 from spectrain.kernels import linear_divergence, tree_attention
 
-from .attention import CONSTANTS, Bounds, Cell, bounds
-from .correctness import CHECKS, named
+from .attention import H200_CEILINGS, AttentionCell, TimeBounds, time_bounds
+from .correctness import CHECKS, iterate_cases
 from .kernels import KernelSizes
-from .steps import digest
+from .steps import source_digest
 
-GOALS = Path(__file__).parents[1] / "eval" / "results" / "goals.json"
-SIGNS = {"at least": ">=", "above": ">", "at most": "<="}
+GOALS_PATH = Path(__file__).parents[1] / "eval" / "results" / "goals.json"
+GOAL_SIGNS = {"at least": ">=", "above": ">", "at most": "<="}
 NOT_MEASURED = "not measured"
-BASELINES = {"sdpa": "SDPA", "sdpa_repeated": "SDPA, heads repeated", "flex": "FlexAttention", "flashinfer": "FlashInfer",
+BASELINE_TITLES = {"sdpa": "SDPA", "sdpa_repeated": "SDPA, heads repeated", "flex": "FlexAttention", "flashinfer": "FlashInfer",
              "unmasked": "flash, no mask"}  # fmt: skip
-Rows = dict[str, dict[str, Any]]
+RowsByName = dict[str, dict[str, Any]]
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Report:
     def run(self) -> None:
         if not Path(self.results).is_dir():
             raise UserError(f"bench.results={self.results}: there is no such folder")
-        print(markdown(Path(self.results)))
+        print(render_markdown(Path(self.results)))
 
 
 @dataclass
@@ -46,22 +46,22 @@ class Evidence:
 
     gpu: str
     settings: list[dict[str, Any]] = field(default_factory=list)
-    rows: Rows = field(default_factory=dict)
-    lines: dict[str, float] = field(default_factory=dict)
+    rows: RowsByName = field(default_factory=dict)
+    goal_values: dict[str, float] = field(default_factory=dict)
 
-    def measured(self, name: str) -> dict[str, Any] | None:
+    def measured_row(self, name: str) -> dict[str, Any] | None:
         row = self.rows.get(name)
         return None if row is None or "failed" in row else row
 
-    def number(self, name: str, *keys: str) -> float | None:
+    def read_number(self, name: str, *keys: str) -> float | None:
         """An entry of a row, or None where it is missing."""
-        found: Any = self.measured(name)
+        found: Any = self.measured_row(name)
         for key in keys:
             found = None if found is None else found.get(key)
         return found
 
 
-def gather(folder: Path) -> list[Evidence]:
+def gather_evidence(folder: Path) -> list[Evidence]:
     """The files of a folder by GPU, in the order of their dates."""
     found: dict[str, Evidence] = {}
     contents = []
@@ -77,33 +77,33 @@ def gather(folder: Path) -> list[Evidence]:
         evidence = found.setdefault(content["setting"]["gpu"], Evidence(content["setting"]["gpu"]))
         evidence.settings.append(content["setting"])
         evidence.rows |= content.get("rows", {})
-        evidence.lines |= content.get("lines", {})
+        evidence.goal_values |= content.get("lines", {})
     return list(found.values())
 
 
-def values(evidence: Evidence) -> dict[str, float | None]:
+def line_values(evidence: Evidence) -> dict[str, float | None]:
     """The number of every line that has one."""
     bandwidth, rate = (
-        evidence.number("ceilings/copy", "bytes_per_second"),
-        evidence.number("ceilings/product", "flops_per_second"),
+        evidence.read_number("ceilings/copy", "bytes_per_second"),
+        evidence.read_number("ceilings/product", "flops_per_second"),
     )
     found = {
         "copy bandwidth": bandwidth and bandwidth / 1e12,
         "bf16 product, 8192 wide": rate and rate / 1e12,
-        **{f"{kernel}: cases beyond tolerance in float64, or not run by the kernel": faults(evidence, kernel)
+        **{f"{kernel}: cases beyond tolerance in float64, or not run by the kernel": count_faults(evidence, kernel)
            for kernel in CHECKS},
         **attention_values(evidence),
     }  # fmt: skip
-    for loss in KernelSizes().losses():
+    for loss in KernelSizes().loss_shapes():
         name = f"fused loss, {loss.rows} rows, vocabulary {loss.vocab}"
-        found[f"{name}: peak memory over unfused"] = evidence.number(loss.name, "memory_ratio")
-        found[f"{name}: time over unfused"] = evidence.number(loss.name, "time_ratio")
-    return found | evidence.lines
+        found[f"{name}: peak memory over unfused"] = evidence.read_number(loss.name, "memory_ratio")
+        found[f"{name}: time over unfused"] = evidence.read_number(loss.name, "time_ratio")
+    return found | evidence.goal_values
 
 
-def faults(evidence: Evidence, kernel: str) -> int | None:
+def count_faults(evidence: Evidence, kernel: str) -> int | None:
     """How many cases of a kernel failed, were wrong, or were not run by it; None while one is missing."""
-    rows = [evidence.rows.get(name) for name, check, _, _ in named() if check is CHECKS[kernel]]
+    rows = [evidence.rows.get(name) for name, check, _, _ in iterate_cases() if check is CHECKS[kernel]]
     if any(row is None for row in rows):
         return None
     return sum(row is not None and not (row.get("within") and row.get("by_kernel")) for row in rows)
@@ -112,55 +112,59 @@ def faults(evidence: Evidence, kernel: str) -> int | None:
 def attention_values(evidence: Evidence) -> dict[str, float | None]:
     """Shares of the floor, and how many times as long torch takes: of its two ways with a dense mask, the faster."""
     found: dict[str, float | None] = {}
-    for cell in KernelSizes().cells():
+    for cell in KernelSizes().table_cells():
         title = f"tree attention, {cell.name.removeprefix('table/')}"
-        found[f"{title}: share of its floor"] = evidence.number(cell.name, "share_of_floor")
-        times = [evidence.number(cell.name, "times_ours", name) for name in ("sdpa", "sdpa_repeated")]
+        found[f"{title}: share of its floor"] = evidence.read_number(cell.name, "share_of_floor")
+        times = [evidence.read_number(cell.name, "times_ours", name) for name in ("sdpa", "sdpa_repeated")]
         found[f"{title}: time of SDPA with a dense mask over ours"] = min(filter(None, times), default=None)
-    table_heads = [cell for cell in KernelSizes().cells() if cell.heads is None]  # others FlexAttention may not take
-    flex = [evidence.number(cell.name, "times_ours", "flex") for cell in table_heads]
+    table_heads = [cell for cell in KernelSizes().table_cells() if cell.heads is None]  # others FlexAttention may not take
+    flex = [evidence.read_number(cell.name, "times_ours", "flex") for cell in table_heads]
     known = [ratio for ratio in flex if ratio is not None]
     least = min(known) if len(known) == len(flex) else None
     found["tree attention, the least of all rows: time of FlexAttention over ours"] = least
     return found
 
 
-def meets(value: float, goal: dict[str, Any]) -> bool:
+def meets_goal(value: float, goal: dict[str, Any]) -> bool:
     wanted = goal["goal"]
     return {"at least": value >= wanted, "above": value > wanted, "at most": value <= wanted}[goal["sense"]]
 
 
-def markdown(folder: Path) -> str:
+def render_markdown(folder: Path) -> str:
     """A section for every GPU that was measured, or one in which nothing is."""
-    return "\n\n".join(section(evidence) for evidence in gather(folder) or [Evidence("no GPU yet")])
+    return "\n\n".join(render_section(evidence) for evidence in gather_evidence(folder) or [Evidence("no GPU yet")])
 
 
-def against_goals(folder: Path) -> str:
+def render_goals(folder: Path) -> str:
     """Of every section what has a goal, and every miss by name, which docs/engine.md holds."""
-    return "\n\n".join("\n\n".join(judged(evidence)) for evidence in gather(folder) or [Evidence("no GPU yet")])
+    return "\n\n".join(
+        "\n\n".join(render_verdicts(evidence)) for evidence in gather_evidence(folder) or [Evidence("no GPU yet")]
+    )
 
 
-def section(evidence: Evidence) -> str:
+def render_section(evidence: Evidence) -> str:
     """What one GPU showed, under its name and the software it ran with."""
     software = dict.fromkeys(
         ", ".join(f"{name} {setting.get(name)}" for name in ("torch", "triton", "driver")) for setting in evidence.settings
     )
     title = f"## {evidence.gpu}" + (f" ({'; '.join(software)})" if software else "")
-    return "\n\n".join([title, *judged(evidence), divergence_table(evidence), rounds_table(evidence), *notes(evidence)])
+    return "\n\n".join(
+        [title, *render_verdicts(evidence), divergence_table(evidence), rounds_table(evidence), *collect_notes(evidence)]
+    )
 
 
-def judged(evidence: Evidence) -> list[str]:
+def render_verdicts(evidence: Evidence) -> list[str]:
     """The tables of what has a goal, and a sentence for every goal that was missed."""
     goals, cells = goal_lines(evidence), attention_lines(evidence)
     missed = [f"Missed: {name}, {shown} for {wanted}." for name, wanted, shown, verdict in goals if verdict == "missed"]
     missed += [f"Missed: tree attention, {line[0]} (B / prefix / N), {line[3]} us for {line[2]}."
                for line in cells if line[4] == "missed"]  # fmt: skip
     titles = ["tree attention, B / prefix / N", "floor us", "goal us", "us", "", "p10 to p90", "of the floor",
-              "of 4.3 TB/s, 790 TFLOP/s", *BASELINES.values()]  # fmt: skip
-    return [table(["line", "goal", "measured", ""], goals), table(titles, cells), *missed]
+              "of 4.3 TB/s, 790 TFLOP/s", *BASELINE_TITLES.values()]  # fmt: skip
+    return [markdown_table(["line", "goal", "measured", ""], goals), markdown_table(titles, cells), *missed]
 
 
-def table(titles: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+def markdown_table(titles: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
     titles = list(titles)
     rule = ["---", *["---:"] * (len(titles) - 1)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (titles, rule, *lines))
@@ -168,54 +172,58 @@ def table(titles: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
 
 def goal_lines(evidence: Evidence) -> list[list[str]]:
     """Every line that is to be shown, its goal, and what was measured."""
-    found = values(evidence)
+    found = line_values(evidence)
     lines = []
-    for goal in json.loads(GOALS.read_text()):
+    for goal in json.loads(GOALS_PATH.read_text()):
         value, unit = found.get(goal["name"]), f" {goal['unit']}" if goal["unit"] else ""
-        wanted = "" if goal["goal"] is None else f"{SIGNS[goal['sense']]} {goal['goal']}{unit}"
+        wanted = "" if goal["goal"] is None else f"{GOAL_SIGNS[goal['sense']]} {goal['goal']}{unit}"
         shown = NOT_MEASURED if value is None else f"{value:.3g}{unit}"
-        verdict = "" if value is None or goal["goal"] is None else verdict_of(meets(value, goal))
+        verdict = "" if value is None or goal["goal"] is None else verdict_word(meets_goal(value, goal))
         lines.append([goal["name"], wanted, shown, verdict])
     return lines
 
 
-def verdict_of(met: bool) -> str:
+def verdict_word(met: bool) -> str:
     return "met" if met else "missed"
 
 
 def attention_lines(evidence: Evidence) -> list[list[str]]:
     """Tree attention in every cell: its floor, its goal, its time, and how many times as long the others take."""
     lines = []
-    for cell in KernelSizes().cells():
-        row, name = evidence.measured(cell.name), cell.title
+    for cell in KernelSizes().table_cells():
+        row, name = evidence.measured_row(cell.name), cell.title
         if row is None:
-            limits = expected(evidence, cell)
-            lines.append([name, f"{limits.floor:.1f}", f"{limits.goal:.1f}", NOT_MEASURED, *[""] * (4 + len(BASELINES))])
+            limits = expected_bounds(evidence, cell)
+            lines.append([name, f"{limits.floor:.1f}", f"{limits.goal:.1f}", NOT_MEASURED, *[""] * (4 + len(BASELINE_TITLES))])
             continue
         us, ratios = row["us"]["ours"], row["times_ours"]
         times = [f"{row['floor_us']:.1f}", f"{row['goal_us']:.1f}", f"{us['median']:.1f}"]
         shares = f"{row['share_of_floor']:.0%}", f"{row['share_of_constant_floor']:.0%}"
-        others = [f"{ratios[other]:.2f}x" if other in ratios else "not run" for other in BASELINES]
-        verdict = verdict_of(us["median"] <= row["goal_us"])
+        others = [f"{ratios[other]:.2f}x" if other in ratios else "not run" for other in BASELINE_TITLES]
+        verdict = verdict_word(us["median"] <= row["goal_us"])
         lines.append([name, *times, verdict, f"{us['p10']:.1f} to {us['p90']:.1f}", *shares, *others])
     return lines
 
 
-def expected(evidence: Evidence, cell: Cell) -> Bounds:
+def expected_bounds(evidence: Evidence, cell: AttentionCell) -> TimeBounds:
     """Floor and goal of a cell that has no row: by the card's ceilings where they were measured, else by an H200's."""
-    found = {rate: evidence.number(f"ceilings/{name}", rate) or CONSTANTS[rate]
+    found = {rate: evidence.read_number(f"ceilings/{name}", rate) or H200_CEILINGS[rate]
              for name, rate in (("copy", "bytes_per_second"), ("product", "flops_per_second"))}  # fmt: skip
-    return bounds(cell, KernelSizes().geometry(cell, torch.bfloat16, torch.device("cuda")), found)
+    return time_bounds(cell, KernelSizes().cell_geometry(cell, torch.bfloat16, torch.device("cuda")), found)
 
 
 def divergence_table(evidence: Evidence) -> str:
     """The fused loss and its gradients beside torch's, eager and compiled."""
     lines = []
-    for loss in KernelSizes().losses():
-        row, name = evidence.measured(loss.name), f"{loss.rows} / {loss.vocab}"
-        cells = [NOT_MEASURED, "", ""] if row is None else [side(row, way) for way in ("fused", "unfused", "unfused_compiled")]
+    for loss in KernelSizes().loss_shapes():
+        row, name = evidence.measured_row(loss.name), f"{loss.rows} / {loss.vocab}"
+        cells = (
+            [NOT_MEASURED, "", ""]
+            if row is None
+            else [format_system(row, way) for way in ("fused", "unfused", "unfused_compiled")]
+        )
         lines.append([name, *cells])
-    return table(["fused loss, rows / vocabulary", "fused", "unfused", "unfused, compiled"], lines)
+    return markdown_table(["fused loss, rows / vocabulary", "fused", "unfused", "unfused, compiled"], lines)
 
 
 def rounds_table(evidence: Evidence) -> str:
@@ -231,23 +239,23 @@ def rounds_table(evidence: Evidence) -> str:
     ]
     lines = []
     for name in sorted(name for name in evidence.rows if name.startswith("engine/")):
-        row = evidence.measured(name) or {}
+        row = evidence.measured_row(name) or {}
         for script, speedup in row.get("speedup", {}).items():
             cells = [f"{row['tau'][script]:.2f}", f"{row['tokens_per_second'][script]:.0f}"]
             cells += [f"{speedup[of]:.2f}x" for of in ("measured", "model")]
             cells += [f"{row['eta'][script]:.2f}", f"{row['eta_roofline']:.2f}"]
             lines.append([f"{name.removeprefix('engine/')}, {script}", *cells])
-    return table(titles, lines)
+    return markdown_table(titles, lines)
 
 
-def side(row: dict[str, Any], way: str) -> str:
+def format_system(row: dict[str, Any], way: str) -> str:
     if way not in row["us"]:
         return "not run"
     peak = row["peak_bytes"].get(way)
     return f"{row['us'][way]['median'] / 1e3:.1f} ms" + ("" if peak is None else f", {peak / 1e9:.1f} GB")
 
 
-def notes(evidence: Evidence) -> list[str]:
+def collect_notes(evidence: Evidence) -> list[str]:
     """Why something was not run, what failed, and what was measured of code that has changed since."""
     reasons: dict[str, int] = {}
     for row in evidence.rows.values():
@@ -255,8 +263,8 @@ def notes(evidence: Evidence) -> list[str]:
             reasons[f"{name}: {why}"] = reasons.get(f"{name}: {why}", 0) + 1
     found = [f"Not run in {count} rows: {text}." for text, count in reasons.items()]
     found += [f"Failed: {name}: {row['failed']}." for name, row in evidence.rows.items() if "failed" in row]
-    now = {"table": digest(tree_attention), "divergence": digest(linear_divergence)}
-    now |= {f"correctness/{kernel}": digest(*check.modules) for kernel, check in CHECKS.items()}
+    now = {"table": source_digest(tree_attention), "divergence": source_digest(linear_divergence)}
+    now |= {f"correctness/{kernel}": source_digest(*check.modules) for kernel, check in CHECKS.items()}
     old = [name for name, row in evidence.rows.items() for part, source in now.items()
            if name.startswith(f"{part}/") and row.get("source") != source]  # fmt: skip
     return [*found, *([f"{len(old)} rows were measured before their kernel's file changed last."] if old else [])]

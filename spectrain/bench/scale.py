@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from spectrain.provenance import provenance
+from spectrain.provenance import collect_provenance
 
-CONF = Path(__file__).resolve().parents[1] / "conf" / "accelerate"
-WAYS = ("ddp", "fsdp2", "zero2", "zero3")
+ACCELERATE_CONFIGS = Path(__file__).resolve().parents[1] / "conf" / "accelerate"
+SHARING_MODES = ("ddp", "fsdp2", "zero2", "zero3")
 
 
-def table(found: dict[str, Any]) -> str:
+def markdown_table(found: dict[str, Any]) -> str:
     """The rows of a result as a Markdown table."""
     lines = ["| way | tokens/s | largest difference of a step's loss |", "|---|---:|---:|"]
     for row in found["rows"]:
@@ -48,26 +48,34 @@ class Scale:
     def run(self) -> None:
         with TemporaryDirectory() as folder:
             one = [sys.executable, "-m"]
-            plain = self._train(Path(folder) / "plain", [*one, "spectrain"], [f"trainer.accumulate={self.processes}"])
+            plain = self._run_training(Path(folder) / "plain", [*one, "spectrain"], [f"trainer.accumulate={self.processes}"])
             rows = [{"way": "one process", **plain}]
-            for way in WAYS:
-                launch = [*one, "accelerate.commands.launch", "--config_file", str(CONF / f"{way}.yaml"), "--num_processes"]
-                rows.append({"way": way, **self._train(Path(folder) / way, [*launch, str(self.processes), "-m", "spectrain"])})
+            for way in SHARING_MODES:
+                launch = [
+                    *one,
+                    "accelerate.commands.launch",
+                    "--config_file",
+                    str(ACCELERATE_CONFIGS / f"{way}.yaml"),
+                    "--num_processes",
+                ]
+                rows.append(
+                    {"way": way, **self._run_training(Path(folder) / way, [*launch, str(self.processes), "-m", "spectrain"])}
+                )
             if self.processes > 1:
                 torchrun = [*one, "torch.distributed.run", "--nproc-per-node", str(self.processes), "-m", "spectrain"]
                 for way in ("fsdp2", "tensor"):
                     more = [f"target.sharding={way}", *([f"trainer.accumulate={self.processes}"] if way == "tensor" else [])]
-                    rows.append({"way": f"target {way}", **self._train(Path(folder) / f"target-{way}", torchrun, more)})
+                    rows.append({"way": f"target {way}", **self._run_training(Path(folder) / f"target-{way}", torchrun, more)})
         for row in rows:
             pairs = zip(row["losses"], plain["losses"])
             row["largest_difference"] = max((abs(a - b) / max(abs(b), 1e-3) for a, b in pairs), default=None)
         self.out.parent.mkdir(parents=True, exist_ok=True)
-        facts = {key: value for key, value in provenance().items() if key != "command"}
+        facts = {key: value for key, value in collect_provenance().items() if key != "command"}
         found = {"setting": {"processes": self.processes, "settings": self.settings, **facts}, "rows": rows}
         self.out.write_text(json.dumps(found, indent=2) + "\n")
-        print(table(found))
+        print(markdown_table(found))
 
-    def _train(self, run: Path, command: list[str], more: list[str] | None = None) -> dict[str, Any]:
+    def _run_training(self, run: Path, command: list[str], more: list[str] | None = None) -> dict[str, Any]:
         """One training: its losses, and its speed over the second half of its steps."""
         asked = [*command, "train", *self.settings, f"run={run}", *(more or [])]
         done = subprocess.run(asked, capture_output=True, text=True, timeout=480)

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from .models import Model
-from .rounds import Sample
+from .models import ModelGeometry
+from .rounds import RoundSample
 
 AR = "autoregressive"
-BYTES = 2  # a weight's, or a key's entry, in bfloat16
-ENGINE = "engine, 8B geometry, B=1 prefix=1024"
-Rows = dict[str, dict[str, Any]]
+BYTES_PER_VALUE = 2  # a weight's, or a key's entry, in bfloat16
+ENGINE_TITLE = "engine, 8B geometry, B=1 prefix=1024"
+RowsByName = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Parts:
+class RoundCosts:
     """Seconds of each part of a round, measured apart, and of an autoregressive step."""
 
     autoregressive: float
@@ -42,7 +42,7 @@ class Parts:
     def h(self) -> float:
         return (self.accept + self.outside) / self.autoregressive
 
-    def speedup(self, tau: float) -> float:
+    def predict_speedup(self, tau: float) -> float:
         return tau / (self.c * self.steps + self.v + self.h)
 
 
@@ -50,80 +50,80 @@ class Parts:
 class Roofline:
     """The least seconds for a model's work on a machine."""
 
-    model: Model
+    model: ModelGeometry
     bytes_per_second: float
     flops_per_second: float
 
     @property
-    def layer(self) -> int:
+    def layer_parameters(self) -> int:
         """Parameters of the matrices of a layer."""
         m = self.model
         return 2 * m.width * (m.heads + m.kv_heads) * m.head_size + 3 * m.width * m.inner
 
     @property
-    def drafter_layer(self) -> int:
+    def drafter_layer_parameters(self) -> int:
         """The same of an EAGLE-3 layer, whose queries, keys and values read twice the width."""
-        return self.layer + self.model.width * (self.model.heads + 2 * self.model.kv_heads) * self.model.head_size
+        return self.layer_parameters + self.model.width * (self.model.heads + 2 * self.model.kv_heads) * self.model.head_size
 
     @property
-    def slot(self) -> int:
+    def slot_bytes(self) -> int:
         """Bytes of a token's keys and values in one layer."""
-        return 2 * BYTES * self.model.kv_heads * self.model.head_size
+        return 2 * BYTES_PER_VALUE * self.model.kv_heads * self.model.head_size
 
-    def verify(self, batch: int, prefix: int, nodes: int) -> float:
+    def verify_seconds(self, batch: int, prefix: int, nodes: int) -> float:
         """A forward of the target over so many nodes a row; of one node, an autoregressive step."""
         m = self.model
-        weights = m.layers * self.layer + m.vocab * m.width
-        moved = BYTES * weights + batch * (prefix + nodes) * self.slot * m.layers
+        weights = m.layers * self.layer_parameters + m.vocab * m.width
+        moved = BYTES_PER_VALUE * weights + batch * (prefix + nodes) * self.slot_bytes * m.layers
         attention = 4 * (prefix + nodes) * m.heads * m.head_size * m.layers
         return max(moved / self.bytes_per_second, batch * nodes * (2 * weights + attention) / self.flops_per_second)
 
-    def draft(self, batch: int, prefix: int, steps: int) -> float:
+    def draft_seconds(self, batch: int, prefix: int, steps: int) -> float:
         """The steps of an EAGLE-3 drafter, of which the first reads three layers of the target."""
         m = self.model
-        weights = 3 * m.width**2 + steps * (self.drafter_layer + m.draft_vocab * m.width)
-        return (BYTES * weights + steps * batch * prefix * self.slot) / self.bytes_per_second
+        weights = 3 * m.width**2 + steps * (self.drafter_layer_parameters + m.draft_vocab * m.width)
+        return (BYTES_PER_VALUE * weights + steps * batch * prefix * self.slot_bytes) / self.bytes_per_second
 
-    def efficiency(self, batch: int, prefix: int, nodes: int, steps: int) -> float:
+    def max_efficiency(self, batch: int, prefix: int, nodes: int, steps: int) -> float:
         """Speedup over tau that nothing can beat."""
-        round_ = self.draft(batch, prefix, steps) + self.verify(batch, prefix, nodes)
-        return self.verify(batch, prefix, 1) / round_
+        round_ = self.draft_seconds(batch, prefix, steps) + self.verify_seconds(batch, prefix, nodes)
+        return self.verify_seconds(batch, prefix, 1) / round_
 
 
-def gains(samples: dict[str, list[Sample]], parts: Parts, names: list[str], best: float) -> dict[str, Any]:
+def compute_gains(samples: dict[str, list[RoundSample]], parts: RoundCosts, names: list[str], best: float) -> dict[str, Any]:
     """Speedups, measured in pairs and by the model of the parts; eta = S / tau, and its share of the roofline's."""
     row: dict[str, Any] = {"c": parts.c, "v": parts.v, "h": parts.h, "gamma": parts.steps, "eta_roofline": best}
     row["speedup"] = {}
     for name in names:
         pairs = zip(samples[AR], samples[name])
         measured = median(b.tau * a.seconds / b.seconds for a, b in pairs)
-        row["speedup"][name] = {"measured": measured, "model": parts.speedup(median(one.tau for one in samples[name]))}
+        row["speedup"][name] = {"measured": measured, "model": parts.predict_speedup(median(one.tau for one in samples[name]))}
     row["eta"] = {name: row["speedup"][name]["measured"] / median(one.tau for one in samples[name]) for name in names}
     row["share_of_roofline"] = {name: eta / best for name, eta in row["eta"].items()}
     return row
 
 
-def parts_us(samples: list[Sample]) -> dict[str, float]:
+def parts_us(samples: list[RoundSample]) -> dict[str, float]:
     """The median of each part of a round, in microseconds."""
     return {part: median(one.parts[part] for one in samples) * 1e6 for part in samples[0].parts}
 
 
-def verify_ratio(steps: list[Sample], trees: list[Sample]) -> float:
+def verify_ratio(steps: list[RoundSample], trees: list[RoundSample]) -> float:
     """Verification over an autoregressive step, the median of pairs."""
     return median(tree.parts["verify"] / step.seconds for step, tree in zip(steps, trees))
 
 
-def lines(rows: Rows, wanted: Iterable[str]) -> dict[str, float]:
+def engine_goal_values(rows: RowsByName, required: Iterable[str]) -> dict[str, float]:
     """What the rows say about the engine's goals, by the goals' names. Those over all of the rows `wanted` need them all."""
     measured = {name: row for name, row in rows.items() if "failed" not in row}
     found: dict[str, float] = {}
     verify = measured.get("engine/B=1 prefix=1024/verify")
     if verify is not None:
-        found[f"{ENGINE}: autoregressive decoding, share of the bandwidth floor"] = verify["share_of_floor"]
-        found[f"{ENGINE}: autoregressive decoding"] = verify["tokens_per_second"]["autoregressive"]
+        found[f"{ENGINE_TITLE}: autoregressive decoding, share of the bandwidth floor"] = verify["share_of_floor"]
+        found[f"{ENGINE_TITLE}: autoregressive decoding"] = verify["tokens_per_second"]["autoregressive"]
         if "N=64" in verify["v"]:
-            found[f"{ENGINE}: verifying 64 nodes over one autoregressive step"] = verify["v"]["N=64"]
-    names = list(wanted)
+            found[f"{ENGINE_TITLE}: verifying 64 nodes over one autoregressive step"] = verify["v"]["N=64"]
+    names = list(required)
     drafted = [row for name, row in measured.items() if "speedup" in row]
     if names and set(names) <= set(measured):
         away = [abs(pair["measured"] / pair["model"] - 1) for row in drafted for pair in row["speedup"].values()]
@@ -136,10 +136,10 @@ def lines(rows: Rows, wanted: Iterable[str]) -> dict[str, float]:
     answers = [row["differing"] for name, row in measured.items() if name.startswith("identity/")]
     if answers:
         found["engine, float32: answers that differ from the eager loop's"] = sum(answers)
-    return found | training_lines(measured)
+    return found | training_goal_values(measured)
 
 
-def training_lines(measured: Rows) -> dict[str, float]:
+def training_goal_values(measured: RowsByName) -> dict[str, float]:
     """Of the drafter's training step."""
     row = next((row for name, row in measured.items() if name.startswith("training/")), None)
     if row is None:

@@ -15,16 +15,16 @@ from typing import Any, Protocol
 import torch
 from rich.console import Console
 
-from spectrain.errors import UserError, reason
+from spectrain.errors import UserError, describe_error
 
-from .attention import CONSTANTS
-from .measure import Rows, TimedWork, check_alive, setting
+from .attention import H200_CEILINGS
+from .measure import ResultFile, TimedWork, check_alive, describe_setting
 
-MOST_ATTEMPTS = 2  # of a row that ends the process
+MAX_ATTEMPTS = 2  # of a row that ends the process
 
 
 @dataclass(frozen=True)
-class Step:
+class Measurement:
     """One row to measure; `source` is a hash of the code whose change makes an old measurement void."""
 
     name: str
@@ -32,12 +32,12 @@ class Step:
     measure: Callable[[], dict[str, Any]]
 
     @property
-    def kind(self) -> str:
+    def row_group(self) -> str:
         """Of a correctness case, its kernel."""
         return "/".join(self.name.split("/")[:2])
 
 
-def digest(*modules: ModuleType) -> str:
+def source_digest(*modules: ModuleType) -> str:
     """A hash of these modules' files."""
     found = hashlib.sha256()
     for module in modules:
@@ -46,7 +46,7 @@ def digest(*modules: ModuleType) -> str:
     return found.hexdigest()[:12]
 
 
-class Ceilings(Protocol):
+class CeilingSizes(Protocol):
     """How the machine's limits are measured."""
 
     copied_bytes: int
@@ -69,10 +69,10 @@ class Bench(ABC):
         """What is measured, and how often; it has the fields of `Ceilings`."""
 
     @abstractmethod
-    def steps(self) -> Iterator[Step]:
+    def plan_measurements(self) -> Iterator[Measurement]:
         """Everything that the part asks for, the ceilings first."""
 
-    def lines(self) -> dict[str, float]:
+    def goal_values(self) -> dict[str, float]:
         """What the rows say about goals that the report does not find by itself."""
         return {}
 
@@ -81,52 +81,53 @@ class Bench(ABC):
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         if self.device.type != "cuda" and not self.toy:
             raise UserError("bench.toy=false: there is no GPU here; bench.toy=true runs every line at small size")
-        self.results = Rows(Path(self.out), setting(self.device, self.dtype, self.toy))
+        self.results = ResultFile(Path(self.out), describe_setting(self.device, self.dtype, self.toy))
         console, began = Console(soft_wrap=True), time.monotonic()
-        left = self.left()
+        left = self.pending_measurements()
         while left and time.monotonic() - began < self.seconds:
             step = left.pop(0)
-            console.print(f"{step.name}: {self.measured(step)}", highlight=False, markup=False)
+            console.print(f"{step.name}: {self.measure_row(step)}", highlight=False, markup=False)
         failed = sum("failed" in row for row in self.results.rows.values())
         count = f"{len(self.results.rows)} rows are in {self.out}, {failed} of them failed"
         console.print(f"{count}; {len(left)} are left: run it again" if left else f"{count}; none is left")
 
-    def left(self) -> list[Step]:
+    def pending_measurements(self) -> list[Measurement]:
         """What is not measured, what was never tried first; of that, last, what shares its code or, still later, its kind too
         with a row that has ended a process."""
-        steps = list(self.steps())
+        steps = list(self.plan_measurements())
         ended = [step for step in steps if self.results.attempts.get(step.name)]
-        sources, kinds = {step.source for step in ended}, {step.kind for step in ended}
-        waiting = [step for step in steps if not self.results.has(step.name, step.source)]
+        sources, kinds = {step.source for step in ended}, {step.row_group for step in ended}
+        waiting = [step for step in steps if not self.results.has_row(step.name, step.source)]
         return sorted(
-            waiting, key=lambda step: (self.results.trouble(step.name), (step.source in sources) + (step.kind in kinds))
+            waiting,
+            key=lambda step: (self.results.count_failures(step.name), (step.source in sources) + (step.row_group in kinds)),
         )
 
-    def measured(self, step: Step) -> str:
+    def measure_row(self, step: Measurement) -> str:
         """Measure one row, failed or not, and write it; a line about it.
 
         An error may leave the GPU's context unusable, and a row may never come back. So its beginning is noted before it, its
         failure before anything is asked of the device again, and the next process begins with the rows that were not tried.
         """
-        if self.results.begin(step.name) >= MOST_ATTEMPTS:
+        if self.results.begin_attempt(step.name) >= MAX_ATTEMPTS:
             before = self.results.rows.get(step.name, {}).get("failed")
             told = f" ({before})" if before else ""
-            row: dict[str, Any] = {"failed": f"the process ended {MOST_ATTEMPTS} times while this ran{told}"}
+            row: dict[str, Any] = {"failed": f"the process ended {MAX_ATTEMPTS} times while this ran{told}"}
         else:
-            row = self._watched(step)
-        self._keep(step, row)
+            row = self._measure_watched(step)
+        self._store_row(step, row)
         if "failed" in row:
             check_alive(self.device)  # where this raises, the process ends
-        self.results.end(step.name)
+        self.results.end_attempt(step.name)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        return summary(row)
+        return summarize_row(row)
 
-    def _watched(self, step: Step) -> dict[str, Any]:
+    def _measure_watched(self, step: Measurement) -> dict[str, Any]:
         """A row or why there is none; one that takes longer than `row_seconds` is written as failed and ends the process."""
 
         def leave() -> None:
-            self._keep(step, {"failed": f"it took longer than {self.row_seconds} seconds"})
+            self._store_row(step, {"failed": f"it took longer than {self.row_seconds} seconds"})
             os._exit(1)
 
         watchdog = threading.Timer(self.row_seconds, leave)
@@ -135,46 +136,46 @@ class Bench(ABC):
         try:
             return step.measure()
         except Exception as error:
-            return {"failed": reason(error)}
+            return {"failed": describe_error(error)}
         finally:
             watchdog.cancel()
 
-    def _keep(self, step: Step, row: dict[str, Any]) -> None:
+    def _store_row(self, step: Measurement, row: dict[str, Any]) -> None:
         self.results.rows[step.name] = {"source": step.source, **row}
-        self.results.lines = self.lines()
-        self.results.write()
+        self.results.goal_values = self.goal_values()
+        self.results.save()
 
-    def ceilings(self) -> Iterator[Step]:
-        yield Step("ceilings/copy", None, self.copy_rate)
-        yield Step("ceilings/product", None, self.product_rate)
+    def plan_ceilings(self) -> Iterator[Measurement]:
+        yield Measurement("ceilings/copy", None, self.measure_copy)
+        yield Measurement("ceilings/product", None, self.measure_product)
 
-    def rates(self) -> dict[str, float]:
+    def machine_rates(self) -> dict[str, float]:
         """The ceilings; where one could not be measured, an H200's."""
         rows = self.results.rows
         found = {"bytes_per_second": rows.get("ceilings/copy", {}), "flops_per_second": rows.get("ceilings/product", {})}
-        return {name: row.get(name, CONSTANTS[name]) for name, row in found.items()}
+        return {name: row.get(name, H200_CEILINGS[name]) for name, row in found.items()}
 
-    def copy_rate(self) -> dict[str, Any]:
+    def measure_copy(self) -> dict[str, Any]:
         """Bytes a second, read and written, of a large copy."""
         source = torch.ones(self.sizes.copied_bytes // 4, device=self.device)
         target = torch.empty_like(source)
-        seconds = self.times(lambda i: target.copy_(source))
+        seconds = self.time_work(lambda i: target.copy_(source))
         return {"bytes_per_second": 2 * source.nbytes / median(seconds), "bytes": 2 * source.nbytes}
 
-    def product_rate(self) -> dict[str, Any]:
+    def measure_product(self) -> dict[str, Any]:
         """Operations a second of a large product of random matrices: of zeros it would be a seventh faster (H200)."""
         width = self.sizes.product_width
         left, right = (torch.randn(width, width, device=self.device).to(self.dtype) for _ in range(2))
         out = torch.empty_like(left)
-        seconds = self.times(lambda i: torch.mm(left, right, out=out))
+        seconds = self.time_work(lambda i: torch.mm(left, right, out=out))
         return {"flops_per_second": 2 * width**3 / median(seconds), "width": width}
 
-    def times(self, work: Callable[[int], Any]) -> list[float]:
+    def time_work(self, work: Callable[[int], Any]) -> list[float]:
         replay = TimedWork(work, self.device, launches=4)
-        return [replay.seconds() for _ in range(self.sizes.repeats)]
+        return [replay.measure_seconds() for _ in range(self.sizes.repeats)]
 
 
-def summary(row: dict[str, Any]) -> str:
+def summarize_row(row: dict[str, Any]) -> str:
     """What the console shows of a row."""
     if "failed" in row:
         return f"failed, {row['failed']}"

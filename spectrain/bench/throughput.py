@@ -14,20 +14,20 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from spectrain.data.chat import prompt_tokens
+from spectrain.config.build import build
+from spectrain.data.chat import tokenize_prompt
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.errors import UserError
-from spectrain.models.plain import generate, plain_model
-from spectrain.models.prepacked import unpack_linears
+from spectrain.models.packed_linears import unpack_linears
+from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
-from spectrain.provenance import processor
-from spectrain.runs.fresh import fresh_drafter
-from spectrain.settings.build import build
+from spectrain.provenance import processor_name
+from spectrain.runs.init_drafter import init_drafter
 from spectrain.training.trainer import Trainer
 from spectrain.trees.token_tree import TokenTree
 
-ROWS = (1, 2, 4, 8, 16, 32, 64)
+ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def decode_table(config: DictConfig, repeats: int = 9) -> None:
@@ -37,18 +37,20 @@ def decode_table(config: DictConfig, repeats: int = 9) -> None:
     if evaluation is None:
         raise UserError("eval=none: bench decode needs prompts; leave it out")
     console = Console()
-    prompts = [prompt_tokens(target.tokenizer, prompt.opening) for prompt in evaluation.chosen[:8]]
+    prompts = [tokenize_prompt(target.tokenizer, prompt.opening) for prompt in evaluation.chosen[:8]]
     where = (
-        torch.cuda.get_device_name() if target.device.type == "cuda" else f"{processor()}, {torch.get_num_threads()} threads"
+        torch.cuda.get_device_name()
+        if target.device.type == "cuda"
+        else f"{processor_name()}, {torch.get_num_threads()} threads"
     )
     table = Table(title=f"one forward of {target.name}, ms, median of {repeats}; {where}")
     for title in ("rows", "plain linears", "packed linears", "packed / one row"):
         table.add_column(title, justify="right")
-    times = {rows: forward_times(target, prompts[0], rows, repeats) for rows in ROWS}
+    times = {rows: forward_times(target, prompts[0], rows, repeats) for rows in ROW_COUNTS}
     for rows, (plain, packed) in times.items():
         table.add_row(str(rows), f"{plain * 1e3:.1f}", f"{packed * 1e3:.1f}", f"{packed / times[1][1]:.2f}")
     console.print(table)
-    ours, theirs = against_generate(target, prompts, min(evaluation.max_new_tokens, 64))
+    ours, theirs = compare_with_generate(target, prompts, min(evaluation.max_new_tokens, 64))
     ratios = sorted(b / a for a, b in zip(ours, theirs))
     console.print(
         f"autoregressive decoding of {len(prompts)} prompts, prefill included, interleaved: generate with a static cache takes "
@@ -60,35 +62,35 @@ def forward_times(target: Target, prompt: list[int], rows: int, repeats: int) ->
     """Seconds of a chain of `rows` nodes behind a prompt, with plain and with packed linears, alternating."""
     cache = target.new_cache(1, len(prompt) + rows)
     tokens = torch.tensor([prompt], device=target.device)
-    chain = TokenTree.chain(torch.randint(0, target.head.vocab_size, (1, rows), device=target.device))
+    chain = TokenTree.from_chain(torch.randint(0, target.head.vocab_size, (1, rows), device=target.device))
     seconds: dict[bool, list[float]] = {False: [], True: []}
     with torch.inference_mode():
         target.prefill(tokens, torch.tensor([len(prompt)], device=target.device), cache, ())
         for repeat in range(repeats + 1):
             for packed in (False, True):
-                target.pack() if packed else unpack_linears(target.model)
+                target.pack_weights() if packed else unpack_linears(target.model)
                 target.verify(chain, cache)  # the first call after packing reorders the weights
-                cache.forget()
-                took = timed(target, lambda: target.verify(chain, cache))
-                cache.forget()
+                cache.roll_back()
+                took = time_call(target, lambda: target.verify(chain, cache))
+                cache.roll_back()
                 if repeat:
                     seconds[packed].append(took)
     return median(seconds[False]), median(seconds[True])
 
 
-def against_generate(target: Target, prompts: list[list[int]], max_new_tokens: int) -> tuple[list[float], list[float]]:
+def compare_with_generate(target: Target, prompts: list[list[int]], max_new_tokens: int) -> tuple[list[float], list[float]]:
     """Seconds a prompt, ours and those of transformers' `generate` with a static cache, in alternating order."""
     ours: list[float] = []
     theirs: list[float] = []
 
     def run_ours(prompt: list[int]) -> None:
-        target.pack()
+        target.pack_weights()
         decode(target, [prompt], Greedy(), 2)  # reorders the weights outside the timer
-        ours.append(timed(target, lambda: decode(target, [prompt], Greedy(), max_new_tokens)))
+        ours.append(time_call(target, lambda: decode(target, [prompt], Greedy(), max_new_tokens)))
 
     def run_theirs(prompt: list[int]) -> None:
-        with plain_model(target) as model:
-            theirs.append(timed(target, lambda: generate(model, prompt, max_new_tokens, target.stop_ids, static=True)))
+        with reference_model(target) as model:
+            theirs.append(time_call(target, lambda: generate(model, prompt, max_new_tokens, target.stop_ids, static=True)))
 
     for number, prompt in enumerate([prompts[0], *prompts]):
         for run in (run_ours, run_theirs) if number % 2 else (run_theirs, run_ours):
@@ -96,7 +98,7 @@ def against_generate(target: Target, prompts: list[list[int]], max_new_tokens: i
     return ours[1:], theirs[1:]  # the first prompt warmed up
 
 
-def timed(target: Target, work: Callable[[], Any]) -> float:
+def time_call(target: Target, work: Callable[[], Any]) -> float:
     """Seconds that `work` takes, the device included."""
     began = time.perf_counter()
     work()
@@ -107,13 +109,13 @@ def timed(target: Target, work: Callable[[], Any]) -> float:
 
 def training_throughput(config: DictConfig, steps: int = 12) -> None:
     """Train for a few steps on the recipe's data and print tokens per second and what took the time."""
-    trainer = replace(Trainer.of(config).trial(steps), log_every=steps // 3)
+    trainer = replace(Trainer.from_config(config).make_trial(steps), log_every=steps // 3)
     target: Target = build(config.target)
-    target.pack()
+    target.pack_weights()
     data = build(config.data)
     data.limit = min(data.limit or 200, 200)
-    dataset = data.dataset(target.tokenizer, target.sight)
-    drafter = fresh_drafter(config, target, dataset)
+    dataset = data.dataset(target.tokenizer, target.vision)
+    drafter = init_drafter(config, target, dataset)
     with TemporaryDirectory() as folder:
         trainer.fit(drafter, target, dataset, build(config.source), Path(folder))
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()

@@ -11,37 +11,37 @@ from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
 from spectrain.models.target import Target
-from spectrain.models.traffic import Reads, key_bytes, weight_bytes
+from spectrain.models.traffic import BytesRead, key_bytes, weight_bytes
 from spectrain.trees import TreeBuilder
 
-TOKENS = 64  # decoded to count
+NUM_DECODED_TOKENS = 64  # decoded to count
 
 
-def verification_reads(target: Target, generation: Generation) -> Reads:
+def verification_reads(target: Target, generation: Generation) -> BytesRead:
     """By the rounds of a text that was decoded alone; trees count as chains of as many nodes."""
-    return forwards(target, len(generation.prompt), generation.accepted, generation.nodes)
+    return forward_reads(target, len(generation.prompt), generation.round_lengths, generation.node_counts)
 
 
-def plain_reads(target: Target, generation: Generation) -> Reads:
+def autoregressive_reads(target: Target, generation: Generation) -> BytesRead:
     """By as many tokens, one a step."""
-    count = sum(generation.accepted)
-    return forwards(target, len(generation.prompt), [1] * count, [1] * count)
+    count = sum(generation.round_lengths)
+    return forward_reads(target, len(generation.prompt), [1] * count, [1] * count)
 
 
-def forwards(target: Target, length: int, counts: Sequence[int], nodes: Sequence[int]) -> Reads:
+def forward_reads(target: Target, length: int, counts: Sequence[int], nodes: Sequence[int]) -> BytesRead:
     """By forwards over so many nodes, each of which makes a text of `length` tokens longer by its count."""
     keys = 0
     for count, size in zip(counts, nodes):
         keys += key_bytes(target, length, size)
         length += count
-    return Reads(len(counts) * weight_bytes(target), keys)
+    return BytesRead(len(counts) * weight_bytes(target), keys)
 
 
-def traffic(target: Target, drafting: Reads, generations: Sequence[Generation]) -> dict[str, Any]:
+def measure_traffic(target: Target, drafting: BytesRead, generations: Sequence[Generation]) -> dict[str, Any]:
     """Bytes a token of texts that were decoded one after another, by part, and all of a round over a plain step's."""
-    tokens = sum(sum(one.accepted) for one in generations)
+    tokens = sum(sum(one.round_lengths) for one in generations)
     verifying, plain = (
-        sum((count(target, one) for one in generations), Reads()) for count in (verification_reads, plain_reads)
+        sum((count(target, one) for one in generations), BytesRead()) for count in (verification_reads, autoregressive_reads)
     )
     parts = {"draft": drafting, "verify": verifying, "autoregressive": plain}
     found: dict[str, Any] = {
@@ -50,14 +50,14 @@ def traffic(target: Target, drafting: Reads, generations: Sequence[Generation]) 
     return {**found, "ratio": round((drafting + verifying).total / plain.total, 4)}
 
 
-def counted(
+def count_traffic(
     target: Target, drafter: Drafter, builder: TreeBuilder, rule: AcceptanceRule, prompt: list[int]
 ) -> dict[str, Any] | None:
     """The traffic of one answer to a prompt; None of a drafter that does not count."""
-    if drafter.cost.read is None or not target.attending.kept:
+    if drafter.cost.read is None or not target.traits.attention_layers:
         return None
-    length = min(TOKENS, target.max_length - len(prompt))
+    length = min(NUM_DECODED_TOKENS, target.max_length - len(prompt))
     (generation,) = decode(target, [prompt], rule, length, drafter, builder, ignore_eos=True)
-    if not generation.accepted:
+    if not generation.round_lengths:
         return None
-    return {"prompt_tokens": len(prompt), **traffic(target, drafter.cost.read(drafter), [generation])}
+    return {"prompt_tokens": len(prompt), **measure_traffic(target, drafter.cost.read(drafter), [generation])}

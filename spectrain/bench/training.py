@@ -17,14 +17,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.eagle3 import Eagle3
-from spectrain.errors import reason
+from spectrain.errors import describe_error
 from spectrain.features.batch import Batch
 from spectrain.models.features import Features
 from spectrain.models.target import Target
 
 from .divergence import peak_memory
-from .measure import TimedWork, check_alive, interleaved, paired_ratio, spread
-from .models import Model, random_drafter, random_target
+from .measure import TimedWork, check_alive, paired_ratio, summarize_times, time_interleaved
+from .models import ModelGeometry, random_drafter, random_target
 
 
 def random_batch(target: Target, drafter: Eagle3, conversations: int, length: int) -> Batch:
@@ -36,7 +36,7 @@ def random_batch(target: Target, drafter: Eagle3, conversations: int, length: in
     return Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), features)
 
 
-def whole_loss(drafter: Eagle3, batch: Batch) -> Tensor:
+def unfused_loss(drafter: Eagle3, batch: Batch) -> Tensor:
     """EAGLE-3's loss where every token is supervised: the sum over steps i of step_decay^i KL(p || q), in draft tokens.
 
     p is the target's distribution among the draft vocabulary; where its first choice lies outside, nothing is learnt.
@@ -44,89 +44,89 @@ def whole_loss(drafter: Eagle3, batch: Batch) -> Tensor:
     assert batch.features is not None
     length = batch.tokens.shape[1]
     with torch.no_grad():
-        logits = drafter.head.logits(batch.features.at("final"))
+        logits = drafter.head.logits(batch.features.at_layer("final"))
         log_p, inside = logits[..., drafter.draft_ids].log_softmax(-1), drafter.t2d[logits.argmax(-1)]
-    hidden = drafter.fuse(batch.features)
+    hidden = drafter.fuse_features(batch.features)
     total = hidden.new_zeros((), dtype=torch.float32)
     keys: list[Tensor] = []
     values: list[Tensor] = []
     positions = torch.arange(length, device=hidden.device)[None]
     eye = torch.eye(length, dtype=torch.bool, device=hidden.device)
     for step in range(min(drafter.num_steps, length - 2)):
-        x, residual = drafter.inputs(batch.tokens.roll(-1 - step, dims=1), hidden)
-        q, k, v = drafter.self_attn.project(x, drafter.rotary(x, positions + step))
+        x, residual = drafter.attention_inputs(batch.tokens.roll(-1 - step, dims=1), hidden)
+        q, k, v = drafter.self_attn.project_qkv(x, drafter.rotary(x, positions + step))
         keys, values = [*keys, k], [*values, v]
         mask = torch.cat([torch.ones_like(eye).tril(), *[eye] * step], dim=1) if step else None
         attended = F.scaled_dot_product_attention(
             q, torch.cat(keys, 2), torch.cat(values, 2), attn_mask=mask, is_causal=mask is None, enable_gqa=True
         )
-        hidden = residual + drafter.self_attn.output(attended)
+        hidden = residual + drafter.self_attn.project_output(attended)
         hidden = hidden + drafter.mlp(drafter.post_attention_layernorm(hidden))
         told = slice(step + 1, length - 1)  # index t answers for token t + 2 + step, and its target's state is at t + 1 + step
-        log_q = drafter.lm_head(drafter.read_by_head(hidden[:, : length - 2 - step])).float().log_softmax(-1)
+        log_q = drafter.lm_head(drafter.head_inputs(hidden[:, : length - 2 - step])).float().log_softmax(-1)
         losses = F.kl_div(log_q, log_p[:, told], reduction="none", log_target=True).sum(-1)
         total = total + drafter.step_decay**step * torch.where(inside[:, told], losses, 0.0).sum()
     return total
 
 
-def precision(device: torch.device) -> AbstractContextManager[Any]:
+def training_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """As the trainer computes: on a GPU in bfloat16 where that is safe, from weights in float32."""
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
 
 
-def losses(drafter: Eagle3, target: Target, batch: Batch) -> dict[str, Callable[[], Tensor]]:
+def loss_functions(drafter: Eagle3, target: Target, batch: Batch) -> dict[str, Callable[[], Tensor]]:
     return {
         "drafter": lambda: drafter.loss(batch, target, TrainingState()).total,
-        "unfused": lambda: whole_loss(drafter, batch),
+        "unfused": lambda: unfused_loss(drafter, batch),
     }
 
 
-def gradients(loss: Callable[[], Tensor], drafter: Eagle3, number: int = 0) -> None:
+def compute_gradients(loss: Callable[[], Tensor], drafter: Eagle3, number: int = 0) -> None:
     """The step that is timed, whatever its number."""
-    with precision(drafter.fc.weight.device):
+    with training_autocast(drafter.fc.weight.device):
         found = loss()
     torch.autograd.grad(found, list(drafter.parameters()))
 
 
-def counted_flops(loss: Callable[[], Tensor], drafter: Eagle3, conversations: int, length: int) -> int:
+def count_flops(loss: Callable[[], Tensor], drafter: Eagle3, conversations: int, length: int) -> int:
     """Operations of a loss and its gradients: products as counted, attention by what is seen, however it is computed."""
     with FlopCounterMode(display=False) as counter:
-        gradients(loss, drafter)
+        compute_gradients(loss, drafter)
     attending = ("attention", "bmm")  # bmm where torch composes attention; linears are mm
     products = sum(n for op, n in counter.get_flop_counts()["Global"].items() if not any(name in str(op) for name in attending))
-    seen = conversations * pairs_seen(length, min(drafter.num_steps, length - 2))
+    seen = conversations * count_visible_pairs(length, min(drafter.num_steps, length - 2))
     return products + 14 * drafter.self_attn.q_proj.out_features * seen  # two products forward, five backward, of multiply-adds
 
 
-def pairs_seen(length: int, steps: int) -> int:
+def count_visible_pairs(length: int, steps: int) -> int:
     """Queries times the keys that each sees, of so many unrolled steps: causal ones, and one of every step before."""
     return sum(length * (length + 1) // 2 + length * step for step in range(steps))
 
 
 def training_row(
-    model: Model, conversations: int, length: int, repeats: int, rate: float, dtype: torch.dtype, device: torch.device
+    model: ModelGeometry, conversations: int, length: int, repeats: int, rate: float, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Any]:
     """Times, interleaved, and peaks of the drafter's own loss and of the twin, and the share of a large product's rate."""
     target = random_target(replace(model, layers=3), device, dtype)  # as few as give three features
     drafter = random_drafter(target, model, torch.float32)
     batch = random_batch(target, drafter, conversations, length)
-    ways = losses(drafter, target, batch)
-    flops = counted_flops(ways["unfused"], drafter, conversations, length)
+    ways = loss_functions(drafter, target, batch)
+    flops = count_flops(ways["unfused"], drafter, conversations, length)
     replays: dict[str, TimedWork] = {}
     peaks: dict[str, int | None] = {}
     failed: dict[str, str] = {}
     for name, loss in ways.items():
         try:
-            peaks[name] = peak_memory(partial(gradients, loss, drafter), device)
-            replays[name] = TimedWork(partial(gradients, loss, drafter), device, launches=1, graph=False)
+            peaks[name] = peak_memory(partial(compute_gradients, loss, drafter), device)
+            replays[name] = TimedWork(partial(compute_gradients, loss, drafter), device, launches=1, graph=False)
         except Exception as error:
-            failed[name] = reason(error)
+            failed[name] = describe_error(error)
             check_alive(device)
-    samples = interleaved(replays, repeats)
+    samples = time_interleaved(replays, repeats)
     tokens = batch.tokens.numel()
     row: dict[str, Any] = {
         "conversations": conversations, "length": length, "ttt_steps": drafter.num_steps, "flops": flops, "not_run": failed,
-        "us": {name: spread(seconds) for name, seconds in samples.items()}, "peak_bytes": peaks, "repeats": repeats,
+        "us": {name: summarize_times(seconds) for name, seconds in samples.items()}, "peak_bytes": peaks, "repeats": repeats,
     }  # fmt: skip
     if failed:
         return {**row, "failed": "; ".join(failed.values())}

@@ -11,25 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectrain.errors import reason
+from spectrain.errors import describe_error
 from spectrain.kernels import tree_attention as kernels
-from spectrain.kernels.tree_attention import AttentionTiles, is_roomy
+from spectrain.kernels.tree_attention import AttentionTiles, is_hopper
 
-from .attention import AGREES, Cell, Geometry, Problem, bounds, cost, ours
-from .measure import Rows, TimedWork, Work, check_alive, interleaved, paired_ratio, relative_error, spread
+from .attention import MAX_DIFFERENCE, AttentionCell, AttentionProblem, Geometry, candidate_work, count_cost, time_bounds
+from .measure import ResultFile, TimedWork, Work, check_alive, paired_ratio, relative_error, summarize_times, time_interleaved
 
-FEWEST_ROWS = 16  # of a block: tensor cores take no fewer
+MIN_BLOCK_ROWS = 16  # of a block: tensor cores take no fewer
 
 
-def named(tiles: AttentionTiles) -> str:
+def tiles_name(tiles: AttentionTiles) -> str:
     """As a row of the results says it: rows x keys (keys where every row sees all), warps, stages."""
-    return f"{tiles.block_m}x{tiles.block_n} ({tiles.block_p}) {tiles.warps} warps {tiles.stages} stages"
+    return f"{tiles.block_m}x{tiles.block_n} ({tiles.block_p}) {tiles.num_warps} warps {tiles.num_stages} stages"
 
 
-def candidates(chosen: AttentionTiles) -> list[AttentionTiles]:
+def list_candidates(chosen: AttentionTiles) -> list[AttentionTiles]:
     """The chosen tiles first, then blocks of as many rows and, by four warps, of half as many, with every number of keys, warps
     and stages that may pay; four warps cannot hold more than 64 rows."""
-    half = max(FEWEST_ROWS, chosen.block_m // 2)
+    half = max(MIN_BLOCK_ROWS, chosen.block_m // 2)
     rows = [(chosen.block_m, 8), *([(chosen.block_m, 4)] if chosen.block_m <= 64 else []), (half, 4)]
     every = product(rows, (32, 64), (2, 3), (64, 128))
     others = (AttentionTiles(block_m, keys, warps, stages, seen) for (block_m, warps), keys, stages, seen in every)
@@ -37,20 +37,20 @@ def candidates(chosen: AttentionTiles) -> list[AttentionTiles]:
 
 
 @contextmanager
-def taken(tiles: AttentionTiles) -> Iterator[None]:
+def use_tiles(tiles: AttentionTiles) -> Iterator[None]:
     """For so long tree attention is cut so."""
-    before, kernels.choose_config = kernels.choose_config, lambda *sizes, **options: tiles
+    before, kernels.choose_tiles = kernels.choose_tiles, lambda *sizes, **options: tiles
     try:
         yield
     finally:
-        kernels.choose_config = before
+        kernels.choose_tiles = before
 
 
-def cut(work: Work, tiles: AttentionTiles) -> Work:
+def with_tiles(work: Work, tiles: AttentionTiles) -> Work:
     """A launch with these tiles."""
 
     def launch(i: int) -> Any:
-        with taken(tiles):
+        with use_tiles(tiles):
             return work(i)
 
     return launch
@@ -58,43 +58,46 @@ def cut(work: Work, tiles: AttentionTiles) -> Work:
 
 @torch.no_grad()
 def tuning_row(
-    cell: Cell, geometry: Geometry, results: Rows, ceilings: dict[str, float], launches: int, repeats: int
+    cell: AttentionCell, geometry: Geometry, results: ResultFile, ceilings: dict[str, float], launches: int, repeats: int
 ) -> dict[str, Any]:
     """Microseconds of every candidate that compiles, gives what the chosen one gives and has ended no process before; the
     fastest, and its time over the chosen one's. Where no kernel runs all take the reference's time."""
-    problem, name = Problem(cell, geometry), f"tuning/{cell.name}"
+    problem, name = AttentionProblem(cell, geometry), f"tuning/{cell.name}"
     rows = geometry.num_heads // geometry.num_kv_heads * cell.nodes
-    chosen = kernels.choose_config(rows, geometry.head_size, geometry.dtype, is_roomy(geometry.device))
+    chosen = kernels.choose_tiles(rows, geometry.head_size, geometry.dtype, is_hopper(geometry.device))
     replays: dict[str, TimedWork] = {}
     failed: dict[str, str] = {}
-    for tiles in candidates(chosen):
-        attempt = f"{name}/{named(tiles)}"
+    for tiles in list_candidates(chosen):
+        attempt = f"{name}/{tiles_name(tiles)}"
         if results.attempts.get(attempt):
-            failed[named(tiles)] = "a process ended while it ran"
+            failed[tiles_name(tiles)] = "a process ended while it ran"
             continue
-        results.begin(attempt)
+        results.begin_attempt(attempt)
         try:
-            replays[named(tiles)] = _ready(problem, tiles, launches)
+            replays[tiles_name(tiles)] = _prepare_tiles(problem, tiles, launches)
         except Exception as error:
-            failed[named(tiles)] = reason(error)
+            failed[tiles_name(tiles)] = describe_error(error)
             check_alive(geometry.device)
-        results.end(attempt)
-    samples = interleaved(replays, repeats)
-    row: dict[str, Any] = {"chosen": named(chosen), "us": {tiles: spread(seconds) for tiles, seconds in samples.items()}}
+        results.end_attempt(attempt)
+    samples = time_interleaved(replays, repeats)
+    row: dict[str, Any] = {
+        "chosen": tiles_name(chosen),
+        "us": {tiles: summarize_times(seconds) for tiles, seconds in samples.items()},
+    }
     row |= {"not_run": failed, "repeats": repeats, "buffers": problem.num_buffers}
-    row["bytes"], row["flops"] = cost(cell, geometry)
-    row["floor_us"], row["goal_us"] = bounds(cell, geometry, ceilings)
-    if named(chosen) not in samples:
-        return {**row, "failed": failed[named(chosen)]}
+    row["bytes"], row["flops"] = count_cost(cell, geometry)
+    row["floor_us"], row["goal_us"] = time_bounds(cell, geometry, ceilings)
+    if tiles_name(chosen) not in samples:
+        return {**row, "failed": failed[tiles_name(chosen)]}
     fastest = min(samples, key=lambda tiles: median(samples[tiles]))
-    return {**row, "fastest": fastest, "times_chosen": paired_ratio(samples[named(chosen)], samples[fastest])}
+    return {**row, "fastest": fastest, "times_chosen": paired_ratio(samples[tiles_name(chosen)], samples[fastest])}
 
 
-def _ready(problem: Problem, tiles: AttentionTiles, launches: int) -> TimedWork:
+def _prepare_tiles(problem: AttentionProblem, tiles: AttentionTiles, launches: int) -> TimedWork:
     """A launch with these tiles, ready to be timed; raises where it cannot run, or computes something else."""
-    work = cut(ours(problem, {}), tiles)
+    work = with_tiles(candidate_work(problem, {}), tiles)
     found: Tensor = work(0)
-    error = relative_error(found, problem.answer)
-    if error > AGREES:
+    error = relative_error(found, problem.candidate_output)
+    if error > MAX_DIFFERENCE:
         raise ValueError(f"its output differs from the chosen one's by {error:.2g} of its size")
     return TimedWork(work, problem.geometry.device, launches)

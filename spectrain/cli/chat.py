@@ -18,28 +18,30 @@ from rich.table import Table
 from rich.text import Text
 from tokenizers.decoders import DecodeStream
 
-from spectrain.data.chat import prompt_tokens
-from spectrain.data.readers import Embedded, check_text
-from spectrain.decoding.acceptance.lossy import named_lossy
+from spectrain.config.build import build
+from spectrain.data.chat import tokenize_prompt
+from spectrain.data.readers import EmbeddedReader, check_text
+from spectrain.decoding.acceptance.typical import lossy_warning
 from spectrain.decoding.generation import Generation
-from spectrain.decoding.session import Choice, Session, captured_or_refused, check
+from spectrain.decoding.session import EngineChoice, Session, check_compatibility, require_capture
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.hybrid import Merged
-from spectrain.drafters.shared.copies import Copying
-from spectrain.errors import UserError, nearest
+from spectrain.drafters.layers.copies import CopySource
+from spectrain.errors import UserError, suggest_nearest
 from spectrain.eval.baselines import goes_by_clock
 from spectrain.eval.systems import describe
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import load_drafter
-from spectrain.runs.score import load_target, own_store
-from spectrain.settings.build import build
+from spectrain.runs.score import load_target, open_answer_store
 from spectrain.trees import Auto
 
-COLOURS = ("green", "cyan", "magenta", "yellow", "blue")  # of one round after the other
-REFRESH = 0.05  # seconds between two pictures of a terminal: more often is not seen, and takes time
-MOST = 16  # nodes of a tree whose size is measured: no larger one pays without a GPU, and each takes a while to be timed
-LEAST = 16  # tokens that an answer must have room for
-COMMANDS = {
+ROUND_COLOURS = ("green", "cyan", "magenta", "yellow", "blue")  # of one round after the other
+REFRESH_SECONDS = 0.05  # seconds between two pictures of a terminal: more often is not seen, and takes time
+MAX_TREE_NODES = (
+    16  # nodes of a tree whose size is measured: no larger one pays without a GPU, and each takes a while to be timed
+)
+MIN_ANSWER_TOKENS = 16  # tokens that an answer must have room for
+SLASH_COMMANDS = {
     "/help": "this list",
     "/drafter": "switch drafting off, and on again (/drafter on, /drafter off)",
     "/again": "the last answer anew: after /drafter, the same words at another speed",
@@ -49,12 +51,12 @@ COMMANDS = {
 }
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """Text that one token completed."""
 
     text: str
     round: int  # 0: the token that the prefill gives
-    drafted: bool  # by the drafter, as opposed to the target's own token at the end of each round
+    is_drafted: bool  # by the drafter, as opposed to the target's own token at the end of each round
 
 
 class TextStream:
@@ -63,22 +65,24 @@ class TextStream:
     def __init__(self, target: Target) -> None:
         self.target, self.decoder = target, DecodeStream(skip_special_tokens=False)
         self.tokens: list[int] = []  # of the answer, without those that end it
-        self.seen = 0  # tokens of the generation
+        self.num_read = 0  # tokens of the generation
         self.text = ""
 
-    def read(self, generation: Generation) -> list[Piece]:
+    def read_pieces(self, generation: Generation) -> list[TextPiece]:
         """What is new since the last call."""
         places = [(0, False)]
-        places += [(turn, step < count) for turn, count in enumerate(generation.accepted, 1) for step in range(1, count + 1)]
-        new = list(zip(generation.output, places))[self.seen :]
-        self.seen += len(new)
-        return [Piece(self._add(token), *place) for token, place in new if token not in self.target.stop_ids]
+        places += [
+            (turn, step < count) for turn, count in enumerate(generation.round_lengths, 1) for step in range(1, count + 1)
+        ]
+        new = list(zip(generation.output, places))[self.num_read :]
+        self.num_read += len(new)
+        return [TextPiece(self._decode_token(token), *place) for token, place in new if token not in self.target.stop_ids]
 
-    def rest(self) -> str:
+    def remaining_text(self) -> str:
         """What is still held back at the end: a character that was cut."""
         return str(self.target.tokenizer.decode(self.tokens, clean_up_tokenization_spaces=False))[len(self.text) :]
 
-    def _add(self, token: int) -> str:
+    def _decode_token(self, token: int) -> str:
         self.tokens.append(token)
         new = self.decoder.step(self.target.tokenizer.backend_tokenizer, token) or ""
         self.text += new
@@ -86,7 +90,7 @@ class TextStream:
 
 
 @dataclass
-class Speed:
+class DecodingSpeed:
     """What was decoded in one way."""
 
     answers: int = 0
@@ -94,72 +98,72 @@ class Speed:
     rounds: int = 0  # forwards of the target
     seconds: float = 0.0
 
-    def add(self, generation: Generation) -> Speed:
+    def add_generation(self, generation: Generation) -> DecodingSpeed:
         self.answers += 1
         self.tokens += max(0, len(generation.output) - 1)  # none where the prefill was interrupted
-        self.rounds += len(generation.accepted)
+        self.rounds += len(generation.round_lengths)
         self.seconds += generation.finish_seconds
         return self
 
     @property
-    def per_second(self) -> float:
+    def tokens_per_second(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
-    def per_forward(self) -> float:
+    def tokens_per_forward(self) -> float:
         return self.tokens / self.rounds if self.rounds else 0.0
 
     def __str__(self) -> str:
-        return f"{self.per_second:.1f} tokens/s, {self.per_forward:.2f} tokens per forward"
+        return f"{self.tokens_per_second:.1f} tokens/s, {self.tokens_per_forward:.2f} tokens per forward"
 
 
-class Plain:
+class PlainOutput:
     """The answer alone, as it comes, on a stdout that is no terminal; everything else goes to stderr."""
 
     def __init__(self) -> None:
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
 
     @contextmanager
-    def answering(self) -> Iterator[Plain]:
+    def open_answer(self) -> Iterator[PlainOutput]:
         yield self
         print(flush=True)
 
-    def show(self, pieces: list[Piece], status: str) -> None:
+    def show_pieces(self, pieces: list[TextPiece], status: str) -> None:
         print("".join(piece.text for piece in pieces), end="", flush=True)
 
-    def note(self, text: str) -> None:
+    def show_note(self, text: str) -> None:
         self.console.print(text, markup=False)
 
 
-class Screen(Plain):
+class TerminalOutput(PlainOutput):
     """A terminal: finished lines stay, the one that is being written and the status line under it are drawn anew."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
 
     @contextmanager
-    def answering(self) -> Iterator[Screen]:
-        self.line, self.status, self.drawn = Text(), "reading", 0.0
+    def open_answer(self) -> Iterator[TerminalOutput]:
+        self.line, self.status, self.last_draw = Text(), "reading", 0.0
         self.live = Live(console=self.console, auto_refresh=False, vertical_overflow="visible")
         with self.live:
-            self._draw()
+            self._draw_screen()
             try:
                 yield self
             finally:
                 self.status = ""
-                self._draw()
+                self._draw_screen()
 
-    def show(self, pieces: list[Piece], status: str) -> None:
+    def show_pieces(self, pieces: list[TextPiece], status: str) -> None:
         for piece in pieces:
-            self.line.append(piece.text.replace("\x1b", ""), style=style_of(piece))
+            self.line.append(piece.text.replace("\x1b", ""), style=piece_style(piece))
         self.status = status
-        if time.monotonic() - self.drawn > REFRESH:
-            self._draw()
+        if time.monotonic() - self.last_draw > REFRESH_SECONDS:
+            self._draw_screen()
 
-    def note(self, text: str) -> None:
+    def show_note(self, text: str) -> None:
         self.console.print(text, style="dim", markup=False)
 
-    def _draw(self) -> None:
+    def _draw_screen(self) -> None:
         """Print the lines that will not change any more above the others."""
         *whole, last = self.line.split("\n", allow_blank=True)
         *full, self.line = last.wrap(self.console, self.console.width) or [Text()]
@@ -168,12 +172,12 @@ class Screen(Plain):
             if finished := [*whole, *full]:
                 self.console.print(Group(*finished))
             self.live.update(Group(self.line, *below), refresh=True)
-        self.drawn = time.monotonic()
+        self.last_draw = time.monotonic()
 
 
-def style_of(piece: Piece) -> str:
+def piece_style(piece: TextPiece) -> str:
     """Drafted tokens have the colour of their round; the target's own token, which ends it, is dim and underlined."""
-    return COLOURS[piece.round % len(COLOURS)] if piece.drafted else "dim underline"
+    return ROUND_COLOURS[piece.round % len(ROUND_COLOURS)] if piece.is_drafted else "dim underline"
 
 
 @dataclass
@@ -182,7 +186,7 @@ class Chat:
 
     max_new_tokens: int = 512
     system: str | None = None  # a message that comes before all others
-    engine: Choice = "auto"  # captured: rounds replayed as CUDA graphs, by default where there is a GPU; eager: a loop
+    engine: EngineChoice = "auto"  # captured: rounds replayed as CUDA graphs, by default where there is a GPU; eager: a loop
     once: str | None = None  # answer this and leave
     measured: bool = True  # draft by the tree and the copies that pay on this machine, unless a tree is asked for
 
@@ -204,70 +208,74 @@ class Chat:
             )
         if not target.tokenizer.is_fast:
             raise UserError("target: its tokenizer cannot be read token by token; save it as a fast tokenizer")
-        if self.max_new_tokens + LEAST > target.max_length:
+        if self.max_new_tokens + MIN_ANSWER_TOKENS > target.max_length:
             raise UserError(
                 f"chat.max_new_tokens={self.max_new_tokens}: the context of {target.name} has {target.max_length}; use less"
             )
-        session = self.prepared(config, folder, target)
+        session = self.prepare_session(config, folder, target)
         console = Console(highlight=False)
-        screen = Screen(console) if console.is_terminal and not console.is_dumb_terminal else Plain()
-        talk = Talk(self, session, screen)
+        screen = TerminalOutput(console) if console.is_terminal and not console.is_dumb_terminal else PlainOutput()
+        talk = TerminalChat(self, session, screen)
         if not session.rule.lossless:
-            screen.note(named_lossy(session.rule.name))
+            screen.show_note(lossy_warning(session.rule.name))
         if self.once is not None:
-            if talk.ask(self.once) is None:
+            if talk.answer_question(self.once) is None:
                 raise UserError(
                     f"--once: the text leaves no room for an answer in the {target.max_length} tokens of the context"
                 )
             return
-        talk.go_on()
+        talk.answer_lines()
 
-    def prepared(self, config: DictConfig, folder: Path, target: Target) -> Session:
+    def prepare_session(self, config: DictConfig, folder: Path, target: Target) -> Session:
         """The target with the drafter, tree and rule that `config` names, ready to decode."""
 
         def prompts() -> list[list[int]]:
-            return [prompt_tokens(target.tokenizer, messages[:1]) for messages in Embedded(limit=8).conversations()]
+            return [
+                tokenize_prompt(target.tokenizer, messages[:1]) for messages in EmbeddedReader(limit=8).load_conversations()
+            ]
 
         rule, builder, drafter = build(config.acceptance), build(config.tree), load_drafter(config, folder, target)
-        if self.measured and rule.lossless and not Session(target, rule, engine=self.engine).wants_capture:
-            check(drafter, builder, rule)
+        if self.measured and rule.lossless and not Session(target, rule, engine=self.engine).prefers_capture:
+            check_compatibility(drafter, builder, rule)
             if goes_by_clock(target, drafter, builder) and not drafter.abilities.undrawn:
-                drafter = Merged(drafter, Copying(own_store(config, folder, target, None)))
-                builder, rule = Auto(budget=MOST), rule.matched()
-        return Session.prepare(target, drafter, builder, rule, prompts, self.engine)
+                drafter = Merged(drafter, CopySource(open_answer_store(config, folder, target, None)))
+                builder, rule = Auto(budget=MAX_TREE_NODES), rule.matched()
+        return Session.from_drafter(target, drafter, builder, rule, prompts, self.engine)
 
 
-def named(drafter: Drafter | None) -> str:
+def drafter_title(drafter: Drafter | None) -> str:
     """A drafter in a word or two."""
     inside = f"{type(drafter.inner).__name__} with copies" if isinstance(drafter, Merged) else None
     return inside or type(drafter).__name__
 
 
 @dataclass
-class Talk:
+class TerminalChat:
     """One conversation: what was said, and how fast."""
 
     settings: Chat
     session: Session
-    screen: Plain
-    drafting: bool = True
+    output: PlainOutput
+    is_drafting: bool = True
     turn: int = 0  # keys the random draws of an answer
-    speeds: dict[bool, Speed] = field(default_factory=lambda: {True: Speed(), False: Speed()})  # drafting or not
+    speeds: dict[bool, DecodingSpeed] = field(
+        default_factory=lambda: {True: DecodingSpeed(), False: DecodingSpeed()}
+    )  # drafting or not
 
     def __post_init__(self) -> None:
-        self.opening = [] if self.settings.system is None else [{"role": "system", "content": self.settings.system}]
+        self.system_messages = [] if self.settings.system is None else [{"role": "system", "content": self.settings.system}]
         self.messages: list[dict[str, str]] = []
         self.target = self.session.target
-        self.alone = Session(self.target, self.session.rule.matched(), engine=self.settings.engine)
-        captured_or_refused(self.session, "chat.engine")
+        self.target_session = Session(self.target, self.session.rule.matching_rule(), engine=self.settings.engine)
+        require_capture(self.session, "chat.engine")
 
-    def go_on(self) -> None:
+    def answer_lines(self) -> None:
         """Answer line by line to the end of the input, or /exit."""
         asks = sys.stdin.isatty()
         if asks:
             with suppress(ImportError):  # not everywhere; it gives input() its line editing and its history
                 import readline  # noqa: F401
-            self.screen.note(self.greeting)
+            self.output.show_note(self.greeting_text)
         while True:
             try:
                 if asks:
@@ -280,123 +288,127 @@ class Talk:
             except KeyboardInterrupt:
                 if not asks:
                     raise
-                self.screen.note("\n/exit or Ctrl-D leaves")
+                self.output.show_note("\n/exit or Ctrl-D leaves")
                 continue
             if re.fullmatch(r"/[a-z]+( \w+)?", line):
                 if line == "/exit":
                     return
-                self.command(line)
+                self.run_command(line)
             elif line:
                 check_text(line, "standard input")
-                self.ask(line)
+                self.answer_question(line)
 
     @property
-    def greeting(self) -> str:
+    def greeting_text(self) -> str:
         session, builder = self.session, self.session.builder
         assert builder is not None, "it was prepared with one"
-        slow = "; the first answers take a while, as rounds are compiled" if session.why_eager is None else ""
+        slow = "; the first answers take a while, as rounds are compiled" if session.eager_reason is None else ""
         return (
-            f"{self.target.name} through {named(session.drafter)}, {describe(builder)}, acceptance "
+            f"{self.target.name} through {drafter_title(session.drafter)}, {describe(builder)}, acceptance "
             f"{session.rule.name}{slow}.\n"
             "Tokens in one colour were drafted and accepted together; dim and underlined ones are the target's own. "
             "/help lists what else there is."
         )
 
-    def ask(self, text: str) -> Generation | None:
+    def answer_question(self, text: str) -> Generation | None:
         """Answer, and remember both; None where the text leaves no room for an answer."""
         self.messages.append({"role": "user", "content": text})
-        prompt = self.fitting()
+        prompt = self.fit_prompt()
         limit = min(self.settings.max_new_tokens, self.target.max_length - len(prompt))
-        if limit < LEAST:
+        if limit < MIN_ANSWER_TOKENS:
             self.messages.pop()
-            self.screen.note(
+            self.output.show_note(
                 f"{len(prompt)} tokens leave no room for an answer in {self.target.max_length}; say it in fewer words"
             )
             return None
         self.turn += 1
-        return self.answer(prompt, limit)
+        return self.decode_answer(prompt, limit)
 
-    def fitting(self) -> list[int]:
+    def fit_prompt(self) -> list[int]:
         """The conversation's tokens. Where it has outgrown the target's context, its oldest turns are left out, with a word."""
         forgotten = 0
         while True:
-            prompt = prompt_tokens(self.target.tokenizer, [*self.opening, *self.messages])
+            prompt = tokenize_prompt(self.target.tokenizer, [*self.system_messages, *self.messages])
             if len(self.messages) < 3 or len(prompt) + self.settings.max_new_tokens <= self.target.max_length:
                 break
             self.messages, forgotten = self.messages[2:], forgotten + 1
         if forgotten:
             turns = f"{forgotten} oldest turns were" if forgotten > 1 else "oldest turn was"
-            self.screen.note(f"(the {turns} left out: the conversation has outgrown {self.target.max_length} tokens)")
+            self.output.show_note(f"(the {turns} left out: the conversation has outgrown {self.target.max_length} tokens)")
         return prompt
 
-    def answer(self, prompt: list[int], limit: int) -> Generation:
+    def decode_answer(self, prompt: list[int], limit: int) -> Generation:
         """Decode an answer, showing it as it comes; what an interrupt leaves of it counts as the answer."""
-        session = self.session if self.drafting else self.alone
+        session = self.session if self.is_drafting else self.target_session
         stream, latest = TextStream(self.target), Generation(prompt)
         stopped = False
 
         def watch(generations: list[Generation]) -> None:
             nonlocal latest
             latest = generations[0]
-            self.screen.show(stream.read(latest), self.status(latest))
+            self.output.show_pieces(stream.read_pieces(latest), self.status_line(latest))
 
-        with self.screen.answering():
+        with self.output.open_answer():
             try:
-                (latest,) = session.decode([prompt], limit, [self.turn], watch=watch)
+                (latest,) = session.decode([prompt], limit, [self.turn], on_round=watch)
             except KeyboardInterrupt:
                 stopped = True
-            self.screen.show([Piece(stream.rest(), 0, False)], self.status(latest))
+            self.output.show_pieces([TextPiece(stream.remaining_text(), 0, False)], self.status_line(latest))
         said = [token for token in latest.output if token not in self.target.stop_ids]
         if said:
             self.messages.append({"role": "assistant", "content": str(self.target.tokenizer.decode(said))})
         else:
             self.messages.pop()
         ending = "stopped; " if stopped else "" if latest.output[-1:] != said[-1:] else f"cut at {limit} tokens; "
-        self.screen.note(ending + self.status(latest))
-        self.speeds[self.drafting].add(latest)
+        self.output.show_note(ending + self.status_line(latest))
+        self.speeds[self.is_drafting].add_generation(latest)
         return latest
 
-    def status(self, generation: Generation) -> str:
-        how = "" if self.drafting else ", drafter off"
-        return f"{len(generation.output)} tokens, {Speed().add(generation)}{how}"
+    def status_line(self, generation: Generation) -> str:
+        how = "" if self.is_drafting else ", drafter off"
+        return f"{len(generation.output)} tokens, {DecodingSpeed().add_generation(generation)}{how}"
 
-    def command(self, line: str) -> None:
+    def run_command(self, line: str) -> None:
         """Do what a line that begins with a slash says."""
         name, _, word = line.partition(" ")
-        if name not in COMMANDS:
-            self.screen.note(f"{name}: there is no such command; {nearest(name, COMMANDS)}")
+        if name not in SLASH_COMMANDS:
+            self.output.show_note(f"{name}: there is no such command; {suggest_nearest(name, SLASH_COMMANDS)}")
         elif word and (name != "/drafter" or word not in ("on", "off")):
-            self.screen.note(f"{line}: say {name}" + (", /drafter on or /drafter off" if name == "/drafter" else ""))
+            self.output.show_note(f"{line}: say {name}" + (", /drafter on or /drafter off" if name == "/drafter" else ""))
         elif name == "/drafter":
-            self.drafting = word == "on" if word else not self.drafting
-            self.screen.note("drafting" if self.drafting else "the target alone, a forward for every token")
+            self.is_drafting = word == "on" if word else not self.is_drafting
+            self.output.show_note("drafting" if self.is_drafting else "the target alone, a forward for every token")
         elif name == "/again":
-            self.again()
+            self.repeat_answer()
         elif name == "/reset":
             self.messages = []
-            self.screen.note("forgotten")
+            self.output.show_note("forgotten")
         elif name == "/stats":
-            self.screen.console.print(self.table())
+            self.output.console.print(self.speed_table())
         else:
-            for known, meaning in COMMANDS.items():
-                self.screen.note(f"{known:10}{meaning}")
+            for known, meaning in SLASH_COMMANDS.items():
+                self.output.show_note(f"{known:10}{meaning}")
 
-    def again(self) -> None:
+    def repeat_answer(self) -> None:
         """Answer the last question once more, with the same random draws."""
         if not self.messages:
-            return self.screen.note("/again: nothing was asked yet")
+            return self.output.show_note("/again: nothing was asked yet")
         self.messages.pop()
         question = self.messages.pop()["content"]
         self.turn -= 1
-        self.ask(question)
+        self.answer_question(question)
 
-    def table(self) -> Table:
+    def speed_table(self) -> Table:
         table = Table(box=None, header_style="dim")
         for title in ("", "answers", "tokens", "tokens/s", "tokens/forward"):
             table.add_column(title, justify="right" if title else "left")
         rows: dict[str, Any] = {"drafter": self.speeds[True], "target alone": self.speeds[False]}
         for name, speed in rows.items():
-            table.add_row(name, f"{speed.answers}", f"{speed.tokens}", f"{speed.per_second:.1f}", f"{speed.per_forward:.2f}")
-        if all(speed.per_second for speed in rows.values()):
-            table.add_row("ratio", "", "", f"{self.speeds[True].per_second / self.speeds[False].per_second:.2f}", "")
+            table.add_row(
+                name, f"{speed.answers}", f"{speed.tokens}", f"{speed.tokens_per_second:.1f}", f"{speed.tokens_per_forward:.2f}"
+            )
+        if all(speed.tokens_per_second for speed in rows.values()):
+            table.add_row(
+                "ratio", "", "", f"{self.speeds[True].tokens_per_second / self.speeds[False].tokens_per_second:.2f}", ""
+            )
         return table

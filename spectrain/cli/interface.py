@@ -14,7 +14,10 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from spectrain.data.chat import prompt_tokens
+from spectrain.config.build import build, register_resolvers
+from spectrain.config.check import check_config
+from spectrain.config.keys import TRAIN_KEYS
+from spectrain.data.chat import tokenize_prompt
 from spectrain.data.readers import check_text
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
 from spectrain.decoding.generation import Generation
@@ -25,16 +28,13 @@ from spectrain.export.hub import push
 from spectrain.models.target import Target
 from spectrain.runs import train as training
 from spectrain.runs.candidate import Candidate
-from spectrain.runs.defaults import complete
+from spectrain.runs.defaults import resolve_eval_config
 from spectrain.runs.drafter_files import load_drafter, save_drafter
-from spectrain.runs.folder import recipe_name, trained_target
-from spectrain.runs.places import drafter_directory
-from spectrain.settings.build import build, register_resolvers
-from spectrain.settings.check import check_config
-from spectrain.settings.keys import TRAIN_KEYS
+from spectrain.runs.folder import find_trained_target, recipe_name
+from spectrain.runs.paths import find_drafter_directory
 from spectrain.trees import TreeBuilder
 
-from .overrides import allow_new_keys, check_words, config_groups
+from .overrides import allow_new_keys, check_words, list_config_groups
 
 Prompt = str | list[dict[str, str]]
 """What a user says, or a chat of such messages as {"role": .., "content": ..}."""
@@ -46,13 +46,13 @@ def train(recipe: str, run: str | Path | None = None, **settings: Any) -> Path:
     Settings are those of `spectrain train`: groups by keyword, dotted keys through a dictionary. A UserError says what is wrong
     with one, a RunError what went wrong in training.
     """
-    with composing():
-        config, words = composed("train", {"recipe": recipe, **({} if run is None else {"run": run}), **settings})
+    with hydra_context():
+        config, words = compose_config("train", {"recipe": recipe, **({} if run is None else {"run": run}), **settings})
     return training.train(check_config(config, TRAIN_KEYS), words)
 
 
 @contextmanager
-def composing() -> Iterator[None]:
+def hydra_context() -> Iterator[None]:
     """Let hydra find conf/, as the command line does."""
     register_resolvers()
     GlobalHydra.instance().clear()
@@ -60,11 +60,11 @@ def composing() -> Iterator[None]:
         yield
 
 
-def composed(command: str, settings: Mapping[str, Any]) -> tuple[DictConfig, list[str]]:
+def compose_config(command: str, settings: Mapping[str, Any]) -> tuple[DictConfig, list[str]]:
     """The configuration that a command composes from such settings, and these as words; to be called while `composing`."""
     words = [f"{key}={'null' if value is None else value}" for key, value in settings.items()]
     check_words(command, words)
-    groups = config_groups(words)
+    groups = list_config_groups(words)
     config = compose(command, overrides=[allow_new_keys(word, groups) for word in words])
     if "recipe" in settings:
         with open_dict(config):
@@ -87,14 +87,14 @@ class PretrainedDrafter:
         on the hub, or the one of this name that comes with the package. Settings change its tree or rule, as in tree="chain"
         and **{"tree.depth": 4}."""
         place = Path(name).expanduser()
-        if not place.exists() and drafter_directory(place) is None:
+        if not place.exists() and find_drafter_directory(place) is None:
             place = Path(snapshot_download(str(name)))
-        with composing():
-            asked, _ = composed("eval", {"run": place, "target": "hf", "target.model": target.path, **settings})
-            config, folder = complete(asked)
+        with hydra_context():
+            asked, _ = compose_config("eval", {"run": place, "target": "hf", "target.model": target.path, **settings})
+            config, folder = resolve_eval_config(asked)
         config = check_config(config, TRAIN_KEYS)
         module = load_drafter(config, folder, target)
-        trained = trained_target(folder)
+        trained = find_trained_target(folder)
         if module.abilities.target_training and trained is not None and Path(target.path) != trained.resolve():
             raise UserError(f"target {target.name}: this drafter belongs to the target in {trained}; load that one")
         return cls(module, build(config.tree), build(config.acceptance), config)
@@ -119,12 +119,12 @@ class Answer:
     statistics: dict[str, float]  # rounds, acceptance_length, tokens_per_second
 
     @classmethod
-    def of(cls, generation: Generation, target: Target) -> Answer:
+    def from_generation(cls, generation: Generation, target: Target) -> Answer:
         """An answer as text, with what its rounds gave and took."""
         kept = [token for token in generation.output if token not in target.stop_ids]
-        rounds, seconds = generation.whole_rounds, generation.finish_seconds
+        rounds, seconds = generation.complete_round_lengths, generation.finish_seconds
         statistics = {
-            "rounds": float(len(generation.accepted)),
+            "rounds": float(len(generation.round_lengths)),
             "acceptance_length": sum(rounds) / len(rounds) if rounds else 1.0,
             "tokens_per_second": (len(generation.output) - 1) / seconds if seconds else 0.0,
         }
@@ -150,7 +150,7 @@ def generate(
     for key, number in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
         if number < 1:
             raise UserError(f"{key}={number}: use 1 or more")
-    tokens = [prompt_tokens(target.tokenizer, as_chat(prompt, f"prompts[{at}]")) for at, prompt in enumerate(prompts)]
+    tokens = [tokenize_prompt(target.tokenizer, to_chat(prompt, f"prompts[{at}]")) for at, prompt in enumerate(prompts)]
     for at, one in enumerate(tokens):
         if len(one) + max_new_tokens > target.max_length:
             raise UserError(
@@ -158,25 +158,25 @@ def generate(
                 f"{target.name} ({target.max_length}); shorten one of them"
             )
     if drafter is None:
-        target.pack()  # as a drafter's session does, so that speeds compare
+        target.pack_weights()  # as a drafter's session does, so that speeds compare
         session = Session(target, rule, engine="auto")
     else:
-        session = Session.prepare(target, drafter.module, drafter.builder, rule, lambda: tokens[:8])
+        session = Session.from_drafter(target, drafter.module, drafter.builder, rule, lambda: tokens[:8])
     answers: list[Answer] = []
     for first in range(0, len(tokens), batch_size):
         batch = tokens[first : first + batch_size]
         found = session.decode(batch, max_new_tokens, list(range(first, first + len(batch))))
-        answers += [Answer.of(generation, target) for generation in found]
+        answers += [Answer.from_generation(generation, target) for generation in found]
     return answers
 
 
-def as_chat(prompt: Prompt, where: str) -> list[dict[str, str]]:
+def to_chat(prompt: Prompt, location: str) -> list[dict[str, str]]:
     """A text as the first thing that a user says; stops at what is neither text nor chat."""
     chat: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not isinstance(chat, list) or not all(isinstance(one, dict) and isinstance(one.get("content"), str) for one in chat):
-        raise UserError(f'{where}: it is no prompt; give a text, or messages [{{"role": .., "content": ..}}, ..]')
+        raise UserError(f'{location}: it is no prompt; give a text, or messages [{{"role": .., "content": ..}}, ..]')
     for message in chat:
-        check_text(message["content"], where)
+        check_text(message["content"], location)
     return chat
 
 
@@ -187,8 +187,8 @@ def evaluate(target: Target, drafter: PretrainedDrafter, out: str | Path | None 
     """
     with TemporaryDirectory() as scratch:
         asked = {f"eval.{key}": value for key, value in settings.items()}
-        with composing():
-            config, _ = composed("train", {"drafter": "ngram", **asked})
+        with hydra_context():
+            config, _ = compose_config("train", {"drafter": "ngram", **asked})
         evaluation = build(check_config(OmegaConf.create({"eval": config.eval}), ("eval",)).eval)
         evaluation.check_prompts(target)
         setting = {"target": target.name, "target_path": target.path, "recipe": recipe_name(drafter.config),

@@ -11,21 +11,21 @@ from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 
-from spectrain.errors import UserError, nearest
-from spectrain.runs.places import existing_drafter
-from spectrain.settings.schema import Schema, choice_files, conf_folders, owners, schema
-from spectrain.settings.signatures import keys
+from spectrain.config.schema import CommandSchema, choice_files, conf_folders, find_owners, load_schema
+from spectrain.config.signatures import list_keys
+from spectrain.errors import UserError, suggest_nearest
+from spectrain.runs.paths import require_drafter_directory
 
-from .help import COMMANDS, SAID, Command
+from .help import COMMANDS, HELP_DATA, Command
 
-ALONE, VALUED = SAID["hydra"]["alone"], SAID["hydra"]["valued"]
-SHOWN = ("job", "hydra", "all")
-SETTING = re.compile(r"(?:\+\+|\+|~)?([\w./@:]*)=(.*)", re.DOTALL)
+BARE_FLAGS, VALUE_FLAGS = HELP_DATA["hydra"]["alone"], HELP_DATA["hydra"]["valued"]
+CFG_PARTS = ("job", "hydra", "all")
+SETTING_PATTERN = re.compile(r"(?:\+\+|\+|~)?([\w./@:]*)=(.*)", re.DOTALL)
 
-FIRST = {"recipe": "eagle3"}  # the choice to begin with, where it is not the first of its group
+EXAMPLE_CHOICES = {"recipe": "eagle3"}  # the choice to begin with, where it is not the first of its group
 
 
-def as_settings(name: str, words: list[str]) -> list[str]:
+def to_settings(name: str, words: list[str]) -> list[str]:
     """The words of a command with what stands for a setting written as one, and with what goes without saying."""
     command, found, rest = COMMANDS[name], list[str](), iter(words)
     stands, places = command.stands, list(command.places)
@@ -36,37 +36,37 @@ def as_settings(name: str, words: list[str]) -> list[str]:
             if following is None:
                 example = next(example for example in command.examples if flag in example)
                 raise UserError(f"{flag}: say what, as in spectrain {name} {example}")
-            found += as_setting(stands[flag], following)
-        elif word in VALUED:
+            found += to_setting(stands[flag], following)
+        elif word in VALUE_FLAGS:
             found += [word, *islice(rest, 1)]
         elif places and not word.startswith("-") and ("=" not in word or Path(word).exists()):
-            found += as_setting(places.pop(0), word)
+            found += to_setting(places.pop(0), word)
         else:
             found.append(stands.get(word, word))
-    found = comparing(found) if name == "compare" else found
+    found = compare_settings(found) if name == "compare" else found
     said = {word.partition("=")[0] for word in found}
     return [*(setting for setting, groups in command.implied.items() if not said & {*groups}), *found]
 
 
-def as_setting(key: str, value: str) -> list[str]:
+def to_setting(key: str, value: str) -> list[str]:
     """A key with a text, whatever is in it; a target by its choice, or else by the model's place or name."""
     if key != "target":
-        return [f"{key}={as_text(value)}"]
+        return [f"{key}={quote_text(value)}"]
     return (
         [f"target={value}"]
         if value in choice_files("target", conf_folders())
-        else ["target=hf", f"target.model={as_text(value)}"]
+        else ["target=hf", f"target.model={quote_text(value)}"]
     )
 
 
-def comparing(words: list[str]) -> list[str]:
+def compare_settings(words: list[str]) -> list[str]:
     """Folders of finished runs as runs=[..], and recipes=a,b, which hydra would take for a sweep, as a list."""
     runs = [word for word in words if "=" not in word and not word.startswith("-")]
     rest = [re.sub(r"^(recipes|runs)=([^\[].*,.*)$", r"\1=[\2]", word) for word in words if word not in runs]
     return [*rest, f"runs=[{','.join(json.dumps(run) for run in runs)}]"] if runs else rest
 
 
-def config_groups(words: list[str]) -> set[str]:
+def list_config_groups(words: list[str]) -> set[str]:
     """The names of configuration groups: ours, and those below --config-dir."""
     return {entry.name for folder in conf_folders(words) for entry in folder.iterdir() if entry.is_dir()}
 
@@ -77,10 +77,10 @@ def allow_new_keys(word: str, groups: set[str]) -> str:
     Unknown keys are caught afterwards, by `check_config`, which knows the constructors.
     """
     match = re.match(r"([A-Za-z_][\w.]*)=(.*)", word, re.DOTALL)
-    return f"++{match[1]}={readable(match[2])}" if match and match[1] not in groups else word
+    return f"++{match[1]}={quote_if_needed(match[2])}" if match and match[1] not in groups else word
 
 
-def readable(value: str) -> str:
+def quote_if_needed(value: str) -> str:
     """A value as hydra reads it: what its grammar refuses, such as a sentence, is text, which its shell quotes said."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -88,32 +88,32 @@ def readable(value: str) -> str:
     try:
         OverridesParser.create().parse_override(f"key={value}")
     except HydraException:
-        return as_text(value)
+        return quote_text(value)
     return value
 
 
-def as_text(value: str) -> str:
+def quote_text(value: str) -> str:
     """A text in hydra's quotes."""
     return "'" + re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value) + "'"
 
 
 def check_words(command: str, words: list[str]) -> None:
     """Raise a UserError at the first word that no configuration could be composed with, or that its constructor refuses."""
-    from spectrain.settings.check import check_given  # not for completion, which is to be quick
+    from spectrain.config.check import check_overrides
 
-    asked, folders = schema(COMMANDS[command].config or ""), conf_folders(words)
-    asked.groups |= {name: None for name in config_groups(words) - config_groups([])}
+    asked, folders = load_schema(COMMANDS[command].config or ""), conf_folders(words)
+    asked.groups |= {name: None for name in list_config_groups(words) - list_config_groups([])}
     known = [*asked.groups, *asked.nodes, *(key.name for key in asked.keys)]
     sweeps = any(word in ("-m", "--multirun") for word in words)
     rest = iter(words)
     for word in rest:
         if word.startswith("-"):
-            check_flag(word, next(rest, None) if word in VALUED else None, known, asked, COMMANDS[command])
+            check_flag(word, next(rest, None) if word in VALUE_FLAGS else None, known, asked, COMMANDS[command])
             continue
-        setting = SETTING.fullmatch(word)
+        setting = SETTING_PATTERN.fullmatch(word)
         if setting is None or not setting[1]:
             if not word.startswith("~"):
-                raise UserError(f"{word}: settings are KEY=VALUE without spaces{meant(command, word, known, folders)}")
+                raise UserError(f"{word}: settings are KEY=VALUE without spaces{suggest_word(command, word, known, folders)}")
             continue
         name, value = setting[1], setting[2]
         if not value and any(key.name == name for key in asked.keys):
@@ -122,37 +122,39 @@ def check_words(command: str, words: list[str]) -> None:
         if name in asked.groups and not word.startswith("~"):
             check_choice(name, value, folders, sweeps)
         elif head not in known and head != "hydra":
-            raise UserError(f"{head}: there is no such key{likely(setting[1], head, asked, known)}")
-    check_given(asked, words)
+            raise UserError(f"{head}: there is no such key{suggest_key(setting[1], head, asked, known)}")
+    check_overrides(asked, words)
 
 
 def check_drafters(name: str, words: list[str]) -> None:
     """A folder that a drafter is to be read from holds one: told before anything heavy is imported."""
     command = COMMANDS[name]
-    said = {match[1]: match[2] for word in words if (match := SETTING.fullmatch(word))}
+    said = {match[1]: match[2] for word in words if (match := SETTING_PATTERN.fullmatch(word))}
     read = [] if command.drafter is None or "drafter" in said else [command.drafter]
     for key in {*read, "drafter.init"} & said.keys():
         place = said[key].strip("'\"")
         if not {",", "$"} & {*place}:  # of a sweep, or of another key
-            existing_drafter(key, place)
+            require_drafter_directory(key, place)
 
 
-def check_flag(word: str, following: str | None, known: list[str], asked: Schema, command: Command) -> None:
+def check_flag(word: str, following: str | None, allowed_keys: list[str], schema: CommandSchema, command: Command) -> None:
     """A flag is hydra's, or the user meant a setting."""
     name, equals, value = word.partition("=")
     value = value if equals else following or ""
     if name in ("--config-dir", "-cd") and not Path(value).is_dir():
         raise UserError(f"{name} {value}: there is no such folder; give one that holds groups of yaml files")
-    if name in ("--cfg", "-c") and value not in SHOWN:
-        raise UserError(f"{name} {value}: there is no such part of the configuration; {nearest(value, SHOWN)}")
-    if name in (*ALONE, *VALUED):
+    if name in ("--cfg", "-c") and value not in CFG_PARTS:
+        raise UserError(f"{name} {value}: there is no such part of the configuration; {suggest_nearest(value, CFG_PARTS)}")
+    if name in (*BARE_FLAGS, *VALUE_FLAGS):
         return
     key = name.lstrip("-").replace("-", "_")
-    full = key if key.split(".")[0] in known else next(iter(homes(key, asked)), None)
+    full = key if key.split(".")[0] in allowed_keys else next(iter(find_full_names(key, schema)), None)
     if full is not None:
         raise UserError(f"{word}: settings have no dashes; write {full}=VALUE")
     ours = [flag.split()[0] for flag in command.flags]
-    raise UserError(f"{word}: there is no such flag; {nearest(name, [*ours, '--help', '--multirun', '--cfg', '--config-dir'])}")
+    raise UserError(
+        f"{word}: there is no such flag; {suggest_nearest(name, [*ours, '--help', '--multirun', '--cfg', '--config-dir'])}"
+    )
 
 
 def check_choice(group: str, value: str, folders: list[Path], sweeps: bool) -> None:
@@ -172,33 +174,33 @@ def check_choice(group: str, value: str, folders: list[Path], sweeps: bool) -> N
         choice, key = ("hf", "model") if group == "target" else ("jsonl", "path")
         raise UserError(f"{group}={unknown}: there is no such choice; write {group}={choice} {group}.{key}={unknown}")
     other = ", and target=hf target.model=NAME is any other model" if group == "target" else ""
-    raise UserError(f"{group}={unknown}: there is no such choice; {nearest(unknown, files)}{other}")
+    raise UserError(f"{group}={unknown}: there is no such choice; {suggest_nearest(unknown, files)}{other}")
 
 
-def meant(command: str, word: str, known: list[str], folders: list[Path]) -> str:
+def suggest_word(command: str, word: str, allowed_keys: list[str], folders: list[Path]) -> str:
     """What a word without = may have been."""
-    if word in known:
-        example = FIRST.get(word) or next(iter(choice_files(word, folders)), "VALUE")
+    if word in allowed_keys:
+        example = EXAMPLE_CHOICES.get(word) or next(iter(choice_files(word, folders)), "VALUE")
         return f", as in {word}={example}"
-    if "run" in known and (command in ("eval", "chat", "export") or Path(word).is_dir()):
+    if "run" in allowed_keys and (command in ("eval", "chat", "export") or Path(word).is_dir()):
         return f"; write run={word}"
-    recipe = word if "recipe" in known and word in choice_files("recipe", folders) else None
-    return f"; write recipe={recipe}" if recipe else f"; {nearest(word, known)}"
+    recipe = word if "recipe" in allowed_keys and word in choice_files("recipe", folders) else None
+    return f"; write recipe={recipe}" if recipe else f"; {suggest_nearest(word, allowed_keys)}"
 
 
-def likely(name: str, head: str, asked: Schema, known: list[str]) -> str:
+def suggest_key(name: str, head: str, schema: CommandSchema, allowed_keys: list[str]) -> str:
     """Which key may have been meant by one whose first part is unknown."""
-    close, found = get_close_matches(head, known, n=3, cutoff=0.6), homes(name.rpartition(".")[2], asked)
+    close, found = get_close_matches(head, allowed_keys, n=3, cutoff=0.6), find_full_names(name.rpartition(".")[2], schema)
     near = [one for one in found if one.partition(".")[0] in close]
     if near and "." in name:
         return f"; write {near[0]}"
     if not found or (close and "." not in name):
-        return f"; {nearest(head, known)}"
+        return f"; {suggest_nearest(head, allowed_keys)}"
     return f"; write {' or '.join(found[:3])}"
 
 
-def homes(name: str, asked: Schema) -> list[str]:
+def find_full_names(name: str, schema: CommandSchema) -> list[str]:
     """The full names of a key: the groups whose choices have one of this name."""
-    found = [node for node, target in asked.nodes.items() if any(key.name == name for key in keys(target))]
-    found += [group for group in asked.groups if owners(group, name)]
+    found = [node for node, target in schema.nodes.items() if any(key.name == name for key in list_keys(target))]
+    found += [group for group in schema.groups if find_owners(group, name)]
     return [f"{group}.{name}" for group in dict.fromkeys(found)]

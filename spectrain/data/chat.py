@@ -13,9 +13,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.errors import UserError
-from spectrain.models.images import Sight, images_of
+from spectrain.models.images import ImageProcessor, get_images
 
-from .images import paths_of, template_form, with_images
+from .images import image_paths, to_template_messages, tokenize_with_images
 
 Message = dict[str, Any]  # "role", and "content": a text, or parts of which some are images
 
@@ -28,9 +28,9 @@ class Example:
     mask: list[bool]
 
     @cached_property
-    def key(self) -> str:
+    def content_hash(self) -> str:
         """A hash of the tokens: what is kept of a sequence is found by it, in whatever order or company it comes."""
-        images = images_of(self.tokens)
+        images = get_images(self.tokens)
         seen = b"" if images is None else images.digest
         return blake2b(array("q", self.tokens).tobytes() + seen, digest_size=16).hexdigest()
 
@@ -40,46 +40,52 @@ class Example:
         return self.tokens[: self.mask.index(True)]
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], prompt: bool = False) -> str:
+def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message], for_generation: bool = False) -> str:
     """The conversation as text; with `prompt`, up to where the assistant would go on."""
     try:
-        return str(tokenizer.apply_chat_template(template_form(messages), tokenize=False, add_generation_prompt=prompt))
+        return str(
+            tokenizer.apply_chat_template(to_template_messages(messages), tokenize=False, add_generation_prompt=for_generation)
+        )
     except Exception as error:  # templates raise whatever their author chose
         roles = ", ".join(message["role"] for message in messages)
         raise UserError(f"data: the chat template refuses a conversation of {roles} ({error}); mend or drop it") from error
 
 
-def prompt_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[Message], sight: Sight | None = None) -> list[int]:
+def tokenize_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], vision: ImageProcessor | None = None
+) -> list[int]:
     """The token ids after which the assistant goes on; images are read by a target's `sight`."""
-    text, paths = render(tokenizer, messages, prompt=True), paths_of(messages)
+    text, paths = render_chat(tokenizer, messages, for_generation=True), image_paths(messages)
     if paths:
-        return _sighted(sight).read(text, paths)
+        return _require_vision(vision).tokenize_text(text, paths)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _sighted(sight: Sight | None) -> Sight:
-    if sight is None:
+def _require_vision(vision: ImageProcessor | None) -> ImageProcessor:
+    if vision is None:
         raise UserError("data: a conversation has images, and text alone is read here; leave such conversations out")
-    return sight
+    return vision
 
 
-def assistant_spans(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[tuple[str, list[tuple[int, int]]]]:
+def find_assistant_spans(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message]
+) -> list[tuple[str, list[tuple[int, int]]]]:
     """Texts to train on, each with the character spans that the assistant wrote, end-of-turn token included.
 
     One text for the whole conversation where every turn stays as it was rendered when it was the last one; else, as with
     reasoning models that drop earlier thoughts, one text for each assistant turn.
     """
-    whole = render(tokenizer, messages)
+    whole = render_chat(tokenizer, messages)
     shared: list[tuple[int, int]] = []
     apart: list[tuple[str, list[tuple[int, int]]]] = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        text = render(tokenizer, messages[: index + 1])
-        opening = render(tokenizer, messages[:index], prompt=True)
+        text = render_chat(tokenizer, messages[: index + 1])
+        opening = render_chat(tokenizer, messages[:index], for_generation=True)
         start = len(os.path.commonprefix([opening, text]))  # noqa: RUF071 - characters are meant
         if not text.startswith(opening):  # the answer may share its first characters with what the generation prompt adds
-            other = render(tokenizer, [*messages[:index], {**message, "content": "\u2400"}])
+            other = render_chat(tokenizer, [*messages[:index], {**message, "content": "\u2400"}])
             start = min(start, len(os.path.commonprefix([other, text])))  # noqa: RUF071
         span = (start, max(start, len(text.rstrip())))  # the line break after the end of turn is the template's
         apart.append((text, [span]))
@@ -88,8 +94,8 @@ def assistant_spans(tokenizer: PreTrainedTokenizerBase, messages: list[Message])
     return [(whole, shared)] if len(shared) == len(apart) else apart
 
 
-def tokenize(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message] | Example, sight: Sight | None = None
+def tokenize_conversation(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message] | Example, vision: ImageProcessor | None = None
 ) -> list[Example]:
     """Token ids and loss masks of a conversation; stops where a mask comes out all zero or all one.
 
@@ -103,8 +109,8 @@ def tokenize(
         )
     if not tokenizer.is_fast:
         raise UserError("target: its tokenizer cannot tell where tokens lie in the text; save it as a fast tokenizer")
-    examples, paths = [], paths_of(messages)
-    for text, spans in assistant_spans(tokenizer, messages):
+    examples, paths = [], image_paths(messages)
+    for text, spans in find_assistant_spans(tokenizer, messages):
         encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         mask = [any(low <= start < high for low, high in spans) for start, _ in encoded["offset_mapping"]]
         if not any(mask) or all(mask):
@@ -112,6 +118,6 @@ def tokenize(
             raise UserError(f"data: in this conversation {what}, so its chat template or its roles are wrong: {text!r}")
         tokens = list(encoded["input_ids"])
         if paths:
-            tokens, mask = with_images(tokenizer, _sighted(sight), text, mask, paths)
+            tokens, mask = tokenize_with_images(tokenizer, _require_vision(vision), text, mask, paths)
         examples.append(Example(tokens, mask))
     return examples

@@ -16,14 +16,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.errors import UserError
-from spectrain.models.images import Sight, images_are_whole
+from spectrain.models.images import ImageProcessor, has_complete_images
 
-from .chat import Example, Message, tokenize
+from .chat import Example, Message, tokenize_conversation
 
 if TYPE_CHECKING:
-    from .readers import Data
+    from .readers import ConversationReader
 
-State = dict[str, Any]  # of a stream of batches, as a checkpoint keeps it
+StreamState = dict[str, Any]  # of a stream of batches, as a checkpoint keeps it
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,26 @@ class Dataset:
     num_cut: int  # examples cut to max_length
     num_dropped: int  # examples without a supervised token after the cut
     held_out: list[Example] = field(default_factory=list, kw_only=True)  # not to be trained on, but measured meanwhile
-    beyond: Callable[[], list[list[int]]] = field(default=list, kw_only=True)  # answers that only a vocabulary is chosen from
+    extra_texts: Callable[[], list[list[int]]] = field(
+        default=list, kw_only=True
+    )  # answers that only a vocabulary is chosen from
 
     is_sample: ClassVar[bool] = False  # there is more to train on than the examples
 
     @classmethod
-    def build(cls, data: Data, tokenizer: PreTrainedTokenizerBase, sight: Sight | None = None) -> Dataset:
+    def from_data(
+        cls, data: ConversationReader, tokenizer: PreTrainedTokenizerBase, vision: ImageProcessor | None = None
+    ) -> Dataset:
         """Tokenise every conversation; images are read by a target's `sight`."""
-        conversations = data.conversations()
-        tokenized = [examples_of(tokenizer, messages, data.max_length, sight) for messages in conversations]
-        examples, held_out = split([found for found, _, _ in tokenized], data.held_out)
+        conversations = data.load_conversations()
+        tokenized = [make_examples(tokenizer, messages, data.max_length, vision) for messages in conversations]
+        examples, held_out = split_held_out([found for found, _, _ in tokenized], data.held_out)
         if not examples:
             raise UserError(f"data.max_length={data.max_length}: it cuts off every answer; raise it")
         cut, dropped = sum(cut for _, cut, _ in tokenized), sum(none for _, _, none in tokenized)
-        return cls(examples, len(conversations), cut, dropped, held_out=held_out, beyond=partial(data.beyond, tokenizer))
+        return cls(
+            examples, len(conversations), cut, dropped, held_out=held_out, extra_texts=partial(data.extra_texts, tokenizer)
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -81,43 +87,45 @@ class Dataset:
         for example in self.examples:
             kept = torch.tensor(example.tokens)[torch.tensor(example.mask)]
             counts += torch.bincount(kept, minlength=vocab_size)
-        beyond = [token for answer in self.beyond() for token in answer]
+        beyond = [token for answer in self.extra_texts() for token in answer]
         return counts + torch.bincount(torch.tensor(beyond, dtype=torch.int64), minlength=vocab_size)
 
     def __getitem__(self, indices: list[int]) -> list[Example]:
         """The examples of these numbers."""
         return [self.examples[index] for index in indices]
 
-    def epoch(self, epoch: int, batching: Batching) -> list[list[int]]:
+    def make_batches(self, epoch: int, batching: Batching) -> list[list[int]]:
         """The batches of one epoch, shuffled, by the numbers of their examples."""
         random = Random(f"{batching.seed}/{epoch}")
         order = list(range(len(self.examples)))
         random.shuffle(order)
         batches: list[list[int]] = []
-        size = PACKED_WINDOW if batching.packed else WINDOW
+        size = PACKED_BATCHING_WINDOW if batching.packed else BATCHING_WINDOW
         for start in range(0, len(order), size):
             window = order[start : start + size]
             lengths = [len(self.examples[index].tokens) for index in window]
-            batches += [[window[place] for place in batch] for batch in grouped(lengths, batching)]
+            batches += [[window[place] for place in batch] for batch in group_by_length(lengths, batching)]
         random.shuffle(batches)
         return batches
 
     def num_batches(self, batching: Batching) -> int:
         """Batches of the first epoch."""
-        return len(self.epoch(0, batching))
+        return len(self.make_batches(0, batching))
 
-    def efficiency(self, batching: Batching) -> Efficiency:
+    def measure_efficiency(self, batching: Batching) -> BatchingEfficiency:
         """How well batches of the first epoch are used."""
-        batches = [[len(example.tokens) for example in self[batch]] for batch in self.epoch(0, batching)]
+        batches = [[len(example.tokens) for example in self[batch]] for batch in self.make_batches(0, batching)]
         run = [sum(lengths) if batching.packed else len(lengths) * max(lengths) for lengths in batches]
         room = sum(max(batching.batch_tokens, slots) for slots in run)  # an example longer than a batch has one of its own
-        return Efficiency(len(batches), self.num_tokens / room, self.num_tokens / sum(run))
+        return BatchingEfficiency(len(batches), self.num_tokens / room, self.num_tokens / sum(run))
 
-    def stream(self, batching: Batching, process: int = 0, processes: int = 1, state: State | None = None) -> Batches:
+    def stream_batches(
+        self, batching: Batching, rank: int = 0, num_processes: int = 1, state: StreamState | None = None
+    ) -> BatchStream:
         """One process's batches, of one epoch after another without end, from a saved `state` on where there is one."""
-        return EpochBatches(self, batching, process, processes, state)
+        return EpochBatchStream(self, batching, rank, num_processes, state)
 
-    def summary(self) -> str:
+    def summary_line(self) -> str:
         """What there is, and what of it was cut or left out, for the run's opening line."""
         return (
             f"{self.num_conversations} conversations, {self.num_tokens} tokens, {self.num_supervised} supervised"
@@ -126,43 +134,46 @@ class Dataset:
             + (f", {len(self.held_out)} held out" if self.held_out else "")
         )
 
-    def facts(self) -> dict[str, Any]:
+    def provenance_facts(self) -> dict[str, Any]:
         """What the run's provenance says of its data."""
         return {"fingerprint": self.fingerprint, "tokens": self.num_tokens}
 
 
-def examples_of(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], max_length: int, sight: Sight | None = None
+def make_examples(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], max_length: int, vision: ImageProcessor | None = None
 ) -> tuple[list[Example], int, int]:
     """A conversation's examples, how many were cut to `max_length`, and how many of these had no answer left, or not all of an
     image."""
-    found = tokenize(tokenizer, messages, sight)
+    found = tokenize_conversation(tokenizer, messages, vision)
     cut = [Example(example.tokens[:max_length], example.mask[:max_length]) for example in found]
-    kept = [example for example in cut if any(example.mask) and images_are_whole(example.tokens)]
+    kept = [example for example in cut if any(example.mask) and has_complete_images(example.tokens)]
     return kept, sum(len(example.tokens) > max_length for example in found), len(cut) - len(kept)
 
 
-def split(conversations: list[list[Example]], share: float) -> tuple[list[Example], list[Example]]:
+def split_held_out(conversations: list[list[Example]], share: float) -> tuple[list[Example], list[Example]]:
     """The examples to train on, and those held out: a share of the conversations, at least one where there are two.
 
     They are chosen by a hash of what they say, so in any order the same, and one that occurs twice is never in both.
     """
-    chance = {found[0].key: Random(f"held out/{found[0].key}").random() for found in conversations if found}
+    chance = {found[0].content_hash: Random(f"held out/{found[0].content_hash}").random() for found in conversations if found}
     count = min(max(1, sum(drawn < share for drawn in chance.values())), len(chance) - 1) if share else 0
     chosen = set(sorted(chance, key=chance.__getitem__)[: max(0, count)])
     kept: list[Example] = []
     apart: list[Example] = []
     for found in conversations:
-        (apart if found and found[0].key in chosen else kept).extend(found)
+        (apart if found and found[0].content_hash in chosen else kept).extend(found)
     return kept, apart
 
 
 # How examples become batches
 
-WINDOW, PACKED_WINDOW = 256, 2048  # examples that are batched together: more of them waste less, fewer keep the order random
+BATCHING_WINDOW, PACKED_BATCHING_WINDOW = (
+    256,
+    2048,
+)  # examples that are batched together: more of them waste less, fewer keep the order random
 
 
-def grouped(lengths: list[int], batching: Batching) -> list[list[int]]:
+def group_by_length(lengths: list[int], batching: Batching) -> list[list[int]]:
     """Groups of a window's examples, by number. Padded, these are buckets of like length, which keeps padding low; packed, they
     fill up `batch_tokens` (best fit decreasing: the longest first, each where it leaves the least room)."""
     if not batching.packed:
@@ -187,66 +198,66 @@ def grouped(lengths: list[int], batching: Batching) -> list[list[int]]:
 
 
 @dataclass(frozen=True)
-class Efficiency:
+class BatchingEfficiency:
     """How well batches are used."""
 
-    batches: int
-    filled: float  # tokens over the tokens that the batches may hold
-    real: float  # tokens over the places that are computed, padding included
+    num_batches: int
+    filled_share: float  # tokens over the tokens that the batches may hold
+    real_share: float  # tokens over the places that are computed, padding included
 
     def __str__(self) -> str:
-        padding = f"{1 - self.real:.1%} padding" if self.real < 1 else "no padding"
-        return f"{self.batches} batches, {self.filled:.1%} full, {padding}"
+        padding = f"{1 - self.real_share:.1%} padding" if self.real_share < 1 else "no padding"
+        return f"{self.num_batches} batches, {self.filled_share:.1%} full, {padding}"
 
 
 # The order in which they are trained on
 
 
-class Batches(ABC, Iterator[list[Example]]):
+class BatchStream(ABC, Iterator[list[Example]]):
     """One process's share of the batches, which have the same numbers and order on any number of processes.
 
     Of the batches that follow those done, the j-th goes to process j % processes, whether a step takes one of them or more.
     """
 
-    def __init__(self, process: int, processes: int, state: State | None) -> None:
-        self.process, self.processes = process, processes
-        self.done: int = state["batches_done"] if state else 0  # by all processes
+    def __init__(self, rank: int, num_processes: int, state: StreamState | None) -> None:
+        self.rank, self.num_processes = rank, num_processes
+        self.batches_done: int = state["batches_done"] if state else 0  # by all processes
 
     def __next__(self) -> list[Example]:
-        number = self.done + self.process
-        self.done += self.processes
-        return self.take(number)
+        number = self.batches_done + self.rank
+        self.batches_done += self.num_processes
+        return self.take_batch(number)
 
     @abstractmethod
-    def take(self, number: int) -> list[Example]:
+    def take_batch(self, number: int) -> list[Example]:
         """The batch of this number, which is larger than any before."""
 
-    def state(self) -> State:
+    def state_dict(self) -> StreamState:
         """Where this process stands, in JSON's types; `merged` with those of the others it serves any number of processes."""
-        return {"batches_done": self.done}
+        return {"batches_done": self.batches_done}
 
     @staticmethod
-    def merged(states: list[State]) -> State:
+    def merge_states(states: list[StreamState]) -> StreamState:
         """The state of all processes, which have taken equally many batches."""
         return states[0]
 
     @staticmethod
-    def counts(merged: State) -> dict[str, int]:
+    def data_metrics(state: StreamState) -> dict[str, int]:
         """What metrics say of the data read so far, from the state of all processes."""
         return {}
 
 
-class EpochBatches(Batches):
+class EpochBatchStream(BatchStream):
     """The batches of a data set that is there whole: the next epoch's follow those of the one before."""
 
-    def __init__(self, dataset: Dataset, batching: Batching, process: int, processes: int, state: State | None) -> None:
-        super().__init__(process, processes, state)
+    def __init__(self, dataset: Dataset, batching: Batching, rank: int, num_processes: int, state: StreamState | None) -> None:
+        super().__init__(rank, num_processes, state)
         self.dataset, self.batching = dataset, batching
-        self.epoch, self.first = 0, 0  # the epoch that was last asked for, and the number of its first batch
-        self.batches = dataset.epoch(0, batching)
+        self.epoch, self.first_batch = 0, 0  # the epoch that was last asked for, and the number of its first batch
+        self.batches = dataset.make_batches(0, batching)
 
-    def take(self, number: int) -> list[Example]:
-        while number - self.first >= len(self.batches):
-            self.epoch, self.first = self.epoch + 1, self.first + len(self.batches)
-            self.batches = self.dataset.epoch(self.epoch, self.batching)
-        return self.dataset[self.batches[number - self.first]]
+    def take_batch(self, number: int) -> list[Example]:
+        while number - self.first_batch >= len(self.batches):
+            self.epoch, self.first_batch = self.epoch + 1, self.first_batch + len(self.batches)
+            self.batches = self.dataset.make_batches(self.epoch, self.batching)
+        return self.dataset[self.batches[number - self.first_batch]]

@@ -15,25 +15,25 @@ from typing import Any
 
 import numpy as np
 
+from spectrain.config.saved import read_json_object
 from spectrain.errors import UserError
-from spectrain.files import written
-from spectrain.settings.saved import read_object
+from spectrain.files import atomic_write
 
-LONGEST = 16  # tokens that suffixes are sorted by, so that no longer match can be looked for
-END = -1  # between two texts
-ARRAYS = {"tokens": np.int32, "suffixes": np.int32, "questions": np.uint64, "answers": np.uint64, "phrases": np.uint64}
-PHRASE = 5  # words
-FACTS = "index.json"
+MAX_MATCH = 16  # tokens that suffixes are sorted by, so that no longer match can be looked for
+TEXT_END = -1  # between two texts
+ARRAY_DTYPES = {"tokens": np.int32, "suffixes": np.int32, "questions": np.uint64, "answers": np.uint64, "phrases": np.uint64}
+PHRASE_WORDS = 5  # words
+INDEX_FILE = "index.json"
 
 
-def suffix_array(tokens: np.ndarray, longest: int = LONGEST) -> np.ndarray:
+def build_suffix_array(tokens: np.ndarray, max_match: int = MAX_MATCH) -> np.ndarray:
     """[N] all places, in the order of the `longest` tokens from there on and, where these are equal, of the text.
 
     Prefix doubling: the order by 2k tokens is that of the ranks by k tokens here and k further on.
     """
     rank = np.unique(tokens, return_inverse=True)[1].astype(np.int64) + 1
     size = 1
-    while size < longest:
+    while size < max_match:
         pairs = rank * (len(rank) + 2)
         pairs[:-size] += rank[size:]
         rank = np.unique(pairs, return_inverse=True)[1].astype(np.int64) + 1
@@ -41,19 +41,19 @@ def suffix_array(tokens: np.ndarray, longest: int = LONGEST) -> np.ndarray:
     return np.argsort(rank, kind="stable").astype(np.int32)
 
 
-def words(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     return re.findall(r"\w+", text.casefold())
 
 
-def text_hash(text: str) -> int:
+def hash_text(text: str) -> int:
     """Of a text's words: case, spaces and signs make no difference."""
-    return int.from_bytes(blake2b(" ".join(words(text)).encode(), digest_size=8).digest())
+    return int.from_bytes(blake2b(" ".join(split_words(text)).encode(), digest_size=8).digest())
 
 
-def phrase_hashes(text: str) -> set[int]:
+def hash_phrases(text: str) -> set[int]:
     """Of every phrase of five words in a text; of the whole text, where it has fewer."""
-    said = words(text)
-    return {text_hash(" ".join(said[at : at + PHRASE])) for at in range(max(1, len(said) - PHRASE + 1))}
+    said = split_words(text)
+    return {hash_text(" ".join(said[at : at + PHRASE_WORDS])) for at in range(max(1, len(said) - PHRASE_WORDS + 1))}
 
 
 class Datastore:
@@ -61,41 +61,43 @@ class Datastore:
 
     def __init__(self, folder: str, tokenizer: Any) -> None:
         self.folder = Path(folder).expanduser()
-        if not (self.folder / FACTS).is_file():
+        if not (self.folder / INDEX_FILE).is_file():
             raise UserError(f"drafter.store={folder}: there is no store; write one with spectrain data index out={folder}")
-        self.facts = read_object(self.folder / FACTS)
-        if self.facts.get("tokenizer") != vocabulary_hash(tokenizer):
+        self.facts = read_json_object(self.folder / INDEX_FILE)
+        if self.facts.get("tokenizer") != hash_vocabulary(tokenizer):
             raise UserError(
                 f"drafter.store={folder}: its texts were cut by another tokenizer; index them again with this target"
             )
         self.spans: dict[int, tuple[int, int]] = {}  # of tokens that were asked for: their suffixes
-        self.tokens, self.suffixes, self.questions, self.answers, self.phrases = map(self._array, ARRAYS)
+        self.tokens, self.suffixes, self.questions, self.answers, self.phrases = map(self._load_array, ARRAY_DTYPES)
         size = len(self.tokens)
         sound = len(self.suffixes) == size and (not size or (self.suffixes.min() >= 0 and self.suffixes.max() < size))
-        if not sound or (size and (self.tokens.min() < END or self.tokens.max() >= len(tokenizer))):
+        if not sound or (size and (self.tokens.min() < TEXT_END or self.tokens.max() >= len(tokenizer))):
             raise UserError(f"drafter.store={folder}: its arrays do not belong together; index the data again")
 
-    def _array(self, name: str) -> np.ndarray:
+    def _load_array(self, name: str) -> np.ndarray:
         path = self.folder / f"{name}.npy"
         try:
             found: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError) as error:
             raise UserError(f"{path}: it cannot be read ({error}); index the data again") from error
-        if found.dtype != ARRAYS[name] or found.ndim != 1:
-            raise UserError(f"{path}: it is no list of {np.dtype(ARRAYS[name])}; index the data again")
+        if found.dtype != ARRAY_DTYPES[name] or found.ndim != 1:
+            raise UserError(f"{path}: it is no list of {np.dtype(ARRAY_DTYPES[name])}; index the data again")
         return np.asarray(found)  # still mapped; cut as an array, which takes a tenth of the time
 
-    def occurrences(self, text: list[int], depth: int, most: int, enough: int) -> tuple[np.ndarray, np.ndarray]:
+    def find_continuations(
+        self, text: list[int], depth: int, max_matches: int, min_matches: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         """How many of a text's last tokens match, [P], and what followed, [P, depth], END behind a text's end: the longest
         matches first, shorter ones until there are `enough`, of too many of one length evenly spread ones, at most `most` in
         all, each place once."""
-        length = self.longest_match(text)
+        length = self.match_length(text)
         seen: set[int] = set()
         ends: list[int] = []
         lengths: list[int] = []
-        while length and len(seen) < enough:
-            low, high = self._span(text[-length:])
-            room = most - len(seen)
+        while length and len(seen) < min_matches:
+            low, high = self._find_suffixes(text[-length:])
+            room = max_matches - len(seen)
             spread = slice(low, high) if high - low <= room else np.linspace(low, high - 1, room).astype(np.int64)
             new = sorted(set((self.suffixes[spread] + length).tolist()) - seen)
             seen.update(new)
@@ -103,34 +105,34 @@ class Datastore:
             lengths += [length] * len(new)
             length -= 1
         places = np.asarray(ends, dtype=np.int64)[:, None] + np.arange(depth)
-        tokens = np.where(places < len(self.tokens), self.tokens[np.minimum(places, len(self.tokens) - 1)], END)
-        tokens = np.where(np.logical_or.accumulate(tokens == END, axis=1), END, tokens)
-        real = tokens[:, 0] != END
+        tokens = np.where(places < len(self.tokens), self.tokens[np.minimum(places, len(self.tokens) - 1)], TEXT_END)
+        tokens = np.where(np.logical_or.accumulate(tokens == TEXT_END, axis=1), TEXT_END, tokens)
+        real = tokens[:, 0] != TEXT_END
         return np.asarray(lengths, dtype=np.int64)[real], tokens[real]
 
-    def longest_match(self, text: list[int]) -> int:
+    def match_length(self, text: list[int]) -> int:
         """How many of a text's last tokens stand together somewhere in the store, at most 16: if n do, fewer do."""
-        low, high = 0, min(LONGEST, len(text))
+        low, high = 0, min(MAX_MATCH, len(text))
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.holds(text[-middle:]) else (low, middle - 1)
+            low, high = (middle, high) if self.contains_tokens(text[-middle:]) else (low, middle - 1)
         return low
 
-    def holds(self, tokens: list[int]) -> bool:
+    def contains_tokens(self, tokens: list[int]) -> bool:
         """Whether tokens, of any number, stand together somewhere in the store."""
-        low, high = self._span(tokens[:LONGEST])
-        if len(tokens) <= LONGEST:
+        low, high = self._find_suffixes(tokens[:MAX_MATCH])
+        if len(tokens) <= MAX_MATCH:
             return low < high
         return any(self.tokens[start : start + len(tokens)].tolist() == tokens for start in self.suffixes[low:high].tolist())
 
-    def _span(self, tokens: list[int]) -> tuple[int, int]:
+    def _find_suffixes(self, tokens: list[int]) -> tuple[int, int]:
         """Where in the order of suffixes those stand that begin with these tokens, up to 16."""
         first, others = tokens[0], tokens[1:]
         if first not in self.spans:
-            self.spans[first] = self._between(0, len(self.suffixes), [first], 0)
-        return self._between(*self.spans[first], others, 1) if others else self.spans[first]
+            self.spans[first] = self._narrow_suffixes(0, len(self.suffixes), [first], 0)
+        return self._narrow_suffixes(*self.spans[first], others, 1) if others else self.spans[first]
 
-    def _between(self, low: int, high: int, wanted: list[int], skip: int) -> tuple[int, int]:
+    def _narrow_suffixes(self, low: int, high: int, wanted: list[int], skip: int) -> tuple[int, int]:
         """The part of suffixes low to high, which are alike in their first `skip` tokens, that goes on with `wanted`."""
         end = skip + len(wanted)
 
@@ -143,22 +145,22 @@ class Datastore:
         return low, bisect_right(self.suffixes, wanted, low, high, key=said)
 
 
-def vocabulary_hash(tokenizer: Any) -> str:
+def hash_vocabulary(tokenizer: Any) -> str:
     return blake2b(json.dumps(sorted(tokenizer.get_vocab().items())).encode(), digest_size=8).hexdigest()
 
 
 def write_store(
-    folder: Path, texts: Iterable[list[int]], asked: Iterable[str], answered: Iterable[str], facts: dict[str, Any]
+    folder: Path, texts: Iterable[list[int]], questions: Iterable[str], answers: Iterable[str], facts: dict[str, Any]
 ) -> int:
     """Write a store, whole or not at all; the number of its tokens."""
-    tokens = np.fromiter((token for text in texts for token in (*text, END)), dtype=np.int32)
-    asked = list(asked)
-    phrases = sorted(set().union(*map(phrase_hashes, asked)))
-    hashes = {"questions": sorted(set(map(text_hash, asked))), "answers": sorted(set(map(text_hash, answered)))}
-    arrays = {"tokens": tokens, "suffixes": suffix_array(tokens), "phrases": phrases, **hashes}
-    with written(folder, folder=True) as scratch:
-        for name, kind in ARRAYS.items():
+    tokens = np.fromiter((token for text in texts for token in (*text, TEXT_END)), dtype=np.int32)
+    questions = list(questions)
+    phrases = sorted(set().union(*map(hash_phrases, questions)))
+    hashes = {"questions": sorted(set(map(hash_text, questions))), "answers": sorted(set(map(hash_text, answers)))}
+    arrays = {"tokens": tokens, "suffixes": build_suffix_array(tokens), "phrases": phrases, **hashes}
+    with atomic_write(folder, folder=True) as scratch:
+        for name, kind in ARRAY_DTYPES.items():
             np.save(scratch / f"{name}.npy", np.asarray(arrays[name], dtype=kind))
         facts = {**facts, "tokens": len(tokens), "tokens_sha256": sha256(tokens.tobytes()).hexdigest()}
-        (scratch / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
+        (scratch / INDEX_FILE).write_text(json.dumps(facts, indent=2) + "\n")
     return len(tokens)

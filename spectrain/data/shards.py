@@ -22,7 +22,7 @@ from spectrain.files import write_text
 from .chat import Message
 
 MANIFEST = "manifest.json"
-Kind = Literal["failed", "too_long", "cut"]
+FailureKind = Literal["failed", "too_long", "cut"]
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,17 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Lost:
+class FailedRow:
     """A conversation that could not be had, and why; the messages are the source's."""
 
     id: int
     messages: list[Message]
-    kind: Kind
+    kind: FailureKind
     error: str
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PendingRow:
     """A conversation to be answered anew, up to its last assistant turn; `key` is that of its random draws."""
 
     id: int
@@ -59,50 +59,50 @@ class Shard:
     """A shard while it is made: each row is on the disk as soon as it is there."""
 
     name: str
-    wanted: list[Wanted]
+    pending: list[PendingRow]
     path: Path  # where finished rows are kept until all are there
     lock: FileLock
     rows: dict[int, Row] = field(default_factory=dict)
-    lost: dict[int, Lost] = field(default_factory=dict)
+    failed: dict[int, FailedRow] = field(default_factory=dict)
     journal: TextIO | None = None
 
-    def release(self) -> None:
+    def release_lock(self) -> None:
         """Leave it, finished or not, to other processes."""
         if self.journal is not None:
             self.journal.close()
         self.lock.release()
 
-    def begin(self, known: Iterable[Row]) -> None:
+    def restore_rows(self, finished_rows: Iterable[Row]) -> None:
         """Take what is finished already: the rows of an earlier attempt, without a line that a kill has torn."""
-        ids = {wanted.id for wanted in self.wanted}
-        self.rows = {row.id: row for row in [*known, *read_rows(self.path)] if row.id in ids}
-        write_text(self.path, lines(self.rows.values()))
+        ids = {wanted.id for wanted in self.pending}
+        self.rows = {row.id: row for row in [*finished_rows, *read_rows(self.path)] if row.id in ids}
+        write_text(self.path, to_json_lines(self.rows.values()))
         self.journal = self.path.open("a", encoding="utf-8")
 
-    def add(self, outcome: Row | Lost) -> None:
+    def add_outcome(self, outcome: Row | FailedRow) -> None:
         if isinstance(outcome, Row):
             assert self.journal is not None, "begin opens it"
             self.rows[outcome.id] = outcome
-            self.journal.write(lines([outcome]))
+            self.journal.write(to_json_lines([outcome]))
             self.journal.flush()
         else:
-            self.lost[outcome.id] = outcome
+            self.failed[outcome.id] = outcome
 
     @property
     def is_complete(self) -> bool:
-        return len(self.rows) + len(self.lost) == len(self.wanted)
+        return len(self.rows) + len(self.failed) == len(self.pending)
 
     @property
-    def left(self) -> list[Wanted]:
-        return [wanted for wanted in self.wanted if wanted.id not in self.rows and wanted.id not in self.lost]
+    def unanswered_rows(self) -> list[PendingRow]:
+        return [wanted for wanted in self.pending if wanted.id not in self.rows and wanted.id not in self.failed]
 
 
-class Shards:
+class ShardSet:
     """The directory of such a set."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.claimed: list[Shard] = []  # and not yet finished
+        self.open_shards: list[Shard] = []  # and not yet finished
 
     @property
     def is_begun(self) -> bool:
@@ -125,12 +125,12 @@ class Shards:
             ) from error
 
     @property
-    def names(self) -> list[str]:
+    def shard_names(self) -> list[str]:
         """Every shard there is to be, made or not."""
         manifest = self.manifest
         return [shard_name(number) for number in range(-(-manifest["conversations"] // manifest["shard_size"]))]
 
-    def open(self, settings: dict[str, Any], facts: dict[str, Any]) -> None:
+    def begin_or_resume(self, settings: dict[str, Any], facts: dict[str, Any]) -> None:
         """Begin the set, or go on with it where it was begun with the same settings."""
         if not self.is_begun and (stray := next(self.folder.glob("*.jsonl*"), None)):
             raise UserError(f"out={self.folder}: it holds {stray.name} but no {MANIFEST}; choose an empty folder")
@@ -139,9 +139,9 @@ class Shards:
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"out={self.folder}: it cannot be written ({error.strerror}); choose another folder") from error
-        with self._alone():
+        with self._manifest_lock():
             if not self.is_begun:
-                write_text(self.folder / MANIFEST, text_of({**facts, "settings": settings, "shards": {}}))
+                write_text(self.folder / MANIFEST, format_manifest({**facts, "settings": settings, "shards": {}}))
             began = self.manifest["settings"]
         for key in (*began, *settings):
             if began.get(key) != settings.get(key):
@@ -150,89 +150,89 @@ class Shards:
                     "another out"
                 )
 
-    def faults(self) -> dict[str, str]:
+    def find_faults(self) -> dict[str, str]:
         """Shards that are not whole: unfinished, missing or corrupt, by name."""
         records = self.manifest["shards"]
-        found = {name: self._fault(name, records.get(name)) for name in self.names}
+        found = {name: self._check_shard(name, records.get(name)) for name in self.shard_names}
         return {name: fault for name, fault in found.items() if fault is not None}
 
-    def fault(self, name: str) -> str | None:
+    def find_fault(self, name: str) -> str | None:
         """What is wrong with a shard now."""
-        return self._fault(name, self.manifest["shards"].get(name))
+        return self._check_shard(name, self.manifest["shards"].get(name))
 
-    def _fault(self, name: str, record: dict[str, Any] | None) -> str | None:
+    def _check_shard(self, name: str, record: dict[str, Any] | None) -> str | None:
         path = self.folder / name
         if record is None:
             return "unfinished"
         if not path.is_file():
             return "missing"
-        return None if checksum(path.read_bytes()) == record["sha256"] else "corrupt"
+        return None if hash_content(path.read_bytes()) == record["sha256"] else "corrupt"
 
-    def claim(self, name: str, wanted: list[Wanted]) -> Shard | None:
+    def claim_shard(self, name: str, pending: list[PendingRow]) -> Shard | None:
         """A shard to make; None while another process is at it. It is freed when it is finished or this process ends."""
         lock = FileLock(self.folder / ".locks" / f"{name}.lock", timeout=0)
         try:
             lock.acquire()
         except Timeout:
             return None
-        self.claimed.append(Shard(name, wanted, self.folder / "unfinished" / name, lock))
-        return self.claimed[-1]
+        self.open_shards.append(Shard(name, pending, self.folder / "unfinished" / name, lock))
+        return self.open_shards[-1]
 
-    def release(self, shard: Shard) -> None:
+    def release_shard(self, shard: Shard) -> None:
         """Leave a shard to other processes."""
-        self.claimed.remove(shard)
-        shard.release()
+        self.open_shards.remove(shard)
+        shard.release_lock()
 
-    def finish(self, shard: Shard) -> None:
+    def finish_shard(self, shard: Shard) -> None:
         """Write a shard whose rows are all there or lost, in the order of the source, and note it in the manifest."""
-        text = lines(shard.rows[number] for number in sorted(shard.rows))
+        text = to_json_lines(shard.rows[number] for number in sorted(shard.rows))
         failed = self.folder / "failed" / shard.name
-        if shard.lost:
-            write_text(failed, lines(shard.lost[number] for number in sorted(shard.lost)))
+        if shard.failed:
+            write_text(failed, to_json_lines(shard.failed[number] for number in sorted(shard.failed)))
         else:
             failed.unlink(missing_ok=True)
         write_text(self.folder / shard.name, text)
-        kinds = [lost.kind for lost in shard.lost.values()]
+        kinds = [lost.kind for lost in shard.failed.values()]
         record = {
             "rows": len(shard.rows),
             "tokens": sum(sum(row.num_tokens) for row in shard.rows.values()),
             "cut": sum("length" in row.finish_reason for row in shard.rows.values()),
             "lost": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
-            "sha256": checksum(text.encode()),
+            "sha256": hash_content(text.encode()),
         }
-        with self._alone():
+        with self._manifest_lock():
             manifest = self.manifest
             manifest["shards"] = dict(sorted({**manifest["shards"], shard.name: record}.items()))
-            write_text(self.folder / MANIFEST, text_of(manifest))
+            write_text(self.folder / MANIFEST, format_manifest(manifest))
         shard.path.unlink()
-        self.release(shard)
+        self.release_shard(shard)
 
-    def tidy(self) -> None:
+    def remove_leftovers(self) -> None:
         """Remove what a kill between the last two steps of `finish` has left."""
         for path in (self.folder / "unfinished").glob("*.jsonl"):
-            shard = self.claim(path.name, [])
+            shard = self.claim_shard(path.name, [])
             if shard is not None:
-                if self.fault(path.name) is None:
+                if self.find_fault(path.name) is None:
                     path.unlink()
-                self.release(shard)
+                self.release_shard(shard)
 
-    def read(self, name: str) -> list[Row]:
+    def read_shard(self, name: str) -> list[Row]:
         """The rows of a finished shard."""
         return list(read_rows(self.folder / name))
 
-    def whole(self) -> list[Path]:
+    def complete_files(self) -> list[Path]:
         """The files of a set in which nothing is missing."""
-        if faults := self.faults():
+        if faults := self.find_faults():
             name, fault = next(iter(faults.items()))
             more = f", and {len(faults) - 1} more are not whole" if len(faults) > 1 else ""
             raise UserError(
                 f"{self.folder / name}: this shard is {fault}{more}; make it with the spectrain data regenerate command that "
                 f"began the set, or read what is there by data.path='{self.folder}/part-*.jsonl'"
             )
-        return [self.folder / name for name in self.names]
+        return [self.folder / name for name in self.shard_names]
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _manifest_lock(self) -> Iterator[None]:
         """While this process reads and writes the manifest, no other does."""
         with FileLock(self.folder / ".locks" / "manifest.lock"):
             yield
@@ -242,16 +242,16 @@ def shard_name(number: int) -> str:
     return f"part-{number:05d}.jsonl"
 
 
-def checksum(content: bytes) -> str:
+def hash_content(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def lines(rows: Iterable[Row | Lost]) -> str:
+def to_json_lines(rows: Iterable[Row | FailedRow]) -> str:
     """A JSON object a line."""
     return "".join(json.dumps(asdict(row)) + "\n" for row in rows)
 
 
-def text_of(manifest: dict[str, Any]) -> str:
+def format_manifest(manifest: dict[str, Any]) -> str:
     return json.dumps(manifest, indent=2) + "\n"
 
 

@@ -11,39 +11,43 @@ from typing import Literal, TypeVar
 
 import torch
 
-from spectrain.errors import UserError, reason
-from spectrain.models.device import wait
+from spectrain.errors import UserError, describe_error
+from spectrain.models.device import synchronize_device
 
-Way = Literal["compiled", "captured", "eager"]
-WAYS: tuple[Way, ...] = ("compiled", "captured", "eager")
-BACKENDS: dict[Way, str | None] = {"compiled": "auto", "captured": None, "eager": None}  # as `Captured` takes them
-Found = TypeVar("Found")
+ExecutionMode = Literal["compiled", "captured", "eager"]
+EXECUTION_MODES: tuple[ExecutionMode, ...] = ("compiled", "captured", "eager")
+COMPILE_BACKENDS: dict[ExecutionMode, str | None] = {
+    "compiled": "auto",
+    "captured": None,
+    "eager": None,
+}  # as `Captured` takes them
+Result = TypeVar("Result")
 
 
 class Fallback:
     """The way that everything that shares this runs by, so that what is compared goes on alike."""
 
-    def __init__(self, device: torch.device, last: Way = "eager", says: bool = True) -> None:
-        self.device, self.last, self.says = device, last, says
-        self.way: Way = WAYS[0]
-        self.failed: dict[Way, str] = {}  # why each way that was left did not run
+    def __init__(self, device: torch.device, last_mode: ExecutionMode = "eager", reports_failures: bool = True) -> None:
+        self.device, self.last_mode, self.reports_failures = device, last_mode, reports_failures
+        self.mode: ExecutionMode = EXECUTION_MODES[0]
+        self.failures: dict[ExecutionMode, str] = {}  # why each way that was left did not run
 
-    def run(self, attempt: Callable[[Way], Found]) -> Found:
+    def run(self, attempt: Callable[[ExecutionMode], Result]) -> Result:
         """What an attempt gives, by the first way from here on that runs. What the user can mend is raised, and so is what the
         last way fails with; an error that has left the GPU unusable is raised by waiting for it."""
         while True:
             try:
-                return attempt(self.way)
+                return attempt(self.mode)
             except UserError:
                 raise
             except Exception as error:
-                if self.way == self.last:
+                if self.mode == self.last_mode:
                     raise
-                wait(self.device)
-                self._step_down(reason(error))
+                synchronize_device(self.device)
+                self._step_down(describe_error(error))
 
     def _step_down(self, why: str) -> None:
-        left, self.way = self.way, WAYS[WAYS.index(self.way) + 1]
-        self.failed[left] = why
-        if self.says:
-            print(f"rounds go on {self.way}, for {left} they failed: {why}", file=sys.stderr)
+        left, self.mode = self.mode, EXECUTION_MODES[EXECUTION_MODES.index(self.mode) + 1]
+        self.failures[left] = why
+        if self.reports_failures:
+            print(f"rounds go on {self.mode}, for {left} they failed: {why}", file=sys.stderr)

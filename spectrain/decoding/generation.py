@@ -7,21 +7,21 @@ from dataclasses import dataclass, field
 
 import torch
 
-from spectrain.models.device import wait
+from spectrain.models.device import synchronize_device
 
-PARTS = ("draft", "verify", "accept", "other")
+ROUND_PARTS = ("draft", "verify", "accept", "other")
 
 
 @dataclass(frozen=True)
-class Line:
+class RoundRecord:
     """What one round gave one text."""
 
     tokens: list[int]
     depth: int  # of the proposal, pruned branches included
-    nodes: int  # that the target ran, padding left out
-    idle: int  # of these only draft, such as mask tokens
-    pruned: int = 0  # further nodes that its first layers ran only, where branches are pruned
-    judged: int = 0  # nodes whose children an early exit judged for that
+    num_nodes: int  # that the target ran, padding left out
+    num_idle: int  # of these only draft, such as mask tokens
+    num_pruned: int = 0  # further nodes that its first layers ran only, where branches are pruned
+    num_judged: int = 0  # nodes whose children an early exit judged for that
 
 
 @dataclass
@@ -30,34 +30,36 @@ class Generation:
 
     prompt: list[int]
     output: list[int] = field(default_factory=list)  # EOS included, nothing past it or the limit
-    accepted: list[int] = field(default_factory=list)  # tokens emitted in each round, before trimming
+    round_lengths: list[int] = field(default_factory=list)  # tokens emitted in each round, before trimming
     depths: list[int] = field(default_factory=list)  # the other numbers of each round's line
-    nodes: list[int] = field(default_factory=list)
-    idle: list[int] = field(default_factory=list)
-    pruned: list[int] = field(default_factory=list)
-    judged: list[int] = field(default_factory=list)
-    times: list[dict[str, float]] = field(default_factory=list)  # draft, verify, accept, other of each round of the batch
-    cut: bool = False  # EOS or the limit cut the last round short
-    done: bool = False
+    node_counts: list[int] = field(default_factory=list)
+    idle_counts: list[int] = field(default_factory=list)
+    pruned_counts: list[int] = field(default_factory=list)
+    judged_counts: list[int] = field(default_factory=list)
+    round_seconds: list[dict[str, float]] = field(
+        default_factory=list
+    )  # draft, verify, accept, other of each round of the batch
+    is_cut: bool = False  # EOS or the limit cut the last round short
+    is_done: bool = False
     seconds: dict[str, float] = field(default_factory=dict)  # of the whole batch: the sums of all rounds, and prefill
-    batch: int = 1  # prompts decoded together
+    batch_size: int = 1  # prompts decoded together
 
-    def note(self, line: Line, seconds: dict[str, float]) -> None:
+    def record_round(self, record: RoundRecord, seconds: dict[str, float]) -> None:
         """Add the numbers of a round."""
-        self.accepted.append(len(line.tokens))
-        self.depths.append(line.depth)
-        self.nodes.append(line.nodes)
-        self.idle.append(line.idle)
-        self.pruned.append(line.pruned)
-        self.judged.append(line.judged)
-        self.times.append(seconds)
+        self.round_lengths.append(len(record.tokens))
+        self.depths.append(record.depth)
+        self.node_counts.append(record.num_nodes)
+        self.idle_counts.append(record.num_idle)
+        self.pruned_counts.append(record.num_pruned)
+        self.judged_counts.append(record.num_judged)
+        self.round_seconds.append(seconds)
 
-    def emit(self, tokens: list[int], stop_ids: frozenset[int], limit: int) -> None:
+    def emit_tokens(self, tokens: list[int], stop_ids: frozenset[int], limit: int) -> None:
         """Add a round's tokens, up to EOS or the limit."""
         for position, token in enumerate(tokens, 1):
             self.output.append(token)
             if token in stop_ids or len(self.output) >= limit:
-                self.done, self.cut = True, position < len(tokens)
+                self.is_done, self.is_cut = True, position < len(tokens)
                 return
 
     @property
@@ -67,37 +69,37 @@ class Generation:
     @property
     def finish_seconds(self) -> float:
         """Decoding time until this text was done."""
-        return sum(sum(times.values()) for times in self.times)
+        return sum(sum(times.values()) for times in self.round_seconds)
 
     @property
-    def whole_rounds(self) -> list[int]:
+    def complete_round_lengths(self) -> list[int]:
         """Tokens a round, without a last round that EOS or the limit cut short."""
-        return self.accepted[:-1] if self.cut else self.accepted
+        return self.round_lengths[:-1] if self.is_cut else self.round_lengths
 
 
-Watch = Callable[[list[Generation]], None]
+OnRound = Callable[[list[Generation]], None]
 """Told of the generations of a batch, as they stand after prefill and after every round; what it raises ends the decoding."""
 
 
-def unwatched(generations: list[Generation]) -> None:
+def no_callback(generations: list[Generation]) -> None:
     """Nobody watches."""
 
 
-Steps = Generator[list[Generation], None, None]
+DecodingSteps = Generator[list[Generation], None, None]
 """A decoding that pauses after prefill and after every look of the host, with the generations as they stand; they are whole,
 and timed, when it is over."""
 
 
-def watched(steps: Steps, watch: Watch) -> list[Generation]:
+def run_to_end(steps: DecodingSteps, on_round: OnRound) -> list[Generation]:
     """Go through a decoding to its end."""
     generations: list[Generation] = []
     with closing(steps):  # at once where the watcher raises
         for generations in steps:
-            watch(generations)
+            on_round(generations)
     return generations
 
 
-def in_turn(decodings: Sequence[Steps]) -> list[list[Generation]]:
+def interleave(decodings: Sequence[DecodingSteps]) -> list[list[Generation]]:
     """Decode side by side: whatever has emitted least goes on, so that what slows the machine for a while slows all of them."""
     found = [next(one) for one in decodings]
     left = set(range(len(found)))
@@ -108,33 +110,33 @@ def in_turn(decodings: Sequence[Steps]) -> list[list[Generation]]:
     return found
 
 
-class Clock:
+class PartTimer:
     """Wall time of a round by part; on a GPU each part ends with a synchronisation."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.seconds: dict[str, float] = {}
-        self.began = time.perf_counter()
+        self.round_start = time.perf_counter()
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
         began = time.perf_counter()
         yield
-        wait(self.device)
+        synchronize_device(self.device)
         self.seconds[part] = time.perf_counter() - began
 
-    def lap(self) -> dict[str, float]:
+    def finish_round(self) -> dict[str, float]:
         """The seconds of the round that ends here."""
         now = time.perf_counter()
-        seconds = {part: self.seconds.get(part, 0.0) for part in PARTS[:-1]}
-        seconds["other"] = now - self.began - sum(seconds.values())
-        self.began, self.seconds = now, {}
+        seconds = {part: self.seconds.get(part, 0.0) for part in ROUND_PARTS[:-1]}
+        seconds["other"] = now - self.round_start - sum(seconds.values())
+        self.round_start, self.seconds = now, {}
         return seconds
 
 
-def timed(generations: list[Generation], prefilled: float) -> None:
+def record_seconds(generations: list[Generation], prefill_seconds: float) -> None:
     """Note the seconds that a batch took as a whole."""
-    longest = max((generation.times for generation in generations), key=len)
-    total = {part: sum(times[part] for times in longest) for part in PARTS}
+    longest = max((generation.round_seconds for generation in generations), key=len)
+    total = {part: sum(times[part] for times in longest) for part in ROUND_PARTS}
     for generation in generations:
-        generation.seconds = {"prefill": prefilled, **total}
+        generation.seconds = {"prefill": prefill_seconds, **total}

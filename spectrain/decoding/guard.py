@@ -8,13 +8,13 @@ from statistics import median
 
 from spectrain.drafters.base import Drafts
 from spectrain.drafters.context import Context
-from spectrain.drafters.shared.resting import Resting
+from spectrain.drafters.layers.skippable import SkippableDrafter
 from spectrain.errors import UserError
-from spectrain.trees.base import Draft, Round, TreeBuilder, WrappedBuilder
+from spectrain.trees.base import Draft, RoundResult, TreeBuilder, WrappedBuilder
 
-MEASURED = 2  # plain rounds before the first draft
-BETWEEN = 32  # drafted rounds between two plain ones that time a step again: a drafter that pays loses about 1 % to them
-KEPT = 9  # of the last plain rounds the median is a step: half of them may be slowed by something else
+INITIAL_STEPS = 2  # plain rounds before the first draft
+STEP_INTERVAL = 32  # drafted rounds between two plain ones that time a step again: a drafter that pays loses about 1 % to them
+STEP_WINDOW = 9  # of the last plain rounds the median is a step: half of them may be slowed by something else
 
 
 class Guard:
@@ -32,57 +32,59 @@ class Guard:
             raise UserError(f"guard allowance={allowance}: use more than 0 and less than 1")
         self.allowance, self.window = allowance, window
         self.cost = cost  # of a round that runs so many nodes; without it, the seconds measured
-        self.steps: deque[float] = deque(maxlen=KEPT)  # costs of the last rounds without a draft
-        self.since = 0  # drafted rounds since the last one without
-        self.gain = 0.0  # running mean of tokens - cost over drafted rounds
-        self.loss = 0.0  # the largest loss that a try is expected to make
+        self.step_costs: deque[float] = deque(maxlen=STEP_WINDOW)  # costs of the last rounds without a draft
+        self.rounds_since_step = 0  # drafted rounds since the last one without
+        self.mean_gain = 0.0  # running mean of tokens - cost over drafted rounds
+        self.expected_loss = 0.0  # the largest loss that a try is expected to make
         self.savings = 0.0
-        self.num_plain = self.num_drafted = 0
-        self.fallen = False  # drafting has stopped
-        self.held: tuple[float, float] | None = None  # tokens and cost of a round that asked the drafter and got nothing yet
+        self.num_undrafted = self.num_drafted = 0
+        self.is_stopped = False  # drafting has stopped
+        self.deferred_round: tuple[float, float] | None = (
+            None  # tokens and cost of a round that asked the drafter and got nothing yet
+        )
 
-    def drafts(self) -> bool:
+    def should_draft(self) -> bool:
         """Whether the next round drafts. The first two do not, and then one after every 32 that do: they measure a step."""
-        if self.num_plain < MEASURED:
+        if self.num_undrafted < INITIAL_STEPS:
             return False
-        if self.held is not None:
+        if self.deferred_round is not None:
             return True
-        return self.savings >= self.loss if self.fallen else self.since < BETWEEN
+        return self.savings >= self.expected_loss if self.is_stopped else self.rounds_since_step < STEP_INTERVAL
 
-    def record(self, drafted: bool, tokens: float, cost: float, proposed: bool = True) -> None:
+    def record_round(self, was_drafted: bool, tokens: float, cost: float, has_proposal: bool = True) -> None:
         """A round emitted `tokens` a sequence and cost so much, in any unit that is the same for all rounds.
 
         A drafter that had nothing to propose may have been getting ready, so its round is judged together with the next one.
         """
-        if drafted and not proposed and self.held is None:
-            self.held = (tokens, cost)
+        if was_drafted and not has_proposal and self.deferred_round is None:
+            self.deferred_round = (tokens, cost)
             return
-        if not drafted:
-            self.num_plain, self.since = self.num_plain + 1, 0
-            self.steps.append(cost)
-            if self.fallen:
+        if not was_drafted:
+            self.num_undrafted, self.rounds_since_step = self.num_undrafted + 1, 0
+            self.step_costs.append(cost)
+            if self.is_stopped:
                 self.savings += self.allowance / 2 * tokens
             return
-        step, rounds = median(self.steps), 1
-        if self.held is not None:
-            tokens, cost, rounds, self.held = tokens + self.held[0], cost + self.held[1], 2, None
+        step, rounds = median(self.step_costs), 1
+        if self.deferred_round is not None:
+            tokens, cost, rounds, self.deferred_round = tokens + self.deferred_round[0], cost + self.deferred_round[1], 2, None
         gain = tokens - cost / step
-        self.num_drafted, self.since = self.num_drafted + rounds, self.since + rounds
-        self.gain += (gain - self.gain) / min(self.num_drafted, self.window)
-        if self.fallen:
+        self.num_drafted, self.rounds_since_step = self.num_drafted + rounds, self.rounds_since_step + rounds
+        self.mean_gain += (gain - self.mean_gain) / min(self.num_drafted, self.window)
+        if self.is_stopped:
             self.savings = min(0.0, self.savings + gain) if gain < 0 else self.savings + gain
-        self.loss = max(0.0, cost / step - rounds)
-        if self.gain > 0:
-            self.fallen = False
-        elif not self.fallen and (self.num_drafted >= self.window or -self.gain * self.num_drafted >= self.window):
-            self.fallen, self.savings = True, 0.0
+        self.expected_loss = max(0.0, cost / step - rounds)
+        if self.mean_gain > 0:
+            self.is_stopped = False
+        elif not self.is_stopped and (self.num_drafted >= self.window or -self.mean_gain * self.num_drafted >= self.window):
+            self.is_stopped, self.savings = True, 0.0
 
-    def summary(self) -> dict[str, int | bool]:
+    def summarize_rounds(self) -> dict[str, int | bool]:
         """What it did, for a report."""
-        return {"drafted_rounds": self.num_drafted, "plain_rounds": self.num_plain, "fallen_back": self.fallen}
+        return {"drafted_rounds": self.num_drafted, "plain_rounds": self.num_undrafted, "fallen_back": self.is_stopped}
 
 
-class GuardedDrafter(Resting):
+class GuardedDrafter(SkippableDrafter):
     """A drafter that is asked only while its guard says so."""
 
     def __init__(self, drafter: Drafts, guard: Guard) -> None:
@@ -90,9 +92,9 @@ class GuardedDrafter(Resting):
         self.guard = guard
 
     def draft(self, context: Context) -> Draft:
-        if self.guard.drafts():
-            return self.ask(context)
-        self.leave_out(context)
+        if self.guard.should_draft():
+            return self.draft(context)
+        self.skip(context)
         return Draft()
 
 
@@ -103,11 +105,11 @@ class GuardedBuilder(WrappedBuilder):
         super().__init__(builder)
         self.drafter = drafter
 
-    def observe(self, round: Round) -> None:
-        guard, is_asked = self.drafter.guard, self.drafter.is_asked
+    def observe(self, round: RoundResult) -> None:
+        guard, is_asked = self.drafter.guard, self.drafter.is_active
         if is_asked:
             self.builder.observe(round)
-        depth, nodes = round.tree.numbers[:, :2].unbind(1)
+        depth, nodes = round.tree.size_stats[:, :2].unbind(1)
         active = round.counts > 0
         cost = sum(round.seconds.values()) if guard.cost is None else guard.cost(int(nodes.max()))
-        guard.record(is_asked, float(round.counts.sum() / active.sum()), cost, bool((depth * active).any()))
+        guard.record_round(is_asked, float(round.counts.sum() / active.sum()), cost, bool((depth * active).any()))

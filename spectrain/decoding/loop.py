@@ -22,27 +22,27 @@ from spectrain.models.features import Features, Layer
 from spectrain.models.images import refuse_images
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
-from spectrain.trees.base import Draft, RootAlone, Round, TreeBuilder
-from spectrain.trees.token_tree import Accepted, TokenTree
+from spectrain.trees.base import Draft, RootOnlyBuilder, RoundResult, TreeBuilder
+from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 from .acceptance import AcceptanceRule
-from .generation import PARTS, Clock, Generation, Line, Steps, timed, unwatched, watched
+from .generation import ROUND_PARTS, DecodingSteps, Generation, PartTimer, RoundRecord, no_callback, record_seconds, run_to_end
 
-NEVER = -1  # what no token equals
+NO_TOKEN = -1  # what no token equals
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RoundOutcome:
     """What a round gave."""
 
     tree: TokenTree
     logits: Tensor  # [B, N, V]
-    emitted: Tensor  # [B, P]
-    counts: Tensor  # [B] how many of these each text really emitted
+    emitted_tokens: Tensor  # [B, P]
+    num_emitted: Tensor  # [B] how many of these each text really emitted
     path: Tensor  # [B, P] the nodes that were kept
 
 
-def play(context: Context, drafter: Drafts, builder: TreeBuilder, rule: AcceptanceRule) -> Iterator[Outcome | None]:
+def run_round(context: Context, drafter: Drafts, builder: TreeBuilder, rule: AcceptanceRule) -> Iterator[RoundOutcome | None]:
     """One round of speculative decoding. It pauses where a part ends, so that a runner can time or capture each of them."""
     draft = drafter.draft(context)
     tree = builder.grow(context, draft)
@@ -51,35 +51,35 @@ def play(context: Context, drafter: Drafts, builder: TreeBuilder, rule: Acceptan
     yield None
     accepted = rule.accept(tree, seen, context.sequence_ids, context.positions(tree) + 1)
     if context.cache.bound is None:
-        accepted = accepted.trimmed()
+        accepted = accepted.trim_padding()
     emitted, counts = context.commit(tree, seen, accepted)
     drafter.commit(context, accepted)
     assert seen.logits is not None
-    yield Outcome(tree, seen.logits, emitted, counts, accepted.path)
+    yield RoundOutcome(tree, seen.logits, emitted, counts, accepted.path)
 
 
 @torch.inference_mode()
-def steps(runner: Runner, request: Request) -> Steps:
+def decode_steps(runner: Runner, request: Request) -> DecodingSteps:
     """Continue every prompt, round after round; it pauses after the prompts and after every look of the host."""
     stop_ids, limit = request.stop_ids, request.max_new_tokens
-    generations = [Generation(prompt, batch=len(request.prompts)) for prompt in request.prompts]
+    generations = [Generation(prompt, batch_size=len(request.prompts)) for prompt in request.prompts]
     began = time.perf_counter()
-    for generation, token in zip(generations, runner.begin(request)):
-        generation.emit([token], stop_ids, limit)
+    for generation, token in zip(generations, runner.prefill(request)):
+        generation.emit_tokens([token], stop_ids, limit)
     prefilled = time.perf_counter() - began
     yield generations
-    while not all(generation.done for generation in generations):
-        left = max(limit - len(one.output) for one in generations if not one.done)
-        for lines, seconds in runner.rounds(left):
+    while not all(generation.is_done for generation in generations):
+        left = max(limit - len(one.output) for one in generations if not one.is_done)
+        for lines, seconds in runner.run_rounds(left):
             for generation, line in zip(generations, lines):
-                if not generation.done:
-                    generation.note(line, seconds)
-                    generation.emit(line.tokens, stop_ids, limit)
+                if not generation.is_done:
+                    generation.record_round(line, seconds)
+                    generation.emit_tokens(line.tokens, stop_ids, limit)
         yield generations
-    timed(generations, prefilled)
+    record_seconds(generations, prefilled)
 
 
-class NoDraft:
+class NullDrafter:
     """Autoregressive decoding."""
 
     def draft(self, context: Context) -> Draft:
@@ -88,7 +88,7 @@ class NoDraft:
     def verify(self, context: Context, tree: TokenTree) -> Features:
         return context.verify(tree)
 
-    def commit(self, context: Context, accepted: Accepted) -> None:
+    def commit(self, context: Context, accepted: AcceptedPath) -> None:
         """Nothing is kept."""
 
 
@@ -102,48 +102,50 @@ class Request:
     stop_ids: frozenset[int]  # tokens that end a text
 
     @property
-    def longest(self) -> int:
+    def longest_prompt(self) -> int:
         return max(map(len, self.prompts))
 
 
 class Runner(Protocol):
     """How rounds are run: one by one, or several between two looks of the host."""
 
-    def begin(self, request: Request) -> list[int]:
+    def prefill(self, request: Request) -> list[int]:
         """Read the prompts; the first new token of each, which belongs to no round."""
 
-    def rounds(self, left: int) -> list[tuple[list[Line], dict[str, float]]]:
+    def run_rounds(self, tokens_left: int) -> list[tuple[list[RoundRecord], dict[str, float]]]:
         """The next rounds, at least one: a line a text, and seconds by part. No text emits more than `left` tokens more."""
 
 
-class Eager:
+class EagerRunner:
     """Runs and times one round after another."""
 
     def __init__(
         self, target: Target, rule: AcceptanceRule, drafter: Drafter | None = None, builder: TreeBuilder | None = None
     ) -> None:
         self.target, self.rule, self.drafter = target, rule, drafter
-        self.builder = RootAlone() if drafter is None or builder is None else builder
-        self.plays: Drafts = NoDraft() if drafter is None else drafter
+        self.builder = RootOnlyBuilder() if drafter is None or builder is None else builder
+        self.round_drafter: Drafts = NullDrafter() if drafter is None else drafter
         self.extra_slots = 0  # beyond those that a round needs
 
-    def begin(self, request: Request) -> list[int]:
-        self.context = prefill(self.target, self.rule, request, self.drafter, self.builder, self.extra_slots)
+    def prefill(self, request: Request) -> list[int]:
+        self.context = prefill_context(self.target, self.rule, request, self.drafter, self.builder, self.extra_slots)
         return self.context.root.tolist()
 
-    def rounds(self, left: int) -> list[tuple[list[Line], dict[str, float]]]:
-        clock = Clock(self.target.device)
-        parts = play(self.context, self.plays, self.builder, self.rule)
-        for part in PARTS[:-1]:
+    def run_rounds(self, tokens_left: int) -> list[tuple[list[RoundRecord], dict[str, float]]]:
+        clock = PartTimer(self.target.device)
+        parts = run_round(self.context, self.round_drafter, self.builder, self.rule)
+        for part in ROUND_PARTS[:-1]:
             with clock(part):
                 outcome = next(parts)
         assert outcome is not None
-        counted = outcome.tree.numbers
-        numbers = torch.cat([outcome.counts[:, None], counted, outcome.emitted], dim=1).tolist()  # the only synchronisation
+        counted = outcome.tree.size_stats
+        numbers = torch.cat(
+            [outcome.num_emitted[:, None], counted, outcome.emitted_tokens], dim=1
+        ).tolist()  # the only synchronisation
         first = 1 + counted.shape[1]
-        lines = [Line(row[first : first + row[0]], *row[1:first]) for row in numbers]
-        seconds = clock.lap()
-        self.builder.observe(Round(outcome.tree, outcome.logits, outcome.counts, seconds, outcome.path))
+        lines = [RoundRecord(row[first : first + row[0]], *row[1:first]) for row in numbers]
+        seconds = clock.finish_round()
+        self.builder.observe(RoundResult(outcome.tree, outcome.logits, outcome.num_emitted, seconds, outcome.path))
         return [(lines, seconds)]
 
 
@@ -158,11 +160,11 @@ def decode(
     ignore_eos: bool = False,
 ) -> list[Generation]:
     """Continue every prompt; without a drafter, autoregressively. `sequence_ids` key each text's random draws."""
-    request = asked(target, prompts, max_new_tokens, sequence_ids, ignore_eos)
-    return watched(steps(Eager(target, rule, drafter, builder), request), unwatched)
+    request = make_request(target, prompts, max_new_tokens, sequence_ids, ignore_eos)
+    return run_to_end(decode_steps(EagerRunner(target, rule, drafter, builder), request), no_callback)
 
 
-def asked(
+def make_request(
     target: Target,
     prompts: list[list[int]],
     max_new_tokens: int,
@@ -174,45 +176,46 @@ def asked(
     return Request(prompts, max_new_tokens, list(range(len(prompts))) if sequence_ids is None else sequence_ids, stop_ids)
 
 
-def prefill(
+def prefill_context(
     target: Target, rule: AcceptanceRule, request: Request, drafter: Drafter | None, builder: TreeBuilder, extra_slots: int = 0
 ) -> Context:
     """A context for these prompts, run."""
-    check_room(target, request)
-    capacity = request.longest + request.max_new_tokens + 3 + slots_a_round(drafter, builder) + extra_slots
+    check_context_length(target, request)
+    capacity = request.longest_prompt + request.max_new_tokens + 3 + slots_per_round(drafter, builder) + extra_slots
     cache = target.new_cache(len(request.prompts), capacity)
-    context = empty_context(target, builder, cache, layers_read(drafter, rule), len(request.stop_ids))
-    read(context, drafter, rule, request)
+    context = make_context(target, builder, cache, required_layers(drafter, rule), len(request.stop_ids))
+    run_prompts(context, drafter, rule, request)
     return context
 
 
-def check_room(target: Target, request: Request) -> None:
+def check_context_length(target: Target, request: Request) -> None:
     """Refuse a prompt that leaves no room for its answer."""
-    if request.longest + request.max_new_tokens > target.max_length:
+    if request.longest_prompt + request.max_new_tokens > target.max_length:
         raise UserError(
-            f"prompt of {request.longest} tokens: with {request.max_new_tokens} new ones it is longer than the context of "
+            f"prompt of {request.longest_prompt} tokens: with {request.max_new_tokens} new ones it is longer "
+            f"than the context of "
             f"{target.name} ({target.max_length} tokens); shorten it or lower eval.max_new_tokens"
         )
 
 
-def slots_a_round(drafter: Drafter | None, builder: TreeBuilder) -> int:
+def slots_per_round(drafter: Drafter | None, builder: TreeBuilder) -> int:
     """Slots that a round needs behind the committed tokens: a path of them, the tree, beside it what a drafter that drafts in
     the target's cache gives to a rollout, and nodes that only draft."""
-    nodes = builder.depth + builder.budget + builder.drafted
+    nodes = builder.depth + builder.budget + builder.max_drafted
     return nodes if drafter is None else nodes + drafter.cost.extra_nodes(drafter, builder)
 
 
-def layers_read(drafter: Drafter | None, rule: AcceptanceRule) -> tuple[Layer, ...]:
+def required_layers(drafter: Drafter | None, rule: AcceptanceRule) -> tuple[Layer, ...]:
     """The features that a round needs of the target: the drafter's, which come first, and the rule's."""
     return tuple(dict.fromkeys((*(() if drafter is None else drafter.layers), *rule.layers)))
 
 
-def empty_context(target: Target, builder: TreeBuilder, cache: TreeCache, layers: tuple[Layer, ...], num_stops: int) -> Context:
+def make_context(target: Target, builder: TreeBuilder, cache: TreeCache, layers: tuple[Layer, ...], num_stops: int) -> Context:
     """A context over an empty cache, with room for as many tokens and for so many stop tokens."""
     numbers = torch.zeros_like(cache.lengths)
     tokens = numbers.new_zeros(len(numbers), cache.max_length)
     nothing = Features(tokens[:, :0], layers, torch.zeros(0, device=target.device))
-    stops = numbers.new_full((num_stops,), NEVER)
+    stops = numbers.new_full((num_stops,), NO_TOKEN)
     return Context(
         target=target,
         builder=builder,
@@ -228,11 +231,11 @@ def empty_context(target: Target, builder: TreeBuilder, cache: TreeCache, layers
     )
 
 
-def read(context: Context, drafter: Drafter | None, rule: AcceptanceRule, request: Request) -> None:
+def run_prompts(context: Context, drafter: Drafter | None, rule: AcceptanceRule, request: Request) -> None:
     """Run the prompts into the empty cache, with the first new token, which is chosen from their last logits, behind them."""
-    device, longest = context.target.device, request.longest
+    device, longest = context.target.device, request.longest_prompt
     context.sequence_ids.copy_(torch.tensor(request.sequence_ids))
-    context.stops.copy_(torch.tensor([*sorted(request.stop_ids), *[NEVER] * (len(context.stops) - len(request.stop_ids))]))
+    context.stops.copy_(torch.tensor([*sorted(request.stop_ids), *[NO_TOKEN] * (len(context.stops) - len(request.stop_ids))]))
     padded = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in request.prompts], device=device)
     lengths = torch.tensor([len(prompt) for prompt in request.prompts], device=device)
     prefill = None if drafter is None else drafter.abilities.prefill
@@ -242,10 +245,10 @@ def read(context: Context, drafter: Drafter | None, rule: AcceptanceRule, reques
     seen = context.prefill(padded, lengths) if prefill is None else prefill(drafter, context, padded, lengths)
     assert seen.logits is not None
     context.tokens[:, :longest] = padded
-    first = rule.choose(seen.logits, context.sequence_ids, lengths[:, None])
+    first = rule.choose_tokens(seen.logits, context.sequence_ids, lengths[:, None])
     context.tokens.scatter_(1, lengths[:, None], first)
     context.fresh, context.counts = seen, lengths
     context.left.fill_(request.max_new_tokens - 1)
     context.active.copy_(~(first == context.stops).any(-1) & (context.left > 0))
-    context.temperature = 1.0 if rule.shaping is None else rule.shaping[0]
+    context.temperature = 1.0 if rule.sampling_settings is None else rule.sampling_settings[0]
     context.round, context.waiting, context.partial = 0, [], None

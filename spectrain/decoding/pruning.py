@@ -18,12 +18,12 @@ from spectrain.models.features import Features
 from spectrain.models.partial_forward import PartialForward
 from spectrain.models.target import Target
 from spectrain.trees.base import Draft
-from spectrain.trees.token_tree import Accepted, Pruned, TokenTree
+from spectrain.trees.token_tree import AcceptedPath, PruningStats, TokenTree
 
 from .acceptance import AcceptanceRule, Greedy
 from .loop import decode
 
-ANSWER = 64  # tokens of the target's own answer to each prompt that an early head is fitted on
+ANSWER_TOKENS = 64  # tokens of the target's own answer to each prompt that an early head is fitted on
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class EarlyHead:
         return logits if self.bias is None else logits + self.bias
 
     @classmethod
-    def fitted(cls, normed: Tensor, final: Tensor, head: Tensor, bias: Tensor | None, rank: int) -> EarlyHead:
+    def from_states(cls, normed: Tensor, final: Tensor, head: Tensor, bias: Tensor | None, rank: int) -> EarlyHead:
         """By least squares from normed states [T, D] to what the head [V, D] reads, [T, D]; of that map the `rank` directions
         that move the logits most (reduced-rank regression). The ridge is the states' own mean square: it draws the map to
         the identity, the early exit as it is, where the few tokens do not say otherwise."""
@@ -57,16 +57,16 @@ class EarlyHead:
 def fit_early_heads(target: Target, prunings: Sequence[Pruning], prompts: list[list[int]], rank: int) -> None:
     """Give each pruning a head of this rank, fitted on the target's own answers to prompts; where it names the target's token
     less often than the target's own head does, on every fourth answer, which it was not fitted on, that one stays."""
-    answers = decode(target, prompts, Greedy(), ANSWER)
+    answers = decode(target, prompts, Greedy(), ANSWER_TOKENS)
     layers = tuple({pruning.layer for pruning in prunings})
     read: list[tuple[dict[int, Tensor], Tensor]] = []
     for answer in answers:
         seen = target.features(torch.tensor([answer.prompt + answer.output], device=target.device), (*layers, "final"))
-        read.append(({layer: target.normed(seen.at(layer))[0] for layer in layers}, seen.at("final")[0]))
+        read.append(({layer: target.apply_final_norm(seen.at_layer(layer))[0] for layer in layers}, seen.at_layer("final")[0]))
     taught = [pair for number, pair in enumerate(read) if number % 4 or len(read) == 1]
     final, projection = torch.cat([final for _, final in taught]), target.head.projection
     heads = {
-        layer: EarlyHead.fitted(
+        layer: EarlyHead.from_states(
             torch.cat([states[layer] for states, _ in taught]), final, projection.weight, projection.bias, rank
         )
         for layer in layers
@@ -77,7 +77,7 @@ def fit_early_heads(target: Target, prunings: Sequence[Pruning], prompts: list[l
         states = torch.cat([states[pruning.layer] for states, _ in apart])
 
         def named(logits_of: Callable[[Tensor], Tensor], pruning: Pruning = pruning, states: Tensor = states) -> int:
-            return int((pruning.likeliest(logits_of(states)) == wanted).any(-1).sum())
+            return int((pruning.select_top(logits_of(states)) == wanted).any(-1).sum())
 
         head = heads[pruning.layer]
         pruning.head = head if named(head) >= named(target.head.logits) else None
@@ -98,7 +98,7 @@ class Pruning:
         self.layer, self.top_k = layer, top_k
         self.head: EarlyHead | None = None  # None: the target's own
 
-    def check(self, rule: AcceptanceRule, target: Target) -> None:
+    def check_settings(self, rule: AcceptanceRule, target: Target) -> None:
         """Raise where a pruned tree would change the output's distribution, or there is no such layer."""
         if self.layer >= target.num_layers:
             raise UserError(f"eval.prune_layer={self.layer}: {target.name} has {target.num_layers} layers; use fewer")
@@ -107,28 +107,28 @@ class Pruning:
 
     def __call__(self, context: Context, tree: TokenTree) -> TokenTree:
         """The tree that is left; `context.partial` then holds its nodes, run through the first layers."""
-        if not tree.emitted.all():
+        if not tree.can_emit.all():
             raise UserError("eval.prune_layer: trees of this drafter hold nodes that only draft, which pruning would break")
         partial = context.partial or PartialForward(context.target, context.cache, self.layer, layers=context.layers)
-        if self.layer < partial.exit:
+        if self.layer < partial.exit_layer:
             raise UserError(
-                f"eval.prune_layer={self.layer}: this drafter has run the first {partial.exit} layers to draft; use "
-                f"{partial.exit} or more"
+                f"eval.prune_layer={self.layer}: this drafter has run the first {partial.exit_layer} layers to draft; use "
+                f"{partial.exit_layer} or more"
             )
-        partial.deepen(tree, self.layer)
+        partial.run_to_layer(tree, self.layer)
         context.partial = partial
         assert partial.hidden is not None
-        likely, judged = self._likely(context.target, tree, partial.hidden[:, :, -1])
+        likely, judged = self._likely_children(context.target, tree, partial.hidden[:, :, -1])
         above = tree.parents.clamp(min=0)
         after_parent = likely.gather(1, above[..., None].expand(-1, -1, likely.shape[-1]))
         stays = (after_parent == tree.tokens[..., None]).any(-1)
         stays[:, 0] = True
-        left = tree.select((stays[:, None] | ~tree.ancestors).all(-1) & tree.valid)
-        partial.settle(left)
-        depth = (tree.depths * (tree.valid & tree.emitted)).amax(1)
-        return replace(left, pruned=Pruned(depth, tree.valid.sum(1) - left.valid.sum(1), judged))
+        left = tree.select_nodes((stays[:, None] | ~tree.ancestors).all(-1) & tree.valid)
+        partial.align_to_tree(left)
+        depth = (tree.depths * (tree.valid & tree.can_emit)).amax(1)
+        return replace(left, pruning=PruningStats(depth, tree.valid.sum(1) - left.valid.sum(1), judged))
 
-    def _likely(self, target: Target, tree: TokenTree, states: Tensor) -> tuple[Tensor, Tensor]:
+    def _likely_children(self, target: Target, tree: TokenTree, states: Tensor) -> tuple[Tensor, Tensor]:
         """[B, N, K] the tokens that an early exit names after nodes that have children, from their states [B, N, D], and [B]
         how many nodes these are: the head is asked there only, for it can cost as much as several layers."""
         above = tree.parents.clamp(min=0)
@@ -136,20 +136,20 @@ class Pruning:
         judged = hosts.sum(1)
         order = hosts.long().argsort(dim=1, descending=True, stable=True)[:, : max(1, int(judged.max()))]
         asked = states.gather(1, order[..., None].expand(-1, -1, target.width))
-        likely = self.likeliest((self.head or target.head.logits)(target.normed(asked)))
+        likely = self.select_top((self.head or target.head.logits)(target.apply_final_norm(asked)))
         places = torch.zeros_like(above).scatter(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
         return likely.gather(1, places[..., None].expand(-1, -1, likely.shape[-1])), judged
 
-    def likeliest(self, logits: Tensor) -> Tensor:
+    def select_top(self, logits: Tensor) -> Tensor:
         """[.., K] the tokens that stay, of logits [.., V]."""
         return logits.topk(min(self.top_k, logits.shape[-1]), dim=-1).indices
 
-    def work(self, target: Target) -> int:
+    def count_multiply_adds(self, target: Target) -> int:
         """Multiply-adds of judging what follows a node."""
         own = target.head.output.weight.numel()
         return own if self.head is None else self.head.down.numel() + self.head.up.numel()
 
-    def settings(self) -> dict[str, int]:
+    def report_settings(self) -> dict[str, int]:
         """What a report says about it."""
         return {"layer": self.layer, "top_k": self.top_k, "rank": 0 if self.head is None else self.head.down.shape[1]}
 
@@ -164,12 +164,12 @@ class PrunedDrafter:
         draft = self.drafter.draft(context)
 
         def complete(tree: TokenTree) -> TokenTree:
-            return self.pruning(context, tree if draft.complete is None else draft.complete(tree))
+            return self.pruning(context, tree if draft.add_mask_nodes is None else draft.add_mask_nodes(tree))
 
-        return replace(draft, complete=complete)
+        return replace(draft, add_mask_nodes=complete)
 
     def verify(self, context: Context, tree: TokenTree) -> Features:
         return self.drafter.verify(context, tree)
 
-    def commit(self, context: Context, accepted: Accepted) -> None:
+    def commit(self, context: Context, accepted: AcceptedPath) -> None:
         self.drafter.commit(context, accepted)

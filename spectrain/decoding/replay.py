@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from spectrain.data.chat import Example
-from spectrain.features.batch import Batch, collate, laid_out
-from spectrain.trees.base import Round, TreeBuilder, WrappedBuilder
+from spectrain.features.batch import Batch, collate, pad_or_pack
+from spectrain.trees.base import RoundResult, TreeBuilder, WrappedBuilder
 
 if TYPE_CHECKING:
     from .generation import Generation
 
-KEPT = -1  # the distance of a token that was kept, or never drafted
+NOT_PAST_ERROR = -1  # the distance of a token that was kept, or never drafted
 
 
 @dataclass(frozen=True)
@@ -32,21 +32,21 @@ class Replay:
     """A sequence whose last tokens are a draft."""
 
     example: Example  # the answer so far and the draft carry loss
-    distance: list[int]  # of each token behind the first wrong one of the draft; KEPT for all others
+    tokens_past_error: list[int]  # of each token behind the first wrong one of the draft; KEPT for all others
 
 
 @dataclass(frozen=True)
-class Branched:
+class BranchedAnswer:
     """An answer, and behind it the wrong part of each of its drafts, which sees the text that it was drafted behind."""
 
     replay: Replay
-    places: list[int]  # of every token in its text
+    position_ids: list[int]  # of every token in its text
     branches: list[tuple[int, int]]  # tokens of each wrong part, and how many of the text's it sees
 
     @property
-    def visible(self) -> Tensor:
+    def visibility(self) -> Tensor:
         """[T, T] what every token sees: the text before it, and in a branch the earlier ones of its own."""
-        length = len(self.places)
+        length = len(self.position_ids)
         found = torch.ones(length, length, dtype=torch.bool).tril()
         end = length - sum(size for size, _ in self.branches)
         for size, seen in self.branches:
@@ -56,7 +56,7 @@ class Branched:
 
 
 @dataclass(frozen=True)
-class Window:
+class DraftWindow:
     """A sequence whose last tokens are what was kept of a drawn draft and the first that was not."""
 
     example: Example  # all but the prompt carry loss
@@ -64,19 +64,19 @@ class Window:
     start: int = 0  # tokens before the draft
 
 
-class Recorder(WrappedBuilder):
+class DraftRecorder(WrappedBuilder):
     """Another builder, whose chains are remembered with how much of them was kept."""
 
     def __init__(self, builder: TreeBuilder) -> None:
         super().__init__(builder)
         self.rounds: list[list[tuple[list[int], int]]] = []  # of every row: drafted tokens, and tokens emitted
 
-    def observe(self, round: Round) -> None:
+    def observe(self, round: RoundResult) -> None:
         self.builder.observe(round)
         self.rounds = self.rounds or [[] for _ in round.counts]
         for b, count in enumerate(round.counts.tolist()):
             if count:
-                drafted = round.tree.tokens[b, 1:][(round.tree.valid & round.tree.emitted)[b, 1:]].tolist()
+                drafted = round.tree.tokens[b, 1:][(round.tree.valid & round.tree.can_emit)[b, 1:]].tolist()
                 self.rounds[b].append((drafted, count))
 
 
@@ -85,21 +85,21 @@ class DraftedRound:
     """One round of a decoding."""
 
     text: list[int]  # before it, the root the last of it
-    answer: int  # how many tokens of the text are the answer's
+    answer_length: int  # how many tokens of the text are the answer's
     draft: list[int]
-    kept: int  # tokens of the draft
+    num_accepted: int  # tokens of the draft
 
-    def example(self, draft: list[int]) -> Example:
+    def make_example(self, draft: list[int]) -> Example:
         """The text and some of the draft's tokens, where all but the prompt carry loss."""
-        prompt = len(self.text) - self.answer
-        return Example(self.text + draft, [False] * prompt + [True] * (self.answer + len(draft)))
+        prompt = len(self.text) - self.answer_length
+        return Example(self.text + draft, [False] * prompt + [True] * (self.answer_length + len(draft)))
 
 
-def drafts_of(generation: Generation, rounds: list[tuple[list[int], int]]) -> Iterator[DraftedRound]:
+def iterate_drafts(generation: Generation, rounds: list[tuple[list[int], int]]) -> Iterator[DraftedRound]:
     """The drafts of one decoding, in their order, as far as the text before them is in its output."""
     drafts = iter([drafted for drafted, _ in rounds if drafted])
     end = 1  # the answer's tokens before the round, root included
-    for count, depth in zip(generation.accepted, generation.depths):
+    for count, depth in zip(generation.round_lengths, generation.depths):
         drafted = next(drafts) if depth else []  # a guard may have let the round pass without a draft
         answer = generation.output[:end]
         if drafted and len(answer) == end:
@@ -107,17 +107,17 @@ def drafts_of(generation: Generation, rounds: list[tuple[list[int], int]]) -> It
         end += count
 
 
-def replays(generation: Generation, rounds: list[tuple[list[int], int]], limit: int, random: Random) -> list[Replay]:
+def select_replays(generation: Generation, rounds: list[tuple[list[int], int]], limit: int, random: Random) -> list[Replay]:
     """Up to `limit` drafts of one decoding, rejected ones first."""
     found = []
-    for one in drafts_of(generation, rounds):
-        wrong = len(one.draft) - one.kept
-        replay = Replay(one.example(one.draft), [KEPT] * (len(one.text) + one.kept) + list(range(wrong)))
+    for one in iterate_drafts(generation, rounds):
+        wrong = len(one.draft) - one.num_accepted
+        replay = Replay(one.make_example(one.draft), [NOT_PAST_ERROR] * (len(one.text) + one.num_accepted) + list(range(wrong)))
         found.append((not wrong, random.random(), replay))
     return [replay for _, _, replay in sorted(found, key=lambda item: item[:2])[:limit]]
 
 
-def branched(generation: Generation, rounds: list[tuple[list[int], int]], longest: int) -> Branched:
+def join_branches(generation: Generation, rounds: list[tuple[list[int], int]], max_length: int) -> BranchedAnswer:
     """A whole answer with all its rejected drafts (Draft-OPD's error replays), for one forward.
 
     What was rejected is judged where it was drafted: the first wrong token in the text, whose next token is the target's, and
@@ -125,12 +125,12 @@ def branched(generation: Generation, rounds: list[tuple[list[int], int]], longes
     `longest` tokens at most.
     """
     text, answer = generation.prompt + generation.output, len(generation.output)
-    distance, tokens, places = [KEPT] * len(text), list(text), list(range(len(text)))
+    distance, tokens, places = [NOT_PAST_ERROR] * len(text), list(text), list(range(len(text)))
     mask = [False] * (len(text) - answer) + [True] * answer
     branches = []
-    for one in drafts_of(generation, rounds):
-        seen = len(one.text) + one.kept
-        wrong = one.draft[one.kept :][: longest - seen]
+    for one in iterate_drafts(generation, rounds):
+        seen = len(one.text) + one.num_accepted
+        wrong = one.draft[one.num_accepted :][: max_length - seen]
         if not wrong or seen >= len(text):
             continue
         distance[seen] = 0
@@ -138,31 +138,31 @@ def branched(generation: Generation, rounds: list[tuple[list[int], int]], longes
             tokens += wrong
             places += range(seen, seen + len(wrong))
             mask += [False] + [True] * (len(wrong) - 1)
-            distance += [KEPT, *range(1, len(wrong))]
+            distance += [NOT_PAST_ERROR, *range(1, len(wrong))]
             branches.append((len(wrong), seen))
-    return Branched(Replay(Example(tokens, mask), distance), places, branches)
+    return BranchedAnswer(Replay(Example(tokens, mask), distance), places, branches)
 
 
-def alone(example: Example) -> Branched:
+def make_unbranched(example: Example) -> BranchedAnswer:
     """A text without a branch, of which nothing is rejected."""
-    return Branched(Replay(example, [KEPT] * len(example.tokens)), list(range(len(example.tokens))), [])
+    return BranchedAnswer(Replay(example, [NOT_PAST_ERROR] * len(example.tokens)), list(range(len(example.tokens))), [])
 
 
-def balance(replay: Replay) -> list[float]:
+def balance_weights(replay: Replay) -> list[float]:
     """What every token counts where those that were kept and those that were not count half each, as in Draft-OPD."""
-    wrong = sum(place != KEPT for place in replay.distance)
+    wrong = sum(place != NOT_PAST_ERROR for place in replay.tokens_past_error)
     supervised = sum(replay.example.mask)
     right = supervised - wrong
-    return [supervised / (wrong if place != KEPT else right) if on else 0.0
-            for place, on in zip(replay.distance, replay.example.mask)]  # fmt: skip
+    return [supervised / (wrong if place != NOT_PAST_ERROR else right) if on else 0.0
+            for place, on in zip(replay.tokens_past_error, replay.example.mask)]  # fmt: skip
 
 
-def reward(kept: int, drafted: int, draft_cost: float) -> float:
+def round_reward(num_accepted: int, num_drafted: int, draft_cost: float) -> float:
     """PPOW's: tokens that a round emits, the target's own among them, over its time in forwards of the target."""
-    return (kept + 1) / (1 + draft_cost * drafted)
+    return (num_accepted + 1) / (1 + draft_cost * num_drafted)
 
 
-def windows(generation: Generation, rounds: list[tuple[list[int], int]], draft_cost: float) -> list[Window]:
+def make_windows(generation: Generation, rounds: list[tuple[list[int], int]], draft_cost: float) -> list[DraftWindow]:
     """The drawn drafts of one decoding, but the first of them.
 
     The token at place d of a draft counts where the d before it were right, so its baseline is the mean reward of the answer's
@@ -171,40 +171,40 @@ def windows(generation: Generation, rounds: list[tuple[list[int], int]], draft_c
     """
     reached: list[list[float]] = []  # at every place, the rewards of earlier drafts that came so far
     found = []
-    for one in drafts_of(generation, rounds):
-        brought, drawn = reward(one.kept, len(one.draft), draft_cost), one.draft[: one.kept + 1]
+    for one in iterate_drafts(generation, rounds):
+        brought, drawn = round_reward(one.num_accepted, len(one.draft), draft_cost), one.draft[: one.num_accepted + 1]
         is_first = not reached
         reached += [[] for _ in range(len(drawn) - len(reached))]
         if not is_first:
             gains = [brought - mean(before or reached[0]) for before in reached[: len(drawn)]]
-            found.append(Window(one.example(drawn), [0.0] * len(one.text) + gains, len(one.text)))
+            found.append(DraftWindow(one.make_example(drawn), [0.0] * len(one.text) + gains, len(one.text)))
         for before in reached[: len(drawn)]:
             before.append(brought)
     return found
 
 
-def collate_replays(found: list[Replay], packed: bool = False, balanced: bool = False) -> Batch:
+def collate_replays(replays: list[Replay], packed: bool = False, balanced: bool = False) -> Batch:
     """Replays as one batch, padded on the right or packed."""
-    batch = collate([replay.example for replay in found], packed)
-    weight = laid_out([torch.tensor(balance(replay)) for replay in found], packed) if balanced else None
-    distance = laid_out([torch.tensor(replay.distance) for replay in found], packed, padding=KEPT)
-    return replace(batch, distance=distance, weight=weight)
+    batch = collate([replay.example for replay in replays], packed)
+    weight = pad_or_pack([torch.tensor(balance_weights(replay)) for replay in replays], packed) if balanced else None
+    distance = pad_or_pack([torch.tensor(replay.tokens_past_error) for replay in replays], packed, padding=NOT_PAST_ERROR)
+    return replace(batch, tokens_past_error=distance, weight=weight)
 
 
-def collate_branched(found: list[Branched], packed: bool = False, balanced: bool = False) -> Batch:
+def collate_branched(answers: list[BranchedAnswer], packed: bool = False, balanced: bool = False) -> Batch:
     """Answers with their branches as one batch, padded on the right or packed."""
-    batch = collate_replays([one.replay for one in found], packed, balanced)
-    places = laid_out([torch.tensor(one.places) for one in found], packed)
+    batch = collate_replays([one.replay for one in answers], packed, balanced)
+    places = pad_or_pack([torch.tensor(one.position_ids) for one in answers], packed)
     if packed:
-        return replace(batch, places=places, visible=tuple(one.visible[None] for one in found))
+        return replace(batch, position_ids=places, visible=tuple(one.visibility[None] for one in answers))
     count = batch.tokens.shape[1]
-    visible = torch.ones(count, count, dtype=torch.bool).tril().repeat(len(found), 1, 1)  # padding sees anything
-    for row, one in zip(visible, found):
-        row[: len(one.places), : len(one.places)] = one.visible
-    return replace(batch, places=places, visible=visible)
+    visible = torch.ones(count, count, dtype=torch.bool).tril().repeat(len(answers), 1, 1)  # padding sees anything
+    for row, one in zip(visible, answers):
+        row[: len(one.position_ids), : len(one.position_ids)] = one.visibility
+    return replace(batch, position_ids=places, visible=visible)
 
 
-def collate_windows(found: list[Window], packed: bool = False) -> Batch:
+def collate_windows(windows: list[DraftWindow], packed: bool = False) -> Batch:
     """Windows as one batch, padded on the right or packed."""
-    batch = collate([window.example for window in found], packed)
-    return replace(batch, advantage=laid_out([torch.tensor(window.advantage) for window in found], packed))
+    batch = collate([window.example for window in windows], packed)
+    return replace(batch, advantage=pad_or_pack([torch.tensor(window.advantage) for window in windows], packed))

@@ -13,7 +13,7 @@ from spectrain.data.datastore import Datastore
 from spectrain.models.features import Features
 from spectrain.models.lora import TargetTraining
 from spectrain.models.target import Target
-from spectrain.models.traffic import Reads
+from spectrain.models.traffic import BytesRead
 from spectrain.trees.base import TreeBuilder
 
 from .context import Context
@@ -85,7 +85,9 @@ class DraftingCost:
     weights: Callable[[Any, Target], nn.Module] = lambda drafter, target: drafter  # what a draft step reads
     forwards: Callable[[Any], int] = lambda drafter: 0  # whole ones of the target that drafting takes in every round
     verified_from: Callable[[Any], int] = lambda drafter: 0  # the first layer that drafting leaves to verification
-    read: Callable[[Any], Reads] | None = None  # (drafter): what drafting has read since a decoding began, where it counts that
+    read: Callable[[Any], BytesRead] | None = (
+        None  # (drafter): what drafting has read since a decoding began, where it counts that
+    )
 
 
 @dataclass(frozen=True)

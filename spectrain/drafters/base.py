@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from spectrain.config.choices import find_choice
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.features import Features, Layer
 from spectrain.models.target import Target
-from spectrain.settings.choices import choice_of
 from spectrain.trees.base import Draft
-from spectrain.trees.token_tree import Accepted, TokenTree
+from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 from .abilities import Abilities, DraftingCost, SavedFiles
 from .context import Context
@@ -93,7 +93,7 @@ class Drafts(Protocol):
 
     def verify(self, context: Context, tree: TokenTree) -> Features: ...
 
-    def commit(self, context: Context, accepted: Accepted) -> None: ...
+    def commit(self, context: Context, accepted: AcceptedPath) -> None: ...
 
 
 class Drafter(nn.Module, ABC):
@@ -115,7 +115,7 @@ class Drafter(nn.Module, ABC):
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Training losses of a batch, which holds the features that the stage names. Training-free families have none."""
-        name = choice_of("drafter", f"{type(self).__module__}.{type(self).__name__}") or type(self).__name__
+        name = find_choice("drafter", f"{type(self).__module__}.{type(self).__name__}") or type(self).__name__
         raise UserError(f"drafter={name}: it has nothing to train; score it with spectrain eval drafter={name}")
 
     @abstractmethod
@@ -126,7 +126,7 @@ class Drafter(nn.Module, ABC):
         """The target's logits and features at every node."""
         return context.verify(tree)
 
-    def commit(self, context: Context, accepted: Accepted) -> None:
+    def commit(self, context: Context, accepted: AcceptedPath) -> None:
         """Forget what was rejected; the context already holds the accepted tokens and their features."""
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from spectrain.drafters.layers.losses import LossName, head_loss
+from spectrain.drafters.layers.small_models import make_small_model
+from spectrain.drafters.layers.stop_head import StopHead
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget, linear_divergence
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
-from spectrain.trees.base import Branches, Draft, Rollout
-from spectrain.trees.token_tree import Accepted
+from spectrain.trees.base import BranchVisibility, Draft, Rollout
+from spectrain.trees.token_tree import AcceptedPath
 
 from .abilities import Abilities, Capture, OnPolicy, SavedFiles
 from .base import Drafter, Losses, Stage, TrainingState
 from .context import Context
-from .shared.losses import Loss, head_loss
-from .shared.small_models import small_model
-from .shared.stop_head import StopHead
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -56,7 +56,7 @@ class Causal(Drafter):
         num_layers: int | None = None,
         model: str | None = None,
         architecture: dict[str, Any] | None = None,
-        loss: Loss = "forward_kl",
+        loss: LossName = "forward_kl",
         beta: float = 0.5,
         loss_temperature: float = 1.0,
         stop_head: int | None = None,  # hidden layers of a head that says how likely a token is kept; null: there is none
@@ -67,7 +67,7 @@ class Causal(Drafter):
         if not loss_temperature > 0:
             raise UserError(f"drafter.loss_temperature={loss_temperature}: use more than 0")
         self.divergence, self.beta, self.loss_temperature = loss, beta, loss_temperature
-        self.model = small_model(target, num_layers, model, architecture)
+        self.model = make_small_model(target, num_layers, model, architecture)
         self.abilities = replace(
             self.abilities, on_policy=OnPolicy(self.model, learns_replays=True, learns_branches=True, learns_windows=True)
         )
@@ -89,44 +89,44 @@ class Causal(Drafter):
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         assert batch.features is not None
-        predicts, grad = batch.predicts, torch.is_grad_enabled()
+        predicts, grad = batch.next_is_supervised, torch.is_grad_enabled()
         plan = ForwardPlan(layers=("final",), grad=grad, recompute=state.recompute, lengths=batch.lengths)
-        seen = self.model.run(batch.tokens, replace(plan, positions=batch.places, mask=batch.visible))
-        states = seen.at("final")[predicts]
+        seen = self.model.run(batch.tokens, replace(plan, positions=batch.position_ids, mask=batch.visible))
+        states = seen.at_layer("final")[predicts]
         following = batch.tokens.roll(-1, dims=1)[predicts]
-        distance, weight = batch.of_next(batch.distance), batch.of_next(batch.weight)
+        distance, weight = batch.at_next_token(batch.tokens_past_error), batch.at_next_token(batch.weight)
         mine, theirs = (
-            head.projection.entries(slice(self.vocab_size)).at_temperature(self.loss_temperature)
+            head.projection.select_entries(slice(self.vocab_size)).at_temperature(self.loss_temperature)
             for head in (self.model.head, self.head)
         )
-        log_probs = HeadTarget(batch.features.at("final")[predicts], theirs)
+        log_probs = HeadTarget(batch.features.at_layer("final")[predicts], theirs)
         judged = head_loss(self.divergence, states, mine, following, log_probs, distance, self.beta, weight)
-        hits = (judged.best == judged.labels).sum()[None].float()
+        hits = (judged.predictions == judged.labels).sum()[None].float()
         terms: dict[str, Tensor] = {self.divergence: judged.loss}
         if self.stop_head is not None:
             terms["stop"] = self.stop_head.loss(states, HeadTarget(states.detach(), mine), log_probs)
         if batch.advantage is not None:  # REINFORCE: the cross-entropy of a drawn token has the score function as its gradient
-            terms["policy"] = linear_divergence(states, mine, following, None, batch.of_next(batch.advantage)).loss
+            terms["policy"] = linear_divergence(states, mine, following, None, batch.at_next_token(batch.advantage)).loss
         return Losses(terms, hits, torch.full_like(hits, len(following)))
 
     # Decoding
 
     def draft(self, context: Context) -> Draft:
         """Run the tokens that are new to it, the root last, then draft from there on."""
-        slots = 1 + context.builder.drafted
-        self.cache = context.drafting_cache(self.cache, self.model.num_layers, slots, self.model.attending.shapes)
+        slots = 1 + context.builder.max_drafted
+        self.cache = context.drafting_cache(self.cache, self.model.num_layers, slots, self.model.traits.kv_shapes)
         behind = context.cache.lengths - self.cache.lengths  # the root comes after so many
         steps = torch.arange(context.fresh.tokens.shape[1] + 1, device=behind.device)
         places = self.cache.lengths[:, None] + steps
         tokens = context.tokens.gather(1, places.clamp(max=context.tokens.shape[1] - 1))
-        seen = self.model.run(tokens, ForwardPlan(layers=("final",), cache=self.cache)).at("final")
+        seen = self.model.run(tokens, ForwardPlan(layers=("final",), cache=self.cache)).at_layer("final")
         self.cache.commit(None, behind + 1)
         root = seen.gather(1, behind[:, None, None].expand(-1, 1, seen.shape[-1]))
         return Draft(_Nodes(self, self.cache, root))
 
-    def commit(self, context: Context, accepted: Accepted) -> None:
+    def commit(self, context: Context, accepted: AcceptedPath) -> None:
         assert self.cache is not None
-        self.cache.forget(committed=1)  # the root: in a row that is done it is the next one as well
+        self.cache.roll_back(committed=1)  # the root: in a row that is done it is the next one as well
 
     def log_q(self, final: Tensor) -> Tensor:
         """[B, F, D] -> [B, F, V]"""
@@ -138,15 +138,15 @@ class _Nodes(Rollout):
 
     def __init__(self, drafter: Causal, cache: TreeCache, root: Tensor) -> None:
         self.drafter, self.cache, self.root = drafter, cache, root  # [B, 1, D]
-        self.branches = Branches(len(root), root.device)
+        self.branches = BranchVisibility(len(root), root.device)
 
     def start(self) -> Tensor:
         return self.said(self.root)
 
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        return self.run(tokens, *self.branches.add(parents))
+        return self.run(tokens, *self.branches.add_nodes(parents))
 
-    def follow(self, tokens: Tensor, parents: Tensor, given: int) -> Tensor:
+    def extend_path(self, tokens: Tensor, parents: Tensor, given: int) -> Tensor:
         return self.run(tokens, *self.branches.add_path(parents, tokens.shape[1]))
 
     def run(self, tokens: Tensor, depth: Tensor, visible: Tensor) -> Tensor:
@@ -155,10 +155,10 @@ class _Nodes(Rollout):
         seen = self.drafter.model.run(
             tokens, ForwardPlan(layers=("final",), positions=positions, mask=visible, cache=self.cache)
         )
-        return self.said(seen.at("final"))
+        return self.said(seen.at_layer("final"))
 
     def said(self, states: Tensor) -> Tensor:
         """[B, F, V] after the states [B, F, D] of nodes."""
         if self.drafter.stop_head is not None:
-            self.survival = self.drafter.stop_head(states).float().sigmoid()
+            self.accept_probs = self.drafter.stop_head(states).float().sigmoid()
         return self.drafter.log_q(states)

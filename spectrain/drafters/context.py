@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from spectrain.kernels.token_commit import Texts, token_commit
+from spectrain.kernels.token_commit import TextBatch, token_commit
 from spectrain.models.features import Features, Layer
 from spectrain.models.kv_cache import KeyValueShape, TreeCache
 from spectrain.models.partial_forward import PartialForward
 from spectrain.models.target import Target
 from spectrain.trees.base import TreeBuilder
-from spectrain.trees.token_tree import Accepted, TokenTree
+from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Context:
         if kept is not None and bound is not None:
             sizes = len(kept.layers), len(kept.lengths), kept.max_length, kept.bound
             if sizes == (num_layers, batch, length, bound):
-                kept.empty()
+                kept.reset()
                 return kept
         return TreeCache(num_layers, batch, length, self.tokens.device, bound, shapes)
 
@@ -97,13 +97,13 @@ class Context:
     def verify(self, tree: TokenTree) -> Features:
         """The target's logits and features at every node, from where a partial forward left them if there was one."""
         if self.partial is not None:
-            return self.partial.finish(tree)
+            return self.partial.run_tree(tree)
         return self.target.verify(tree, self.cache, self.layers)
 
-    def commit(self, tree: TokenTree, seen: Features, accepted: Accepted) -> tuple[Tensor, Tensor]:
+    def commit(self, tree: TokenTree, seen: Features, accepted: AcceptedPath) -> tuple[Tensor, Tensor]:
         """Keep the accepted path and its tokens: what each text emits [B, P], and how many of these, [B], none where it is
         done. A text that has emitted a stop token or its last one goes on no further."""
-        texts = Texts(self.tokens, self.cache.lengths, self.active, self.left, self.stops)
+        texts = TextBatch(self.tokens, self.cache.lengths, self.active, self.left, self.stops)
         emitted, counts = token_commit(tree.tokens, accepted.path, accepted.counts, accepted.bonus, texts)
         self.keep(seen, accepted.path, counts)
         self.partial = None
@@ -125,5 +125,5 @@ class Context:
         """Add what rounds without a draft committed to what the drafter will read."""
         if self.waiting:
             parts = [(self.fresh, self.counts), *self.waiting]
-            self.fresh, self.counts = Features.joined(parts), sum(counts for _, counts in parts)  # type: ignore[assignment]
+            self.fresh, self.counts = Features.concat_prefixes(parts), sum(counts for _, counts in parts)  # type: ignore[assignment]
             self.waiting = []

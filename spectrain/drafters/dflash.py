@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from spectrain.config.values import Count, NotNegative, Seed, Share, Steps, VocabularySize
+from spectrain.drafters.layers.block_drafter import BlockDrafter, BlockSettings, JudgedDrafts
+from spectrain.drafters.layers.losses import LossName
 from spectrain.errors import UserError
-from spectrain.kernels.linear_divergence import chunks
-from spectrain.settings.values import Count, NotNegative, Seed, Share, Steps, VocabularySize
-from spectrain.trees.base import Marginals, Rollout
+from spectrain.kernels.linear_divergence import split_rows
+from spectrain.trees.base import MarginalRollout, Rollout
 
 from .base import Losses
-from .shared.block_drafter import BlockDrafter, BlockSettings, Judging
-from .shared.losses import Loss
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -39,7 +39,7 @@ class DFlash(BlockDrafter):
         num_layers: Count = 5,
         layers: list[int] | None = None,
         vocab_size: VocabularySize | None = None,  # None: the target's whole vocabulary
-        loss: Loss = "cross_entropy",
+        loss: LossName = "cross_entropy",
         labels: Literal["data", "target"] = "data",  # of a cross-entropy: the data's tokens, or the target's likeliest
         slot_weights: Literal["decay", "dpace"] = "decay",  # later drafts count less, or by how likely they are reached
         decay: NotNegative = 7.0,  # in slots; 0 weighs all alike
@@ -63,32 +63,32 @@ class DFlash(BlockDrafter):
         )  # fmt: skip
         if slot_weights == "dpace" and loss != "cross_entropy":
             raise UserError("drafter.slot_weights=dpace: it weighs a cross-entropy; use drafter.loss=cross_entropy")
-        self.divergence, self.labels, self.slot_weights = loss, labels, slot_weights
+        self.divergence, self.label_source, self.slot_weights = loss, labels, slot_weights
         self.decay, self.dpace_alpha = decay, dpace_alpha
 
     # Training
 
-    def judge(self, asked: Judging) -> Losses:
+    def judge_drafts(self, asked: JudgedDrafts) -> Losses:
         dpace = self.slot_weights == "dpace"
-        row_weight = asked.normalised(self._dpace(asked)) if dpace else asked.decaying(self.decay)
-        judged = asked.supervision.judge_by(self.projection, asked.hidden, asked.answers, row_weight)
-        return asked.losses({self.divergence: judged.loss}, judged.best)
+        row_weight = asked.normalize_weights(self._dpace(asked)) if dpace else asked.decayed_weights(self.decay)
+        judged = asked.supervision.judge_with_head(self.projection, asked.hidden, asked.label_index, row_weight)
+        return asked.sum_losses({self.divergence: judged.loss}, judged.predictions)
 
     @torch.no_grad()
-    def _dpace(self, asked: Judging) -> Tensor:
+    def _dpace(self, asked: JudgedDrafts) -> Tensor:
         """[A, K] the weights of D-PACE."""
-        right = asked.supervision.slots[asked.answers]
+        right = asked.supervision.label_ids[asked.label_index]
         rows = [
             self.projection.logits(asked.hidden[some]).log_softmax(-1).gather(-1, right[some, None])[:, 0].exp()
-            for some in chunks(len(right))
+            for some in split_rows(len(right))
         ]
-        chances = torch.ones(asked.judged.shape, device=right.device)
-        chances[asked.judged] = torch.cat(rows)[asked.order.argsort()] if rows else chances[asked.judged]
-        kept = torch.where(asked.judged, (1 - self.dpace_alpha) * chances + self.dpace_alpha, 1.0).cumprod(1)
+        chances = torch.ones(asked.is_judged.shape, device=right.device)
+        chances[asked.is_judged] = torch.cat(rows)[asked.order.argsort()] if rows else chances[asked.is_judged]
+        kept = torch.where(asked.is_judged, (1 - self.dpace_alpha) * chances + self.dpace_alpha, 1.0).cumprod(1)
         return kept.flip(1).cumsum(1).flip(1)
 
     # Decoding
 
-    def rollout(self, root: Tensor, states: Tensor) -> Rollout:
+    def make_rollout(self, root: Tensor, states: Tensor) -> Rollout:
         """What a slot says does not depend on the path, so a tree's paths are products of marginals."""
-        return Marginals(root, self.log_q(self.product(states)), self.draft_ids)
+        return MarginalRollout(root, self.log_q(self.compute_products(states)), self.draft_ids)

@@ -15,14 +15,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from spectrain.config.values import Count, NotNegative, Seed, Steps, VocabularySize
+from spectrain.drafters.layers.block_drafter import (
+    BlockAttentionFn,
+    BlockDrafter,
+    BlockLayer,
+    BlockSettings,
+    JudgedDrafts,
+    Rope,
+)
+from spectrain.drafters.layers.losses import LossName
 from spectrain.errors import UserError
-from spectrain.kernels.linear_divergence import chunks
-from spectrain.settings.values import Count, NotNegative, Seed, Steps, VocabularySize
-from spectrain.trees.base import DepthRollout, Rollout, at_depth
+from spectrain.kernels.linear_divergence import split_rows
+from spectrain.trees.base import DepthRollout, Rollout, gather_by_depth
 
 from .base import Losses
-from .shared.block_drafter import Attend, BlockDrafter, BlockLayer, BlockSettings, Judging, Rope
-from .shared.losses import Loss
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -62,11 +69,11 @@ class ConvolvedLayer(BlockLayer):
         self.attention_conv = BlockConvolution(config.hidden_size, taps, group)
         self.mlp_conv = BlockConvolution(config.hidden_size, taps, group)
 
-    def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, attend: BlockAttentionFn) -> Tensor:
         normed, around = self.input_layernorm(x), self.attention_conv
         delta = around.deltas(normed)
-        projected = self.self_attn.project(around.convolve(normed, delta, 0), rope)
-        x = x + around.convolve(self.self_attn.output(attend(*projected)), delta, 1)
+        projected = self.self_attn.project_qkv(around.convolve(normed, delta, 0), rope)
+        x = x + around.convolve(self.self_attn.project_output(attend(*projected)), delta, 1)
         normed, around = self.post_attention_layernorm(x), self.mlp_conv
         delta = around.deltas(normed)
         return x + around.convolve(self.mlp(around.convolve(normed, delta, 0)), delta, 1)
@@ -112,7 +119,7 @@ class DFlash2(BlockDrafter):
         selector_rank: Count = 256,  # of the codebooks
         selector_top_k: Count = 16,
         selector_weight: NotNegative = 1.0,
-        loss: Loss = "forward_kl",
+        loss: LossName = "forward_kl",
         decay: NotNegative = 7.0,  # in slots; 0 weighs all alike
         num_anchors: Count = 512,  # of a document
         sample_from_anchor: bool = False,  # slots draft the token after their own place
@@ -141,25 +148,25 @@ class DFlash2(BlockDrafter):
 
     # Training
 
-    def judge(self, asked: Judging) -> Losses:
-        weights, supervision = asked.decaying(self.decay), asked.supervision
-        judged = supervision.judge_by(self.projection, asked.hidden, asked.answers, weights)
-        before, labels = asked.of(asked.previous), supervision.slots[asked.answers]
-        weights = weights * self.t2d[supervision.best[asked.answers]]
+    def judge_drafts(self, asked: JudgedDrafts) -> Losses:
+        weights, supervision = asked.decayed_weights(self.decay), asked.supervision
+        judged = supervision.judge_with_head(self.projection, asked.hidden, asked.label_index, weights)
+        before, labels = asked.select_judged(asked.previous_tokens), supervision.label_ids[asked.label_index]
+        weights = weights * self.t2d[supervision.labels[asked.label_index]]
         terms, right = [], []
-        for rows in chunks(len(labels)):
+        for rows in split_rows(len(labels)):
             part = (tensor[rows] for tensor in (asked.hidden, before, labels, weights))
             loss, chosen = checkpoint(self._choose, *part, use_reentrant=False)
             terms.append(loss)
             right.append(chosen)
         selected = torch.stack(terms).sum() if terms else judged.loss.new_zeros(())
-        best = torch.cat(right) if right else judged.best
-        return asked.losses({self.divergence: judged.loss, "selector": self.selector_weight * selected}, best)
+        best = torch.cat(right) if right else judged.predictions
+        return asked.sum_losses({self.divergence: judged.loss, "selector": self.selector_weight * selected}, best)
 
     def _choose(self, hidden: Tensor, before: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """The selector's loss over rows [r], and the candidates that it takes, draft ids [r]."""
         with torch.no_grad():
-            candidates = self.product(hidden).topk(self.selector_top_k, dim=-1).indices
+            candidates = self.compute_products(hidden).topk(self.selector_top_k, dim=-1).indices
         scores = self._scores(hidden, before, candidates)
         chosen = candidates.gather(-1, scores.argmax(-1, keepdim=True))[:, 0]
         missing = (candidates != labels[:, None]).all(-1)
@@ -175,11 +182,11 @@ class DFlash2(BlockDrafter):
         products = (rows @ hidden.to(rows.dtype)[..., None])[..., 0].float()
         if head.bias is not None:
             products = products + head.bias[candidates]
-        return self.logits(products) + self.candidate_selector(hidden, before, self.draft_ids[candidates])
+        return self.scale_and_cap(products) + self.candidate_selector(hidden, before, self.draft_ids[candidates])
 
     # Decoding
 
-    def rollout(self, root: Tensor, states: Tensor) -> Rollout:
+    def make_rollout(self, root: Tensor, states: Tensor) -> Rollout:
         return _Selected(self, root, states)
 
 
@@ -190,13 +197,13 @@ class _Selected(DepthRollout):
         super().__init__(root, states.shape[1])
         self.drafter, self.states = drafter, states  # [B, K, W]
         self.ids = self.draft_ids = drafter.draft_ids
-        logits = drafter.logits(drafter.product(states))  # [B, K, V]
+        logits = drafter.scale_and_cap(drafter.compute_products(states))  # [B, K, V]
         self.vocab_size = logits.shape[-1]
         self.unary, self.candidates = logits.topk(drafter.selector_top_k, dim=-1)  # [B, K, C]
 
-    def after(self, depth: Tensor, tokens: Tensor) -> Tensor:
-        candidates = at_depth(self.candidates, depth)
-        added = self.drafter.candidate_selector(at_depth(self.states, depth), tokens, self.ids[candidates])
-        log_q = (at_depth(self.unary, depth) + added.float()).log_softmax(-1)
+    def log_probs_at(self, depth: Tensor, tokens: Tensor) -> Tensor:
+        candidates = gather_by_depth(self.candidates, depth)
+        added = self.drafter.candidate_selector(gather_by_depth(self.states, depth), tokens, self.ids[candidates])
+        log_q = (gather_by_depth(self.unary, depth) + added.float()).log_softmax(-1)
         every = log_q.new_full((*tokens.shape, self.vocab_size), IMPOSSIBLE)
         return every.scatter(-1, candidates, log_q)

@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spectrain.config.values import Count, NotNegative, Seed, Share, Steps, VocabularySize
+from spectrain.drafters.layers.block_drafter import BlockDrafter, BlockSettings, JudgedDrafts
+from spectrain.drafters.layers.losses import acceptance_rate
 from spectrain.kernels.linear_divergence import linear_divergence
-from spectrain.settings.values import Count, NotNegative, Seed, Share, Steps, VocabularySize
-from spectrain.trees.base import DepthRollout, Rollout, at_depth
+from spectrain.trees.base import DepthRollout, Rollout, gather_by_depth
 
 from .base import Losses
-from .shared.block_drafter import BlockDrafter, BlockSettings, Judging
-from .shared.losses import acceptance_rate
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -125,35 +125,35 @@ class DSpark(BlockDrafter):
 
     # Training
 
-    def judge(self, asked: Judging) -> Losses:
+    def judge_drafts(self, asked: JudgedDrafts) -> Losses:
         """All terms in one pass through the output layer, to which [h ; m] and [W ; W2] make the Markov head belong."""
-        embedded = self.markov.markov_w1(asked.previous)
-        read = asked.of(self.markov.along(asked.states, embedded))
+        embedded = self.markov.markov_w1(asked.previous_tokens)
+        read = asked.select_judged(self.markov.along(asked.states, embedded))
         head = self.projection
         both = replace(head, weight=torch.cat([head.weight, self.markov.markov_w2.weight], dim=1))
-        tokens = asked.of(asked.tokens)
+        tokens = asked.select_judged(asked.tokens)
         slots = torch.searchsorted(self.draft_ids, tokens).clamp(max=len(self.draft_ids) - 1)
         compound = _Compound(self.ce, self.tv)
-        theirs, weights = asked.supervision.target_log_probs, asked.decaying(self.decay)
+        theirs, weights = asked.supervision.target_log_probs, asked.decayed_weights(self.decay)
         assert theirs is not None
         judged = linear_divergence(
             torch.cat([asked.hidden, read], dim=-1),
             both,
-            theirs.at(asked.answers),
+            theirs.select_rows(asked.label_index),
             compound,
             weights,
             (slots, self.t2d[tokens]),
         )
         terms = {"ce_tv": judged.loss}
         if self.confidence_head is not None:
-            said = self.confidence_head(torch.cat([asked.hidden, asked.of(embedded)], dim=-1))
+            said = self.confidence_head(torch.cat([asked.hidden, asked.select_judged(embedded)], dim=-1))
             kept = torch.cat(compound.kept) if compound.kept else said.detach()
             terms["confidence"] = F.binary_cross_entropy_with_logits(said, kept.to(said.dtype), weights, reduction="sum")
-        return asked.losses(terms, judged.best)
+        return asked.sum_losses(terms, judged.predictions)
 
     # Decoding
 
-    def rollout(self, root: Tensor, states: Tensor) -> Rollout:
+    def make_rollout(self, root: Tensor, states: Tensor) -> Rollout:
         return _Markov(self, root, states)
 
 
@@ -176,7 +176,7 @@ class _Markov(DepthRollout):
 
     def __init__(self, drafter: DSpark, root: Tensor, states: Tensor) -> None:
         super().__init__(root, states.shape[1])
-        self.drafter, self.states, self.products = drafter, states, drafter.product(states)  # [B, K, W], [B, K, V]
+        self.drafter, self.states, self.products = drafter, states, drafter.compute_products(states)  # [B, K, W], [B, K, V]
         self.draft_ids = drafter.draft_ids
         self.carried = states.new_zeros(len(root), 1, drafter.markov.rank)  # [B, nodes given so far, M] into each
 
@@ -185,14 +185,14 @@ class _Markov(DepthRollout):
         self.carried = torch.cat([self.carried, above], dim=1)
         return super().extend(tokens, parents)
 
-    def after(self, depth: Tensor, tokens: Tensor) -> Tensor:
+    def log_probs_at(self, depth: Tensor, tokens: Tensor) -> Tensor:
         drafter, count = self.drafter, tokens.shape[1]
 
-        hidden, embedded = at_depth(self.states, depth), drafter.markov.markov_w1(tokens)
+        hidden, embedded = gather_by_depth(self.states, depth), drafter.markov.markov_w1(tokens)
         read, state = drafter.markov(hidden, embedded, self.carried[:, -count:])
         self.carried = torch.cat([self.carried[:, :-count], state], dim=1)
         if drafter.cuts and drafter.confidence_head is not None:
             said = drafter.confidence_head(torch.cat([hidden, embedded], dim=-1))
-            self.survival = said.sigmoid()
-            self.closed = self.survival < drafter.confidence_threshold
-        return drafter.log_q(at_depth(self.products, depth) + drafter.markov.markov_w2(read).float())
+            self.accept_probs = said.sigmoid()
+            self.stop_mask = self.accept_probs < drafter.confidence_threshold
+        return drafter.log_q(gather_by_depth(self.products, depth) + drafter.markov.markov_w2(read).float())

@@ -14,6 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spectrain.config.values import NotNegative, Seed, Share, Steps
+from spectrain.drafters.layers.eagle_layers import check_architecture
+from spectrain.drafters.layers.layers import Attention, Mlp, llama_config, make_rotary
+from spectrain.drafters.layers.losses import LossName, top_k_loss
+from spectrain.drafters.layers.state_rollout import StateRollout
+from spectrain.drafters.layers.vocabulary import Supervision, VocabularyDrafter
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import linear_divergence
@@ -22,18 +28,12 @@ from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
 from spectrain.randomness import FEATURE_NOISE, sequence_generator
-from spectrain.settings.values import NotNegative, Seed, Share, Steps
 from spectrain.trees.base import Draft
-from spectrain.trees.token_tree import Accepted
+from spectrain.trees.token_tree import AcceptedPath
 
 from .abilities import Capture, DraftingCost, SavedFiles
 from .base import Losses, Stage, TrainingState
 from .context import Context
-from .shared.eagle_layers import check_architecture
-from .shared.layers import Attention, Mlp, llama_config, rotary
-from .shared.losses import Loss, top_k_loss
-from .shared.state_rollout import StateRollout
-from .shared.vocabulary import Supervision, VocabularyDrafter
 
 Held = tuple[Tensor, Tensor]  # keys and values of a step
 NOISE_LENGTH = 512  # tokens of a text whose noise is as wide as it is asked for
@@ -60,7 +60,7 @@ class Eagle1(VocabularyDrafter):
         self,
         target: Target,
         num_steps: Steps = 1,  # draft steps that are trained, each behind the one before it
-        loss: Loss = "forward_kl",
+        loss: LossName = "forward_kl",
         regression_weight: NotNegative = 1.0,  # of SmoothL1 to the target's next feature
         token_weight: NotNegative = 0.1,  # of the divergence between what the head makes of both
         top_k_weight: NotNegative = 0.0,  # of the cross-entropy over the target's ten likeliest tokens
@@ -84,7 +84,7 @@ class Eagle1(VocabularyDrafter):
         self.fc = nn.Linear(2 * target.width, target.width, bias=bias)
         self.self_attn = Attention(config, target.width)
         self.post_attention_layernorm, self.mlp = nn.RMSNorm(target.width, eps=config.rms_norm_eps), Mlp(config)
-        self.rotary = rotary(config)
+        self.rotary = make_rotary(config)
         rows = target.head.vocab_size
         self.register_buffer("d2t", torch.zeros(rows, dtype=torch.int64), persistent=False)
         self.register_buffer("t2d", torch.ones(rows, dtype=torch.bool), persistent=False)
@@ -121,23 +121,23 @@ class Eagle1(VocabularyDrafter):
         """
         assert batch.features is not None
         supervision = Supervision(self, batch)
-        hidden = self._with_noise(batch, batch.features.at("final"), state.step)
+        hidden = self._with_noise(batch, batch.features.at_layer("final"), state.step)
         held: list[Held] = []  # of every step
         found: list[Tensor] = []  # of the supervised indices of every step
-        for step in range(max(1, min(self.num_steps, batch.longest - 2))):
+        for step in range(max(1, min(self.num_steps, batch.max_document_length - 2))):
             read = hidden.detach() if self.detach else hidden
             hidden, own = state.checkpointed(self.unroll, batch, read, step, held[:])
             held.append(own)
-            found.append(hidden[supervision.rows(step)])
-        return self._judge(supervision, batch.features.at("final"), found)
+            found.append(hidden[supervision.is_supervised(step)])
+        return self._judge(supervision, batch.features.at_layer("final"), found)
 
     def unroll(self, batch: Batch, hidden: Tensor, step: int, before: list[Held]) -> tuple[Tensor, Held]:
         """One draft step over features [B, T, D], behind the keys and values of the steps before; its own with it."""
         tokens = batch.tokens.roll(-1 - step, dims=1)  # what a document takes from beyond its end is never supervised
         x = self.inputs(tokens, hidden)
-        q, k, v = self.self_attn.project(x, self.rotary(x, batch.positions + step))
+        q, k, v = self.self_attn.project_qkv(x, self.rotary(x, batch.positions + step))
         keys, values = ([own[part] for own in (*before, (k, v))] for part in (0, 1))
-        attended = self.self_attn.output(unrolled_attention(q, keys, values, batch.lengths))
+        attended = self.self_attn.project_output(unrolled_attention(q, keys, values, batch.lengths))
         return self.outputs(x, attended), (k, v)
 
     def _with_noise(self, batch: Batch, final: Tensor, step: int) -> Tensor:
@@ -146,7 +146,7 @@ class Eagle1(VocabularyDrafter):
         if not self.noise:
             return final
         drawn = []
-        for tokens, _ in batch.sequences():
+        for tokens, _ in batch.split_documents():
             source = sequence_generator(FEATURE_NOISE, self.seed, tokens, step)
             length = int(tokens.nonzero()[-1]) + 1 if tokens.any() else 1  # without the padding
             noise = torch.rand(length, final.shape[-1], generator=source) - 0.5
@@ -155,40 +155,40 @@ class Eagle1(VocabularyDrafter):
 
     def _judge(self, supervision: Supervision, final: Tensor, found: list[Tensor]) -> Losses:
         """The features of every step's supervised indices, all steps at once."""
-        answer, order, step = supervision.steps(len(found))
+        answer, order, step = supervision.join_steps(len(found))
         hidden = torch.cat(found).index_select(0, order)
         weight = self.step_decay**step
-        wanted = final[supervision.row_of >= 0].to(hidden.dtype)[answer]
+        wanted = final[supervision.row_index >= 0].to(hidden.dtype)[answer]
         off = F.smooth_l1_loss(hidden, wanted, reduction="none").mean(-1)
-        judged = supervision.judge_by(self.head.projection, hidden, answer, self.token_weight * weight)
+        judged = supervision.judge_with_head(self.head.projection, hidden, answer, self.token_weight * weight)
         terms = {"regression": self.regression_weight * (weight * off).sum(), self.divergence: judged.loss}
         if self.top_k_weight and supervision.target_log_probs is not None:
-            theirs = supervision.target_log_probs.at(answer)
+            theirs = supervision.target_log_probs.select_rows(answer)
             likeliest = linear_divergence(hidden, self.head.projection, theirs, top_k_loss, self.top_k_weight * weight)
             terms["top_k"] = likeliest.loss
-        return Losses.by_depth(terms, judged.best == supervision.best[answer], step, self.num_steps)
+        return Losses.by_depth(terms, judged.predictions == supervision.labels[answer], step, self.num_steps)
 
     # Decoding
 
     def draft(self, context: Context) -> Draft:
         """Read the features of what was just accepted, then roll on from the last of them."""
-        self.cache = context.drafting_cache(self.cache, 1, context.builder.drafted)
-        fresh = context.fresh.at("final")
-        output = self.run(context.following, fresh, self.cache.slots(fresh.shape[1]), self.cache, None)
+        self.cache = context.drafting_cache(self.cache, 1, context.builder.max_drafted)
+        fresh = context.fresh.at_layer("final")
+        output = self.run(context.following, fresh, self.cache.next_slots(fresh.shape[1]), self.cache, None)
         self.cache.commit(None, context.counts)
         last = (context.counts - 1).clamp(min=0)[:, None, None]
         return Draft(StateRollout(self, self.cache, output.gather(1, last.expand(-1, 1, output.shape[-1]))))
 
-    def commit(self, context: Context, accepted: Accepted) -> None:
+    def commit(self, context: Context, accepted: AcceptedPath) -> None:
         assert self.cache is not None
-        self.cache.forget()
+        self.cache.roll_back()
 
     def run(self, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: TreeCache, visible: Tensor | None) -> Tensor:
         """The features [B, F, D] of new nodes, appended to the cache behind what it holds."""
         x = self.inputs(tokens, hidden)
-        projected = self.self_attn.project(x, self.rotary(x, positions))
-        output = self.outputs(x, self.self_attn.cached(*projected, cache, visible))
-        cache.advance(tokens.shape[1])
+        projected = self.self_attn.project_qkv(x, self.rotary(x, positions))
+        output = self.outputs(x, self.self_attn.attend_cached(*projected, cache, visible))
+        cache.add_uncommitted(tokens.shape[1])
         return output
 
     def log_q(self, hidden: Tensor) -> Tensor:

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from spectrain.config.values import Count, Share, Steps, VocabularySize
+from spectrain.drafters.layers.eagle_layers import NORM_VARIANTS, EagleSettings, check_architecture
+from spectrain.drafters.layers.eagle_unrolled import UnrolledEagle
+from spectrain.drafters.layers.losses import LossName
+from spectrain.drafters.layers.state_rollout import StateRollout
+from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
-from spectrain.settings.values import Count, Share, Steps, VocabularySize
 from spectrain.trees.base import Draft
 
 from .abilities import SavedFiles
 from .base import Losses, TrainingState
 from .context import Context
-from .shared.eagle_layers import NORMS, EagleSettings, check_architecture
-from .shared.eagle_unrolled import UnrolledEagle
-from .shared.losses import Loss
-from .shared.state_rollout import StateRollout
-from .shared.vocabulary import Supervision
 
-VARIANTS = (*NORMS, "norm_output", "own_embedding")
+VARIANTS = (*NORM_VARIANTS, "norm_output", "own_embedding")
 
 
 class Eagle3(UnrolledEagle):
@@ -49,7 +49,7 @@ class Eagle3(UnrolledEagle):
         layers: list[int] | None = None,
         num_layers: Count = 1,
         window: Count | None = None,  # how many positions back a token sees; None: all
-        loss: Loss = "forward_kl",
+        loss: LossName = "forward_kl",
         step_decay: Share = 0.8,  # weight of each draft step's loss against the one before it
         start: Literal["target", "random"] = "target",  # the head and fc start as the target's, or at random
         head_rank: Count | None = None,  # of the output layer (SlimSpec); None: full
@@ -71,9 +71,9 @@ class Eagle3(UnrolledEagle):
         Step i at index t is supervised where token t + 2 + i is the assistant's, so the padded tail never is. The sum of
         the steps is weighted by step_decay^i.
         """
-        supervision, count = Supervision(self, batch), max(1, min(self.num_steps, batch.longest - 2))
-        steps = enumerate(self.unrolled(batch, count, state))
-        return self.judge_steps(supervision, [hidden[supervision.rows(step)] for step, hidden in steps])
+        supervision, count = Supervision(self, batch), max(1, min(self.num_steps, batch.max_document_length - 2))
+        steps = enumerate(self.unroll_steps(batch, count, state))
+        return self.judge_steps(supervision, [hidden[supervision.is_supervised(step)] for step, hidden in steps])
 
     # Decoding
 

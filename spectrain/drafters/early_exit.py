@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from spectrain.drafters.layers.losses import TargetLogProbs, head_loss
+from spectrain.drafters.layers.self_speculation import SelfDrafter, resolve_exit_layer
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
-from spectrain.kernels.linear_divergence import HeadTarget, Judged, most_likely, total_entropy
+from spectrain.kernels.linear_divergence import DivergenceResult, HeadTarget, argmax_and_log_z, total_entropy
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.lora import TargetTraining
 from spectrain.randomness import LAYER_DROPOUT, sequence_generator
 
 from .abilities import Exits, SavedFiles
 from .base import Losses, Stage, TrainingState
-from .shared.losses import TargetLogProbs, head_loss
-from .shared.self_speculation import SelfDrafter, exit_of
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -73,7 +73,7 @@ class EarlyExit(SelfDrafter):
         for key, value in (("rotate", rotate), ("rank", rank)):
             if value < 1:
                 raise UserError(f"drafter.{key}={value}: use 1 or more")
-        self.exit_layer = exit_of(target, exit_layer, 1 / 4)
+        self.exit_layer = resolve_exit_layer(target, exit_layer, 1 / 4)
         self.max_dropout, self.dropout_schedule, self.exit_scale = max_dropout, dropout_schedule, exit_scale
         self.curriculum, self.rotate, self.seed = curriculum, rotate, seed
         self.self_distillation = self_distillation
@@ -83,12 +83,12 @@ class EarlyExit(SelfDrafter):
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """Open the target's weights, or the adapters that are put into it."""
-        self.target_training.begin(target)
+        self.target_training.start_training(target)
 
     def at_exit(self, exit_layer: int, target: Target) -> EarlyExit:
         """The same drafter, sharing its weights, with another exit."""
         other = copy.copy(self)
-        other.exit_layer = exit_of(target, exit_layer, 1 / 4)
+        other.exit_layer = resolve_exit_layer(target, exit_layer, 1 / 4)
         return other
 
     # Training
@@ -103,14 +103,15 @@ class EarlyExit(SelfDrafter):
         weights = self.exit_weights(target.num_layers, state)
         opened = [number for number, weight in enumerate(weights) if weight > 0]
         asked = sorted({*opened, self.exit_layer - 1})
-        predicts, grad = batch.predicts, torch.is_grad_enabled()
+        predicts, grad = batch.next_is_supervised, torch.is_grad_enabled()
         tokens, original = batch.tokens.roll(-1, dims=1)[predicts], self._original_log_probs(batch, target)
         layers = tuple(number + 1 for number in asked)
         span = LayerSpan(dropped=self.dropped(batch, target, state))
         plan = ForwardPlan(layers=layers, grad=grad, recompute=state.recompute, lengths=batch.lengths, span=span)
         states = target.run(batch.tokens, plan)
         final = {
-            number: target.normed(states.at(number + 1)[predicts][None], grad=grad and number in opened)[0] for number in asked
+            number: target.apply_final_norm(states.at_layer(number + 1)[predicts][None], grad=grad and number in opened)[0]
+            for number in asked
         }
         terms = {"language_model": torch.zeros((), device=tokens.device), "exits": torch.zeros((), device=tokens.device)}
         best: dict[int, Tensor] = {}
@@ -120,14 +121,16 @@ class EarlyExit(SelfDrafter):
                 continue
             found = self._judge([final[number] for number in exits], [weights[number] for number in exits], tokens, original)
             terms[term] = found.loss + sum(weights[number] for number in exits) * entropy
-            best |= dict(zip(exits, found.best.view(len(tokens), len(exits)).unbind(1)))
+            best |= dict(zip(exits, found.predictions.view(len(tokens), len(exits)).unbind(1)))
         drafted = self.exit_layer - 1
         if drafted not in best:
-            best[drafted] = most_likely(final[drafted], self.head.projection)[0]
+            best[drafted] = argmax_and_log_z(final[drafted], self.head.projection)[0]
         hits = (best[drafted] == best[opened[-1]]).sum()[None].float()
         return Losses(terms, hits, torch.full_like(hits, len(tokens)))
 
-    def _judge(self, final: list[Tensor], weights: list[float], tokens: Tensor, original: TargetLogProbs | None) -> Judged:
+    def _judge(
+        self, final: list[Tensor], weights: list[float], tokens: Tensor, original: TargetLogProbs | None
+    ) -> DivergenceResult:
         """Exits with states [R, D] each, side by side: rows of one position together, so that the original is asked once.
 
         The divergence from the original is KL, which has the gradient of the cross-entropy and is less by the entropy.
@@ -137,7 +140,7 @@ class EarlyExit(SelfDrafter):
         row_weight = torch.tensor(weights, device=device).repeat(len(tokens))
         theirs: Callable[[slice], Tensor] | None = original
         if original is not None and count > 1:
-            theirs = original.at(torch.arange(len(tokens)).repeat_interleave(count))
+            theirs = original.select_rows(torch.arange(len(tokens)).repeat_interleave(count))
         name = "cross_entropy" if original is None else "forward_kl"
         labels = tokens.repeat_interleave(count)
         return head_loss(name, hidden, self.head.projection, labels, theirs, row_weight=row_weight)
@@ -173,7 +176,7 @@ class EarlyExit(SelfDrafter):
             return None
         rates = torch.tensor(self.dropout_rates(target.num_layers, state))
         columns = []
-        for tokens, _ in batch.sequences():
+        for tokens, _ in batch.split_documents():
             source = sequence_generator(LAYER_DROPOUT, self.seed, tokens, state.step)
             columns.append(torch.rand(len(rates), generator=source) < rates)
         return torch.stack(columns, dim=1)
@@ -183,6 +186,6 @@ class EarlyExit(SelfDrafter):
         """What the original says at the supervised positions [R]; None where exits learn the data's tokens."""
         if not self.self_distillation:
             return None
-        with self.target_training.off(target) as original:
+        with self.target_training.use_original(target) as original:
             final = original.features(batch.tokens, ("final",), batch.lengths)
-        return TargetLogProbs(HeadTarget(final.at("final")[batch.predicts], original.head.projection))
+        return TargetLogProbs(HeadTarget(final.at_layer("final")[batch.next_is_supervised], original.head.projection))

@@ -12,21 +12,28 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from spectrain.config.values import Count, Share, Steps
+from spectrain.drafters.layers.heads import Sampler
+from spectrain.drafters.layers.hidden_transfer import HiddenTransfer, resolve_transfer_layer, transfer_states
+from spectrain.drafters.layers.lora_factors import LoraFactors, add_lora_at, find_linears, peft_config, peft_layout
+from spectrain.drafters.layers.losses import LossName, TargetLogProbs, head_loss
+from spectrain.drafters.layers.mask_drafter import MaskDrafter, Noise, Strategy
+from spectrain.drafters.layers.masks import (
+    MaskBlocks,
+    add_blocks,
+    init_mask_vectors,
+    replace_embeddings,
+    sample_prefixes,
+    tile_prefixes,
+)
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
-from spectrain.kernels.linear_divergence import HeadTarget, most_likely
+from spectrain.kernels.linear_divergence import HeadTarget, argmax_and_log_z
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.randomness import NOISE, sequence_generator
-from spectrain.settings.values import Count, Share, Steps
 
 from .abilities import DraftingCost, SavedFiles
 from .base import Losses, Stage, TrainingState, has_weights
-from .shared.gate import LoraFactors, added_at, linears_of, peft_config, peft_layout
-from .shared.heads import Sampler
-from .shared.losses import Loss, TargetLogProbs, head_loss
-from .shared.mask_drafter import MaskDrafter, Noise, Strategy
-from .shared.masks import Blocks, add_blocks, drawn_prefixes, mask_embeddings, start_masks, tiled_prefixes
-from .shared.transfer import Transfer, middle, transferred
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -67,7 +74,7 @@ class GatedLora(MaskDrafter):
         sidecars=lambda drafter: drafter.sidecars(),
     )
     cost = DraftingCost(
-        extra_nodes=lambda drafter, builder: drafter.num_rows * drafter.most_hosts(builder.budget),
+        extra_nodes=lambda drafter, builder: drafter.masks_per_host * drafter.max_hosts(builder.budget),
         passes=lambda drafter, depth: min(1.0, depth) if drafter.strategy == "apart" else depth,
         weights=lambda drafter, target: drafter.drafting_layers(target),
         forwards=lambda drafter: int(drafter.strategy == "apart"),
@@ -85,7 +92,7 @@ class GatedLora(MaskDrafter):
         noise: Noise = "masks",  # learned vectors, random tokens, the prompt's mean embedding, or made in the middle
         transfer_layer: Count | None = None,  # where masks get their states with transfer and streams; None: the middle
         ensembles: Count = 1,  # chains of learned vectors, whose states are averaged
-        loss: Loss = "cross_entropy",
+        loss: LossName = "cross_entropy",
         consistency: float = 1.0,
         step_decay: Share = 1.0,  # weight of each mask's loss against the one before it
         mask_ratio: float = 1.0,
@@ -99,21 +106,21 @@ class GatedLora(MaskDrafter):
         self.noise, self.tiles, self.ensembles, self.num_hosts = noise, tiles, ensembles, num_hosts
         self.divergence, self.consistency, self.mask_ratio, self.seed = loss, consistency, mask_ratio, seed
         self.step_decay = step_decay
-        self.transfer_layer = middle(target, transfer_layer) if noise in MADE else None
-        self.abilities = self.abilities_of(rank > 0 or noise in MADE)
+        self.transfer_layer = resolve_transfer_layer(target, transfer_layer) if noise in MADE else None
+        self.abilities = self.make_capabilities(rank > 0 or noise in MADE)
         self.head, self.path = target.head, target.path
-        linears = linears_of(target, self.transfer_layer or 0) if rank else {}
+        linears = find_linears(target, self.transfer_layer or 0) if rank else {}
         self.names = list(linears)  # of the target's linears that LoRA acts on: where masks run
         self.factors = nn.ModuleList(LoraFactors(linear, rank) for linear in linears.values())
-        self.masks = nn.Parameter(torch.zeros(self.num_rows, target.width)) if noise == "masks" else None
-        self.transfer = Transfer(target.width, num_masks, noise == "streams") if noise in MADE else None
+        self.masks = nn.Parameter(torch.zeros(self.masks_per_host, target.width)) if noise == "masks" else None
+        self.transfer = HiddenTransfer(target.width, num_masks, noise == "streams") if noise in MADE else None
         self.sampler = Sampler(target.width) if sampler else None
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """Start the masks near the mean embedding; a forward without LoRA and a sampler that adds nothing need no more."""
         if self.masks is not None:
             with torch.no_grad():
-                self.masks.copy_(start_masks(self.head.embedding, self.num_rows))
+                self.masks.copy_(init_mask_vectors(self.head.embedding, self.masks_per_host))
 
     def sidecars(self) -> dict[str, str]:
         """What peft reads beside the factors."""
@@ -123,7 +130,9 @@ class GatedLora(MaskDrafter):
     # The gate
 
     @contextmanager
-    def gated(self, target: Target, numbers: Tensor, rows: Tensor | None = None, hosts: Tensor | None = None) -> Iterator[None]:
+    def insert_masks(
+        self, target: Target, numbers: Tensor, rows: Tensor | None = None, hosts: Tensor | None = None
+    ) -> Iterator[None]:
         """Run the target with what stands at masks and LoRA where `numbers` [B, N] names one, below `num_rows`; elsewhere
         nothing is added. Where the masks' places among all B N tokens are said, nothing is asked. `hosts` [B, N] are the places
         that masks stand behind, for states that are made of theirs."""
@@ -131,12 +140,12 @@ class GatedLora(MaskDrafter):
         vectors = self.means if self.noise == "mean" else self.masks
         with ExitStack() as stack:
             if vectors is not None:
-                stack.enter_context(mask_embeddings(target.head.embedding, vectors, numbers))
+                stack.enter_context(replace_embeddings(target.head.embedding, vectors, numbers))
             if self.transfer is not None and self.transfer_layer is not None and hosts is not None and len(rows):
-                stack.enter_context(transferred(target, self.transfer_layer, self.transfer, numbers, hosts, rows))
+                stack.enter_context(transfer_states(target, self.transfer_layer, self.transfer, numbers, hosts, rows))
             if self.rank and len(rows):
                 factors = dict(zip(self.names, self.factors))
-                stack.enter_context(added_at(target, factors, self.alpha / self.rank, rows, numbers.numel()))
+                stack.enter_context(add_lora_at(target, factors, self.alpha / self.rank, rows, numbers.numel()))
             yield
 
     # Training
@@ -151,26 +160,26 @@ class GatedLora(MaskDrafter):
             return super().loss(batch, target, state)
         blocks = self.blocks(batch, state)
         grad = torch.is_grad_enabled()
-        with self.gated(target, self.rows_of(blocks), hosts=blocks.hosts):
+        with self.insert_masks(target, self.rows_of(blocks), hosts=blocks.host_index):
             seen = target.run(
                 blocks.tokens,
                 ForwardPlan(
                     layers=("final",), grad=grad, positions=blocks.positions, mask=blocks.visible, lengths=blocks.lengths
                 ),
             )
-        final, chain = seen.at("final"), blocks.chains % self.ensembles
+        final, chain = seen.at_layer("final"), blocks.chain_index % self.ensembles
         states = torch.stack([final[blocks.supervised & (chain == number)] for number in range(self.ensembles)]).mean(0)
         asked = blocks.supervised & (chain == 0)  # the others say the same, in the same order
-        answers, numbers = blocks.answers[asked], blocks.numbers[asked]
-        anchors = final.detach().gather(1, blocks.anchors[..., None].expand_as(final))[asked]
+        answers, numbers = blocks.labels[asked], blocks.mask_index[asked]
+        anchors = final.detach().gather(1, blocks.anchor_index[..., None].expand_as(final))[asked]
         with torch.no_grad():
-            previous = self.head.embed(batch.tokens.gather(1, blocks.places)[asked])
+            previous = self.head.embed(batch.tokens.gather(1, blocks.token_index)[asked])
         read = {"masks": states}
         if self.sampler is not None:
             read["sampler"] = self.sampler(states, previous).to(states.dtype)
         head = self.head.projection
         theirs = TargetLogProbs(HeadTarget(anchors, head))
-        weights = blocks.weights(asked, batch, self.step_decay**numbers)
+        weights = blocks.loss_weights(asked, batch, self.step_decay**numbers)
         terms = {}
         for name, hidden in read.items():
             judged = head_loss(self.divergence, hidden, head, answers, theirs, row_weight=weights)
@@ -180,32 +189,32 @@ class GatedLora(MaskDrafter):
         if not len(answers):  # no mask to learn from: other processes still wait for gradients
             terms["masks"] = terms["masks"] + 0 * torch.stack([parameter.sum() for parameter in self.parameters()]).sum()
         tokens = self.divergence == "cross_entropy"
-        right = (judged.best == (most_likely(anchors, head)[0] if tokens else judged.labels)).float()
+        right = (judged.predictions == (argmax_and_log_z(anchors, head)[0] if tokens else judged.labels)).float()
         return Losses.by_depth(terms, right, numbers, self.num_masks)
 
-    def blocks(self, batch: Batch, state: TrainingState) -> Blocks:
+    def blocks(self, batch: Batch, state: TrainingState) -> MaskBlocks:
         """The batch with this step's masks behind its prefixes, of all chains of a prefix one after another."""
         prefixes = self.prefixes(batch, state.step, state.progress)
         prefixes = [[one for one in row for _ in range(self.ensembles)] for row in prefixes]
         if self.noise != "uniform":
             return add_blocks(batch, prefixes)
         said = []
-        for (tokens, _), row in zip(batch.sequences(), prefixes):
+        for (tokens, _), row in zip(batch.split_documents(), prefixes):
             source = sequence_generator(NOISE, self.seed, tokens, state.step)
             count = sum(size for _, size in row)
             said.append(torch.randint(self.head.vocab_size, (count,), generator=source).tolist())
         return add_blocks(batch, prefixes, said)
 
-    def rows_of(self, blocks: Blocks) -> Tensor:
+    def rows_of(self, blocks: MaskBlocks) -> Tensor:
         """[B, N] which of the `num_rows` masks stands at each place; negative at ordinary tokens."""
-        return blocks.numbers + self.num_masks * (blocks.chains % self.ensembles) * (blocks.numbers >= 0)
+        return blocks.mask_index + self.num_masks * (blocks.chain_index % self.ensembles) * (blocks.mask_index >= 0)
 
     def prefixes(self, batch: Batch, step: int, progress: float = 0.0) -> list[list[tuple[int, int]]]:
         """Of every sequence the prefixes with an answer for one of their masks: those that end where a tile begins, or random
         ones, drawn for its own tokens and the step."""
         if not self.tiles:
-            return drawn_prefixes(batch, self.num_masks, self.mask_ratio, self.seed, step)
-        return tiled_prefixes(batch, self.tiles[min(int(progress * len(self.tiles)), len(self.tiles) - 1)])
+            return sample_prefixes(batch, self.num_masks, self.mask_ratio, self.seed, step)
+        return tile_prefixes(batch, self.tiles[min(int(progress * len(self.tiles)), len(self.tiles) - 1)])
 
     # Decoding
 

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from spectrain.data.datastore import Datastore
+from spectrain.drafters.layers.copies import CopySource
+from spectrain.drafters.layers.inner_drafters import DrafterWrapper, build_inner
+from spectrain.drafters.layers.skippable import SkippableDrafter
 from spectrain.errors import UserError
 from spectrain.models.features import Features
 from spectrain.trees.base import Draft
-from spectrain.trees.token_tree import Accepted, TokenTree
+from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from spectrain.trees.trie import Trie
 
 from .abilities import DraftingCost, SavedFiles
 from .base import Drafter
 from .context import Context
-from .shared.copies import Copying
-from .shared.inner import TrainedInside, inner_drafter
-from .shared.resting import Resting
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PATIENCE = 256  # tokens that a drafter may fall behind: what it catches up with needs slots
 
 
-class Merged(TrainedInside):
+class Merged(DrafterWrapper):
     """The tree that a builder grows along the drafter `inner`, and what is copied, merged under the builder's budget by
     calibrated chance; the share of each is learnt while decoding. Trained, it trains the drafter inside.
 
@@ -43,10 +43,10 @@ class Merged(TrainedInside):
         verified_from=lambda drafter: drafter.inner.cost.verified_from(drafter.inner),
     )
 
-    def __init__(self, inner: Drafter, copying: Copying) -> None:
+    def __init__(self, inner: Drafter, copying: CopySource) -> None:
         super().__init__()
         self.inner, self.copying = inner, copying
-        self.resting = Resting(inner)
+        self.resting = SkippableDrafter(inner)
         self.layers = inner.layers
         self.abilities = replace(
             inner.abilities,
@@ -64,22 +64,22 @@ class Merged(TrainedInside):
         return self.inner.abilities.prefill(self.inner, context, tokens, lengths)
 
     def draft(self, context: Context) -> Draft:
-        self.copying.propose(context)
+        self.copying.propose_copies(context)
         copies = self._tries()
         behind = sum(features.tokens.shape[1] for features, _ in context.waiting)
         soon = 2 * (context.builder.depth + 1)  # what the last round with it committed, and what this one may
-        if behind + soon <= PATIENCE and not context.builder.asks(context, copies):
-            self.resting.leave_out(context)
+        if behind + soon <= PATIENCE and not context.builder.wants_drafter(context, copies):
+            self.resting.skip(context)
             return Draft(continuations=copies)
-        draft = self.resting.ask(context)
+        draft = self.resting.draft(context)
         if draft.rollout is None:  # a round in which it cannot draft
             return replace(draft, continuations=copies)
-        return replace(draft, join=self._joined)
+        return replace(draft, merge_copies=self._joined)
 
     def verify(self, context: Context, tree: TokenTree) -> Features:
         return self.resting.verify(context, tree)
 
-    def commit(self, context: Context, accepted: Accepted) -> None:
+    def commit(self, context: Context, accepted: AcceptedPath) -> None:
         self.resting.commit(context, accepted)
 
     def _joined(self, tree: TokenTree) -> list[Trie]:
@@ -91,7 +91,7 @@ class Merged(TrainedInside):
         return self._tries()
 
     def _tries(self) -> list[Trie]:
-        return [proposal.weighed(self.copying.chances) for proposal in self.copying.proposals]
+        return [proposal.weigh_trie(self.copying.estimator) for proposal in self.copying.proposals]
 
 
 class Hybrid(Merged):
@@ -108,11 +108,11 @@ class Hybrid(Merged):
         matches: int = 200,  # places of each source that are read at most
         enough: int = 64,  # with fewer places in the store, shorter ends of the text are looked for
     ) -> None:
-        drafter, description = inner_drafter(inner, "inner", target)
+        drafter, description = build_inner(inner, "inner", target)
         if drafter.abilities.copies_text or drafter.abilities.undrawn:
             raise UserError(
                 f"drafter.inner={description['choice']}: it copies too; name one that drafts, or use drafter=retrieval"
             )
         known = None if store is None else Datastore(store, target.tokenizer)
-        super().__init__(drafter, Copying(known, longest, matches, enough))
+        super().__init__(drafter, CopySource(known, longest, matches, enough))
         self.description = description

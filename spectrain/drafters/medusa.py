@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from spectrain.config.values import Count, Share, Steps, VocabularySize
+from spectrain.drafters.layers.heads import MedusaHead
+from spectrain.drafters.layers.losses import LossName, head_loss
+from spectrain.drafters.layers.vocabulary import HeadsDrafter, Supervision
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget
 from spectrain.models.features import Layer
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.lora import TargetTraining
-from spectrain.settings.values import Count, Share, Steps, VocabularySize
 from spectrain.trees.base import DepthRollout, Draft
 
 from .abilities import Capture, SavedFiles
 from .base import Losses, Stage, TrainingState
 from .context import Context
-from .shared.heads import MedusaHead
-from .shared.losses import Loss, head_loss
-from .shared.vocabulary import HeadsDrafter, Supervision
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -52,7 +52,7 @@ class Medusa(HeadsDrafter):
         num_heads: Steps = 3,
         num_layers: Steps = 1,
         vocab_size: VocabularySize = 32000,
-        loss: Loss = "cross_entropy",
+        loss: LossName = "cross_entropy",
         head_decay: Share = 0.8,
         adapt: Literal["lora", "full"] | None = None,
         heads_first: float = 0.5,
@@ -88,7 +88,7 @@ class Medusa(HeadsDrafter):
         """Start the heads as the target's own, and put in the adapters."""
         super().prepare(target, token_counts)
         if self.target_training is not None:
-            self.target_training.begin(target)
+            self.target_training.start_training(target)
 
     # Training
 
@@ -108,9 +108,9 @@ class Medusa(HeadsDrafter):
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """The heads' loss and, in the second stage, the target's own."""
         if batch.features is not None:
-            return Losses(*self._heads_loss(batch, batch.features.at("final")))
+            return Losses(*self._heads_loss(batch, batch.features.at_layer("final")))
         plan = ForwardPlan(layers=("final",), grad=True, recompute=state.recompute, lengths=batch.lengths)
-        final = target.run(batch.tokens, plan).at("final")
+        final = target.run(batch.tokens, plan).at_layer("final")
         terms, hits, counts = self._heads_loss(batch, final)
         weight = self.heads_coefficient * self._scheduled(state.progress)
         heads = {name: weight * loss for name, loss in terms.items()}
@@ -120,7 +120,7 @@ class Medusa(HeadsDrafter):
         """All heads read the same state. Gradients flow into `final`; labels have none."""
         supervision = Supervision(self, batch, final.detach())
         dtype = next(self.parameters()).dtype
-        return self.heads_loss(supervision, lambda k: self.heads[k].hidden(final[supervision.rows(k)].to(dtype)))
+        return self.heads_loss(supervision, lambda k: self.heads[k].hidden(final[supervision.is_supervised(k)].to(dtype)))
 
     def _scheduled(self, progress: float) -> float:
         """The schedule's factor, from 0 to 1 over the second stage; constant is 1."""
@@ -129,12 +129,14 @@ class Medusa(HeadsDrafter):
 
     def _language_model_loss(self, batch: Batch, final: Tensor, target: Target) -> Tensor:
         """What keeps the target good, summed over supervised tokens."""
-        predicts, head = batch.predicts, self.head.projection
+        predicts, head = batch.next_is_supervised, self.head.projection
         tokens, theirs = batch.tokens.roll(-1, dims=1)[predicts], None
         if self.self_distillation:
             assert self.target_training is not None
-            with torch.no_grad(), self.target_training.off(target) as original:
-                theirs = HeadTarget(original.features(batch.tokens, ("final",), batch.lengths).at("final")[predicts], head)
+            with torch.no_grad(), self.target_training.use_original(target) as original:
+                theirs = HeadTarget(
+                    original.features(batch.tokens, ("final",), batch.lengths).at_layer("final")[predicts], head
+                )
         return head_loss(
             "forward_kl" if self.self_distillation else "cross_entropy", final[predicts], head, tokens, theirs
         ).loss
@@ -142,7 +144,7 @@ class Medusa(HeadsDrafter):
     # Decoding
 
     def draft(self, context: Context) -> Draft:
-        final = context.newest(context.fresh.at("final")).to(next(self.parameters()).dtype)
+        final = context.newest(context.fresh.at_layer("final")).to(next(self.parameters()).dtype)
         return Draft(_Heads(self, context.root, final))
 
 
@@ -155,8 +157,8 @@ class _Heads(DepthRollout):
         self.draft_ids = drafter.draft_ids
         self.said: list[Tensor] = []  # log q [B, 1, V] of the heads that were asked
 
-    def after(self, depth: Tensor, tokens: Tensor) -> Tensor:
-        while len(self.said) <= min(self.deepest, len(self.drafter.heads) - 1):
+    def log_probs_at(self, depth: Tensor, tokens: Tensor) -> Tensor:
+        while len(self.said) <= min(self.max_level, len(self.drafter.heads) - 1):
             self.said.append(self.drafter.heads[len(self.said)](self.final).float().log_softmax(-1))
         every = torch.cat(self.said, dim=1)
         return every.gather(1, depth[..., None].expand(-1, -1, every.shape[-1]))

@@ -13,23 +13,23 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
+from spectrain.config.values import Share, Steps
+from spectrain.drafters.layers.losses import LossName
+from spectrain.drafters.layers.state_rollout import StateRollout
+from spectrain.drafters.layers.target_layer import TargetLayer, make_cached_attention
+from spectrain.drafters.layers.vocabulary import Supervision, VocabularyDrafter
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.attention import unrolled_attention
 from spectrain.models.features import Layer
-from spectrain.models.kv_cache import Rules, TreeCache
-from spectrain.models.mtp_files import MTP_WORDS, shipped_layer, ships_layer
-from spectrain.settings.values import Share, Steps
+from spectrain.models.kv_cache import AttentionOptions, TreeCache
+from spectrain.models.mtp_files import MTP_HINT, has_mtp_layer, load_mtp_layer
 from spectrain.trees.base import Draft
-from spectrain.trees.token_tree import Accepted
+from spectrain.trees.token_tree import AcceptedPath
 
 from .abilities import Capture, DraftingCost, SavedFiles
 from .base import Losses, Stage, TrainingState
 from .context import Context
-from .shared.losses import Loss
-from .shared.state_rollout import StateRollout
-from .shared.target_layer import TargetLayer, cached_attention
-from .shared.vocabulary import Supervision, VocabularyDrafter
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -60,7 +60,7 @@ class Mtp(VocabularyDrafter):
         self,
         target: Target,
         num_steps: Steps = 3,
-        loss: Loss = "forward_kl",
+        loss: LossName = "forward_kl",
         step_decay: Share = 0.6,  # weight of each step's loss against the one before it
         start: Literal["auto", "shipped", "new"] = "auto",
     ) -> None:
@@ -77,20 +77,20 @@ class Mtp(VocabularyDrafter):
         self.register_buffer("t2d", torch.ones(rows, dtype=torch.bool), persistent=False)
         self.cache: TreeCache | None = None
         has_data = target.device.type != "meta" and self.fc.weight.device.type != "meta"
-        self.starts_new = start == "new" or (start == "auto" and not (has_data and ships_layer(target.path)))
+        self.starts_new = start == "new" or (start == "auto" and not (has_data and has_mtp_layer(target.path)))
         if not self.starts_new and has_data:
             self.load_shipped(target)
 
     def load_shipped(self, target: Target) -> None:
         """Take the layer that the target's checkpoint holds; its tensors are named as `shipped_layer` says."""
-        found, known = shipped_layer(target.path), self.state_dict()
+        found, known = load_mtp_layer(target.path), self.state_dict()
         parts = {there: known[name] for name, there in self.names.items()}
         for name in sorted(parts.keys() ^ found.keys()):
-            raise UserError(f"target {target.name}: its MTP layer {'lacks' if name in parts else 'has'} {name}; {MTP_WORDS}")
+            raise UserError(f"target {target.name}: its MTP layer {'lacks' if name in parts else 'has'} {name}; {MTP_HINT}")
         for name, tensor in parts.items():
             if tensor.shape != found[name].shape:
                 said = f"{name} {list(found[name].shape)}, not {list(tensor.shape)}"
-                raise UserError(f"target {target.name}: its MTP layer has {said}; {MTP_WORDS}")
+                raise UserError(f"target {target.name}: its MTP layer has {said}; {MTP_HINT}")
             tensor.copy_(found[name])
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
@@ -128,13 +128,13 @@ class Mtp(VocabularyDrafter):
         """
         assert batch.features is not None
         supervision = Supervision(self, batch)
-        hidden = batch.features.at("final")
+        hidden = batch.features.at_layer("final")
         held: list[Held] = []  # of every step
         states: list[Tensor] = []  # of the supervised indices of every step
-        for step in range(max(1, min(self.num_steps, batch.longest - 2))):
+        for step in range(max(1, min(self.num_steps, batch.max_document_length - 2))):
             hidden, own = state.checkpointed(self._unroll, batch, hidden, step, held[:])
             held.append(own)
-            states.append(hidden[supervision.rows(step)])
+            states.append(hidden[supervision.is_supervised(step)])
         return self._judge(supervision, states)
 
     def _unroll(self, batch: Batch, hidden: Tensor, step: int, before: list[Held]) -> tuple[Tensor, Held]:
@@ -142,7 +142,7 @@ class Mtp(VocabularyDrafter):
         tokens = batch.tokens.roll(-1 - step, dims=1)  # what a document takes from beyond its end is never supervised
         held: list[Held] = []
 
-        def attends(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> Tensor:
+        def attends(q: Tensor, k: Tensor, v: Tensor, rules: AttentionOptions) -> Tensor:
             held.append((k, v))
             keys, values = ([own[part] for own in (*before, held[0])] for part in (0, 1))
             return unrolled_attention(q, keys, values, batch.lengths, rules)
@@ -151,39 +151,39 @@ class Mtp(VocabularyDrafter):
 
     def _judge(self, supervision: Supervision, states: list[Tensor]) -> Losses:
         """The states of every step's supervised indices, all steps at once."""
-        answer, order, step = supervision.steps(len(states))
+        answer, order, step = supervision.join_steps(len(states))
         hidden = torch.cat(states).index_select(0, order)
         weight = self.step_decay**step / sum(self.step_decay**number for number in range(self.num_steps))
-        judged = supervision.judge_by(self.head.projection, hidden, answer, weight)
-        right = judged.best == supervision.best[answer]
+        judged = supervision.judge_with_head(self.head.projection, hidden, answer, weight)
+        right = judged.predictions == supervision.labels[answer]
         return Losses.by_depth({self.divergence: judged.loss}, right, step, self.num_steps)
 
     # Decoding
 
     def draft(self, context: Context) -> Draft:
         """Read the states of what was just accepted, then roll on from the last of them."""
-        self.cache = context.drafting_cache(self.cache, 1, context.builder.drafted)
+        self.cache = context.drafting_cache(self.cache, 1, context.builder.max_drafted)
         num_new = context.fresh.tokens.shape[1]
         visible = None
         if not self.cache.is_empty:
             ones = torch.ones(num_new, num_new, dtype=torch.bool, device=context.tokens.device)
             visible = ones.tril().expand(len(context.counts), -1, -1)
-        slots = self.cache.slots(num_new)
-        output = self.run(context.following, context.fresh.at("final"), slots, self.cache, visible)
+        slots = self.cache.next_slots(num_new)
+        output = self.run(context.following, context.fresh.at_layer("final"), slots, self.cache, visible)
         self.cache.commit(None, context.counts)
         return Draft(StateRollout(self, self.cache, context.newest(output)))
 
-    def commit(self, context: Context, accepted: Accepted) -> None:
+    def commit(self, context: Context, accepted: AcceptedPath) -> None:
         assert self.cache is not None
-        self.cache.forget()
+        self.cache.roll_back()
 
     def run(self, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: TreeCache, visible: Tensor | None) -> Tensor:
         """The output state [B, F, D] of new nodes, appended to the cache behind what it holds."""
-        cache.place(positions)
+        cache.set_positions(positions)
         assert cache.positions is not None
-        attends = cached_attention(cache, visible, cache.positions)
+        attends = make_cached_attention(cache, visible, cache.positions)
         output: Tensor = self.block(self.inputs(tokens, hidden), positions, attends, cache)
-        cache.advance(tokens.shape[1])
+        cache.add_uncommitted(tokens.shape[1])
         return output
 
     def log_q(self, hidden: Tensor) -> Tensor:

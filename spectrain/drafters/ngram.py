@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from spectrain.drafters.layers.copies import GrowingTexts, build_trie
 from spectrain.errors import UserError
 from spectrain.trees.base import Draft
 from spectrain.trees.trie import Trie
@@ -11,7 +12,6 @@ from spectrain.trees.trie import Trie
 from .abilities import Abilities
 from .base import Drafter
 from .context import Context
-from .shared.copies import GrowingTexts, weighted
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -37,10 +37,10 @@ class Ngram(Drafter):
         self.texts = GrowingTexts(longest)
 
     def draft(self, context: Context) -> Draft:
-        self.texts.read(context)
+        self.texts.append_committed(context)
         depth = context.builder.depth
 
         def after(row: int, path: list[int]) -> Trie:
-            return weighted(self.texts.rows[row].occurrences(depth, self.matches, self.shortest, path))
+            return build_trie(self.texts.rows[row].find_occurrences(depth, self.matches, self.shortest, path))
 
-        return Draft(continuations=[after(row, []) for row in range(len(self.texts.rows))], after=after)
+        return Draft(continuations=[after(row, []) for row in range(len(self.texts.rows))], copies_after=after)

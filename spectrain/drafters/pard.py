@@ -13,21 +13,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spectrain.config.values import Steps
+from spectrain.drafters.layers.losses import LossName, head_loss
+from spectrain.drafters.layers.masks import (
+    MaskBlocks,
+    add_blocks,
+    add_embeddings,
+    find_prefix_ends,
+    init_mask_vectors,
+    replace_embeddings,
+)
+from spectrain.drafters.layers.small_models import make_small_model
 from spectrain.errors import UserError
-from spectrain.features.batch import Batch, laid_out
-from spectrain.kernels.linear_divergence import CHUNK, HeadTarget, Projection, most_likely
+from spectrain.features.batch import Batch, pad_or_pack
+from spectrain.kernels.linear_divergence import CHUNK_ROWS, HeadTarget, Projection, argmax_and_log_z
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.randomness import MASKED_PREFIXES, WITHOUT_FEATURES, sequence_generator
-from spectrain.settings.values import Steps
-from spectrain.trees.base import Draft, Marginals
+from spectrain.trees.base import Draft, MarginalRollout
 
 from .abilities import Abilities, Capture, DraftingCost, SavedFiles
 from .base import Drafter, Losses, Stage, TrainingState
 from .context import Context
-from .shared.losses import Loss, head_loss
-from .shared.masks import Blocks, add_blocks, added_embeddings, mask_embeddings, prefix_ends, start_masks
-from .shared.small_models import small_model
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -60,7 +67,7 @@ class Pard(Drafter):
         num_layers: int | None = None,
         model: str | None = None,
         architecture: dict[str, Any] | None = None,
-        loss: Loss = "cross_entropy",
+        loss: LossName = "cross_entropy",
         keep: float = 0.7,  # share of the prefixes that each further mask is trained behind
         keep_least: float = 0.2,  # the least such share
         confidence: bool = False,  # drafts count as much as those before them are likely to be kept
@@ -78,7 +85,7 @@ class Pard(Drafter):
             raise UserError(f"drafter.without={without}: use 0 or more and less than 1")
         self.num_drafts, self.divergence, self.seed = num_drafts, loss, seed
         self.keep, self.keep_least, self.confidence, self.without = keep, keep_least, confidence, without
-        self.model = small_model(target, num_layers, model, architecture)
+        self.model = make_small_model(target, num_layers, model, architecture)
         self.mask = nn.Parameter(torch.zeros(1, self.model.width))
         self.head = target.head
         self.vocab_size = min(self.model.head.vocab_size, target.head.vocab_size)
@@ -93,7 +100,7 @@ class Pard(Drafter):
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """The mask starts near the mean embedding."""
         with torch.no_grad():
-            self.mask.copy_(start_masks(self.model.head.embedding, 1))
+            self.mask.copy_(init_mask_vectors(self.model.head.embedding, 1))
 
     def description(self) -> dict[str, Any]:
         """The architecture itself, so that the saved drafter needs neither the target's layers nor another directory."""
@@ -110,7 +117,7 @@ class Pard(Drafter):
         assert batch.features is not None
         blocks = add_blocks(batch, self.prefixes(batch, state.step))
         known = None if self.features is None else self.trained_features(batch, blocks, state.step)
-        with self.embedded(blocks.numbers, known):
+        with self.embedded(blocks.mask_index, known):
             seen = self.model.run(
                 blocks.tokens,
                 ForwardPlan(
@@ -122,64 +129,64 @@ class Pard(Drafter):
                     lengths=blocks.lengths,
                 ),
             )
-        asked = blocks.supervised | (blocks.ordinary & batch.predicts.gather(1, blocks.places))
-        answers, depths = blocks.answers[asked], blocks.numbers[asked] + 1
-        final = batch.features.at("final")
-        final = final.gather(1, blocks.places[..., None].expand(-1, -1, final.shape[-1]))[asked]
-        mine, theirs = (head.projection.entries(slice(self.vocab_size)) for head in (self.model.head, self.head))
+        asked = blocks.supervised | (blocks.is_batch_token & batch.next_is_supervised.gather(1, blocks.token_index))
+        answers, depths = blocks.labels[asked], blocks.mask_index[asked] + 1
+        final = batch.features.at_layer("final")
+        final = final.gather(1, blocks.token_index[..., None].expand(-1, -1, final.shape[-1]))[asked]
+        mine, theirs = (head.projection.select_entries(slice(self.vocab_size)) for head in (self.model.head, self.head))
         share = self.shares(batch, blocks, theirs)[asked] if self.confidence else None
-        weights = blocks.weights(asked, batch, share)
+        weights = blocks.loss_weights(asked, batch, share)
         judged = head_loss(
-            self.divergence, seen.at("final")[asked], mine, answers, HeadTarget(final, theirs), row_weight=weights
+            self.divergence, seen.at_layer("final")[asked], mine, answers, HeadTarget(final, theirs), row_weight=weights
         )
         tokens = self.divergence == "cross_entropy"
-        likeliest = most_likely(final, theirs)[0] if tokens else judged.labels
-        right = judged.best == likeliest
+        likeliest = argmax_and_log_z(final, theirs)[0] if tokens else judged.labels
+        right = judged.predictions == likeliest
         return Losses.by_depth({self.divergence: judged.loss}, right, depths, self.num_drafts)
 
     @torch.no_grad()
-    def shares(self, batch: Batch, blocks: Blocks, head: Projection) -> Tensor:
+    def shares(self, batch: Batch, blocks: MaskBlocks, head: Projection) -> Tensor:
         """[B, N] of a draft, the product of p(x) over the tokens that the drafts before it in its block should be."""
         assert batch.features is not None
-        said = batch.predicts
-        theirs, answers = HeadTarget(batch.features.at("final")[said], head), batch.tokens.roll(-1, dims=1)[said]
-        starts = range(0, len(answers), CHUNK)
-        parts = [theirs(slice(n, n + CHUNK)).gather(-1, answers[n : n + CHUNK, None])[:, 0] for n in starts]
+        said = batch.next_is_supervised
+        theirs, answers = HeadTarget(batch.features.at_layer("final")[said], head), batch.tokens.roll(-1, dims=1)[said]
+        starts = range(0, len(answers), CHUNK_ROWS)
+        parts = [theirs(slice(n, n + CHUNK_ROWS)).gather(-1, answers[n : n + CHUNK_ROWS, None])[:, 0] for n in starts]
         log_p = torch.zeros(said.shape, dtype=torch.float64, device=said.device)  # [B, T] of the token after each
         log_p[said] = torch.cat([*parts, log_p.new_zeros(0)]).double()
         before = F.pad(log_p.cumsum(1), (1, 0))  # of all tokens up to each
-        return (before.gather(1, blocks.places) - before.gather(1, blocks.newest)).exp().float()
+        return (before.gather(1, blocks.token_index) - before.gather(1, blocks.prefix_end_index)).exp().float()
 
-    def trained_features(self, batch: Batch, blocks: Blocks, step: int) -> Tensor:
+    def trained_features(self, batch: Batch, blocks: MaskBlocks, step: int) -> Tensor:
         """[B, N, F] what every place is given: the features of the token before it, a mask those of the token before its
         block's root; nothing at a text's first token, nor anywhere in sequences that are drawn to do without."""
         assert batch.features is not None
         rows = []
-        for tokens, _ in batch.sequences():
+        for tokens, _ in batch.split_documents():
             source = sequence_generator(WITHOUT_FEATURES, self.seed, tokens, step)
             given = torch.full((len(tokens),), float(torch.rand((), generator=source) >= self.without))
             given[0] = 0
             rows.append(given)
-        fused = F.pad(batch.features.fused(self.layers), (0, 0, 1, 0))[:, :-1]
-        fused = fused * laid_out(rows, batch.lengths is not None)[..., None].to(fused)
-        return fused.gather(1, blocks.newest[..., None].expand(-1, -1, fused.shape[-1]))
+        fused = F.pad(batch.features.fuse_layers(self.layers), (0, 0, 1, 0))[:, :-1]
+        fused = fused * pad_or_pack(rows, batch.lengths is not None)[..., None].to(fused)
+        return fused.gather(1, blocks.prefix_end_index[..., None].expand(-1, -1, fused.shape[-1]))
 
     @contextmanager
     def embedded(self, numbers: Tensor, known: Tensor | None) -> Iterator[None]:
         """Run the model with its mask where `numbers` [B, N] names one and, added to every embedding, what is `known` of the
         target there [B, N, F]."""
         with ExitStack() as stack:
-            stack.enter_context(mask_embeddings(self.model.head.embedding, self.mask, numbers))
+            stack.enter_context(replace_embeddings(self.model.head.embedding, self.mask, numbers))
             if self.features is not None and known is not None:
                 added = FEATURE_SCALE * self.features(known.to(self.features.weight.dtype))
-                stack.enter_context(added_embeddings(self.model.head.embedding, added))
+                stack.enter_context(add_embeddings(self.model.head.embedding, added))
             yield
 
     def prefixes(self, batch: Batch, step: int) -> list[list[tuple[int, int]]]:
         """Every prefix with an answer for one of its masks, with as many of these as the conditional drop leaves it."""
         rows = []
-        for tokens, mask in batch.sequences():
-            ends = prefix_ends(mask, self.num_drafts - 1)
+        for tokens, mask in batch.split_documents():
+            ends = find_prefix_ends(mask, self.num_drafts - 1)
             source = sequence_generator(MASKED_PREFIXES, self.seed, tokens, step)
             rank = torch.randperm(len(ends), generator=source)
             kept = [max(self.keep**depth, self.keep_least) * len(ends) for depth in range(1, self.num_drafts)]
@@ -193,7 +200,7 @@ class Pard(Drafter):
         """One forward over the committed tokens that are new to it, the root and the masks."""
         lengths, device = context.cache.lengths, context.tokens.device
         slots = 1 + self.num_drafts
-        self.cache = context.drafting_cache(self.cache, self.model.num_layers, slots, self.model.attending.shapes)
+        self.cache = context.drafting_cache(self.cache, self.model.num_layers, slots, self.model.traits.kv_shapes)
         behind = lengths - self.cache.lengths  # the root comes after so many
         width = context.fresh.tokens.shape[1] + self.num_drafts
         places = torch.arange(width, device=device)
@@ -205,15 +212,15 @@ class Pard(Drafter):
             seen = self.model.run(tokens, ForwardPlan(layers=("final",), cache=self.cache))
         self.cache.commit(None, behind)
         asked = behind[:, None] + torch.arange(self.num_drafts, device=device)
-        final = seen.at("final").gather(1, asked[..., None].expand(-1, -1, self.model.width))
+        final = seen.at_layer("final").gather(1, asked[..., None].expand(-1, -1, self.model.width))
         log_q = self.model.head.logits(final)[..., : self.vocab_size].log_softmax(-1)
-        return Draft(Marginals(context.root, log_q))
+        return Draft(MarginalRollout(context.root, log_q))
 
     def known(self, context: Context, behind: Tensor, places: Tensor) -> Tensor | None:
         """[B, W, F] what the tokens that are new to the drafter are given, the root after `behind` [B] of them, and masks."""
         if self.features is None:
             return None
-        fresh = context.fresh.fused(self.layers)
+        fresh = context.fresh.fuse_layers(self.layers)
         if context.round == 0 or self.last is None:
             self.last = torch.zeros_like(fresh[:, :1])
         shifted = torch.cat([self.last, fresh], dim=1)

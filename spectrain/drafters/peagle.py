@@ -13,21 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spectrain.config.values import Count, Seed, Share, Steps, VocabularySize
+from spectrain.drafters.layers.block_drafter import check_mask_unused, resolve_mask_token
+from spectrain.drafters.layers.chains import Chains, ConditionalDrop, chain_attention, sample_chains
+from spectrain.drafters.layers.eagle_layers import NORM_VARIANTS, EagleDrafter, EagleSettings, check_architecture
+from spectrain.drafters.layers.layers import Attention
+from spectrain.drafters.layers.losses import LossName
+from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.attention import causal_attention
-from spectrain.settings.values import Count, Seed, Share, Steps, VocabularySize
-from spectrain.trees.base import Draft, Marginals
+from spectrain.trees.base import Draft, MarginalRollout
 
 from .abilities import DraftingCost, OnPolicy, SavedFiles
 from .base import Losses, TrainingState
 from .context import Context
-from .shared.block_drafter import check_unheard, mask_row
-from .shared.chains import Chains, Drop, chain_attention, sample_chains
-from .shared.eagle_layers import NORMS, EagleDrafter, EagleSettings, check_architecture
-from .shared.layers import Attention
-from .shared.losses import Loss
-from .shared.vocabulary import Supervision
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -60,7 +60,7 @@ class PEagle(EagleDrafter):
         layers: list[int] | None = None,
         num_layers: Count = 4,
         window: Count | None = None,  # how many positions back a token sees; None: all
-        loss: Loss = "forward_kl",
+        loss: LossName = "forward_kl",
         keep: Share = 0.7,  # share of the places that each further mask is trained behind
         keep_least: Share = 0.2,  # the least such share
         mask_token_id: int | None = None,  # None: one that no text of the target holds
@@ -70,19 +70,19 @@ class PEagle(EagleDrafter):
         architecture: dict[str, Any] | None = None,
         seed: Seed = 0,
     ) -> None:
-        asked = check_architecture(architecture or {}, NORMS)
+        asked = check_architecture(architecture or {}, NORM_VARIANTS)
         said = EagleSettings(num_layers, layers, vocab_size, window, start, own_embedding, head_rank, asked)
         super().__init__(target, said)
         if num_drafts < 2:
             raise UserError(f"drafter.num_drafts={num_drafts}: use 2 or more; drafter=eagle3 drafts one by one")
         self.num_drafts, self.divergence = num_drafts, loss
-        self.drop = Drop(num_drafts, keep, keep_least, seed)
-        self.mask_token_id = mask_row(target, mask_token_id)
+        self.drop = ConditionalDrop(num_drafts, keep, keep_least, seed)
+        self.mask_token_id = resolve_mask_token(target, mask_token_id)
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """EAGLE-3's start; the data must not hold the mask token."""
-        check_unheard(self.mask_token_id, token_counts)
+        check_mask_unused(self.mask_token_id, token_counts)
         super().prepare(target, token_counts)
 
     # Training
@@ -94,15 +94,15 @@ class PEagle(EagleDrafter):
         chains = sample_chains(batch, self.drop, state.step)
         states = self._trained_states(batch, chains, state)
         supervision = Supervision(self, batch)
-        rows = supervision.rows(0).flatten().nonzero()[:, 0]
+        rows = supervision.is_supervised(0).flatten().nonzero()[:, 0]
         places, own = torch.cat([rows, chains.anchors]), torch.arange(len(chains.depths), device=rows.device)
         depths = torch.cat([torch.zeros_like(rows), chains.depths])
         said = torch.cat([rows, batch.tokens.numel() + own])
-        answers = torch.cat([supervision.answers(0), supervision.row_of.flatten()[chains.answered]])
+        answers = torch.cat([supervision.label_index(0), supervision.row_index.flatten()[chains.label_positions]])
         answers, order = answers.sort(stable=True)
-        depths, weights = depths[order], chains.weights(_documents(batch)[places])[order]
-        hidden = self.read_by_head(states[0, said[order]])
-        loss, right = supervision.judge(hidden, self.lm_head, answers, weights)
+        depths, weights = depths[order], chains.document_weights(_documents(batch)[places])[order]
+        hidden = self.head_inputs(states[0, said[order]])
+        loss, right = supervision.judge_states(hidden, self.lm_head, answers, weights)
         return Losses.by_depth({self.divergence: loss}, right, depths, self.num_drafts)
 
     def _trained_states(self, batch: Batch, chains: Chains, state: TrainingState) -> Tensor:
@@ -110,8 +110,8 @@ class PEagle(EagleDrafter):
         assert batch.features is not None
         length, count = batch.tokens.numel(), len(chains.depths)
         lengths = batch.lengths or (batch.tokens.shape[1],) * len(batch.tokens)
-        masks = self.projected(self.mask_hidden).expand(-1, count, -1)
-        hidden = torch.cat([self.fuse(batch.features).flatten(0, 1)[None], masks], dim=1)
+        masks = self.project_fused(self.mask_hidden).expand(-1, count, -1)
+        hidden = torch.cat([self.fuse_features(batch.features).flatten(0, 1)[None], masks], dim=1)
         following = batch.tokens.roll(-1, dims=1).reshape(1, -1)  # what comes from beyond a document's end is never judged
         tokens = torch.cat([following, following.new_full((1, count), self.mask_token_id)], dim=1)
         positions = batch.positions.expand_as(batch.tokens).reshape(1, -1)
@@ -119,12 +119,12 @@ class PEagle(EagleDrafter):
         rope = self.rotary(self.fc.weight.detach(), positions)
 
         def attend(number: int, attention: Attention, x: Tensor) -> Tensor:
-            (q, own_q), (k, own_k), (v, own_v) = (part.split([length, count], 2) for part in attention.project(x, rope))
+            (q, own_q), (k, own_k), (v, own_v) = (part.split([length, count], 2) for part in attention.project_qkv(x, rope))
             places = causal_attention(q, k, v, lengths, window=self.window)
             masks = chain_attention(own_q, own_k, own_v, (k, v), chains, self.window)
-            return attention.output(torch.cat([places, masks], dim=2))
+            return attention.project_output(torch.cat([places, masks], dim=2))
 
-        states: Tensor = state.checkpointed(self.layered, tokens, hidden, attend)
+        states: Tensor = state.checkpointed(self.run_layers, tokens, hidden, attend)
         return states
 
     # Decoding
@@ -132,16 +132,16 @@ class PEagle(EagleDrafter):
     def draft(self, context: Context) -> Draft:
         """One forward over the pairs that were just accepted, the last of them the root's, and the masks."""
         self.cache = context.drafting_cache(self.cache, self.num_layers, 1 + self.num_drafts)
-        fused, masks = context.fresh.fused(self.fused), self.num_drafts - 1
+        fused, masks = context.fresh.fuse_layers(self.fused_layers), self.num_drafts - 1
         width = fused.shape[1] + masks
         real = torch.arange(width, device=fused.device) < context.counts[:, None]
         tokens = torch.where(real, F.pad(context.following, (0, masks)), self.mask_token_id)
         fused = torch.where(real[..., None], F.pad(fused, (0, 0, 0, masks)), self.mask_hidden.to(fused.dtype))
-        output = self.run(tokens, self.projected(fused), self.cache.slots(width), self.cache, None)
+        output = self.run(tokens, self.project_fused(fused), self.cache.next_slots(width), self.cache, None)
         self.cache.commit(None, context.counts)
         asked = (context.counts - 1).clamp(min=0)[:, None] + torch.arange(self.num_drafts, device=fused.device)
         states = output.gather(1, asked[..., None].expand(-1, -1, output.shape[-1]))
-        return Draft(Marginals(context.root, self.log_q(states), self.draft_ids))
+        return Draft(MarginalRollout(context.root, self.log_q(states), self.draft_ids))
 
 
 def _documents(batch: Batch) -> Tensor:

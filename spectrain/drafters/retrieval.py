@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from spectrain.data.datastore import Datastore
+from spectrain.drafters.layers.copies import CopySource
 from spectrain.trees.base import Draft
 
 from .abilities import Abilities
 from .base import Drafter
 from .context import Context
-from .shared.copies import Copying
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -36,8 +36,8 @@ class Retrieval(Drafter):
     ) -> None:
         super().__init__()
         known = None if store is None else Datastore(store, target.tokenizer)
-        self.copying = Copying(known, longest, matches, enough)
+        self.copying = CopySource(known, longest, matches, enough)
 
     def draft(self, context: Context) -> Draft:
-        proposals = self.copying.propose(context)
-        return Draft(continuations=[proposal.weighed(self.copying.chances) for proposal in proposals])
+        proposals = self.copying.propose_copies(context)
+        return Draft(continuations=[proposal.weigh_trie(self.copying.estimator) for proposal in proposals])

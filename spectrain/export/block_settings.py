@@ -8,45 +8,45 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .eagle3 import settings_of
-from .fused_settings import Settings
-from .layout import Portable
+from .eagle3 import drafter_layer_config
+from .fused_settings import FusedConfig
+from .layout import DrafterCheckpoint
 
-LAYER = (
+LAYER_KEYS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size",
 )  # fmt: skip
-RENAMED = {"blocks.": "layers.", "markov.": "markov_head."}
+NAME_PREFIXES = {"blocks.": "layers.", "markov.": "markov_head."}
 """How names of tensors begin, ours and theirs."""
 
 
 @dataclass
-class BlockConfig(Settings):
+class BlockConfig(FusedConfig):
     """A block drafter's settings as a layout's config.json says them, in our terms."""
 
     block_size: int
     mask_token_id: int
     sample_from_anchor: bool
     causal: bool
-    reach: int | None  # how many positions back a slot sees
-    parts: dict[str, Any]  # settings of what the family has beside DFlash's layers
+    slot_window: int | None  # how many positions back a slot sees
+    extra_settings: dict[str, Any]  # settings of what the family has beside DFlash's layers
 
     @property
     def vocab_size(self) -> int:
         """Of the target."""
-        return int(self.layer["vocab_size"])
+        return int(self.layer_config["vocab_size"])
 
     @property
-    def is_cropped(self) -> bool:
-        return self.rows < self.vocab_size
+    def has_draft_vocabulary(self) -> bool:
+        return self.draft_rows < self.vocab_size
 
     @property
-    def rows(self) -> int:
+    def draft_rows(self) -> int:
         """Tokens that it drafts."""
         return self.vocab_size if self.draft_vocab_size is None else min(self.draft_vocab_size, self.vocab_size)
 
     @property
-    def shapes(self) -> dict[str, tuple[int | None, ...]]:
+    def dflash_shapes(self) -> dict[str, tuple[int | None, ...]]:
         """The tensors that every DFlash has, under our names."""
         layer, width = self.architecture, self.width
         inner, head = layer["intermediate_size"], layer["head_dim"]
@@ -66,52 +66,52 @@ class BlockConfig(Settings):
         }
 
 
-def plain(name: str, renamed: dict[str, str] = RENAMED) -> str:
+def native_name(name: str, prefixes: dict[str, str] = NAME_PREFIXES) -> str:
     """Our name of a tensor."""
     name = name.removeprefix("model.")
-    return next((mine + name.removeprefix(their) for mine, their in renamed.items() if name.startswith(their)), name)
+    return next((mine + name.removeprefix(their) for mine, their in prefixes.items() if name.startswith(their)), name)
 
 
-def theirs(name: str, renamed: dict[str, str] = RENAMED) -> str:
+def layout_name(name: str, prefixes: dict[str, str] = NAME_PREFIXES) -> str:
     """A tensor's name in a layout."""
-    return next((their + name.removeprefix(mine) for mine, their in renamed.items() if name.startswith(mine)), name)
+    return next((their + name.removeprefix(mine) for mine, their in prefixes.items() if name.startswith(mine)), name)
 
 
-def spread(config: dict[str, Any]) -> dict[str, Any]:
+def flatten_config(config: dict[str, Any]) -> dict[str, Any]:
     """config.json with what it says in parts, all in one."""
     return {**config, **(config.get("transformer_layer_config") or {}), **(config.get("dflash_config") or {})}
 
 
-def needed(config: dict[str, Any], keys: tuple[str, ...]) -> None:
+def require_keys(config: dict[str, Any], keys: tuple[str, ...]) -> None:
     """A KeyError that names all that is missing."""
-    missing = [key for key in (*keys, *LAYER) if config.get(key) is None]
+    missing = [key for key in (*keys, *LAYER_KEYS) if config.get(key) is None]
     if not any(config.get(key) for key in ("rope_theta", "rope_parameters", "rope_scaling")):
         missing.append("rope_theta")
     if missing:
         raise KeyError(", ".join(missing))
 
 
-def settings_from(said: BlockConfig, own_embedding: bool) -> dict[str, Any]:
+def drafter_settings(said: BlockConfig, own_embedding: bool) -> dict[str, Any]:
     """Of the drafter."""
     return {
         "block_size": said.block_size,
         "num_layers": said.num_layers,
         "layers": said.layers,
-        "vocab_size": said.rows,
+        "vocab_size": said.draft_rows,
         "sample_from_anchor": said.sample_from_anchor,
         "causal": said.causal,
-        "window": said.reach,
+        "window": said.slot_window,
         "mask_token_id": said.mask_token_id,
         "own_embedding": own_embedding,
         "architecture": said.architecture,
-        **said.parts,
+        **said.extra_settings,
     }
 
 
-def qwen3_layer(drafter: Portable) -> dict[str, Any]:
+def qwen3_layer(drafter: DrafterCheckpoint) -> dict[str, Any]:
     """The layers of a drafter as a Qwen3 configuration."""
     count, window = drafter.drafter["num_layers"], drafter.drafter["window"]
-    layer = {key: value for key, value in settings_of(drafter).items() if key != "mlp_bias"}
+    layer = {key: value for key, value in drafter_layer_config(drafter).items() if key != "mlp_bias"}
     return {
         **layer,
         "model_type": "qwen3",

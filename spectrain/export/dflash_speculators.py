@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 
 from spectrain.errors import UserError
 
-from .block_families import DFLASH2, DSPARK, heads_said, markov_findings
-from .block_settings import BlockConfig, needed, qwen3_layer, spread
+from .block_families import DFLASH2, DSPARK, dspark_config, markov_findings
+from .block_settings import BlockConfig, flatten_config, qwen3_layer, require_keys
 from .dflash import DFlashLayout
-from .layout import Files, Finding, Portable, need, write_json, write_tensors
+from .layout import DrafterCheckpoint, DrafterFiles, Finding, require_target, write_json, write_tensors
 from .serving import serve_vllm
-from .speculators import VERSION, around, proposal, proposal_findings, verifier_of
+from .speculators import SPECULATORS_VERSION, common_layer_config, proposal_config, proposal_findings, verifier_name
 from .targets import TargetFiles
 
 
@@ -22,42 +22,44 @@ class SpeculatorsDFlash(DFlashLayout):
 
     name = "vllm"
     title = "DFlash, speculators layout"
-    shift = 0
+    layer_id_offset = 0
     architecture: ClassVar[str] = "DFlashSpeculator"
     method: ClassVar[str] = "dflash"  # as vLLM calls it
 
-    def recognises(self, files: Files) -> bool:
+    def matches_files(self, files: DrafterFiles) -> bool:
         return files.config.get("speculators_model_type") == self.family.name
 
-    def settings(self, files: Files) -> BlockConfig:
+    def parse_config(self, files: DrafterFiles) -> BlockConfig:
         config = files.config
-        needed(spread(config), ("block_size", "mask_token_id", "aux_hidden_state_layer_ids", "transformer_layer_config"))
+        require_keys(
+            flatten_config(config), ("block_size", "mask_token_id", "aux_hidden_state_layer_ids", "transformer_layer_config")
+        )
         layer = config["transformer_layer_config"]
         slides = "sliding_attention" in (layer.get("layer_types") or [])
         shifted = config.get("sample_from_anchor", self.family.is_shifted)
         return BlockConfig(
             layer, config["aux_hidden_state_layer_ids"], {}, config.get("draft_vocab_size"), config["block_size"],
             config["mask_token_id"], bool(shifted), slides and self.trains_causal(config),
-            layer["sliding_window"] if slides else None, self.family.parts(config),
+            layer["sliding_window"] if slides else None, self.family.read_settings(config),
         )  # fmt: skip
 
     def trains_causal(self, config: dict[str, Any]) -> bool:
         """Whether the library trains layers with a window causal inside the block."""
         return not config.get("sliding_window_non_causal", True)
 
-    def target_name(self, files: Files) -> str | None:
-        return verifier_of(files) or super().target_name(files)
+    def target_name(self, files: DrafterFiles) -> str | None:
+        return verifier_name(files) or super().target_name(files)
 
-    def findings(self, files: Files) -> Iterator[Finding]:
+    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
         yield from super().findings(files)
         yield from proposal_findings(files)
         yield from self.num_tokens_findings(files)
         yield from self.causality_findings(files)
 
-    def num_tokens_findings(self, files: Files) -> Iterator[Finding]:
+    def num_tokens_findings(self, files: DrafterFiles) -> Iterator[Finding]:
         """Whether an engine is told to draft more than a block has slots for."""
         methods = (files.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-        said = self.settings(files)
+        said = self.parse_config(files)
         asked, slots = methods[0].get("speculative_tokens") or 0, said.block_size - (0 if said.sample_from_anchor else 1)
         if asked > slots:
             yield Finding(
@@ -65,7 +67,7 @@ class SpeculatorsDFlash(DFlashLayout):
                 "engines run longer blocks than it was trained on", f"write {slots}",
             )  # fmt: skip
 
-    def causality_findings(self, files: Files) -> Iterator[Finding]:
+    def causality_findings(self, files: DrafterFiles) -> Iterator[Finding]:
         """Whether slots see in an engine what they saw in training."""
         both, types = files.config.get("sliding_window_non_causal"), files.config["transformer_layer_config"].get("layer_types")
         if both is None and "sliding_attention" in (types or []):
@@ -81,9 +83,9 @@ class SpeculatorsDFlash(DFlashLayout):
                 'write "sliding_window_non_causal": true, or spectrain convert DIR OUT --to vllm --target TARGET',
             )  # fmt: skip
 
-    def write(self, drafter: Portable, target: TargetFiles | None, directory: Path) -> None:
-        target = need(target, "the files name it")
-        self.refuse(drafter)
+    def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
+        target = require_target(target, "the files name it")
+        self.check_writable(drafter)
         said, tensors = drafter.drafter, dict(drafter.tensors)
         rows, vocab = len(tensors["d2t"]), len(tensors["t2d"])
         if rows == vocab:
@@ -91,7 +93,7 @@ class SpeculatorsDFlash(DFlashLayout):
         config: dict[str, Any] = {
             "architectures": [self.architecture],
             "speculators_model_type": self.family.name,
-            "speculators_version": VERSION,
+            "speculators_version": SPECULATORS_VERSION,
             "dtype": drafter.dtype,
             "tie_word_embeddings": False,
             "draft_vocab_size": rows,
@@ -100,28 +102,32 @@ class SpeculatorsDFlash(DFlashLayout):
             "mask_token_id": said["mask_token_id"],
             "sample_from_anchor": said["sample_from_anchor"],
             "sliding_window_non_causal": not said["causal"],
-            **self.parts_said(drafter),
+            **self.family_config(drafter),
             "target_hidden_size": None,
-            "transformer_layer_config": {**qwen3_layer(drafter), "architectures": ["Qwen3ForCausalLM"], **around(target)},
-            "speculators_config": proposal(self.family.name, num_drafts(drafter), target),
+            "transformer_layer_config": {
+                **qwen3_layer(drafter),
+                "architectures": ["Qwen3ForCausalLM"],
+                **common_layer_config(target),
+            },
+            "speculators_config": proposal_config(self.family.name, num_drafts(drafter), target),
         }
         write_json(directory / "config.json", config)
-        write_tensors(directory / "model.safetensors", self.written(tensors))
+        write_tensors(directory / "model.safetensors", self.layout_tensors(tensors))
 
-    def parts_said(self, drafter: Portable) -> dict[str, Any]:
+    def family_config(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
         """Keys of what the family has beside DFlash's layers."""
-        return self.family.said(drafter.drafter)
+        return self.family.config_entries(drafter.drafter)
 
-    def refuse(self, drafter: Portable) -> None:
-        super().refuse(drafter)
+    def check_writable(self, drafter: DrafterCheckpoint) -> None:
+        super().check_writable(drafter)
         if drafter.drafter["causal"] and drafter.drafter["window"] is None:
             raise UserError(
                 "drafter.causal=true: the speculators library trains layers without a window both ways and vLLM serves them as "
                 "the file says, so it cannot be said to both; train with drafter.window too"
             )
 
-    def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
-        drafting = {"method": self.method, "model": place, "num_speculative_tokens": num_drafts(drafter)}
+    def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
+        drafting = {"method": self.method, "model": drafter_path, "num_speculative_tokens": num_drafts(drafter)}
         return {"vLLM": serve_vllm(target, drafting)}
 
 
@@ -133,7 +139,7 @@ class SpeculatorsDFlash2(SpeculatorsDFlash):
     family = DFLASH2
     architecture = "DFlash2DraftModel"
 
-    def causality_findings(self, files: Files) -> Iterator[Finding]:
+    def causality_findings(self, files: DrafterFiles) -> Iterator[Finding]:
         found = super().causality_findings(files)
         return (finding for finding in found if finding.name != "block-causality-implicit")  # here both take true
 
@@ -151,7 +157,7 @@ class SpeculatorsDSpark(SpeculatorsDFlash):
     def trains_causal(self, config: dict[str, Any]) -> bool:
         return not config.get("sliding_window_non_causal", False)
 
-    def findings(self, files: Files) -> Iterator[Finding]:
+    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
         yield from super().findings(files)
         yield from markov_findings(files)
         if files.config.get("sample_from_anchor") is None:
@@ -161,31 +167,33 @@ class SpeculatorsDSpark(SpeculatorsDFlash):
                 "write the value that it was trained with",
             )  # fmt: skip
 
-    def causality_findings(self, files: Files) -> Iterator[Finding]:
-        said = self.settings(files)
-        if said.reach is not None and not said.causal:
+    def causality_findings(self, files: DrafterFiles) -> Iterator[Finding]:
+        said = self.parse_config(files)
+        if said.slot_window is not None and not said.causal:
             yield Finding(
                 "block-causality", "error", "layers with a window and sliding_window_non_causal is true",
                 "the speculators library trains them both ways, and vLLM serves a DSpark with a window as causal",
                 "train with sliding_window_non_causal: false, or without a window",
             )  # fmt: skip
 
-    def parts_said(self, drafter: Portable) -> dict[str, Any]:
-        return heads_said(drafter)
+    def family_config(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
+        return dspark_config(drafter)
 
-    def refuse(self, drafter: Portable) -> None:
-        super().refuse(drafter)
+    def check_writable(self, drafter: DrafterCheckpoint) -> None:
+        super().check_writable(drafter)
         if drafter.drafter["window"] is not None and not drafter.drafter["causal"]:
             raise UserError(
                 f"drafter.window={drafter.drafter['window']}: vLLM serves a DSpark with a window as causal; train with "
                 "drafter.causal=true too, or without a window"
             )
 
-    def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
-        return super().serve(drafter, files, target, place) if drafter.drafter["markov_head"] == "vanilla" else {}
+    def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
+        return (
+            super().serve_commands(drafter, files, target, drafter_path) if drafter.drafter["markov_head"] == "vanilla" else {}
+        )
 
 
-def num_drafts(drafter: Portable) -> int:
+def num_drafts(drafter: DrafterCheckpoint) -> int:
     """Tokens that a block drafts."""
     said = drafter.drafter
     return int(said["block_size"]) - (0 if said["sample_from_anchor"] else 1)

@@ -8,14 +8,14 @@ from typing import ClassVar
 
 from spectrain.errors import UserError
 
-from .block_settings import RENAMED, qwen3_layer
+from .block_settings import NAME_PREFIXES, qwen3_layer
 from .dflash import DFlashLayout
 from .dflash_flat import FlatDFlash
-from .huggingface import generate
-from .layout import Files, Finding, Portable, write_json, write_tensors
+from .huggingface import generate_snippet
+from .layout import DrafterCheckpoint, DrafterFiles, Finding, write_json, write_tensors
 from .targets import TargetFiles
 
-MODEL = "muse_glimmer_assistant"
+MODEL_TYPE = "muse_glimmer_assistant"
 
 
 class TransformersDFlash(FlatDFlash):
@@ -25,16 +25,20 @@ class TransformersDFlash(FlatDFlash):
     name = "hf"
     title = "DFlash, transformers"
     architecture = "MuseGlimmerAssistantModel"
-    renamed: ClassVar[dict[str, str]] = {**RENAMED, "fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
+    name_prefixes: ClassVar[dict[str, str]] = {
+        **NAME_PREFIXES,
+        "fc.": "encoder.fc.",
+        "hidden_norm.": "encoder.output_norm_enc.",
+    }
 
-    def recognises(self, files: Files) -> bool:
-        return files.config.get("model_type") == MODEL
+    def matches_files(self, files: DrafterFiles) -> bool:
+        return files.config.get("model_type") == MODEL_TYPE
 
-    def findings(self, files: Files) -> Iterator[Finding]:
+    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
         yield from DFlashLayout.findings(self, files)
 
-    def write(self, drafter: Portable, target: TargetFiles | None, directory: Path) -> None:
-        self.refuse_flat(drafter, target)
+    def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
+        self.check_flat_writable(drafter, target)
         said = drafter.drafter
         if said["window"] is not None:
             raise UserError(
@@ -45,17 +49,17 @@ class TransformersDFlash(FlatDFlash):
         layer = {key: value for key, value in qwen3_layer(drafter).items() if "sliding" not in key}
         config = {
             **layer,
-            "model_type": MODEL,
+            "model_type": MODEL_TYPE,
             "architectures": [self.architecture],
             "block_size": said["block_size"],
-            **self.chosen(drafter),
+            **self.mask_and_layers(drafter),
             "dtype": drafter.dtype,
         }
         if target is not None:
             config |= {key: getattr(target.config, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         write_json(directory / "config.json", config)
-        write_tensors(directory / "model.safetensors", self.written(tensors))
+        write_tensors(directory / "model.safetensors", self.layout_tensors(tensors))
 
-    def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
-        assistant = f'assistant_model=AutoModel.from_pretrained("{place}"), speculation_type="dflash"'
-        return {"transformers": generate(target, assistant, "AutoModel, AutoModelForCausalLM, AutoTokenizer")}
+    def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
+        assistant = f'assistant_model=AutoModel.from_pretrained("{drafter_path}"), speculation_type="dflash"'
+        return {"transformers": generate_snippet(target, assistant, "AutoModel, AutoModelForCausalLM, AutoTokenizer")}

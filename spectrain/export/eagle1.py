@@ -14,14 +14,14 @@ from torch import Tensor
 
 from spectrain.errors import UserError
 
-from .eagle3 import IGNORED, IN_LAYER, layer_shapes, same
-from .fused_settings import Settings, theta_and_scaling
-from .layout import Expected, Files, Finding, Layout, Portable, need, write_json, write_tensors
+from .eagle3 import IGNORED_TENSORS, LAYER_PARTS, equal_when_rounded, layer_shapes
+from .fused_settings import FusedConfig, flat_rope
+from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, Layout, require_target, write_json, write_tensors
 from .serving import serve_sglang, serve_vllm
 from .targets import TargetFiles
 
-EAGLE1 = "spectrain.drafters.eagle1.Eagle1"
-EMBEDDING, BIAS, PREFIX = "embed_tokens.weight", "fc.bias", "layers.0."
+EAGLE1_CLASS = "spectrain.drafters.eagle1.Eagle1"
+EMBEDDING, FC_BIAS, LAYER_PREFIX = "embed_tokens.weight", "fc.bias", "layers.0."
 
 
 class OriginalEagle1(Layout):
@@ -33,70 +33,72 @@ class OriginalEagle1(Layout):
     architecture: ClassVar[str] = "LlamaForCausalLM"
     holds_embedding: ClassVar[bool] = True
 
-    def recognises(self, files: Files) -> bool:
+    def matches_files(self, files: DrafterFiles) -> bool:
         shape = files.tensors["fc.weight"].shape if "fc.weight" in files.tensors else ()
         ours = "drafter" in files.config or "speculators_model_type" in files.config
         fused = any("hidden_norm" in name or name.startswith("midlayer.") for name in files.tensors)  # EAGLE-3's
         is_it = self.architecture in (files.config.get("architectures") or [])
         return is_it and not ours and not fused and len(shape) == 2 and shape[1] == 2 * shape[0]
 
-    def settings(self, files: Files) -> Settings:
+    def parse_config(self, files: DrafterFiles) -> FusedConfig:
         """What config.json says, in our terms."""
         for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
             if key not in files.config:
                 raise UserError(f"{files.directory / 'config.json'}: {key} is missing; copy it from where it was trained")
-        return Settings(files.config, None, {}, None)
+        return FusedConfig(files.config, None, {}, None)
 
-    def needs_bias(self, files: Files) -> bool:
+    def needs_bias(self, files: DrafterFiles) -> bool:
         """Whether its readers look for one."""
         return bool(files.config.get("bias", True))
 
-    def expected(self, files: Files) -> Expected:
-        said = self.settings(files)
+    def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
+        said = self.parse_config(files)
         width, prefix = said.width, "model." if "model.fc.weight" in files.tensors else ""
         layer = layer_shapes(said.architecture, width, width)
         del layer["input_layernorm.weight"]
-        shapes: dict[str, tuple[int | None, ...]] = {PREFIX + name: shape for name, shape in layer.items()}
+        shapes: dict[str, tuple[int | None, ...]] = {LAYER_PREFIX + name: shape for name, shape in layer.items()}
         shapes["fc.weight"] = (width, 2 * width)
         optional: dict[str, tuple[int | None, ...]] = {EMBEDDING: (int(files.config["vocab_size"]), width)}
-        (shapes if self.needs_bias(files) else optional)[BIAS] = (width,)
+        (shapes if self.needs_bias(files) else optional)[FC_BIAS] = (width,)
         named = [{prefix + name: shape for name, shape in group.items()} for group in (shapes, optional)]
-        return Expected(named[0], named[1], IGNORED)
+        return ExpectedTensors(named[0], named[1], IGNORED_TENSORS)
 
-    def view(self, files: Files) -> dict[str, Tensor]:
+    def native_tensors(self, files: DrafterFiles) -> dict[str, Tensor]:
         """The tensors under our names."""
-        names = {name: name.removeprefix("model.").removeprefix(PREFIX) for name in files.tensors}
-        return {mine: files.tensors[name] for name, mine in names.items() if not mine.endswith(IGNORED)}
+        names = {name: name.removeprefix("model.").removeprefix(LAYER_PREFIX) for name in files.tensors}
+        return {mine: files.tensors[name] for name, mine in names.items() if not mine.endswith(IGNORED_TENSORS)}
 
-    def findings(self, files: Files) -> Iterator[Finding]:
-        why = unsupported(files, self.view(files))
+    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
+        why = find_unsupported(files, self.native_tensors(files))
         if why is not None:
             yield Finding("not-representable", "warning", why, "spectrain cannot score or fine-tune it", "nothing, to serve it")
 
-    def read(self, files: Files, target: TargetFiles | None) -> Portable:
-        said, tensors = self.settings(files), self.view(files)
-        why = unsupported(files, tensors)
+    def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
+        said, tensors = self.parse_config(files), self.native_tensors(files)
+        why = find_unsupported(files, tensors)
         if why is not None:
             raise UserError(f"{files.directory}: {why}")
         embedding = tensors.pop(EMBEDDING, None)
-        if embedding is not None and not same(embedding, need(target, f"{EMBEDDING} should be the target's own").embedding()):
+        if embedding is not None and not equal_when_rounded(
+            embedding, require_target(target, f"{EMBEDDING} should be the target's own").load_embedding()
+        ):
             raise UserError(f"{files.directory}: {EMBEDDING} is not the target's, and drafter=eagle1 drafts through that one")
-        if BIAS in tensors and not tensors[BIAS].any():  # SGLang's has one, whether it was trained or not
-            del tensors[BIAS]
-        kept = files.kept()
-        drafter = {"_target_": EAGLE1, **kept.drafter, "bias": BIAS in tensors, "architecture": said.architecture}
-        return Portable(drafter, tensors, kept.said, description=kept.description)
+        if FC_BIAS in tensors and not tensors[FC_BIAS].any():  # SGLang's has one, whether it was trained or not
+            del tensors[FC_BIAS]
+        kept = files.read_metadata()
+        drafter = {"_target_": EAGLE1_CLASS, **kept.drafter, "bias": FC_BIAS in tensors, "architecture": said.architecture}
+        return DrafterCheckpoint(drafter, tensors, kept.target, description=kept.description)
 
-    def write(self, drafter: Portable, target: TargetFiles | None, directory: Path) -> None:
-        tensors = self.fitting(drafter)
-        named = {PREFIX + name if name.startswith(IN_LAYER) else name: tensor for name, tensor in tensors.items()}
-        found = need(target, "this layout says how many tokens the target has")
+    def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
+        tensors = self.select_tensors(drafter)
+        named = {LAYER_PREFIX + name if name.startswith(LAYER_PARTS) else name: tensor for name, tensor in tensors.items()}
+        found = require_target(target, "this layout says how many tokens the target has")
         if self.holds_embedding:
-            named[EMBEDDING] = found.embedding().to(named["fc.weight"].dtype)
+            named[EMBEDDING] = found.load_embedding().to(named["fc.weight"].dtype)
         write_tensors(directory / "model.safetensors", named)
-        write_json(directory / "config.json", self._config(drafter, found.vocab_size, BIAS in tensors))
+        write_json(directory / "config.json", self._make_config(drafter, found.vocab_size, FC_BIAS in tensors))
 
-    def _config(self, drafter: Portable, vocab: int, bias: bool) -> dict[str, Any]:
+    def _make_config(self, drafter: DrafterCheckpoint, vocab: int, bias: bool) -> dict[str, Any]:
         layer = dict(drafter.drafter["architecture"])
         rope = layer.pop("rope_parameters")
         return {
@@ -104,7 +106,7 @@ class OriginalEagle1(Layout):
             "model_type": "llama",
             "hidden_size": drafter.tensors["fc.weight"].shape[0],
             **layer,
-            **theta_and_scaling(rope),
+            **flat_rope(rope),
             "num_hidden_layers": 1,
             "vocab_size": vocab,
             "hidden_act": "silu",
@@ -115,7 +117,7 @@ class OriginalEagle1(Layout):
             "use_cache": True,
         }
 
-    def fitting(self, drafter: Portable) -> dict[str, Tensor]:
+    def select_tensors(self, drafter: DrafterCheckpoint) -> dict[str, Tensor]:
         """The tensors that the files hold beside an embedding."""
         return dict(drafter.tensors)
 
@@ -128,15 +130,15 @@ class SglangEagle1(OriginalEagle1):
     architecture = "LlamaForCausalLMEagle"
     holds_embedding = False
 
-    def needs_bias(self, files: Files) -> bool:
+    def needs_bias(self, files: DrafterFiles) -> bool:
         return True
 
-    def fitting(self, drafter: Portable) -> dict[str, Tensor]:
+    def select_tensors(self, drafter: DrafterCheckpoint) -> dict[str, Tensor]:
         fc = drafter.tensors["fc.weight"]
-        return {BIAS: fc.new_zeros(len(fc)), **drafter.tensors}
+        return {FC_BIAS: fc.new_zeros(len(fc)), **drafter.tensors}
 
-    def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
-        return {"SGLang": serve_sglang(target, "EAGLE", place, 3)}
+    def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
+        return {"SGLang": serve_sglang(target, "EAGLE", drafter_path, 3)}
 
 
 class VllmEagle1(OriginalEagle1):
@@ -147,35 +149,35 @@ class VllmEagle1(OriginalEagle1):
     architecture = "EagleLlamaForCausalLM"
     holds_embedding = False
 
-    def needs_bias(self, files: Files) -> bool:
+    def needs_bias(self, files: DrafterFiles) -> bool:
         return False
 
-    def findings(self, files: Files) -> Iterator[Finding]:
+    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
         yield from super().findings(files)
-        bias = self.view(files).get(BIAS)
+        bias = self.native_tensors(files).get(FC_BIAS)
         if bias is not None and bias.any():
             yield Finding(
-                "fc-bias", "error", f"{BIAS} is there and not zero", "vLLM's fc has none and reads past it",
+                "fc-bias", "error", f"{FC_BIAS} is there and not zero", "vLLM's fc has none and reads past it",
                 "train it with drafter.bias=false, or serve it by SGLang",
             )  # fmt: skip
 
-    def fitting(self, drafter: Portable) -> dict[str, Tensor]:
-        if BIAS in drafter.tensors:
-            raise UserError(f"{BIAS}: vLLM's EAGLE has no bias; use --to sglang, or train with drafter.bias=false")
+    def select_tensors(self, drafter: DrafterCheckpoint) -> dict[str, Tensor]:
+        if FC_BIAS in drafter.tensors:
+            raise UserError(f"{FC_BIAS}: vLLM's EAGLE has no bias; use --to sglang, or train with drafter.bias=false")
         return dict(drafter.tensors)
 
-    def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
-        return {"vLLM": serve_vllm(target, {"method": "eagle", "model": place, "num_speculative_tokens": 3})}
+    def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
+        return {"vLLM": serve_vllm(target, {"method": "eagle", "model": drafter_path, "num_speculative_tokens": 3})}
 
 
-def unsupported(files: Files, tensors: dict[str, Tensor]) -> str | None:
+def find_unsupported(files: DrafterFiles, tensors: dict[str, Tensor]) -> str | None:
     """What our class cannot represent; None where it can all of it."""
     if files.config.get("num_hidden_layers", 1) != 1:
         return f"num_hidden_layers={files.config['num_hidden_layers']}: drafter=eagle1 has one layer"
     if files.config.get("hidden_act", "silu") != "silu":
         return f"hidden_act={files.config['hidden_act']}: drafter=eagle1 has silu"
     for name in sorted(tensors):
-        if name.endswith(".bias") and name != BIAS:
+        if name.endswith(".bias") and name != FC_BIAS:
             return f"{name}: linears of drafter=eagle1 have no bias but that of fc"
         if name.startswith(("input_layernorm", "norm", "embedding_layernorm", "hidden_states_layernorm")):
             return f"{name}: drafter=eagle1 has no norm before its layer and none behind it"

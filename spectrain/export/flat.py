@@ -11,42 +11,42 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from spectrain.drafters.shared.eagle_layers import default_layers
+from spectrain.drafters.layers.eagle_layers import default_layers
 from spectrain.errors import UserError
 
-from .eagle3 import Eagle3Layout, mapped, prefixed, same, settings_of, variants_of
-from .fused_settings import Settings, theta_and_scaling
-from .layout import Files, Finding, Portable, write_json, write_tensors
+from .eagle3 import Eagle3Layout, drafter_layer_config, drop_full_maps, equal_when_rounded, layout_name, variant_flags
+from .fused_settings import FusedConfig, flat_rope
+from .layout import DrafterCheckpoint, DrafterFiles, Finding, write_json, write_tensors
 from .serving import serve_sglang, serve_vllm
 from .targets import TargetFiles
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM")
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm")
+NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm")
 
 
-class Flat(Eagle3Layout):
+class FlatEagle3(Eagle3Layout):
     """`midlayer.` names; ids of the fused layers only where they are not the default, for vLLM numbers them by one more."""
 
     name = "sglang"
     title = "EAGLE-3, flat layout"
     prefix = "midlayer."
-    shift: ClassVar[int] = 1  # what ids of layers lack to ours
+    layer_id_offset: ClassVar[int] = 1  # what ids of layers lack to ours
 
-    def recognises(self, files: Files) -> bool:
+    def matches_files(self, files: DrafterFiles) -> bool:
         known = any(name in ARCHITECTURES for name in files.config.get("architectures") or [])
         names = "fc.weight" in files.tensors or any("hidden_norm" in name for name in files.tensors)
         return "speculators_model_type" not in files.config and "drafter" not in files.config and (known or names)
 
-    def settings(self, files: Files) -> Settings:
+    def parse_config(self, files: DrafterFiles) -> FusedConfig:
         config = files.config
         for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
             if key not in config:
                 raise UserError(f"{files.directory / 'config.json'}: {key} is missing; copy it from where it was trained")
         said = self._layer_ids(config)
-        return Settings(
+        return FusedConfig(
             config,
-            None if said is None else [layer + self.shift for layer in said],
-            {key: bool(config.get(key, False)) for key in FLAGS}
+            None if said is None else [layer + self.layer_id_offset for layer in said],
+            {key: bool(config.get(key, False)) for key in NORM_FLAGS}
             | {"qk_norm": any(".q_norm." in name for name in files.tensors)},
             config.get("draft_vocab_size"),
         )
@@ -55,7 +55,7 @@ class Flat(Eagle3Layout):
         nested = config.get("eagle_config") or {}
         return nested.get("eagle_aux_hidden_state_layer_ids") or config.get("eagle_aux_hidden_state_layer_ids")
 
-    def findings(self, files: Files) -> Iterator[Finding]:
+    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
         yield from super().findings(files)
         config = files.config
         if not any(name in ARCHITECTURES for name in config.get("architectures") or []):
@@ -70,7 +70,7 @@ class Flat(Eagle3Layout):
             )  # fmt: skip
         yield from self.numbering_findings(files)
 
-    def numbering_findings(self, files: Files) -> Iterator[Finding]:
+    def numbering_findings(self, files: DrafterFiles) -> Iterator[Finding]:
         """What the ids of the fused layers show by themselves."""
         ids = self._layer_ids(files.config)
         if ids is not None and ids == default_layers(max(ids) + 3):
@@ -81,7 +81,7 @@ class Flat(Eagle3Layout):
                 "leave them out, for these are the default of both",
             )  # fmt: skip
 
-    def beside(self, files: Files, target: TargetFiles) -> Iterator[Finding]:
+    def findings_with_target(self, files: DrafterFiles, target: TargetFiles) -> Iterator[Finding]:
         default = default_layers(target.num_layers)
         if self._layer_ids(files.config) == default:
             yield Finding(
@@ -89,41 +89,41 @@ class Flat(Eagle3Layout):
                 "SGLang adds one to them and fuses the layers after those", "leave them out: it is the default of both",
             )  # fmt: skip
 
-    def write(self, drafter: Portable, target: TargetFiles | None, directory: Path) -> None:
-        self.refuse(drafter, target)
-        variants, tensors = variants_of(drafter), self.kept_tensors(drafter)
-        layer = settings_of(drafter)
+    def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
+        self.check_writable(drafter, target)
+        variants, tensors = variant_flags(drafter), self.file_tensors(drafter)
+        layer = drafter_layer_config(drafter)
         rope = layer.pop("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
         config = {
             "architectures": [ARCHITECTURES[2] if variants["qk_norm"] else ARCHITECTURES[0]],
             **layer,
-            **theta_and_scaling(rope),
+            **flat_rope(rope),
             "draft_vocab_size": len(tensors["d2t"]),
-            **{key: variants[key] for key in FLAGS},
+            **{key: variants[key] for key in NORM_FLAGS},
             "torch_dtype": drafter.dtype,
             "use_cache": True,
         }
         if target is not None:
             config |= {key: getattr(target.config, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        write_json(directory / "config.json", config | self.further(drafter, target))
-        named = {prefixed(name, self.prefix): tensor for name, tensor in mapped(tensors).items()}
+        write_json(directory / "config.json", config | self.extra_config(drafter, target))
+        named = {layout_name(name, self.prefix): tensor for name, tensor in drop_full_maps(tensors).items()}
         write_tensors(directory / "model.safetensors", named)
 
-    def kept_tensors(self, drafter: Portable) -> dict[str, Tensor]:
+    def file_tensors(self, drafter: DrafterCheckpoint) -> dict[str, Tensor]:
         """Those that the files hold."""
         return {name: tensor for name, tensor in drafter.tensors.items() if name != "embed_tokens.weight"}
 
-    def further(self, drafter: Portable, target: TargetFiles | None) -> dict[str, Any]:
+    def extra_config(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> dict[str, Any]:
         """What config.json says beside what every drafter of these layers does: the fused layers, if not the default."""
         layers = drafter.drafter.get("layers")
         if layers is None or (target is not None and layers == default_layers(target.num_layers)):
             return {}
-        ids = [layer - self.shift for layer in layers]
+        ids = [layer - self.layer_id_offset for layer in layers]
         return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}}
 
-    def refuse(self, drafter: Portable, target: TargetFiles | None) -> None:
+    def check_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
         """Stop at what this layout has no words for."""
-        variants = variants_of(drafter)
+        variants = variant_flags(drafter)
         if variants["norm_output"]:
             raise UserError(
                 "norm_output: in the flat layout this flag means a norm before the output layer, so a drafter that feeds "
@@ -136,16 +136,16 @@ class Flat(Eagle3Layout):
                     f"drafter.{said}: SGLang's EAGLE-3 is one layer over the whole text, without head norms; use --to vllm"
                 )
         embedding = drafter.tensors.get("embed_tokens.weight")
-        if embedding is not None and (target is None or not same(embedding, target.embedding())):
+        if embedding is not None and (target is None or not equal_when_rounded(embedding, target.load_embedding())):
             raise UserError(
                 "embed_tokens.weight: SGLang takes the target's embedding, and this drafter has its own"
                 + ("; where they are the same, give --target" if target is None else "; use --to vllm")
             )
-        if min(drafter.drafter.get("layers") or [1]) < 1 and self.further(drafter, target):
+        if min(drafter.drafter.get("layers") or [1]) < 1 and self.extra_config(drafter, target):
             raise UserError("layers: SGLang cannot fuse the stream that enters layer 0; use --to vllm")
 
-    def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
-        commands = {"SGLang": serve_sglang(target, "EAGLE3", place, 3)}
+    def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
+        commands = {"SGLang": serve_sglang(target, "EAGLE3", drafter_path, 3)}
         if drafter.drafter.get("layers") in (None, default_layers(files.num_layers)):  # vLLM numbers others by one more
-            commands["vLLM"] = serve_vllm(target, {"method": "eagle3", "model": place, "num_speculative_tokens": 3})
+            commands["vLLM"] = serve_vllm(target, {"method": "eagle3", "model": drafter_path, "num_speculative_tokens": 3})
         return commands

@@ -12,27 +12,27 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from spectrain.errors import UserError, first_line
 
-from .layout import Expected, Files, Finding, Layout, Portable, need, write_json, write_tensors
+from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, Layout, require_target, write_json, write_tensors
 from .serving import serve_sglang, serve_vllm
 from .targets import TargetFiles
 
-CAUSAL = "spectrain.drafters.causal.Causal"
-PARD = "spectrain.drafters.pard.Pard"
-INNER = "model.model."  # a drafter's name of the model inside of it
-STOP_HEAD = "stop_head."
+CAUSAL_CLASS = "spectrain.drafters.causal.Causal"
+PARD_CLASS = "spectrain.drafters.pard.Pard"
+MODEL_PREFIX = "model.model."  # a drafter's name of the model inside of it
+STOP_HEAD_PREFIX = "stop_head."
 
 
-class HuggingFace(Layout):
+class HuggingFaceLayout(Layout):
     """A directory for AutoModelForCausalLM; `spd_type` and `pard_token` say that one row of its embedding is PARD's mask."""
 
     name = "hf"
     title = "transformers"
     families = ("causal", "pard", "early_exit")
 
-    def recognises(self, files: Files) -> bool:
+    def matches_files(self, files: DrafterFiles) -> bool:
         return any(name.endswith("ForCausalLM") for name in files.config.get("architectures") or [])
 
-    def expected(self, files: Files) -> Expected:
+    def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
         from accelerate import init_empty_weights
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -47,12 +47,12 @@ class HuggingFace(Layout):
             ) from error
         optional = {"lm_head.weight"} if config.get_text_config().tie_word_embeddings else set()
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-        return Expected(
+        return ExpectedTensors(
             {name: shape for name, shape in shapes.items() if name not in optional},
             {name: shape for name, shape in shapes.items() if name in optional},
         )
 
-    def findings(self, files: Files) -> Iterator[Finding]:
+    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
         token, rows = files.config.get("pard_token"), files.config.get("vocab_size", 0)
         if files.config.get("spd_type") == "pard" and not (isinstance(token, int) and 0 <= token < rows):
             yield Finding(
@@ -60,19 +60,19 @@ class HuggingFace(Layout):
                 "engines put that token where drafts are asked for", "write the id of the mask token",
             )  # fmt: skip
 
-    def read(self, files: Files, target: TargetFiles | None) -> Portable:
-        kept = files.kept()
-        if kept.exits is not None:
+    def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
+        kept = files.read_metadata()
+        if kept.early_exits is not None:
             raise UserError(
                 f"{files.directory}: this is a target that exits early, no drafter; use it as target=hf "
                 f"target.model={files.directory} drafter=early_exit"
             )
         architecture = {key: value for key, value in files.config.items() if key not in ("spd_type", "pard_token")}
-        tensors = {INNER + name: tensor for name, tensor in files.tensors.items()}
-        drafter: dict[str, Any] = {"_target_": CAUSAL, **kept.drafter}
+        tensors = {MODEL_PREFIX + name: tensor for name, tensor in files.tensors.items()}
+        drafter: dict[str, Any] = {"_target_": CAUSAL_CLASS, **kept.drafter}
         drafter |= {"architecture": architecture, "num_layers": None, "model": None}
         if files.config.get("spd_type") == "pard":
-            drafter["_target_"] = PARD
+            drafter["_target_"] = PARD_CLASS
             name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
             token = files.config["pard_token"]
             tensors["mask"] = tensors[name][token : token + 1].clone()
@@ -80,9 +80,9 @@ class HuggingFace(Layout):
             if row is not None:  # what the mask stands in for
                 tensors[name] = tensors[name].clone()
                 tensors[name][token] = torch.tensor(row, dtype=tensors[name].dtype)
-        return Portable(drafter, tensors, kept.said, description=kept.description)
+        return DrafterCheckpoint(drafter, tensors, kept.target, description=kept.description)
 
-    def write(self, drafter: Portable, target: TargetFiles | None, directory: Path) -> None:
+    def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
         if drafter.is_target:
             self._write_target(drafter, directory)
             return
@@ -91,18 +91,18 @@ class HuggingFace(Layout):
                 f"drafter.layers={drafter.drafter.get('layers')}: no engine gives PARD features of its target; score it with "
                 "spectrain eval, or train it with drafter.layers=null"
             )
-        target = need(target, "its tokenizer is the drafter's too")
-        if any(name.startswith(STOP_HEAD) for name in drafter.tensors):
+        target = require_target(target, "its tokenizer is the drafter's too")
+        if any(name.startswith(STOP_HEAD_PREFIX) for name in drafter.tensors):
             print("drafter.stop_head: left out, for no engine asks a drafter when to stop")
         architecture = dict(drafter.drafter["architecture"])
         kind = architecture.setdefault("model_type", "llama")
         architecture.setdefault("architectures", [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]])
-        kept = {name: tensor for name, tensor in drafter.tensors.items() if not name.startswith(STOP_HEAD)}
-        tensors = {name.removeprefix(INNER): tensor for name, tensor in kept.items()}
+        kept = {name: tensor for name, tensor in drafter.tensors.items() if not name.startswith(STOP_HEAD_PREFIX)}
+        tensors = {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in kept.items()}
         architecture["dtype"] = drafter.dtype
         if "mask" in drafter.tensors:
             mask = tensors.pop("mask")
-            token = mask_token(target, architecture["vocab_size"])
+            token = find_mask_token(target, architecture["vocab_size"])
             name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
             row = tensors[name][token].tolist()
             tensors[name] = tensors[name].clone()
@@ -113,7 +113,7 @@ class HuggingFace(Layout):
         write_tensors(directory / "model.safetensors", tensors)
         target.tokenizer.save_pretrained(directory)
 
-    def _write_target(self, drafter: Portable, directory: Path) -> None:
+    def _write_target(self, drafter: DrafterCheckpoint, directory: Path) -> None:
         trained = drafter.trained_target
         if trained is None:
             raise UserError(
@@ -122,23 +122,28 @@ class HuggingFace(Layout):
             )
         shutil.copytree(trained, directory, dirs_exist_ok=True)
 
-    def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
+    def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
         if drafter.is_target:
             exit_layer = drafter.drafter["exit_layer"]
-            return {"transformers": generate(place, f"assistant_early_exit={exit_layer}")}
+            return {"transformers": generate_snippet(drafter_path, f"assistant_early_exit={exit_layer}")}
         if "mask" in drafter.tensors:
             count = drafter.drafter.get("num_drafts", 8)
-            drafting = {"method": "draft_model", "model": place, "num_speculative_tokens": count, "parallel_drafting": True}
+            drafting = {
+                "method": "draft_model",
+                "model": drafter_path,
+                "num_speculative_tokens": count,
+                "parallel_drafting": True,
+            }
             return {"vLLM": serve_vllm(target, drafting)}
-        drafting = {"method": "draft_model", "model": place, "num_speculative_tokens": 3}
+        drafting = {"method": "draft_model", "model": drafter_path, "num_speculative_tokens": 3}
         return {
             "vLLM": serve_vllm(target, drafting),
-            "SGLang": serve_sglang(target, "STANDALONE", place, 3),
-            "transformers": generate(target, f'assistant_model=AutoModelForCausalLM.from_pretrained("{place}")'),
+            "SGLang": serve_sglang(target, "STANDALONE", drafter_path, 3),
+            "transformers": generate_snippet(target, f'assistant_model=AutoModelForCausalLM.from_pretrained("{drafter_path}")'),
         }
 
 
-def generate(model: str, option: str, classes: str = "AutoModelForCausalLM, AutoTokenizer") -> str:
+def generate_snippet(model: str, option: str, classes: str = "AutoModelForCausalLM, AutoTokenizer") -> str:
     """The lines of Python that decode with transformers."""
     return (
         f"from transformers import {classes}\n"
@@ -148,7 +153,7 @@ def generate(model: str, option: str, classes: str = "AutoModelForCausalLM, Auto
     )
 
 
-def mask_token(target: TargetFiles, rows: int) -> int:
+def find_mask_token(target: TargetFiles, rows: int) -> int:
     """A token that no text holds: a row behind the tokenizer's, a special token that nothing uses, or the padding."""
     tokenizer = target.tokenizer
     if rows > len(tokenizer):
@@ -163,7 +168,7 @@ def mask_token(target: TargetFiles, rows: int) -> int:
     chosen = [*spare.values(), *last]
     if not chosen:
         raise UserError(
-            f"pard_token: {target.said} has no token to spare for the mask, and engines want the target's vocabulary; "
+            f"pard_token: {target.reference} has no token to spare for the mask, and engines want the target's vocabulary; "
             "use drafter=causal, or a target whose embedding has rows without a token"
         )
     return chosen[0]

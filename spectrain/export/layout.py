@@ -17,20 +17,27 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from spectrain.config.choices import choice_name
+from spectrain.config.saved import check_no_directives, parse_groups, read_json_object
 from spectrain.errors import UserError, first_line
-from spectrain.files import PICKLED
-from spectrain.settings.choices import choice
-from spectrain.settings.saved import checked_orders, read_object, saved_groups
+from spectrain.files import PICKLE_SUFFIXES
 
-from .fused_settings import Settings
+from .fused_settings import FusedConfig
 from .targets import TargetFiles
 
-KEPT = ("tree", "acceptance", "recipe")  # of a saved description, whatever the layout
-MALFORMED = (TypeError, ValueError, AttributeError, IndexError, RuntimeError, ArithmeticError)  # of settings of wrong kinds
+DESCRIPTION_KEYS = ("tree", "acceptance", "recipe")  # of a saved description, whatever the layout
+MALFORMED_ERRORS = (
+    TypeError,
+    ValueError,
+    AttributeError,
+    IndexError,
+    RuntimeError,
+    ArithmeticError,
+)  # of settings of wrong kinds
 
 
 @dataclass
-class Files:
+class DrafterFiles:
     """A directory as it lies on disk: its config.json and every tensor of its safetensors files."""
 
     directory: Path
@@ -38,15 +45,15 @@ class Files:
     tensors: dict[str, Tensor]
 
     @staticmethod
-    def read(directory: Path) -> Files:
+    def from_directory(directory: Path) -> DrafterFiles:
         """Stops at a directory without config.json or safetensors; nothing is unpickled."""
         config: dict[str, Any] = {}
         if (directory / "config.json").exists():
-            config = read_object(directory / "config.json")
+            config = read_json_object(directory / "config.json")
         elif not (directory / "adapter_config.json").exists():  # peft has no other
             raise UserError(f"{directory}: there is no config.json in it; give the directory of a drafter")
         found = sorted(directory.glob("*.safetensors"))
-        pickled = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLED)
+        pickled = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLE_SUFFIXES)
         if not found and pickled:
             raise UserError(
                 f"{directory / pickled[0]}: a pickled file can run any code, so it is not read; where you trust it, make it "
@@ -62,50 +69,50 @@ class Files:
                 tensors |= load_file(path)
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{path}: it cannot be read ({first_line(error)}); copy the file again") from error
-        return Files(directory, config, tensors)
+        return DrafterFiles(directory, config, tensors)
 
-    def sidecar(self, name: str) -> dict[str, Any]:
+    def read_sidecar(self, name: str) -> dict[str, Any]:
         """A JSON file beside config.json, in which nothing is an order; empty where there is none."""
         path = self.directory / name
-        return checked_orders(read_object(path), path) if path.exists() else {}
+        return check_no_directives(read_json_object(path), path) if path.exists() else {}
 
-    def kept(self) -> Kept:
+    def read_metadata(self) -> ExportMetadata:
         """What spectrain.json keeps, where there is one."""
         path = self.directory / "spectrain.json"
-        content = read_object(path) if path.exists() else {}
-        description = saved_groups(content.pop("description", {}), path)
-        checked_orders(content, path)
+        content = read_json_object(path) if path.exists() else {}
+        description = parse_groups(content.pop("description", {}), path)
+        check_no_directives(content, path)
         drafter, target = content.get("drafter", {}), content.get("target", {})
         if not isinstance(drafter, dict) or not isinstance(target, dict) or "choice" in drafter:
             raise UserError(f"{path}: drafter and target hold no settings; copy the file again")
         said = {key: str(target[key]) for key in ("said", "tokenizer") if target.get(key)}
-        return Kept(
+        return ExportMetadata(
             drafter, description, said.get("said"), said.get("tokenizer"), content.get("exits"), content.get("mask_row")
         )
 
-    def node(self, group: str) -> dict[str, Any] | None:
+    def read_group(self, group: str) -> dict[str, Any] | None:
         """A group of our own config.json, as a node to construct."""
         path = self.directory / "config.json"
-        found: dict[str, Any] | None = saved_groups({group: self.config.get(group)}, path)[group]
+        found: dict[str, Any] | None = parse_groups({group: self.config.get(group)}, path)[group]
         if found is not None and (not isinstance(found, dict) or "_target_" not in found):
             raise UserError(f"{path}: {group} names no choice; copy the file again")
         return found
 
 
 @dataclass(frozen=True)
-class Kept:
+class ExportMetadata:
     """What an export says beside its layout, in spectrain.json."""
 
     drafter: dict[str, Any]  # settings that the layout has no words for
     description: dict[str, Any]  # tree, acceptance and recipe, as a saved description has them
-    said: str | None  # the target
-    tokenizer: str | None  # its hash
-    exits: Any = None  # of a target that was trained to exit early
+    target: str | None  # the target
+    tokenizer_hash: str | None  # its hash
+    early_exits: Any = None  # of a target that was trained to exit early
     mask_row: Any = None  # what PARD's mask stands in for
 
 
 @dataclass
-class Portable:
+class DrafterCheckpoint:
     """A drafter between two layouts: our settings, everything that shapes its weights said, and tensors under our names."""
 
     drafter: dict[str, Any]  # as `drafter` in a saved description, `_target_` included
@@ -117,14 +124,14 @@ class Portable:
     @property
     def family(self) -> str:
         """The choice that drafts with it."""
-        return choice("drafter", self.drafter)
+        return choice_name("drafter", self.drafter)
 
     @property
     def is_target(self) -> bool:
         """Whether it has no weights beside its target's, which was trained to draft with its own layers."""
         return not self.tensors
 
-    def plain_heads(self) -> Portable:
+    def expand_heads(self) -> DrafterCheckpoint:
         """With output layers of low rank multiplied out: the same logits, to rounding, where only plain ones are known."""
         tensors = dict(self.tensors)
         for name in [name for name in tensors if name.endswith("lm_down.weight")]:
@@ -145,13 +152,13 @@ class Finding:
 
     name: str  # stable
     level: Literal["error", "warning"]
-    what: str
-    why: str
-    mend: str
+    problem: str
+    consequence: str
+    remedy: str
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedTensors:
     """The tensors that a layout's readers look for: shapes by name, where None stands for any size."""
 
     required: dict[str, tuple[int | None, ...]]
@@ -165,55 +172,55 @@ class Layout(ABC):
     name: ClassVar[str]  # as --to says it
     title: ClassVar[str]
     families: ClassVar[tuple[str, ...]]  # which of our drafters it can hold
-    says_all: ClassVar[bool] = False  # there is nothing to keep beside it
+    covers_all: ClassVar[bool] = False  # there is nothing to keep beside it
     holds_target: ClassVar[bool] = False  # its directory is a whole target, which holds the drafter
 
     @property
-    def says(self) -> tuple[str, ...]:
+    def covers(self) -> tuple[str, ...]:
         """Settings that its files say, of those that not every layout does."""
         return ()
 
     @abstractmethod
-    def recognises(self, files: Files) -> bool:
+    def matches_files(self, files: DrafterFiles) -> bool:
         """Whether a directory is laid out so, whatever may be wrong with it otherwise."""
 
     @abstractmethod
-    def expected(self, files: Files) -> Expected:
+    def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
         """Which tensors there should be, by what config.json says."""
 
-    def check_data(self, files: Files) -> None:
+    def check_data(self, files: DrafterFiles) -> None:
         """Stop at a config.json in which something is an order."""
-        checked_orders(files.config, files.directory / "config.json")
+        check_no_directives(files.config, files.directory / "config.json")
 
-    def findings(self, files: Files) -> Iterator[Finding]:
+    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
         """What is wrong with the files in ways that only this layout knows."""
         return iter(())
 
-    def beside(self, files: Files, target: TargetFiles) -> Iterator[Finding]:
+    def findings_with_target(self, files: DrafterFiles, target: TargetFiles) -> Iterator[Finding]:
         """What of it shows only beside the target's files."""
         return iter(())
 
-    def held(self, files: Files) -> tuple[Settings, dict[str, Tensor]] | None:
+    def as_fused(self, files: DrafterFiles) -> tuple[FusedConfig, dict[str, Tensor]] | None:
         """The settings and tensors of the files in our terms, where they hold a drafter that fuses layers of the target."""
         return None
 
     @abstractmethod
-    def read(self, files: Files, target: TargetFiles | None) -> Portable:
+    def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
         """The drafter in our terms; refuses by name what our classes cannot represent."""
 
     @abstractmethod
-    def write(self, drafter: Portable, target: TargetFiles | None, directory: Path) -> None:
+    def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
         """Lay it down in an existing folder; refuses by name what the layout cannot hold."""
 
-    def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
+    def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
         """The command of every engine that reads it, by engine; `target` is what the engine loads, `place` the drafter."""
         return {}
 
 
-def need(target: TargetFiles | None, what: str) -> TargetFiles:
+def require_target(target: TargetFiles | None, purpose: str) -> TargetFiles:
     """The target's files, or one sentence on what they are needed for."""
     if target is None:
-        raise UserError(f"--target: {what}; say which target the drafter is for, a directory or a name on the hub")
+        raise UserError(f"--target: {purpose}; say which target the drafter is for, a directory or a name on the hub")
     return target
 
 

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from spectrain.errors import UserError, nearest
+from spectrain.errors import UserError, suggest_nearest
 
 from .dflash_flat import FlatDFlash, FlatDFlash2, FlatDSpark
 from .dflash_speculators import SpeculatorsDFlash, SpeculatorsDFlash2, SpeculatorsDSpark
 from .dflash_transformers import TransformersDFlash
 from .eagle1 import OriginalEagle1, SglangEagle1, VllmEagle1
-from .flat import Flat
-from .huggingface import HuggingFace
-from .layout import Files, Layout
-from .medusa import MedusaOriginal, VllmMedusa
-from .mtp import Stitched
-from .own import Own
+from .flat import FlatEagle3
+from .huggingface import HuggingFaceLayout
+from .layout import DrafterFiles, Layout
+from .medusa import OriginalMedusa, VllmMedusa
+from .mtp import MtpTargetLayout
+from .native import NativeLayout
 from .peagle import FlatPEagle, SpeculatorsPEagle
-from .peft import Peft
-from .speculators import Speculators
-from .uno import Uno
+from .peft import PeftLayout
+from .speculators import SpeculatorsEagle3
+from .uno import UnoLayout
 
 LAYOUTS: tuple[Layout, ...] = (
-    Own(),
-    Peft(),
-    Uno(),
-    Speculators(),
+    NativeLayout(),
+    PeftLayout(),
+    UnoLayout(),
+    SpeculatorsEagle3(),
     SpeculatorsPEagle(),
     SpeculatorsDFlash(),
     SpeculatorsDFlash2(),
     SpeculatorsDSpark(),
     VllmMedusa(),
-    MedusaOriginal(),
+    OriginalMedusa(),
     TransformersDFlash(),
     FlatDFlash2(),
     FlatDSpark(),
@@ -38,45 +38,45 @@ LAYOUTS: tuple[Layout, ...] = (
     SglangEagle1(),
     OriginalEagle1(),
     FlatPEagle(),
-    Flat(),
-    Stitched(),
-    HuggingFace(),
+    FlatEagle3(),
+    MtpTargetLayout(),
+    HuggingFaceLayout(),
 )
 FORMATS: dict[str, tuple[Layout, ...]] = {
     "vllm": (
-        Speculators(), SpeculatorsPEagle(), SpeculatorsDFlash(), SpeculatorsDFlash2(), SpeculatorsDSpark(), VllmMedusa(),
-        VllmEagle1(), HuggingFace(),
+        SpeculatorsEagle3(), SpeculatorsPEagle(), SpeculatorsDFlash(), SpeculatorsDFlash2(), SpeculatorsDSpark(), VllmMedusa(),
+        VllmEagle1(), HuggingFaceLayout(),
     ),
-    "sglang": (Flat(), FlatDFlash(), FlatDFlash2(), FlatDSpark(), SglangEagle1(), HuggingFace()),
+    "sglang": (FlatEagle3(), FlatDFlash(), FlatDFlash2(), FlatDSpark(), SglangEagle1(), HuggingFaceLayout()),
     "eagle": (OriginalEagle1(),),
-    "flat": (Flat(), FlatPEagle(), FlatDFlash(), FlatDFlash2(), FlatDSpark()),
-    "hf": (HuggingFace(), TransformersDFlash()),
-    "medusa": (MedusaOriginal(),),
-    "mtp": (Stitched(),),
-    "peft": (Peft(),),
-    "spectrain": (Own(),),
-    "uno": (Uno(),),
+    "flat": (FlatEagle3(), FlatPEagle(), FlatDFlash(), FlatDFlash2(), FlatDSpark()),
+    "hf": (HuggingFaceLayout(), TransformersDFlash()),
+    "medusa": (OriginalMedusa(),),
+    "mtp": (MtpTargetLayout(),),
+    "peft": (PeftLayout(),),
+    "spectrain": (NativeLayout(),),
+    "uno": (UnoLayout(),),
 }  # fmt: skip
-ALONE = "score it with spectrain eval, which needs no engine"
-NOWHERE = {
-    "amphista": f"no engine drafts with heads that see each other; {ALONE}, or train recipe=medusa1",
-    "cascade": f"no engine drafts for a drafter; {ALONE}, or export the drafter inside",
-    "chosen": f"no engine chooses between drafters; {ALONE}, or export one of them",
-    "ctc": f"no engine collapses slots to drafts; {ALONE}, or train recipe=medusa1",
-    "gumiho": f"no engine drafts with heads behind serial steps; {ALONE}, or train recipe=eagle3",
-    "hydra": f"no engine drafts with heads that read each other's tokens; {ALONE}, or train recipe=medusa1",
-    "hybrid": f"no engine merges copies into a drafter's trees; {ALONE}, or export the drafter inside",
+SCORE_WITHOUT_ENGINE = "score it with spectrain eval, which needs no engine"
+UNSERVED_FAMILIES = {
+    "amphista": f"no engine drafts with heads that see each other; {SCORE_WITHOUT_ENGINE}, or train recipe=medusa1",
+    "cascade": f"no engine drafts for a drafter; {SCORE_WITHOUT_ENGINE}, or export the drafter inside",
+    "chosen": f"no engine chooses between drafters; {SCORE_WITHOUT_ENGINE}, or export one of them",
+    "ctc": f"no engine collapses slots to drafts; {SCORE_WITHOUT_ENGINE}, or train recipe=medusa1",
+    "gumiho": f"no engine drafts with heads behind serial steps; {SCORE_WITHOUT_ENGINE}, or train recipe=eagle3",
+    "hydra": f"no engine drafts with heads that read each other's tokens; {SCORE_WITHOUT_ENGINE}, or train recipe=medusa1",
+    "hybrid": f"no engine merges copies into a drafter's trees; {SCORE_WITHOUT_ENGINE}, or export the drafter inside",
     "jacobi": "it has no weights beside its target's; the one that CLLM trained lies in RUN/target, in transformers format",
-    "kangaroo": f"no engine drafts with an adapter behind an early exit; {ALONE}, or train recipe=eagle3",
-    "layer_skip": f"no engine leaves layers of the target out; {ALONE}",
-    "lookahead": f"it has no weights, and no engine has its pool of n-grams; {ALONE}",
+    "kangaroo": f"no engine drafts with an adapter behind an early exit; {SCORE_WITHOUT_ENGINE}, or train recipe=eagle3",
+    "layer_skip": f"no engine leaves layers of the target out; {SCORE_WITHOUT_ENGINE}",
+    "lookahead": f"it has no weights, and no engine has its pool of n-grams; {SCORE_WITHOUT_ENGINE}",
     "ngram": 'it has no weights; vLLM has its own, --speculative-config \'{"method": "ngram", "num_speculative_tokens": 4}\'',
-    "self": f"no engine drafts with a part of the target's own cache or weights; {ALONE}",
-    "transformer_heads": f"no engine drafts with heads that are layers; {ALONE}, or train recipe=medusa1",
-    "redrafter": f"TensorRT-LLM alone drafts with a recurrent cell, from files that are not written here; {ALONE}",
-    "retrieval": f"it has no weights, and no engine reads its store; {ALONE}",
+    "self": f"no engine drafts with a part of the target's own cache or weights; {SCORE_WITHOUT_ENGINE}",
+    "transformer_heads": f"no engine drafts with heads that are layers; {SCORE_WITHOUT_ENGINE}, or train recipe=medusa1",
+    "redrafter": f"only TensorRT-LLM drafts with a recurrent cell, from files not written here; {SCORE_WITHOUT_ENGINE}",
+    "retrieval": f"it has no weights, and no engine reads its store; {SCORE_WITHOUT_ENGINE}",
 }
-UNREAD = {
+UNSUPPORTED_FORMATS = {
     ("hf", "dflash2"): "transformers has DFlash alone",
     ("hf", "dspark"): "transformers has DFlash alone",
     ("sglang", "peagle"): "SGLang has no P-EAGLE",
@@ -84,26 +84,26 @@ UNREAD = {
 """Of families that can be served: why a client that knows the method does not read them."""
 
 
-def detect(files: Files) -> Layout:
+def detect_layout(files: DrafterFiles) -> Layout:
     """The layout of a directory."""
     for layout in LAYOUTS:
-        if layout.recognises(files):
+        if layout.matches_files(files):
             return layout
     titles = ", ".join(dict.fromkeys(layout.title for layout in LAYOUTS))
     raise UserError(f"{files.directory}: its config.json is of no known layout; known are {titles}")
 
 
-def layout_for(family: str, form: str) -> Layout:
+def select_layout(family: str, format_name: str) -> Layout:
     """The layout that a format stands for with a family's drafters, or one sentence on what can be done instead."""
-    if form not in FORMATS:
-        raise UserError(f"format={form}: there is no such format; {nearest(form, FORMATS)}")
-    for layout in FORMATS[form]:
+    if format_name not in FORMATS:
+        raise UserError(f"format={format_name}: there is no such format; {suggest_nearest(format_name, FORMATS)}")
+    for layout in FORMATS[format_name]:
         if family in layout.families:
             return layout
-    if family in NOWHERE:
-        raise UserError(f"format={form}: {family} cannot be served: {NOWHERE[family]}")
+    if family in UNSERVED_FAMILIES:
+        raise UserError(f"format={format_name}: {family} cannot be served: {UNSERVED_FAMILIES[family]}")
     fitting = [key for key, layouts in FORMATS.items() if any(family in layout.families for layout in layouts)]
     if not fitting:
-        raise UserError(f"format={form}: no layout holds drafter={family}; {ALONE}")
-    why = UNREAD.get((form, family), f"it does not hold drafter={family}")
-    raise UserError(f"format={form}: {why}; use {' or '.join(fitting)}")
+        raise UserError(f"format={format_name}: no layout holds drafter={family}; {SCORE_WITHOUT_ENGINE}")
+    why = UNSUPPORTED_FORMATS.get((format_name, family), f"it does not hold drafter={family}")
+    raise UserError(f"format={format_name}: {why}; use {' or '.join(fitting)}")

@@ -13,60 +13,60 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spectrain.config.saved import parse_groups, read_yaml
 from spectrain.errors import UserError, first_line
-from spectrain.files import PICKLED
-from spectrain.settings.saved import read_yaml, saved_groups
+from spectrain.files import PICKLE_SUFFIXES
 
-from .fused_settings import Settings, rope_of
-from .layout import MALFORMED, Expected, Files, Finding, Layout
-from .layouts import detect
+from .fused_settings import FusedConfig, read_rope
+from .layout import MALFORMED_ERRORS, DrafterFiles, ExpectedTensors, Finding, Layout
+from .layouts import detect_layout
 from .targets import TargetFiles, tokenizer_hash
 
-MISSING = {
+MISSING_TENSOR_FAULTS = {
     "d2t": "missing-d2t",
     "fc.weight": "missing-fc",
     "lm_head.weight": "missing-lm-head",
     "token_map": "missing-token-map",
 }
 NOT_DATA = "not-data"
-NEVER_ZERO = ("fc.weight", "norm.weight", "embed_tokens.weight", "lm_head.weight", "_proj.weight")
+NONZERO_TENSORS = ("fc.weight", "norm.weight", "embed_tokens.weight", "lm_head.weight", "_proj.weight")
 
 
 def lint(directory: Path, target: TargetFiles | None) -> list[Finding]:
     """Everything that is wrong with a drafter's directory, errors first."""
-    files = Files.read(directory)
-    layout = detect(files)
-    found = list(check(files, layout, target))
+    files = DrafterFiles.from_directory(directory)
+    layout = detect_layout(files)
+    found = list(check_files(files, layout, target))
     sound = all(finding.level == "warning" and finding.name != "not-representable" for finding in found)
     if target is not None and sound:
-        from .measure import misread
+        from .measure import find_misinterpretation
 
         found = [finding for finding in found if finding.name != "rope"]  # whether it was trained so is measured instead
-        found += misread(layout.read(files, target), target)
+        found += find_misinterpretation(layout.read(files, target), target)
     return sorted(found, key=lambda finding: finding.level)
 
 
-def check(files: Files, layout: Layout, target: TargetFiles | None) -> Iterator[Finding]:
+def check_files(files: DrafterFiles, layout: Layout, target: TargetFiles | None) -> Iterator[Finding]:
     """What the files show by themselves, and beside those of a target."""
-    found = list(read_as_data(files, layout))
+    found = list(check_data_only(files, layout))
     yield from found
     if found:
         return
-    yield from numbers(files)
+    yield from check_values(files)
     try:
-        yield from shapes(files, layout.expected(files), layout)
+        yield from check_shapes(files, layout.expected_tensors(files), layout)
         yield from layout.findings(files)
-        if (held := layout.held(files)) is not None:
+        if (held := layout.as_fused(files)) is not None:
             said, tensors = held
-            yield from vocabulary(int(said.layer["vocab_size"]), tensors)
-            yield from fused(said, tensors)
+            yield from check_vocabulary(int(said.layer_config["vocab_size"]), tensors)
+            yield from check_fused(said, tensors)
             if target is not None:
-                yield from against(said, target)
+                yield from check_against_target(said, target)
         elif {"d2t", "t2d"} <= files.tensors.keys():
-            yield from vocabulary(len(files.tensors["t2d"]), files.tensors)
+            yield from check_vocabulary(len(files.tensors["t2d"]), files.tensors)
         if target is not None:
-            yield from layout.beside(files, target)
-            yield from tokens(files, target)
+            yield from layout.findings_with_target(files, target)
+            yield from check_tokenizer(files, target)
     except KeyError as error:
         yield Finding(
             "missing-key", "error", f"config.json does not say {error}", "engines stop or take a default that may be wrong",
@@ -74,20 +74,20 @@ def check(files: Files, layout: Layout, target: TargetFiles | None) -> Iterator[
         )  # fmt: skip
     except UserError:
         raise
-    except MALFORMED as error:
+    except MALFORMED_ERRORS as error:
         yield Finding(
             "malformed", "error", f"config.json holds a value of the wrong kind ({first_line(error)})",
             "engines stop, or read something else", "write it as it was when the drafter was trained",
         )  # fmt: skip
 
 
-def read_as_data(files: Files, layout: Layout) -> Iterator[Finding]:
+def check_data_only(files: DrafterFiles, layout: Layout) -> Iterator[Finding]:
     """Whatever in the settings would run something, or names what there is not."""
-    readers: list[Callable[[], Any]] = [partial(layout.check_data, files), files.kept]
-    readers += [partial(files.sidecar, name) for name in ("adapter_config.json", "gated_lora.json")]
+    readers: list[Callable[[], Any]] = [partial(layout.check_data, files), files.read_metadata]
+    readers += [partial(files.read_sidecar, name) for name in ("adapter_config.json", "gated_lora.json")]
     run = files.directory.parent / "config.yaml"
     if files.directory.name == "drafter" and run.exists():
-        readers.append(lambda: saved_groups(read_yaml(run), run))
+        readers.append(lambda: parse_groups(read_yaml(run), run))
     for read in readers:
         try:
             read()
@@ -96,7 +96,7 @@ def read_as_data(files: Files, layout: Layout) -> Iterator[Finding]:
             yield Finding(NOT_DATA, "error", what, "a stranger's file must not say what is run on your machine", mend)
 
 
-def numbers(files: Files) -> Iterator[Finding]:
+def check_values(files: DrafterFiles) -> Iterator[Finding]:
     """Values and types of the tensors, whatever they are."""
     kinds: dict[torch.dtype, str] = {}
     for name, tensor in files.tensors.items():
@@ -108,7 +108,7 @@ def numbers(files: Files) -> Iterator[Finding]:
                 "not-finite", "error", f"{name} holds NaN or infinity", "every draft is then the same wrong token",
                 "take an earlier checkpoint; training diverged, or the file was cut",
             )  # fmt: skip
-        elif name.endswith(NEVER_ZERO) and not tensor.any():
+        elif name.endswith(NONZERO_TENSORS) and not tensor.any():
             yield Finding(
                 "all-zero", "error", f"{name} is zero throughout", "a loader filled in what it did not find",
                 "convert again from the original files",
@@ -127,7 +127,7 @@ def numbers(files: Files) -> Iterator[Finding]:
             "no engine computes in it",
             "save it as float32 or bfloat16",
         )
-    pickled = sorted(path.name for path in files.directory.iterdir() if path.suffix in PICKLED)
+    pickled = sorted(path.name for path in files.directory.iterdir() if path.suffix in PICKLE_SUFFIXES)
     if pickled:
         yield Finding(
             "pickled-file", "warning", f"{pickled[0]} lies beside the safetensors",
@@ -135,18 +135,18 @@ def numbers(files: Files) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def shapes(files: Files, expected: Expected, layout: Layout) -> Iterator[Finding]:
+def check_shapes(files: DrafterFiles, expected: ExpectedTensors, layout: Layout) -> Iterator[Finding]:
     """Names that are missing, that no engine reads, or that have another shape than config.json says."""
     for name, shape in {**expected.required, **expected.optional}.items():
         tensor = files.tensors.get(name)
         if tensor is None:
             if name in expected.required:
                 yield Finding(
-                    MISSING.get(name, "missing-tensor"), "error", f"{name} is missing", why_missing(name),
+                    MISSING_TENSOR_FAULTS.get(name, "missing-tensor"), "error", f"{name} is missing", explain_missing(name),
                     "convert again from the original files",
                 )  # fmt: skip
         elif len(tensor.shape) != len(shape) or any(want not in (None, got) for want, got in zip(shape, tensor.shape)):
-            yield misshapen(name, tuple(tensor.shape), shape)
+            yield shape_finding(name, tuple(tensor.shape), shape)
     known = {*expected.required, *expected.optional}
     for name in files.tensors:
         if name not in known and not name.endswith(expected.ignored or ("\0",)):
@@ -157,7 +157,7 @@ def shapes(files: Files, expected: Expected, layout: Layout) -> Iterator[Finding
             )  # fmt: skip
 
 
-def why_missing(name: str) -> str:
+def explain_missing(name: str) -> str:
     if name == "d2t":
         return "engines then take the drafter's ids for the target's, and hardly a draft is right"
     if name == "token_map":
@@ -165,7 +165,7 @@ def why_missing(name: str) -> str:
     return "vLLM leaves it as it happens to be in memory, and drafts are noise"
 
 
-def misshapen(name: str, found: tuple[int, ...], wanted: tuple[int | None, ...]) -> Finding:
+def shape_finding(name: str, found: tuple[int, ...], wanted: tuple[int | None, ...]) -> Finding:
     said = f"{name} is {list(found)} where config.json says {[size for size in wanted]}"
     if found == tuple(reversed(wanted)) and len(found) == 2:
         return Finding(
@@ -187,7 +187,7 @@ def misshapen(name: str, found: tuple[int, ...], wanted: tuple[int | None, ...])
     return Finding("wrong-shape", "error", said, "engines stop, or read it wrongly", "write the sizes as they were trained")
 
 
-def vocabulary(vocab: int, tensors: dict[str, Tensor]) -> Iterator[Finding]:
+def check_vocabulary(vocab: int, tensors: dict[str, Tensor]) -> Iterator[Finding]:
     """d2t, which holds offsets, and t2d."""
     offsets, marked = tensors.get("d2t"), tensors.get("t2d")
     if offsets is None:
@@ -235,7 +235,7 @@ def is_marked(ids: Tensor, marks: Tensor) -> bool:
     return inside and int(marks.sum()) == len(ids) and bool(marks[ids].all())
 
 
-def fused(said: Settings, tensors: dict[str, Tensor]) -> Iterator[Finding]:
+def check_fused(said: FusedConfig, tensors: dict[str, Tensor]) -> Iterator[Finding]:
     """The layers that fc reads, and norms that flags ask for."""
     layers = said.layers
     if layers is not None and any(not isinstance(layer, int) for layer in layers):
@@ -255,12 +255,12 @@ def fused(said: Settings, tensors: dict[str, Tensor]) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def against(said: Settings, target: TargetFiles) -> Iterator[Finding]:
+def check_against_target(said: FusedConfig, target: TargetFiles) -> Iterator[Finding]:
     """The settings beside the target's."""
     config, vocab = target.config, target.vocab_size
-    if said.layer["vocab_size"] != vocab:
+    if said.layer_config["vocab_size"] != vocab:
         yield Finding(
-            "vocab-size", "error", f"vocab_size is {said.layer['vocab_size']} and the target's {vocab}",
+            "vocab-size", "error", f"vocab_size is {said.layer_config['vocab_size']} and the target's {vocab}",
             "engines size d2t's ids and the embedding by it", "write the target's, or lint with the target it is for",
         )  # fmt: skip
     if said.width != config.hidden_size:
@@ -274,7 +274,7 @@ def against(said: Settings, target: TargetFiles) -> Iterator[Finding]:
             "layer-ids-range", "error", f"layers {layers} are not all among the target's 0 to {target.num_layers}",
             "engines stop, or never fill the features", "write the layers that it was trained on",
         )  # fmt: skip
-    mine, theirs = said.architecture["rope_parameters"], rope_of(config.to_dict())
+    mine, theirs = said.architecture["rope_parameters"], read_rope(config.to_dict())
     differing = sorted(key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key))
     if differing:
         shown = ", ".join(f"{key} {mine.get(key)} against {theirs.get(key)}" for key in differing[:3])
@@ -283,7 +283,7 @@ def against(said: Settings, target: TargetFiles) -> Iterator[Finding]:
             "right only if it was trained so; often it is a default that nobody filled in",
             "write the target's rope_parameters",
         )  # fmt: skip
-    longest = said.layer.get("max_position_embeddings")
+    longest = said.layer_config.get("max_position_embeddings")
     if longest is not None and longest < config.max_position_embeddings:
         yield Finding(
             "max-position", "warning", f"max_position_embeddings is {longest}, the target's {config.max_position_embeddings}",
@@ -291,9 +291,9 @@ def against(said: Settings, target: TargetFiles) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def tokens(files: Files, target: TargetFiles) -> Iterator[Finding]:
+def check_tokenizer(files: DrafterFiles, target: TargetFiles) -> Iterator[Finding]:
     """Whether the drafter was made for this tokenizer and chat template."""
-    made_for: Any = files.kept().tokenizer
+    made_for: Any = files.read_metadata().tokenizer_hash
     if made_for is not None and made_for != target.template_hash():
         yield Finding(
             "tokenizer", "error", "it was made for a target with another tokenizer or chat template",

@@ -16,25 +16,25 @@ from torch import Tensor
 
 from spectrain.errors import UserError
 
-from .layout import Expected, Files, Finding, Layout, Portable, write_json, write_tensors
+from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, Layout, write_json, write_tensors
 from .serving import serve_vllm
 from .targets import TargetFiles
 
-MEDUSA = "spectrain.drafters.medusa.Medusa"
+MEDUSA_CLASS = "spectrain.drafters.medusa.Medusa"
 
 
-class MedusaOriginal(Layout):
+class OriginalMedusa(Layout):
     name = "medusa"
     title = "Medusa, original layout"
     families = ("medusa",)
 
-    def recognises(self, files: Files) -> bool:
+    def matches_files(self, files: DrafterFiles) -> bool:
         return "medusa_num_heads" in files.config
 
-    def expected(self, files: Files) -> Expected:
-        tensors = self._tensors(files)
+    def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
+        tensors = self._strip_prefix(files)
         heads, layers = int(files.config["medusa_num_heads"]), int(files.config.get("medusa_num_layers", 1))
-        width = width_of(tensors)
+        width = head_width(tensors)
         shapes: dict[str, tuple[int | None, ...]] = {}
         for head in range(heads):
             shapes |= {f"{head}.{layer}.linear.weight": (width, width) for layer in range(layers)}
@@ -43,16 +43,16 @@ class MedusaOriginal(Layout):
                 rows = tensors[f"0.{layers}.weight"].shape[0] if f"0.{layers}.weight" in tensors else None
                 shapes[f"{head}.{layers}.weight"] = (rows, width)
         prefix = "medusa_heads." if any(name.startswith("medusa_heads.") for name in files.tensors) else ""
-        return Expected({prefix + name: shape for name, shape in shapes.items()})
+        return ExpectedTensors({prefix + name: shape for name, shape in shapes.items()})
 
-    def _tensors(self, files: Files) -> dict[str, Tensor]:
+    def _strip_prefix(self, files: DrafterFiles) -> dict[str, Tensor]:
         return {re.sub(r"^medusa_heads?\.", "", name): tensor for name, tensor in files.tensors.items()}
 
-    def _shares_head(self, files: Files) -> bool:
+    def _shares_head(self, files: DrafterFiles) -> bool:
         return str(files.config.get("version", "1")) == "2"
 
-    def read(self, files: Files, target: TargetFiles | None) -> Portable:
-        tensors, config = self._tensors(files), files.config
+    def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
+        tensors, config = self._strip_prefix(files), files.config
         heads, layers = int(config["medusa_num_heads"]), int(config.get("medusa_num_layers", 1))
         shared = None
         if self._shares_head(files):
@@ -61,7 +61,7 @@ class MedusaOriginal(Layout):
                     f"{files.directory}: 0.{layers}.weight is not there, for heads of version 2 end in the target's output "
                     "layer; say which target that is"
                 )
-            shared = target.head()
+            shared = target.load_head()
         ours = {}
         for head in range(heads):
             for layer in range(layers):
@@ -73,10 +73,10 @@ class MedusaOriginal(Layout):
                 else shared.to(ours["heads.0.blocks.0.linear.weight"].dtype, copy=True)
             )
             ours[f"heads.{head}.lm_head.weight"] = last
-        return portable_medusa(files, ours, heads, layers, None, config.get("base_model_name_or_path"))
+        return medusa_checkpoint(files, ours, heads, layers, None, config.get("base_model_name_or_path"))
 
-    def findings(self, files: Files) -> Iterator[Finding]:
-        config, tensors = files.config, self._tensors(files)
+    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
+        config, tensors = files.config, self._strip_prefix(files)
         heads = {int(name.split(".")[0]) for name in tensors if name.split(".")[0].isdigit()}
         if heads and len(heads) != config["medusa_num_heads"]:
             yield Finding(
@@ -85,7 +85,7 @@ class MedusaOriginal(Layout):
                 f"write medusa_num_heads={len(heads)}, or add the heads",
             )  # fmt: skip
 
-    def write(self, drafter: Portable, target: TargetFiles | None, directory: Path) -> None:
+    def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
         tensors, settings = drafter.tensors, drafter.drafter
         rows, vocab = len(tensors["d2t"]), len(tensors["t2d"])
         if rows != vocab:
@@ -103,7 +103,7 @@ class MedusaOriginal(Layout):
         config = {
             "medusa_num_heads": heads,
             "medusa_num_layers": layers,
-            "base_model_name_or_path": target.place if target is not None else drafter.target,
+            "base_model_name_or_path": target.engine_path if target is not None else drafter.target,
         }
         write_json(directory / "config.json", config)
         write_tensors(directory / "medusa_lm_head.safetensors", theirs)
@@ -121,10 +121,10 @@ class VllmMedusa(Layout):
     title = "Medusa, vLLM layout"
     families = ("medusa",)
 
-    def recognises(self, files: Files) -> bool:
+    def matches_files(self, files: DrafterFiles) -> bool:
         return files.config.get("model_type") == "medusa" or "MedusaModel" in (files.config.get("architectures") or [])
 
-    def expected(self, files: Files) -> Expected:
+    def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
         config = files.config
         width, heads, layers = config["hidden_size"], config["num_heads"], config["num_hidden_layers"]
         rows = map_rows = config.get("truncated_vocab_size") or config["vocab_size"]
@@ -142,11 +142,15 @@ class VllmMedusa(Layout):
         if map_rows < config["vocab_size"]:
             shapes["token_map"] = (map_rows,)
         originals = any(re.match(r"(medusa_heads\.)?\d+\.\d+\.", name) for name in files.tensors)
-        return Expected(shapes, {"d2t": (None,)}) if not originals else MedusaOriginal().expected(as_original(files))
+        return (
+            ExpectedTensors(shapes, {"d2t": (None,)})
+            if not originals
+            else OriginalMedusa().expected_tensors(as_original(files))
+        )
 
-    def read(self, files: Files, target: TargetFiles | None) -> Portable:
+    def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
         if any(re.match(r"(medusa_heads\.)?\d+\.\d+\.", name) for name in files.tensors):
-            return MedusaOriginal().read(as_original(files), target)
+            return OriginalMedusa().read(as_original(files), target)
         config, tensors = files.config, {n.removeprefix("medusa_heads."): t for n, t in files.tensors.items()}
         if config.get("logit_scale", 1.0) != 1.0:
             raise UserError(f"{files.directory}: logit_scale={config['logit_scale']}: heads of drafter=medusa have no scale")
@@ -160,15 +164,15 @@ class VllmMedusa(Layout):
                 bias = tensors.get(f"blocks.{head}.layers.{layer}.bias")
                 ours[f"heads.{head}.blocks.{layer}.linear.bias"] = weight.new_zeros(width) if bias is None else bias
             last = tensors[f"lm_heads.{head}.weight"] if shared is None else shared.clone()
-            ours[f"heads.{head}.lm_head.weight"] = last if "d2t" not in tensors else last[absolute(tensors["d2t"])]
+            ours[f"heads.{head}.lm_head.weight"] = last if "d2t" not in tensors else last[target_ids(tensors["d2t"])]
         if "d2t" in tensors:
             ours["d2t"] = tensors["d2t"]
         elif "token_map" in tensors:
             ids = tensors["token_map"].to(torch.int64)
             ours["d2t"] = ids - torch.arange(len(ids))
-        return portable_medusa(files, ours, heads, layers, int(config["vocab_size"]), None)
+        return medusa_checkpoint(files, ours, heads, layers, int(config["vocab_size"]), None)
 
-    def findings(self, files: Files) -> Iterator[Finding]:
+    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
         config, tensors = files.config, files.tensors
         for key in config:
             remapped = re.search(r"num.*(heads|layers)", key) and key not in ("num_heads", "num_hidden_layers")
@@ -207,7 +211,7 @@ class VllmMedusa(Layout):
                 "vLLM ignores the map", f'write "truncated_vocab_size": {len(ids)}',
             )  # fmt: skip
 
-    def write(self, drafter: Portable, target: TargetFiles | None, directory: Path) -> None:
+    def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
         tensors, settings = drafter.tensors, drafter.drafter
         rows, vocab = len(tensors["d2t"]), len(tensors["t2d"])
         heads, layers = settings["num_heads"], settings["num_layers"]
@@ -216,13 +220,13 @@ class VllmMedusa(Layout):
             for layer in range(layers):
                 for kind in ("weight", "bias"):
                     theirs[f"blocks.{head}.layers.{layer}.{kind}"] = tensors[f"heads.{head}.blocks.{layer}.linear.{kind}"]
-            theirs[f"lm_heads.{head}.weight"] = filled(tensors[f"heads.{head}.lm_head.weight"], tensors["d2t"], vocab)
+            theirs[f"lm_heads.{head}.weight"] = fill_rows(tensors[f"heads.{head}.lm_head.weight"], tensors["d2t"], vocab)
         if rows < vocab:
             theirs["d2t"] = tensors["d2t"]
         config = {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
-            "hidden_size": width_of(theirs),
+            "hidden_size": head_width(theirs),
             "vocab_size": vocab,
             "truncated_vocab_size": vocab,
             "num_heads": heads,
@@ -235,47 +239,47 @@ class VllmMedusa(Layout):
         write_json(directory / "config.json", config)
         write_tensors(directory / "model.safetensors", theirs)
 
-    def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
+    def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
         heads = drafter.drafter["num_heads"]
-        return {"vLLM": serve_vllm(target, {"method": "medusa", "model": place, "num_speculative_tokens": heads})}
+        return {"vLLM": serve_vllm(target, {"method": "medusa", "model": drafter_path, "num_speculative_tokens": heads})}
 
 
-def as_original(files: Files) -> Files:
+def as_original(files: DrafterFiles) -> DrafterFiles:
     """vLLM's config.json beside tensors under their authors' names, which vLLM reads as well."""
     config = {"medusa_num_heads": files.config["num_heads"], "medusa_num_layers": files.config["num_hidden_layers"]}
-    return Files(files.directory, config, files.tensors)
+    return DrafterFiles(files.directory, config, files.tensors)
 
 
-def absolute(d2t: Tensor) -> Tensor:
+def target_ids(d2t: Tensor) -> Tensor:
     """The target's id of every drafted token."""
     return d2t + torch.arange(len(d2t))
 
 
-def filled(head: Tensor, d2t: Tensor, vocab: int) -> Tensor:
+def fill_rows(head: Tensor, d2t: Tensor, vocab: int) -> Tensor:
     """An output layer of all V rows that drafts the same tokens: the rest hold the mean of the rows."""
     if len(head) == vocab:
         return head
     whole = head.float().mean(0).to(head.dtype).repeat(vocab, 1)
-    whole[absolute(d2t)] = head
+    whole[target_ids(d2t)] = head
     return whole
 
 
-def width_of(tensors: dict[str, Tensor]) -> int:
+def head_width(tensors: dict[str, Tensor]) -> int:
     """H, from any of the blocks."""
     return next((tensor.shape[-1] for name, tensor in tensors.items() if name.endswith("weight") and tensor.dim() == 2), 0)
 
 
-def portable_medusa(
-    files: Files, tensors: dict[str, Tensor], heads: int, layers: int, vocab: int | None, target: str | None
-) -> Portable:
+def medusa_checkpoint(
+    files: DrafterFiles, tensors: dict[str, Tensor], heads: int, layers: int, vocab: int | None, target: str | None
+) -> DrafterCheckpoint:
     """Our drafter of these tensors; without d2t the heads draft every token."""
     rows = tensors["heads.0.lm_head.weight"].shape[0]
     vocab = vocab or rows
     tensors.setdefault("d2t", torch.zeros(rows, dtype=torch.int64))
-    ids = absolute(tensors["d2t"])
+    ids = target_ids(tensors["d2t"])
     tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
-    kept = files.kept()
-    drafter: dict[str, Any] = {"_target_": MEDUSA, **kept.drafter}
+    kept = files.read_metadata()
+    drafter: dict[str, Any] = {"_target_": MEDUSA_CLASS, **kept.drafter}
     drafter |= {"num_heads": heads, "num_layers": layers, "vocab_size": rows}
-    said = kept.said if target is None else target
-    return Portable(drafter, tensors, said, description=kept.description)
+    said = kept.target if target is None else target
+    return DrafterCheckpoint(drafter, tensors, said, description=kept.description)

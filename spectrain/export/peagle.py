@@ -8,18 +8,18 @@ from typing import Any
 
 from torch import Tensor
 
+from spectrain.drafters.layers.eagle_layers import default_layers
 from spectrain.drafters.peagle import NUM_DRAFTS
-from spectrain.drafters.shared.eagle_layers import default_layers
 
-from .eagle3 import Eagle3Layout, shapes_of
-from .flat import Flat
-from .fused_settings import Settings
-from .layout import Files, Finding, Portable
+from .eagle3 import Eagle3Layout, eagle3_shapes
+from .flat import FlatEagle3
+from .fused_settings import FusedConfig
+from .layout import DrafterCheckpoint, DrafterFiles, Finding
 from .serving import serve_vllm
-from .speculators import Speculators
+from .speculators import SpeculatorsEagle3
 from .targets import TargetFiles
 
-MASKS = ("mask_token_id", "pard_token", "ptd_token_id")  # where vLLM looks for the mask token, in this order
+MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # where vLLM looks for the mask token, in this order
 
 
 class PEagleLayout(Eagle3Layout):
@@ -29,61 +29,61 @@ class PEagleLayout(Eagle3Layout):
     constructor = "spectrain.drafters.peagle.PEagle"
 
     @abstractmethod
-    def num_drafts_of(self, files: Files) -> int | None:
+    def read_num_drafts(self, files: DrafterFiles) -> int | None:
         """How many tokens the files say that it drafts."""
 
-    def mask_token(self, files: Files) -> Any:
+    def mask_token_id(self, files: DrafterFiles) -> Any:
         """The mask's id, where the files say one."""
-        return next((files.config[key] for key in MASKS if files.config.get(key) is not None), None)
+        return next((files.config[key] for key in MASK_TOKEN_KEYS if files.config.get(key) is not None), None)
 
-    def shapes(self, said: Settings, draft_vocab: int) -> dict[str, tuple[int | None, ...]]:
-        found = shapes_of(said, draft_vocab, int(said.layer["vocab_size"]))
+    def native_shapes(self, said: FusedConfig, draft_vocab: int) -> dict[str, tuple[int | None, ...]]:
+        found = eagle3_shapes(said, draft_vocab, int(said.layer_config["vocab_size"]))
         return {**found, "mask_hidden": (1, 1, found["fc.weight"][1])}
 
-    def described(self, files: Files, said: Settings, own_embedding: bool) -> dict[str, Any]:
-        num_drafts = self.num_drafts_of(files)
+    def family_settings(self, files: DrafterFiles, said: FusedConfig, own_embedding: bool) -> dict[str, Any]:
+        num_drafts = self.read_num_drafts(files)
         return {
             "architecture": said.architecture,
             "own_embedding": own_embedding,
-            "mask_token_id": self.mask_token(files),
+            "mask_token_id": self.mask_token_id(files),
             **({} if num_drafts is None else {"num_drafts": num_drafts}),
         }
 
-    def findings(self, files: Files) -> Iterator[Finding]:
+    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
         yield from super().findings(files)
-        token, rows = self.mask_token(files), self.settings(files).layer["vocab_size"]
+        token, rows = self.mask_token_id(files), self.parse_config(files).layer_config["vocab_size"]
         if not isinstance(token, int) or not 0 <= token < rows:
             yield Finding(
                 "mask-token", "error", f"the mask token is {token}, no row of the embedding, which has {rows}",
                 "engines refuse the file, or read another row", "write the id that it was trained with",
             )  # fmt: skip
 
-    def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
-        drafting = {"method": "eagle3", "model": place, "num_speculative_tokens": drafter.drafter["num_drafts"]}
+    def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
+        drafting = {"method": "eagle3", "model": drafter_path, "num_speculative_tokens": drafter.drafter["num_drafts"]}
         return {"vLLM": serve_vllm(target, {**drafting, "parallel_drafting": True})}
 
 
-class SpeculatorsPEagle(PEagleLayout, Speculators):
+class SpeculatorsPEagle(PEagleLayout, SpeculatorsEagle3):
     """As the speculators library writes it and vLLM reads it."""
 
     title = "P-EAGLE, speculators layout"
-    kind = "peagle"
+    model_type = "peagle"
     architecture = "PEagleSpeculator"
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm")  # there is no next step to feed normed states to
-    implied = ()
+    implied_flags = ()
     trains_embedding = True
 
-    def num_drafts(self, drafter: Portable) -> int:
+    def num_drafts(self, drafter: DrafterCheckpoint) -> int:
         return int(drafter.drafter["num_drafts"])
 
-    def num_drafts_of(self, files: Files) -> int | None:
+    def read_num_drafts(self, files: DrafterFiles) -> int | None:
         methods = (files.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
         return int(methods[0].get("speculative_tokens", NUM_DRAFTS))
 
-    def further(self, drafter: Portable) -> dict[str, Any]:
+    def extra_config(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
         return {"mask_token_id": drafter.drafter["mask_token_id"]}
 
-    def findings(self, files: Files) -> Iterator[Finding]:
+    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
         yield from super().findings(files)
         if files.config.get("fc_norm"):
             yield Finding(
@@ -92,28 +92,30 @@ class SpeculatorsPEagle(PEagleLayout, Speculators):
             )  # fmt: skip
 
 
-class FlatPEagle(PEagleLayout, Flat):
+class FlatPEagle(PEagleLayout, FlatEagle3):
     """EAGLE-3's flat config.json with `pard_token`, which vLLM alone serves: ids of layers are its own, and the embedding lies
     beside the layers. `ptd_token_id`, as others call the token, is read too."""
 
     name = "flat"
     title = "P-EAGLE, flat layout"
-    shift = 0
+    layer_id_offset = 0
 
-    def recognises(self, files: Files) -> bool:
-        return super().recognises(files) and ("mask_hidden" in self.view(files) or self.mask_token(files) is not None)
+    def matches_files(self, files: DrafterFiles) -> bool:
+        return super().matches_files(files) and (
+            "mask_hidden" in self.native_tensors(files) or self.mask_token_id(files) is not None
+        )
 
-    def num_drafts_of(self, files: Files) -> int | None:
-        return None if "num_drafts" in files.kept().drafter else NUM_DRAFTS
+    def read_num_drafts(self, files: DrafterFiles) -> int | None:
+        return None if "num_drafts" in files.read_metadata().drafter else NUM_DRAFTS
 
-    def numbering_findings(self, files: Files) -> Iterator[Finding]:
+    def numbering_findings(self, files: DrafterFiles) -> Iterator[Finding]:
         if self._layer_ids(files.config) is None:
             yield Finding(
                 "layer-ids-missing", "warning", "eagle_aux_hidden_state_layer_ids is missing", "vLLM takes its own default",
                 "write the layers that it was trained on",
             )  # fmt: skip
 
-    def beside(self, files: Files, target: TargetFiles) -> Iterator[Finding]:
+    def findings_with_target(self, files: DrafterFiles, target: TargetFiles) -> Iterator[Finding]:
         lower = [layer - 1 for layer in default_layers(target.num_layers)]
         if self._layer_ids(files.config) == lower:
             yield Finding(
@@ -122,13 +124,13 @@ class FlatPEagle(PEagleLayout, Flat):
                 f"write {[layer + 1 for layer in lower]}, unless it was trained on these",
             )  # fmt: skip
 
-    def kept_tensors(self, drafter: Portable) -> dict[str, Tensor]:
+    def file_tensors(self, drafter: DrafterCheckpoint) -> dict[str, Tensor]:
         return dict(drafter.tensors)
 
-    def further(self, drafter: Portable, target: TargetFiles | None) -> dict[str, Any]:
+    def extra_config(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> dict[str, Any]:
         layers = drafter.drafter.get("layers")
         said = {} if layers is None else {"eagle_aux_hidden_state_layer_ids": layers}
         return {**said, "pard_token": drafter.drafter["mask_token_id"]}
 
-    def refuse(self, drafter: Portable, target: TargetFiles | None) -> None:
+    def check_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
         """Everything of P-EAGLE's can be said."""

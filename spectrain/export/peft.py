@@ -9,30 +9,30 @@ from torch import Tensor
 
 from spectrain.errors import UserError
 
-from .layout import Expected, Files, Layout, Portable, write_json, write_tensors
+from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Layout, write_json, write_tensors
 from .targets import TargetFiles
 
-GATED = "spectrain.drafters.gated_lora.GatedLora"
+GATED_LORA_CLASS = "spectrain.drafters.gated_lora.GatedLora"
 
 
-def shape_of(tensors: dict[str, Tensor], adapter: dict[str, Any]) -> dict[str, Any]:
+def adapter_shape(tensors: dict[str, Tensor], adapter: dict[str, Any]) -> dict[str, Any]:
     """The settings that the weights fix, from them and from peft's own."""
     shape = {"rank": adapter["r"], "alpha": adapter["lora_alpha"], "sampler": "sampler.first.weight" in tensors}
     return {**shape, "num_masks": tensors["masks"].shape[0]} if "masks" in tensors else {**shape, "noise": "uniform"}
 
 
-class Peft(Layout):
+class PeftLayout(Layout):
     """adapter_config.json and adapter_model.safetensors are peft's; gated_lora.json and masks.safetensors are ours."""
 
     name = "peft"
     title = "gated LoRA, peft layout"
     families = ("gated_lora",)
 
-    def recognises(self, files: Files) -> bool:
+    def matches_files(self, files: DrafterFiles) -> bool:
         return (files.directory / "gated_lora.json").exists()
 
-    def expected(self, files: Files) -> Expected:
-        settings = files.sidecar("gated_lora.json")
+    def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
+        settings = files.read_sidecar("gated_lora.json")
         shapes: dict[str, tuple[int | None, ...]] = {
             name: (settings["rank"], None) if ".lora_A" in name else (None, settings["rank"])
             for name in files.tensors if name.startswith("base_model.")
@@ -42,16 +42,16 @@ class Peft(Layout):
             for part in ("first", "first_norm", "second"):
                 kind = (None,) if part.endswith("norm") else (None, None)
                 shapes |= {f"sampler.{part}.weight": kind, f"sampler.{part}.bias": (None,)}
-        return Expected(shapes)
+        return ExpectedTensors(shapes)
 
-    def read(self, files: Files, target: TargetFiles | None) -> Portable:
-        settings, kept = files.sidecar("gated_lora.json"), files.kept()
+    def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
+        settings, kept = files.read_sidecar("gated_lora.json"), files.read_metadata()
         shape = {key: settings[key] for key in ("num_masks", "rank", "alpha", "sampler")}
-        drafter = {"_target_": GATED, **kept.drafter, **shape}
-        description = {**kept.description, "adapter_config": files.sidecar("adapter_config.json")}
-        return Portable(drafter, dict(files.tensors), kept.said, description=description)
+        drafter = {"_target_": GATED_LORA_CLASS, **kept.drafter, **shape}
+        description = {**kept.description, "adapter_config": files.read_sidecar("adapter_config.json")}
+        return DrafterCheckpoint(drafter, dict(files.tensors), kept.target, description=description)
 
-    def write(self, drafter: Portable, target: TargetFiles | None, directory: Path) -> None:
+    def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
         adapter = drafter.description.get("adapter_config")
         if adapter is None:
             raise UserError(
@@ -66,7 +66,7 @@ class Peft(Layout):
         if "masks" not in tensors:
             raise UserError("format=peft: this drafter has no mask vectors (drafter.noise=uniform); use format=uno")
         settings = {
-            **shape_of(tensors, adapter),
+            **adapter_shape(tensors, adapter),
             "width": tensors["masks"].shape[1],
             "gate": "the adapter acts on mask tokens alone; elsewhere the target is what it was, bit by bit",
         }

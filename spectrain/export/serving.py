@@ -9,39 +9,39 @@ def serve_vllm(target: str, drafting: dict[str, Any]) -> str:
     return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(drafting))}"
 
 
-def serve_sglang(target: str, algorithm: str, place: str, num_steps: int) -> str:
+def serve_sglang(target: str, algorithm: str, drafter_path: str, num_steps: int) -> str:
     steps = f"--speculative-num-steps {num_steps} --speculative-eagle-topk 1"
-    return f"{_launched(target, algorithm, place)} {steps} --speculative-num-draft-tokens {num_steps + 1}"
+    return f"{_launch_command(target, algorithm, drafter_path)} {steps} --speculative-num-draft-tokens {num_steps + 1}"
 
 
-def serve_sglang_mtp(place: str, num_steps: int) -> str:
+def serve_sglang_mtp(target: str, num_steps: int) -> str:
     """Of a target that holds its MTP layer itself."""
     steps = f"--speculative-num-steps {num_steps} --speculative-eagle-topk 1"
     return (
-        f"python -m sglang.launch_server --model-path {shlex.quote(place)} --speculative-algorithm NEXTN {steps} "
+        f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm NEXTN {steps} "
         f"--speculative-num-draft-tokens {num_steps + 1}"
     )
 
 
-def serve_sglang_block(target: str, algorithm: str, place: str, num_tokens: int) -> str:
+def serve_sglang_block(target: str, algorithm: str, drafter_path: str, num_tokens: int) -> str:
     """Of what drafts in one pass; `num_tokens` are those of a block, the newest token too."""
-    return f"{_launched(target, algorithm, place)} --speculative-num-draft-tokens {num_tokens}"
+    return f"{_launch_command(target, algorithm, drafter_path)} --speculative-num-draft-tokens {num_tokens}"
 
 
-def serve_sglang_dspark(target: str, place: str, num_tokens: int) -> str:
-    return f"{_launched(target, 'DSPARK', place)} --speculative-dspark-block-size {num_tokens}"
+def serve_sglang_dspark(target: str, drafter_path: str, num_tokens: int) -> str:
+    return f"{_launch_command(target, 'DSPARK', drafter_path)} --speculative-dspark-block-size {num_tokens}"
 
 
-def serve_sglang_uno(target: str, place: str, num_tokens: int) -> str:
+def serve_sglang_uno(target: str, adapter_path: str, num_tokens: int) -> str:
     """`num_tokens` are those of a draft: the target's own next one and the masks'."""
     return (
         f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm UNO "
-        f"--uno-lora-path {shlex.quote(place)} --speculative-num-draft-tokens {num_tokens}"
+        f"--uno-lora-path {shlex.quote(adapter_path)} --speculative-num-draft-tokens {num_tokens}"
     )
 
 
-def _launched(target: str, algorithm: str, place: str) -> str:
+def _launch_command(target: str, algorithm: str, drafter_path: str) -> str:
     return (
         f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm {algorithm} "
-        f"--speculative-draft-model-path {shlex.quote(place)}"
+        f"--speculative-draft-model-path {shlex.quote(drafter_path)}"
     )

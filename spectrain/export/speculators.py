@@ -10,58 +10,58 @@ import torch
 
 from spectrain.errors import UserError
 
-from .eagle3 import Eagle3Layout, mapped, prefixed, settings_of, variants_of
-from .fused_settings import Settings
-from .layout import Files, Finding, Portable, need, write_json, write_tensors
+from .eagle3 import Eagle3Layout, drafter_layer_config, drop_full_maps, layout_name, variant_flags
+from .fused_settings import FusedConfig
+from .layout import DrafterCheckpoint, DrafterFiles, Finding, require_target, write_json, write_tensors
 from .serving import serve_vllm
 from .targets import TargetFiles
 
-VERSION = "0.9.0"  # of the library, whose files these equal
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+SPECULATORS_VERSION = "0.9.0"  # of the library, whose files these equal
+NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
-class Speculators(Eagle3Layout):
+class SpeculatorsEagle3(Eagle3Layout):
     """`layers.0.` names, the drafter's layer under `transformer_layer_config`, the target under `speculators_config`."""
 
     name = "vllm"
     title = "EAGLE-3, speculators layout"
     prefix = "layers.0."
-    kind = "eagle3"
+    model_type = "eagle3"
     architecture = "Eagle3DraftModel"
-    flags: tuple[str, ...] = FLAGS
-    implied: tuple[str, ...] = ("norm_before_residual",)  # flags that vLLM takes to be on where the file does not say
+    flags: tuple[str, ...] = NORM_FLAGS
+    implied_flags: tuple[str, ...] = ("norm_before_residual",)  # flags that vLLM takes to be on where the file does not say
     trains_embedding = False
 
-    def recognises(self, files: Files) -> bool:
-        return files.config.get("speculators_model_type") == self.kind
+    def matches_files(self, files: DrafterFiles) -> bool:
+        return files.config.get("speculators_model_type") == self.model_type
 
-    def num_drafts(self, drafter: Portable) -> int:
+    def num_drafts(self, drafter: DrafterCheckpoint) -> int:
         """How many tokens an engine is told to draft."""
         return 3
 
-    def further(self, drafter: Portable) -> dict[str, Any]:
+    def extra_config(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
         """What config.json says beside what every drafter of these layers does."""
         return {}
 
-    def settings(self, files: Files) -> Settings:
+    def parse_config(self, files: DrafterFiles) -> FusedConfig:
         config = files.config
         layer = config["transformer_layer_config"]
-        variants = {key: bool(config.get(key, key in self.implied)) for key in self.flags}
+        variants = {key: bool(config.get(key, key in self.implied_flags)) for key in self.flags}
         variants["qk_norm"] = layer.get("model_type", "qwen3") == "qwen3"  # the library's default
-        return Settings(
+        return FusedConfig(
             layer,
             config.get("eagle_aux_hidden_state_layer_ids"),
             variants,
             config.get("draft_vocab_size"),
         )
 
-    def target_name(self, files: Files) -> str | None:
-        return verifier_of(files) or super().target_name(files)
+    def target_name(self, files: DrafterFiles) -> str | None:
+        return verifier_name(files) or super().target_name(files)
 
-    def findings(self, files: Files) -> Iterator[Finding]:
+    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
         yield from super().findings(files)
         config = files.config
-        for flag in (flag for flag in self.implied if flag not in config):
+        for flag in (flag for flag in self.implied_flags if flag not in config):
             yield Finding(
                 "norm-flag-implicit", "error", f"config.json does not say {flag}",
                 "vLLM takes true where it is missing and the speculators library false, so one of them drafts with another "
@@ -86,43 +86,43 @@ class Speculators(Eagle3Layout):
                 "write the target's embedding: spectrain convert DIR OUT --to vllm --target TARGET",
             )  # fmt: skip
 
-    def write(self, drafter: Portable, target: TargetFiles | None, directory: Path) -> None:
-        target = need(target, "the files name it and hold its embedding")
-        layer, variants = settings_of(drafter), variants_of(drafter)
+    def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
+        target = require_target(target, "the files name it and hold its embedding")
+        layer, variants = drafter_layer_config(drafter), variant_flags(drafter)
         tensors = dict(drafter.tensors)
         if "embed_tokens.weight" not in tensors:
-            tensors["embed_tokens.weight"] = target.embedding().to(tensors["fc.weight"].dtype)
+            tensors["embed_tokens.weight"] = target.load_embedding().to(tensors["fc.weight"].dtype)
         if tensors["embed_tokens.weight"].shape[0] != layer["vocab_size"]:
             raise UserError(
-                f"{target.said}: its embedding has {tensors['embed_tokens.weight'].shape[0]} rows and t2d "
+                f"{target.reference}: its embedding has {tensors['embed_tokens.weight'].shape[0]} rows and t2d "
                 f"{layer['vocab_size']}; this drafter is for another target"
             )
         model = "Qwen3ForCausalLM" if variants["qk_norm"] else "LlamaForCausalLM"
         config: dict[str, Any] = {
             "architectures": [self.architecture],
-            "speculators_model_type": self.kind,
-            "speculators_version": VERSION,
+            "speculators_model_type": self.model_type,
+            "speculators_version": SPECULATORS_VERSION,
             "dtype": drafter.dtype,
             "tie_word_embeddings": False,
             "draft_vocab_size": len(tensors["d2t"]),
-            **{key: variants[key] for key in FLAGS},
-            **self.further(drafter),
+            **{key: variants[key] for key in NORM_FLAGS},
+            **self.extra_config(drafter),
             "embed_requires_grad": self.trains_embedding,
             "target_hidden_size": None,
             "eagle_aux_hidden_state_layer_ids": drafter.drafter["layers"],
-            "transformer_layer_config": {**layer, "architectures": [model], **around(target)},
-            "speculators_config": proposal(self.kind, self.num_drafts(drafter), target),
+            "transformer_layer_config": {**layer, "architectures": [model], **common_layer_config(target)},
+            "speculators_config": proposal_config(self.model_type, self.num_drafts(drafter), target),
         }
         write_json(directory / "config.json", config)
         tensors["t2d"] = tensors["t2d"].to(torch.bool)
-        named = {prefixed(name, self.prefix): tensor for name, tensor in mapped(tensors).items()}
+        named = {layout_name(name, self.prefix): tensor for name, tensor in drop_full_maps(tensors).items()}
         write_tensors(directory / "model.safetensors", named)
 
-    def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
-        return {"vLLM": serve_vllm(target, {"method": "eagle3", "model": place, "num_speculative_tokens": 3})}
+    def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
+        return {"vLLM": serve_vllm(target, {"method": "eagle3", "model": drafter_path, "num_speculative_tokens": 3})}
 
 
-def around(target: TargetFiles) -> dict[str, Any]:
+def common_layer_config(target: TargetFiles) -> dict[str, Any]:
     """What the library writes of a layer that does not shape it."""
     return {
         "attention_dropout": 0.0,
@@ -132,28 +132,28 @@ def around(target: TargetFiles) -> dict[str, Any]:
     }
 
 
-def proposal(algorithm: str, num_tokens: int, target: TargetFiles) -> dict[str, Any]:
+def proposal_config(algorithm: str, num_tokens: int, target: TargetFiles) -> dict[str, Any]:
     """`speculators_config`: so many drafts a round, for this target."""
     method = {"proposal_type": "greedy", "speculative_tokens": num_tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
         "algorithm": algorithm,
         "default_proposal_method": "greedy",
         "proposal_methods": [method],
-        "verifier": {"name_or_path": target.place, "architectures": target.whole_config.architectures},
+        "verifier": {"name_or_path": target.engine_path, "architectures": target.full_config.architectures},
     }
 
 
-def verifier_of(files: Files) -> str | None:
+def verifier_name(files: DrafterFiles) -> str | None:
     """The target that `speculators_config` names."""
     found: str | None = ((files.config.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
     return found
 
 
-def proposal_findings(files: Files) -> Iterator[Finding]:
+def proposal_findings(files: DrafterFiles) -> Iterator[Finding]:
     """What vLLM refuses a file without."""
     methods = (files.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     for key, value in (
-        ("speculators_config.verifier.name_or_path", verifier_of(files)),
+        ("speculators_config.verifier.name_or_path", verifier_name(files)),
         ("speculators_config.proposal_methods[0].speculative_tokens", methods[0].get("speculative_tokens")),
     ):
         if not value:

@@ -13,12 +13,12 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
+from spectrain.config.choices import choice_name
 from spectrain.errors import UserError
-from spectrain.models.attention import ATTENTION, attending_by
+from spectrain.models.attention import ATTENTION_NAME, attn_implementation_for
 from spectrain.models.loading import convert_smollm2
-from spectrain.models.sharding import auto_class
+from spectrain.models.sharding import select_auto_class
 from spectrain.models.target import Target
-from spectrain.settings.choices import choice
 
 LOADERS = {"tiny": "spectrain.models.loading.load_tiny", "smollm2": "spectrain.models.loading.load_smollm2"}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
@@ -27,18 +27,18 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 class TargetFiles:
     """The files of a target: `tiny`, `smollm2`, a directory in transformers format or a name on the hub."""
 
-    def __init__(self, said: str) -> None:
-        self.said = said
-        self.settings: dict[str, Any] = {"_target_": "spectrain.models.loading.load_hf", "model": said}
-        if said in LOADERS:
-            self.settings = {"_target_": LOADERS[said]}
-        elif Path(said).expanduser().is_dir():
-            self.settings["model"] = str(Path(said).expanduser().resolve())
+    def __init__(self, reference: str) -> None:
+        self.reference = reference
+        self.settings: dict[str, Any] = {"_target_": "spectrain.models.loading.load_hf", "model": reference}
+        if reference in LOADERS:
+            self.settings = {"_target_": LOADERS[reference]}
+        elif Path(reference).expanduser().is_dir():
+            self.settings["model"] = str(Path(reference).expanduser().resolve())
 
     @staticmethod
-    def of(settings: dict[str, Any]) -> TargetFiles:
+    def from_settings(settings: dict[str, Any]) -> TargetFiles:
         """The files behind the `target` group of a configuration."""
-        said = choice("target", settings)
+        said = choice_name("target", settings)
         where = settings.get("path") or (said if said in LOADERS else settings.get("model"))
         if not isinstance(where, str) or not where:
             raise UserError(f"target.model={where}: this names no target; give a model directory or a name on the hub")
@@ -49,46 +49,48 @@ class TargetFiles:
     @cached_property
     def directory(self) -> Path:
         """Where the files are; the first use of a hub name downloads them."""
-        if self.said == "tiny":
+        if self.reference == "tiny":
             return Path(__file__).parent.parent / "data" / "tiny"
-        if self.said == "smollm2":
+        if self.reference == "smollm2":
             return convert_smollm2()
-        place = Path(self.said).expanduser()
+        place = Path(self.reference).expanduser()
         if place.is_dir():
             return place.resolve()
-        if place.is_absolute() or self.said.startswith("."):
-            raise UserError(f"target {self.said}: there is no such directory; give a model directory or a name on the hub")
+        if place.is_absolute() or self.reference.startswith("."):
+            raise UserError(f"target {self.reference}: there is no such directory; give a model directory or a name on the hub")
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
         try:
-            return Path(snapshot_download(self.said, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
+            return Path(snapshot_download(self.reference, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
         except (HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, ValueError, OSError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise UserError(f"target {self.said}: it cannot be found ({reason}); give a model directory") from error
+            raise UserError(f"target {self.reference}: it cannot be found ({reason}); give a model directory") from error
 
     @property
     def name(self) -> str:
         """What a model card calls it: the default target's weights are not the hub's."""
-        return "smollm2-135m-q4_1" if self.said == "smollm2" else self.said
+        return "smollm2-135m-q4_1" if self.reference == "smollm2" else self.reference
 
     @property
-    def place(self) -> str:
+    def engine_path(self) -> str:
         """What an engine is given to load it."""
-        return self.said if self.settings.get("model") == self.said else str(self.directory)
+        return self.reference if self.settings.get("model") == self.reference else str(self.directory)
 
     @cached_property
-    def whole_config(self) -> Any:
+    def full_config(self) -> Any:
         try:
             return AutoConfig.from_pretrained(self.directory, trust_remote_code=False)
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
-            raise UserError(f"target {self.said}: its config.json cannot be read ({reason}); give a model directory") from error
+            raise UserError(
+                f"target {self.reference}: its config.json cannot be read ({reason}); give a model directory"
+            ) from error
 
     @property
     def config(self) -> Any:
         """Of the language model, where it is a part."""
-        return self.whole_config.get_text_config()
+        return self.full_config.get_text_config()
 
     @property
     def num_layers(self) -> int:
@@ -101,37 +103,39 @@ class TargetFiles:
     @property
     def is_local(self) -> bool:
         """Whether reading its configuration downloads nothing."""
-        return self.said in LOADERS or Path(self.said).expanduser().is_dir()
+        return self.reference in LOADERS or Path(self.reference).expanduser().is_dir()
 
-    def outline(self) -> Target:
+    def build_meta_target(self) -> Target:
         """The target without data, on the device "meta": of it only shapes are asked."""
         with torch.device("meta"):
-            kind, attention = auto_class(self.whole_config), attending_by(self.whole_config, ATTENTION)
-            model = kind.from_config(self.whole_config, attn_implementation=attention, trust_remote_code=False)
-        return Target(model, self.tokenizer, self.said, str(self.directory))
+            kind, attention = select_auto_class(self.full_config), attn_implementation_for(self.full_config, ATTENTION_NAME)
+            model = kind.from_config(self.full_config, attn_implementation=attention, trust_remote_code=False)
+        return Target(model, self.tokenizer, self.reference, str(self.directory))
 
-    def embedding(self) -> Tensor:
+    def load_embedding(self) -> Tensor:
         """[V, D]"""
-        return self._tensor(("embed_tokens.weight", "wte.weight", "word_embeddings.weight"), "embedding")
+        return self._load_tensor(("embed_tokens.weight", "wte.weight", "word_embeddings.weight"), "embedding")
 
-    def head(self) -> Tensor:
+    def load_head(self) -> Tensor:
         """The output layer [V, D], which may be the embedding."""
-        if self.whole_config.tie_word_embeddings:
-            return self.embedding()
-        return self._tensor(("lm_head.weight", "embed_out.weight"), "output layer")
+        if self.full_config.tie_word_embeddings:
+            return self.load_embedding()
+        return self._load_tensor(("lm_head.weight", "embed_out.weight"), "output layer")
 
     @property
     def vocab_size(self) -> int:
         """Rows of the output layer."""
         return int(self.config.vocab_size)
 
-    def _tensor(self, endings: tuple[str, ...], what: str) -> Tensor:
+    def _load_tensor(self, endings: tuple[str, ...], what: str) -> Tensor:
         for path in sorted(self.directory.glob("*.safetensors")):
             with safe_open(path, "pt") as file:
                 for name in file.keys():  # noqa: SIM118  (it is no dict)
                     if name.endswith(endings) and not name.startswith("vision"):
                         return file.get_tensor(name)
-        raise UserError(f"target {self.said}: its {what} is not among its safetensors; save the model with save_pretrained")
+        raise UserError(
+            f"target {self.reference}: its {what} is not among its safetensors; save the model with save_pretrained"
+        )
 
     def template_hash(self) -> str:
         """Of the tokens and the chat template: equal for targets that write and read the same ids."""

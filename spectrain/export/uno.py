@@ -9,17 +9,17 @@ from typing import Any
 
 from spectrain.errors import UserError
 
-from .layout import Expected, Files, Finding, Layout, Portable, write_json, write_tensors
-from .peft import GATED
+from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, Layout, write_json, write_tensors
+from .peft import GATED_LORA_CLASS
 from .serving import serve_sglang_uno
 from .targets import TargetFiles
 
-LINEARS = {
+LINEAR_MODULES = {
     "q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn",
     "gate_proj": "mlp", "up_proj": "mlp", "down_proj": "mlp",
 }  # fmt: skip
-NAME = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.(self_attn|mlp)\.(\w+_proj)\.lora_([AB])\.weight")
-PLAIN: dict[str, tuple[Any, ...]] = {
+ADAPTER_TENSOR = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.(self_attn|mlp)\.(\w+_proj)\.lora_([AB])\.weight")
+PLAIN_LORA_VALUES: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",), "bias": ("none",), "use_rslora": (False, None), "use_dora": (False, None),
     "modules_to_save": (None, []), "rank_pattern": (None, {}), "alpha_pattern": (None, {}), "fan_in_fan_out": (False, None),
 }  # fmt: skip
@@ -27,51 +27,51 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 NUM_MASKS = 7  # where nothing says how many: a draft of 8 tokens, as its authors serve it
 
 
-class Uno(Layout):
+class UnoLayout(Layout):
     """adapter_config.json and adapter_model.safetensors, and no tensor more: SGLang draws tokens where masks would be."""
 
     name = "uno"
     title = "Uno, PEFT adapter"
     families = ("gated_lora",)
 
-    def recognises(self, files: Files) -> bool:
+    def matches_files(self, files: DrafterFiles) -> bool:
         alone = not files.config and not (files.directory / "gated_lora.json").exists()
         return alone and (files.directory / "adapter_config.json").exists()
 
-    def expected(self, files: Files) -> Expected:
+    def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
         """Both factors of every linear that adapter_config.json names, in every layer up to the last that has one."""
-        adapter = files.sidecar("adapter_config.json")
-        found = [match for name in files.tensors if (match := NAME.fullmatch(name))]
+        adapter = files.read_sidecar("adapter_config.json")
+        found = [match for name in files.tensors if (match := ADAPTER_TENSOR.fullmatch(name))]
         shapes: dict[str, tuple[int | None, ...]] = {}
         for layer in range(1 + max((int(match[1]) for match in found), default=0)):
             for linear in adapter["target_modules"]:
-                place = f"base_model.model.model.layers.{layer}.{LINEARS.get(linear, '?')}.{linear}"
+                place = f"base_model.model.model.layers.{layer}.{LINEAR_MODULES.get(linear, '?')}.{linear}"
                 shapes[f"{place}.lora_A.weight"] = (adapter["r"], None)
                 shapes[f"{place}.lora_B.weight"] = (None, adapter["r"])
-        return Expected(shapes)
+        return ExpectedTensors(shapes)
 
-    def findings(self, files: Files) -> Iterator[Finding]:
-        adapter = files.sidecar("adapter_config.json")
-        for key, allowed in PLAIN.items():
+    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
+        adapter = files.read_sidecar("adapter_config.json")
+        for key, allowed in PLAIN_LORA_VALUES.items():
             if key in adapter and adapter[key] not in allowed:
                 yield Finding(
                     "adapter-setting", "error", f"adapter_config.json: {key} is {adapter[key]}",
                     "SGLang adds alpha / r B A x of plain LoRA, so drafts are another model's", "train plain LoRA",
                 )  # fmt: skip
-        for name in sorted(set(adapter["target_modules"]) - set(LINEARS)):
+        for name in sorted(set(adapter["target_modules"]) - set(LINEAR_MODULES)):
             yield Finding(
                 "adapter-module", "error", f"adapter_config.json: target_modules names {name}",
-                f"SGLang has Uno's adapter on {', '.join(LINEARS)}", "leave it out of training",
+                f"SGLang has Uno's adapter on {', '.join(LINEAR_MODULES)}", "leave it out of training",
             )  # fmt: skip
 
-    def beside(self, files: Files, target: TargetFiles) -> Iterator[Finding]:
-        layers = {int(match[1]) for name in files.tensors if (match := NAME.fullmatch(name))}
+    def findings_with_target(self, files: DrafterFiles, target: TargetFiles) -> Iterator[Finding]:
+        layers = {int(match[1]) for name in files.tensors if (match := ADAPTER_TENSOR.fullmatch(name))}
         if layers != set(range(target.num_layers)):
             yield Finding(
                 "adapter-layers", "error", f"it adapts {len(layers)} layers of the target's {target.num_layers}",
                 "SGLang leaves the others as they are, or stops", "lint with the target it is for",
             )  # fmt: skip
-        name = f"base_model.model.model.layers.0.self_attn.{next(iter(LINEARS))}.lora_A.weight"
+        name = f"base_model.model.model.layers.0.self_attn.{next(iter(LINEAR_MODULES))}.lora_A.weight"
         if name in files.tensors and files.tensors[name].shape[1] != target.config.hidden_size:
             yield Finding(
                 "hidden-size", "error",
@@ -79,14 +79,16 @@ class Uno(Layout):
                 "the adapter does not fit", "lint with the target it is for",
             )  # fmt: skip
 
-    def read(self, files: Files, target: TargetFiles | None) -> Portable:
-        adapter, kept = files.sidecar("adapter_config.json"), files.kept()
+    def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
+        adapter, kept = files.read_sidecar("adapter_config.json"), files.read_metadata()
         said = {"num_masks": NUM_MASKS, "strategy": "apart", **kept.drafter}
         shape = {"rank": adapter["r"], "alpha": adapter["lora_alpha"], "sampler": False, "noise": "uniform"}
         description = {**kept.description, "adapter_config": adapter}
-        return Portable({"_target_": GATED, **said, **shape}, dict(files.tensors), kept.said, description=description)
+        return DrafterCheckpoint(
+            {"_target_": GATED_LORA_CLASS, **said, **shape}, dict(files.tensors), kept.target, description=description
+        )
 
-    def write(self, drafter: Portable, target: TargetFiles | None, directory: Path) -> None:
+    def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
         adapter = drafter.description.get("adapter_config")
         if adapter is None:
             raise UserError("adapter_config.json: it is missing beside the drafter (drafter.rank=0 has none), and Uno is LoRA")
@@ -96,12 +98,16 @@ class Uno(Layout):
                 f"format=uno: this drafter has {' and '.join(rest)}, for which SGLang has no place; train recipe=uno "
                 "(drafter.noise=uniform drafter.sampler=false), or use format=peft"
             )
-        unknown = next((n for n in drafter.tensors if not (m := NAME.fullmatch(n)) or LINEARS.get(m[3]) != m[2]), None)
+        unknown = next(
+            (n for n in drafter.tensors if not (m := ADAPTER_TENSOR.fullmatch(n)) or LINEAR_MODULES.get(m[3]) != m[2]), None
+        )
         if unknown is not None:
-            raise UserError(f"format=uno: {unknown} is on none of {', '.join(LINEARS)}, which SGLang adapts; use format=peft")
-        named = {} if target is None else {"base_model_name_or_path": target.place}
+            raise UserError(
+                f"format=uno: {unknown} is on none of {', '.join(LINEAR_MODULES)}, which SGLang adapts; use format=peft"
+            )
+        named = {} if target is None else {"base_model_name_or_path": target.engine_path}
         write_json(directory / "adapter_config.json", {**adapter, **named})
         write_tensors(directory / "adapter_model.safetensors", dict(drafter.tensors))
 
-    def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
-        return {"SGLang": serve_sglang_uno(target, place, 1 + drafter.drafter.get("num_masks", NUM_MASKS))}
+    def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
+        return {"SGLang": serve_sglang_uno(target, drafter_path, 1 + drafter.drafter.get("num_masks", NUM_MASKS))}

@@ -33,13 +33,13 @@ class BatchRequest:
 class Source(ABC):
     """Turns examples into batches that hold the features a drafter reads."""
 
-    asks_drafter = False  # it lets the drafter write
-    writes_text = False  # sequences come out that are not in the data
+    uses_drafter = False  # it lets the drafter write
+    generates_text = False  # sequences come out that are not in the data
     stores_features = False  # on disk, so that the target runs over a sequence once at most
-    keep_bytes = 0  # of features that it keeps in memory
+    max_cached_bytes = 0  # of features that it keeps in memory
 
     @abstractmethod
-    def batch(self, request: BatchRequest) -> Batch:
+    def make_batch(self, request: BatchRequest) -> Batch:
         """The examples with their features, padded or packed."""
 
     def prepare(
@@ -55,7 +55,7 @@ class Source(ABC):
     def begin(self, drafter: nn.Module) -> None:
         """Called once before training with the drafter that is to learn, as it is before any step, resumed or not."""
 
-    def fillable(self) -> FeatureStore | None:
+    def writable_store(self) -> FeatureStore | None:
         """The store, prepared, that its batches add to; None where nothing of them is kept on disk."""
         return None
 

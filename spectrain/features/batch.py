@@ -21,15 +21,19 @@ class Batch:
     tokens: Tensor  # [B, T]
     loss_mask: Tensor  # [B, T] bool, True on the tokens that the assistant wrote
     features: Features | None = None  # what the source added, for a drafter that names layers
-    distance: Tensor | None = None  # [B, T] how far behind the first wrong token of a draft a token lies; -1 where it was kept
+    tokens_past_error: Tensor | None = (
+        None  # [B, T] how far behind the first wrong token of a draft a token lies; -1 where it was kept
+    )
     lengths: tuple[int, ...] | None = None  # of the documents of a packed batch, in their order; None where it is padded
     weight: Tensor | None = None  # [B, T] what each token's loss counts, of replayed drafts; None: all of them 1
     advantage: Tensor | None = None  # [B, T] of a drawn token, what its draft brought beyond what was expected; 0 elsewhere
-    places: Tensor | None = None  # [B, T] where each token stands in its text, where not all follow each other: side branches
+    position_ids: Tensor | None = (
+        None  # [B, T] where each token stands in its text, where not all follow each other: side branches
+    )
     visible: Tensor | tuple[Tensor, ...] | None = None  # what each token sees then, [B, T, T], or [1, T, T] a document
 
     @property
-    def longest(self) -> int:
+    def max_document_length(self) -> int:
         """The length of the longest document, in tokens."""
         return self.tokens.shape[1] if self.lengths is None else max(self.lengths)
 
@@ -39,15 +43,15 @@ class Batch:
         return document_positions(self.lengths or (self.tokens.shape[1],), self.tokens.device)
 
     @property
-    def predicts(self) -> Tensor:
+    def next_is_supervised(self) -> Tensor:
         """[B, T] bool, the positions whose next token, of the same document, carries loss."""
         return torch.nn.functional.pad((self.loss_mask & (self.positions > 0))[:, 1:], (0, 1))
 
-    def of_next(self, part: Tensor | None) -> Tensor | None:
+    def at_next_token(self, part: Tensor | None) -> Tensor | None:
         """[R] of the token after each of these positions, what `part` [B, T] says of it, if it is there."""
-        return None if part is None else part.roll(-1, dims=1)[self.predicts]
+        return None if part is None else part.roll(-1, dims=1)[self.next_is_supervised]
 
-    def sequences(self) -> list[tuple[Tensor, Tensor]]:
+    def split_documents(self) -> list[tuple[Tensor, Tensor]]:
         """Tokens and loss mask [T] of every document, on the CPU; with its padding, where there is any."""
         tokens, mask = self.tokens.cpu(), self.loss_mask.cpu()
         if self.lengths is None:
@@ -61,7 +65,7 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         features = None if self.features is None else self.features.to(device)
-        parts = (self.distance, self.weight, self.advantage, self.places)
+        parts = (self.tokens_past_error, self.weight, self.advantage, self.position_ids)
         distance, weight, advantage, places = (None if part is None else part.to(device) for part in parts)
         visible = tuple(one.to(device) for one in self.visible) if isinstance(self.visible, tuple) else self.visible
         visible = visible.to(device) if isinstance(visible, Tensor) else visible
@@ -69,13 +73,13 @@ class Batch:
         return Batch(tokens, mask, features, distance, self.lengths, weight, advantage, places, visible)
 
 
-def laid_out(rows: list[Tensor], packed: bool, padding: int = 0) -> Tensor:
+def pad_or_pack(rows: list[Tensor], packed: bool, padding: int = 0) -> Tensor:
     """What each document has for its tokens, [T, ..] each, as a batch holds it, [B, T, ..]: padded, or packed in one row."""
     return torch.cat(rows)[None] if packed else pad_sequence(rows, batch_first=True, padding_value=padding)
 
 
 def collate(examples: list[Example], packed: bool = False) -> Batch:
     """Examples as one batch: a row each, padded on the right, or packed, one after another in one row."""
-    tokens = laid_out([torch.tensor(example.tokens) for example in examples], packed)
-    mask = laid_out([torch.tensor(example.mask) for example in examples], packed)
+    tokens = pad_or_pack([torch.tensor(example.tokens) for example in examples], packed)
+    mask = pad_or_pack([torch.tensor(example.mask) for example in examples], packed)
     return Batch(tokens, mask, lengths=tuple(len(example.tokens) for example in examples) if packed else None)

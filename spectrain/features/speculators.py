@@ -13,21 +13,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from spectrain.config.values import Below1
 from spectrain.data.chat import Example
-from spectrain.data.readers import Data
+from spectrain.data.readers import ConversationReader
 from spectrain.errors import UserError
 from spectrain.models.features import Layer
 from spectrain.models.target import Target
-from spectrain.settings.values import Below1
 
-from .store import names
+from .store import format_layers
 
-ALIKE = 0.1
+MAX_STATE_ERROR = 0.1
 """How far stored states may lie from the target's own, as a share of their length, at the median token. Measured on tiny and
 SmolLM2: bfloat16 instead of float32 makes at most 0.02, and neighbouring layers lie at least 0.2 apart."""
 
 
-class Prepared(Data):
+class PreparedData(ConversationReader):
     """Sequences that speculators tokenised: a directory of `datasets` with input_ids and loss_mask, taken as they are."""
 
     def __init__(self, path: str, limit: int | None = None, max_length: int = 1_000_000, held_out: Below1 = 0.0) -> None:
@@ -35,7 +35,7 @@ class Prepared(Data):
         self.path = Path(path).expanduser()
         self.name = path
 
-    def read(self) -> Iterator[Any]:
+    def read_conversations(self) -> Iterator[Any]:
         import datasets
 
         try:
@@ -54,7 +54,7 @@ class Prepared(Data):
             yield Example(tokens, list(map(bool, mask)))
 
 
-def hidden_states_folder(path: Path) -> Path | None:
+def find_hidden_states(path: Path) -> Path | None:
     """The folder of such files, at `path` or below it."""
     found = (folder for folder in (path / "hidden_states", path) if any(folder.glob("hs_*.safetensors")))
     return next(found, None)
@@ -64,11 +64,11 @@ class SpeculatorsCache:
     """Reads such a folder, at `path` or below it; what it lacks is run live each time, for the folder is another project's."""
 
     def __init__(self, path: Path, target: Target) -> None:
-        folder = hidden_states_folder(path)
+        folder = find_hidden_states(path)
         assert folder is not None, "the caller has looked"
         self.path, self.folder, self.target = path, folder, target
         self.files: dict[str, Path] = {}
-        self.damaged: dict[str, str] = {}  # files that cannot be read, and why
+        self.damaged_files: dict[str, str] = {}  # files that cannot be read, and why
         first: tuple[int, Tensor, Tensor] | None = None
         for file in sorted(folder.glob("hs_*.safetensors")):
             try:
@@ -82,19 +82,19 @@ class SpeculatorsCache:
                     elif shape[1] != first[0]:
                         raise UserError(f"{file}: it holds {shape[1]} layers, the files before it {first[0]}; recreate it")
             except (OSError, SafetensorError) as error:
-                self.damaged[file.name] = str(error)
+                self.damaged_files[file.name] = str(error)
                 continue
-            self.files[Example(tokens.tolist(), []).key] = file
+            self.files[Example(tokens.tolist(), []).content_hash] = file
         if first is None:
             raise UserError(f"{folder}: none of its hs_*.safetensors can be read; capture them again")
-        self.stored: tuple[Layer, ...] = (*self._layers(first[1][:256], first[2]), target.num_layers)
+        self.stored_layers: tuple[Layer, ...] = (*self._identify_layers(first[1][:256], first[2]), target.num_layers)
 
     @property
     def layers(self) -> tuple[Layer, ...]:
         """What it can give: the last state also through the target's final norm."""
-        return (*dict.fromkeys(self.stored), "final")
+        return (*dict.fromkeys(self.stored_layers), "final")
 
-    def _layers(self, tokens: Tensor, stored: Tensor) -> list[int]:
+    def _identify_layers(self, tokens: Tensor, stored: Tensor) -> list[int]:
         """The numbers of the captured layers: those whose states of one sequence are these."""
         target = self.target
         every = (*range(target.num_layers + 1),)
@@ -103,7 +103,7 @@ class SpeculatorsCache:
         for number, states in enumerate(stored.float().unbind(1)):
             error = ((own - states[:, None]).norm(dim=-1) / own.norm(dim=-1)).nanmedian(0).values  # of every layer
             layer = int(error.argmin()) if number + 1 < stored.shape[1] else target.num_layers
-            if not error[layer] < ALIKE:
+            if not error[layer] < MAX_STATE_ERROR:
                 what = f"state {number + 1} of {stored.shape[1]}"
                 raise UserError(
                     f"{self.folder}: {what} is not that of {target.name} (nearest, layer {int(error.argmin())}, differs by "
@@ -112,27 +112,27 @@ class SpeculatorsCache:
             found.append(layer)
         return found[:-1]
 
-    def key(self, example: Example) -> str:
-        return example.key
+    def sequence_key(self, example: Example) -> str:
+        return example.content_hash
 
-    def announced(self, distinct: list[Example], missing: list[Example]) -> str:
+    def describe_capture(self, distinct: list[Example], missing: list[Example]) -> str:
         """What it gives of these sequences, of which some are missing; stops where that is nothing."""
         if len(missing) == len(distinct):
             raise UserError(
                 f"source.path={self.path}: none of the {len(distinct)} sequences is in it, made from other data or with "
                 "another chat template; read that data"
             )
-        told = f"{self.path}: layers {names(self.layers)}, {len(distinct) - len(missing)} of {len(distinct)} sequences"
-        for name, reason in self.damaged.items():
+        told = f"{self.path}: layers {format_layers(self.layers)}, {len(distinct) - len(missing)} of {len(distinct)} sequences"
+        for name, reason in self.damaged_files.items():
             told += f"; {name} cannot be read ({reason})"
         return told + (f"; the target is run for the other {len(missing)}" if missing else "")
 
     def __contains__(self, example: Example) -> bool:
-        return example.key in self.files
+        return example.content_hash in self.files
 
-    def read(self, example: Example, layers: tuple[Layer, ...], like: Target) -> Tensor | None:
+    def read_states(self, example: Example, layers: tuple[Layer, ...], like: Target) -> Tensor | None:
         """States [T, L, D] of a sequence, of the target's type and device; None where it is not among the files."""
-        file = self.files.get(example.key)
+        file = self.files.get(example.content_hash)
         if file is None:
             return None
         try:
@@ -140,11 +140,11 @@ class SpeculatorsCache:
                 states = tensors.get_tensor("hidden_states").to(like.device, like.dtype)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{file}: it cannot be read ({error}); delete it, and the target is run instead") from error
-        final = self.target.normed(states[None, :, -1])[0] if "final" in layers else None
-        found = [states[:, self.stored.index(layer)] if layer != "final" else final for layer in layers]
+        final = self.target.apply_final_norm(states[None, :, -1])[0] if "final" in layers else None
+        found = [states[:, self.stored_layers.index(layer)] if layer != "final" else final for layer in layers]
         return torch.stack([part for part in found if part is not None], dim=1)
 
-    def take(self, example: Example, states: Tensor, layers: tuple[Layer, ...]) -> Tensor:
+    def put_states(self, example: Example, states: Tensor, layers: tuple[Layer, ...]) -> Tensor:
         """Of live states [T, L, D] of all its layers, these; nothing is kept."""
         return states[:, [self.layers.index(layer) for layer in layers]]
 

@@ -18,19 +18,19 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from spectrain.errors import UserError
-from spectrain.kernels.fused_attention import document_attention, fused_attention, takes_documents
-from spectrain.kernels.tree_attention import Visibility, attend_by_scores, tree_attention
+from spectrain.kernels.fused_attention import document_attention, fused_attention, supports_documents
+from spectrain.kernels.tree_attention import Visibility, eager_attention, tree_attention
 
-from .compiled_layers import attend_layer, passed
-from .joined_attention import is_joinable, joined_attention
-from .kv_cache import PLAIN, KeyValueShape, Rules, TreeCache
-from .masks import mask_of
+from .compiled_layers import attend_layer, mark_layer_done
+from .kv_cache import DEFAULT_OPTIONS, AttentionOptions, KeyValueShape, TreeCache
+from .masks import make_mask
+from .merged_attention import is_mergeable, merged_attention
 
-ATTENTION = "spectrain"  # what transformers knows it by
-Attend = Callable[..., Tensor]
+ATTENTION_NAME = "spectrain"  # what transformers knows it by
+AttentionFunction = Callable[..., Tensor]
 
 
-def by_document(attend: Attend, lengths: tuple[int, ...] | None, *parts: Tensor) -> Tensor:
+def attend_per_document(attend: AttentionFunction, lengths: tuple[int, ...] | None, *parts: Tensor) -> Tensor:
     """attend(*parts) over [B, heads, T, D] each, or document by document where these have `lengths`."""
     if lengths is None or len(lengths) == 1:
         return attend(*parts)
@@ -52,7 +52,7 @@ def causal_attention(
     longest = max(lengths or (q.shape[2],))
     window = None if window is not None and window >= longest else window
     packed = lengths is not None and len(lengths) > 1
-    if not by_scores and (packed or window is not None) and takes_documents(q, v):
+    if not by_scores and (packed or window is not None) and supports_documents(q, v):
         return document_attention(q, k, v, lengths, scale, window)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -61,11 +61,11 @@ def causal_attention(
             mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
             mask = mask if window is None else mask.triu(1 - window)
         if by_scores:
-            return attend_by_scores(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale, softcap, sinks)
+            return eager_attention(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale, softcap, sinks)
         causal = mask is None and length > 1
         return fused_attention(q, k, v, mask, causal, scale)
 
-    return by_document(attend, lengths, q, k, v)
+    return attend_per_document(attend, lengths, q, k, v)
 
 
 def unrolled_attention(
@@ -73,21 +73,21 @@ def unrolled_attention(
     keys: list[Tensor],
     values: list[Tensor],
     lengths: tuple[int, ...] | None = None,
-    rules: Rules = PLAIN,
+    options: AttentionOptions = DEFAULT_OPTIONS,
 ) -> Tensor:
     """[B, H, T, D] of a drafter that rolls over its own states: the first keys are causal, and of each later step, token t
     sees the key of its own index. Each step stands one position further on; a window is of positions."""
-    scale, window, softcap, sinks = rules
+    scale, window, softcap, sinks = options
     if len(keys) == 1:
-        return causal_attention(q, keys[0], values[0], lengths, *rules)
+        return causal_attention(q, keys[0], values[0], lengths, *options)
     steps, by_scores = len(keys), softcap is not None or sinks is not None
 
     def join(parts: Sequence[Tensor], lengths: tuple[int, ...] | None) -> Tensor:
         later_keys, later_values = (torch.stack([*parts[begin + 1 : begin + steps]], dim=2) for begin in (1, 1 + steps))
-        return joined_attention(parts[0], parts[1], parts[1 + steps], later_keys, later_values, scale, lengths)
+        return merged_attention(parts[0], parts[1], parts[1 + steps], later_keys, later_values, scale, lengths)
 
     def is_joined(q: Tensor, longest: int) -> bool:
-        return is_joinable(q, values[0]) and not by_scores and (window is None or longest + steps - 1 <= window)
+        return is_mergeable(q, values[0]) and not by_scores and (window is None or longest + steps - 1 <= window)
 
     def attend(q: Tensor, *parts: Tensor) -> Tensor:
         length = q.shape[2]
@@ -102,15 +102,15 @@ def unrolled_attention(
         mask = torch.cat([first, *later], dim=1)
         k, v = torch.cat(parts[:steps], dim=2), torch.cat(parts[steps:], dim=2)
         if by_scores:
-            return attend_by_scores(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale, softcap, sinks)
+            return eager_attention(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale, softcap, sinks)
         return fused_attention(q, k, v, mask, scale=scale)
 
-    if lengths is not None and len(lengths) > 1 and takes_documents(q, values[0]) and is_joined(q, max(lengths)):
+    if lengths is not None and len(lengths) > 1 and supports_documents(q, values[0]) and is_joined(q, max(lengths)):
         return join((q, *keys, *values), lengths)
-    return by_document(attend, lengths, q, *keys, *values)
+    return attend_per_document(attend, lengths, q, *keys, *values)
 
 
-def trees_alone(mask: Tensor | tuple[Tensor, ...], positions: Tensor, lengths: tuple[int, ...] | None) -> Any:
+def uncached_visibility(mask: Tensor | tuple[Tensor, ...], positions: Tensor, lengths: tuple[int, ...] | None) -> Any:
     """What tokens of trees behind no committed ones see: a Visibility, or one for each of packed documents."""
     if lengths is None:
         assert isinstance(mask, Tensor)
@@ -120,7 +120,7 @@ def trees_alone(mask: Tensor | tuple[Tensor, ...], positions: Tensor, lengths: t
 
 
 @dataclass(frozen=True)
-class Reach:
+class AttentionRange:
     """How far back a layer sees: its last `window` positions, or those of its chunk of `chunk` positions."""
 
     window: int | None = None
@@ -128,17 +128,17 @@ class Reach:
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """What a layer hands to attention, while a target is checked."""
 
     layer: int
     shape: KeyValueShape
     mask: Tensor | None
     window: int | None
-    unheeded: tuple[str, ...]  # arguments that would change the outcome, which nothing here takes heed of
+    unsupported: tuple[str, ...]  # arguments that would change the outcome, which nothing here takes heed of
 
 
-UNHEEDED = ("position_bias", "indices", "block_indices", "sinks")
+UNSUPPORTED_ARGUMENTS = ("position_bias", "indices", "block_indices", "sinks")
 
 
 def layer_attention(  # transformers calls it, by these names
@@ -153,11 +153,11 @@ def layer_attention(  # transformers calls it, by these names
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    calls: list[Call] | None = None,
+    calls: list[AttentionCall] | None = None,
     lengths: tuple[int, ...] | None = None,
     sights: Sequence[Visibility | list[Visibility]] | None = None,
-    reaches: Mapping[int, Reach] | None = None,
-    attends: Callable[[Tensor, Tensor, Tensor, Rules], Tensor] | None = None,
+    reaches: Mapping[int, AttentionRange] | None = None,
+    attends: Callable[[Tensor, Tensor, Tensor, AttentionOptions], Tensor] | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """What every layer of a target calls: tree attention, or without a `visibility` causal attention of whole texts, which
@@ -165,34 +165,34 @@ def layer_attention(  # transformers calls it, by these names
     `sights` are for each layer, where layers see unlike things. What a drafter's layer of the same kind sees, the drafter
     itself computes: `attends`."""
     if calls is not None:
-        unheeded = tuple(name for name in UNHEEDED if others.get(name) is not None)
+        unheeded = tuple(name for name in UNSUPPORTED_ARGUMENTS if others.get(name) is not None)
         shape = KeyValueShape(key.shape[1], key.shape[3], value.shape[3])
-        calls.append(Call(module.layer_idx, shape, attention_mask, sliding_window, unheeded))
+        calls.append(AttentionCall(module.layer_idx, shape, attention_mask, sliding_window, unheeded))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if tree_cache is not None and visibility is not None and attends is None and torch.compiler.is_compiling():  # of all layers
         return attend_layer(query, key, value, scale, sliding_window, softcap, s_aux), None
     layer = module.layer_idx  # below 0 of a module that several layers share
-    layer, chunk = layer if layer >= 0 or tree_cache is None else tree_cache.updated, None
+    layer, chunk = layer if layer >= 0 or tree_cache is None else tree_cache.last_updated, None
     if reaches is not None and layer in reaches:
         sliding_window, chunk = reaches[layer].window, reaches[layer].chunk
     visibility = visibility if sights is None else sights[layer]
     rules = scale, sliding_window, softcap, s_aux
     if attends is not None:
-        return attends(query, key, value, Rules(*rules)).transpose(1, 2).contiguous(), None
+        return attends(query, key, value, AttentionOptions(*rules)).transpose(1, 2).contiguous(), None
     if visibility is None:
         _check_keys(key.shape[2] == query.shape[2], layer)
         if tree_cache is not None:
             tree_cache.append(layer, key, value)
-        lengths = lengths if chunk is None else in_chunks(lengths or (query.shape[2],), chunk)
+        lengths = lengths if chunk is None else chunk_lengths(lengths or (query.shape[2],), chunk)
         return causal_attention(query, key, value, lengths, *rules).transpose(1, 2).contiguous(), None
     if isinstance(visibility, list):
         seen = iter(visibility if chunk is None else [one.in_chunks(chunk) for one in visibility])
-        attended = by_document(lambda q, k, v: tree_attention(q, k, v, next(seen), *rules), lengths, query, key, value)
+        attended = attend_per_document(lambda q, k, v: tree_attention(q, k, v, next(seen), *rules), lengths, query, key, value)
         return attended.transpose(1, 2).contiguous(), None
     if tree_cache is not None:
-        passed(layer)
-        if tree_cache.watcher is not None:
-            tree_cache.watcher(layer, query, scale)
+        mark_layer_done(layer)
+        if tree_cache.query_observer is not None:
+            tree_cache.query_observer(layer, query, scale)
         key, value = tree_cache.append(layer, key, value)
     visibility = visibility if chunk is None else visibility.in_chunks(chunk)
     return tree_attention(query, key, value, visibility, *rules).transpose(1, 2).contiguous(), None
@@ -207,17 +207,17 @@ def _check_keys(are_tokens: bool, layer: int) -> None:
         )
 
 
-def in_chunks(lengths: tuple[int, ...], size: int) -> tuple[int, ...]:
+def chunk_lengths(lengths: tuple[int, ...], size: int) -> tuple[int, ...]:
     """The chunks that documents of these lengths fall into, each from its own start."""
     return tuple(min(size, length - start) for length in lengths for start in range(0, length, size))
 
 
-def attending_by(config: Any, implementation: str) -> str | dict[str, str]:
+def attn_implementation_for(config: Any, implementation: str) -> str | dict[str, str]:
     """What transformers is told so that the decoder attends by `implementation`; what sees images keeps its own."""
     text = config.get_text_config()
     parts = [name for name in getattr(config, "sub_configs", {}) if getattr(config, name, None) is text]
     return {"": implementation, **dict.fromkeys(parts, implementation)} if parts else implementation
 
 
-AttentionInterface.register(ATTENTION, layer_attention)
-AttentionMaskInterface.register(ATTENTION, mask_of)
+AttentionInterface.register(ATTENTION_NAME, layer_attention)
+AttentionMaskInterface.register(ATTENTION_NAME, make_mask)

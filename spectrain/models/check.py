@@ -20,82 +20,84 @@ from torch import Tensor
 from spectrain.errors import UserError, first_line
 from spectrain.trees.token_tree import TokenTree
 
-from .attention import Call, Reach
-from .decoder import asks_for, cache_name
+from .attention import AttentionCall, AttentionRange
+from .decoder import accepts_argument, cache_argument
 from .features import Layer
 from .forward_plan import ForwardPlan
 from .images import Images
-from .kv_cache import KeyValueShape, attended_dtype
-from .masks import Mask, masks_asked_for
-from .own_attention import OWN, Holding, OwnAttention, own_attention
-from .recurrent import Along
-from .recurrent_nodes import Stateful, Watching
+from .kv_cache import KeyValueShape, attention_dtype
+from .masked_attention import MASKED, KVRecorder, MaskedAttention, inspect_masked_attention
+from .masks import RequestedMask, record_masks
+from .recurrent import PathPolicy
+from .recurrent_nodes import RecurrentModule, StateRecorder
 
 if TYPE_CHECKING:
     from .target import Target
 
-LENGTH = 24  # tokens of the text
-TREE = 7  # nodes: every other one is the text's
-NEAR = {torch.float32: 1e-3}  # relative difference of a token's states; of shorter types sums are rounded in another order
-ROUNDED = 0.1
-SAME = {torch.float32: 1e-4}  # between two ways to compute a token's logits
-MOST = 1 << 20  # positions at which windows are looked for
+CHECK_LENGTH = 24  # tokens of the text
+TREE_NODES = 7  # nodes: every other one is the text's
+MAX_GAP = {torch.float32: 1e-3}  # relative difference of a token's states; of shorter types sums are rounded in another order
+MAX_GAP_HALF = 0.1
+MAX_STEP_GAP = {torch.float32: 1e-4}  # between two ways to compute a token's logits
+MAX_POSITION = 1 << 20  # positions at which windows are looked for
 
 
 @dataclass(frozen=True)
-class Attended:
+class LayerAttention:
     """What a layer that attends keeps of every token, and how far back it sees."""
 
     shape: KeyValueShape
-    reach: Reach
+    range: AttentionRange
 
 
 @dataclass(frozen=True)
-class Attending:
+class ModelTraits:
     """What the layers of a target are like, as one forward shows."""
 
-    num_returned: int = 0  # a layer gives its states in a tuple of so many; 0: alone
-    is_one_stream: bool = True  # between its layers there is one state for each token
-    cache_name: str = "past_key_values"  # what the decoder calls the cache that it is given
-    uses_cache: bool = True  # it may be told so; else it would take none but one of its own kind
-    inside: tuple[tuple[int, ...], ...] | None = None  # the numbers of what attends in each layer; None: its own
-    shapes: dict[int, KeyValueShape] | None = None  # of these, where they are not all alike or not all
-    reaches: dict[int, Reach] | None = None  # of those that do not say themselves how far back they see
-    recurrent: dict[int, Stateful] = field(default_factory=dict)  # what keeps a state in place of keys and values, by layer
-    kept: dict[int, Attended] = field(default_factory=dict)  # by layer that attends
-    along: Along = "never"  # whether what keeps a state is run over several tokens behind one
-    own: OwnAttention | None = None  # of layers that attend by themselves, and are told by masks
+    output_tuple_size: int = 0  # a layer gives its states in a tuple of so many; 0: alone
+    has_single_stream: bool = True  # between its layers there is one state for each token
+    cache_argument: str = "past_key_values"  # what the decoder calls the cache that it is given
+    accepts_use_cache: bool = True  # it may be told so; else it would take none but one of its own kind
+    attention_indices: tuple[tuple[int, ...], ...] | None = None  # the numbers of what attends in each layer; None: its own
+    kv_shapes: dict[int, KeyValueShape] | None = None  # of these, where they are not all alike or not all
+    attention_ranges: dict[int, AttentionRange] | None = None  # of those that do not say themselves how far back they see
+    recurrent_modules: dict[int, RecurrentModule] = field(
+        default_factory=dict
+    )  # what keeps a state in place of keys and values, by layer
+    attention_layers: dict[int, LayerAttention] = field(default_factory=dict)  # by layer that attends
+    path_policy: PathPolicy = "never"  # whether what keeps a state is run over several tokens behind one
+    masked_attention: MaskedAttention | None = None  # of layers that attend by themselves, and are told by masks
 
 
-UNKNOWN = Attending()
+UNINSPECTED = ModelTraits()
 
 
-def attending(target: Target) -> Attending:
+def inspect_target(target: Target) -> ModelTraits:
     """What layers hand to attention; refuse a model where that is not as a tree needs it."""
-    if target.config._attn_implementation == OWN:
-        return _attending_by_masks(target)
-    calls: list[Call] = []
+    if target.config._attn_implementation == MASKED:
+        return _inspect_masked(target)
+    calls: list[AttentionCall] = []
     outputs: list[Any] = []
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=target.device)
-    watching = Watching(target.config)
-    name, starts = cache_name(target.decoder), list[int]()
+    watching = StateRecorder(target.config)
+    name, starts = cache_argument(target.decoder), list[int]()
     cached: dict[str, Any] = {name: watching, "use_cache": True} if watching.is_recurrent else {"use_cache": False}
     handles = [layer.register_forward_pre_hook(lambda *given: starts.append(len(calls))) for layer in target.layers]
     handles.append(target.layers[0].register_forward_hook(lambda module, args, output: outputs.append(output)))
     try:
-        with torch.no_grad(), explaining(target), masks_asked_for() as masks, watching.over(target.layers):
-            uses_cache = _run(target, cached | {"input_ids": tokens, "calls": calls})
+        with torch.no_grad(), explain_incompatibility(target), record_masks() as masks, watching.record_layers(target.layers):
+            uses_cache = _run_decoder(target, cached | {"input_ids": tokens, "calls": calls})
     finally:
         for handle in handles:
             handle.remove()
-    if len(watching.updated) == len(calls):  # modules that layers share have no number of their own
-        calls = [replace(call, layer=layer) for call, layer in zip(calls, watching.updated)]
+    if len(watching.updated_layers) == len(calls):  # modules that layers share have no number of their own
+        calls = [replace(call, layer=layer) for call, layer in zip(calls, watching.updated_layers)]
     layers = [call.layer for call in calls]
-    if not calls and not watching.found:
-        target.config._attn_implementation = OWN
-        return _attending_by_masks(target)
-    _check_calls(target, layers, {*watching.found})
-    unheeded = sorted({name for call in calls for name in call.unheeded})
+    if not calls and not watching.recurrent_modules:
+        target.config._attn_implementation = MASKED
+        return _inspect_masked(target)
+    _check_calls(target, layers, {*watching.recurrent_modules})
+    unheeded = sorted({name for call in calls for name in call.unsupported})
     if unheeded:
         raise UserError(
             f"target {target.name}: its attention depends on {', '.join(unheeded)}, which tree attention does not know; use "
@@ -104,33 +106,35 @@ def attending(target: Target) -> Attending:
     shapes = {call.layer: call.shape for call in calls}
     alike = len(shapes) == target.num_layers and len({*shapes.values()}) == 1
     alike = alike and all(shape.key_size == shape.value_size for shape in shapes.values())
-    reaches = {call.layer: reach for call in calls if (reach := _reach(target, call, masks)) is not None}
+    reaches = {call.layer: reach for call in calls if (reach := _find_range(target, call, masks)) is not None}
     num_returned = len(outputs[0]) if isinstance(outputs[0], tuple) else 0
     states = outputs[0][0] if num_returned else outputs[0]
-    kept = {call.layer: Attended(call.shape, reaches.get(call.layer, Reach(call.window))) for call in calls}
+    kept = {call.layer: LayerAttention(call.shape, reaches.get(call.layer, AttentionRange(call.window))) for call in calls}
     ends = [*starts[1:], len(calls)]
     inside = None if alike else tuple(tuple(layers[start:end]) for start, end in zip(starts, ends))
-    held = uses_cache, inside, None if alike else shapes, reaches or None, watching.found, kept
-    return Attending(num_returned, states.dim() == 3, name, *held)
+    held = uses_cache, inside, None if alike else shapes, reaches or None, watching.recurrent_modules, kept
+    return ModelTraits(num_returned, states.dim() == 3, name, *held)
 
 
-def _attending_by_masks(target: Target) -> Attending:
+def _inspect_masked(target: Target) -> ModelTraits:
     """What layers that attend by themselves keep, and are to be told."""
-    holding, outputs, told = Holding(), list[Any](), dict[str, Any]()
+    holding, outputs, told = KVRecorder(), list[Any](), dict[str, Any]()
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=target.device)
-    layer, name = target.layers[0], cache_name(target.decoder)
+    layer, name = target.layers[0], cache_argument(target.decoder)
     handles = [
         layer.register_forward_pre_hook(lambda module, args, kwargs: told.update(kwargs), with_kwargs=True),
         layer.register_forward_hook(lambda module, args, output: outputs.append(output)),
     ]
     try:
-        with torch.no_grad(), explaining(target), masks_asked_for() as masks:
+        with torch.no_grad(), explain_incompatibility(target), record_masks() as masks:
             target.decoder(input_ids=tokens, use_cache=True, **{name: holding})
     finally:
         for handle in handles:
             handle.remove()
-    places = _places(None, target.device)
-    causal = bool(masks) and all(torch.equal(mask.at(places, places), _seen(Reach(), places)) for _, mask in masks)
+    places = _probe_positions(None, target.device)
+    causal = bool(masks) and all(
+        torch.equal(mask.visible_keys(places, places), _range_mask(AttentionRange(), places)) for _, mask in masks
+    )
     if sorted(holding.shapes) != [*range(target.num_layers)] or not causal:
         what = "keep no keys in a cache of transformers" if causal or not holding.shapes else "make masks of their own"
         raise UserError(
@@ -140,12 +144,15 @@ def _attending_by_masks(target: Target) -> Attending:
     shapes = holding.shapes
     alike = len({*shapes.values()}) == 1 and all(shape.key_size == shape.value_size for shape in shapes.values())
     num_returned = len(outputs[0]) if isinstance(outputs[0], tuple) else 0
-    own = own_attention(target.layers, told, asks_for(target.decoder, "position_ids"))
+    own = inspect_masked_attention(target.layers, told, accepts_argument(target.decoder, "position_ids"))
     windows = [
-        next((own.kept[module].window for module in layer.modules() if module in own.kept), None) for layer in target.layers
+        next((own.stored_masks[module].window for module in layer.modules() if module in own.stored_masks), None)
+        for layer in target.layers
     ]
-    kept = {layer: Attended(shape, Reach(windows[layer])) for layer, shape in shapes.items()}
-    return Attending(num_returned, True, name, shapes=None if alike else shapes, kept=kept, own=own)
+    kept = {layer: LayerAttention(shape, AttentionRange(windows[layer])) for layer, shape in shapes.items()}
+    return ModelTraits(
+        num_returned, True, name, kv_shapes=None if alike else shapes, attention_layers=kept, masked_attention=own
+    )
 
 
 def _check_calls(target: Target, layers: list[int], recurrent: set[int]) -> None:
@@ -165,7 +172,7 @@ def _check_calls(target: Target, layers: list[int], recurrent: set[int]) -> None
     )
 
 
-def _run(target: Target, told: dict[str, Any]) -> bool:
+def _run_decoder(target: Target, told: dict[str, Any]) -> bool:
     """Run the decoder, given a cache; whether it may be told that it has one."""
     try:
         target.decoder(**told)
@@ -178,7 +185,7 @@ def _run(target: Target, told: dict[str, Any]) -> bool:
 
 
 @contextmanager
-def explaining(target: Target) -> Iterator[None]:
+def explain_incompatibility(target: Target) -> Iterator[None]:
     """Say in a sentence that a model does not run here, whatever it stumbles over."""
     try:
         yield
@@ -196,32 +203,32 @@ def explaining(target: Target) -> Iterator[None]:
         ) from error
 
 
-def _reach(target: Target, call: Call, masks: Sequence[tuple[Tensor, Mask]]) -> Reach | None:
+def _find_range(target: Target, call: AttentionCall, masks: Sequence[tuple[Tensor, RequestedMask]]) -> AttentionRange | None:
     """How far back a layer sees by its mask; None where its call says the same, or it has no mask."""
     mask = next((mask for given, mask in masks if given is call.mask), None)
     if mask is None:
         return None
     size = mask.size or call.window
-    candidates = [Reach(), *([] if size is None else [Reach(window=size), Reach(chunk=size)])]
-    places = _places(size, target.device)
-    seen = mask.at(places, places)
+    candidates = [AttentionRange(), *([] if size is None else [AttentionRange(window=size), AttentionRange(chunk=size)])]
+    places = _probe_positions(size, target.device)
+    seen = mask.visible_keys(places, places)
     for reach in candidates:
-        if torch.equal(seen, _seen(reach, places)):
-            return None if reach == Reach(call.window) else reach
+        if torch.equal(seen, _range_mask(reach, places)):
+            return None if reach == AttentionRange(call.window) else reach
     raise UserError(
         f"target {target.name}: layer {call.layer} sees neither all the text before a token nor a window or chunk of it, so "
         "trees cannot be verified with it; use a model whose layers are all ordinary attention"
     )
 
 
-def _places(size: int | None, device: torch.device) -> Tensor:
+def _probe_positions(size: int | None, device: torch.device) -> Tensor:
     """Positions around which a mask can change."""
-    found = {0, 1, 2, 3, *(1 << power for power in range(2, MOST.bit_length()))}
+    found = {0, 1, 2, 3, *(1 << power for power in range(2, MAX_POSITION.bit_length()))}
     found |= {max(0, turn * size + beside) for turn in range(1, 4) for beside in (-2, -1, 0, 1, 2)} if size else set()
     return torch.tensor(sorted(found), device=device)
 
 
-def _seen(reach: Reach, places: Tensor) -> Tensor:
+def _range_mask(reach: AttentionRange, places: Tensor) -> Tensor:
     """[P, P] what such a layer sees at these positions."""
     here, there = places[:, None], places[None]
     seen = there <= here
@@ -233,19 +240,21 @@ def _seen(reach: Reach, places: Tensor) -> Tensor:
 @torch.no_grad()
 def check_exact(target: Target) -> None:
     """Refuse a target that computes something else here than with transformers' own attention and cache."""
-    from .plain import plain_model
+    from .reference_model import reference_model
 
-    tokens, layers = _text(target), _layers(target)
-    with explaining(target), plain_model(target) as model:
-        with target.captured(layers) as captured:  # asked for hidden states, transformers leaves hooks in the model for good
+    tokens, layers = _sample_tokens(target), _checked_layers(target)
+    with explain_incompatibility(target), reference_model(target) as model:
+        with target.capture_layers(
+            layers
+        ) as captured:  # asked for hidden states, transformers leaves hooks in the model for good
             logits = model(input_ids=tokens, use_cache=False).logits.float()
-        stepped = _stepped(model, tokens, target) if target.attending.recurrent else logits
-    plain = Unmodified(tokens, logits, stepped, layers, captured)
-    limit = NEAR.get(target.dtype, ROUNDED)
-    if target.attending.recurrent:
-        target.attending = replace(target.attending, along=_along(target, plain))
-    with explaining(target):
-        for what, gap in _gaps(target, plain):
+        stepped = _stepwise_logits(model, tokens, target) if target.traits.recurrent_modules else logits
+    plain = ReferenceOutput(tokens, logits, stepped, layers, captured)
+    limit = MAX_GAP.get(target.dtype, MAX_GAP_HALF)
+    if target.traits.recurrent_modules:
+        target.traits = replace(target.traits, path_policy=_find_path_policy(target, plain))
+    with explain_incompatibility(target):
+        for what, gap in _measure_gaps(target, plain):
             if not gap <= limit:
                 raise UserError(
                     f"target {target.name}: its {what} differ by {gap:.1%} from what transformers computes, so drafts would be "
@@ -253,46 +262,46 @@ def check_exact(target: Target) -> None:
                 )
 
 
-def _along(target: Target, plain: Unmodified) -> Along:
+def _find_path_policy(target: Target, plain: ReferenceOutput) -> PathPolicy:
     """Whether layers that keep a state make the same of several tokens behind one as of one after another. In half precision on
     a CPU the same is bit by bit, which it is not."""
-    if attended_dtype(target.dtype, target.device) != target.dtype:
+    if attention_dtype(target.dtype, target.device) != target.dtype:
         return "never"
-    tried, target.attending = target.attending, replace(target.attending, along="always")
+    tried, target.traits = target.traits, replace(target.traits, path_policy="always")
     try:
-        gap = max(_cached(target, plain.tokens, plain.stepped))
+        gap = max(_cached_gaps(target, plain.tokens, plain.stepped_logits))
     except Exception:  # of any kind: a module that knows no such call
         return "never"
     finally:
-        target.attending = tried
-    return "where cheaper" if gap <= SAME.get(target.dtype, ROUNDED) else "never"
+        target.traits = tried
+    return "where cheaper" if gap <= MAX_STEP_GAP.get(target.dtype, MAX_GAP_HALF) else "never"
 
 
 @dataclass(frozen=True)
-class Unmodified:
+class ReferenceOutput:
     """What transformers makes of a text."""
 
     tokens: Tensor  # [1, T]
     logits: Tensor  # [1, T, V]
-    stepped: Tensor  # the same, half of the text read at once and the rest token by token
+    stepped_logits: Tensor  # the same, half of the text read at once and the rest token by token
     layers: tuple[Layer, ...]
     states: dict[Layer, Tensor]  # [1, T, D] entering each of the layers
 
 
-def _layers(target: Target) -> tuple[Layer, ...]:
-    return tuple(range(target.num_layers)) if target.attending.is_one_stream else ()
+def _checked_layers(target: Target) -> tuple[Layer, ...]:
+    return tuple(range(target.num_layers)) if target.traits.has_single_stream else ()
 
 
-def _text(target: Target) -> Tensor:
+def _sample_tokens(target: Target) -> Tensor:
     """[1, T] ordinary tokens, none of which stands for an image or the like."""
     settings = {**target.model.config.to_dict(), **target.config.to_dict()}  # type: ignore[operator, union-attr]
     special = {value for key, value in settings.items() if "token" in key and isinstance(value, int)}
     size = target.head.vocab_size
     usable = [token for token in range(min(size, 4096)) if token not in special]
-    return torch.tensor([[usable[31 * place % len(usable)] for place in range(1, LENGTH + 1)]], device=target.device)
+    return torch.tensor([[usable[31 * place % len(usable)] for place in range(1, CHECK_LENGTH + 1)]], device=target.device)
 
 
-def _apart(ours: Tensor | None, theirs: Tensor) -> float:
+def _relative_gap(ours: Tensor | None, theirs: Tensor) -> float:
     """How far states or logits [B, T, ..] lie apart, of their size, at three tokens of four: what is wrong is so at many, and
     where experts are chosen by nearly equal scores rounding alone moves a token."""
     assert ours is not None
@@ -303,45 +312,45 @@ def _apart(ours: Tensor | None, theirs: Tensor) -> float:
     return float(gaps.flatten().quantile(0.75))
 
 
-def _gaps(target: Target, plain: Unmodified) -> Iterator[tuple[str, float]]:
+def _measure_gaps(target: Target, plain: ReferenceOutput) -> Iterator[tuple[str, float]]:
     """What may differ, and how far it does."""
     seen = target.run(plain.tokens, ForwardPlan(layers=plain.layers, logits=True))
-    yield "features", max([0.0, *(_apart(seen.at(layer), plain.states[layer]) for layer in plain.layers)])
-    yield "logits", _apart(seen.logits, plain.logits)
-    yield "logits over a cached tree", max(_cached(target, plain.tokens, plain.stepped))
+    yield "features", max([0.0, *(_relative_gap(seen.at_layer(layer), plain.states[layer]) for layer in plain.layers)])
+    yield "logits", _relative_gap(seen.logits, plain.logits)
+    yield "logits over a cached tree", max(_cached_gaps(target, plain.tokens, plain.stepped_logits))
 
 
 @torch.no_grad()
-def check_sight(target: Target, text: Sequence[int], images: Images) -> None:
+def check_vision(target: Target, text: Sequence[int], images: Images) -> None:
     """Refuse images where what is made of a text with some is not what transformers makes of it: its last tokens, read at once
     and behind the cached rest."""
-    from .plain import plain_model
+    from .reference_model import reference_model
 
-    last = min(LENGTH // 4, len(text) - images.end)
+    last = min(CHECK_LENGTH // 4, len(text) - images.end)
     tokens = torch.tensor([text], device=target.device)
-    with explaining(target), plain_model(target) as model:
-        told = images.inputs(len(text), model)
+    with explain_incompatibility(target), reference_model(target) as model:
+        told = images.model_inputs(len(text), model)
         logits = model(input_ids=tokens, use_cache=False, logits_to_keep=last + 1, **told).logits.float()
-    with explaining(target):
-        final = target.features(tokens, ("final",), texts=[text]).at("final")[:, -last - 1 :]
-        gaps = [_apart(target.head.logits(final), logits)]
+    with explain_incompatibility(target):
+        final = target.features(tokens, ("final",), texts=[text]).at_layer("final")[:, -last - 1 :]
+        gaps = [_relative_gap(target.head.logits(final), logits)]
         cache, read = target.new_cache(1, len(text)), len(text) - last
         prompt = target.prefill(tokens[:, :read], torch.tensor([read], device=target.device), cache, (), [text[:read]])
-        gaps.append(_apart(prompt.logits, logits[:, :1]))
+        gaps.append(_relative_gap(prompt.logits, logits[:, :1]))
         if last:
-            gaps.append(_apart(target.verify(TokenTree.chain(tokens[:, read:]), cache).logits, logits[:, 1:]))
-    if not max(gaps) <= NEAR.get(target.dtype, ROUNDED):
+            gaps.append(_relative_gap(target.verify(TokenTree.from_chain(tokens[:, read:]), cache).logits, logits[:, 1:]))
+    if not max(gaps) <= MAX_GAP.get(target.dtype, MAX_GAP_HALF):
         raise UserError(
             f"target {target.name}: with images its logits differ by {max(gaps):.1%} from what transformers computes, so it "
             "reads text alone here; leave out conversations with images"
         )
 
 
-def _stepped(model: Any, tokens: Tensor, target: Target) -> Tensor:
+def _stepwise_logits(model: Any, tokens: Tensor, target: Target) -> Tensor:
     """As `generate` steps: recurrent layers read a text at once in other ways, which with some models is not quite the same."""
-    name, parts, cache, done = target.attending.cache_name, [], None, 0
+    name, parts, cache, done = target.traits.cache_argument, [], None, 0
     has_positions = "position_ids" in inspect.signature(model.forward).parameters
-    for part in (tokens[:, : LENGTH // 2], *tokens[:, LENGTH // 2 :].split(1, dim=1)):
+    for part in (tokens[:, : CHECK_LENGTH // 2], *tokens[:, CHECK_LENGTH // 2 :].split(1, dim=1)):
         places = torch.arange(done, done := done + part.shape[1], device=part.device)[None]
         told: dict[str, Any] = {"position_ids": places} if has_positions else {}
         output = model(input_ids=part, use_cache=True, **({} if cache is None else {name: cache}), **told)
@@ -350,18 +359,18 @@ def _stepped(model: Any, tokens: Tensor, target: Target) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def _cached(target: Target, tokens: Tensor, logits: Tensor) -> Iterator[float]:
+def _cached_gaps(target: Target, tokens: Tensor, logits: Tensor) -> Iterator[float]:
     """Half of the text as a prompt, some of it as a path of a tree, the rest behind the committed path."""
-    half, own, device = LENGTH // 2, [*range(0, TREE, 2)], target.device
-    cache = target.new_cache(1, LENGTH + TREE)
+    half, own, device = CHECK_LENGTH // 2, [*range(0, TREE_NODES, 2)], target.device
+    cache = target.new_cache(1, CHECK_LENGTH + TREE_NODES)
     prompt = target.prefill(tokens[:, :half], torch.tensor([half], device=device), cache, ())
-    yield _apart(prompt.logits, logits[:, half - 1 : half])
+    yield _relative_gap(prompt.logits, logits[:, half - 1 : half])
     end = half + len(own)
-    nodes = tokens[:, half:end].repeat_interleave(2, dim=1)[:, :TREE].clone()
-    nodes[:, 1::2] = tokens[:, : TREE // 2]  # strangers: each is a child of the text's node before it
-    parents = torch.tensor([[-1, *(max(0, node - 2 + node % 2) for node in range(1, TREE))]], device=device)
-    tree = target.verify(TokenTree.of(nodes, parents), cache).logits
-    yield _apart(None if tree is None else tree[:, own], logits[:, half:end])
+    nodes = tokens[:, half:end].repeat_interleave(2, dim=1)[:, :TREE_NODES].clone()
+    nodes[:, 1::2] = tokens[:, : TREE_NODES // 2]  # strangers: each is a child of the text's node before it
+    parents = torch.tensor([[-1, *(max(0, node - 2 + node % 2) for node in range(1, TREE_NODES))]], device=device)
+    tree = target.verify(TokenTree.from_parents(nodes, parents), cache).logits
+    yield _relative_gap(None if tree is None else tree[:, own], logits[:, half:end])
     cache.commit(torch.tensor([own], device=device), torch.tensor([len(own)], device=device))
-    rest = target.verify(TokenTree.chain(tokens[:, end:]), cache).logits
-    yield _apart(rest, logits[:, end:])
+    rest = target.verify(TokenTree.from_chain(tokens[:, end:]), cache).logits
+    yield _relative_gap(rest, logits[:, end:])

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 from spectrain.kernels.tree_attention import Visibility, tree_attention
 
-from .kv_cache import PLAIN, Rules, TreeCache, known_caches
-from .replaced_forward import replaced
+from .forward_override import override_forwards
+from .kv_cache import DEFAULT_OPTIONS, AttentionOptions, TreeCache, live_caches
 
-SHAPES = 64  # batch sizes times numbers of nodes that one process may decode with before layers run uncompiled
+MAX_SHAPES = 64  # batch sizes times numbers of nodes that one process may decode with before layers run uncompiled
 
 
 @dataclass
-class Running:
+class ForwardContext:
     """The forward that runs: what its attention sees, and the layers that are still to come."""
 
     cache: TreeCache
@@ -35,27 +35,29 @@ class Running:
     layers: Iterator[int]
 
 
-_running: list[Running] = []
+_contexts: list[ForwardContext] = []
 
 
 @contextmanager
-def running(cache: TreeCache | None, visibility: Visibility | list[Visibility] | None, layers: Iterable[int]) -> Iterator[None]:
+def set_forward_context(
+    cache: TreeCache | None, visibility: Visibility | list[Visibility] | None, layers: Iterable[int]
+) -> Iterator[None]:
     """Say what compiled layers belong to, while they run in this order."""
     if cache is None or visibility is None:
         yield
         return
     assert isinstance(visibility, Visibility), "packed documents have no cache"
-    _running.append(Running(cache, visibility, iter(layers)))
+    _contexts.append(ForwardContext(cache, visibility, iter(layers)))
     try:
         yield
     finally:
-        _running.pop()
+        _contexts.pop()
 
 
-def passed(layer: int) -> None:
+def mark_layer_done(layer: int) -> None:
     """Say that a layer attends by itself, uncompiled, so that the compiled ones behind it are not taken for it."""
-    if _running:
-        following = next(_running[-1].layers)
+    if _contexts:
+        following = next(_contexts[-1].layers)
         assert following == layer, f"layer {layer} runs where layer {following} was to run"
 
 
@@ -64,34 +66,34 @@ def attend_layer(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
     """Append the next layer's keys and values and attend, [B, N, H, D]."""
-    now = _running[-1]
+    now = _contexts[-1]
     held = now.cache.append(next(now.layers), k, v)
     attended = tree_attention(q, *held, now.visibility, scale, window, softcap, sinks)
     return attended.transpose(1, 2).contiguous()
 
 
 @attend_layer.register_fake
-def _unfilled(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
+def _fake_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
     batch, heads, nodes, _ = q.shape
     return q.new_empty(batch, nodes, heads, v.shape[-1])
 
 
-def attend_behind(
+def attend_with_cache(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     visible: Tensor,
     cache: TreeCache,
     layer: int,
-    rules: Rules = PLAIN,
+    options: AttentionOptions = DEFAULT_OPTIONS,
     positions: Tensor | None = None,
 ) -> Tensor:
     """Append a layer's keys and values to a drafter's cache and attend, [B, N, H, D], from code that is being compiled."""
-    return _attend_behind(q, k, v, visible, cache.lengths, cache.number, layer, cache.pending, *rules, positions)
+    return _attend_with_cache(q, k, v, visible, cache.lengths, cache.cache_id, layer, cache.uncommitted, *options, positions)
 
 
 @torch.library.custom_op("spectrain::attend_behind", mutates_args=())
-def _attend_behind(
+def _attend_with_cache(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -107,28 +109,28 @@ def _attend_behind(
     positions: Tensor | None,
 ) -> Tensor:
     """What the code writes to, lengths and pending nodes, comes as it is at this point: the cache itself is told at the end."""
-    held = known_caches[int(number)]
-    before = held.lengths, held.pending
-    held.lengths, held.pending = lengths, pending
+    held = live_caches[int(number)]
+    before = held.lengths, held.uncommitted
+    held.lengths, held.uncommitted = lengths, pending
     try:
-        attended = held.attend_new(layer, q, k, v, visible, Rules(scale, window, softcap, sinks), positions)
+        attended = held.attend_new(layer, q, k, v, visible, AttentionOptions(scale, window, softcap, sinks), positions)
     finally:
-        held.lengths, held.pending = before
+        held.lengths, held.uncommitted = before
     return attended.transpose(1, 2).contiguous()
 
 
-_attend_behind.register_fake(_unfilled)
+_attend_with_cache.register_fake(_fake_attention)
 
 
 @cache
-def _compile(backend: str) -> Any:
+def _compile_layer(backend: str) -> Any:
     def run(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return type(layer).forward(layer, *args, **kwargs)
 
     return torch.compile(run, backend=backend, dynamic=False)
 
 
-def compiled_call(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+def compile_function(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
     """The same function compiled, for calls of fixed shapes; with code of its own, so that its compilations count apart."""
     assert isinstance(function, FunctionType)
     mine = FunctionType(function.__code__.replace(), function.__globals__)
@@ -136,9 +138,9 @@ def compiled_call(function: Callable[..., Any], backend: str) -> Callable[..., A
 
 
 @contextmanager
-def compiled_layers(layers: Iterable[nn.Module], backend: str) -> Iterator[None]:
+def compile_layers(layers: Iterable[nn.Module], backend: str) -> Iterator[None]:
     """Run these layers of targets compiled, over a tree or a single node behind a cache."""
-    forwards = [(layer, partial(_compile(backend), layer)) for layer in layers]
+    forwards = [(layer, partial(_compile_layer(backend), layer)) for layer in layers]
     assert not any("forward" in vars(layer) for layer, _ in forwards), "something else runs in a layer's place"
-    with torch._dynamo.config.patch(recompile_limit=SHAPES), replaced(forwards):
+    with torch._dynamo.config.patch(recompile_limit=MAX_SHAPES), override_forwards(forwards):
         yield

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 
-def wait(device: torch.device) -> None:
+def synchronize_device(device: torch.device) -> None:
     """Let a GPU finish what it was given, so that a clock sees it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 @contextmanager
-def recording(graph: Any, pool: Any = None) -> Iterator[None]:
+def capture_graph(graph: Any, pool: Any = None) -> Iterator[None]:
     """`torch.cuda.graph`, which leaves its own stream the current one where what it records fails."""
     stream = torch.cuda.current_stream()
     try:
@@ -28,39 +28,39 @@ def recording(graph: Any, pool: Any = None) -> Iterator[None]:
 
 
 @cache
-def bandwidth(device: torch.device, size: int = 1 << 28) -> float:
+def measure_bandwidth(device: torch.device, size: int = 1 << 28) -> float:
     """Bytes a second that can be read, the best of several passes over `size` bytes."""
     data = torch.ones(size // 4, device=device)
-    return size / min(_seconds(data.sum, device) for _ in range(6))
+    return size / min(_time_call(data.sum, device) for _ in range(6))
 
 
 @cache
-def arithmetic(device: torch.device, dtype: torch.dtype, width: int = 1024) -> float:
+def measure_flops(device: torch.device, dtype: torch.dtype, width: int = 1024) -> float:
     """Floating-point operations a second of a large matrix product, the best of several."""
     data = torch.ones(width, width, device=device, dtype=dtype)
-    return 2 * width**3 / min(_seconds(lambda: data @ data, device) for _ in range(6))
+    return 2 * width**3 / min(_time_call(lambda: data @ data, device) for _ in range(6))
 
 
-def read_weights(module: nn.Module) -> list[nn.Parameter]:
+def forward_weights(module: nn.Module) -> list[nn.Parameter]:
     """The parameters that a forward reads whole, shared ones once: an embedding that is no output layer too is looked up."""
     looked_up = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
     looked_up -= {id(child.weight) for child in module.modules() if isinstance(child, nn.Linear)}
     return [parameter for parameter in module.parameters() if id(parameter) not in looked_up]
 
 
-def forward_floor(module: nn.Module, rows: float, device: torch.device, dtype: torch.dtype) -> float:
+def roofline_seconds(module: nn.Module, rows: float, device: torch.device, dtype: torch.dtype) -> float:
     """Seconds that no forward over so many rows can beat: reading every weight once, or its arithmetic."""
-    weights = read_weights(module)
+    weights = forward_weights(module)
     if not weights:
         return 0.0
     size = sum(weight.numel() * weight.element_size() for weight in weights)
     products = 2 * rows * sum(weight.numel() for weight in weights)
-    return max(size / bandwidth(device), products / arithmetic(device, dtype))
+    return max(size / measure_bandwidth(device), products / measure_flops(device, dtype))
 
 
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    wait(device)
+def _time_call(work: Callable[[], object], device: torch.device) -> float:
+    synchronize_device(device)
     began = time.perf_counter()
     work()
-    wait(device)
+    synchronize_device(device)
     return time.perf_counter() - began

@@ -21,15 +21,15 @@ class Features:
     hidden: Tensor  # [B, T, L, D]
     logits: Tensor | None = None  # [B, T, V], only where they were asked for
 
-    def at(self, layer: Layer) -> Tensor:
+    def at_layer(self, layer: Layer) -> Tensor:
         """The hidden states of one layer, [B, T, D]."""
         return self.hidden[:, :, self.layers.index(layer)]
 
-    def fused(self, layers: tuple[Layer, ...]) -> Tensor:
+    def fuse_layers(self, layers: tuple[Layer, ...]) -> Tensor:
         """The hidden states of several layers side by side, [B, T, len(layers) * D]."""
         if layers == self.layers[: len(layers)]:  # the usual case: one view, one copy at most
             return self.hidden[:, :, : len(layers)].flatten(2)
-        return torch.cat([self.at(layer) for layer in layers], dim=-1)
+        return torch.cat([self.at_layer(layer) for layer in layers], dim=-1)
 
     def gather(self, index: Tensor) -> "Features":
         """The positions `index` [B, P] of every row."""
@@ -37,10 +37,10 @@ class Features:
         return Features(self.tokens.gather(1, index), self.layers, hidden)
 
     @staticmethod
-    def joined(parts: list[tuple["Features", Tensor]]) -> "Features":
+    def concat_prefixes(parts: list[tuple["Features", Tensor]]) -> "Features":
         """The first `counts[b]` positions of every part, one after another; layers are those of the last part."""
         layers = parts[-1][0].layers
-        states = [part.hidden if part.layers == layers else torch.stack([part.at(layer) for layer in layers], 2)
+        states = [part.hidden if part.layers == layers else torch.stack([part.at_layer(layer) for layer in layers], 2)
                   if layers else part.hidden[:, :, :0] for part, _ in parts]  # fmt: skip
         real = torch.cat(
             [torch.arange(part.tokens.shape[1], device=counts.device) < counts[:, None] for part, counts in parts], 1

@@ -9,21 +9,21 @@ from torch import Tensor
 from .features import Layer
 from .kv_cache import TreeCache
 
-Part = Literal["attention", "mlp"]
-PARTS: tuple[Part, ...] = ("attention", "mlp")
+SublayerKind = Literal["attention", "mlp"]
+SUBLAYER_KINDS: tuple[SublayerKind, ...] = ("attention", "mlp")
 
 
 class Sublayer(NamedTuple):
     """The half of a layer that attends, or the feed-forward half."""
 
     layer: int
-    part: Part
+    kind: SublayerKind
 
 
-Skipped = int | Sublayer  # a whole layer by its number, or a half of one
+SkippedLayer = int | Sublayer  # a whole layer by its number, or a half of one
 
 
-def layer_of(skipped: Skipped) -> int:
+def layer_index(skipped: SkippedLayer) -> int:
     return skipped.layer if isinstance(skipped, Sublayer) else skipped
 
 
@@ -38,19 +38,19 @@ class LayerSpan:
     first: int = 0
     last: int | None = None  # None: to the end
     hidden: Tensor | None = None  # [B, N, D] what enters layer `first`, in place of the embedded tokens
-    skipped: Collection[Skipped] = ()
+    skipped: Collection[SkippedLayer] = ()
     dropped: Tensor | None = None
 
-    def working(self, num_layers: int) -> list[int]:
+    def active_layers(self, num_layers: int) -> list[int]:
         """The layers that run, in their order."""
         return [layer for layer in range(num_layers)[self.first : self.last] if layer not in self.skipped]
 
-    def attending(self, num_layers: int) -> list[int]:
+    def attention_layers(self, num_layers: int) -> list[int]:
         """Those of them whose attention runs."""
-        return [layer for layer in self.working(num_layers) if Sublayer(layer, "attention") not in self.skipped]
+        return [layer for layer in self.active_layers(num_layers) if Sublayer(layer, "attention") not in self.skipped]
 
 
-WHOLE = LayerSpan()
+ALL_LAYERS = LayerSpan()
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class ForwardPlan:
     cache: TreeCache | None = None
     lengths: tuple[int, ...] | None = None
     texts: Sequence[Sequence[int]] = ()  # of the rows or documents, where any of them has images
-    span: LayerSpan = WHOLE
+    span: LayerSpan = ALL_LAYERS
 
     def __post_init__(self) -> None:
         dropped = self.span.dropped is not None
@@ -82,4 +82,4 @@ class ForwardPlan:
         assert self.cache is None or not isinstance(self.mask, tuple), "a mask for each document is for packed ones"
 
 
-TEXT = ForwardPlan()
+DEFAULT_PLAN = ForwardPlan()

@@ -8,16 +8,16 @@ from torch import Tensor, nn
 
 from spectrain.kernels.linear_divergence import Projection
 
-MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
-DIVISOR = "logits_scaling"
-MULTIPLIED_BY_DIVISOR = ("hyperclovax",)  # model types that multiply by what other ones divide by
+LOGIT_MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
+LOGIT_DIVISOR = "logits_scaling"
+MULTIPLYING_MODELS = ("hyperclovax",)  # model types that multiply by what other ones divide by
 
 
-def scale_of(config: Any) -> float:
+def logit_scale(config: Any) -> float:
     """What a model multiplies the products of its output layer by."""
-    divisor = getattr(config, DIVISOR, None) or 1.0
-    scale = divisor if config.model_type in MULTIPLIED_BY_DIVISOR else 1 / divisor
-    for name in MULTIPLIERS:
+    divisor = getattr(config, LOGIT_DIVISOR, None) or 1.0
+    scale = divisor if config.model_type in MULTIPLYING_MODELS else 1 / divisor
+    for name in LOGIT_MULTIPLIERS:
         scale *= getattr(config, name, None) or 1.0
     return scale
 
@@ -34,7 +34,7 @@ class Head:
         config: Any = model.config
         text = config.get_text_config()
         self.softcap: float | None = getattr(text, "final_logit_softcapping", None)
-        self.scale = scale_of(text)
+        self.scale = logit_scale(text)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Head":
         """A copied drafter borrows from the same target."""
@@ -57,7 +57,7 @@ class Head:
         """[...] -> [..., D]"""
         return self.embedding(tokens)
 
-    def embeddings(self, device: torch.device) -> Tensor:
+    def all_embeddings(self, device: torch.device) -> Tensor:
         """Of every token, [V, D], looked up on a device, for some models scale what they look up."""
         return self.embed(torch.arange(self.vocab_size, device=device))
 
@@ -69,9 +69,9 @@ class Head:
         else:
             bias = self.output.bias
             logits = F.linear(final, self.output.weight[rows], None if bias is None else bias[rows])
-        return logits if not upcast and self.scale == 1 and self.softcap is None else self.capped(logits.float())
+        return logits if not upcast and self.scale == 1 and self.softcap is None else self.scale_and_cap(logits.float())
 
-    def capped(self, product: Tensor) -> Tensor:
+    def scale_and_cap(self, product: Tensor) -> Tensor:
         """Products of the output layer [..., V], in float32, scaled and capped."""
         logits = (
             product if self.scale == 1 else product * self.scale

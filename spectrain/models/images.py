@@ -24,19 +24,20 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from spectrain.errors import UserError, first_line
 
-from .masks import Mask, masks_asked_for
-from .replaced_forward import replaced
+from .forward_override import override_forwards
+from .masks import RequestedMask, record_masks
 
 if TYPE_CHECKING:
     from .target import Target
 
-OF_THE_CALL = {"input_ids", "inputs_embeds", "position_ids", "attention_mask", "past_key_values", "use_cache", "return_dict",
+STANDARD_ARGUMENTS = {"input_ids", "inputs_embeds", "position_ids", "attention_mask", "past_key_values", "use_cache",
+    "return_dict",
                "cache_position", "output_attentions", "output_hidden_states"}  # fmt: skip
 """Arguments of a decoder that are not about images, or that a forward of the target says itself."""
 
-SEEN = "what tokens see"  # among the arguments noted, by kind of layer
+VISIBILITY_KEY = "what tokens see"  # among the arguments noted, by kind of layer
 
-Inputs = dict[str, Any]
+ModelInputs = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,11 @@ class Images:
     paths: tuple[str, ...]
     digest: bytes  # of their contents
     end: int  # tokens up to behind the last one
-    process: Callable[[str, Sequence[str]], Inputs] = field(repr=False, compare=False)
+    process_inputs: Callable[[str, Sequence[str]], ModelInputs] = field(repr=False, compare=False)
 
-    def inputs(self, length: int, like: nn.Module) -> Inputs:
+    def model_inputs(self, length: int, like: nn.Module) -> ModelInputs:
         """What a model takes beside a text's tokens, which may go on behind the text that was processed."""
-        found = self.process(self.text, self.paths)
+        found = self.process_inputs(self.text, self.paths)
         weight, given = next(like.parameters()), {}
         for name, value in found.items():
             if name in ("input_ids", "attention_mask"):
@@ -84,20 +85,20 @@ class TextWithImages(list[int]):
         return f"{super().__repr__()} {self.images.digest.hex()}"
 
 
-def images_of(tokens: Sequence[int]) -> Images | None:
+def get_images(tokens: Sequence[int]) -> Images | None:
     """The images of a text; None where it has none."""
     return getattr(tokens, "images", None)
 
 
-def images_are_whole(tokens: Sequence[int]) -> bool:
+def has_complete_images(tokens: Sequence[int]) -> bool:
     """Whether no image of a text lost tokens where its end was cut off."""
-    images = images_of(tokens)
+    images = get_images(tokens)
     return images is None or len(tokens) >= images.end
 
 
 def have_images(texts: Iterable[Sequence[int]]) -> bool:
     """Whether any of the texts does."""
-    return any(images_of(text) is not None for text in texts)
+    return any(get_images(text) is not None for text in texts)
 
 
 def refuse_images(texts: Iterable[Sequence[int]], who: str) -> None:
@@ -106,7 +107,7 @@ def refuse_images(texts: Iterable[Sequence[int]], who: str) -> None:
         raise UserError(f"{who}: it reads text alone, and there are images; leave out conversations that have any")
 
 
-class Sight:
+class ImageProcessor:
     """How a target reads images: through the processor that its model comes with."""
 
     def __init__(self, model: str, has_vision: bool, trust_remote_code: bool = False) -> None:
@@ -125,22 +126,22 @@ class Sight:
             ) from error
 
     @property
-    def placeholder(self) -> int:
+    def placeholder_id(self) -> int:
         """The token that stands for an image, or for a part of one."""
         return int(self.processor.image_token_id)
 
-    def read(self, text: str, paths: Sequence[str]) -> TextWithImages:
+    def tokenize_text(self, text: str, paths: Sequence[str]) -> TextWithImages:
         """The tokens of a text, every placeholder replaced by those of its image."""
-        tokens = self.process(text, paths)["input_ids"][0].tolist()
+        tokens = self.process_inputs(text, paths)["input_ids"][0].tolist()
         digest = blake2b(digest_size=16)
         for path in paths:
             digest.update(blake2b(Path(path).read_bytes()).digest())
-        last = max(place for place, token in enumerate(tokens) if token == self.placeholder)
-        return TextWithImages(tokens, Images(text, tuple(paths), digest.digest(), last + 1, self.process))
+        last = max(place for place, token in enumerate(tokens) if token == self.placeholder_id)
+        return TextWithImages(tokens, Images(text, tuple(paths), digest.digest(), last + 1, self.process_inputs))
 
-    def process(self, text: str, paths: Sequence[str]) -> Inputs:
+    def process_inputs(self, text: str, paths: Sequence[str]) -> ModelInputs:
         """What the processor makes of a text and its images."""
-        pictures = [opened(path) for path in paths]
+        pictures = [open_image(path) for path in paths]
         try:
             return dict(self.processor(text=[text], images=pictures, add_special_tokens=False, return_tensors="pt"))
         except (ValueError, TypeError, KeyError, IndexError, RuntimeError) as error:
@@ -149,7 +150,7 @@ class Sight:
             ) from error
 
 
-def opened(path: str) -> Any:
+def open_image(path: str) -> Any:
     """A picture, in colour."""
     from PIL import Image
 
@@ -164,49 +165,51 @@ def opened(path: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Called:
+class DecoderInputs:
     """What a decoder is called with for texts with images among them."""
 
-    inputs: Inputs
+    arguments: ModelInputs
     offsets: Tensor | None  # [B] how far positions behind the text lie from its length; None where they never do
-    seen: list[dict[str, Tensor]]  # by text and kind of layer [T, T] what a token sees, where tokens of images see ahead
+    visible_masks: list[
+        dict[str, Tensor]
+    ]  # by text and kind of layer [T, T] what a token sees, where tokens of images see ahead
 
 
-def called(
+def make_decoder_inputs(
     target: Target, tokens: Tensor, texts: Sequence[Sequence[int]], positions: Tensor, lengths: tuple[int, ...] | None
-) -> Called:
+) -> DecoderInputs:
     """For rows [B, T], padded on the right, or for packed documents of these lengths, by their `texts`; the positions of those
     without images are as they are in `positions`."""
     rows = list(tokens.split(1)) if lengths is None else list(tokens.split(lengths, dim=1))
     places = list(positions.split(1)) if lengths is None else list(positions.split(lengths, dim=1))
-    found = [_call(target, row, text, place) for row, text, place in zip(rows, texts, places)]
+    found = [_capture_call(target, row, text, place) for row, text, place in zip(rows, texts, places)]
     dim = 0 if lengths is None else 1
     inputs = {"inputs_embeds": torch.cat([call["inputs_embeds"] for call in found], dim=dim)}
     planes = max(len(call["position_ids"]) for call in found)
     inputs["position_ids"] = torch.cat([call["position_ids"].expand(planes, -1, -1) for call in found], dim=1 + dim)
-    for name in sorted({name for call in found for name in call} - OF_THE_CALL - {SEEN}):
-        inputs[name] = _together([call.get(name) for call in found], rows, dim, name, target)
+    for name in sorted({name for call in found for name in call} - STANDARD_ARGUMENTS - {VISIBILITY_KEY}):
+        inputs[name] = _merge_argument([call.get(name) for call in found], rows, dim, name, target)
     ends = torch.stack([call["position_ids"].max() + 1 - row.shape[1] for call, row in zip(found, rows)])
-    seen = [call.pop(SEEN, {}) for call in found]
+    seen = [call.pop(VISIBILITY_KEY, {}) for call in found]
     if planes == 1:
-        return Called({**inputs, "position_ids": inputs["position_ids"][0]}, None, seen)
-    return Called(inputs, ends if lengths is None else None, seen)
+        return DecoderInputs({**inputs, "position_ids": inputs["position_ids"][0]}, None, seen)
+    return DecoderInputs(inputs, ends if lengths is None else None, seen)
 
 
-def kinds_of_layers(target: Target) -> list[str]:
+def layer_kinds(target: Target) -> list[str]:
     """What each layer's kind is called, by which models tell their masks apart."""
     kinds = getattr(target.config, "layer_types", None) or ()
     return [kinds[layer] if layer < len(kinds) else "" for layer in range(target.num_layers)]
 
 
-def seen_in(parts: Sequence[dict[str, Tensor]], sizes: Sequence[int], kind: str) -> list[Tensor]:
+def masks_for_kind(parts: Sequence[dict[str, Tensor]], sizes: Sequence[int], kind: str) -> list[Tensor]:
     """For each text [T, T] what tokens see in layers of a kind: what is said, or the text before them."""
     device = next(mask.device for part in parts for mask in part.values())
     causal = (torch.ones(size, size, dtype=torch.bool, device=device).tril() for size in sizes)
     return [part.get(kind, part.get("", before)) for part, before in zip(parts, causal)]
 
 
-class NotRun(BaseModelOutputWithPast):
+class EmptyOutput(BaseModelOutputWithPast):
     """What a decoder that was not run gives: nothing of all that is asked of it."""
 
     def __getattr__(self, name: str) -> None:
@@ -214,32 +217,32 @@ class NotRun(BaseModelOutputWithPast):
             raise AttributeError(name)
 
 
-def _call(target: Target, row: Tensor, text: Sequence[int], positions: Tensor) -> Inputs:
+def _capture_call(target: Target, row: Tensor, text: Sequence[int], positions: Tensor) -> ModelInputs:
     """What the model calls its decoder with for one text, [1, T]; of a text without images what it tells beside embeddings."""
-    images, noted = images_of(text), Inputs()
+    images, noted = get_images(text), ModelInputs()
 
-    def note(*args: Any, **kwargs: Any) -> NotRun:
+    def note(*args: Any, **kwargs: Any) -> EmptyOutput:
         noted.update(kwargs)
-        return NotRun(last_hidden_state=kwargs["inputs_embeds"])
+        return EmptyOutput(last_hidden_state=kwargs["inputs_embeds"])
 
-    pixels = {} if images is None else images.inputs(row.shape[1], target.model)
-    with torch.no_grad(), replaced([(target.decoder, note)]), masks_asked_for() as asked:
-        _seeing(target.model)(input_ids=row, use_cache=False, **pixels)
+    pixels = {} if images is None else images.model_inputs(row.shape[1], target.model)
+    with torch.no_grad(), override_forwards([(target.decoder, note)]), record_masks() as asked:
+        _vision_model(target.model)(input_ids=row, use_cache=False, **pixels)
     told = noted.get("position_ids")
     if images is None:
         noted |= {"inputs_embeds": target.head.embed(row), "position_ids": positions[None]}
     else:
         noted["position_ids"] = positions[None] if told is None else told.view(-1, 1, row.shape[1])
-        noted[SEEN] = _ahead(noted.get("attention_mask"), asked, positions[0])
+        noted[VISIBILITY_KEY] = _bidirectional_masks(noted.get("attention_mask"), asked, positions[0])
     return {name: value for name, value in noted.items() if value is not None}
 
 
-def _seeing(model: Any) -> Any:
+def _vision_model(model: Any) -> Any:
     """The part of a model that looks at pixels, without its output layer where that can be."""
     return model.base_model if "pixel_values" in inspect.signature(model.base_model.forward).parameters else model
 
 
-def _ahead(given: Any, asked: Sequence[tuple[Tensor, Mask]], places: Tensor) -> dict[str, Tensor]:
+def _bidirectional_masks(given: Any, asked: Sequence[tuple[Tensor, RequestedMask]], places: Tensor) -> dict[str, Tensor]:
     """By kind of layer, what each token [T, T] of a text sees where that is more than what lies before it; how far back layers
     see, they know themselves."""
     found = {}
@@ -248,13 +251,13 @@ def _ahead(given: Any, asked: Sequence[tuple[Tensor, Mask]], places: Tensor) -> 
         if said is None:
             continue
         slots = torch.arange(len(places), device=places.device)
-        ahead = said.at(slots, slots).triu(1)
+        ahead = said.visible_keys(slots, slots).triu(1)
         if bool(ahead.any()):
             found[kind] = ahead | torch.ones_like(ahead).tril()
     return found
 
 
-def _together(parts: list[Any], rows: list[Tensor], dim: int, name: str, target: Target) -> Any:
+def _merge_argument(parts: list[Any], rows: list[Tensor], dim: int, name: str, target: Target) -> Any:
     """An argument of the decoder, of all texts: for every token, or of the tokens of images alone."""
     first = next(place for place, part in enumerate(parts) if part is not None)
     some = parts[first]

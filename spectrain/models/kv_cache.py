@@ -22,23 +22,23 @@ from spectrain.kernels.tree_attention import Visibility, tree_attention
 
 from .recurrent import Recurrence
 
-_numbers = count()
-known_caches: WeakValueDictionary[int, "TreeCache"] = WeakValueDictionary()
+_cache_ids = count()
+live_caches: WeakValueDictionary[int, "TreeCache"] = WeakValueDictionary()
 
 
 class KeyValueShape(NamedTuple):
     """What one token's keys and values take in a layer."""
 
-    heads: int
+    num_heads: int
     key_size: int  # of a head
     value_size: int
 
     @property
     def width(self) -> int:
-        return self.heads * max(self.key_size, self.value_size)
+        return self.num_heads * max(self.key_size, self.value_size)
 
 
-class Rules(NamedTuple):
+class AttentionOptions(NamedTuple):
     """What a layer's attention does beyond softmax(q k^T) v, by the names of `tree_attention`."""
 
     scale: float | None = None  # of the scores; None: by the head size
@@ -47,10 +47,10 @@ class Rules(NamedTuple):
     sinks: Tensor | None = None  # [H]
 
 
-PLAIN = Rules()
-Reader = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+DEFAULT_OPTIONS = AttentionOptions()
+KVTransform = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(layer, its keys, its values [B, H, T', D]): what is attended to in their place."""
-Watcher = Callable[[int, Tensor, float], None]
+QueryObserver = Callable[[int, Tensor, float], None]
 """(layer, queries [B, H, N, D] of new nodes, what their scores are multiplied by)."""
 
 
@@ -72,38 +72,42 @@ class TreeCache(Cache):
         bound: int | None = None,
         shapes: Mapping[int, KeyValueShape] | None = None,
     ) -> None:
-        number = next(_numbers)
-        known_caches[number] = self
-        self.number = torch.tensor(number, device="cpu")  # what compiled code knows it by: an input, no constant of one cache's
+        number = next(_cache_ids)
+        live_caches[number] = self
+        self.cache_id = torch.tensor(
+            number, device="cpu"
+        )  # what compiled code knows it by: an input, no constant of one cache's
         self.max_length, self.bound, self.shapes = max_length, bound, shapes
         self.is_bounded = bound is not None  # what compiled code asks, for which a bound would be a constant
-        self.places = {layer: place for place, layer in enumerate(shapes or ())}  # in the storage, of layers of unlike shapes
+        self.storage_index = {
+            layer: place for place, layer in enumerate(shapes or ())
+        }  # in the storage, of layers of unlike shapes
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)  # committed tokens a row
         self.longest = bound or 0  # the largest of them, or its bound, known without asking the device
         self.is_empty = True  # no forward has appended anything yet
-        self.pending = 0  # nodes appended behind the committed tokens and not yet committed or forgotten
+        self.uncommitted = 0  # nodes appended behind the committed tokens and not yet committed or forgotten
         self.positions: Tensor | None = None  # [B, pending] the position ids of these nodes, where they were said
         self.recurrences: dict[int, Recurrence] = {}
         self.prompt_lengths: Tensor | None = None  # [B] of prompts that are about to be read
-        self.offsets: Tensor | None = None  # [B] what position ids are ahead of places in the text, behind images
+        self.position_offsets: Tensor | None = None  # [B] what position ids are ahead of places in the text, behind images
         self.storage: Tensor | None = None  # allocated when the first keys tell the shape and dtype
-        self.reader: Reader | None = None  # while it is `read_through` something
-        self.watcher: Watcher | None = None  # while it is `watched`
-        self.updated = -1  # the number by which a layer has given its keys last
-        self.gives_all = False  # to layers that attend by themselves
-        super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
+        self.kv_transform: KVTransform | None = None  # while it is `read_through` something
+        self.query_observer: QueryObserver | None = None  # while it is `watched`
+        self.last_updated = -1  # the number by which a layer has given its keys last
+        self.returns_all_keys = False  # to layers that attend by themselves
+        super().__init__(layers=[_CacheLayer(self) for _ in range(num_layers)])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TreeCache":
         """An empty one: a copied drafter decodes for itself."""
         return TreeCache(len(self.layers), len(self.lengths), self.max_length, self.lengths.device, self.bound, self.shapes)
 
-    def empty(self) -> None:
+    def reset(self) -> None:
         """Forget every token, in place, so that what replays it finds it there."""
         self.lengths.zero_()
         self.longest = self.bound or 0
-        self.forget()
+        self.roll_back()
         self.recurrences.clear()
-        self.offsets = None
+        self.position_offsets = None
         self.is_empty = True
 
     def update(
@@ -112,31 +116,38 @@ class TreeCache(Cache):
         """What a layer of `transformers` calls; attention itself appends, so keys and values pass unchanged, but for layers
         that attend by themselves, which get all there are."""
         if not torch.compiler.is_compiling():  # whose code is the same for all layers, so it reads no number
-            self.updated = layer_idx
-        if not self.gives_all:
+            self.last_updated = layer_idx
+        if not self.returns_all_keys:
             return key_states, value_states
         keys, values = self.append(layer_idx, key_states, value_states)
         return keys.to(key_states.dtype).contiguous(), values.to(value_states.dtype).contiguous()  # some view them
 
-    def reach(self, num_nodes: int) -> int:
+    def max_prefix_length(self, num_nodes: int) -> int:
         """The most tokens that a row can hold when `num_nodes` more are appended behind the pending ones."""
-        room = self.max_length - self.pending - num_nodes
+        room = self.max_length - self.uncommitted - num_nodes
         assert room >= (self.longest if not self.is_bounded else 0), f"cache of {self.max_length} slots is {-room} too small"
         return min(self.longest, room)
 
-    def slots(self, num_nodes: int) -> Tensor:
+    def next_slots(self, num_nodes: int) -> Tensor:
         """[B, N] where the next `num_nodes` nodes of every row will be written."""
-        return (self.lengths + self.pending)[:, None] + torch.arange(num_nodes, device=self.lengths.device)
+        return (self.lengths + self.uncommitted)[:, None] + torch.arange(num_nodes, device=self.lengths.device)
 
-    def sees(self, tree: Tensor, query_positions: Tensor | None = None, key_positions: Tensor | None = None) -> Visibility:
+    def visibility(
+        self, tree: Tensor, query_positions: Tensor | None = None, key_positions: Tensor | None = None
+    ) -> Visibility:
         """What new nodes see: the committed tokens, and of the appended nodes those in `tree` [B, N, M], themselves the last.
         Positions [B, N] and [B, M] are for sliding windows."""
         positions = self.lengths[:, None] if query_positions is None else query_positions
         return Visibility(
-            self.lengths, self.reach(tree.shape[2] - self.pending), tree, positions, key_positions, not self.is_bounded
+            self.lengths,
+            self.max_prefix_length(tree.shape[2] - self.uncommitted),
+            tree,
+            positions,
+            key_positions,
+            not self.is_bounded,
         )
 
-    def place(self, positions: Tensor) -> None:
+    def set_positions(self, positions: Tensor) -> None:
         """Say the position ids [B, N] of the nodes that the next forward appends; sliding windows want them."""
         self.positions = positions if self.positions is None else torch.cat([self.positions, positions], dim=1)
 
@@ -147,28 +158,28 @@ class TreeCache(Cache):
         keys: Tensor,
         values: Tensor,
         visible: Tensor,
-        rules: Rules = PLAIN,
+        options: AttentionOptions = DEFAULT_OPTIONS,
         positions: Tensor | None = None,
     ) -> Tensor:
         """Append keys and values [B, H, N, D] of a drafter's layer; its queries, of the newest N appended nodes, see what is
         `visible` [B, N, M]. A window needs the `positions` [B, M] of the appended nodes."""
         own = None if positions is None else positions[:, -queries.shape[2] :]
         held = self.append(layer, keys, values)
-        scale = queries.shape[-1] ** -0.5 if rules.scale is None else rules.scale
-        seen = self.sees(visible, own, positions)
-        return tree_attention(queries, *held, seen, scale, rules.window, rules.softcap, rules.sinks)
+        scale = queries.shape[-1] ** -0.5 if options.scale is None else options.scale
+        seen = self.visibility(visible, own, positions)
+        return tree_attention(queries, *held, seen, scale, options.window, options.softcap, options.sinks)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write [B, H, N, D] behind what layer `layer` holds; return all its slots up to the newest, [B, H, T', D]."""
         num_nodes = keys.shape[2]
         if self.storage is None:
-            self.storage = self._allocated(keys)
+            self.storage = self._allocate_storage(keys)
         keys, values = keys.to(self.storage.dtype), values.to(self.storage.dtype)
-        end = self.reach(num_nodes) + self.pending + num_nodes
+        end = self.max_prefix_length(num_nodes) + self.uncommitted + num_nodes
         if self.shapes is not None:
             rows = torch.arange(len(keys), device=keys.device)[:, None]
-            for held, new in zip(self.held(layer), (keys, values)):
-                held[rows, self.slots(num_nodes)] = new.transpose(1, 2)
+            for held, new in zip(self.keys_values(layer), (keys, values)):
+                held[rows, self.next_slots(num_nodes)] = new.transpose(1, 2)
         else:
             store = self.storage[layer]
             if (len(keys), keys.shape[1], keys.shape[3]) != (store.shape[1], *store.shape[3:]) or values.shape != keys.shape:
@@ -177,62 +188,62 @@ class TreeCache(Cache):
                 store[0, :, end - num_nodes : end] = keys.transpose(1, 2)
                 store[1, :, end - num_nodes : end] = values.transpose(1, 2)
             else:
-                kv_append(store, keys, values, self.lengths, self.pending)
-        keys, values = (held[:, :end].transpose(1, 2) for held in self.held(layer))
-        return (keys, values) if self.reader is None else self.reader(layer, keys, values)
+                kv_append(store, keys, values, self.lengths, self.uncommitted)
+        keys, values = (held[:, :end].transpose(1, 2) for held in self.keys_values(layer))
+        return (keys, values) if self.kv_transform is None else self.kv_transform(layer, keys, values)
 
-    def held(self, layer: int) -> tuple[Tensor, Tensor]:
+    def keys_values(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of all slots of a layer, [B, T, H, D] each, in place: layers of unlike shapes take a part of the
         widest."""
         assert self.storage is not None
         if self.shapes is None:
             return self.storage[layer, 0], self.storage[layer, 1]
         heads, *sizes = self.shapes[layer]
-        both = self.storage[self.places[layer], :, :, :, 0]
+        both = self.storage[self.storage_index[layer], :, :, :, 0]
         keys, values = (half[..., : heads * size].unflatten(-1, (heads, size)) for half, size in zip(both, sizes))
         return keys, values
 
     @property
-    def attending(self) -> list[int]:
+    def attention_layers(self) -> list[int]:
         """The layers that attend."""
         return list(range(len(self.layers))) if self.shapes is None else list(self.shapes)
 
     @contextmanager
-    def read_through(self, reader: Reader | None) -> Iterator[None]:
+    def transform_reads(self, reader: KVTransform | None) -> Iterator[None]:
         """For so long layers attend to what `reader` makes of what is held."""
-        before, self.reader = self.reader, reader
+        before, self.kv_transform = self.kv_transform, reader
         try:
             yield
         finally:
-            self.reader = before
+            self.kv_transform = before
 
     @contextmanager
-    def watched(self, watcher: Watcher | None) -> Iterator[None]:
+    def observe_queries(self, watcher: QueryObserver | None) -> Iterator[None]:
         """For so long `watcher` is told of every layer's queries; compiled layers tell nothing."""
-        before, self.watcher = self.watcher, watcher
+        before, self.query_observer = self.query_observer, watcher
         try:
             yield
         finally:
-            self.watcher = before
+            self.query_observer = before
 
-    def _allocated(self, keys: Tensor) -> Tensor:
+    def _allocate_storage(self, keys: Tensor) -> Tensor:
         """Empty slots for all layers that attend."""
         batch, heads, _, size = keys.shape
         count, each = len(self.layers), (heads, size)
         if self.shapes is not None:
             count, each = len(self.shapes), (1, max(shape.width for shape in self.shapes.values()))
-        dtype = attended_dtype(keys.dtype, keys.device)
+        dtype = attention_dtype(keys.dtype, keys.device)
         return torch.zeros((count, 2, batch, self.max_length, *each), dtype=dtype, device=keys.device)
 
-    def advance(self, num_nodes: int) -> None:
+    def add_uncommitted(self, num_nodes: int) -> None:
         """Say that a forward over every layer has appended `num_nodes` nodes."""
-        self.pending += num_nodes
+        self.uncommitted += num_nodes
         self.is_empty = False
 
-    def arrange(self, order: Tensor, layers: slice = slice(None)) -> None:
+    def reorder_nodes(self, order: Tensor, layers: slice = slice(None)) -> None:
         """Put the appended nodes in another order: the i-th behind the committed tokens becomes node `order[b, i]` [B, N]."""
         for recurrence in self.recurrences.values():
-            recurrence.arrange(order)
+            recurrence.reorder_nodes(order)
         if self.storage is None:
             return
         source = self.lengths[:, None] + order
@@ -242,7 +253,9 @@ class TreeCache(Cache):
             rows = torch.arange(order.shape[0], device=order.device)[:, None]
             self.storage[layers, :, rows, target] = self.storage[layers, :, rows, source]
 
-    def commit(self, path: Tensor | None, counts: Tensor, hidden: Tensor | None = None, fresh: Tensor | None = None) -> None:
+    def commit(
+        self, path: Tensor | None, counts: Tensor, hidden: Tensor | None = None, path_hidden: Tensor | None = None
+    ) -> None:
         """Keep the first `counts[b]` of the appended nodes, or of `path[b]` [B, P], which ascends; forget the other ones.
 
         `fresh` [B, P, ...] gets what `hidden` [B, N, ...] holds along the path.
@@ -250,14 +263,14 @@ class TreeCache(Cache):
         for recurrence in self.recurrences.values():
             recurrence.commit(path, counts)
         if path is not None and self.is_bounded and self.storage is not None:
-            kv_commit(self.storage, self.lengths, path, counts, hidden, fresh)
+            kv_commit(self.storage, self.lengths, path, counts, hidden, path_hidden)
         else:
             if path is not None:
-                self.arrange(path)
+                self.reorder_nodes(path)
             self.lengths += counts
         if not self.is_bounded:
             self.longest = int(self.lengths.max())
-        self.forget()
+        self.roll_back()
 
     def _check_no_states(self) -> None:
         if self.recurrences:
@@ -267,19 +280,19 @@ class TreeCache(Cache):
             )
 
     @contextmanager
-    def rewound(self, committed: int) -> Iterator[None]:
+    def rewind_tokens(self, committed: int) -> Iterator[None]:
         """For so long the newest committed tokens of every row are not there, and what is appended in their place is forgotten;
         then they are back, bit by bit."""
         self._check_no_states()
-        assert not self.is_bounded and self.storage is not None and not self.pending
+        assert not self.is_bounded and self.storage is not None and not self.uncommitted
         rows = torch.arange(len(self.lengths), device=self.lengths.device)[:, None]
         slots = self.lengths[:, None] - committed + torch.arange(committed, device=self.lengths.device)
         before = self.storage[:, :, rows, slots]
-        self.forget(committed)
+        self.roll_back(committed)
         try:
             yield
         finally:
-            self.forget()
+            self.roll_back()
             self.storage[:, :, rows, slots] = before
             self.lengths += committed
             self.longest += committed
@@ -290,27 +303,27 @@ class TreeCache(Cache):
         self.lengths.copy_(lengths)
         if not self.is_bounded:
             self.longest = int(self.lengths.max())
-        self.forget()
+        self.roll_back()
 
-    def forget(self, committed: int = 0) -> None:
+    def roll_back(self, committed: int = 0) -> None:
         """Drop every node that was appended and not committed, and the newest committed ones of every row."""
         for recurrence in self.recurrences.values():
-            recurrence.forget(len(self.lengths))
+            recurrence.roll_back(len(self.lengths))
         if committed:
             self._check_no_states()
             self.lengths -= committed
             self.longest -= 0 if self.is_bounded else committed
-        self.pending = 0
+        self.uncommitted = 0
         self.positions = None
 
 
-def attended_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def attention_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """What keys of a type are held and attended to in: of half precision on a CPU float64, so that the sums over keys are the
     same, once they are rounded, in whatever order the keys lie. Half precision makes of one different bit different logits."""
     return torch.float64 if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-class _Layer(CacheLayerMixin):
+class _CacheLayer(CacheLayerMixin):
     """One layer as `transformers` sees it."""
 
     is_sliding = False
@@ -323,13 +336,13 @@ class _Layer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return self.owner.update(key_states, value_states, self.owner.updated)
+        return self.owner.update(key_states, value_states, self.owner.last_updated)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        return self.owner.longest + self.owner.pending
+        return self.owner.longest + self.owner.uncommitted
 
     def get_max_length(self) -> int:
         return self.owner.max_length

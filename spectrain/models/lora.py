@@ -12,7 +12,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from .quantization import forget_quantization, is_plain_weight, is_quantised, refuse_training, whole_weight
+from .quantization import clear_quantization, dequantize_weight, has_dense_weight, is_quantized, refuse_training
 from .target import Target
 
 
@@ -23,20 +23,20 @@ def inject_lora(target: Target, rank: int, alpha: float) -> list[nn.Parameter]:
     """
     linears = [name for name, module in target.decoder.named_modules() if isinstance(module, nn.Linear)]
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha, target_modules=linears or "all-linear"), target.decoder)
-    for layer in lora_layers(target):
+    for layer in find_lora_layers(target):
         for factors in (layer.lora_A, layer.lora_B):
             factors.float()  # whatever the target's type: small steps would be lost in bfloat16
     return [parameter for name, parameter in target.named_parameters() if ".lora_" in name]
 
 
-def lora_layers(target: Target) -> list[LoraLayer]:
+def find_lora_layers(target: Target) -> list[LoraLayer]:
     return [module for module in target.modules() if isinstance(module, LoraLayer)]
 
 
 @contextmanager
-def adapters_off(target: Target) -> Iterator[None]:
+def disable_adapters(target: Target) -> Iterator[None]:
     """The target as it was before it was adapted, bit by bit."""
-    layers = lora_layers(target)
+    layers = find_lora_layers(target)
     for layer in layers:
         layer.enable_adapters(False)
     try:
@@ -46,9 +46,9 @@ def adapters_off(target: Target) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def whole(linear: nn.Linear, dtype: torch.dtype) -> nn.Linear:
+def dequantize_linear(linear: nn.Linear, dtype: torch.dtype) -> nn.Linear:
     """A linear of the same weights, which are kept in few bits no longer."""
-    weight = whole_weight(linear, dtype)
+    weight = dequantize_weight(linear, dtype)
     found = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
     found.weight = nn.Parameter(weight, requires_grad=False)
     if linear.bias is not None:
@@ -63,8 +63,8 @@ def merge_lora(target: Target) -> None:
         if isinstance(module, LoraLayer):
             base: nn.Linear = module.get_base_layer()
             with torch.no_grad():  # peft's own merge writes where no copy of the weight would notice
-                if not is_plain_weight(base):
-                    base = whole(base, target.dtype)
+                if not has_dense_weight(base):
+                    base = dequantize_linear(base, target.dtype)
                 base.weight.add_(module.get_delta_weight("default").to(base.weight.dtype))
             parent, _, child = name.rpartition(".")
             setattr(target.get_submodule(parent), child, base)
@@ -81,7 +81,7 @@ class TargetTraining:
         self.parameters: list[nn.Parameter] = []  # of the target, that learn
         self.original: Target | None = None
 
-    def begin(self, target: Target) -> None:
+    def start_training(self, target: Target) -> None:
         """Get a target ready to be trained. Weights that change are kept in float32."""
         refuse_training(target.name, target.model, self.adapt)
         self.dtype = target.dtype
@@ -90,26 +90,26 @@ class TargetTraining:
             return
         if self.keeps_original:
             self.original = copy.deepcopy(target)
-            self.original.pack()
+            self.original.pack_weights()
         cast_parameters(target, torch.float32)
         self.parameters = list(target.parameters())
 
     @contextmanager
-    def off(self, target: Target) -> Iterator[Target]:
+    def use_original(self, target: Target) -> Iterator[Target]:
         """The target as it was before it was trained."""
         if self.adapt == "full":
             assert self.original is not None, "weights that changed are only known where the original was kept"
             yield self.original
             return
-        with adapters_off(target):
+        with disable_adapters(target):
             yield target
 
-    def finish(self, target: Target) -> None:
+    def finish_training(self, target: Target) -> None:
         """The trained target as an ordinary model again, frozen, in the type that it had."""
         if self.adapt == "lora":
             merge_lora(target)
-            if is_quantised(target.model):
-                forget_quantization(target.model)
+            if is_quantized(target.model):
+                clear_quantization(target.model)
         cast_parameters(target, self.dtype)
         target.requires_grad_(False)
         self.parameters, self.original = [], None

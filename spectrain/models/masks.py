@@ -15,34 +15,34 @@ MaskFunction = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
-class Mask:
+class RequestedMask:
     """One that a model asked for."""
 
     function: MaskFunction
     size: int | None  # of its windows or chunks
 
-    def at(self, queries: Tensor, keys: Tensor) -> Tensor:
+    def visible_keys(self, queries: Tensor, keys: Tensor) -> Tensor:
         """[Q, K] which keys are seen from where."""
         none = torch.zeros((), dtype=torch.int64, device=queries.device)
         seen = self.function(none, none, queries[:, None], keys[None])
         return torch.as_tensor(seen).expand(len(queries), len(keys))
 
 
-_asked: list[list[tuple[Tensor, Mask]]] = []
+_recorded: list[list[tuple[Tensor, RequestedMask]]] = []
 
 
 @contextmanager
-def masks_asked_for() -> Iterator[list[tuple[Tensor, Mask]]]:
+def record_masks() -> Iterator[list[tuple[Tensor, RequestedMask]]]:
     """Every mask that a model asks for meanwhile, with the tensor that it gets in answer."""
-    asked: list[tuple[Tensor, Mask]] = []
-    _asked.append(asked)
+    asked: list[tuple[Tensor, RequestedMask]] = []
+    _recorded.append(asked)
     try:
         yield asked
     finally:
-        _asked.pop()
+        _recorded.pop()
 
 
-def mask_of(
+def make_mask(
     *args: Any,
     q_length: int = 0,
     kv_length: int = 0,
@@ -52,8 +52,8 @@ def mask_of(
 ) -> Tensor | None:
     """What transformers calls for a mask: none, for attention knows itself what a token sees; while a target is checked, a
     causal one [1, 1, Q, K], by which the layers that are given it are known."""
-    if not _asked or mask_function is None:
+    if not _recorded or mask_function is None:
         return None
     mask = torch.ones(q_length, kv_length, dtype=torch.bool, device=kwargs.get("device")).tril()[None, None]
-    _asked[-1].append((mask, Mask(mask_function, local_size)))
+    _recorded[-1].append((mask, RequestedMask(mask_function, local_size)))
     return mask

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from spectrain.errors import UserError
 
-MTP_WORDS = "use drafter.start=new, or recipe=eagle3"
-INDEX = "model.safetensors.index.json"
-SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the target's embedding and head beside a layer
-FUSED = "mlp.experts.gate_up_proj"
-EXPERT = re.compile(r"(.*mlp\.experts\.)(\d+)\.(gate|up|down)_proj\.weight")
+MTP_HINT = "use drafter.start=new, or recipe=eagle3"
+INDEX_FILE = "model.safetensors.index.json"
+TARGET_TENSORS = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the target's embedding and head beside a layer
+FUSED_EXPERTS = "mlp.experts.gate_up_proj"
+EXPERT_PATTERN = re.compile(r"(.*mlp\.experts\.)(\d+)\.(gate|up|down)_proj\.weight")
 
 
 @dataclass(frozen=True)
@@ -34,30 +34,33 @@ class MtpLayout:
 
     title: str
     marker: re.Pattern[str]
-    names: dict[str, str]  # our name -> theirs behind the prefix
-    layer: str  # what stands before the decoder layer's own names, behind the prefix
+    tensor_names: dict[str, str]  # our name -> theirs behind the prefix
+    layer_prefix: str  # what stands before the decoder layer's own names, behind the prefix
     prefix: str  # of a new layer; {layer} counts on behind the target's layers
     hidden_first: bool = False  # the projection reads [state, embedding]
 
-    def ours(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def to_internal(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """A layer's tensors, named as behind its prefix, under our names."""
-        mine = {theirs: name for name, theirs in self.names.items()}
+        mine = {theirs: name for name, theirs in self.tensor_names.items()}
         found = {}
         for name, tensor in tensors.items():
-            found[mine.get(name) or f"layer.{name.removeprefix(self.layer)}"] = tensor
+            found[mine.get(name) or f"layer.{name.removeprefix(self.layer_prefix)}"] = tensor
         if self.hidden_first and "fc.weight" in found:
-            found["fc.weight"] = swapped(found["fc.weight"])
-        return fused(found)
+            found["fc.weight"] = swap_halves(found["fc.weight"])
+        return fuse_experts(found)
 
-    def theirs(self, tensors: dict[str, Tensor], by_expert: bool) -> dict[str, Tensor]:
+    def to_checkpoint(self, tensors: dict[str, Tensor], by_expert: bool) -> dict[str, Tensor]:
         """The other way: what stands behind the prefix, with every expert by itself where the checkpoint holds them so."""
-        tensors = unfused(tensors) if by_expert else dict(tensors)
+        tensors = split_experts(tensors) if by_expert else dict(tensors)
         if self.hidden_first:
-            tensors["fc.weight"] = swapped(tensors["fc.weight"])
-        return {self.names.get(name) or self.layer + name.removeprefix("layer."): tensor for name, tensor in tensors.items()}
+            tensors["fc.weight"] = swap_halves(tensors["fc.weight"])
+        return {
+            self.tensor_names.get(name) or self.layer_prefix + name.removeprefix("layer."): tensor
+            for name, tensor in tensors.items()
+        }
 
 
-LAYOUTS = (
+MTP_LAYOUTS = (
     MtpLayout(
         "Qwen3-Next",
         re.compile(r"^(mtp\.)fc\.weight$"),
@@ -96,7 +99,7 @@ LAYOUTS = (
         hidden_first=True,
     ),
 )
-READERS = {
+ENGINE_LAYOUTS = {
     "qwen3_next": "Qwen3-Next", "qwen3_5": "Qwen3-Next", "qwen3_5_text": "Qwen3-Next", "qwen3_5_moe": "Qwen3-Next",
     "qwen3_5_moe_text": "Qwen3-Next", "mellum": "Qwen3-Next", "deepseek_v3": "DeepSeek-V3", "deepseek_v32": "DeepSeek-V3",
     "glm4_moe": "DeepSeek-V3", "glm4_moe_lite": "DeepSeek-V3", "mimo": "MiMo",
@@ -104,12 +107,12 @@ READERS = {
 """Model types that engines draft for with MTP layers -> the layout that they read."""
 
 
-def layout_of(names: Collection[str]) -> MtpLayout | None:
+def find_layout(names: Collection[str]) -> MtpLayout | None:
     """Of the MTP layers among tensors by these names; None where there are none."""
-    return next((one for one in LAYOUTS if any(one.marker.match(name) for name in names)), None)
+    return next((one for one in MTP_LAYOUTS if any(one.marker.match(name) for name in names)), None)
 
 
-def mtp_kinds(config: dict[str, Any]) -> dict[str, list[str]]:
+def mtp_layer_types(config: dict[str, Any]) -> dict[str, list[str]]:
     """Of what kind an MTP layer is, where a model's layers are of several: as its configuration says, or one that attends over
     all the text, and otherwise as the last one."""
     found = {}
@@ -120,82 +123,86 @@ def mtp_kinds(config: dict[str, Any]) -> dict[str, list[str]]:
     return found
 
 
-class Checkpoint:
+class CheckpointReader:
     """A model's safetensors files, read by name."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        index = directory / INDEX
-        self.files: dict[str, str] = {}  # of every tensor
+        index = directory / INDEX_FILE
+        self.tensor_files: dict[str, str] = {}  # of every tensor
         if index.exists():
-            self.files = dict(json.loads(index.read_text())["weight_map"])
+            self.tensor_files = dict(json.loads(index.read_text())["weight_map"])
         else:
             for path in sorted(directory.glob("*.safetensors")):
                 with safe_open(path, "pt") as file:
-                    self.files |= dict.fromkeys(file.keys(), path.name)
+                    self.tensor_files |= dict.fromkeys(file.keys(), path.name)
 
     @staticmethod
-    def of(path: str) -> Checkpoint | None:
+    def from_path(path: str) -> CheckpointReader | None:
         """Of a target's path: a directory, or a name on the hub whose files lie in the hub's cache; None where neither is."""
         if Path(path).is_dir():
-            return Checkpoint(Path(path))
+            return CheckpointReader(Path(path))
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError
 
         try:
-            return Checkpoint(Path(snapshot_download(path, local_files_only=True)))
+            return CheckpointReader(Path(snapshot_download(path, local_files_only=True)))
         except (LocalEntryNotFoundError, ValueError, OSError):
             return None
 
-    def tensor(self, name: str) -> Tensor:
-        with safe_open(self.directory / self.files[name], "pt") as file:
+    def read_tensor(self, name: str) -> Tensor:
+        with safe_open(self.directory / self.tensor_files[name], "pt") as file:
             return file.get_tensor(name)
 
     @property
-    def layout(self) -> MtpLayout | None:
+    def mtp_layout(self) -> MtpLayout | None:
         """Of the MTP layers that it holds; None where it holds none."""
-        return layout_of(self.files)
+        return find_layout(self.tensor_files)
 
-    def prefixes(self, layout: MtpLayout) -> list[str]:
+    def layer_prefixes(self, layout: MtpLayout) -> list[str]:
         """Of all MTP layers, in their order."""
-        found = {match[1] for name in self.files if (match := layout.marker.match(name))}
+        found = {match[1] for name in self.tensor_files if (match := layout.marker.match(name))}
         return sorted(found, key=lambda prefix: [int(number) for number in re.findall(r"\d+", prefix)])
 
-    def of_layer(self, layout: MtpLayout, prefix: str) -> list[str]:
+    def layer_tensor_names(self, layout: MtpLayout, prefix: str) -> list[str]:
         """The tensors of the MTP layer behind a prefix, without copies of the target's embedding and head."""
-        names = [name for name in self.files if name.startswith(prefix) and name.removeprefix(prefix) not in SHARED]
+        names = [
+            name for name in self.tensor_files if name.startswith(prefix) and name.removeprefix(prefix) not in TARGET_TENSORS
+        ]
         return [name for name in names if not re.match(r"mtp\.layers\.[1-9]", name)]  # of several the first
 
 
-def ships_layer(path: str) -> bool:
+def has_mtp_layer(path: str) -> bool:
     """Whether a target's checkpoint holds an MTP layer of a known layout."""
-    checkpoint = Checkpoint.of(path)
-    return checkpoint is not None and checkpoint.layout is not None
+    checkpoint = CheckpointReader.from_path(path)
+    return checkpoint is not None and checkpoint.mtp_layout is not None
 
 
-def shipped_layer(path: str) -> dict[str, Tensor]:
+def load_mtp_layer(path: str) -> dict[str, Tensor]:
     """The first MTP layer of a target's checkpoint, under our names, in float32."""
-    checkpoint = Checkpoint.of(path)
-    layout = None if checkpoint is None else checkpoint.layout
+    checkpoint = CheckpointReader.from_path(path)
+    layout = None if checkpoint is None else checkpoint.mtp_layout
     if checkpoint is None or layout is None:
         raise UserError(f"drafter.start=shipped: {path} holds no MTP layer of a known layout; use drafter.start=new")
-    prefix = checkpoint.prefixes(layout)[0]
-    tensors = {name.removeprefix(prefix): checkpoint.tensor(name) for name in checkpoint.of_layer(layout, prefix)}
+    prefix = checkpoint.layer_prefixes(layout)[0]
+    tensors = {
+        name.removeprefix(prefix): checkpoint.read_tensor(name) for name in checkpoint.layer_tensor_names(layout, prefix)
+    }
     quantised = sorted(name for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.element_size() < 2)
     if quantised:
         raise UserError(f"{path}: its MTP layer is quantised ({prefix}{quantised[0]}); give the unquantised checkpoint")
-    return {name: tensor.float() for name, tensor in layout.ours(tensors).items()}
+    return {name: tensor.float() for name, tensor in layout.to_internal(tensors).items()}
 
 
-def swapped(weight: Tensor) -> Tensor:
+def swap_halves(weight: Tensor) -> Tensor:
     """[D, 2 D] with its halves the other way round."""
     return torch.cat([*reversed(weight.chunk(2, dim=1))], dim=1)
 
 
-def fused(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def fuse_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Experts that lie by themselves as transformers' classes hold them: gate_up_proj [E, 2 I, D] and down_proj [E, D, I]."""
-    found = {name: tensor for name, tensor in tensors.items() if not EXPERT.fullmatch(name)}
-    single = {match.groups(): tensor for name, tensor in tensors.items() if (match := EXPERT.fullmatch(name))}
+    found = {name: tensor for name, tensor in tensors.items() if not EXPERT_PATTERN.fullmatch(name)}
+    single = {match.groups(): tensor for name, tensor in tensors.items() if (match := EXPERT_PATTERN.fullmatch(name))}
     for stem in {stem for stem, _, _ in single}:
         order = sorted({int(expert) for place, expert, _ in single if place == stem})
         gates, ups, downs = ([single[stem, str(n), part] for n in order] for part in ("gate", "up", "down"))
@@ -204,7 +211,7 @@ def fused(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def unfused(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def split_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The other way."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

@@ -15,16 +15,16 @@ from torch import Tensor
 from spectrain.trees.token_tree import TokenTree
 
 from .features import Features, Layer
-from .forward_plan import ForwardPlan, LayerSpan, Skipped, layer_of
+from .forward_plan import ForwardPlan, LayerSpan, SkippedLayer, layer_index
 from .kv_cache import TreeCache
 from .target import Target
 
 
 @dataclass(frozen=True)
-class Level:
+class NodeLevel:
     """Nodes that were run together."""
 
-    seen: Features  # at layer `exit`, and "final": the final norm of what was run last
+    features: Features  # at layer `exit`, and "final": the final norm of what was run last
     positions: Tensor  # [B, F]
     visible: Tensor  # [B, F, M + F] which nodes of the round each one sees
 
@@ -38,35 +38,42 @@ class PartialForward:
     """
 
     def __init__(
-        self, target: Target, cache: TreeCache, last: int, skipped: Collection[Skipped] = (), layers: tuple[Layer, ...] = ()
+        self,
+        target: Target,
+        cache: TreeCache,
+        last: int,
+        skipped: Collection[SkippedLayer] = (),
+        layers: tuple[Layer, ...] = (),
     ) -> None:
         self.target, self.cache = target, cache
         self.last, self.skipped, self.layers = last, skipped, layers
-        self.exit = min((last, *map(layer_of, skipped)))
+        self.exit_layer = min((last, *map(layer_index, skipped)))
         batch, device = len(cache.lengths), cache.lengths.device
-        below = {k for k in layers if isinstance(k, int) and k < self.exit}
-        self.kept: tuple[int, ...] = (*sorted(below), self.exit)
+        below = {k for k in layers if isinstance(k, int) and k < self.exit_layer}
+        self.captured_layers: tuple[int, ...] = (*sorted(below), self.exit_layer)
         self.tokens = torch.zeros(batch, 0, dtype=torch.int64, device=device)  # [B, M]
         self.parents = torch.zeros_like(self.tokens)  # by order, -1 at the root
         self.depths = torch.zeros_like(self.tokens)
         self.visible = torch.zeros(batch, 0, 0, dtype=torch.bool, device=device)
         self.hidden: Tensor | None = None  # [B, M, len(kept), D] the residual stream entering the layers `kept`
 
-    def start(self, root: Tensor) -> Level:
+    def run_root(self, root: Tensor) -> NodeLevel:
         """Run the root [B]."""
         tokens = root[:, None]
-        return self._run(tokens, torch.full_like(tokens, -1), torch.zeros_like(tokens), self.visible.new_zeros(len(root), 1, 0))
+        return self._run_level(
+            tokens, torch.full_like(tokens, -1), torch.zeros_like(tokens), self.visible.new_zeros(len(root), 1, 0)
+        )
 
-    def extend(self, tokens: Tensor, parents: Tensor) -> Level:
+    def run_children(self, tokens: Tensor, parents: Tensor) -> NodeLevel:
         """Run new nodes [B, F] below earlier ones, `parents` [B, F] by the order in which nodes were given."""
         above = self.visible.gather(1, parents[..., None].expand(-1, -1, self.visible.shape[-1]))
-        return self._run(tokens, parents, self.depths.gather(1, parents) + 1, above)
+        return self._run_level(tokens, parents, self.depths.gather(1, parents) + 1, above)
 
-    def finish(self, tree: TokenTree) -> Features:
+    def run_tree(self, tree: TokenTree) -> Features:
         """Logits and features at every node of a tree, run through what it has not been through. Commit afterwards."""
-        self.settle(tree)
+        self.align_to_tree(tree)
         assert self.hidden is not None
-        later = tuple(layer for layer in self.layers if layer not in self.kept)
+        later = tuple(layer for layer in self.layers if layer not in self.captured_layers)
         positions = self.cache.lengths[:, None] + tree.depths
         seen = self.target.run(
             tree.tokens,
@@ -76,43 +83,46 @@ class PartialForward:
                 positions=positions,
                 mask=tree.ancestors,
                 cache=self.cache,
-                span=LayerSpan(first=self.exit, hidden=self.hidden[:, :, -1]),
+                span=LayerSpan(first=self.exit_layer, hidden=self.hidden[:, :, -1]),
             ),
         )
-        states = [self.hidden[:, :, self.kept.index(k)] if k in self.kept else seen.at(k) for k in self.layers]
+        states = [
+            self.hidden[:, :, self.captured_layers.index(k)] if k in self.captured_layers else seen.at_layer(k)
+            for k in self.layers
+        ]
         return Features(tree.tokens, self.layers, torch.stack(states, dim=2) if states else seen.hidden, seen.logits)
 
-    def settle(self, tree: TokenTree) -> None:
+    def align_to_tree(self, tree: TokenTree) -> None:
         """Run those nodes of the tree that are missing up to `exit`, and let its nodes, in its order, be all there are."""
-        places = self._find(tree)
+        places = self._match_nodes(tree)
         missing = (places < 0) & tree.valid
         before = self.tokens.shape[1]
         # A cache that asks nothing is for trees that keep all that was drafted: what is left to run is known.
         count = int(missing.sum(1).max()) if self.cache.bound is None else tree.tokens.shape[1] - before
         if count:
-            assert self.cache.pending == before, "a settled tree can lose nodes, not gain any"
+            assert self.cache.uncommitted == before, "a settled tree can lose nodes, not gain any"
             order = missing.long().argsort(dim=1, descending=True, stable=True)[:, :count]  # rows that miss fewer repeat some
             places = torch.where(missing, before + missing.long().cumsum(1) - 1, places)
             above = tree.ancestors.gather(1, order[..., None].expand(-1, -1, tree.tokens.shape[1])).long()
             columns = places.clamp(min=0)[:, None].expand(-1, count, -1)
             visible = above.new_zeros(len(above), count, before + count).scatter_add_(2, columns, above) > 0
             depths = tree.depths.gather(1, order)
-            self._append(tree.tokens.gather(1, order), depths, visible, self.exit, ())
+            self._append_nodes(tree.tokens.gather(1, order), depths, visible, self.exit_layer, ())
         places = places.clamp(min=0)
-        self.cache.arrange(places, self.target.places_below(self.exit))
-        self.cache.forget()
+        self.cache.reorder_nodes(places, self.target.cache_slice_below(self.exit_layer))
+        self.cache.roll_back()
         assert self.hidden is not None
         self.hidden = self.hidden.gather(1, places[:, :, None, None].expand(-1, -1, *self.hidden.shape[2:]))
         self.tokens = tree.tokens.masked_fill(~tree.valid, -1)  # padding has no path
         self.parents, self.depths, self.visible = tree.parents, tree.depths, tree.ancestors
 
-    def deepen(self, tree: TokenTree, layer: int) -> None:
+    def run_to_layer(self, tree: TokenTree, layer: int) -> None:
         """Run all nodes of a tree up to `layer`, where `exit` lies before it. Nothing more is drafted afterwards."""
-        self.settle(tree)
-        if layer <= self.exit:
+        self.align_to_tree(tree)
+        if layer <= self.exit_layer:
             return
         assert self.hidden is not None
-        between: tuple[int, ...] = tuple(sorted(k for k in self.layers if isinstance(k, int) and self.exit < k < layer))
+        between: tuple[int, ...] = tuple(sorted(k for k in self.layers if isinstance(k, int) and self.exit_layer < k < layer))
         positions = self.cache.lengths[:, None] + tree.depths
         reached: tuple[Layer, ...] = (*between, layer)
         seen = self.target.run(
@@ -122,27 +132,29 @@ class PartialForward:
                 positions=positions,
                 mask=tree.ancestors,
                 cache=self.cache,
-                span=LayerSpan(first=self.exit, last=layer, hidden=self.hidden[:, :, -1]),
+                span=LayerSpan(first=self.exit_layer, last=layer, hidden=self.hidden[:, :, -1]),
             ),
         )
-        self.cache.forget()
+        self.cache.roll_back()
         self.hidden = torch.cat([self.hidden, seen.hidden], dim=2)
-        self.kept, self.exit, self.last = (*self.kept, *between, layer), layer, layer
+        self.captured_layers, self.exit_layer, self.last = (*self.captured_layers, *between, layer), layer, layer
 
-    def _run(self, tokens: Tensor, parents: Tensor, depths: Tensor, above: Tensor) -> Level:
+    def _run_level(self, tokens: Tensor, parents: Tensor, depths: Tensor, above: Tensor) -> NodeLevel:
         batch, num_new = tokens.shape
         itself = torch.eye(num_new, dtype=torch.bool, device=tokens.device).expand(batch, -1, -1)
         visible = torch.cat([above, itself], dim=2)
-        seen = self._append(tokens, depths, visible, self.last, self.skipped)
+        seen = self._append_nodes(tokens, depths, visible, self.last, self.skipped)
         self.visible = torch.cat([F.pad(self.visible, (0, num_new)), visible], dim=1)
         self.tokens = torch.cat([self.tokens, tokens], dim=1)
         self.parents = torch.cat([self.parents, parents], dim=1)
         self.depths = torch.cat([self.depths, depths], dim=1)
-        return Level(seen, self.cache.lengths[:, None] + depths, visible)
+        return NodeLevel(seen, self.cache.lengths[:, None] + depths, visible)
 
-    def _append(self, tokens: Tensor, depths: Tensor, visible: Tensor, last: int, skipped: Collection[Skipped]) -> Features:
+    def _append_nodes(
+        self, tokens: Tensor, depths: Tensor, visible: Tensor, last: int, skipped: Collection[SkippedLayer]
+    ) -> Features:
         positions = self.cache.lengths[:, None] + depths
-        layers: tuple[Layer, ...] = (*self.kept, "final")
+        layers: tuple[Layer, ...] = (*self.captured_layers, "final")
         seen = self.target.run(
             tokens,
             ForwardPlan(
@@ -153,7 +165,7 @@ class PartialForward:
         self.hidden = kept if self.hidden is None else torch.cat([self.hidden, kept], dim=1)
         return seen
 
-    def _find(self, tree: TokenTree) -> Tensor:
+    def _match_nodes(self, tree: TokenTree) -> Tensor:
         """[B, N] which of the nodes that were run has the path of each node of the tree; -1 where none has.
 
         Equal siblings, drawn with replacement, share one: their states are the same.
@@ -166,6 +178,6 @@ class PartialForward:
         root = torch.zeros_like(alike)
         root[:, 0, 0] = True
         same = root
-        for _ in range(tree.longest_path - 1):  # equal where the tokens are and the parents were
+        for _ in range(tree.max_path_nodes - 1):  # equal where the tokens are and the parents were
             same = root | (alike & below & same.gather(1, upwards[0]).gather(2, upwards[1]))
         return torch.where(same.any(-1), same.long().argmax(-1), -1)

@@ -18,17 +18,22 @@ Quantization = Literal["8bit", "4bit", "int8"]
 """How weights are loaded: by bitsandbytes in 8 bits (LLM.int8) or 4 (NF4), or by torchao as integers of 8 bits, which are
 multiplied in the model's own type."""
 
-PACKAGES = {"bitsandbytes": "bitsandbytes", "torchao": "torchao", "gptq": "optimum gptqmodel", "awq": "gptqmodel",
+METHOD_PACKAGES = {"bitsandbytes": "bitsandbytes", "torchao": "torchao", "gptq": "optimum gptqmodel", "awq": "gptqmodel",
             "compressed-tensors": "compressed-tensors loguru", "hqq": "hqq", "quanto": "optimum-quanto",
             "mxfp4": "triton kernels", "fbgemm_fp8": "fbgemm-gpu", "auto-round": "auto-round", "aqlm": "aqlm", "vptq": "vptq",
             "eetq": "eetq"}  # fmt: skip
 """What transformers needs for a checkpoint's method."""
-BLOCK = 64  # weights that share a scale in NF4
-DEQUANTISED = ("fp8", "mxfp4", "compressed-tensors")  # whose weights may become numbers while they are loaded
-DEQUANTISABLE = ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit", "torchao")  # to which adapters can be added for good
+NF4_BLOCK_SIZE = 64  # weights that share a scale in NF4
+DEQUANTIZED_METHODS = ("fp8", "mxfp4", "compressed-tensors")  # whose weights may become numbers while they are loaded
+MERGEABLE_METHODS = (
+    "bitsandbytes",
+    "bitsandbytes_4bit",
+    "bitsandbytes_8bit",
+    "torchao",
+)  # to which adapters can be added for good
 
 
-def _eight() -> Any:
+def _bnb_8bit_config() -> Any:
     from transformers import BitsAndBytesConfig
 
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it tells of a cast at every product
@@ -37,27 +42,27 @@ def _eight() -> Any:
     return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
 
 
-def _four(dtype: torch.dtype) -> Any:
+def _bnb_4bit_config(dtype: torch.dtype) -> Any:
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
 
 
-def _integers() -> Any:
+def _torchao_config() -> Any:
     from torchao.quantization import Int8WeightOnlyConfig
     from transformers import TorchAoConfig
 
     return TorchAoConfig(Int8WeightOnlyConfig())
 
 
-WAYS: dict[str, tuple[str, Callable[[torch.dtype], Any]]] = {
-    "8bit": ("bitsandbytes", lambda dtype: _eight()),
-    "4bit": ("bitsandbytes", _four),
-    "int8": ("torchao", lambda dtype: _integers()),
+QUANTIZERS: dict[str, tuple[str, Callable[[torch.dtype], Any]]] = {
+    "8bit": ("bitsandbytes", lambda dtype: _bnb_8bit_config()),
+    "4bit": ("bitsandbytes", _bnb_4bit_config),
+    "int8": ("torchao", lambda dtype: _torchao_config()),
 }
 
 
-def method_of(config: Any) -> str | None:
+def quantization_method(config: Any) -> str | None:
     """How a model's weights are quantised; None where they are not."""
     found = getattr(config, "quantization_config", None) or getattr(config.get_text_config(), "quantization_config", None)
     if found is None:
@@ -66,19 +71,19 @@ def method_of(config: Any) -> str | None:
     return str(getattr(said, "value", said))
 
 
-def loading_options(model: str, config: Any, asked: Quantization | None, dtype: torch.dtype, place: str) -> dict[str, Any]:
+def quantization_options(model: str, config: Any, asked: Quantization | None, dtype: torch.dtype, place: str) -> dict[str, Any]:
     """What `from_pretrained` is told, beside the device, of how weights are held."""
-    stored = method_of(config)
+    stored = quantization_method(config)
     if asked is None:
-        return _as_stored(model, stored, place)
+        return _stored_options(model, stored, place)
     if stored is not None:
         raise UserError(f"target.quantization={asked}: the weights of {model} are quantised already ({stored}); leave it out")
-    package, make = WAYS[asked]
+    package, make = QUANTIZERS[asked]
     text = config.get_text_config()
     widths = [width for name in ("hidden_size", "intermediate_size") if isinstance(width := getattr(text, name, None), int)]
-    if asked == "4bit" and place == "cpu" and any(width % BLOCK for width in widths):
+    if asked == "4bit" and place == "cpu" and any(width % NF4_BLOCK_SIZE for width in widths):
         raise UserError(
-            f"target.quantization=4bit: on a CPU layers must be multiples of {BLOCK} wide, and those of {model} are "
+            f"target.quantization=4bit: on a CPU layers must be multiples of {NF4_BLOCK_SIZE} wide, and those of {model} are "
             f"{' and '.join(map(str, widths))}; use 8bit"
         )
     try:
@@ -87,7 +92,7 @@ def loading_options(model: str, config: Any, asked: Quantization | None, dtype: 
         raise UserError(f"target.quantization={asked}: its package is missing; run pip install {package}") from error
 
 
-def _as_stored(model: str, stored: str | None, place: str) -> dict[str, Any]:
+def _stored_options(model: str, stored: str | None, place: str) -> dict[str, Any]:
     """For weights as a checkpoint has them."""
     options: dict[str, Any] = {} if stored is None or place == "cpu" else {"device_map": {"": place}}
     if stored == "compressed-tensors":  # else the first call of the whole model unpacks them, and here its decoder is called
@@ -102,7 +107,7 @@ def _as_stored(model: str, stored: str | None, place: str) -> dict[str, Any]:
     return options
 
 
-def of_one_type(network: Any, dtype: torch.dtype) -> None:
+def cast_dequantized(network: Any, dtype: torch.dtype) -> None:
     """Give weights that were dequantised, which takes the type of their scales or of the file, the type that was asked for."""
     kept = {*(network._keep_in_fp32_modules or ()), *(network._keep_in_fp32_modules_strict or ())}
     for name, weight in network.named_parameters():
@@ -111,17 +116,17 @@ def of_one_type(network: Any, dtype: torch.dtype) -> None:
             weight.data = weight.data.to(dtype)
 
 
-def missing_package(config: Any, asked: Quantization | None) -> str | None:
+def required_package(config: Any, asked: Quantization | None) -> str | None:
     """What to install for a model's weights; None where they ask for nothing."""
-    method = WAYS[asked][0] if asked is not None else method_of(config)
-    return None if method is None else PACKAGES.get(method, method)
+    method = QUANTIZERS[asked][0] if asked is not None else quantization_method(config)
+    return None if method is None else METHOD_PACKAGES.get(method, method)
 
 
-def is_quantised(model: nn.Module) -> bool:
-    return bool(getattr(model, "is_quantized", False) or method_of(model.config) is not None)
+def is_quantized(model: nn.Module) -> bool:
+    return bool(getattr(model, "is_quantized", False) or quantization_method(model.config) is not None)
 
 
-def is_plain_weight(linear: nn.Linear) -> bool:
+def has_dense_weight(linear: nn.Linear) -> bool:
     """Whether a linear's weights are numbers that any product can read."""
     weight = linear.weight
     plain = type(weight) in (nn.Parameter, Tensor) or getattr(type(weight), "stands_for_plain", False)
@@ -129,7 +134,7 @@ def is_plain_weight(linear: nn.Linear) -> bool:
 
 
 @torch.no_grad()
-def whole_weight(linear: nn.Linear, dtype: torch.dtype) -> Tensor:
+def dequantize_weight(linear: nn.Linear, dtype: torch.dtype) -> Tensor:
     """The weight [O, D] that a linear multiplies by, whatever its layout: what it makes of every unit vector."""
     units = torch.eye(linear.in_features, dtype=dtype, device=linear.weight.device)
     products = linear(units)
@@ -138,19 +143,19 @@ def whole_weight(linear: nn.Linear, dtype: torch.dtype) -> Tensor:
 
 def refuse_training(name: str, model: nn.Module, adapt: str) -> None:
     """Stop where weights are to learn that are kept in few bits."""
-    if not is_quantised(model):
+    if not is_quantized(model):
         return
-    method = method_of(model.config)
+    method = quantization_method(model.config)
     if adapt != "lora":
         raise UserError(f"target {name}: its weights are quantised ({method}) and cannot learn; use drafter.adapt=lora")
-    if method not in DEQUANTISABLE:
+    if method not in MERGEABLE_METHODS:
         raise UserError(
             f"target {name}: adapters cannot be added to its quantised weights ({method}); train another target, or load one "
             "with target.quantization=4bit"
         )
 
 
-def forget_quantization(model: Any) -> None:
+def clear_quantization(model: Any) -> None:
     """Say that all weights of a model are numbers again."""
     for config in (model.config, model.config.get_text_config()):
         if hasattr(config, "quantization_config"):

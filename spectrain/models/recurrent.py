@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .recurrent_nodes import StateCall, StateNodes, States, count, is_short, joined, taken
+from .recurrent_nodes import LayerStates, StateCall, StateNodes, concat_states, count_rows, gather_states, is_conv_only
 
-Along = Literal["never", "where cheaper", "always"]
+PathPolicy = Literal["never", "where cheaper", "always"]
 """When nodes are run along paths: never where a module makes of several tokens another thing than of one after another."""
-NODES_A_CHUNK = 4
+NODES_PER_CHUNK = 4
 """A chunk of a recurrence costs as much as a quarter of it takes token by token. Measured on a Xeon core with transformers'
 own code, six tokens behind a state, without the linears: gated delta rule 8.0 ms in a chunk of 64, 7.5 ms in steps; Mamba 2
 37 ms in a chunk of 256, 10 ms; Nemotron-H 12 ms in one of 128, 10 ms; and the accepted ones are run once more."""
@@ -29,119 +29,122 @@ own code, six tokens behind a state, without the linears: gated delta rule 8.0 m
 class Recurrence:
     """The states of one layer: of every row at its last committed token, and what there is of nodes behind it."""
 
-    def __init__(self, along: Along = "never") -> None:
-        self.along = along
-        self.states: States | None = None  # the rows of the batch, then nodes as they came
-        self.rows: Tensor | None = None  # [B, M] where each node's is, where nodes were run by level
-        self.nodes: StateNodes | None = None  # where they were run along paths, and have none
+    def __init__(self, along: PathPolicy = "never") -> None:
+        self.path_policy = along
+        self.states: LayerStates | None = None  # the rows of the batch, then nodes as they came
+        self.state_rows: Tensor | None = None  # [B, M] where each node's is, where nodes were run by level
+        self.path_nodes: StateNodes | None = None  # where they were run along paths, and have none
         self.visible: Tensor | None = None  # [B, M, M] of these
-        self.ends: States | None = None  # of every row behind all of them, where they are one path
+        self.end_states: LayerStates | None = None  # of every row behind all of them, where they are one path
         self.has_committed = False
 
-    def read(self, call: StateCall, hidden: Tensor, lengths: Tensor) -> Tensor:
+    def run_prompts(self, call: StateCall, hidden: Tensor, lengths: Tensor) -> Tensor:
         """Prompts [B, T, D], of which each row has its own length, into an empty recurrence."""
-        output, found, order = hidden.new_zeros(0), list[States](), list[Tensor]()
+        output, found, order = hidden.new_zeros(0), list[LayerStates](), list[Tensor]()
         for length in lengths.unique().tolist():
             rows = (lengths == length).nonzero()[:, 0]
-            states = States()
+            states = LayerStates()
             read = call(hidden[rows, :length], states)
             output = read.new_zeros(*hidden.shape[:2], read.shape[-1]) if not found else output
             output[rows, :length] = read
             found.append(states)
             order.append(rows)
-        self._keep(taken(joined(found), torch.cat(order).argsort()))
+        self._set_committed(gather_states(concat_states(found), torch.cat(order).argsort()))
         return output
 
-    def step(self, call: StateCall, hidden: Tensor, visible: Tensor) -> Tensor:
+    def run_nodes(self, call: StateCall, hidden: Tensor, visible: Tensor) -> Tensor:
         """New nodes [B, N, D], which see what is `visible` [B, N, M] of the appended ones, themselves among them."""
         new, num_new = StateNodes(call, hidden), hidden.shape[1]
-        if self.rows is not None:
-            return new.given(self._by_level(new, visible))
-        if self.nodes is not None and self.visible is not None:
-            new = self.nodes.followed_by(new)
+        if self.state_rows is not None:
+            return new.project_output(self._run_levels(new, visible))
+        if self.path_nodes is not None and self.visible is not None:
+            new = self.path_nodes.append_nodes(new)
             visible = torch.cat([F.pad(self.visible, (0, num_new)), visible], dim=1)
-        paths = Paths.of(visible)
-        if self._is_cheap(paths, call):
-            self.nodes, self.visible = new, visible
-            inner = self._along(new, paths)
+        paths = TreePaths.from_visible(visible)
+        if self._uses_paths(paths, call):
+            self.path_nodes, self.visible = new, visible
+            inner = self._run_paths(new, paths)
         else:
-            inner = self._by_level(new, visible)
-            self.nodes = self.visible = self.ends = None
-        return new.given(inner[:, -num_new:])
+            inner = self._run_levels(new, visible)
+            self.path_nodes = self.visible = self.end_states = None
+        return new.project_output(inner[:, -num_new:])
 
     def commit(self, path: Tensor | None, counts: Tensor) -> None:
         """Keep the state after the first `counts` [B] appended nodes, or those of `path` [B, P]."""
-        if self.nodes is not None:
-            self._keep(self._after(self.nodes, path, counts))
-        elif self.states is not None and self.rows is not None:
+        if self.path_nodes is not None:
+            self._set_committed(self._states_after(self.path_nodes, path, counts))
+        elif self.states is not None and self.state_rows is not None:
             last = (counts - 1).clamp(min=0)[:, None]
             node = last if path is None else path.gather(1, last)
             own = torch.arange(len(counts), device=counts.device)
-            self._keep(taken(self.states, torch.where(counts > 0, self.rows.gather(1, node)[:, 0], own)))
+            self._set_committed(gather_states(self.states, torch.where(counts > 0, self.state_rows.gather(1, node)[:, 0], own)))
 
-    def arrange(self, order: Tensor) -> None:
+    def reorder_nodes(self, order: Tensor) -> None:
         """The i-th appended node is node `order[b, i]` from now on."""
-        if self.rows is not None:
-            self.rows = self.rows.gather(1, order)
-        if self.nodes is not None and self.visible is not None:
-            self.nodes, rows = self.nodes.arranged(order), torch.arange(len(order), device=order.device)[:, None, None]
-            self.visible, self.ends = self.visible[rows, order[:, :, None], order[:, None]], None
+        if self.state_rows is not None:
+            self.state_rows = self.state_rows.gather(1, order)
+        if self.path_nodes is not None and self.visible is not None:
+            self.path_nodes, rows = (
+                self.path_nodes.reorder_nodes(order),
+                torch.arange(len(order), device=order.device)[:, None, None],
+            )
+            self.visible, self.end_states = self.visible[rows, order[:, :, None], order[:, None]], None
 
-    def forget(self, batch: int) -> None:
+    def roll_back(self, batch: int) -> None:
         """Drop the nodes."""
-        if self.states is not None and self.rows is not None:
-            own = torch.arange(batch, device=self.rows.device)
-            self.states = taken(self.states, own) if self.has_committed else None
-        self.rows = self.nodes = self.visible = self.ends = None
+        if self.states is not None and self.state_rows is not None:
+            own = torch.arange(batch, device=self.state_rows.device)
+            self.states = gather_states(self.states, own) if self.has_committed else None
+        self.state_rows = self.path_nodes = self.visible = self.end_states = None
 
-    def _keep(self, states: States) -> None:
+    def _set_committed(self, states: LayerStates) -> None:
         """These of the batch's rows, and no node's."""
         self.states, self.has_committed = states, True
-        self.rows = self.nodes = self.visible = self.ends = None
+        self.state_rows = self.path_nodes = self.visible = self.end_states = None
 
-    def _is_cheap(self, paths: Paths, call: StateCall) -> bool:
+    def _uses_paths(self, paths: TreePaths, call: StateCall) -> bool:
         """Whether nodes are run along their paths; a single one always is."""
         batch, num_nodes = paths.shape
-        if num_nodes == 1 or self.along != "where cheaper":
-            return num_nodes == 1 or self.along == "always"
-        if self.states is not None and is_short(self.states):
+        if num_nodes == 1 or self.path_policy != "where cheaper":
+            return num_nodes == 1 or self.path_policy == "always"
+        if self.states is not None and is_conv_only(self.states):
             return True
         if paths.nodes.device.type == "cpu":
-            return len(paths.rows) * call.stateful.chunk <= NODES_A_CHUNK * batch * num_nodes
+            return len(paths.rows) * call.recurrent.chunk_size <= NODES_PER_CHUNK * batch * num_nodes
         return len(paths.rows) == batch  # a call launches as much for one row as for many
 
-    def _from(self, rows: Tensor) -> States:
+    def _start_states(self, rows: Tensor) -> LayerStates:
         """Copies of the committed states of some rows."""
-        return States() if self.states is None else taken(self.states, rows)
+        return LayerStates() if self.states is None else gather_states(self.states, rows)
 
-    def _along(self, nodes: StateNodes, paths: Paths) -> Tensor:
+    def _run_paths(self, nodes: StateNodes, paths: TreePaths) -> Tensor:
         """[B, M, I], a row for every leaf."""
-        states = self._from(paths.rows)
+        states = self._start_states(paths.rows)
         inner = nodes.run(paths.rows, paths.nodes, states)
         output = inner.new_zeros(*paths.shape, inner.shape[-1])
         rows = paths.rows[:, None].expand_as(paths.nodes)
         output[rows[paths.valid], paths.nodes[paths.valid]] = inner[paths.valid]
-        self.ends = states if len(paths.rows) == paths.shape[0] and bool(paths.valid.all()) else None
+        self.end_states = states if len(paths.rows) == paths.shape[0] and bool(paths.valid.all()) else None
         return output
 
-    def _after(self, nodes: StateNodes, path: Tensor | None, counts: Tensor) -> States:
+    def _states_after(self, nodes: StateNodes, path: Tensor | None, counts: Tensor) -> LayerStates:
         """The states behind the first `counts` [B] nodes of a path of those that were run along theirs."""
         found, order = [], []
         batch, num_nodes = nodes.hidden.shape[:2]
         path = torch.arange(num_nodes, device=counts.device).expand(batch, -1) if path is None else path
         for number in counts.unique().tolist():
             rows = (counts == number).nonzero()[:, 0]
-            if number == num_nodes and self.ends is not None:
-                states = taken(self.ends, rows)
+            if number == num_nodes and self.end_states is not None:
+                states = gather_states(self.end_states, rows)
             else:
-                states = self._from(rows)
+                states = self._start_states(rows)
                 if number:
                     nodes.run(rows, path[rows, :number], states)
             found.append(states)
             order.append(rows)
-        return taken(joined(found), torch.cat(order).argsort())
+        return gather_states(concat_states(found), torch.cat(order).argsort())
 
-    def _by_level(self, nodes: StateNodes, visible: Tensor) -> Tensor:
+    def _run_levels(self, nodes: StateNodes, visible: Tensor) -> Tensor:
         """[B, N, I], siblings starting from the same state."""
         batch, num_new, num_nodes = visible.shape
         columns = torch.arange(num_nodes, device=visible.device)
@@ -149,34 +152,36 @@ class Recurrence:
         parents = torch.where(above, columns, -1).amax(-1)  # [B, N]
         levels = above.sum(-1)
         rows = torch.zeros(batch, num_nodes, dtype=torch.int64, device=visible.device)
-        if self.rows is not None:
-            rows[:, :-num_new] = self.rows
+        if self.state_rows is not None:
+            rows[:, :-num_new] = self.state_rows
         parts = [] if self.states is None else [self.states]
-        inner, before = None, sum(map(count, parts))
+        inner, before = None, sum(map(count_rows, parts))
         for level in levels.unique().tolist():
             row, node = (levels == level).nonzero(as_tuple=True)
             parent = parents[row, node]
             start = torch.where(parent < 0, row, rows[row, parent.clamp(min=0)])
-            states = _rows_of(parts, start) if parts else States()
+            states = _gather_rows(parts, start) if parts else LayerStates()
             run = nodes.run(row, node[:, None], states)
             inner = run.new_zeros(batch, num_new, run.shape[-1]) if inner is None else inner
             inner[row, node] = run[:, 0]
             rows[row, node + num_nodes - num_new] = before + torch.arange(len(row), device=row.device)
             before += len(row)
             parts.append(states)
-        self.states, self.rows = joined(parts), rows
+        self.states, self.state_rows = concat_states(parts), rows
         assert inner is not None
         return inner
 
 
-def _rows_of(parts: list[States], rows: Tensor) -> States:
+def _gather_rows(parts: list[LayerStates], rows: Tensor) -> LayerStates:
     """Copies of these rows of all parts: of the last one alone, where they all are there."""
-    before = sum(map(count, parts[:-1]))
-    return taken(parts[-1], rows - before) if bool((rows >= before).all()) else taken(joined(parts), rows)
+    before = sum(map(count_rows, parts[:-1]))
+    return (
+        gather_states(parts[-1], rows - before) if bool((rows >= before).all()) else gather_states(concat_states(parts), rows)
+    )
 
 
 @dataclass(frozen=True)
-class Paths:
+class TreePaths:
     """From the committed tokens to every leaf."""
 
     shape: tuple[int, int]  # B, M
@@ -185,7 +190,7 @@ class Paths:
     valid: Tensor  # [L, longest] where a path has not ended
 
     @classmethod
-    def of(cls, visible: Tensor) -> Paths:
+    def from_visible(cls, visible: Tensor) -> TreePaths:
         """Of nodes by what they see, [B, M, M]."""
         batch, num_nodes, _ = visible.shape
         itself = torch.eye(num_nodes, dtype=torch.bool, device=visible.device)

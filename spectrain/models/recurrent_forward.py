@@ -9,19 +9,19 @@ from torch import Tensor
 
 from spectrain.kernels.tree_attention import Visibility
 
+from .forward_override import Forward
 from .kv_cache import TreeCache
-from .recurrent import Along, Recurrence
-from .recurrent_nodes import Stateful, calling
-from .replaced_forward import Forward
+from .recurrent import PathPolicy, Recurrence
+from .recurrent_nodes import RecurrentModule, make_state_call
 
 
-def with_states(
-    stateful: Stateful,
+def make_recurrent_forward(
+    stateful: RecurrentModule,
     layer: int,
     cache: TreeCache | None,
     visibility: Visibility | list[Visibility] | None,
     lengths: tuple[int, ...] | None,
-    along: Along,
+    along: PathPolicy,
 ) -> Forward:
     """In a module's place: packed documents one by one, or prompts and nodes with the states of a cache."""
     module: Any = stateful.module
@@ -37,13 +37,13 @@ def with_states(
     def nodes(*args: Any, **kwargs: Any) -> Any:
         assert cache is not None
         hidden = args[0] if args else kwargs["hidden_states"]
-        call = calling(stateful, layer, cache, args, kwargs)
+        call = make_state_call(stateful, layer, cache, args, kwargs)
         recurrence = cache.recurrences.setdefault(layer, Recurrence(along))
         if visibility is None:
             said = cache.prompt_lengths
             whole = torch.full_like(cache.lengths, hidden.shape[1])
-            return call.apart(recurrence.read(call, hidden, whole if said is None else said))
+            return call.split_output(recurrence.run_prompts(call, hidden, whole if said is None else said))
         assert isinstance(visibility, Visibility)
-        return call.apart(recurrence.step(call, hidden, visibility.tree))
+        return call.split_output(recurrence.run_nodes(call, hidden, visibility.tree))
 
     return documents if cache is None else nodes

@@ -19,65 +19,75 @@ from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLa
 
 from spectrain.errors import UserError
 
-from .replaced_forward import replaced
+from .forward_override import override_forwards
 
-States: TypeAlias = LinearAttentionLayer
+LayerStates: TypeAlias = LinearAttentionLayer
 """States of several rows, [rows, ..] each."""
-OURS = ("visibility", "tree_cache", "lengths", "reaches", "calls")  # what attention is told, no affair of these layers
-CHUNK = 64  # tokens that a recurrence over several computes at once, where its module does not say
+ATTENTION_ARGUMENTS = (
+    "visibility",
+    "tree_cache",
+    "lengths",
+    "reaches",
+    "calls",
+)  # what attention is told, no affair of these layers
+DEFAULT_CHUNK_SIZE = 64  # tokens that a recurrence over several computes at once, where its module does not say
 
 
 @dataclass(frozen=True)
-class Stateful:
+class RecurrentModule:
     """A module that keeps a state."""
 
     module: nn.Module
-    reading: tuple[nn.Module, ...] = ()  # linears that read its input
-    giving: nn.Module | None = None  # the linear whose output is its own
+    input_linears: tuple[nn.Module, ...] = ()  # linears that read its input
+    output_linear: nn.Module | None = None  # the linear whose output is its own
 
     @property
-    def chunk(self) -> int:
-        return int(getattr(self.module, "chunk_size", CHUNK))
+    def chunk_size(self) -> int:
+        return int(getattr(self.module, "chunk_size", DEFAULT_CHUNK_SIZE))
 
 
 @dataclass(frozen=True)
 class StateCall:
     """A stateful module's call as it came, but for its states, which are to be said, and its first argument."""
 
-    stateful: Stateful
+    recurrent: RecurrentModule
     layer: int
     forward: Callable[..., Tensor]
     cache: Any  # what among the arguments it is given for its states
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    parts: list[torch.Size | None] = field(default_factory=list)  # what of a tuple it gives for each token; None: no such thing
+    output_sizes: list[torch.Size | None] = field(
+        default_factory=list
+    )  # what of a tuple it gives for each token; None: no such thing
 
-    def __call__(self, hidden: Tensor, states: States) -> Tensor:
+    def __call__(self, hidden: Tensor, states: LayerStates) -> Tensor:
         """[K, T, D] -> [K, T, D] behind the states of K rows, which it brings up to date; several tensors become one."""
-        own = _OneLayer(self.layer, states)
+        own = _LayerStateCache(self.layer, states)
         args = [own if value is self.cache else value for value in self.args]
         kwargs = {key: own if value is self.cache else value for key, value in self.kwargs.items()}
         output = self.forward(hidden, *args, **kwargs)
         if isinstance(output, Tensor):
             return output
         of_tokens = [isinstance(part, Tensor) and part.shape[:2] == hidden.shape[:2] for part in output]
-        self.parts[:] = [part.shape[2:] if each else None for part, each in zip(output, of_tokens)]
+        self.output_sizes[:] = [part.shape[2:] if each else None for part, each in zip(output, of_tokens)]
         return torch.cat([part.flatten(2) for part, each in zip(output, of_tokens) if each], dim=-1)
 
-    def apart(self, output: Tensor) -> Tensor | tuple[Tensor | None, ...]:
+    def split_output(self, output: Tensor) -> Tensor | tuple[Tensor | None, ...]:
         """[B, N, ..] as the module gives it."""
-        if not self.parts:
+        if not self.output_sizes:
             return output
-        parts = iter(output.split([size.numel() for size in self.parts if size is not None], dim=-1))
-        return tuple(None if size is None else next(parts).unflatten(-1, size) for size in self.parts)
+        parts = iter(output.split([size.numel() for size in self.output_sizes if size is not None], dim=-1))
+        return tuple(None if size is None else next(parts).unflatten(-1, size) for size in self.output_sizes)
 
 
-def calling(stateful: Stateful, layer: int, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StateCall:
+def make_state_call(
+    stateful: RecurrentModule, layer: int, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> StateCall:
     """How a module is called again as it has just been; `cache` is what it was given for its states."""
     module: Any = stateful.module
     if not any(value is cache for value in (*args, *kwargs.values())):
         raise UserError(f"target: the state of its layer {layer} is not asked for as other models do; use another target")
-    theirs = {key: value for key, value in kwargs.items() if key not in (*OURS, "hidden_states")}
+    theirs = {key: value for key, value in kwargs.items() if key not in (*ATTENTION_ARGUMENTS, "hidden_states")}
     return StateCall(stateful, layer, type(module).forward.__get__(module), cache, args[1:], theirs)
 
 
@@ -86,34 +96,37 @@ class StateNodes:
 
     def __init__(self, call: StateCall, hidden: Tensor, products: Sequence[Tensor] | None = None) -> None:
         self.call, self.hidden = call, hidden
-        self.products = [linear(hidden) for linear in call.stateful.reading] if products is None else list(products)
+        self.products = [linear(hidden) for linear in call.recurrent.input_linears] if products is None else list(products)
 
-    def followed_by(self, new: StateNodes) -> StateNodes:
+    def append_nodes(self, new: StateNodes) -> StateNodes:
         """Both, one behind the other."""
         products = [torch.cat(both, dim=1) for both in zip(self.products, new.products)]
         return StateNodes(new.call, torch.cat([self.hidden, new.hidden], dim=1), products)
 
-    def arranged(self, order: Tensor) -> StateNodes:
+    def reorder_nodes(self, order: Tensor) -> StateNodes:
         """Node `order[b, i]` in the i-th place."""
         rows = torch.arange(len(order), device=order.device)[:, None]
         return StateNodes(self.call, self.hidden[rows, order], [product[rows, order] for product in self.products])
 
-    def run(self, rows: Tensor, nodes: Tensor, states: States) -> Tensor:
+    def run(self, rows: Tensor, nodes: Tensor, states: LayerStates) -> Tensor:
         """Texts of these nodes [K, T] of batch rows [K] behind states of their own: [K, T, I], which `given` makes output."""
         at = rows[:, None], nodes
         hidden = self.hidden[at]
-        known = [_known(linear, hidden, product[at]) for linear, product in zip(self.call.stateful.reading, self.products)]
-        giving = self.call.stateful.giving
-        with replaced([*known, *([] if giving is None else [(giving, lambda inner: inner)])]):
+        known = [
+            _reuse_product(linear, hidden, product[at])
+            for linear, product in zip(self.call.recurrent.input_linears, self.products)
+        ]
+        giving = self.call.recurrent.output_linear
+        with override_forwards([*known, *([] if giving is None else [(giving, lambda inner: inner)])]):
             return self.call(hidden, states)
 
-    def given(self, inner: Tensor) -> Tensor:
+    def project_output(self, inner: Tensor) -> Tensor:
         """[B, N, I] -> [B, N, D]."""
-        giving = self.call.stateful.giving
+        giving = self.call.recurrent.output_linear
         return inner if giving is None else giving(inner)
 
 
-def _known(linear: nn.Module, hidden: Tensor, product: Tensor) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+def _reuse_product(linear: nn.Module, hidden: Tensor, product: Tensor) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     """In the place of a linear: what is known of the input."""
     forward = linear.forward
 
@@ -126,24 +139,24 @@ def _known(linear: nn.Module, hidden: Tensor, product: Tensor) -> tuple[nn.Modul
 # States of several rows
 
 
-def mapped(states: States, change: Callable[[int, str], Tensor | None]) -> States:
+def map_states(states: LayerStates, change: Callable[[int, str], Tensor | None]) -> LayerStates:
     found = copy.copy(states)
     found.conv_states = {place: change(place, "conv_states") for place in states.conv_states}
     found.recurrent_states = {place: change(place, "recurrent_states") for place in states.recurrent_states}
     return found
 
 
-def taken(states: States, rows: Tensor) -> States:
+def gather_states(states: LayerStates, rows: Tensor) -> LayerStates:
     """Copies of some rows."""
 
     def take(place: int, name: str) -> Tensor | None:
         held = getattr(states, name)[place]
         return None if held is None else held[rows]
 
-    return mapped(states, take)
+    return map_states(states, take)
 
 
-def joined(parts: Sequence[States]) -> States:
+def concat_states(parts: Sequence[LayerStates]) -> LayerStates:
     if len(parts) == 1:
         return parts[0]
 
@@ -151,23 +164,23 @@ def joined(parts: Sequence[States]) -> States:
         held = [getattr(part, name)[place] for part in parts]
         return None if held[0] is None else torch.cat(held)
 
-    return mapped(parts[0], join)
+    return map_states(parts[0], join)
 
 
-def count(states: States) -> int:
+def count_rows(states: LayerStates) -> int:
     held = [*states.conv_states.values(), *states.recurrent_states.values()]
     return next(len(one) for one in held if one is not None)
 
 
-def is_short(states: States) -> bool:
+def is_conv_only(states: LayerStates) -> bool:
     """Whether all that is kept are the last few inputs of a convolution."""
     return all(state is None for state in states.recurrent_states.values())
 
 
-class _OneLayer(Cache):
+class _LayerStateCache(Cache):
     """What a recurrent module is handed for a cache: its own states."""
 
-    def __init__(self, layer: int, states: States) -> None:
+    def __init__(self, layer: int, states: LayerStates) -> None:
         super().__init__(layers=[])
         self.layers = {layer: states}
 
@@ -183,69 +196,69 @@ class _OneLayer(Cache):
 
 
 @dataclass
-class _Running:
+class _ActiveModule:
     """A module that is being run."""
 
     module: nn.Module
-    given: Any  # its first argument
-    reading: list[nn.Module] = field(default_factory=list)
-    last: tuple[nn.Module | None, Any] = (None, None)  # the linear inside it that ran last, and its output
+    argument: Any  # its first argument
+    input_linears: list[nn.Module] = field(default_factory=list)
+    last_linear: tuple[nn.Module | None, Any] = (None, None)  # the linear inside it that ran last, and its output
 
 
-class Watching(DynamicCache):
+class StateRecorder(DynamicCache):
     """Which modules ask for a state, found by the module that runs while it is asked for."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
-        self.running: list[_Running] = []
-        self.found: dict[int, Stateful] = {}
-        self.updated: list[int] = []  # the numbers by which keys were given, one after another
+        self.active: list[_ActiveModule] = []
+        self.recurrent_modules: dict[int, RecurrentModule] = {}
+        self.updated_layers: list[int] = []  # the numbers by which keys were given, one after another
 
     @property
     def is_recurrent(self) -> bool:
         return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        self.found[layer_idx] = Stateful(self.running[-1].module)
+        self.recurrent_modules[layer_idx] = RecurrentModule(self.active[-1].module)
         return super().get_conv_state(layer_idx, state_idx)
 
     def get_linear_cache(self, layer_idx: int) -> None:
         """As MiniMax asks for its state."""
-        self.found[layer_idx] = Stateful(self.running[-1].module)
+        self.recurrent_modules[layer_idx] = RecurrentModule(self.active[-1].module)
 
     def set_linear_cache(self, layer_idx: int, state: Tensor) -> None: ...
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        self.updated.append(layer_idx)
+        self.updated_layers.append(layer_idx)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @contextmanager
-    def over(self, layers: nn.ModuleList) -> Iterator[None]:
+    def record_layers(self, layers: nn.ModuleList) -> Iterator[None]:
         """Watch the modules of these layers."""
         handles = []
         for module in layers.modules():
-            handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-            handles.append(module.register_forward_hook(self._leave))
+            handles.append(module.register_forward_pre_hook(self._enter_module, with_kwargs=True))
+            handles.append(module.register_forward_hook(self._leave_module))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = args[0] if args else kwargs.get("hidden_states")
         if isinstance(module, nn.Linear):
-            for outer in self.running:
-                if outer.given is given:
-                    outer.reading.append(module)
-        self.running.append(_Running(module, given))
+            for outer in self.active:
+                if outer.argument is given:
+                    outer.input_linears.append(module)
+        self.active.append(_ActiveModule(module, given))
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        left = self.running.pop()
+    def _leave_module(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        left = self.active.pop()
         if isinstance(module, nn.Linear):
-            for outer in self.running:
-                outer.last = module, output
-        for layer, stateful in self.found.items():
+            for outer in self.active:
+                outer.last_linear = module, output
+        for layer, stateful in self.recurrent_modules.items():
             if stateful.module is module:
-                giving = left.last[0] if left.last[1] is output else None
-                self.found[layer] = Stateful(module, tuple(left.reading), giving)
+                giving = left.last_linear[0] if left.last_linear[1] is output else None
+                self.recurrent_modules[layer] = RecurrentModule(module, tuple(left.input_linears), giving)

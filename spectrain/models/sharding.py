@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from spectrain.errors import RunError, UserError
 
-from .decoder import decoder_of, layers_of
+from .decoder import find_decoder, find_layers
 
 Sharding = Literal["none", "fsdp2", "tensor"]
 
 
-def auto_class(config: Any) -> Any:
+def select_auto_class(config: Any) -> Any:
     """What makes a model of a configuration: a causal LM, or one of text and images, whose text decoder is the target; where it
     could be either, as the checkpoint was saved."""
     seeing, text = (auto._model_mapping for auto in (AutoModelForImageTextToText, AutoModelForCausalLM))
@@ -34,23 +34,23 @@ def load_network(model: str, config: Any, place: str, sharding: Sharding, **opti
     """A causal LM of a hub name or directory on device `place`, whole or shared with the other processes of the launch."""
     options["use_safetensors"] = True  # nothing is unpickled
     if sharding == "none":
-        made: nn.Module = auto_class(config).from_pretrained(model, config=config, **options)
+        made: nn.Module = select_auto_class(config).from_pretrained(model, config=config, **options)
         return made if "device_map" in options or place == "cpu" else made.to(place)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         raise UserError(
             f"target.sharding={sharding}: this launch has one process; start several with torchrun or accelerate launch"
         )
-    share = _cut_layers if sharding == "tensor" else _spread_layers
+    share = _load_tensor_parallel if sharding == "tensor" else _load_fsdp2
     return share(model, config, place, options)
 
 
-def _cut_layers(model: str, config: Any, place: str, options: dict[str, Any]) -> nn.Module:
+def _load_tensor_parallel(model: str, config: Any, place: str, options: dict[str, Any]) -> nn.Module:
     """Tensor parallelism by transformers' own plan for the model."""
     try:
         from transformers.distributed import DistributedConfig
     except ImportError as error:
         raise UserError("target.sharding=tensor: this transformers cannot; run pip install -U transformers") from error
-    known: Any = auto_class(config)._model_mapping[type(config)]
+    known: Any = select_auto_class(config)._model_mapping[type(config)]
     headless: Any = type(known.__name__, (known,), {"_tp_plan": {}})  # all but the output layer
     count = dist.get_world_size()
     try:
@@ -65,21 +65,21 @@ def _cut_layers(model: str, config: Any, place: str, options: dict[str, Any]) ->
     for name, parameter in list(head.named_parameters(recurse=False)):
         if hasattr(parameter, "full_tensor"):  # tied to an embedding that was cut
             setattr(head, name, nn.Parameter(parameter.full_tensor(), requires_grad=False))
-    _assert_shared(network)
+    _check_sharded(network)
     return network
 
 
-def _spread_layers(model: str, config: Any, place: str, options: dict[str, Any]) -> nn.Module:
+def _load_fsdp2(model: str, config: Any, place: str, options: dict[str, Any]) -> nn.Module:
     """FSDP2 over the decoder layers. The first process alone reads the weights and sends every other its part."""
     first = dist.get_rank() == 0
-    whole: Any = auto_class(config).from_pretrained(model, config=config, **options) if first else None
+    whole: Any = select_auto_class(config).from_pretrained(model, config=config, **options) if first else None
     with torch.device("meta"):
-        network: Any = auto_class(config).from_config(
+        network: Any = select_auto_class(config).from_config(
             config, dtype=options["dtype"], attn_implementation=options["attn_implementation"]
         )
     network.tie_weights()
     mesh = dist.device_mesh.init_device_mesh(torch.device(place).type, (dist.get_world_size(),))
-    for layer in layers_of(decoder_of(network)) or ():
+    for layer in find_layers(find_decoder(network)) or ():
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     network.to_empty(device=place)
     network.tie_weights()  # emptying gave each of two tied weights its own memory
@@ -95,13 +95,13 @@ def _spread_layers(model: str, config: Any, place: str, options: dict[str, Any])
     settings = [network.generation_config]
     dist.broadcast_object_list(settings)
     network.generation_config = settings[0]
-    _assert_shared(network)
+    _check_sharded(network)
     return network
 
 
-def _assert_shared(network: Any) -> None:
+def _check_sharded(network: Any) -> None:
     """Stop where every process holds all of the layers after all."""
-    parameters: list[Any] = [one for layer in layers_of(decoder_of(network)) or () for one in layer.parameters()]
+    parameters: list[Any] = [one for layer in find_layers(find_decoder(network)) or () for one in layer.parameters()]
     held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in parameters)
     whole = sum(parameter.numel() for parameter in parameters)
     if held >= whole:

@@ -23,25 +23,25 @@ from spectrain.errors import UserError
 from spectrain.kernels.tree_attention import Visibility
 from spectrain.trees.token_tree import TokenTree
 
-from .attention import ATTENTION, trees_alone
-from .check import UNKNOWN, attending, check_sight
-from .compiled_layers import running
-from .decoder import decoder_of, list_name
+from .attention import ATTENTION_NAME, uncached_visibility
+from .check import UNINSPECTED, check_vision, inspect_target
+from .compiled_layers import set_forward_context
+from .decoder import find_decoder, layer_list_name
 from .features import Features, Layer, document_positions
-from .forward_plan import TEXT, WHOLE, ForwardPlan, LayerSpan, Part, Sublayer
+from .forward_override import Forward, checkpoint_layer, identity, override_forwards, run_on_subset, zeros
+from .forward_plan import ALL_LAYERS, DEFAULT_PLAN, ForwardPlan, LayerSpan, Sublayer, SublayerKind
+from .fused_cpu_layers import fuse_cpu_layers
 from .head import Head
-from .images import Called, Sight, called, images_of, kinds_of_layers, seen_in
-from .joined_linears import join_linears
+from .images import DecoderInputs, ImageProcessor, get_images, layer_kinds, make_decoder_inputs, masks_for_kind
 from .kv_cache import TreeCache
-from .lean_layers import lean_layers
-from .limits import longest_text, rope_switch
-from .own_attention import OWN, attending_by_masks, seen_by_masks
-from .prepacked import pack_linears, rows_alike
-from .recurrent_forward import with_states
-from .replaced_forward import Forward, adding_nothing, checkpointed, for_kept, passing_on, replaced
+from .limits import find_rope_switch, max_text_length
+from .masked_attention import MASKED, apply_masks, make_mask_visibility
+from .merged_linears import merge_linears
+from .packed_linears import enforce_batch_invariance, pack_linears
+from .recurrent_forward import make_recurrent_forward
 from .sharding import Sharding
 
-Sees = Visibility | list[Visibility] | None
+TokenVisibility = Visibility | list[Visibility] | None
 """What tokens see, in each of packed documents; None: the text before them."""
 
 
@@ -56,15 +56,15 @@ class Target(nn.Module):
         self.tokenizer = tokenizer
         self.name, self.path = name, path
         self.sharding = sharding  # how the processes of the launch hold it together
-        self.in_step = sharding != "none"  # all processes run the same layers at the same time, if need be on no row
-        self.list_name = list_name(decoder_of(model)) or ""  # what its decoder calls its layers
-        if not self.list_name:
+        self.runs_in_lockstep = sharding != "none"  # all processes run the same layers at the same time, if need be on no row
+        self.layer_list_name = layer_list_name(find_decoder(model)) or ""  # what its decoder calls its layers
+        if not self.layer_list_name:
             raise UserError(f"target {name}: its decoder has no list of layers, so features cannot be captured from it")
         sees = "vision_config" in getattr(model.config, "sub_configs", {}) and self.decoder is not model.base_model
-        self.sight = Sight(path, sees)
-        self.has_seen = False  # a text with images, and was found to see it as transformers does
-        self.rope_switch = rope_switch(self.config)
-        self.attending = UNKNOWN if self.device.type == "meta" else attending(self)  # of no data only shapes are asked
+        self.vision = ImageProcessor(path, sees)
+        self.vision_checked = False  # a text with images, and was found to see it as transformers does
+        self.rope_switch = find_rope_switch(self.config)
+        self.traits = UNINSPECTED if self.device.type == "meta" else inspect_target(self)  # of no data only shapes are asked
 
     @classmethod
     def from_pretrained(cls, name: str | Path, dtype: str = "auto", device: str = "auto") -> Target:
@@ -79,11 +79,11 @@ class Target(nn.Module):
     def decoder(self) -> nn.Module:
         """The model without its output layer."""
         decoder = self.model.get_decoder()  # type: ignore[operator]
-        return decoder if self.list_name in decoder._modules else decoder_of(self.model)
+        return decoder if self.layer_list_name in decoder._modules else find_decoder(self.model)
 
     @property
     def layers(self) -> nn.ModuleList:
-        return self.decoder._modules[self.list_name]  # type: ignore[return-value]
+        return self.decoder._modules[self.layer_list_name]  # type: ignore[return-value]
 
     @property
     def config(self) -> Any:
@@ -105,7 +105,7 @@ class Target(nn.Module):
     @property
     def max_length(self) -> int:
         """The longest text, in tokens, that decodes as with transformers."""
-        return longest_text(self.config)
+        return max_text_length(self.config)
 
     @property
     def device(self) -> torch.device:
@@ -124,16 +124,16 @@ class Target(nn.Module):
         return frozenset(i for i in flat if i is not None)
 
     def new_cache(self, batch_size: int, max_length: int, bound: int | None = None) -> TreeCache:
-        return TreeCache(self.num_layers, batch_size, max_length, self.device, bound, self.attending.shapes)
+        return TreeCache(self.num_layers, batch_size, max_length, self.device, bound, self.traits.kv_shapes)
 
-    def pack(self) -> None:
+    def pack_weights(self) -> None:
         """Move decoding and feature capture to faster linears, where this process holds them: reordered on a CPU, and on a GPU
         one product of those that read the same input."""
         if self.sharding != "none":
             return
         pack_linears(self.model)
         if self.device.type == "cuda":
-            join_linears(self.model)
+            merge_linears(self.model)
 
     def features(
         self,
@@ -144,7 +144,7 @@ class Target(nn.Module):
     ) -> Features:
         """Frozen features of whole sequences [B, T], padded on the right, or of packed ones; no logits are built. `texts` are
         the same, for their images."""
-        return self.run(tokens, ForwardPlan(layers=layers, lengths=lengths, texts=self._with_images(texts)))
+        return self.run(tokens, ForwardPlan(layers=layers, lengths=lengths, texts=self._check_images(texts)))
 
     def prefill(
         self,
@@ -158,9 +158,9 @@ class Target(nn.Module):
         are the same, for their images."""
         kept = layers if "final" in layers else (*layers, "final")
         cache.prompt_lengths = lengths
-        features = self.run(tokens, ForwardPlan(layers=kept, cache=cache, texts=self._with_images(texts)))
+        features = self.run(tokens, ForwardPlan(layers=kept, cache=cache, texts=self._check_images(texts)))
         cache.commit(None, lengths)
-        last = features.at("final").gather(1, (lengths - 1)[:, None, None].expand(-1, 1, self.width))
+        last = features.at_layer("final").gather(1, (lengths - 1)[:, None, None].expand(-1, 1, self.width))
         return Features(tokens, features.layers, features.hidden, self.head.logits(last))
 
     def verify(self, tree: TokenTree, cache: TreeCache, layers: tuple[Layer, ...] = ()) -> Features:
@@ -173,66 +173,68 @@ class Target(nn.Module):
         plan = ForwardPlan(layers, logits=True, upcast=upcast, positions=positions, mask=tree.ancestors, cache=cache)
         return self.run(tree.tokens, plan)
 
-    def run(self, tokens: Tensor, plan: ForwardPlan = TEXT) -> Features:
+    def run(self, tokens: Tensor, plan: ForwardPlan = DEFAULT_PLAN) -> Features:
         """What the plan asks of one forward over tokens [B, N]."""
-        implementation = ATTENTION if self.attending.own is None else OWN
+        implementation = ATTENTION_NAME if self.traits.masked_attention is None else MASKED
         assert self.config._attn_implementation == implementation, "another attention would see no tree and fill no cache"
         assert plan.lengths is None or len(tokens) == 1, "documents are packed into one row"
-        positions, visibility = self._seen(tokens, self._within_reach(tokens, plan))
-        inputs, sights = self._called(tokens, positions, plan)
+        positions, visibility = self._resolve_visibility(tokens, self._limit_positions(tokens, plan))
+        inputs, sights = self._decoder_inputs(tokens, positions, plan)
         states_visibility, visibility = visibility, sights[-1] if sights else visibility
-        working = plan.span.working(self.num_layers)
+        working = plan.span.active_layers(self.num_layers)
         with ExitStack() as stack, torch.set_grad_enabled(plan.grad):
-            captured = stack.enter_context(self.captured(plan.layers))
-            stack.enter_context(self._fed(plan.span))
-            if not plan.grad and self.device.type == "cpu" and not self.attending.num_returned:
-                stack.enter_context(replaced(lean_layers(self.layers)))
-            stack.enter_context(replaced(self._passed_by(plan, working)))
+            captured = stack.enter_context(self.capture_layers(plan.layers))
+            stack.enter_context(self._feed_hidden(plan.span))
+            if not plan.grad and self.device.type == "cpu" and not self.traits.output_tuple_size:
+                stack.enter_context(override_forwards(fuse_cpu_layers(self.layers)))
+            stack.enter_context(override_forwards(self._skipped_forwards(plan, working)))
             if plan.recompute and plan.grad and plan.cache is None:
                 layers = [self.layers[index] for index in working]
-                stack.enter_context(replaced([(layer, checkpointed(layer)) for layer in layers]))
+                stack.enter_context(override_forwards([(layer, checkpoint_layer(layer)) for layer in layers]))
             if visibility is not None:
-                stack.enter_context(rows_alike())
-            stack.enter_context(replaced(self._with_states(plan, states_visibility)))
-            stack.enter_context(running(plan.cache, visibility, self._attending(plan)))
-            stack.enter_context(self._by_masks(positions, visibility, plan))
+                stack.enter_context(enforce_batch_invariance())
+            stack.enter_context(override_forwards(self._recurrent_forwards(plan, states_visibility)))
+            stack.enter_context(set_forward_context(plan.cache, visibility, self._attention_indices(plan)))
+            stack.enter_context(self._apply_masks(positions, visibility, plan))
             output = self.decoder(
                 **inputs,
-                **{self.attending.cache_name: plan.cache},
-                use_cache=plan.cache is not None and self.attending.uses_cache,
-                **self._told(visibility, plan, sights),
+                **{self.traits.cache_argument: plan.cache},
+                use_cache=plan.cache is not None and self.traits.accepts_use_cache,
+                **self._attention_arguments(visibility, plan, sights),
             )
             final = captured["final"] = output.last_hidden_state
             states = [captured[layer] for layer in plan.layers]
             hidden = torch.stack(states, dim=2) if states else final.new_empty(*tokens.shape, 0, self.width)
             result = Features(tokens, plan.layers, hidden, self.head.logits(final, upcast=plan.upcast) if plan.logits else None)
         if plan.cache is not None:
-            plan.cache.advance(tokens.shape[1])
+            plan.cache.add_uncommitted(tokens.shape[1])
         return result
 
-    def _told(self, visibility: Sees, plan: ForwardPlan, sights: list[Sees]) -> dict[str, Any]:
+    def _attention_arguments(
+        self, visibility: TokenVisibility, plan: ForwardPlan, sights: list[TokenVisibility]
+    ) -> dict[str, Any]:
         """What layers hand on to attention."""
-        if self.attending.own is not None:
+        if self.traits.masked_attention is not None:
             return {}
         told = {"visibility": visibility, "tree_cache": plan.cache, "lengths": plan.lengths}
-        return told | {"reaches": self.attending.reaches, **({"sights": sights} if sights else {})}
+        return told | {"reaches": self.traits.attention_ranges, **({"sights": sights} if sights else {})}
 
-    def _by_masks(
+    def _apply_masks(
         self, positions: Tensor, visibility: Visibility | list[Visibility] | None, plan: ForwardPlan
     ) -> AbstractContextManager[None]:
         """What layers that attend by themselves are told."""
-        own = self.attending.own
+        own = self.traits.masked_attention
         if own is None:
             return nullcontext()
         heads = getattr(self.config, "num_attention_heads", 1)
-        seen = seen_by_masks(positions, visibility, plan.lengths, plan.cache, heads)
-        return attending_by_masks(self.layers, own, seen, plan.cache)
+        seen = make_mask_visibility(positions, visibility, plan.lengths, plan.cache, heads)
+        return apply_masks(self.layers, own, seen, plan.cache)
 
-    def normed(self, hidden: Tensor, grad: bool = False) -> Tensor:
+    def apply_final_norm(self, hidden: Tensor, grad: bool = False) -> Tensor:
         """The final norm of states [B, T, D] of any layer: what the head reads at an early exit."""
         tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
         span = LayerSpan(first=self.num_layers, hidden=hidden)
-        return self.run(tokens, ForwardPlan(layers=("final",), grad=grad, span=span)).at("final")
+        return self.run(tokens, ForwardPlan(layers=("final",), grad=grad, span=span)).at_layer("final")
 
     def save(self, path: str | Path) -> None:
         """Write model and tokenizer in transformers format."""
@@ -241,51 +243,53 @@ class Target(nn.Module):
         self.model.save_pretrained(path)  # type: ignore[operator]
         self.tokenizer.save_pretrained(path)
 
-    def _with_images(self, texts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+    def _check_images(self, texts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """The texts, where any has images; the first such text is held against transformers."""
-        seen = next(((text, images) for text in texts if (images := images_of(text)) is not None), None)
+        seen = next(((text, images) for text in texts if (images := get_images(text)) is not None), None)
         if seen is None:
             return ()
-        if not self.has_seen:
-            self.has_seen = True
+        if not self.vision_checked:
+            self.vision_checked = True
             try:
-                check_sight(self, *seen)
+                check_vision(self, *seen)
             except UserError:
-                self.has_seen = False
+                self.vision_checked = False
                 raise
         return texts
 
-    def _called(self, tokens: Tensor, positions: Tensor, plan: ForwardPlan) -> tuple[dict[str, Any], list[Sees]]:
+    def _decoder_inputs(
+        self, tokens: Tensor, positions: Tensor, plan: ForwardPlan
+    ) -> tuple[dict[str, Any], list[TokenVisibility]]:
         """What the decoder is called with for tokens: themselves, or with images what these come to; and what is seen in each
         layer, where tokens of images see ahead."""
-        offsets = None if plan.cache is None else plan.cache.offsets
+        offsets = None if plan.cache is None else plan.cache.position_offsets
         if not plan.texts:
-            if self.attending.own is not None and not self.attending.own.asks_positions:
+            if self.traits.masked_attention is not None and not self.traits.masked_attention.takes_positions:
                 return {"input_ids": tokens}, []
             places = positions if offsets is None else positions + offsets[:, None]
             return {"input_ids": tokens, "position_ids": places}, []
-        found = called(self, tokens, plan.texts, positions, plan.lengths)
+        found = make_decoder_inputs(self, tokens, plan.texts, positions, plan.lengths)
         if plan.cache is not None:
-            plan.cache.offsets = found.offsets
-        return found.inputs, self._ahead(found, positions, plan) if any(found.seen) else []
+            plan.cache.position_offsets = found.offsets
+        return found.arguments, self._layer_visibility(found, positions, plan) if any(found.visible_masks) else []
 
-    def _ahead(self, found: Called, positions: Tensor, plan: ForwardPlan) -> list[Sees]:
+    def _layer_visibility(self, found: DecoderInputs, positions: Tensor, plan: ForwardPlan) -> list[TokenVisibility]:
         """What the tokens of texts see in each layer, images among them."""
         if plan.mask is not None:
             raise UserError(
                 f"target {self.name}: tokens of images see each other, which trees over texts do not know; use text"
             )
-        sights: dict[str, Sees] = {}
-        for kind in {*kinds_of_layers(self)}:
-            masks = seen_in(found.seen, plan.lengths or [positions.shape[1]] * len(found.seen), kind)
+        sights: dict[str, TokenVisibility] = {}
+        for kind in {*layer_kinds(self)}:
+            masks = masks_for_kind(found.visible_masks, plan.lengths or [positions.shape[1]] * len(found.visible_masks), kind)
             if plan.cache is not None:
-                sights[kind] = plan.cache.sees(torch.stack(masks), positions, positions)
+                sights[kind] = plan.cache.visibility(torch.stack(masks), positions, positions)
             else:
                 seen = torch.stack(masks) if plan.lengths is None else tuple(mask[None] for mask in masks)
-                sights[kind] = trees_alone(seen, positions, plan.lengths)
-        return [sights[kind] for kind in kinds_of_layers(self)]
+                sights[kind] = uncached_visibility(seen, positions, plan.lengths)
+        return [sights[kind] for kind in layer_kinds(self)]
 
-    def _within_reach(self, tokens: Tensor, plan: ForwardPlan) -> ForwardPlan:
+    def _limit_positions(self, tokens: Tensor, plan: ForwardPlan) -> ForwardPlan:
         """The plan with no position that the model does not have, or from which on all others would be turned otherwise: past
         the end of the longest text there are only nodes that no answer has room for."""
         switch, cache = self.rope_switch, plan.cache
@@ -295,30 +299,30 @@ class Target(nn.Module):
                 f"is one; use data.max_length={switch} or less"
             )
         last = self.max_length if switch is None else switch
-        if switch is None and (cache is None or cache.longest + cache.pending + tokens.shape[1] <= last):
+        if switch is None and (cache is None or cache.longest + cache.uncommitted + tokens.shape[1] <= last):
             return plan
         if plan.positions is None and cache is not None and not cache.is_empty:
-            plan = replace(plan, positions=cache.slots(tokens.shape[1]))
+            plan = replace(plan, positions=cache.next_slots(tokens.shape[1]))
         return plan if plan.positions is None else replace(plan, positions=plan.positions.clamp(max=last - 1))
 
-    def _seen(self, tokens: Tensor, plan: ForwardPlan) -> tuple[Tensor, Visibility | list[Visibility] | None]:
+    def _resolve_visibility(self, tokens: Tensor, plan: ForwardPlan) -> tuple[Tensor, Visibility | list[Visibility] | None]:
         """The positions of tokens [B, N], and what they see where that is not the text before them."""
         positions, mask, cache = plan.positions, plan.mask, plan.cache
         batch, num_new = tokens.shape
         if cache is None:
             if positions is None:
                 positions = document_positions(plan.lengths or (num_new,), tokens.device).expand(batch, -1)
-            return positions, None if mask is None else trees_alone(mask, positions, plan.lengths)
+            return positions, None if mask is None else uncached_visibility(mask, positions, plan.lengths)
         if cache.is_empty and positions is None and mask is None:
-            cache.positions = cache.slots(num_new).clamp(max=self.max_length - 1)  # past it, mask tokens or padding
+            cache.positions = cache.next_slots(num_new).clamp(max=self.max_length - 1)  # past it, mask tokens or padding
             return cache.positions, None
-        positions = cache.slots(num_new) if positions is None else positions
+        positions = cache.next_slots(num_new) if positions is None else positions
         if mask is None:
-            ones = torch.ones(num_new, cache.pending + num_new, dtype=torch.bool, device=positions.device)
-            mask = ones.tril(cache.pending).expand(batch, -1, -1)
+            ones = torch.ones(num_new, cache.uncommitted + num_new, dtype=torch.bool, device=positions.device)
+            mask = ones.tril(cache.uncommitted).expand(batch, -1, -1)
         assert isinstance(mask, Tensor)
-        cache.place(positions)
-        return positions, cache.sees(mask, positions, cache.positions)
+        cache.set_positions(positions)
+        return positions, cache.visibility(mask, positions, cache.positions)
 
     def check_layers(self, layers: Sequence[Layer]) -> None:
         """Stop at a layer that this target does not have."""
@@ -327,11 +331,11 @@ class Target(nn.Module):
                 raise UserError(f"drafter.layers: {layer} is not a layer of {self.name}, which has 0 to {self.num_layers}")
 
     @contextmanager
-    def captured(self, layers: tuple[Layer, ...]) -> Iterator[dict[Layer, Tensor]]:
+    def capture_layers(self, layers: tuple[Layer, ...]) -> Iterator[dict[Layer, Tensor]]:
         """Hooks that keep the residual stream where `layers` ask for it."""
         self.check_layers(layers)
         if {*layers} - {"final"}:
-            self.check_one_stream()
+            self.check_single_stream()
         captured: dict[Layer, Tensor] = {}
 
         def keep_input(layer: int) -> Any:
@@ -357,21 +361,21 @@ class Target(nn.Module):
             for handle in handles:
                 handle.remove()
 
-    def check_one_stream(self) -> None:
+    def check_single_stream(self) -> None:
         """Stop where what enters a layer is more than one state a token."""
-        if not self.attending.is_one_stream:
+        if not self.traits.has_single_stream:
             raise UserError(
                 f"target {self.name}: several residual streams run through its layers, so only its final features can be "
                 "captured; use drafter.layers=[final] or a drafter without features"
             )
 
     @contextmanager
-    def _fed(self, span: LayerSpan) -> Iterator[None]:
+    def _feed_hidden(self, span: LayerSpan) -> Iterator[None]:
         """Let `span.hidden`, where there is one, enter layer `span.first`."""
         if span.hidden is None:
             yield
             return
-        self.check_one_stream()
+        self.check_single_stream()
 
         def feed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if args:
@@ -385,46 +389,46 @@ class Target(nn.Module):
         finally:
             handle.remove()
 
-    def _passed_by(self, plan: ForwardPlan, working: list[int]) -> Iterator[tuple[nn.Module, Forward]]:
+    def _skipped_forwards(self, plan: ForwardPlan, working: list[int]) -> Iterator[tuple[nn.Module, Forward]]:
         """The layers that are not `working`, or not for all sequences, and what runs in their place."""
         dropped = plan.span.dropped
         for index, layer in enumerate(self.layers):
             kept = None if dropped is None else ~dropped[index].cpu()
-            if index not in working or (kept is not None and not kept.any() and not self.in_step):
-                yield layer, passing_on(self.attending.num_returned)
+            if index not in working or (kept is not None and not kept.any() and not self.runs_in_lockstep):
+                yield layer, identity(self.traits.output_tuple_size)
             elif kept is not None and not kept.all():
-                yield layer, for_kept(layer, kept, plan.lengths, self.attending.num_returned > 0, self.device)
+                yield layer, run_on_subset(layer, kept, plan.lengths, self.traits.output_tuple_size > 0, self.device)
         for index, part in (one for one in plan.span.skipped if isinstance(one, Sublayer)):
             layer = self.layers[index]
             yield layer, partial(type(layer).forward, layer)  # uncompiled: one compilation serves whole layers
-            yield self.sublayer(index, part), adding_nothing(returns_tuple=part == "attention")
+            yield self.get_sublayer(index, part), zeros(returns_tuple=part == "attention")
 
-    def _attending(self, plan: ForwardPlan) -> list[int]:
+    def _attention_indices(self, plan: ForwardPlan) -> list[int]:
         """The numbers of what attends, in the layers whose attention runs."""
-        layers, inside = plan.span.attending(self.num_layers), self.attending.inside
+        layers, inside = plan.span.attention_layers(self.num_layers), self.traits.attention_indices
         return layers if inside is None else [number for layer in layers for number in inside[layer]]
 
-    def places_below(self, layer: int) -> slice:
+    def cache_slice_below(self, layer: int) -> slice:
         """Where a cache holds what the layers below this one give it."""
-        inside = self.attending.inside
+        inside = self.traits.attention_indices
         return slice(0, layer if inside is None else sum(map(len, inside[:layer])))
 
-    def _with_states(
+    def _recurrent_forwards(
         self, plan: ForwardPlan, visibility: Visibility | list[Visibility] | None
     ) -> Iterator[tuple[nn.Module, Forward]]:
         """What runs in the place of modules that keep a state: over a prompt, a tree behind it, or packed documents."""
-        if not self.attending.recurrent or (plan.cache is None and plan.mask is None and plan.lengths is None):
+        if not self.traits.recurrent_modules or (plan.cache is None and plan.mask is None and plan.lengths is None):
             return
-        if (plan.cache is None and plan.mask is not None) or (plan.cache is not None and plan.span is not WHOLE):
+        if (plan.cache is None and plan.mask is not None) or (plan.cache is not None and plan.span is not ALL_LAYERS):
             raise UserError(
                 f"target {self.name}: its layers keep a state, which this drafter's trees without a cache, or over some of "
                 "the layers, do not; use another drafter, such as eagle3"
             )
-        for layer, stateful in self.attending.recurrent.items():
-            run = with_states(stateful, layer, plan.cache, visibility, plan.lengths, self.attending.along)
+        for layer, stateful in self.traits.recurrent_modules.items():
+            run = make_recurrent_forward(stateful, layer, plan.cache, visibility, plan.lengths, self.traits.path_policy)
             yield stateful.module, run
 
-    def sublayer(self, layer: int, part: Part) -> nn.Module:
+    def get_sublayer(self, layer: int, part: SublayerKind) -> nn.Module:
         """The module of a half of a layer."""
         found = getattr(self.layers[layer], {"attention": "self_attn", "mlp": "mlp"}[part], None)
         if not isinstance(found, nn.Module) or isinstance(found, nn.ModuleList):

@@ -7,59 +7,69 @@ written, and activations, are not counted.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
-from .device import read_weights
-from .kv_cache import attended_dtype
+from .device import forward_weights
+from .kv_cache import attention_dtype
 
 if TYPE_CHECKING:
-    from .codes import CodedWeights
     from .target import Target
 
 
+class LinearCodes(Protocol):
+    """Codes that stand for the weights of linear layers."""
+
+    @property
+    def linears(self) -> Mapping[nn.Module, Any]: ...
+
+    @property
+    def tensors(self) -> Sequence[Tensor]: ...
+
+
 @dataclass(frozen=True)
-class Reads:
+class BytesRead:
     """Bytes that were read."""
 
     weights: int = 0
     keys: int = 0  # and values, whatever they are held as, and what tells which of them to read
 
-    def __add__(self, other: Reads) -> Reads:
-        return Reads(self.weights + other.weights, self.keys + other.keys)
+    def __add__(self, other: BytesRead) -> BytesRead:
+        return BytesRead(self.weights + other.weights, self.keys + other.keys)
 
     @property
     def total(self) -> int:
         return self.weights + self.keys
 
 
-def size_of(tensor: Tensor) -> int:
+def tensor_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def weight_bytes(target: Target, coded: CodedWeights | None = None) -> int:
+def weight_bytes(target: Target, coded: LinearCodes | None = None) -> int:
     """Of the weights that a forward reads, the output layer's too; where linear layers are `coded`, their codes."""
-    weights = read_weights(nn.ModuleList([target.decoder, target.head.output]))
+    weights = forward_weights(nn.ModuleList([target.decoder, target.head.output]))
     if coded is None:
-        return sum(map(size_of, weights))
+        return sum(map(tensor_bytes, weights))
     replaced = {id(linear.weight) for linear in coded.linears}
-    return sum(size_of(weight) for weight in weights if id(weight) not in replaced) + sum(map(size_of, coded.tensors))
+    return sum(tensor_bytes(weight) for weight in weights if id(weight) not in replaced) + sum(map(tensor_bytes, coded.tensors))
 
 
 def slot_bytes(target: Target) -> dict[int, int]:
     """Of one token's keys and values, by layer that attends."""
-    size = attended_dtype(target.dtype, target.device).itemsize
-    kept = target.attending.kept
-    return {layer: size * one.shape.heads * (one.shape.key_size + one.shape.value_size) for layer, one in kept.items()}
+    size = attention_dtype(target.dtype, target.device).itemsize
+    kept = target.traits.attention_layers
+    return {layer: size * one.shape.num_heads * (one.shape.key_size + one.shape.value_size) for layer, one in kept.items()}
 
 
 def key_bytes(target: Target, length: int, nodes: int) -> int:
     """Of the keys and values that a forward over a chain of `nodes` behind a text of `length` tokens reads, its own too."""
     total = 0
     for layer, slot in slot_bytes(target).items():
-        reach = target.attending.kept[layer].reach
+        reach = target.traits.attention_layers[layer].range
         furthest = min(size for size in (reach.window, reach.chunk, length + nodes) if size is not None)
         total += slot * min(length + nodes, furthest + nodes - 1)
     return total

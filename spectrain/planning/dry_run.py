@@ -16,19 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spectrain.config.build import build
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter, Losses, Stage, TrainingState, stage_at
 from spectrain.features.base import BatchRequest, Source
 from spectrain.features.batch import Batch
-from spectrain.features.live import Live
+from spectrain.features.live_source import LiveSource
 from spectrain.models.features import Layer
-from spectrain.models.loading import untrained_network
-from spectrain.models.prepacked import pack_linears
+from spectrain.models.loading import build_untrained_network
+from spectrain.models.packed_linears import pack_linears
 from spectrain.models.target import Target
-from spectrain.settings.build import build
-from spectrain.training.job import Job
-from spectrain.training.parallel import Replicated
+from spectrain.training.parallel import ReplicatedStrategy
+from spectrain.training.run import TrainingRun
 from spectrain.training.trainer import Trainer
 
 from .memory_tracker import MemoryTracker
@@ -68,14 +68,14 @@ class DryRun:
 
 def dry_run(config: Any, device: torch.device, dataset: Dataset, batches: list[list[Example]], num_steps: int) -> DryRun:
     """Build target and drafter of fake tensors on `device`, and train for a few steps on the heaviest and on some batches."""
-    trainer = Trainer.of(config)
+    trainer = Trainer.from_config(config)
     found = DryRun()
     tracker = MemoryTracker(device)
     with tracker, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the real run will say them
         target, drafter = built(config, tracker, dataset)
-        shared = _OneProcess(drafter, target, trainer.autocast(target, device))
-        job = Job(trainer, drafter, target, _Tracked(tracker), shared, num_steps)
+        shared = _OneProcess(drafter, target, trainer.autocast_dtype(target, device))
+        job = TrainingRun(trainer, drafter, target, _Tracked(tracker), shared, num_steps)
         stages = [stage_at(drafter.stages, step, num_steps) for step in range(num_steps)]
         flops: Counter[str] = Counter()
         for stage, count in sorted(Counter(stages).items()):
@@ -95,11 +95,11 @@ def dry_run(config: Any, device: torch.device, dataset: Dataset, batches: list[l
 def built(config: Any, tracker: MemoryTracker, dataset: Dataset) -> tuple[Target, Drafter]:
     """Target and drafter as a training begins with them."""
     with tracker.counting("building", "target weights"):
-        target: Target = build(config.target, network=untrained_network, device=str(tracker.device))
+        target: Target = build(config.target, network=build_untrained_network, device=str(tracker.device))
     with tracker.counting("building", "drafter weights"):
         drafter: Drafter = build(config.drafter, target=target)
         drafter.prepare(target, dataset.token_counts(target.head.vocab_size))
-    target.pack()  # on a GPU it gives weights other memory, so parts are named behind it
+    target.pack_weights()  # on a GPU it gives weights other memory, so parts are named behind it
     pack_linears(drafter)
     for part, module in (("target weights", target), ("drafter weights", drafter)):
         for parameter in module.parameters():
@@ -109,12 +109,12 @@ def built(config: Any, tracker: MemoryTracker, dataset: Dataset) -> tuple[Target
 
 
 def run_stage(
-    tracker: MemoryTracker, job: Job, stage: int, batches: list[list[Example]]
+    tracker: MemoryTracker, job: TrainingRun, stage: int, batches: list[list[Example]]
 ) -> tuple[dict[str, int], dict[str, float]]:
     """Memory at the worst moment of a stage, and FLOPs of a padded token."""
     trainer, step = job.trainer, job.step
     job.enter_stage(stage, step)
-    optimizer = job.shared.optimizer
+    optimizer = job.parallel.optimizer
     if tracker.device.type == "cuda":
         for group in optimizer.param_groups:
             group["foreach"] = True  # torch's own choice on a GPU
@@ -211,11 +211,11 @@ class _Tracked(Source):
     """The live target, counted by itself."""
 
     def __init__(self, tracker: MemoryTracker) -> None:
-        self.tracker, self.live = tracker, Live()
+        self.tracker, self.live = tracker, LiveSource()
 
-    def batch(self, request: BatchRequest) -> Batch:
+    def make_batch(self, request: BatchRequest) -> Batch:
         with self.tracker.counting(TARGET, "target activations"):
-            batch = self.live.batch(request)
+            batch = self.live.make_batch(request)
         if batch.features is not None:
             self.tracker.name(batch.features.hidden, "features")
         return batch
@@ -238,12 +238,12 @@ def autocasting(dtype: torch.dtype | None) -> Iterator[None]:
         torch.set_autocast_dtype("cuda", before[1])
 
 
-class _OneProcess(Replicated):
+class _OneProcess(ReplicatedStrategy):
     """One process that shares with nobody: any number of them hold the same, unless they shard."""
 
     def __init__(self, drafter: Drafter, target: Target, autocast: torch.dtype | None) -> None:
         self.rank = self.data_rank = 0
-        self.count = self.data_count = self.copies = 1
+        self.num_processes = self.num_data_ranks = self.num_copies = 1
         self.is_main, self.device = False, torch.device("cpu")  # not the main one, which would talk
         self.drafter, self.target, self.model, self.autocast = drafter, target, drafter, autocast
 

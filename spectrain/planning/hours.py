@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
+from spectrain.config.build import build
 from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest, Source
 from spectrain.features.batch import Batch
-from spectrain.models.device import wait
+from spectrain.models.device import synchronize_device
 from spectrain.models.target import Target
-from spectrain.runs.fresh import fresh_drafter
-from spectrain.settings.build import build
+from spectrain.runs.init_drafter import init_drafter
 from spectrain.training.trainer import Trainer
 
 from .dry_run import DryRun, slots
@@ -67,17 +67,17 @@ def work_is_real(asked: "Plan") -> bool:
 
 def calibrate(config: DictConfig) -> tuple[float, float]:
     """Seconds that a padded token takes in the target's features and in the rest of a step, from steps that really run."""
-    trainer = Trainer.of(config).trial(CALIBRATION)
+    trainer = Trainer.from_config(config).make_trial(CALIBRATION)
     target: Target = build(config.target)
-    dataset = build(config.data).dataset(target.tokenizer, target.sight)
-    drafter = fresh_drafter(config, target, dataset)
-    target.pack()
+    dataset = build(config.data).dataset(target.tokenizer, target.vision)
+    drafter = init_drafter(config, target, dataset)
+    target.pack_weights()
     source = _Timed(build(config.source), target)
     ends: list[float] = []
     marks: list[tuple[float, float]] = []
 
     def on_step(step: int) -> None:
-        wait(target.device)
+        synchronize_device(target.device)
         ends.append(time.perf_counter())
         marks.append((source.seconds, source.tokens))
 
@@ -91,13 +91,13 @@ class _Timed(Source):
     """A source, and how long it took over how many tokens."""
 
     def __init__(self, source: Source, target: Target) -> None:
-        self.source, self.device, self.asks_drafter = source, target.device, source.asks_drafter
+        self.source, self.device, self.uses_drafter = source, target.device, source.uses_drafter
         self.seconds = self.tokens = 0.0
 
-    def batch(self, request: BatchRequest) -> Batch:
+    def make_batch(self, request: BatchRequest) -> Batch:
         began = time.perf_counter()
-        batch = self.source.batch(request)
-        wait(self.device)
+        batch = self.source.make_batch(request)
+        synchronize_device(self.device)
         self.seconds += time.perf_counter() - began
         self.tokens += slots(request.examples, request.packed)
         return batch

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from spectrain.decoding.captured import Captured, Marks
-from spectrain.decoding.generation import PARTS
+from spectrain.decoding.captured import CapturedRunner, RoundTimer
+from spectrain.decoding.generation import ROUND_PARTS
 from spectrain.decoding.loop import Request
 
 # Of our own operations, one where nothing is said. Attention splits keys and combines; a verdict chooses and walks; rejection
@@ -58,16 +58,16 @@ class LaunchCounter(TorchDispatchMode):
         return out
 
 
-def count_round(engine: Captured, batch: int = 1, prompt: int = 16, new_tokens: int = 32) -> dict[str, dict[str, int]]:
+def count_round(engine: CapturedRunner, batch: int = 1, prompt: int = 16, new_tokens: int = 32) -> dict[str, dict[str, int]]:
     """Launches and bytes made in every part of a round, of an engine whose target and drafter are on the device "meta"."""
     assert engine.target.device.type == "meta", "move the target and the drafter to meta first"
     found = {}
     with torch.no_grad():
-        engine.start(Request([[0] * prompt] * batch, new_tokens, list(range(batch)), frozenset()))
+        engine.start_batch(Request([[0] * prompt] * batch, new_tokens, list(range(batch)), frozenset()))
         for _ in range(2):  # the first reads the prompt
-            engine.play_round(Marks(engine.target.device))
-        parts = engine.parts()
-        for part in PARTS[:-1]:
+            engine.run_uncaptured_round(RoundTimer(engine.target.device))
+        parts = engine.run_parts()
+        for part in ROUND_PARTS[:-1]:
             with LaunchCounter() as counter:
                 next(parts)
             found[part] = {"launches": counter.launches.total(), "bytes": counter.bytes}

@@ -15,10 +15,10 @@ from typing import Any, Literal
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from spectrain.config.build import build, settings_with_defaults
 from spectrain.errors import UserError
-from spectrain.features.store import STORED, bytes_of
-from spectrain.provenance import provenance
-from spectrain.settings.build import build, settings_of
+from spectrain.features.store import TORCH_DTYPES, count_state_bytes
+from spectrain.provenance import collect_provenance
 from spectrain.training.trainer import Trainer
 
 from .dry_run import STEP, TARGET, DryRun, dry_run
@@ -117,7 +117,7 @@ def plan(config: DictConfig, asked: Plan) -> dict[str, Any]:
         room = limit * (1 - RESERVE)
         found["fits"] = seen.peak <= room
         found["changes"] = [] if found["fits"] else changes(config, asked, seen, sharded)
-    return {**found, "setting": OmegaConf.to_container(config), "provenance": provenance()}
+    return {**found, "setting": OmegaConf.to_container(config), "provenance": collect_provenance()}
 
 
 def notes(config: DictConfig, asked: Plan, seen: DryRun) -> list[str]:
@@ -125,7 +125,7 @@ def notes(config: DictConfig, asked: Plan, seen: DryRun) -> list[str]:
     found = []
     if seen.assumed:
         found.append(f"{seen.assumed} sizes hang on what the target says; the most was assumed")
-    if build(config.source).writes_text:
+    if build(config.source).generates_text:
         found.append("sequences that are written while training are not counted, in memory, arithmetic or assumed hours")
     if asked.planned.type == "cuda":
         found.append(
@@ -136,7 +136,7 @@ def notes(config: DictConfig, asked: Plan, seen: DryRun) -> list[str]:
 
 def disk(seen: DryRun, work: Workload) -> dict[str, Any]:
     """Bytes that the run folder holds at its end, and that a feature store of this data takes."""
-    stores = {dtype: bytes_of(work.tokens * len(seen.features), seen.width, dtype) for dtype in STORED}
+    stores = {dtype: count_state_bytes(work.tokens * len(seen.features), seen.width, dtype) for dtype in TORCH_DTYPES}
     return {
         "checkpoint_bytes": seen.checkpoint_bytes, "checkpoints_kept": len(seen.checkpoints),
         "drafter_bytes": seen.drafter_bytes, "trained_target_bytes": seen.trained_target_bytes,
@@ -183,7 +183,7 @@ def changes(config: DictConfig, asked: Plan, seen: DryRun, sharded: dict[str, in
 
 def alternatives(config: DictConfig, seen: DryRun) -> list[dict[str, Any]]:
     """Settings that cost less memory, as far as this run has them."""
-    trainer = Trainer.of(config)
+    trainer = Trainer.from_config(config)
     found: list[dict[str, Any]] = []
     if trainer.batch_tokens >= 512:
         halved = {"trainer.batch_tokens": trainer.batch_tokens // 2, "trainer.accumulate": trainer.accumulate * 2}
@@ -191,7 +191,7 @@ def alternatives(config: DictConfig, seen: DryRun) -> list[dict[str, Any]]:
         found.append(
             {**halved, **({"data.max_length": trainer.batch_tokens // 2} if longest > trainer.batch_tokens // 2 else {})}
         )
-    has = settings_of(config.drafter)
+    has = settings_with_defaults(config.drafter)
     for key in ("ttt_steps", "num_heads", "vocab_size", "num_masks", "num_drafts"):
         value = has.get(key)
         if isinstance(value, int) and value > 3:

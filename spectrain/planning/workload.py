@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from omegaconf import DictConfig
 
+from spectrain.config.build import build
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.errors import UserError
-from spectrain.models.loading import load_tokenizer, untrained_network
+from spectrain.models.loading import build_untrained_network, load_tokenizer
 from spectrain.models.target import Target
-from spectrain.settings.build import build
-from spectrain.training.held_out import looked_at, rows_of_a_look
 from spectrain.training.trainer import Trainer
+from spectrain.training.validation import count_validation_rows, select_prompts
 
 from .dry_run import STEP, TARGET, DryRun, slots
 from .memory_tracker import MemoryTracker
@@ -45,7 +45,7 @@ class Workload:
 
 def survey(config: DictConfig, asked: "Plan") -> Workload:
     """The batches of a run: the data's own where it is quick to read, else full ones."""
-    trainer = Trainer.of(config)
+    trainer = Trainer.from_config(config)
     data = build(config.data)
     if asked.tokens is None:
         if data.num_bytes() > QUICK_BYTES:
@@ -56,7 +56,7 @@ def survey(config: DictConfig, asked: "Plan") -> Workload:
         count = max(1, trainer.batch_tokens // length)
         example = Example([1] * length, [False] + [True] * (length - 1))
         dataset = Dataset([example] * count, count, 0, 0)
-    batches = [dataset[indices] for indices in dataset.epoch(0, trainer.batching)]
+    batches = [dataset[indices] for indices in dataset.make_batches(0, trainer.batch_settings)]
     sizes = [slots(batch, trainer.packing) for batch in batches]
     once, largest = float(sum(sizes)), max(sizes)
     tokens = float(dataset.num_tokens if asked.tokens is None else asked.tokens)
@@ -73,13 +73,13 @@ def tokenizer(config: DictConfig) -> Any:
     if config.target.get("model"):
         return load_tokenizer(config.target.model, bool(config.target.get("trust_remote_code", False)), required=True)
     with MemoryTracker(torch.device("cpu")):
-        target: Target = build(config.target, network=untrained_network, device="cpu")
+        target: Target = build(config.target, network=build_untrained_network, device="cpu")
     return target.tokenizer
 
 
 def kept_features(config: DictConfig, seen: DryRun, work: Workload) -> float:
     """Bytes of features that the live source keeps in the host's memory."""
-    keep = build(config.source).keep_bytes
+    keep = build(config.source).max_cached_bytes
     whole = work.tokens * len(seen.features) * seen.width * seen.dtype.itemsize
     return float(min(keep, whole)) if work.epochs > 0 and seen.features else 0.0
 
@@ -100,7 +100,7 @@ def total_flops(config: DictConfig, seen: DryRun, work: Workload) -> float:
 
 def num_looks(config: DictConfig, work: Workload) -> int:
     """How often what is held out is drafted for: with each checkpoint or as often as is asked for, and at the end."""
-    trainer = Trainer.of(config)
+    trainer = Trainer.from_config(config)
     every = trainer.save_every if trainer.eval_every is None else trainer.eval_every
     return math.ceil(work.num_steps / every) if every else 1
 
@@ -108,5 +108,7 @@ def num_looks(config: DictConfig, work: Workload) -> int:
 def look_flops(seen: DryRun, work: Workload) -> float:
     """Two for every weight that a row of a look is multiplied with; attention, behind texts so short, is left out, and so is
     what a drafter does beside drafting."""
-    rows = rows_of_a_look(looked_at(work.dataset.held_out, seen.longest))
-    return 2.0 * ((rows.read + rows.verified) * seen.layers + rows.verified * seen.output + rows.drafted * seen.drafter)
+    rows = count_validation_rows(select_prompts(work.dataset.held_out, seen.longest))
+    return 2.0 * (
+        (rows.num_prompt + rows.num_verified) * seen.layers + rows.num_verified * seen.output + rows.num_drafted * seen.drafter
+    )

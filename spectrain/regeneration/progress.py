@@ -7,27 +7,27 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from spectrain.data.shards import Lost, Row, Shard, Shards
+from spectrain.data.shards import FailedRow, Row, Shard, ShardSet
 from spectrain.training.progress import Pace
 
 
 class WritingProgress:
     """Counts what this process writes; shows it, and what other processes have finished, where it is enabled."""
 
-    def __init__(self, shards: Shards, faults: dict[str, str], enabled: bool) -> None:
+    def __init__(self, shards: ShardSet, faults: dict[str, str], enabled: bool) -> None:
         self.shards, self.faults, self.enabled = shards, set(faults), enabled
         self.total = shards.manifest["conversations"]
-        self.written = self.tokens = self.lost = 0  # by this process
-        self.open = 0  # conversations of unfinished shards of this process
-        self.finished = self._finished()
+        self.num_written = self.num_tokens = self.num_failed = 0  # by this process
+        self.num_open = 0  # conversations of unfinished shards of this process
+        self.num_finished = self._count_finished()
         self.console = Console()
-        self.live = enabled and self.console.is_terminal
+        self.is_live = enabled and self.console.is_terminal
         self.bar = Bar(
             TextColumn("regenerating"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[line]}"),
-            TimeRemainingColumn(), console=self.console, disable=not self.live,
+            TimeRemainingColumn(), console=self.console, disable=not self.is_live,
         )  # fmt: skip
-        self.task = self.bar.add_task("", total=self.total, completed=self.finished, line="")
-        self.began, self.pace = time.monotonic(), Pace(self.total, self.finished)
+        self.task = self.bar.add_task("", total=self.total, completed=self.num_finished, line="")
+        self.start_time, self.pace = time.monotonic(), Pace(self.total, self.num_finished)
 
     def __enter__(self) -> "WritingProgress":
         self.bar.__enter__()
@@ -36,37 +36,37 @@ class WritingProgress:
     def __exit__(self, *raised: Any) -> None:
         self.bar.__exit__(*raised)
 
-    def begin(self, shard: Shard) -> None:
+    def begin_shard(self, shard: Shard) -> None:
         """A shard is taken up, with the rows of an earlier attempt."""
-        self.open += len(shard.rows)
-        self.pace.first += len(shard.rows)
+        self.num_open += len(shard.rows)
+        self.pace.num_done_before += len(shard.rows)
 
-    def count(self, outcome: Row | Lost) -> None:
-        self.written += 1
-        self.open += 1
+    def count_outcome(self, outcome: Row | FailedRow) -> None:
+        self.num_written += 1
+        self.num_open += 1
         if isinstance(outcome, Row):
-            self.tokens += sum(outcome.num_tokens)
+            self.num_tokens += sum(outcome.num_tokens)
         else:
-            self.lost += 1
-        done, seconds = self.finished + self.open, time.monotonic() - self.began
-        line = f"{self.tokens / max(1e-9, seconds):.0f} tokens/s  {self.lost} lost"
-        if self.live:
+            self.num_failed += 1
+        done, seconds = self.num_finished + self.num_open, time.monotonic() - self.start_time
+        line = f"{self.num_tokens / max(1e-9, seconds):.0f} tokens/s  {self.num_failed} lost"
+        if self.is_live:
             self.bar.update(self.task, completed=done, line=line)
         elif self.enabled and self.pace.is_due():
-            print(f"conversation {done} of {self.total}  {line}  {self.pace.left(done)}", flush=True)
+            print(f"conversation {done} of {self.total}  {line}  {self.pace.time_left(done)}", flush=True)
 
-    def finish(self, shard: Shard) -> None:
+    def finish_shard(self, shard: Shard) -> None:
         self.faults.discard(shard.name)
-        self.open -= len(shard.wanted)
-        self.finished = self._finished()
+        self.num_open -= len(shard.pending)
+        self.num_finished = self._count_finished()
 
     @property
-    def summary(self) -> str:
-        seconds = time.monotonic() - self.began
-        speed = f"{self.tokens / max(1e-9, seconds):.0f} a second"
-        return f"this time {self.written} conversations, {self.tokens} tokens in {seconds:.0f} s ({speed})"
+    def summary_line(self) -> str:
+        seconds = time.monotonic() - self.start_time
+        speed = f"{self.num_tokens / max(1e-9, seconds):.0f} a second"
+        return f"this time {self.num_written} conversations, {self.num_tokens} tokens in {seconds:.0f} s ({speed})"
 
-    def _finished(self) -> int:
+    def _count_finished(self) -> int:
         """Conversations of whole shards, whoever made them."""
         records = self.shards.manifest["shards"].items()
         return sum(record["rows"] + sum(record["lost"].values()) for name, record in records if name not in self.faults)

@@ -16,53 +16,54 @@ from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
+from spectrain.config.build import build, import_constructor
+from spectrain.config.check import check_config
 from spectrain.data.chat import Message
-from spectrain.data.readers import Data
-from spectrain.data.shards import Lost, Row, Shard, Shards, Wanted
+from spectrain.data.readers import ConversationReader
+from spectrain.data.shards import FailedRow, PendingRow, Row, Shard, ShardSet
 from spectrain.decoding.session import Session
 from spectrain.errors import RunError, UserError
 from spectrain.models.target import Target
-from spectrain.provenance import provenance
-from spectrain.runs.defaults import complete as with_defaults
+from spectrain.provenance import collect_provenance
+from spectrain.runs.defaults import resolve_eval_config as with_defaults
 from spectrain.runs.drafter_files import build_drafter, load_weights
-from spectrain.runs.folder import trained_target
-from spectrain.runs.places import drafter_directory
-from spectrain.settings.build import build, constructor
-from spectrain.settings.check import check_config
+from spectrain.runs.folder import find_trained_target
+from spectrain.runs.paths import find_drafter_directory
 
 from .progress import WritingProgress
-from .writers import EngineWriter, Sampling, Writer, opening_prompts
+from .writers import AnswerWriter, EngineWriter, Sampling, collect_prompts
 
 
 @dataclass
-class Ledger:
+class OutcomeLedger:
     """Where every conversation goes once it is written or lost."""
 
-    shards: Shards
+    shards: ShardSet
     progress: WritingProgress
     stop_after: int
-    failed: int = 0  # one after another, up to now
-    complete: list[Shard] = field(default_factory=list)
+    num_failed: int = 0  # one after another, up to now
+    complete_shards: list[Shard] = field(default_factory=list)
 
-    def add(self, shard: Shard, outcome: Row | Lost) -> None:
-        self.failed = self.failed + 1 if isinstance(outcome, Lost) and outcome.kind == "failed" else 0
-        if isinstance(outcome, Lost) and self.failed >= self.stop_after:
+    def add_outcome(self, shard: Shard, outcome: Row | FailedRow) -> None:
+        self.num_failed = self.num_failed + 1 if isinstance(outcome, FailedRow) and outcome.kind == "failed" else 0
+        if isinstance(outcome, FailedRow) and self.num_failed >= self.stop_after:
             raise RunError(
-                f"{self.failed} conversations failed one after another, the last, number {outcome.id}, for: {outcome.error}; "
+                f"{self.num_failed} conversations failed one after another, the last, number {outcome.id}, for: "
+                f"{outcome.error}; "
                 "mend that and go on with the same command"
             )
-        shard.add(outcome)
-        self.progress.count(outcome)
+        shard.add_outcome(outcome)
+        self.progress.count_outcome(outcome)
         if shard.is_complete:
-            self.complete.append(shard)
-        if not self.failed:  # else what fails may be the end of the server, which is held against no conversation
-            self.finish()
+            self.complete_shards.append(shard)
+        if not self.num_failed:  # else what fails may be the end of the server, which is held against no conversation
+            self.write_complete()
 
-    def finish(self) -> None:
+    def write_complete(self) -> None:
         """Write the shards that are complete."""
-        while self.complete:
-            self.shards.finish(self.complete[0])
-            self.progress.finish(self.complete.pop(0))
+        while self.complete_shards:
+            self.shards.finish_shard(self.complete_shards[0])
+            self.progress.finish_shard(self.complete_shards.pop(0))
 
 
 class Regeneration:
@@ -90,59 +91,61 @@ class Regeneration:
         self.turns, self.system, self.shard_size = turns, system, shard_size
         self.max_failed, self.stop_after, self.retry_failed = max_failed, stop_after, retry_failed
 
-    def run(self, out: Path, data: Data, sampling: Sampling, writer: Writer) -> None:
+    def run(self, out: Path, data: ConversationReader, sampling: Sampling, writer: AnswerWriter) -> None:
         """Make every shard that is not there, and say what came of it."""
-        shards = Shards(out)
-        wanted = [self.wanted(number, messages) for number, messages in enumerate(data.conversations())]
+        shards = ShardSet(out)
+        wanted = [self.make_pending_row(number, messages) for number, messages in enumerate(data.load_conversations())]
         begun = shards.is_begun
-        faults = shards.faults() if begun else {}
+        faults = shards.find_faults() if begun else {}
         if not begun or faults or self.retry_failed:
-            writer.check()
-        shards.open(self.settings(data, sampling, writer), {
-            "data": data.name, "conversations": len(wanted), "shard_size": self.shard_size, "made_with": provenance(),
+            writer.check_ready()
+        shards.begin_or_resume(self.recorded_settings(data, sampling, writer), {
+            "data": data.name, "conversations": len(wanted), "shard_size": self.shard_size, "made_with": collect_provenance(),
         })  # fmt: skip
-        faults = faults if begun else shards.faults()
+        faults = faults if begun else shards.find_faults()
         rank = int(os.environ.get("RANK", 0))
         if rank == 0:
-            announce(shards, faults)
-        with stopped_softly(shards), WritingProgress(shards, faults, enabled=rank == 0) as progress:
-            ledger = Ledger(shards, progress, self.stop_after)
-            if due := self.due(shards, faults):
-                writer.write(self.claimed(shards, due, wanted, progress), ledger.add)
-                ledger.finish()
-            shards.tidy()
-        self.conclude(shards, progress)
+            report_faults(shards, faults)
+        with stop_gracefully(shards), WritingProgress(shards, faults, enabled=rank == 0) as progress:
+            ledger = OutcomeLedger(shards, progress, self.stop_after)
+            if due := self.list_due_shards(shards, faults):
+                writer.write_answers(self.claim_shards(shards, due, wanted, progress), ledger.add_outcome)
+                ledger.write_complete()
+            shards.remove_leftovers()
+        self.report_result(shards, progress)
 
-    def due(self, shards: Shards, faults: dict[str, str]) -> list[str]:
+    def list_due_shards(self, shards: ShardSet, faults: dict[str, str]) -> list[str]:
         """Shards to make, those of this rank first: where its own are done, it takes what others have left, from the end."""
         rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        known, names = shards.manifest["shards"], shards.names
+        known, names = shards.manifest["shards"], shards.shard_names
         retried = {name for name in known if self.retry_failed and "failed" in known[name]["lost"]}
         due, mine = {*faults} | retried, {*names[rank::processes]}
         return sorted(due & mine) + sorted(due - mine, reverse=True)
 
-    def claimed(self, shards: Shards, due: list[str], wanted: list[Wanted], progress: WritingProgress) -> Iterator[Shard]:
+    def claim_shards(
+        self, shards: ShardSet, due: list[str], pending: list[PendingRow], progress: WritingProgress
+    ) -> Iterator[Shard]:
         """Of these shards, those that no other process is at or has made by now, with what is known of them."""
         size, before = self.shard_size, shards.manifest["shards"]
-        first_of = {name: number * size for number, name in enumerate(shards.names)}
+        first_of = {name: number * size for number, name in enumerate(shards.shard_names)}
         for name in due:
             first = first_of[name]
-            shard = shards.claim(name, wanted[first : first + size])
+            shard = shards.claim_shard(name, pending[first : first + size])
             if shard is None:
                 continue
-            is_whole, record = shards.fault(name) is None, shards.manifest["shards"].get(name)
+            is_whole, record = shards.find_fault(name) is None, shards.manifest["shards"].get(name)
             if is_whole and not (self.retry_failed and record == before.get(name)):
-                shards.release(shard)
+                shards.release_shard(shard)
                 continue
-            shard.begin(shards.read(name) if is_whole else ())
-            progress.begin(shard)
+            shard.restore_rows(shards.read_shard(name) if is_whole else ())
+            progress.begin_shard(shard)
             if shard.is_complete:  # an earlier attempt was killed just before its end
-                shards.finish(shard)
-                progress.finish(shard)
+                shards.finish_shard(shard)
+                progress.finish_shard(shard)
             else:
                 yield shard
 
-    def wanted(self, number: int, messages: list[Message]) -> Wanted:
+    def make_pending_row(self, number: int, messages: list[Message]) -> PendingRow:
         """A conversation as it is asked for: up to its last assistant turn, or the first."""
         places = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
         messages = messages[: (places[0] if self.turns == "first" else places[-1]) + 1]
@@ -151,38 +154,38 @@ class Regeneration:
             messages = [{"role": "system", "content": self.system}, *messages]
         asked = [message if message["role"] != "assistant" else {"role": "assistant"} for message in messages]
         key = hashlib.blake2b(json.dumps(asked).encode(), digest_size=7).digest()
-        return Wanted(number, messages, int.from_bytes(key, "big"))
+        return PendingRow(number, messages, int.from_bytes(key, "big"))
 
-    def settings(self, data: Data, sampling: Sampling, writer: Writer) -> dict[str, Any]:
+    def recorded_settings(self, data: ConversationReader, sampling: Sampling, writer: AnswerWriter) -> dict[str, Any]:
         """What the set depends on, by the names that the command line has for it."""
-        conversations = data.conversations()
+        conversations = data.load_conversations()
         digest = hashlib.sha256()
         for messages in conversations:
             digest.update(json.dumps(messages).encode() + b"\n")
         return {
             "data": f"{len(conversations)} conversations, sha256 {digest.hexdigest()[:16]}",
-            **writer.settings(),
-            **sampling.settings(),
+            **writer.recorded_settings(),
+            **sampling.recorded_settings(),
             **{f"regenerate.{key}": getattr(self, key) for key in ("turns", "system", "shard_size")},
         }
 
-    def conclude(self, shards: Shards, progress: WritingProgress) -> None:
+    def report_result(self, shards: ShardSet, progress: WritingProgress) -> None:
         """The last line, and a failed run where too much is missing."""
         manifest = shards.manifest
-        left = [name for name in progress.faults if shards.fault(name) is not None]
+        left = [name for name in progress.faults if shards.find_fault(name) is not None]
         records = [record for name, record in manifest["shards"].items() if name not in left]
         lost: dict[str, int] = {}
         for record in records:
             for kind, count in record["lost"].items():
                 lost[kind] = lost.get(kind, 0) + count
         rows = sum(record["rows"] for record in records)
-        said = ", ".join(f"{count} {WORDS[kind]}" for kind, count in lost.items())
+        said = ", ".join(f"{count} {FAILURE_TEXTS[kind]}" for kind, count in lost.items())
         print(
             f"{shards.folder}: {rows} of {manifest['conversations']} conversations in {len(records)} shards, "
             f"{sum(record['cut'] for record in records)} with an answer cut"
             + (f"; {said}, told in {shards.folder / 'failed'}" if said else "")
             + (f"; other processes are at {', '.join(sorted(left))}" if left else "")
-            + f"; {progress.summary}",
+            + f"; {progress.summary_line}",
             flush=True,
         )
         total = rows + sum(lost.values())
@@ -195,17 +198,17 @@ class Regeneration:
             )
 
 
-WORDS = {"failed": "failed", "too_long": "too long for the context", "cut": "left out for a cut answer"}
+FAILURE_TEXTS = {"failed": "failed", "too_long": "too long for the context", "cut": "left out for a cut answer"}
 
 
-def regenerate(config: DictConfig) -> None:
+def regenerate_command(config: DictConfig) -> None:
     """What the command does: check a set that is there, or make it."""
     if config.out is None:
         raise UserError("out: say where the conversations go, as in out=DIR")
     out = Path(str(config.out)).expanduser()
     if config.check:
-        faults = Shards(out).faults()
-        announce(Shards(out), faults)
+        faults = ShardSet(out).find_faults()
+        report_faults(ShardSet(out), faults)
         if faults:
             named = ", ".join([*faults][:5]) + (f" and {len(faults) - 5} more" if len(faults) > 5 else "")
             raise RunError(f"out={out}: not whole: {named}; run the command that made it, without check=true")
@@ -213,8 +216,8 @@ def regenerate(config: DictConfig) -> None:
     sampling, settings, data = build(config.sampling), build(config.regenerate), build(config.data)
     data.asks_only = True
     data.conversations()
-    if constructor(config.writer).needs_target:
-        writer = engine_writer(config, sampling, settings, data)
+    if import_constructor(config.writer).needs_target:
+        writer = make_engine_writer(config, sampling, settings, data)
     else:
         for key in ("target", "run", "tree"):
             if config.get(key) is not None:
@@ -223,7 +226,9 @@ def regenerate(config: DictConfig) -> None:
     settings.run(out, data, sampling, writer)
 
 
-def engine_writer(config: DictConfig, sampling: Sampling, settings: Regeneration, data: Data) -> EngineWriter:
+def make_engine_writer(
+    config: DictConfig, sampling: Sampling, settings: Regeneration, data: ConversationReader
+) -> EngineWriter:
     """Our own engine with the target and, where a run is named, its drafter."""
     if config.run is None and config.get("tree") is not None:
         raise UserError("tree: nothing is drafted without a drafter; give one, as in run=runs/NAME, or leave tree out")
@@ -232,35 +237,35 @@ def engine_writer(config: DictConfig, sampling: Sampling, settings: Regeneration
     completed, run = with_defaults(OmegaConf.create({**asked, "drafter": standing_in, "acceptance": None, "eval": None}))
     completed = check_config(completed, [str(key) for key in completed])
     target: Target = build(completed.target)
-    target.pack()
+    target.pack_weights()
     plain: EngineWriter = build(config.writer, sampling=sampling, target=target)
     if config.run is None:
         return plain
-    directory, drafter, builder = drafter_directory(run), build_drafter(completed.drafter, target), build(completed.tree)
-    if drafter.abilities.target_training or trained_target(run) is not None:
+    directory, drafter, builder = find_drafter_directory(run), build_drafter(completed.drafter, target), build(completed.tree)
+    if drafter.abilities.target_training or find_trained_target(run) is not None:
         raise UserError(
             f"run={run}: its drafter belongs to the target that was trained with it; regenerate without a drafter, by "
-            f"target=hf target.model={trained_target(run) or run / 'target'}"
+            f"target=hf target.model={find_trained_target(run) or run / 'target'}"
         )
     assert directory is not None, "it was read from there"
     load_weights(drafter, directory)
-    first = [settings.wanted(number, messages) for number, messages in enumerate(data.conversations()[:64])]
-    prompts = opening_prompts(plain, first)
-    Session.prepare(target, drafter, builder, sampling.rule, lambda: prompts)
+    first = [settings.make_pending_row(number, messages) for number, messages in enumerate(data.load_conversations()[:64])]
+    prompts = collect_prompts(plain, first)
+    Session.from_drafter(target, drafter, builder, sampling.acceptance_rule, lambda: prompts)
     return build(config.writer, sampling=sampling, target=target, drafter=drafter, builder=builder)
 
 
-def announce(shards: Shards, faults: dict[str, str]) -> None:
+def report_faults(shards: ShardSet, faults: dict[str, str]) -> None:
     """Say by name what is missing or corrupt, and how much is to be made."""
     for name, fault in faults.items():
         if fault != "unfinished":
             print(f"{shards.folder / name}: {fault}", flush=True)
-    whole = len(shards.names) - len(faults)
-    print(f"{shards.folder}: {whole} of {len(shards.names)} shards are whole, {len(faults)} to make", flush=True)
+    whole = len(shards.shard_names) - len(faults)
+    print(f"{shards.folder}: {whole} of {len(shards.shard_names)} shards are whole, {len(faults)} to make", flush=True)
 
 
 @contextmanager
-def stopped_softly(shards: Shards) -> Iterator[None]:
+def stop_gracefully(shards: ShardSet) -> Iterator[None]:
     """A scheduler's SIGTERM stops as Ctrl-C does; then, and where the disk is full, say that what is finished is kept."""
 
     def stop(*_: Any) -> None:
@@ -278,5 +283,5 @@ def stopped_softly(shards: Shards) -> Iterator[None]:
         ) from error
     finally:
         signal.signal(signal.SIGTERM, before)
-        for shard in [*shards.claimed]:
-            shards.release(shard)
+        for shard in [*shards.open_shards]:
+            shards.release_shard(shard)

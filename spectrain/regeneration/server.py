@@ -12,16 +12,16 @@ from urllib.parse import urlsplit
 
 from openai import APIConnectionError, APIStatusError, AsyncOpenAI, Omit, OpenAI, Timeout
 
-from spectrain.data.shards import Lost, Row, Shard, Wanted
-from spectrain.errors import UserError, nearest
+from spectrain.data.shards import FailedRow, PendingRow, Row, Shard
+from spectrain.errors import UserError, suggest_nearest
 
-from .writers import Add, AnsweredChat, Sampling, Unanswered, Writer
+from .writers import AnswerError, AnswerWriter, ChatProgress, OutcomeCallback, Sampling
 
-PASSING = (408, 409, 429)  # what a server refuses for the moment, beside all of its own errors, 500 and above
-PAUSE = 1.0  # seconds before a server that gave nonsense is asked again; the client has its own pauses after an error
+TRANSIENT_STATUSES = (408, 409, 429)  # what a server refuses for the moment, beside all of its own errors, 500 and above
+RETRY_PAUSE = 1.0  # seconds before a server that gave nonsense is asked again; the client has its own pauses after an error
 
 
-class ServerWriter(Writer):
+class ServerWriter(AnswerWriter):
     """A model on a server. `concurrency` conversations are under way at once; `extra` joins the body of every request, as in
     writer.extra={repetition_penalty:1.0}.
 
@@ -45,7 +45,7 @@ class ServerWriter(Writer):
         retries: int = 6,
         extra: dict[str, Any] | None = None,
     ) -> None:
-        if not is_address(base_url):
+        if not is_http_url(base_url):
             raise UserError(f"writer.base_url={base_url}: give an address, as in http://localhost:8000/v1")
         for key, value, least in (("concurrency", concurrency, 1), ("retries", retries, 0)):
             if value < least:
@@ -60,22 +60,22 @@ class ServerWriter(Writer):
         # without a key none is sent: by itself the client sends OPENAI_API_KEY, which is not for this server
         self.headers: Any = {"Authorization": Omit()} if api_key_variable is None else {}
 
-    def settings(self) -> dict[str, Any]:
+    def recorded_settings(self) -> dict[str, Any]:
         return {"writer": "openai", "writer.model": self.model, "writer.extra": self.extra}
 
-    def check(self) -> None:
+    def check_ready(self) -> None:
         """Stop where address, key or model are wrong."""
         where = f"writer.base_url={self.base_url}"
         client = OpenAI(api_key=self.key, base_url=self.base_url, timeout=min(10.0, self.timeout), max_retries=0)
         try:
             reply = client.models.with_raw_response.list(extra_headers=self.headers).text
         except APIConnectionError as error:
-            raise UserError(f"{where}: no server answers there ({told(error)}); start it, or mend the address") from error
+            raise UserError(f"{where}: no server answers there ({error_text(error)}); start it, or mend the address") from error
         except APIStatusError as error:
-            self._refuse(error)
-            if passes(error):
+            self._raise_if_fatal(error)
+            if is_transient(error):
                 return  # busy, and each request will be tried again
-            reply = detail(error)
+            reply = status_text(error)
         try:
             served = [str(model["id"]) for model in json.loads(reply)["data"]]
         except (ValueError, KeyError, TypeError) as error:
@@ -84,19 +84,19 @@ class ServerWriter(Writer):
                 "OpenAI-compatible address, which mostly ends in /v1"
             ) from error
         if self.model not in served:
-            raise UserError(f"writer.model={self.model}: the server has no such model; {nearest(self.model, served)}")
+            raise UserError(f"writer.model={self.model}: the server has no such model; {suggest_nearest(self.model, served)}")
 
-    def write(self, shards: Iterable[Shard], add: Add) -> None:
-        asyncio.run(self._write(shards, add))
+    def write_answers(self, shards: Iterable[Shard], on_outcome: OutcomeCallback) -> None:
+        asyncio.run(self._write_concurrently(shards, on_outcome))
 
-    async def _write(self, shards: Iterable[Shard], add: Add) -> None:
+    async def _write_concurrently(self, shards: Iterable[Shard], on_outcome: OutcomeCallback) -> None:
         timeout = Timeout(self.timeout, connect=min(10.0, self.timeout))
         async with AsyncOpenAI(api_key=self.key, base_url=self.base_url, timeout=timeout) as client:
-            waiting = ((shard, wanted) for shard in shards for wanted in shard.left)
+            waiting = ((shard, wanted) for shard in shards for wanted in shard.unanswered_rows)
 
             async def work() -> None:
                 for shard, wanted in waiting:  # shared: a worker takes the next conversation, of whichever shard
-                    add(shard, await self._converse(client, wanted))
+                    on_outcome(shard, await self._answer_conversation(client, wanted))
 
             workers = [asyncio.create_task(work()) for _ in range(self.concurrency)]
             try:
@@ -106,40 +106,40 @@ class ServerWriter(Writer):
                     worker.cancel()
                 await asyncio.gather(*workers, return_exceptions=True)
 
-    def _refuse(self, error: APIStatusError) -> None:
+    def _raise_if_fatal(self, error: APIStatusError) -> None:
         """Stop where every request would be refused."""
         if error.status_code in (401, 403):
             raise UserError(
-                f"writer.api_key_variable: {self.base_url} refuses the key or wants one ({detail(error)}); name the "
+                f"writer.api_key_variable: {self.base_url} refuses the key or wants one ({status_text(error)}); name the "
                 "environment variable that holds a valid one"
             )
         if error.status_code == 404:
             raise UserError(
                 f"writer.base_url={self.base_url}, writer.model={self.model}: the server does not know this address or this "
-                f"model ({detail(error)}); the address mostly ends in /v1"
+                f"model ({status_text(error)}); the address mostly ends in /v1"
             )
 
-    async def _converse(self, client: AsyncOpenAI, wanted: Wanted) -> Row | Lost:
+    async def _answer_conversation(self, client: AsyncOpenAI, pending: PendingRow) -> Row | FailedRow:
         """One conversation, turn by turn."""
-        chat = AnsweredChat(wanted, self.sampling)
+        chat = ChatProgress(pending, self.sampling)
         try:
-            while (messages := chat.ask()) is not None:
-                chat.answer(*await self._request(client, {"messages": messages, **self._body(chat)}))
-        except Unanswered as given_up:
-            return given_up.of(wanted)
-        return chat.row
+            while (messages := chat.next_messages()) is not None:
+                chat.add_answer(*await self._request_answer(client, {"messages": messages, **self._request_body(chat)}))
+        except AnswerError as given_up:
+            return given_up.to_failed_row(pending)
+        return chat.finished_row
 
-    def _body(self, chat: AnsweredChat) -> dict[str, Any]:
+    def _request_body(self, chat: ChatProgress) -> dict[str, Any]:
         """A request without its messages; the seed is that of the conversation and turn."""
         sampling = self.sampling
-        keys = f"{sampling.seed}/{chat.wanted.key}/{len(chat.sizes)}".encode()
+        keys = f"{sampling.seed}/{chat.pending.key}/{len(chat.answer_lengths)}".encode()
         seed = int.from_bytes(blake2b(keys, digest_size=4).digest(), "big") >> 1
         # top_k is not OpenAI's, so a server that does not know it is only asked where it is wanted
         extra = {**({"top_k": sampling.top_k} if sampling.top_k else {}), **self.extra}
         return {"model": self.model, "temperature": sampling.temperature, "top_p": sampling.top_p,
                 "max_tokens": sampling.max_new_tokens, "seed": seed, "extra_body": extra}  # fmt: skip
 
-    async def _request(self, client: AsyncOpenAI, body: dict[str, Any]) -> tuple[str, str, int]:
+    async def _request_answer(self, client: AsyncOpenAI, body: dict[str, Any]) -> tuple[str, str, int]:
         """The text of one answer, why it ended, and its tokens; an Unanswered where it cannot be had."""
         left = self.retries
         while True:
@@ -147,57 +147,57 @@ class ServerWriter(Writer):
             try:
                 reply = await asking.create(**body, extra_headers=self.headers)
             except (APIConnectionError, APIStatusError) as error:
-                raise self._given_up(error, self.retries - left) from error
+                raise self._to_answer_error(error, self.retries - left) from error
             left -= reply.retries_taken + 1
             try:
-                return read(json.loads(reply.text))
+                return parse_completion(json.loads(reply.text))
             except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
                 if left < 0:
-                    problem = f"the answer is no chat completion ({told(error)})"
-                    raise Unanswered("failed", f"{self.retries + 1} attempts, the last: {problem}") from error
-            await asyncio.sleep(PAUSE)
+                    problem = f"the answer is no chat completion ({error_text(error)})"
+                    raise AnswerError("failed", f"{self.retries + 1} attempts, the last: {problem}") from error
+            await asyncio.sleep(RETRY_PAUSE)
 
-    def _given_up(self, error: APIConnectionError | APIStatusError, before: int) -> Unanswered:
+    def _to_answer_error(self, error: APIConnectionError | APIStatusError, prior_attempts: int) -> AnswerError:
         """What is held against a conversation after `before` attempts and those of the client; a UserError stops them all."""
-        problem = told(error)
+        problem = error_text(error)
         if isinstance(error, APIStatusError):
-            self._refuse(error)
-            problem = detail(error)
-            if not passes(error):
+            self._raise_if_fatal(error)
+            problem = status_text(error)
+            if not is_transient(error):
                 long = "context" in problem.lower() and "length" in problem.lower()
-                return Unanswered("too_long" if long else "failed", problem)
-        attempts = before + int(error.request.headers.get("x-stainless-retry-count", 0)) + 1
-        return Unanswered("failed", f"{attempts} attempts, the last: {problem}")
+                return AnswerError("too_long" if long else "failed", problem)
+        attempts = prior_attempts + int(error.request.headers.get("x-stainless-retry-count", 0)) + 1
+        return AnswerError("failed", f"{attempts} attempts, the last: {problem}")
 
 
-def read(found: Any) -> tuple[str, str, int]:
+def parse_completion(response: Any) -> tuple[str, str, int]:
     """Text, why it ended and tokens of a chat completion."""
-    choice = found["choices"][0]
+    choice = response["choices"][0]
     text = choice["message"]["content"]
     if not isinstance(text, str):
-        raise Unanswered("failed", f"the server gave no text (finish_reason {choice.get('finish_reason')})")
-    usage = found.get("usage") or {}
+        raise AnswerError("failed", f"the server gave no text (finish_reason {choice.get('finish_reason')})")
+    usage = response.get("usage") or {}
     return text, str(choice.get("finish_reason")), int(usage.get("completion_tokens") or 0)
 
 
-def is_address(url: str) -> bool:
+def is_http_url(url: str) -> bool:
     try:
         return urlsplit(url).scheme in ("http", "https") and bool(urlsplit(url).hostname) and urlsplit(url).port != 0
     except ValueError:
         return False
 
 
-def passes(error: APIStatusError) -> bool:
+def is_transient(error: APIStatusError) -> bool:
     """Whether another attempt may mend it."""
-    return error.status_code in PASSING or error.status_code >= 500
+    return error.status_code in TRANSIENT_STATUSES or error.status_code >= 500
 
 
-def detail(error: APIStatusError) -> str:
+def status_text(error: APIStatusError) -> str:
     """Status and reason in a line."""
     return f"status {error.status_code}: {' '.join(error.response.text.split())[:300]}"
 
 
-def told(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """An error in a line: that of the network behind the client's; some are without words."""
     error = error.__cause__ if isinstance(error.__cause__, Exception) else error
     return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")

@@ -22,8 +22,10 @@ class Candidate:
     builder: TreeBuilder
     rule: AcceptanceRule
     setting: dict[str, Any]  # what the numbers depend on, besides what the evaluation knows
-    untrained: Callable[[], Drafter] | None = None  # makes the same drafter as it was before training
-    original: Callable[[], Target] | None = None  # loads the target as it was, where the drafter's training changed it
-    store: Callable[[], Datastore | None] = lambda: None  # the answers that it was trained on, to copy from
-    save: Callable[[Drafter], None] | None = None  # keeps a drafter that has learnt while it was scored
-    own: TreeBuilder | None = None  # the tree that it came with, where one that this machine's times favour is scored first
+    make_untrained: Callable[[], Drafter] | None = None  # makes the same drafter as it was before training
+    load_original: Callable[[], Target] | None = None  # loads the target as it was, where the drafter's training changed it
+    open_store: Callable[[], Datastore | None] = lambda: None  # the answers that it was trained on, to copy from
+    save_learned: Callable[[Drafter], None] | None = None  # keeps a drafter that has learnt while it was scored
+    default_builder: TreeBuilder | None = (
+        None  # the tree that it came with, where one that this machine's times favour is scored first
+    )

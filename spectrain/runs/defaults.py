@@ -8,12 +8,12 @@ from hydra import compose
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from spectrain.errors import UserError
-from spectrain.runs.drafter_files import saved_description
-from spectrain.runs.folder import run_settings
-from spectrain.runs.places import drafter_directory, existing_drafter
+from spectrain.runs.drafter_files import load_description
+from spectrain.runs.folder import load_run_settings
+from spectrain.runs.paths import find_drafter_directory, require_drafter_directory
 
 
-def complete(config: DictConfig) -> tuple[DictConfig, Path]:
+def resolve_eval_config(config: DictConfig) -> tuple[DictConfig, Path]:
     """The whole configuration of an evaluation or a chat, and the folder that it belongs to.
 
     A group that the command chose (tree=chain) replaces the run's; single keys (tree.depth=4) change it.
@@ -28,13 +28,13 @@ def complete(config: DictConfig) -> tuple[DictConfig, Path]:
     whole: dict[str, Any] = {key: defaults[key] for key in ("target", "drafter", "tree", "acceptance", "eval", "trainer")}
     folder = Path(config.run) if config.run is not None else Path("runs") / "eval"
     if config.run is not None:
-        whole |= saved_settings(folder, named, config.get("target"))
+        whole |= load_saved_settings(folder, named, config.get("target"))
     for group in ("target", "drafter", "tree", "acceptance", "eval"):
         asked = config.get(group)
         if asked is not None:
             keeps = "_target_" not in asked and whole.get(group)
-            whole[group] = OmegaConf.merge(_plain(whole[group]), _plain(asked)) if keeps else asked
-    completed = OmegaConf.create({**{k: _plain(v) for k, v in whole.items()}, "run": str(folder)})
+            whole[group] = OmegaConf.merge(_to_container(whole[group]), _to_container(asked)) if keeps else asked
+    completed = OmegaConf.create({**{k: _to_container(v) for k, v in whole.items()}, "run": str(folder)})
     prompts = completed.eval.get("prompts")
     asked = config.get("eval") or {}
     if asked.get("prompts") is not None and "limit" in completed.eval and "limit" not in asked:
@@ -55,31 +55,31 @@ def complete(config: DictConfig) -> tuple[DictConfig, Path]:
     return completed, folder
 
 
-def measure_unless_asked(config: DictConfig, asked: Sequence[str]) -> None:
+def default_tree(config: DictConfig, overrides: Sequence[str]) -> None:
     """Where no tree is among what a command `asked` for, the one that this machine's times favour is scored first."""
-    groups = [word.lstrip("+~").partition("=")[0].split(".")[0] for word in asked]
+    groups = [word.lstrip("+~").partition("=")[0].split(".")[0] for word in overrides]
     if config.get("eval") and "_target_" in config.eval and "measured" not in config.eval:
         with open_dict(config):
             config.eval.measured = "tree" not in groups
 
 
-def saved_settings(folder: Path, named: bool, target: Any) -> dict[str, Any]:
+def load_saved_settings(folder: Path, has_drafter_choice: bool, target: Any) -> dict[str, Any]:
     """The settings that a run folder or a drafter directory keeps; `target` is what the command says of it, if anything."""
-    if named and drafter_directory(folder) is None:
+    if has_drafter_choice and find_drafter_directory(folder) is None:
         return {}
-    directory = existing_drafter("run", folder)
-    description = saved_description(directory, target)
+    directory = require_drafter_directory("run", folder)
+    description = load_description(directory, target)
     if not description.get("target") and target is None:
         raise UserError(f"{directory / 'config.json'}: it does not say which target it is for; say it, as in target=tiny")
     saved = {key: description[key] for key in ("drafter", "target", "tree", "acceptance") if description.get(key)}
     saved["recipe_name"] = description.get("recipe")
     if (folder / "config.yaml").exists():
-        config = run_settings(folder)
+        config = load_run_settings(folder)
         saved |= {key: config[key] for key in ("data", "trainer", "eval") if config.get(key)}
     if not (saved.get("eval") or {}).get("_target_"):
         saved.pop("eval", None)
     return saved
 
 
-def _plain(node: Any) -> Any:
+def _to_container(node: Any) -> Any:
     return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node

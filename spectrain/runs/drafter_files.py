@@ -10,41 +10,41 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from spectrain.config.build import build, import_constructor
+from spectrain.config.choices import by_choice_name, list_constructors
+from spectrain.config.saved import parse_description, read_json, read_json_object
 from spectrain.drafters.base import Drafter
 from spectrain.errors import RunError, UserError, first_line
 from spectrain.export.converter import read_drafter
-from spectrain.export.layout import Portable
+from spectrain.export.layout import DrafterCheckpoint
 from spectrain.export.targets import TargetFiles
-from spectrain.files import AGAIN, written
+from spectrain.files import REPEAT_COMMAND, atomic_write
 from spectrain.models.target import Target
-from spectrain.provenance import versions
-from spectrain.settings.build import build, constructor
-from spectrain.settings.choices import constructors, named
-from spectrain.settings.saved import read_json, read_object, saved_drafter
-from spectrain.training.checkpoints import load_tensors, misfits, tensors_of
-from spectrain.training.job import Trained
+from spectrain.provenance import package_versions
+from spectrain.training.checkpoints import collect_tensors, find_mismatches, load_tensors
+from spectrain.training.run import TrainingResult
 
-from .folder import plain, recipe_name, trained_target
-from .places import drafter_directory
+from .folder import find_trained_target, recipe_name, to_container
+from .paths import find_drafter_directory
 
 
 def save_drafter(
-    directory: Path, drafter: Drafter, config: DictConfig, trained: Trained | None = None, mend: str = AGAIN
+    directory: Path, drafter: Drafter, config: DictConfig, result: TrainingResult | None = None, remedy: str = REPEAT_COMMAND
 ) -> None:
     """Write config.json and model.safetensors: all that is needed to load the drafter again, and what its training took."""
-    kept = named(plain(config))
+    kept = by_choice_name(to_container(config))
     description = {key: kept.get(key) for key in ("drafter", "target", "tree", "acceptance")}
     description["drafter"] = {**(description["drafter"] or {}), **drafter.saved.settings(drafter)}
-    description |= {"recipe": recipe_name(config), "spectrain_version": versions().get("spectrain")}
-    if trained is not None:
-        description["training"] = {"steps": trained.steps, "tokens": trained.tokens, "seconds": round(trained.seconds, 2),
-                                   "parameters": trained.parameters, "taken": trained.taken}  # fmt: skip
+    description |= {"recipe": recipe_name(config), "spectrain_version": package_versions().get("spectrain")}
+    if result is not None:
+        description["training"] = {"steps": result.num_steps, "tokens": result.num_tokens, "seconds": round(result.seconds, 2),
+                                   "parameters": result.num_parameters, "taken": result.result_step}  # fmt: skip
     files: dict[str, dict[str, Tensor]] = {"model.safetensors": {}}
     layout = drafter.saved.layout(drafter)
-    for name, tensor in tensors_of(drafter).items():
+    for name, tensor in collect_tensors(drafter).items():
         file, there = layout.get(name, ("model.safetensors", name))
         files.setdefault(file, {})[there] = tensor
-    with written(directory, folder=True, mend=mend) as scratch:
+    with atomic_write(directory, folder=True, remedy=remedy) as scratch:
         for file, tensors in files.items():
             save_file(tensors, scratch / file, metadata={"format": "pt"})
         for file, text in drafter.saved.sidecars(drafter).items():
@@ -55,15 +55,15 @@ def save_drafter(
 def build_drafter(node: Any, target: Target) -> Drafter:
     """The drafter that settings describe; those inside it that directories hold come with their weights."""
     settings: Any = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else dict(node)
-    keys = constructor(settings).saved.inner if inspect.isclass(constructor(settings)) else ()
+    keys = import_constructor(settings).saved.inner if inspect.isclass(import_constructor(settings)) else ()
     held: list[tuple[str, int | None, Path]] = []  # what directories hold: setting, place in its list, directory
     for key in keys:
         given = settings.get(key)
         for place, where in enumerate(given) if isinstance(given, list) else [(None, given)]:
-            if isinstance(where, str) and where not in constructors("drafter"):
-                held.append((key, place, _inner_directory(key, where)))
+            if isinstance(where, str) and where not in list_constructors("drafter"):
+                held.append((key, place, _find_inner_directory(key, where)))
     for key, place, directory in held:
-        description = named({"drafter": saved_description(directory, None)["drafter"]})["drafter"]
+        description = by_choice_name({"drafter": load_description(directory, None)["drafter"]})["drafter"]
         if place is None:
             settings = {**settings, key: description}
         else:
@@ -75,20 +75,20 @@ def build_drafter(node: Any, target: Target) -> Drafter:
     return drafter
 
 
-def _inner_directory(key: str, where: str) -> Path:
-    directory = drafter_directory(Path(where))
+def _find_inner_directory(key: str, value: str) -> Path:
+    directory = find_drafter_directory(Path(value))
     if directory is None:
-        raise UserError(f"drafter.{key}={where}: there is no drafter in it; give a run folder, a drafter directory or a choice")
+        raise UserError(f"drafter.{key}={value}: there is no drafter in it; give a run folder, a drafter directory or a choice")
     return directory
 
 
 def load_drafter(config: DictConfig, run: Path, target: Target) -> Drafter:
     """The drafter that `config` describes, with the weights of a run folder or of a drafter directory where it is one."""
     drafter = build_drafter(config.drafter, target)
-    directory = drafter_directory(run)
+    directory = find_drafter_directory(run)
     if directory is not None:
         load_weights(drafter, directory, target)
-        if drafter.abilities.target_training and trained_target(run) is None:
+        if drafter.abilities.target_training and find_trained_target(run) is None:
             raise UserError(
                 f"run={run}: the drafter belongs to the target that was trained with it; keep its folder target beside it"
             )
@@ -101,16 +101,16 @@ def load_weights(drafter: Drafter, directory: Path, target: Target | None = None
     places = drafter.saved.layout(drafter)
     weights: dict[str, Tensor] = {}
     home = {name: file for name, (file, _) in places.items()}
-    if is_ours(directory):
+    if is_native(directory):
         names = {place: name for name, place in places.items()}
         for file in dict.fromkeys(["model.safetensors", *(file for file, _ in names)]):
-            found = {names.get((file, there), there): tensor for there, tensor in tensors_in(directory / file).items()}
+            found = {names.get((file, there), there): tensor for there, tensor in load_safetensors(directory / file).items()}
             weights, home = weights | found, home | dict.fromkeys(found, file)
     else:
         ours = {there: name for name, (_, there) in places.items()}
         foreign = read_drafter(directory, None if target is None else TargetFiles(target.path)).tensors
         weights = {ours.get(there, there): tensor for there, tensor in foreign.items()}
-    for name, fault in misfits(drafter, weights):
+    for name, fault in find_mismatches(drafter, weights):
         path = directory / home.get(name, "model.safetensors")
         raise UserError(f"{path}: it does not fit the drafter in config.json: {fault}")
     for name, tensor in weights.items():
@@ -120,7 +120,7 @@ def load_weights(drafter: Drafter, directory: Path, target: Target | None = None
     load_tensors(drafter, weights)
 
 
-def tensors_in(path: Path) -> dict[str, Tensor]:
+def load_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         found: dict[str, Tensor] = load_file(path)
     except (OSError, SafetensorError) as error:
@@ -128,7 +128,7 @@ def tensors_in(path: Path) -> dict[str, Tensor]:
     return found
 
 
-def is_ours(directory: Path) -> bool:
+def is_native(directory: Path) -> bool:
     """Whether `save_drafter` wrote a directory; otherwise it is another project's, or an export."""
     if not (directory / "config.json").exists():  # peft has no such file
         return False
@@ -136,13 +136,13 @@ def is_ours(directory: Path) -> bool:
     return not isinstance(config, dict) or "drafter" in config
 
 
-def saved_description(directory: Path, target: Any) -> dict[str, Any]:
+def load_description(directory: Path, target: Any) -> dict[str, Any]:
     """What config.json says of a drafter and its surroundings; another project's is translated, with the `target` asked for."""
-    settings: Any = plain(target) if target else None
-    if is_ours(directory):
+    settings: Any = to_container(target) if target else None
+    if is_native(directory):
         path = directory / "config.json"
-        return saved_drafter(read_json(path), path)
-    foreign: Portable = read_drafter(directory, TargetFiles.of(settings) if settings else None)
+        return parse_description(read_json(path), path)
+    foreign: DrafterCheckpoint = read_drafter(directory, TargetFiles.from_settings(settings) if settings else None)
     if settings is None and foreign.target is not None:
         settings = TargetFiles(foreign.target).settings
         foreign = read_drafter(directory, TargetFiles(foreign.target))
@@ -151,10 +151,10 @@ def saved_description(directory: Path, target: Any) -> dict[str, Any]:
     return {"drafter": foreign.drafter, "target": settings, **foreign.description}
 
 
-def training_of(run: Path) -> dict[str, Any] | None:
+def load_training_facts(run: Path) -> dict[str, Any] | None:
     """What the training of a run's drafter took: steps, tokens, seconds, parameters that learnt."""
-    directory = drafter_directory(run)
-    if directory is None or not is_ours(directory):
+    directory = find_drafter_directory(run)
+    if directory is None or not is_native(directory):
         return None
-    found: dict[str, Any] | None = read_object(directory / "config.json").get("training")
+    found: dict[str, Any] | None = read_json_object(directory / "config.json").get("training")
     return found

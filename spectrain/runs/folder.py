@@ -8,13 +8,13 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from omegaconf import DictConfig, OmegaConf
 
+from spectrain.config.choices import by_choice_name, choice_name
+from spectrain.config.saved import parse_groups, read_yaml
 from spectrain.data.dataset import Dataset
 from spectrain.errors import UserError
 from spectrain.files import write_text
 from spectrain.models.target import Target
-from spectrain.provenance import provenance
-from spectrain.settings.choices import choice, named
-from spectrain.settings.saved import read_yaml, saved_groups
+from spectrain.provenance import collect_provenance
 from spectrain.training.checkpoints import latest_checkpoint
 
 
@@ -48,16 +48,16 @@ def open_run(run: Path, config: DictConfig, dataset: Dataset, target: Target) ->
     try:
         run.mkdir(parents=True, exist_ok=True)
         if (run / "config.yaml").exists():
-            resumable(run, config)
+            check_resumable(run, config)
             return
         facts = {
-            "data": dataset.facts(),
+            "data": dataset.provenance_facts(),
             "target": target.path,
             "target_name": target.name,
-            **provenance(),
+            **collect_provenance(),
         }
         write_text(run / "provenance.json", json.dumps(facts, indent=2) + "\n")
-        write_text(run / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(named(plain(config)))))
+        write_text(run / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(by_choice_name(to_container(config)))))
     except OSError as error:
         raise UserError(f"run={run}: the folder cannot be written ({error.strerror}); choose another") from error
     finally:
@@ -65,7 +65,7 @@ def open_run(run: Path, config: DictConfig, dataset: Dataset, target: Target) ->
             shutil.rmtree(run, ignore_errors=True)  # of a full disk: half of a beginning
 
 
-FREE = {
+CHANGEABLE_KEYS = {
     "trainer": ("resume", "save_every", "log_every", "keep_checkpoints", "patience", "max_skipped", "gradient_checkpointing",
                 "sharding", "accumulate"),
     "target": ("device", "sharding", "trust_remote_code"),
@@ -73,14 +73,14 @@ FREE = {
 """Settings that a resumed run may change, for they change nothing that is learnt; a step goes on taking as many batches."""
 
 
-def resumable(run: Path, config: DictConfig) -> None:
+def check_resumable(run: Path, config: DictConfig) -> None:
     """Refuse to go on with other settings than a run began with."""
-    before, now = named(run_settings(run)), named(plain(config))
+    before, now = by_choice_name(load_run_settings(run)), by_choice_name(to_container(config))
     if latest_checkpoint(run) is None:
         return
     before = {"optimizer": {"choice": "adamw"}, "schedule": {"choice": "cosine"}, **before}  # when nothing else was there
     for group in ("target", "drafter", "data", "trainer", "optimizer", "schedule"):
-        free = FREE.get(group, ())
+        free = CHANGEABLE_KEYS.get(group, ())
         old = {k: v for k, v in (before.get(group) or {}).items() if k not in free}
         new = {k: v for k, v in (now.get(group) or {}).items() if k not in free}
         for key in sorted({*old, *new}):
@@ -91,18 +91,18 @@ def resumable(run: Path, config: DictConfig) -> None:
                 )
 
 
-def run_settings(run: Path) -> dict[str, Any]:
+def load_run_settings(run: Path) -> dict[str, Any]:
     """What config.yaml of a run folder holds, the groups as nodes to construct."""
     path = run / "config.yaml"
-    return saved_groups(read_yaml(path), path)
+    return parse_groups(read_yaml(path), path)
 
 
-def trained_target(run: Path) -> Path | None:
+def find_trained_target(run: Path) -> Path | None:
     """The target that was trained with a drafter: in its run folder, or beside its directory."""
     return next((place for place in (run / "target", run.parent / "target") if place.is_dir()), None)
 
 
-def keep_earlier(folder: Path) -> None:
+def archive_earlier(folder: Path) -> None:
     """Move an earlier score of the same name aside, to NAME.1, NAME.2 and so on: the newest has the plain name."""
     if not folder.exists():
         return
@@ -112,18 +112,18 @@ def keep_earlier(folder: Path) -> None:
     folder.rename(aside)
 
 
-def plain(config: Any) -> Any:
+def to_container(config: Any) -> Any:
     """Settings as plain containers."""
     return OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
 
 
 def recipe_name(config: DictConfig) -> str:
     """The recipe that the command named, else the drafter's choice."""
-    return str(config.get("recipe_name") or choice("drafter", config.drafter))
+    return str(config.get("recipe_name") or choice_name("drafter", config.drafter))
 
 
 def target_name(config: DictConfig) -> str:
-    name = choice("target", config.target)
+    name = choice_name("target", config.target)
     return Path(str(config.target.get("model", name))).name if name == "hf" else name
 
 

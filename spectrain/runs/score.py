@@ -10,28 +10,28 @@ import torch
 from accelerate import PartialState
 from omegaconf import DictConfig, OmegaConf
 
+from spectrain.config.build import build
+from spectrain.config.choices import by_choice_name
+from spectrain.config.saved import read_json_object
 from spectrain.data.dataset import Dataset
 from spectrain.data.datastore import Datastore
-from spectrain.data.index import index_data
+from spectrain.data.index import index_dataset
 from spectrain.drafters.base import Drafter, has_weights
 from spectrain.errors import UserError
-from spectrain.files import written
+from spectrain.files import atomic_write
 from spectrain.models.target import Target
-from spectrain.provenance import processor, provenance
-from spectrain.settings.build import build
-from spectrain.settings.choices import named
-from spectrain.settings.saved import read_object
+from spectrain.provenance import collect_provenance, processor_name
 from spectrain.training.metrics import Tracker
 
 from .candidate import Candidate
-from .drafter_files import load_drafter, save_drafter, training_of
-from .folder import keep_earlier, plain, recipe_name, run_settings, target_name, trained_target
-from .fresh import fresh_drafter
-from .places import drafter_directory
-from .shipped import is_shipped
+from .drafter_files import load_drafter, load_training_facts, save_drafter
+from .folder import archive_earlier, find_trained_target, load_run_settings, recipe_name, target_name, to_container
+from .init_drafter import init_drafter
+from .paths import find_drafter_directory
+from .shipped_drafters import is_shipped
 from .tracking import tracked
 
-MOST_INDEXED = 20_000_000  # tokens
+MAX_INDEXED_TOKENS = 20_000_000  # tokens
 
 
 def evaluate(config: DictConfig, run: Path, target: Target | None = None, tracker: Tracker | None = None) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def evaluate(config: DictConfig, run: Path, target: Target | None = None, tracke
     evaluation.check_prompts(target)
     dataset = None
     if evaluation.reads_data and config.get("data") and "_target_" in config.data:
-        dataset = build(config.data).dataset(target.tokenizer, target.sight)
+        dataset = build(config.data).dataset(target.tokenizer, target.vision)
     drafter = load_drafter(config, run, target)
     if state.is_main_process:
         settings: Any = OmegaConf.to_container(config)
@@ -66,13 +66,13 @@ def evaluate(config: DictConfig, run: Path, target: Target | None = None, tracke
 
 def load_target(config: DictConfig, run: Path) -> Target:
     """The target of a run folder or of a drafter directory: the one trained with the drafter, else what `config` names."""
-    saved_target = trained_target(run)
+    saved_target = find_trained_target(run)
     if saved_target is None:
         return build(config.target)
     kept = {key: value for key, value in config.target.items() if key in ("dtype", "device", "trust_remote_code")}
     target: Target = build({**kept, "_target_": "spectrain.models.loading.load_hf", "model": str(saved_target)})
     facts = saved_target.parent / "provenance.json"
-    known = read_object(facts).get("target_name") if facts.exists() else None
+    known = read_json_object(facts).get("target_name") if facts.exists() else None
     target.name = f"{known or target_name(config)}, trained"
     return target
 
@@ -85,35 +85,35 @@ def score(
     evaluation: Any,
     dataset: Dataset | None,
     tracker: Tracker,
-    place: Path | None = None,
+    output_folder: Path | None = None,
 ) -> dict[str, Any]:
     """Run an evaluation and write its results below the run folder, or `place`."""
-    folder = (place or run) / "eval" / evaluation.name
-    with written(folder, folder=True) as scratch:  # a folder that cannot be written is told before anything is decoded
-        summary: dict[str, Any] = evaluation.score(candidate(config, run, target, drafter, dataset, scratch), scratch)
-        keep_earlier(folder)
+    folder = (output_folder or run) / "eval" / evaluation.name
+    with atomic_write(folder, folder=True) as scratch:  # a folder that cannot be written is told before anything is decoded
+        summary: dict[str, Any] = evaluation.score(make_candidate(config, run, target, drafter, dataset, scratch), scratch)
+        archive_earlier(folder)
     print(f"written to {folder}")
-    tracker.scored(summary, folder)
+    tracker.log_evaluation(summary, folder)
     return summary
 
 
-def candidate(
+def make_candidate(
     config: DictConfig, run: Path, target: Target, drafter: Drafter, dataset: Dataset | None, folder: Path
 ) -> Candidate:
     """What is scored, with everything that the run knows about it."""
-    trained, training = trained_target(run), drafter.abilities.target_training
+    trained, training = find_trained_target(run), drafter.abilities.target_training
     setting = {
         "target": target.name,
         "target_path": str(trained.resolve()) if training and trained is not None else target.path,
         "recipe": recipe_name(config),
-        **{group: named(plain(config))[group] for group in ("drafter", "acceptance")},
-        "trained": drafter_directory(run) is not None or is_shipped(config.drafter),
-        "training": training_of(run),
+        **{group: by_choice_name(to_container(config))[group] for group in ("drafter", "acceptance")},
+        "trained": find_drafter_directory(run) is not None or is_shipped(config.drafter),
+        "training": load_training_facts(run),
         "dtype": str(target.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name() if target.device.type == "cuda" else processor(),
-        **provenance(),
+        "device": torch.cuda.get_device_name() if target.device.type == "cuda" else processor_name(),
+        **collect_provenance(),
     }
-    began: Any = OmegaConf.create(run_settings(run)) if (run / "config.yaml").exists() else config
+    began: Any = OmegaConf.create(load_run_settings(run)) if (run / "config.yaml").exists() else config
     trainable = dataset is not None and has_weights(drafter) and not training
     trainable = trainable and (began is not config or not drafter.saved.settings(drafter))  # it no longer says how it began
     return Candidate(
@@ -122,20 +122,20 @@ def candidate(
         build(config.tree),
         build(config.acceptance),
         setting,
-        (lambda: fresh_drafter(began, target, dataset)) if dataset is not None and trainable else None,
+        (lambda: init_drafter(began, target, dataset)) if dataset is not None and trainable else None,
         (lambda: build(config.target)) if training and trained is not None else None,
-        lambda: own_store(config, run, target, dataset),
+        lambda: open_answer_store(config, run, target, dataset),
         lambda learnt: save_drafter(folder / "drafter", learnt, config),
     )
 
 
-def own_store(config: DictConfig, run: Path, target: Target, dataset: Dataset | None) -> Datastore | None:
+def open_answer_store(config: DictConfig, run: Path, target: Target, dataset: Dataset | None) -> Datastore | None:
     """The answers that a run was trained on, as a store in its folder, written when it is first asked for; none of a stream,
     nor of more than is sorted in half a minute."""
     folder = run / "store"
     if not folder.exists():
-        fits = dataset is not None and not dataset.is_sample and dataset.num_tokens <= MOST_INDEXED
+        fits = dataset is not None and not dataset.is_sample and dataset.num_tokens <= MAX_INDEXED_TOKENS
         if dataset is None or not fits or not (run / "config.yaml").exists():
             return None
-        index_data(build(config.data), dataset, target.tokenizer, folder)
+        index_dataset(build(config.data), dataset, target.tokenizer, folder)
     return Datastore(str(folder), target.tokenizer)

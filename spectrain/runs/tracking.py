@@ -14,10 +14,10 @@ from typing import Any, Literal
 import httpx
 from omegaconf import OmegaConf
 
+from spectrain.config.choices import choice_name
 from spectrain.errors import UserError
 from spectrain.files import write_text
-from spectrain.settings.choices import choice
-from spectrain.training.metrics import Kind, Tracker, logged_metrics
+from spectrain.training.metrics import RunKind, Tracker, read_metrics
 
 from .folder import recipe_name, target_name
 from .wandb_account import logged_in
@@ -48,7 +48,7 @@ class Wandb(Tracker):
         self.checkpoints, self.patience = checkpoints, patience
         self.session: Any = None
 
-    def start(self, run: Path, config: dict[str, Any], kind: Kind = "train", step: int = 0) -> None:
+    def start_run(self, run: Path, config: dict[str, Any], kind: RunKind = "train", step: int = 0) -> None:
         import wandb
 
         ours = names(config)
@@ -80,20 +80,20 @@ class Wandb(Tracker):
         self.session.define_metric("*", step_metric="step")
         self.known = max(self.session.starting_step - 1, last_logged_step(run, run_id)) if continues else 0
         if kind == "train":
-            for metrics in logged_metrics(run / "metrics.jsonl", step):
-                self.log(metrics, metrics["step"])  # what a kill kept from it
+            for metrics in read_metrics(run / "metrics.jsonl", step):
+                self.log_metrics(metrics, metrics["step"])  # what a kill kept from it
 
-    def log(self, metrics: dict[str, Any], step: int) -> None:
+    def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
         if step > self.known:  # a step that a resumed run does again is there already, and W&B takes no step back
             self.session.log({"step": step, **flatten(metrics)}, step=step)
 
-    def scored(self, summary: dict[str, Any], folder: Path) -> None:
+    def log_evaluation(self, summary: dict[str, Any], folder: Path) -> None:
         place = f"eval/{folder.name}"
         self.session.summary.update({f"{place}/{name}": value for name, value in headline(summary).items()})
         self._show({f"{place}/systems": _table(systems(summary)), **_page(f"{place}/report", folder)})
         self._send(folder, "evaluation", folder.name)
 
-    def compared(self, comparison: dict[str, Any], folder: Path) -> None:
+    def log_comparison(self, comparison: dict[str, Any], folder: Path) -> None:
         shown = {"comparison": _table(compared_rows(comparison)), **_page("report", folder)}
         if comparison.get("recommendations"):
             shown["recommendations"] = _table(comparison["recommendations"])
@@ -103,20 +103,20 @@ class Wandb(Tracker):
         self._show(shown)
         self._send(folder, "comparison", "comparison", {"comparison": _table(compared_rows(comparison))})
 
-    def checkpoint(self, path: Path, step: int) -> None:
+    def log_checkpoint(self, path: Path, step: int) -> None:
         if self.checkpoints:
             self._send(path, "checkpoint", "checkpoint", aliases=[f"step-{step}"], metadata={"step": step})
 
-    def drafter(self, path: Path) -> None:
+    def log_drafter(self, path: Path) -> None:
         if self.checkpoints:
             self._send(path, "drafter", "drafter", metadata=json.loads((path / "config.json").read_text()))
 
-    def finish(self, failed: bool = False) -> None:
+    def finish_run(self, failed: bool = False) -> None:
         if self.session is not None:
             self.session.finish(exit_code=int(failed))
             self.session = None
 
-    def _identity(self, run: Path, kind: Kind) -> tuple[str, bool]:
+    def _identity(self, run: Path, kind: RunKind) -> tuple[str, bool]:
         """The id of the W&B run, and whether it was begun before: every evaluation is a run of its own."""
         file = run / "tracker.json"
         known: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
@@ -177,7 +177,7 @@ class TensorBoard(Tracker):
         require("tensorboard")
         self.writer: Any = None
 
-    def start(self, run: Path, config: dict[str, Any], kind: Kind = "train", step: int = 0) -> None:
+    def start_run(self, run: Path, config: dict[str, Any], kind: RunKind = "train", step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = run / "tensorboard"
@@ -190,28 +190,28 @@ class TensorBoard(Tracker):
             self.writer.add_text("config", _code(OmegaConf.to_yaml(OmegaConf.create(config))), 0)
             self.writer.add_text("run", _markdown([{"run": run.name, "kind": kind, **names(config)}]), 0)
         if is_new and kind == "train":
-            for metrics in logged_metrics(run / "metrics.jsonl", step):
-                self.log(metrics, metrics["step"])
+            for metrics in read_metrics(run / "metrics.jsonl", step):
+                self.log_metrics(metrics, metrics["step"])
 
-    def log(self, metrics: dict[str, Any], step: int) -> None:
+    def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
         self.step = step
         self._scalars({name: value for name, value in flatten(metrics).items() if name != "step"})
         self.writer.flush()  # a kill loses nothing
 
-    def scored(self, summary: dict[str, Any], folder: Path) -> None:
+    def log_evaluation(self, summary: dict[str, Any], folder: Path) -> None:
         place = f"eval/{folder.name}"
         self._scalars({f"{place}/{name}": value for name, value in headline(summary).items()})
         self.writer.add_text(f"{place}/systems", _markdown(systems(summary)), self.step)
         self.writer.add_text(f"{place}/setting", _code(json.dumps(summary.get("setting"), indent=2)), self.step)
 
-    def compared(self, comparison: dict[str, Any], folder: Path) -> None:
+    def log_comparison(self, comparison: dict[str, Any], folder: Path) -> None:
         self.writer.add_text("comparison", _markdown(compared_rows(comparison)), self.step)
         if comparison.get("recommendations"):
             self.writer.add_text("recommendations", _markdown(comparison["recommendations"]), self.step)
         if comparison.get("caveats"):
             self.writer.add_text("caveats", "\n".join(f"- {caveat}" for caveat in comparison["caveats"]), self.step)
 
-    def finish(self, failed: bool = False) -> None:
+    def finish_run(self, failed: bool = False) -> None:
         if self.writer is not None:
             self.writer.add_text("status", "failed" if failed else "finished", self.step)
             self.writer.close()
@@ -225,17 +225,17 @@ class TensorBoard(Tracker):
 
 @contextmanager
 def tracked(
-    tracker: Tracker | None, run: Path, config: dict[str, Any], kind: Kind = "train", step: int = 0
+    tracker: Tracker | None, run: Path, config: dict[str, Any], kind: RunKind = "train", step: int = 0
 ) -> Iterator[Tracker]:
     """A tracker between `start` and `finish`, which is told that the run failed where an exception ends it."""
     tracker = tracker or Tracker()
     try:
-        tracker.start(run, config, kind, step)
+        tracker.start_run(run, config, kind, step)
         yield tracker
     except BaseException:
-        tracker.finish(failed=True)
+        tracker.finish_run(failed=True)
         raise
-    tracker.finish()
+    tracker.finish_run()
 
 
 def require(package: str) -> None:
@@ -250,7 +250,7 @@ def names(config: dict[str, Any]) -> dict[str, str]:
     if (config.get("target") or {}).get("_target_"):
         found["target"] = target_name(settings)
     if (config.get("drafter") or {}).get("_target_"):
-        found["family"] = choice("drafter", config["drafter"])
+        found["family"] = choice_name("drafter", config["drafter"])
         found["recipe"] = recipe_name(settings)
     return found
 

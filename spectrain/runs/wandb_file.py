@@ -37,4 +37,6 @@ def records(file: Path) -> Iterator[Any]:
 def last_logged_step(run: Path, run_id: str) -> int:
     """The last step that the offline files of a run folder hold of a W&B run; 0 where they hold none."""
     files = run.glob(f"wandb/offline-run-*/run-{run_id}.wandb")
-    return max((record.history.step.num for file in files for record in records(file) if record.HasField("history")), default=0)
+    return max(
+        (record.history.step.num_parts for file in files for record in records(file) if record.HasField("history")), default=0
+    )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Averages:
+class WeightAverages:
     """Exponential moving averages (Polyak) of every parameter that has learnt, by name, in float32.
 
     After step n the newest weight counts 1 - min(decay, (1 + n) / (10 + n)), so that the start is soon forgotten.
@@ -15,33 +15,33 @@ class Averages:
 
     def __init__(self, decay: float) -> None:
         self.decay = decay
-        self.kept: dict[str, Tensor] = {}
+        self.averages: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def add(self, parameters: dict[str, nn.Parameter], step: int) -> None:
+    def update_averages(self, parameters: dict[str, nn.Parameter], step: int) -> None:
         """Join the weights after a step; one that begins to learn starts with what it is."""
         newest = 1 - min(self.decay, (1 + step) / (10 + step))
         for name, parameter in parameters.items():
-            if name in self.kept:
-                self.kept[name].lerp_(parameter.float(), newest)
+            if name in self.averages:
+                self.averages[name].lerp_(parameter.float(), newest)
             elif parameter.requires_grad:
-                self.kept[name] = parameter.detach().float().clone()
+                self.averages[name] = parameter.detach().float().clone()
 
-    def load(self, kept: dict[str, Tensor], device: torch.device) -> None:
+    def load(self, averages: dict[str, Tensor], device: torch.device) -> None:
         """Go on from what a checkpoint has of them."""
-        self.kept = {name: value.to(device) for name, value in kept.items()}
+        self.averages = {name: value.to(device) for name, value in averages.items()}
 
     @torch.no_grad()
-    def put(self, parameters: dict[str, nn.Parameter]) -> None:
+    def copy_to(self, parameters: dict[str, nn.Parameter]) -> None:
         """Let the parameters be their averages."""
-        for name, value in self.kept.items():
+        for name, value in self.averages.items():
             parameters[name].copy_(value)
 
     @contextmanager
-    def in_place(self, parameters: dict[str, nn.Parameter]) -> Iterator[None]:
+    def swap_weights(self, parameters: dict[str, nn.Parameter]) -> Iterator[None]:
         """The averages in place of the weights, which come back bit by bit."""
-        own = {name: parameters[name].detach().clone() for name in self.kept}
-        self.put(parameters)
+        own = {name: parameters[name].detach().clone() for name in self.averages}
+        self.copy_to(parameters)
         try:
             yield
         finally:

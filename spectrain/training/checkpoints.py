@@ -13,27 +13,27 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from spectrain.errors import UserError
-from spectrain.files import written
+from spectrain.files import atomic_write
 
 
 def checkpoint_path(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:06d}"
 
 
-def step_of(checkpoint: Path) -> int:
+def checkpoint_step(checkpoint: Path) -> int:
     """The step after which a checkpoint was saved."""
     return int(checkpoint.name.split("-")[1])
 
 
 def latest_checkpoint(run: Path) -> Path | None:
     """The newest complete checkpoint of a run."""
-    found = _by_step(run / "checkpoints")
+    found = _list_checkpoints(run / "checkpoints")
     return found[-1] if found else None
 
 
-def _by_step(folder: Path) -> list[Path]:
+def _list_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
-    return sorted(folder.glob("step-*[0-9]"), key=step_of)
+    return sorted(folder.glob("step-*[0-9]"), key=checkpoint_step)
 
 
 def save_checkpoint(
@@ -44,17 +44,17 @@ def save_checkpoint(
     keep: int,
 ) -> None:
     """Write weights, optimiser state and `progress`, then drop all but the newest `keep` checkpoints."""
-    with written(path, folder=True, mend=resuming(path.parent.parent)) as scratch:
+    with atomic_write(path, folder=True, remedy=resume_advice(path.parent.parent)) as scratch:
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, scratch / "model.safetensors")
         save_file({name: tensor.contiguous() for name, tensor in optimizer.items()}, scratch / "optimizer.safetensors")
         (scratch / "progress.json").write_text(json.dumps(progress))
-    for old in _by_step(path.parent)[:-keep]:
+    for old in _list_checkpoints(path.parent)[:-keep]:
         shutil.rmtree(old.rename(old.with_name(old.name + ".part")))  # renamed first: what is half deleted is no checkpoint
     for rest in path.parent.glob("*.part"):
         shutil.rmtree(rest)  # of a save or a deletion that was killed
 
 
-def resuming(run: Path) -> str:
+def resume_advice(run: Path) -> str:
     """How a run that could not be saved is gone on with."""
     return f"{'start anew' if latest_checkpoint(run) is None else 'go on'} with trainer.resume=auto"
 
@@ -69,7 +69,7 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], d
         raise UserError(f"{path}: this checkpoint cannot be read ({error}); delete it to go on from the one before") from error
 
 
-def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+def collect_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name, on the CPU; of tied ones, which share their memory, the first only."""
     found: dict[str, Tensor] = {}
     seen: set[tuple[int, torch.Size]] = set()
@@ -89,9 +89,9 @@ def load_tensors(module: nn.Module, weights: dict[str, Tensor]) -> None:
     module.load_state_dict({**tied, **weights})
 
 
-def misfits(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[tuple[str, str]]:
+def find_mismatches(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[tuple[str, str]]:
     """Tensors that a drafter and its files do not share: the first of a kind, and what is wrong with it."""
-    wanted, known = tensors_of(module), module.state_dict()
+    wanted, known = collect_tensors(module), module.state_dict()
     kinds = {
         "has another shape": [name for name in weights if name in known and weights[name].shape != known[name].shape],
         "holds fractions": [
@@ -108,7 +108,7 @@ def misfits(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[tuple[str
             yield name, told + (f", and {len(names) - 1} more" if len(names) > 1 else "")
 
 
-def gathered(tensor: Any) -> Tensor:
+def gather_tensor(tensor: Any) -> Tensor:
     """A tensor on the CPU; of one that is spread over processes, all of it, for which every process must call this."""
     whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.detach().cpu().contiguous()
@@ -121,7 +121,7 @@ def flatten_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tenso
     for index, entry in optimizer.state_dict()["state"].items():
         for key, value in entry.items():
             if isinstance(value, Tensor):
-                tensors[f"{index}.{key}"] = gathered(value)
+                tensors[f"{index}.{key}"] = gather_tensor(value)
             else:
                 numbers[f"{index}.{key}"] = value
     return tensors, numbers

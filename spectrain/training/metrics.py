@@ -4,33 +4,33 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from spectrain.files import full_disk_named, write_text
+from spectrain.files import explain_full_disk, write_text
 
-Kind = Literal["train", "eval", "compare"]
+RunKind = Literal["train", "eval", "compare"]
 
 
 class Tracker:
     """No tracker besides the run folder. Only the main process calls one: `start`, then any of the others, then `finish`."""
 
-    def start(self, run: Path, config: dict[str, Any], kind: Kind = "train", step: int = 0) -> None:
+    def start_run(self, run: Path, config: dict[str, Any], kind: RunKind = "train", step: int = 0) -> None:
         """Open what a run folder's numbers go to; `step` steps are done already."""
 
-    def log(self, metrics: dict[str, Any], step: int) -> None:
+    def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
         """A logging interval of training."""
 
-    def scored(self, summary: dict[str, Any], folder: Path) -> None:
+    def log_evaluation(self, summary: dict[str, Any], folder: Path) -> None:
         """An evaluation: its summary.json, and the folder that this and its other files are in."""
 
-    def compared(self, comparison: dict[str, Any], folder: Path) -> None:
+    def log_comparison(self, comparison: dict[str, Any], folder: Path) -> None:
         """A comparison of runs: its comparison.json, and the folder that this and report.html are in."""
 
-    def checkpoint(self, path: Path, step: int) -> None:
+    def log_checkpoint(self, path: Path, step: int) -> None:
         """A checkpoint that was just saved."""
 
-    def drafter(self, path: Path) -> None:
+    def log_drafter(self, path: Path) -> None:
         """The directory of the trained drafter."""
 
-    def finish(self, failed: bool = False) -> None:
+    def finish_run(self, failed: bool = False) -> None:
         """Send what is left and close; `failed` is a run that an exception ended."""
 
 
@@ -40,26 +40,28 @@ class MetricsFile:
     def __init__(self, path: Path, step: int) -> None:
         self.path = path
         if path.exists():
-            kept = [line for line in path.read_text().splitlines() if _step(line) is not None and _step(line) <= step]  # type: ignore[operator]
-            write_text(path, "".join(line + "\n" for line in kept))
+            lines = [
+                line for line in path.read_text().splitlines() if (number := _parse_step(line)) is not None and number <= step
+            ]
+            write_text(path, "".join(line + "\n" for line in lines))
 
     def write(self, metrics: dict[str, Any]) -> None:
-        with full_disk_named(self.path, "go on with trainer.resume=auto"), self.path.open("a") as file:
+        with explain_full_disk(self.path, "go on with trainer.resume=auto"), self.path.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
 
 
-def last_step(path: Path) -> int:
+def read_last_step(path: Path) -> int:
     """The last step that a metrics.jsonl holds; 0 where it holds none."""
-    return max((_step(line) or 0 for line in path.read_text().splitlines()), default=0) if path.exists() else 0
+    return max((_parse_step(line) or 0 for line in path.read_text().splitlines()), default=0) if path.exists() else 0
 
 
-def logged_metrics(path: Path, step: int) -> list[dict[str, Any]]:
+def read_metrics(path: Path, step: int) -> list[dict[str, Any]]:
     """What a metrics.jsonl holds up to a step."""
     lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines if 0 < (_step(line) or 0) <= step]
+    return [json.loads(line) for line in lines if 0 < (_parse_step(line) or 0) <= step]
 
 
-def _step(line: str) -> int | None:
+def _parse_step(line: str) -> int | None:
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError):

@@ -9,22 +9,24 @@ from typing import Literal
 
 from torch import nn
 
+from spectrain.config.values import NotNegative
 from spectrain.data.chat import Example
-from spectrain.decoding.acceptance import Greedy, Interleaved, Match
+from spectrain.decoding.acceptance import Greedy, Match
+from spectrain.decoding.acceptance.typical import InterleavedSampling
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
 from spectrain.decoding.replay import (
-    KEPT,
-    Recorder,
+    NOT_PAST_ERROR,
+    DraftRecorder,
+    DraftWindow,
     Replay,
-    Window,
-    alone,
-    branched,
     collate_branched,
     collate_replays,
     collate_windows,
-    replays,
-    windows,
+    join_branches,
+    make_unbranched,
+    make_windows,
+    select_replays,
 )
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
@@ -33,16 +35,17 @@ from spectrain.features.batch import Batch, collate
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.images import refuse_images
 from spectrain.models.target import Target
-from spectrain.settings.values import NotNegative
 from spectrain.trees import Chain
 
-from .policy import held, priorities
+from .policy import penalize_divergence, weigh_windows
 
-Decoded = tuple[Generation, list[tuple[list[int], int]]]  # and of every round the tokens drafted, and how many were emitted
-Drawn = tuple[Generation, list[tuple[list[int], int]], Random]  # with what is drawn for its example
+RecordedDecoding = tuple[
+    Generation, list[tuple[list[int], int]]
+]  # and of every round the tokens drafted, and how many were emitted
+SeededDecoding = tuple[Generation, list[tuple[list[int], int]], Random]  # with what is drawn for its example
 
 
-class Generated(Source):
+class GeneratedSource(Source):
     """Sequences written anew while training: of each batch, a `fraction` (GKD's lambda), drawn for each sequence by itself.
 
     `by` the drafter (on-policy), the target, or interleaved (speculative knowledge distillation, Xu et al., 2024): the drafter
@@ -56,7 +59,7 @@ class Generated(Source):
     being the reward beyond what the answer's earlier drafts that came so far brought.
     """
 
-    writes_text = True
+    generates_text = True
 
     def __init__(
         self,
@@ -82,7 +85,7 @@ class Generated(Source):
         if not temperature > 0:
             raise UserError(f"source.temperature={temperature}: use more than 0")
         self.fraction, self.by, self.temperature = fraction, by, temperature
-        self.asks_drafter = by != "target"
+        self.uses_drafter = by != "target"
         self.max_new_tokens, self.top_k, self.block, self.seed = max_new_tokens, top_k, block, seed
         if branches and by != "replay":
             raise UserError("source.branches=true: they are rejected drafts; use it with source.by=replay")
@@ -91,14 +94,14 @@ class Generated(Source):
                 raise UserError(f"source.{key}: it is a policy's; use it with source.by=policy")
         self.branches, self.balanced, self.draft_cost = branches, balanced, draft_cost
         self.windows, self.near = windows, near
-        self.began: Target | None = None  # the policy as it was before any step, resumed or not
+        self.initial_policy: Target | None = None  # the policy as it was before any step, resumed or not
 
     def begin(self, drafter: nn.Module) -> None:
         assert isinstance(drafter, Drafter)
-        if self.near and self.began is None:
-            self.began = copy.deepcopy(drafter.abilities.on_policy.writer)
+        if self.near and self.initial_policy is None:
+            self.initial_policy = copy.deepcopy(drafter.abilities.on_policy.writer)
 
-    def batch(self, request: BatchRequest) -> Batch:
+    def make_batch(self, request: BatchRequest) -> Batch:
         target, layers, examples = request.target, request.layers, request.examples
         if target.sharding == "fsdp2":
             raise UserError(
@@ -107,43 +110,45 @@ class Generated(Source):
         drafter = request.drafter
         refuse_images(request.texts, "source=generated")
         assert drafter is None or isinstance(drafter, Drafter), "what learns is a drafter"
-        draws = [Random(f"{self.seed}/{request.step}/{example.key}") for example in examples]  # whatever is batched with what
+        draws = [
+            Random(f"{self.seed}/{request.step}/{example.content_hash}") for example in examples
+        ]  # whatever is batched with what
         anew = [
             index
             for index, example in enumerate(examples)
-            if draws[index].random() < self.fraction and self._fits(example, target, drafter)
+            if draws[index].random() < self.fraction and self._has_room(example, target, drafter)
         ]
         asked = [examples[index] for index in anew]
         assert drafter is not None or not anew
         if self.by in ("replay", "policy"):
-            rounds = self._drafted(asked, target, drafter, request.step) if drafter is not None and asked else []
+            rounds = self._decode_drafts(asked, target, drafter, request.step) if drafter is not None and asked else []
             drawn = {index: (*one, draws[index]) for index, one in zip(anew, rounds)}
             if self.by == "policy":
-                batch = self._windows(examples, drawn, request.packed, target, drafter)
+                batch = self._make_window_batch(examples, drawn, request.packed, target, drafter)
             elif self.branches:
-                batch = self._branched(examples, drawn, request.packed, target)
+                batch = self._make_branched_batch(examples, drawn, request.packed, target)
             else:
-                batch = self._replayed(examples, drawn, request.packed)
+                batch = self._make_replay_batch(examples, drawn, request.packed)
         else:
-            texts = self._write(asked, target, drafter, request.step) if drafter is not None and asked else []
+            texts = self._write_answers(asked, target, drafter, request.step) if drafter is not None and asked else []
             written = dict(zip(anew, texts))
             batch = collate([written.get(index, example) for index, example in enumerate(examples)], request.packed)
         batch = batch.to(target.device)
         if not layers:
             return batch
-        plan = ForwardPlan(layers=layers, positions=batch.places, mask=batch.visible, lengths=batch.lengths)
+        plan = ForwardPlan(layers=layers, positions=batch.position_ids, mask=batch.visible, lengths=batch.lengths)
         return replace(batch, features=target.run(batch.tokens, plan))
 
-    def _fits(self, example: Example, target: Target, drafter: Drafter | None) -> bool:
+    def _has_room(self, example: Example, target: Target, drafter: Drafter | None) -> bool:
         """Whether an answer of two tokens has room behind the prompt."""
         writer = drafter.abilities.on_policy.writer if drafter is not None and self.by == "drafter" else None
         return len(example.prompt) + 2 <= min(target.max_length, (writer or target).max_length)
 
-    def _limit(self, writer: Target, prompts: list[list[int]]) -> int:
+    def _answer_limit(self, writer: Target, prompts: list[list[int]]) -> int:
         """How many tokens may be written behind these prompts."""
         return max(2, min(self.max_new_tokens, writer.max_length - max(map(len, prompts))))
 
-    def _drafted(self, examples: list[Example], target: Target, drafter: Drafter, step: int) -> list[Decoded]:
+    def _decode_drafts(self, examples: list[Example], target: Target, drafter: Drafter, step: int) -> list[RecordedDecoding]:
         """Greedy answers to their prompts, and the drafts of every round: likeliest ones, or for a policy drawn ones."""
         ability, prompts = drafter.abilities.on_policy, [example.prompt for example in examples]
         if self.branches and not ability.learns_branches:
@@ -156,58 +161,60 @@ class Generated(Source):
         chain = Chain(self.block)
         if self.by == "policy":
             chain = Chain(self.block, "sampled", self.temperature, self.seed + 1_000_003 * step)
-        recorder, rows = Recorder(chain), [int(example.key[:7], 16) for example in examples]
-        with evaluating(drafter):
-            written = decode(target, prompts, Greedy(), self._limit(target, prompts), drafter, recorder, rows)
+        recorder, rows = DraftRecorder(chain), [int(example.content_hash[:7], 16) for example in examples]
+        with evaluation_mode(drafter):
+            written = decode(target, prompts, Greedy(), self._answer_limit(target, prompts), drafter, recorder, rows)
         return list(zip(written, recorder.rounds))
 
-    def _replayed(self, examples: list[Example], drawn: dict[int, Drawn], packed: bool) -> Batch:
+    def _make_replay_batch(self, examples: list[Example], drawn: dict[int, SeededDecoding], packed: bool) -> Batch:
         """Of every answer a rejected draft, where there is one; of the data nothing is rejected."""
-        found = [Replay(example, [KEPT] * len(example.tokens)) for example in examples]
+        found = [Replay(example, [NOT_PAST_ERROR] * len(example.tokens)) for example in examples]
         for index, (generation, rounds, draw) in drawn.items():
-            found[index] = next(iter(replays(generation, rounds, 1, draw)), found[index])
+            found[index] = next(iter(select_replays(generation, rounds, 1, draw)), found[index])
         return collate_replays(found, packed, self.balanced)
 
-    def _branched(self, examples: list[Example], drawn: dict[int, Drawn], packed: bool, target: Target) -> Batch:
+    def _make_branched_batch(
+        self, examples: list[Example], drawn: dict[int, SeededDecoding], packed: bool, target: Target
+    ) -> Batch:
         """Every answer with all its rejected drafts; of the data nothing is rejected."""
-        found = [alone(example) for example in examples]
+        found = [make_unbranched(example) for example in examples]
         for index, (generation, rounds, _) in drawn.items():
-            found[index] = branched(generation, rounds, target.max_length)
+            found[index] = join_branches(generation, rounds, target.max_length)
         return collate_branched(found, packed, self.balanced)
 
-    def _windows(
-        self, examples: list[Example], drawn: dict[int, Drawn], packed: bool, target: Target, drafter: Drafter | None
+    def _make_window_batch(
+        self, examples: list[Example], drawn: dict[int, SeededDecoding], packed: bool, target: Target, drafter: Drafter | None
     ) -> Batch:
         """Of every answer a draft and what it brought; the data's tokens were not drawn."""
-        found = [Window(example, [0.0] * len(example.tokens)) for example in examples]
+        found = [DraftWindow(example, [0.0] * len(example.tokens)) for example in examples]
         writer = None if drafter is None else drafter.abilities.on_policy.writer
         for index, (generation, rounds, draw) in drawn.items():
-            if not (some := windows(generation, rounds, self.draft_cost)):
+            if not (some := make_windows(generation, rounds, self.draft_cost)):
                 continue
             assert drafter is not None and writer is not None, "a policy is a model by itself"
             weights = None
-            with evaluating(drafter):
+            with evaluation_mode(drafter):
                 if self.windows == "divergence":
-                    weights = priorities(some, generation.prompt + generation.output, target, writer)
+                    weights = weigh_windows(some, generation.prompt + generation.output, target, writer)
                 (found[index],) = draw.choices(some, weights)
                 if self.near:
                     self.begin(drafter)
-                    assert self.began is not None
-                    found[index] = held(found[index], writer, self.began, self.near, self.temperature)
+                    assert self.initial_policy is not None
+                    found[index] = penalize_divergence(found[index], writer, self.initial_policy, self.near, self.temperature)
         return collate_windows(found, packed)
 
-    def _write(self, examples: list[Example], target: Target, drafter: Drafter, step: int) -> list[Example]:
+    def _write_answers(self, examples: list[Example], target: Target, drafter: Drafter, step: int) -> list[Example]:
         """New answers to the same prompts, each drawn by its example's key, so that no batching changes it."""
-        rows = [int(example.key[:7], 16) for example in examples]
+        rows = [int(example.content_hash[:7], 16) for example in examples]
         prompts = [example.prompt for example in examples]
         writer = target if self.by != "drafter" else drafter.abilities.on_policy.writer
         if writer is None:
             raise UserError("source.by=drafter: this family cannot write by itself; use source.by=target or interleaved")
-        limit = self._limit(writer, prompts)
+        limit = self._answer_limit(writer, prompts)
         seed = self.seed + 1_000_003 * step
-        with evaluating(drafter):
+        with evaluation_mode(drafter):
             if self.by == "interleaved":
-                rule = Interleaved(self.temperature, top_k=self.top_k, seed=seed)
+                rule = InterleavedSampling(self.temperature, top_k=self.top_k, seed=seed)
                 chain = Chain(self.block, "sampled", self.temperature, seed)
                 found = decode(target, prompts, rule, limit, drafter, chain, rows)
             else:
@@ -217,7 +224,7 @@ class Generated(Source):
 
 
 @contextmanager
-def evaluating(drafter: Drafter) -> Iterator[None]:
+def evaluation_mode(drafter: Drafter) -> Iterator[None]:
     """The drafter as it decodes, in the middle of its training."""
     training = drafter.training
     drafter.eval()

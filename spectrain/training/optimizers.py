@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from spectrain.settings.values import Below1, Positive
+from spectrain.config.values import Below1, Positive
 
-Groups = list[dict[str, Any]]  # each has `params`
-Made = Callable[[Groups], torch.optim.Optimizer]
+ParameterGroups = list[dict[str, Any]]  # each has `params`
+OptimizerFactory = Callable[[ParameterGroups], torch.optim.Optimizer]
 
 
 class UpdateRule(ABC):
@@ -19,7 +19,9 @@ class UpdateRule(ABC):
     needs_matrices = False  # it reads a weight as the matrix that it is, so no process may hold only a part of it
 
     @abstractmethod
-    def optimizer(self, groups: Groups, lr: float, betas: tuple[float, float], weight_decay: float) -> torch.optim.Optimizer:
+    def make_optimizer(
+        self, groups: ParameterGroups, lr: float, betas: tuple[float, float], weight_decay: float
+    ) -> torch.optim.Optimizer:
         """Over these groups, whose other keys stay."""
 
 
@@ -28,7 +30,9 @@ class AdamW(UpdateRule):
 
     name = "adamw"
 
-    def optimizer(self, groups: Groups, lr: float, betas: tuple[float, float], weight_decay: float) -> torch.optim.Optimizer:
+    def make_optimizer(
+        self, groups: ParameterGroups, lr: float, betas: tuple[float, float], weight_decay: float
+    ) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=weight_decay)
 
 
@@ -49,8 +53,10 @@ class Muon(UpdateRule):
     ) -> None:
         self.momentum, self.longest = momentum, longest
 
-    def optimizer(self, groups: Groups, lr: float, betas: tuple[float, float], weight_decay: float) -> torch.optim.Optimizer:
-        matrices, others = [self._part(groups, matrices) for matrices in (True, False)]
+    def make_optimizer(
+        self, groups: ParameterGroups, lr: float, betas: tuple[float, float], weight_decay: float
+    ) -> torch.optim.Optimizer:
+        matrices, others = [self._select_groups(groups, matrices) for matrices in (True, False)]
         parts: list[torch.optim.Optimizer] = []
         if matrices:
             parts.append(
@@ -60,9 +66,9 @@ class Muon(UpdateRule):
             )
         if others:
             parts.append(torch.optim.AdamW(others, lr=lr, betas=betas, weight_decay=weight_decay))
-        return SeveralOptimizers(parts)
+        return CombinedOptimizer(parts)
 
-    def _part(self, groups: Groups, matrices: bool) -> Groups:
+    def _select_groups(self, groups: ParameterGroups, matrices: bool) -> ParameterGroups:
         chosen = [{**group, "params": [p for p in group["params"] if self._is_matrix(p) == matrices]} for group in groups]
         return [group for group in chosen if group["params"]]
 
@@ -70,15 +76,15 @@ class Muon(UpdateRule):
         return parameter.ndim == 2 and max(parameter.shape) <= self.longest * min(parameter.shape)
 
 
-class SeveralOptimizers(torch.optim.Optimizer):
+class CombinedOptimizer(torch.optim.Optimizer):
     """Optimisers over different parameters as one: their groups follow one another, and so do their states in a checkpoint."""
 
     def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
-        self.parts = parts
+        self.optimizers = parts
         super().__init__([{**group, "part": number} for number, part in enumerate(parts) for group in part.param_groups], {})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None, "gradients are there before a step"
-        for number, part in enumerate(self.parts):  # linked anew, for loading a state replaces the groups
+        for number, part in enumerate(self.optimizers):  # linked anew, for loading a state replaces the groups
             part.param_groups, part.state = [group for group in self.param_groups if group["part"] == number], self.state
             part.step()

@@ -10,30 +10,32 @@ from math import log
 import torch
 from torch import Tensor
 
-from spectrain.decoding.replay import Window
+from spectrain.decoding.replay import DraftWindow
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 
-LEAST = 1e-9  # weight of a window in which nothing differs
+MIN_WEIGHT = 1e-9  # weight of a window in which nothing differs
 
 
-def criticality(log_p: Tensor, log_q: Tensor) -> Tensor:
+def compute_criticality(log_p: Tensor, log_q: Tensor) -> Tensor:
     """[T] (1 - H(p) / log V) KL(p || q) of log p and log q [T, V]: how much the drafter differs where the target is sure."""
     p = log_p.exp()
     sure = 1 + (p * log_p).sum(-1) / log(log_p.shape[-1])
     return sure * (p * (log_p - log_q)).sum(-1)
 
 
-def priorities(found: list[Window], text: list[int], target: Target, writer: Target) -> list[float]:
+def weigh_windows(windows: list[DraftWindow], text: list[int], target: Target, writer: Target) -> list[float]:
     """What each window of a text weighs where one is drawn: the mean criticality at its tokens, all of which but the last one
     are the text's."""
     log_p, log_q = log_probs(target, text), log_probs(writer, text)
     width = min(log_p.shape[-1], log_q.shape[-1])
-    values = criticality(log_p[:, :width].log_softmax(-1), log_q[:, :width].log_softmax(-1))
-    return [max(LEAST, float(values[one.start - 1 : len(one.example.tokens) - 1].mean())) for one in found]
+    values = compute_criticality(log_p[:, :width].log_softmax(-1), log_q[:, :width].log_softmax(-1))
+    return [max(MIN_WEIGHT, float(values[one.start - 1 : len(one.example.tokens) - 1].mean())) for one in windows]
 
 
-def held(window: Window, writer: Target, reference: Target, weight: float, temperature: float) -> Window:
+def penalize_divergence(
+    window: DraftWindow, writer: Target, reference: Target, weight: float, temperature: float
+) -> DraftWindow:
     """A window whose drawn tokens bring `weight` (log q - log r) less, r being the reference's: at each place, over what may be
     drawn there, the gradient of A log q then is that of the reward less that of weight KL(q || r)."""
     tokens = window.example.tokens

@@ -7,30 +7,31 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-EVERY = 30.0  # seconds between two lines of a log
+LOG_SECONDS = 30.0  # seconds between two lines of a log
 
 
 class Pace:
     """When a log is due its next line, and how long the rest will take."""
 
     def __init__(self, total: int, done: int = 0) -> None:
-        self.total, self.first = total, done
-        self.began = self.told = time.monotonic()
+        self.total, self.num_done_before = total, done
+        self.start_time = self.last_log_time = time.monotonic()
 
     def is_due(self) -> bool:
         """Whether the last line is half a minute old; then this is the next one."""
         now = time.monotonic()
-        if now - self.told < EVERY:
+        if now - self.last_log_time < LOG_SECONDS:
             return False
-        self.told = now
+        self.last_log_time = now
         return True
 
-    def left(self, done: int) -> str:
+    def time_left(self, done: int) -> str:
         """The time that what is not done will take, as what is done took it."""
-        return f"{span((time.monotonic() - self.began) / max(1, done - self.first) * (self.total - done))} left"
+        seconds = (time.monotonic() - self.start_time) / max(1, done - self.num_done_before) * (self.total - done)
+        return f"{format_duration(seconds)} left"
 
 
-def span(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds in words."""
     if seconds < 100:
         return f"{seconds:.0f} s"
@@ -42,12 +43,12 @@ class TrainingProgress:
     held out; nothing at all where it is not enabled."""
 
     def __init__(self, num_steps: int, step: int, enabled: bool) -> None:
-        self.num_steps, self.first, self.enabled = num_steps, step, enabled
+        self.num_steps, self.first_step, self.is_enabled = num_steps, step, enabled
         self.console = Console()
-        self.live = enabled and self.console.is_terminal
+        self.is_live = enabled and self.console.is_terminal
         self.bar = Bar(
             TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[line]}"), TimeRemainingColumn(),
-            console=self.console, disable=not self.live,
+            console=self.console, disable=not self.is_live,
         )  # fmt: skip
         self.task = self.bar.add_task("training", total=num_steps, completed=step, line="")
         self.line, self.pace = "", Pace(num_steps, step)
@@ -59,7 +60,7 @@ class TrainingProgress:
     def __exit__(self, *raised: Any) -> None:
         self.bar.__exit__(*raised)
 
-    def expect(self, num_steps: int) -> None:
+    def set_num_steps(self, num_steps: int) -> None:
         """So many steps it will be, for all that is known by now."""
         if num_steps != self.num_steps:
             self.num_steps = self.pace.total = num_steps
@@ -68,16 +69,16 @@ class TrainingProgress:
     def update(self, step: int, metrics: dict[str, Any] | None = None) -> None:
         """A step is done; `metrics` where it was one that is logged."""
         if metrics is not None:
-            self.line = _line(metrics)
-        if self.live:
+            self.line = _format_line(metrics)
+        if self.is_live:
             self.bar.update(self.task, completed=step, line=self.line)
             return
-        is_end = metrics is not None and step in (self.num_steps, self.first + 1)
-        if self.enabled and (self.pace.is_due() or is_end):
-            print(f"step {step} of {self.num_steps}  {self.line}  {self.pace.left(step)}", flush=True)
+        is_end = metrics is not None and step in (self.num_steps, self.first_step + 1)
+        if self.is_enabled and (self.pace.is_due() or is_end):
+            print(f"step {step} of {self.num_steps}  {self.line}  {self.pace.time_left(step)}", flush=True)
 
 
-def _line(metrics: dict[str, Any]) -> str:
+def _format_line(metrics: dict[str, Any]) -> str:
     agreement = " ".join(f"{value:.2f}" for value in metrics["agreement"])
     loss = "not finite" if metrics["loss"] is None else f"{metrics['loss']:.3f}"
     line = f"on training text: loss {loss}, agreement {agreement}; {metrics['tokens_per_second']:.0f} tokens/s"

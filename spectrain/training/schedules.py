@@ -3,35 +3,35 @@
 import math
 from abc import ABC, abstractmethod
 
-from spectrain.settings.values import Share
+from spectrain.config.values import Share
 
 
 class Schedule(ABC):
     """A curve from 1, where the warm-up ends, to what is left of it where the training does."""
 
     @abstractmethod
-    def height(self, progress: float) -> float:
+    def rate_at(self, progress: float) -> float:
         """The rate between `trainer.min_lr` of its peak (0) and the peak (1), when `progress` of 0 to 1 is done."""
 
 
 class Cosine(Schedule):
     """Half a cosine (Loshchilov and Hutter, 2017)."""
 
-    def height(self, progress: float) -> float:
+    def rate_at(self, progress: float) -> float:
         return 0.5 * (1 + math.cos(math.pi * progress))
 
 
 class Linear(Schedule):
     """A straight line down."""
 
-    def height(self, progress: float) -> float:
+    def rate_at(self, progress: float) -> float:
         return 1 - progress
 
 
 class Constant(Schedule):
     """No fall: to go on with what was trained, or to average weights instead (`trainer.ema`)."""
 
-    def height(self, progress: float) -> float:
+    def rate_at(self, progress: float) -> float:
         return 1.0
 
 
@@ -44,6 +44,6 @@ class Wsd(Schedule):
     ) -> None:
         self.decay = decay
 
-    def height(self, progress: float) -> float:
+    def rate_at(self, progress: float) -> float:
         falling = max(0.0, progress - (1 - self.decay))
         return 1 - math.sqrt(min(1.0, falling / self.decay)) if falling else 1.0

@@ -11,7 +11,7 @@ from spectrain.drafters.base import Drafter
 from spectrain.models.target import Target
 
 from .checkpoints import load_tensors
-from .parallel import Parallel
+from .parallel import ParallelStrategy
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Tally:
     hits: list[float] = field(default_factory=list)
     counts: list[float] = field(default_factory=list)
 
-    def add(self, other: "Tally") -> None:
+    def add_tally(self, other: "Tally") -> None:
         """Join what another one added up."""
         for name in ("loss", "steps", "tokens", "supervised", "target_seconds", "drafter_seconds", "seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -39,14 +39,14 @@ class Tally:
         self.counts = [mine + more for mine, more in zip_longest(self.counts, other.counts, fillvalue=0.0)]
 
     @classmethod
-    def restored(cls, saved: list[dict[str, Any]], rank: int, count: int) -> "Tally":
+    def from_saved(cls, saved: list[dict[str, Any]], rank: int, count: int) -> "Tally":
         """What this process had added up; with another number of processes the first takes all sums over."""
         tallies = [cls(**one) for one in saved]
         if len(tallies) == count:
             return tallies[rank]
         whole = cls()
         for tally in tallies:
-            whole.add(tally)
+            whole.add_tally(tally)
         if rank:  # the same names and depths, of which nothing is this one's
             zeros = [0.0] * len(whole.hits)
             whole = cls(terms=dict.fromkeys(whole.terms, 0.0), hits=zeros, counts=zeros)
@@ -54,7 +54,7 @@ class Tally:
         return whole
 
 
-def random_state() -> dict[str, Tensor]:
+def get_random_state() -> dict[str, Tensor]:
     """The state of torch's own generators, for what a family may draw from them."""
     state = {"cpu": torch.get_rng_state()}
     return {**state, "cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else state
@@ -68,13 +68,13 @@ def set_random_state(saved: dict[str, Tensor], rank: int) -> None:
         torch.cuda.set_rng_state(saved[f"rng.cuda.{rank}"])
 
 
-def trained_weights(drafter: Drafter, target: Target, shared: Parallel) -> dict[str, Tensor]:
+def gather_trained_weights(drafter: Drafter, target: Target, parallel: ParallelStrategy) -> dict[str, Tensor]:
     """What a checkpoint keeps, on the main process: the drafter, and the parameters of the target that are being trained."""
     own = {id(parameter) for parameter in drafter.parameters()}
-    weights = {f"drafter.{name}": tensor for name, tensor in shared.weights(drafter).items()}
+    weights = {f"drafter.{name}": tensor for name, tensor in parallel.gather_weights(drafter).items()}
     trained = {name for name, parameter in target.named_parameters() if parameter.requires_grad and id(parameter) not in own}
     if trained:
-        weights |= {f"target.{name}": tensor for name, tensor in shared.weights(target).items() if name in trained}
+        weights |= {f"target.{name}": tensor for name, tensor in parallel.gather_weights(target).items() if name in trained}
     return weights
 
 
@@ -87,7 +87,7 @@ def load_trained_weights(drafter: Drafter, target: Target, weights: dict[str, Te
             parameters[name].copy_(value)
 
 
-def trained_groups(drafter: Drafter, target: Target, stage: int) -> list[dict[str, Any]]:
+def select_trained_groups(drafter: Drafter, target: Target, stage: int) -> list[dict[str, Any]]:
     """What a stage trains, each group with its `lr_scale`; every other parameter of drafter and target is frozen."""
     groups = [{"lr_scale": 1.0, **group} for group in drafter.stages[stage].groups]
     trained = {id(parameter) for group in groups for parameter in group["params"]}

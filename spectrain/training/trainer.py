@@ -12,20 +12,20 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from spectrain.config.build import build
+from spectrain.config.values import Below1, Count, NotNegative, Positive, Seed, Share
 from spectrain.data.dataset import Batching, Dataset
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
 from spectrain.features.base import Source
 from spectrain.models.target import Target
-from spectrain.settings.build import build
-from spectrain.settings.values import Below1, Count, NotNegative, Positive, Seed, Share
 
 from .checkpoints import checkpoint_path
-from .job import Job, Trained
 from .metrics import MetricsFile, Tracker
-from .optimizers import AdamW, Groups, UpdateRule
-from .parallel import Sharding, connect, parallel
+from .optimizers import AdamW, ParameterGroups, UpdateRule
+from .parallel import Sharding, connect_processes, make_strategy
 from .progress import TrainingProgress
+from .run import TrainingResult, TrainingRun
 from .schedules import Cosine, Schedule
 from .signals import StopSignals
 
@@ -71,7 +71,7 @@ class Trainer:
     schedule: Schedule = field(default_factory=Cosine)
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> "Trainer":
+    def from_config(cls, config: Mapping[str, Any]) -> "Trainer":
         """The trainer of a configuration, with the optimiser and the schedule that it names."""
         named = {group: build(config[group]) for group in ("optimizer", "schedule") if config.get(group)}
         made: Trainer = build(config["trainer"], **named)
@@ -88,7 +88,7 @@ class Trainer:
         if self.resume not in (None, "auto"):
             raise UserError(f"trainer.resume={self.resume}: use auto, or leave it out")
 
-    def trial(self, steps: int) -> "Trainer":
+    def make_trial(self, steps: int) -> "Trainer":
         """The same for a few steps, by which something is measured: it saves nothing and looks at nothing meanwhile."""
         return replace(
             self,
@@ -101,11 +101,11 @@ class Trainer:
             resume=None,
         )
 
-    def accelerator(self) -> Accelerator:
+    def make_accelerator(self) -> Accelerator:
         """The processes of this launch."""
-        return connect(self.sharding)
+        return connect_processes(self.sharding)
 
-    def autocast(self, target: Target, device: torch.device) -> torch.dtype | None:
+    def autocast_dtype(self, target: Target, device: torch.device) -> torch.dtype | None:
         """What products are computed in, None for the weights' own type: bfloat16 on a GPU, unless accelerate's file says
         otherwise, and on a CPU beside a target in bfloat16; `mixed_precision` may say otherwise."""
         precision = self.mixed_precision
@@ -116,7 +116,7 @@ class Trainer:
         return torch.bfloat16 if precision == "bf16" else None
 
     @property
-    def batching(self) -> Batching:
+    def batch_settings(self) -> Batching:
         """How the data becomes batches."""
         return Batching(self.batch_tokens, self.seed, self.packing)
 
@@ -124,19 +124,19 @@ class Trainer:
         """Optimiser steps of the whole run; None where the clock alone ends it."""
         if self.max_steps is not None or self.max_minutes is not None:
             return self.max_steps
-        batches = dataset.num_batches(self.batching)
+        batches = dataset.num_batches(self.batch_settings)
         return max(1, math.ceil(self.epochs * batches / (self.accumulate * num_processes)))
 
-    def lr_at(self, step: int, num_steps: float, stage_began: int = 0) -> float:
+    def lr_at(self, step: int, num_steps: float, stage_start: int = 0) -> float:
         """The learning rate of a step: linear warm-up, anew in every stage, and the schedule down to `min_lr` of the peak."""
         warm = max(1, round(self.warmup * num_steps))
         progress = max(0, step - warm) / max(1, num_steps - warm)
-        decayed = self.lr * (self.min_lr + (1 - self.min_lr) * self.schedule.height(min(1.0, progress)))
-        return decayed * min(1.0, (step - stage_began + 1) / warm)
+        decayed = self.lr * (self.min_lr + (1 - self.min_lr) * self.schedule.rate_at(min(1.0, progress)))
+        return decayed * min(1.0, (step - stage_start + 1) / warm)
 
-    def made(self, groups: Groups) -> torch.optim.Optimizer:
+    def make_optimizer(self, groups: ParameterGroups) -> torch.optim.Optimizer:
         """The optimiser of a stage."""
-        return self.optimizer.optimizer(groups, self.lr, self.betas, self.weight_decay)
+        return self.optimizer.make_optimizer(groups, self.lr, self.betas, self.weight_decay)
 
     def fit(
         self,
@@ -147,61 +147,61 @@ class Trainer:
         run: Path,
         tracker: Tracker | None = None,
         on_step: Callable[[int], None] | None = None,
-    ) -> Trained:
+    ) -> TrainingResult:
         """Train `drafter` in place; go on from the run's newest checkpoint where there is one.
 
         Afterwards the main process holds it whole, but in its place only where the result says so. SIGTERM and SIGINT let the
         step end, save a checkpoint and raise `Stopped`.
         """
         run.mkdir(parents=True, exist_ok=True)
-        accelerator = self.accelerator()
+        accelerator = self.make_accelerator()
         copies = accelerator.num_processes if target.sharding == "tensor" else 1
-        shared = parallel(accelerator, self.sharding, copies, self.autocast(target, accelerator.device))
-        job = Job(self, drafter, target, source, shared, self.num_steps(dataset, shared.data_count))
+        shared = make_strategy(accelerator, self.sharding, copies, self.autocast_dtype(target, accelerator.device))
+        job = TrainingRun(self, drafter, target, source, shared, self.num_steps(dataset, shared.num_data_ranks))
         torch.manual_seed(self.seed)
-        self._refuse(job)
-        self._refuse_looks(job, dataset)
-        begun = job.restore(run, dataset)
+        self._validate(job)
+        self._validate_held_out(job, dataset)
+        begun = job.restore_or_start(run, dataset)
         if shared.is_main:
-            how = f"{shared.count} processes, {shared.name}; " if shared.count > 1 else ""
-            print(how + self._efficiency(dataset) if begun is None else f"going on from {begun}", flush=True)
-        with TrainingReport(job, tracker) as report, StopSignals() as stop, job.watch:
+            how = f"{shared.num_processes} processes, {shared.name}; " if shared.num_processes > 1 else ""
+            print(how + self._describe_batches(dataset) if begun is None else f"going on from {begun}", flush=True)
+        with TrainingReport(job, tracker) as report, StopSignals() as stop, job.monitor:
             while not job.is_done:
-                self._next_step(job, stop)
-                report.step(self._metrics(job, dataset))
-                if self._saves(job) and not job.is_done:
+                self._run_step(job, stop)
+                report.record_step(self._step_metrics(job, dataset))
+                if self._is_save_due(job) and not job.is_done:
                     job.save()
-                    report.saved(checkpoint_path(run, job.step))
+                    report.record_checkpoint(checkpoint_path(run, job.step))
                 if on_step is not None:
                     on_step(job.step)
         return job.finish()
 
-    def _metrics(self, job: Job, dataset: Dataset) -> dict[str, Any] | None:
+    def _step_metrics(self, job: TrainingRun, dataset: Dataset) -> dict[str, Any] | None:
         """What is logged of the step that was done, if anything; with a look at what was held out where one is due."""
         is_end = job.is_done
-        due = self._saves(job) if self.eval_every is None else job.step % self.eval_every == 0
-        measures = (due or is_end) and bool(dataset.held_out) and job.shared.whole  # drafting takes the whole drafter
+        due = self._is_save_due(job) if self.eval_every is None else job.step % self.eval_every == 0
+        measures = (due or is_end) and bool(dataset.held_out) and job.parallel.unsharded  # drafting takes the whole drafter
         if not (is_end or job.step == 1 or job.step % self.log_every == 0 or measures):
             return None
-        metrics = job.metrics()
+        metrics = job.collect_metrics()
         if measures:
-            metrics["held_out"] = job.look(dataset.held_out)
+            metrics["held_out"] = job.validate(dataset.held_out)
         return metrics
 
-    def _saves(self, job: Job) -> bool:
+    def _is_save_due(self, job: TrainingRun) -> bool:
         """Whether a checkpoint is due."""
         return self.save_every is not None and job.step % self.save_every == 0
 
-    def _refuse(self, job: Job) -> None:
+    def _validate(self, job: TrainingRun) -> None:
         """Stop where the family and these settings do not go together."""
-        if job.source.asks_drafter and not job.shared.whole:
+        if job.source.uses_drafter and not job.parallel.unsharded:
             raise UserError(
-                f"trainer.sharding={job.shared.name}: the drafter writes text here, and no process has all of it; use ddp, "
+                f"trainer.sharding={job.parallel.name}: the drafter writes text here, and no process has all of it; use ddp, "
                 "zero2 or source.by=target"
             )
-        if self.optimizer.needs_matrices and not job.shared.plain:
+        if self.optimizer.needs_matrices and not job.parallel.full_parameters:
             raise UserError(
-                f"optimizer={self.optimizer.name}: with trainer.sharding={job.shared.name} no process holds a weight as the "
+                f"optimizer={self.optimizer.name}: with trainer.sharding={job.parallel.name} no process holds a weight as the "
                 "matrix that it is; use trainer.sharding=ddp or optimizer=adamw"
             )
         if self.gradient_checkpointing and job.drafter.abilities.adapts_layers:
@@ -210,7 +210,7 @@ class Trainer:
                 "be run again; leave it out and lower trainer.batch_tokens"
             )
 
-    def _refuse_looks(self, job: Job, dataset: Dataset) -> None:
+    def _validate_held_out(self, job: TrainingRun, dataset: Dataset) -> None:
         """Stop where what is asked for needs what is not there: text to look at, or a drafter that can draft or be averaged."""
         for key in ("keep_best", "stop_after", "eval_every"):
             value = getattr(self, key)
@@ -218,39 +218,41 @@ class Trainer:
                 raise UserError(
                     f"trainer.{key}={value}: nothing is held out to look at; say how much, as in data.held_out=0.02"
                 )
-            if value and not job.shared.whole:
+            if value and not job.parallel.unsharded:
                 raise UserError(
-                    f"trainer.{key}={value}: with trainer.sharding={job.shared.name} no process can draft while it trains; use "
+                    f"trainer.{key}={value}: with trainer.sharding={job.parallel.name} no process can draft "
+                    f"while it trains; use "
                     "ddp or zero2, or leave it out"
                 )
-        if self.ema is not None and not job.shared.plain:
+        if self.ema is not None and not job.parallel.full_parameters:
             raise UserError(
-                f"trainer.ema={self.ema}: with trainer.sharding={job.shared.name} no process holds all weights; use ddp, or "
+                f"trainer.ema={self.ema}: with trainer.sharding={job.parallel.name} no process holds all weights; use ddp, or "
                 "leave it out"
             )
 
-    def _next_step(self, job: Job, stop: StopSignals) -> None:
+    def _run_step(self, job: TrainingRun, stop: StopSignals) -> None:
         """Read this process's share of the data and learn from it; where a process was asked to stop, save and leave."""
         began = time.perf_counter()
-        job.watch.at(job.step, "reading data")
+        job.monitor.report_status(job.step, "reading data")
         share = list(islice(job.stream, job.accumulate))
         try:
-            done = job.train_step(share, stop.asked)
+            done = job.train_step(share, stop.stop_signal)
         except RuntimeError as error:
-            raise job.explained(error) from error
+            raise job.explain_failure(error) from error
         if not done:
-            job.stop(stop.asked)
-        job.position = job.stream.state()
+            job.save_and_stop(stop.stop_signal)
+        job.data_position = job.stream.state_dict()
         job.tally.seconds += time.perf_counter() - began
-        job.budget.tick(job.shared)
+        job.budget.record_time(job.parallel)
         if job.skipped_in_a_row >= self.max_skipped:
-            job.give_up()
+            job.abort()
 
-    def _efficiency(self, dataset: Dataset) -> str:
+    def _describe_batches(self, dataset: Dataset) -> str:
         """How full batches are, padded and packed."""
         ways = {True: "packed", False: "padded"}
         used, other = (
-            f"{ways[way]} {dataset.efficiency(replace(self.batching, packed=way))}" for way in (self.packing, not self.packing)
+            f"{ways[way]} {dataset.measure_efficiency(replace(self.batch_settings, packed=way))}"
+            for way in (self.packing, not self.packing)
         )
         return f"batches of up to {self.batch_tokens} tokens: {used} ({other})"
 
@@ -258,10 +260,10 @@ class Trainer:
 class TrainingReport:
     """Where a training's numbers go, on its main process: metrics.jsonl, the terminal and a tracker."""
 
-    def __init__(self, job: Job, tracker: Tracker | None) -> None:
+    def __init__(self, job: TrainingRun, tracker: Tracker | None) -> None:
         self.job, self.tracker = job, tracker or Tracker()
-        self.file = MetricsFile(job.run / "metrics.jsonl", job.step) if job.shared.is_main else None
-        self.progress = TrainingProgress(round(job.num_steps), job.step, enabled=job.shared.is_main)
+        self.metrics_file = MetricsFile(job.run / "metrics.jsonl", job.step) if job.parallel.is_main else None
+        self.progress = TrainingProgress(round(job.num_steps), job.step, enabled=job.parallel.is_main)
 
     def __enter__(self) -> "TrainingReport":
         self.progress.__enter__()
@@ -270,14 +272,14 @@ class TrainingReport:
     def __exit__(self, *raised: Any) -> None:
         self.progress.__exit__(*raised)
 
-    def step(self, metrics: dict[str, Any] | None) -> None:
+    def record_step(self, metrics: dict[str, Any] | None) -> None:
         """A step is done; `metrics` where it was one that is logged."""
-        if self.file is not None and metrics is not None:
-            self.file.write(metrics)
-            self.tracker.log({key: value for key, value in metrics.items() if key != "step"}, self.job.step)
-        self.progress.expect(self.job.step if self.job.is_done else round(self.job.num_steps))
+        if self.metrics_file is not None and metrics is not None:
+            self.metrics_file.write(metrics)
+            self.tracker.log_metrics({key: value for key, value in metrics.items() if key != "step"}, self.job.step)
+        self.progress.set_num_steps(self.job.step if self.job.is_done else round(self.job.num_steps))
         self.progress.update(self.job.step, metrics)
 
-    def saved(self, checkpoint: Path) -> None:
-        if self.file is not None:
-            self.tracker.checkpoint(checkpoint, self.job.step)
+    def record_checkpoint(self, checkpoint: Path) -> None:
+        if self.metrics_file is not None:
+            self.tracker.log_checkpoint(checkpoint, self.job.step)

@@ -2,7 +2,6 @@
 
 from .base import Rollout, TreeBuilder
 from .chain import Chain
-from .controlled import Policy, Thompson
 from .dynamic import Beam, DySpec, Eagle2, Entropy, OptTree
 from .fixed import Cartesian, Sequoia, Static
 from .measured import Auto, Cast
@@ -17,10 +16,8 @@ __all__ = [
     "Eagle2",
     "Entropy",
     "OptTree",
-    "Policy",
     "Rollout",
     "Sequoia",
     "Static",
-    "Thompson",
     "TreeBuilder",
 ]

@@ -25,7 +25,7 @@ class Chain(TreeBuilder):
 
     name = "chain"
     is_chain = True
-    keeps_drafted = True
+    verifies_all = True
 
     def __init__(
         self,
@@ -38,49 +38,49 @@ class Chain(TreeBuilder):
     ) -> None:
         self.depth, self.children, self.temperature, self.seed, self.stop = depth, children, temperature, seed, stop
         self.stop_on = stop_on
-        self._check(depth=(depth, 1))
+        self._check_settings(depth=(depth, 1))
         if not 0 <= stop < 1:
             raise UserError(f"tree.stop={stop}: use 0 or more and less than 1")
-        self.budget, self.drafted = depth + 1, depth - 1
-        self.decides = bool(stop)  # whether a row may end before its depth
-        self.is_fixed = not self.decides
+        self.budget, self.max_drafted = depth + 1, depth - 1
+        self.decides_length = bool(stop)  # whether a row may end before its depth
+        self.is_fixed = not self.decides_length
         self.confidence = torch.ones(0)  # [B] of this round's paths
 
-    def drawn(self, temperature: float) -> Chain:
+    def sampled_variant(self, temperature: float) -> Chain:
         return Chain(self.depth, "sampled", temperature, self.seed, self.stop, self.stop_on)
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         draft = GrowingTree(self, prefix, rollout)
         going = torch.ones_like(prefix.root, dtype=torch.bool)
-        if self.decides:
-            self.begin(prefix)
-        depth = self.reach(rollout)
+        if self.decides_length:
+            self.begin_round(prefix)
+        depth = self.max_depth(rollout)
         for level in range(depth):
-            if self.decides:
-                going = going & self.draws(draft, level)
-            if rollout.closed is not None:
-                going = going & ~rollout.closed[:, 0]
-            if (self.decides or rollout.closed is not None) and not going.any():
+            if self.decides_length:
+                going = going & self.should_draw(draft, level)
+            if rollout.stop_mask is not None:
+                going = going & ~rollout.stop_mask[:, 0]
+            if (self.decides_length or rollout.stop_mask is not None) and not going.any():
                 break
-            draft.branch(1, going[:, None, None] if self.decides else None)
-            if self.decides:
-                going = going & self.runs(draft, level)
-            if level + 1 == depth or (self.decides and not going.any()):
+            draft.add_children(1, going[:, None, None] if self.decides_length else None)
+            if self.decides_length:
+                going = going & self.should_run(draft, level)
+            if level + 1 == depth or (self.decides_length and not going.any()):
                 break
-            draft.extend(torch.zeros_like(prefix.root)[:, None])
-        return draft.subset(torch.arange(draft.tokens.shape[1], device=prefix.root.device).expand_as(draft.tokens))
+            draft.extend_frontier(torch.zeros_like(prefix.root)[:, None])
+        return draft.select_nodes(torch.arange(draft.tokens.shape[1], device=prefix.root.device).expand_as(draft.tokens))
 
-    def begin(self, prefix: Prefix) -> None:
+    def begin_round(self, prefix: Prefix) -> None:
         """Called before the first token of a round whose length is to be decided."""
         self.confidence = torch.ones(len(prefix.root), device=prefix.root.device)
 
-    def draws(self, draft: GrowingTree, level: int) -> Tensor:
+    def should_draw(self, draft: GrowingTree, level: int) -> Tensor:
         """[B] the rows that draft one more token below `level` others, said before it is drawn."""
-        kept = draft.rollout.survival
+        kept = draft.rollout.accept_probs
         chance = (draft.log_q[:, 0] / self.temperature).softmax(-1).amax(-1) if kept is None else kept[:, 0]
         self.confidence = self.confidence * chance
         return (chance if self.stop_on == "token" else self.confidence) >= self.stop
 
-    def runs(self, draft: GrowingTree, level: int) -> Tensor:
+    def should_run(self, draft: GrowingTree, level: int) -> Tensor:
         """[B] the rows whose newest token, below `level` others, the drafter is to run, for another one to follow."""
         return torch.ones_like(self.confidence, dtype=torch.bool)

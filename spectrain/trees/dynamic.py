@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from spectrain.errors import UserError
-from spectrain.randomness import DRAFT, generator, gumbel
+from spectrain.randomness import DRAFT, gumbel_noise, keyed_generator
 
-from .base import NEVER, GrowingTree, Prefix, Rollout, TreeBuilder, drawable
+from .base import NEG_INF, GrowingTree, Prefix, Rollout, TreeBuilder, sampling_probs
 from .token_tree import TokenTree
 
 
@@ -27,20 +27,20 @@ class Eagle2(TreeBuilder):
 
     def __init__(self, depth: int = 5, budget: int = 16, top_k: int = 4) -> None:
         self.depth, self.budget, self.top_k = depth, budget, top_k
-        self._check(depth=(depth, 1), budget=(budget, 2), top_k=(top_k, 1))
-        self.drafted = (depth - 1) * top_k
+        self._check_settings(depth=(depth, 1), budget=(budget, 2), top_k=(top_k, 1))
+        self.max_drafted = (depth - 1) * top_k
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         draft = GrowingTree(self, prefix, rollout)
-        depth = self.reach(rollout)
+        depth = self.max_depth(rollout)
         for level in range(depth):
-            scores = self._branch(draft)
+            scores = self._add_level(draft)
             if level + 1 < depth:
-                draft.extend(_best(scores, self.top_k))
-        return draft.best(self.budget)
+                draft.extend_frontier(_best_of_level(scores, self.top_k))
+        return draft.select_best(self.budget)
 
-    def _branch(self, draft: GrowingTree) -> Tensor:
-        return draft.branch(self.top_k)
+    def _add_level(self, draft: GrowingTree) -> Tensor:
+        return draft.add_children(self.top_k)
 
 
 class Entropy(Eagle2):
@@ -51,10 +51,10 @@ class Entropy(Eagle2):
 
     name = "entropy"
 
-    def _branch(self, draft: GrowingTree) -> Tensor:
+    def _add_level(self, draft: GrowingTree) -> Tensor:
         entropy = -(draft.log_q.exp() * draft.log_q.clamp(min=-1e4)).sum(-1, keepdim=True)
         rank = torch.arange(self.top_k, device=entropy.device)
-        return draft.branch(self.top_k, rank < entropy.exp().round())
+        return draft.add_children(self.top_k, rank < entropy.exp().round())
 
 
 class Beam(Eagle2):
@@ -76,16 +76,16 @@ class Beam(Eagle2):
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         draft = GrowingTree(self, prefix, rollout)
-        depth = self.reach(rollout)
-        beams = _best(self._branch(draft), self.top_k)
+        depth = self.max_depth(rollout)
+        beams = _best_of_level(self._add_level(draft), self.top_k)
         for _ in range(depth - 1):
-            draft.extend(beams)
-            beams = _best(self._branch(draft), self.top_k)
-        kept = self._merged(draft.parents, draft.newest + beams, depth)
-        draft.scores = draft.scores.masked_fill(~kept, NEVER)
-        return draft.best(self.budget)
+            draft.extend_frontier(beams)
+            beams = _best_of_level(self._add_level(draft), self.top_k)
+        kept = self._select_beams(draft.parents, draft.level_start + beams, depth)
+        draft.scores = draft.scores.masked_fill(~kept, NEG_INF)
+        return draft.select_best(self.budget)
 
-    def _merged(self, parents: Tensor, ends: Tensor, depth: int) -> Tensor:
+    def _select_beams(self, parents: Tensor, ends: Tensor, depth: int) -> Tensor:
         """[B, nodes] bool: the root, and the nodes of the beams that end in `ends` [B, W], best first, and have room."""
         path = [ends]
         for _ in range(depth - 1):
@@ -112,26 +112,26 @@ class OptTree(TreeBuilder):
 
     def __init__(self, depth: int = 8, budget: int = 16, threshold: float = 0.1) -> None:
         self.depth, self.budget, self.threshold = depth, budget, threshold
-        self._check(depth=(depth, 1), budget=(budget, 2), threshold=(threshold, 0))
-        self.drafted = (depth - 1) * (budget - 1)
+        self._check_settings(depth=(depth, 1), budget=(budget, 2), threshold=(threshold, 0))
+        self.max_drafted = (depth - 1) * (budget - 1)
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         draft = GrowingTree(self, prefix, rollout)
         expected = torch.ones(len(prefix.root), device=prefix.root.device)
         going = torch.ones_like(expected, dtype=torch.bool)
-        depth = self.reach(rollout)
+        depth = self.max_depth(rollout)
         for level in range(depth):
-            draft.branch(self.budget - 1, going[:, None, None] if level else None)
+            draft.add_children(self.budget - 1, going[:, None, None] if level else None)
             best = draft.scores.topk(min(self.budget, draft.scores.shape[1]), dim=1)
             gained = best.values.exp().sum(1) - expected
             expected = expected + gained
             going = going & (gained > self.threshold)
-            newest = (best.indices >= draft.newest) & (best.values > NEVER)
+            newest = (best.indices >= draft.level_start) & (best.values > NEG_INF)
             width = int((newest & going[:, None]).sum(1).max())
             if level + 1 == depth or width == 0:
                 break
-            draft.extend(_best(draft.scores[:, draft.newest :], width))
-        return draft.best(self.budget)
+            draft.extend_frontier(_best_of_level(draft.scores[:, draft.level_start :], width))
+        return draft.select_best(self.budget)
 
 
 class DySpec(TreeBuilder):
@@ -144,7 +144,7 @@ class DySpec(TreeBuilder):
     """
 
     name = "dyspec"
-    by_level = False
+    drafts_by_level = False
 
     def __init__(
         self,
@@ -157,12 +157,12 @@ class DySpec(TreeBuilder):
     ) -> None:
         self.depth, self.budget, self.threshold = depth, budget, threshold
         self.children, self.temperature, self.seed = children, temperature, seed
-        self._check(depth=(depth, 1), budget=(budget, 2), threshold=(threshold, 0))
-        self.drafted = budget * (budget - 1) // 2  # rows wait for each other: step i runs at most budget - i nodes
+        self._check_settings(depth=(depth, 1), budget=(budget, 2), threshold=(threshold, 0))
+        self.max_drafted = budget * (budget - 1) // 2  # rows wait for each other: step i runs at most budget - i nodes
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         rows = [
-            _Row(self, number, token, generator(DRAFT, self.seed, key, position))
+            _DySpecRow(self, number, token, keyed_generator(DRAFT, self.seed, key, position))
             for number, (token, key, position) in enumerate(zip(
                 prefix.root.tolist(), prefix.sequence_ids.tolist(), prefix.lengths.tolist()
             ))
@@ -172,23 +172,25 @@ class DySpec(TreeBuilder):
         log_q = rollout.start()
         asked = [[0] for _ in rows]
         while True:
-            for row, nodes, q in zip(rows, asked, drawable(log_q, self.temperature)):
+            for row, nodes, q in zip(rows, asked, sampling_probs(log_q, self.temperature)):
                 for place, node in enumerate(nodes):
-                    row.fed[node], row.q[node] = num_fed + place, q[place]
-                if rollout.closed is not None:
-                    row.closed |= {node for place, node in enumerate(nodes) if rollout.closed[row.number, place]}
-                row.fill(rollout)
+                    row.rollout_index[node], row.q[node] = num_fed + place, q[place]
+                if rollout.stop_mask is not None:
+                    row.stopped_nodes |= {node for place, node in enumerate(nodes) if rollout.stop_mask[row.index, place]}
+                row.fill_slots(rollout)
             num_fed += log_q.shape[1]
-            asked = [row.unknown() for row in rows]
+            asked = [row.nodes_to_run() for row in rows]
             width = max(map(len, asked))
             if width == 0:
-                return self._tree(rows, rollout, log_q)
+                return self._make_tree(rows, rollout, log_q)
             padding = [[0] * (width - len(nodes)) for nodes in asked]
             tokens = [[row.tokens[n] for n in nodes] + pad for row, nodes, pad in zip(rows, asked, padding)]
-            parents = [[row.fed[row.parents[n]] for n in nodes] + pad for row, nodes, pad in zip(rows, asked, padding)]
+            parents = [
+                [row.rollout_index[row.parents[n]] for n in nodes] + pad for row, nodes, pad in zip(rows, asked, padding)
+            ]
             log_q = rollout.extend(torch.tensor(tokens, device=device), torch.tensor(parents, device=device))
 
-    def _tree(self, rows: list[_Row], rollout: Rollout, like: Tensor) -> TokenTree:
+    def _make_tree(self, rows: list[_DySpecRow], rollout: Rollout, like: Tensor) -> TokenTree:
         """Rows of trees as one batch, padded."""
         width = max(len(row.tokens) for row in rows)
         device = like.device
@@ -206,52 +208,56 @@ class DySpec(TreeBuilder):
         return TokenTree(tokens, parents, valid, every, self.children, q, rollout.draft_ids, scores=values.log())
 
 
-class _Row:
+class _DySpecRow:
     """One row's tree while DySpec fills it."""
 
     def __init__(self, builder: DySpec, number: int, root: int, source: torch.Generator) -> None:
-        self.builder, self.number, self.source = builder, number, source
+        self.builder, self.index, self.rng = builder, number, source
         self.tokens, self.parents, self.depths = [root], [-1], [0]
         self.values = [1.0]  # the chance that a node is reached
-        self.fed: dict[int, int] = {}  # node -> its order in the rollout
+        self.rollout_index: dict[int, int] = {}  # node -> its order in the rollout
         self.q: dict[int, Tensor] = {}  # what each node's children are drawn from, where the drafter has run it
-        self.left: dict[int, Tensor] = {}  # the same, without the children it has
-        self.closed: set[int] = set()  # nodes below which nothing is drafted
-        self.places = [(-1.0, 0)]  # minus the value of an open place, and the node above it
+        self.residual_q: dict[int, Tensor] = {}  # the same, without the children it has
+        self.stopped_nodes: set[int] = set()  # nodes below which nothing is drafted
+        self.open_slots = [(-1.0, 0)]  # minus the value of an open place, and the node above it
 
-    def fill(self, rollout: Rollout) -> None:
+    def fill_slots(self, rollout: Rollout) -> None:
         """Fill open places from the best down, until one lies below a node that has not run."""
-        while self._open() and self.places[0][1] in self.q:
-            value, parent = heapq.heappop(self.places)
-            if parent in self.closed:
+        while self._has_open_slot() and self.open_slots[0][1] in self.q:
+            value, parent = heapq.heappop(self.open_slots)
+            if parent in self.stopped_nodes:
                 continue
-            left = self.left.get(parent, self.q[parent])
+            left = self.residual_q.get(parent, self.q[parent])
             scores = left.log()
             if self.builder.children != "deterministic":
-                scores = scores + gumbel(tuple(left.shape), self.source).to(left.device)
+                scores = scores + gumbel_noise(tuple(left.shape), self.rng).to(left.device)
             choice = scores.argmax()
             chance = float(left[choice])
             node = len(self.tokens)
-            self.tokens.append(int(rollout.to_target(choice)))
+            self.tokens.append(int(rollout.to_target_ids(choice)))
             self.values.append(self.values[parent] * float(self.q[parent][choice]))
             self.parents.append(parent)
             self.depths.append(self.depths[parent] + 1)
-            if self.depths[node] < self.builder.reach(rollout):
-                heapq.heappush(self.places, (value * chance, node))
+            if self.depths[node] < self.builder.max_depth(rollout):
+                heapq.heappush(self.open_slots, (value * chance, node))
             rest = left.clone()
             rest[choice] = 0
             if (total := float(rest.sum())) > 0:
-                self.left[parent] = rest / total
-                heapq.heappush(self.places, (value * (1 - chance), parent))
+                self.residual_q[parent] = rest / total
+                heapq.heappush(self.open_slots, (value * (1 - chance), parent))
 
-    def unknown(self) -> list[int]:
+    def nodes_to_run(self) -> list[int]:
         """Nodes to run before filling goes on; none when the tree is done."""
-        return [node for _, node in sorted(self.places) if node not in self.q] if self._open() else []
+        return [node for _, node in sorted(self.open_slots) if node not in self.q] if self._has_open_slot() else []
 
-    def _open(self) -> bool:
-        return bool(self.places) and len(self.tokens) < self.builder.budget and -self.places[0][0] >= self.builder.threshold
+    def _has_open_slot(self) -> bool:
+        return (
+            bool(self.open_slots)
+            and len(self.tokens) < self.builder.budget
+            and -self.open_slots[0][0] >= self.builder.threshold
+        )
 
 
-def _best(scores: Tensor, count: int) -> Tensor:
+def _best_of_level(scores: Tensor, count: int) -> Tensor:
     """The best nodes of a level, [B, count at most]; ties go to the first."""
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]

@@ -18,7 +18,7 @@ from .base import GrowingTree, Prefix, Rollout, TreeBuilder
 from .measurements import Calibration
 from .token_tree import Children, TokenTree
 
-Path = tuple[int, ...]
+NodePath = tuple[int, ...]
 
 
 class Static(TreeBuilder):
@@ -30,7 +30,7 @@ class Static(TreeBuilder):
 
     name = "static"
     is_fixed = True
-    keeps_drafted = True
+    verifies_all = True
 
     def __init__(
         self,
@@ -42,15 +42,15 @@ class Static(TreeBuilder):
         seed: int = 0,
     ) -> None:
         self.depth, self.budget, self.children, self.temperature, self.seed = depth, budget, children, temperature, seed
-        self._check(depth=(depth, 1), budget=(budget, 2))
-        self.drafted = budget
-        self.paths: list[Path] = []
-        self.levels: dict[tuple[int, int, torch.device], list[Level]] = {}  # by vocabulary, depth and device
+        self._check_settings(depth=(depth, 1), budget=(budget, 2))
+        self.max_drafted = budget
+        self.paths: list[NodePath] = []
+        self.levels_by_shape: dict[tuple[int, int, torch.device], list[TreeLevel]] = {}  # by vocabulary, depth and device
         if paths is not None:
-            self._use([tuple(path) for path in paths])
-        self.needs = () if self.paths else ("hits",)
+            self._set_paths([tuple(path) for path in paths])
+        self.requirements = () if self.paths else ("hits",)
 
-    def _use(self, paths: list[Path]) -> None:
+    def _set_paths(self, paths: list[NodePath]) -> None:
         if not paths:
             raise UserError("tree.paths: there is none; give at least [[0]], or null to search for them")
         known = {(), *paths}
@@ -63,26 +63,26 @@ class Static(TreeBuilder):
                 )
         self.paths = sorted(known - {()}, key=lambda path: (len(path), path))
         self.depth = max((len(path) for path in self.paths), default=1)
-        self.levels = {}
+        self.levels_by_shape = {}
         self.budget = len(self.paths) + 1
-        self.drafted = len({path[:-1] for path in self.paths}) - 1
+        self.max_drafted = len({path[:-1] for path in self.paths}) - 1
 
-    def drawn(self, temperature: float) -> Static | None:
-        if not self.needs and any(path[-1] and (*path[:-1], path[-1] - 1) not in self.paths for path in self.paths):
+    def sampled_variant(self, temperature: float) -> Static | None:
+        if not self.requirements and any(path[-1] and (*path[:-1], path[-1] - 1) not in self.paths for path in self.paths):
             return None  # its paths leave out an earlier sibling
         other = copy(self)
-        other.children, other.temperature, other.levels = "without_replacement", temperature, {}
+        other.children, other.temperature, other.levels_by_shape = "without_replacement", temperature, {}
         return other
 
     def prepare(self, calibration: Calibration) -> None:
-        if "hits" in self.needs:
-            self._use(self.search(calibration))
+        if "hits" in self.requirements:
+            self._set_paths(self.search_paths(calibration))
 
-    def search(self, calibration: Calibration) -> list[Path]:
+    def search_paths(self, calibration: Calibration) -> list[NodePath]:
         """The `budget` - 1 paths with the largest chances; a sibling enters after those before it."""
         hits = calibration.hits[: self.depth]  # as deep as the drafter reaches
-        found: list[Path] = []
-        heap: list[tuple[float, Path]] = [(-hits[0][0], (0,))]
+        found: list[NodePath] = []
+        heap: list[tuple[float, NodePath]] = [(-hits[0][0], (0,))]
         while heap and len(found) + 1 < self.budget:
             value, path = heapq.heappop(heap)
             found.append(path)
@@ -101,18 +101,18 @@ class Static(TreeBuilder):
         draft = GrowingTree(self, prefix, rollout)
         batch, device = prefix.root.shape[0], prefix.root.device
         keep = [torch.zeros(1, dtype=torch.int64, device=device)]
-        where = draft.log_q.shape[-1], self.reach(rollout), device
-        if where not in self.levels:  # made in a round that no graph and no compiler sees: it copies from the host
-            self.levels[where] = _levels(self.paths, *where)
-        for width, nodes, inner, counts in self.levels[where]:
-            draft.branch(width, counts=counts)
-            keep.append(draft.newest + nodes)
+        where = draft.log_q.shape[-1], self.max_depth(rollout), device
+        if where not in self.levels_by_shape:  # made in a round that no graph and no compiler sees: it copies from the host
+            self.levels_by_shape[where] = _plan_levels(self.paths, *where)
+        for width, nodes, inner, counts in self.levels_by_shape[where]:
+            draft.add_children(width, counts=counts)
+            keep.append(draft.level_start + nodes)
             if len(inner):
-                draft.extend(inner.expand(batch, -1))
-        return draft.subset(torch.cat(keep).expand(batch, -1))
+                draft.extend_frontier(inner.expand(batch, -1))
+        return draft.select_nodes(torch.cat(keep).expand(batch, -1))
 
-    def settings(self) -> dict[str, object]:
-        return {**super().settings(), "paths": [list(path) for path in self.paths]}
+    def report_settings(self) -> dict[str, object]:
+        return {**super().report_settings(), "paths": [list(path) for path in self.paths]}
 
 
 class Cartesian(Static):
@@ -155,10 +155,10 @@ class Sequoia(Static):
     ) -> None:
         super().__init__(depth, budget, None, children, temperature, seed)
         self.measured = measured
-        self.needs = ("hits", "latency") if measured else ("hits",)
+        self.requirements = ("hits", "latency") if measured else ("hits",)
 
-    def search(self, calibration: Calibration) -> list[Path]:
-        chances = calibration.chances
+    def search_paths(self, calibration: Calibration) -> list[NodePath]:
+        chances = calibration.pooled_hits
         if not self.measured:
             return sequoia_paths(chances, self.budget, self.depth + 1)
         latency = calibration.latency
@@ -169,8 +169,8 @@ class Sequoia(Static):
         def seconds_a_token(size: tuple[int, int]) -> float:
             nodes, levels = size
             tokens = table[nodes, levels].max()
-            seconds = latency.verify(nodes) + latency.deeper(levels - 1)
-            return (latency.draft(levels - 1, max(1, nodes // levels)) + seconds) / max(float(tokens), 1e-9)
+            seconds = latency.estimate_verify(nodes) + latency.estimate_levels(levels - 1)
+            return (latency.estimate_draft(levels - 1, max(1, nodes // levels)) + seconds) / max(float(tokens), 1e-9)
 
         return sequoia_paths(chances, *min(sizes, key=seconds_a_token))
 
@@ -188,13 +188,13 @@ def sequoia_table(chances: list[float], nodes: int, levels: int) -> np.ndarray:
     return table
 
 
-def sequoia_paths(chances: list[float], nodes: int, levels: int) -> list[Path]:
+def sequoia_paths(chances: list[float], nodes: int, levels: int) -> list[NodePath]:
     """The paths of the best tree of at most so many nodes and levels, the root included."""
     chances = [max(chance, 1e-9) for chance in chances]
     table = sequoia_table(chances, nodes, levels)
-    paths: list[Path] = []
+    paths: list[NodePath] = []
 
-    def build(root: Path, size: int, level: int, child: int) -> None:
+    def build(root: NodePath, size: int, level: int, child: int) -> None:
         if child == 0:
             return
         below = table[1:size, level - 1].max(-1)[::-1]
@@ -208,15 +208,15 @@ def sequoia_paths(chances: list[float], nodes: int, levels: int) -> list[Path]:
     return paths
 
 
-Level = tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]
+TreeLevel = tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]
 """Children drawn a frontier node, which of them are in the tree, which of these have children, and how many each node has."""
 
 
-def _levels(paths: list[Path], vocab_size: int, depth: int, device: torch.device) -> list[Level]:
+def _plan_levels(paths: list[NodePath], vocab_size: int, depth: int, device: torch.device) -> list[TreeLevel]:
     """By level; choices beyond a small vocabulary or the drafter's reach are left out, with what is below them."""
     possible = [path for path in paths if max(path) < vocab_size and len(path) <= depth]
     levels = []
-    frontier: list[Path] = [()]
+    frontier: list[NodePath] = [()]
     while frontier:
         parents = {path: index for index, path in enumerate(frontier)}
         nodes = [path for path in possible if path[:-1] in parents]

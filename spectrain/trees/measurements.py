@@ -22,17 +22,17 @@ class Latency:
     start_seconds: float  # the first draft step, which also reads what was accepted
     level_seconds: float = 0.0  # each level of a tree below the first, where layers keep a state and run it level by level
 
-    def verify(self, nodes: float, context: int = 0) -> float:
-        return _behind(self.verify_seconds, context, nodes)
+    def estimate_verify(self, nodes: float, context: int = 0) -> float:
+        return _interpolate_context(self.verify_seconds, context, nodes)
 
-    def step(self, nodes: float, context: int = 0) -> float:
-        return _behind(self.step_seconds, context, nodes)
+    def estimate_step(self, nodes: float, context: int = 0) -> float:
+        return _interpolate_context(self.step_seconds, context, nodes)
 
-    def draft(self, levels: int, width: float, context: int = 0) -> float:
+    def estimate_draft(self, levels: int, width: float, context: int = 0) -> float:
         """A draft of so many levels, every one after the first over `width` nodes."""
-        return self.start_seconds + (levels - 1) * self.step(width, context)
+        return self.start_seconds + (levels - 1) * self.estimate_step(width, context)
 
-    def deeper(self, levels: int) -> float:
+    def estimate_levels(self, levels: int) -> float:
         """What verifying a tree of so many levels below its root takes more than one with a single level and as many nodes."""
         return max(0, levels - 1) * self.level_seconds
 
@@ -47,26 +47,26 @@ class RuleForecast:
     weighed: list[float]
 
     @property
-    def lengths(self) -> tuple[float, float]:
+    def forecast_lengths(self) -> tuple[float, float]:
         """Tokens a forward that either promises, if depths were independent."""
-        return chain_length(self.matched), chain_length(self.weighed)
+        return expected_length(self.matched), expected_length(self.weighed)
 
     @property
-    def weighing_pays(self) -> bool:
+    def prefers_rejection(self) -> bool:
         """Whether drawing keeps more, beyond what so few places can tell."""
-        return self.lengths[1] > 1.03 * self.lengths[0]
+        return self.forecast_lengths[1] > 1.03 * self.forecast_lengths[0]
 
     def summary(self) -> dict[str, Any]:
-        matched, weighed = self.lengths
+        matched, weighed = self.forecast_lengths
         return {
             "children": self.children,
             "match": {"kept_by_depth": [round(rate, 4) for rate in self.matched], "forecast": round(matched, 4)},
             "recursive": {"kept_by_depth": [round(rate, 4) for rate in self.weighed], "forecast": round(weighed, 4)},
-            "better": "recursive" if self.weighing_pays else "match",
+            "better": "recursive" if self.prefers_rejection else "match",
         }
 
 
-def chain_length(rates: Sequence[float]) -> float:
+def expected_length(rates: Sequence[float]) -> float:
     """Tokens a forward where depths are kept at these rates, independently of each other."""
     length = product = 1.0
     for rate in rates:
@@ -85,7 +85,7 @@ class Calibration:
     rules: RuleForecast | None = None  # where the rule is sample-and-match
 
     @property
-    def chances(self) -> list[float]:
+    def pooled_hits(self) -> list[float]:
         """The same whatever the depth, over all places."""
         weights = np.asarray(self.counts, dtype=float)[:, None]
         return list((np.asarray(self.hits) * weights).sum(0) / weights.sum())
@@ -96,7 +96,7 @@ class Calibration:
         write_text(path, json.dumps({"hits": self.hits, "counts": self.counts, **known}, indent=1) + "\n")
 
 
-def _between(table: dict[int, float], nodes: float) -> float:
+def _interpolate_nodes(table: dict[int, float], nodes: float) -> float:
     """Linear interpolation; beyond the ends the nearest segment goes on."""
     sizes = sorted(table)
     if len(sizes) == 1:
@@ -106,7 +106,7 @@ def _between(table: dict[int, float], nodes: float) -> float:
     return table[low] + (table[high] - table[low]) * (nodes - low) / (high - low)
 
 
-def _behind(tables: dict[int, dict[int, float]], context: int, nodes: float) -> float:
+def _interpolate_context(tables: dict[int, dict[int, float]], context: int, nodes: float) -> float:
     """Of so many nodes behind a context: between the measured lengths linear, beyond them that of the nearest."""
     nearest = min(max(context, min(tables)), max(tables))
-    return _between({length: _between(table, nodes) for length, table in tables.items()}, nearest)
+    return _interpolate_nodes({length: _interpolate_nodes(table, nodes) for length, table in tables.items()}, nearest)

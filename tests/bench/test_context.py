@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from spectrain.bench.context import ContextBench
-from spectrain.bench.traffic import counted
-from spectrain.cli.main import dispatch
+from spectrain.bench.traffic import count_traffic
+from spectrain.cli.main import dispatch_command
 from spectrain.decoding.acceptance import Greedy
 from spectrain.drafters.ngram import Ngram
-from spectrain.drafters.self_draft import SelfDraft
 from spectrain.errors import UserError
 from spectrain.eval.report import explanation
+from spectrain.experimental.less_cache.drafter import SelfDraft
 from spectrain.models.target import Target
 from spectrain.models.traffic import weight_bytes
 from spectrain.trees import Chain
@@ -23,7 +23,7 @@ def test_it_writes_rows_and_a_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     out = tmp_path / "context.json"
     given = ["bench.lengths=[48]", "bench.prompts=1", "bench.new_tokens=9", "bench.depth=2", "bench.budget=40"]
     monkeypatch.setattr("sys.argv", ["spectrain"])
-    dispatch(["bench", "context", *given, f"bench.out={out}"])
+    dispatch_command(["bench", "context", *given, f"bench.out={out}"])
     found = json.loads(out.read_text())
     (row,) = found["rows"]
     assert row["length"] == 48 and row["perplexity"] > 1 and found["setting"]["trained_length"] == 1024
@@ -38,8 +38,8 @@ def test_it_writes_rows_and_a_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_what_an_answer_reads_is_told(shallow: Target) -> None:
     """Of a drafter that counts: a plain step reads every weight, a round those of its drafts and of its verification."""
     prompt, weights = [*range(10, 40)], weight_bytes(shallow)
-    assert counted(shallow, Ngram(shallow), Chain(2), Greedy(), prompt) is None
-    found = counted(shallow, SelfDraft(shallow, "window", 200), Chain(2), Greedy(), prompt)
+    assert count_traffic(shallow, Ngram(shallow), Chain(2), Greedy(), prompt) is None
+    found = count_traffic(shallow, SelfDraft(shallow, "window", 200), Chain(2), Greedy(), prompt)
     assert found is not None and found["prompt_tokens"] == 30
     assert found["autoregressive"]["weights"] == weights
     assert found["draft"]["weights"] == pytest.approx(2 * found["verify"]["weights"], abs=2)  # two drafts a round

@@ -16,24 +16,24 @@ import torch
 from spectrain.bench import engine, identity, rounds
 from spectrain.bench.engine import TOY, EngineBench, EngineSizes
 from spectrain.bench.identity import FAMILIES
-from spectrain.bench.models import Model, random_drafter, random_target
-from spectrain.bench.report import GOALS, gather, markdown, values
+from spectrain.bench.models import ModelGeometry, random_drafter, random_target
+from spectrain.bench.report import GOALS_PATH, gather_evidence, line_values, render_markdown
 from spectrain.bench.rounds import (
-    Course,
-    Given,
-    Place,
-    Sample,
-    Scripted,
+    BenchFixture,
+    FixedTreeDrafter,
+    RoundSample,
+    ScriptedAcceptance,
+    ScriptedRun,
     engine_maker,
-    evenly,
-    given_paths,
-    given_tree,
-    set_out,
+    fixed_paths,
+    fixed_tree,
+    prepare,
+    split_evenly,
 )
-from spectrain.bench.speedup import AR, Parts, Roofline, gains, lines
-from spectrain.bench.training import counted_flops, gradients, losses, pairs_seen, random_batch
+from spectrain.bench.speedup import AR, Roofline, RoundCosts, compute_gains, engine_goal_values
+from spectrain.bench.training import compute_gradients, count_flops, count_visible_pairs, loss_functions, random_batch
 from spectrain.cli.main import main
-from spectrain.decoding.captured import Captured
+from spectrain.decoding.captured import CapturedRunner
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.models.target import Target
@@ -86,9 +86,9 @@ def read(path: Path) -> dict[str, Any]:
 
 def all_names(sizes: EngineSizes = TOY, families: Iterable[str] = FAMILIES) -> set[str]:
     names = {"ceilings/copy", "ceilings/product", *(f"identity/tiny/{family}" for family in families)}
-    names |= {f"counts/{name}" for name in (AR, f"N={sizes.nodes[-1]}", *sizes.trees())}
-    for batch, prefix in sizes.cells():
-        names |= {f"engine/B={batch} prefix={prefix}/{row}" for row in ("verify", *sizes.trees())}
+    names |= {f"counts/{name}" for name in (AR, f"N={sizes.nodes[-1]}", *sizes.tree_builders())}
+    for batch, prefix in sizes.cell_shapes():
+        names |= {f"engine/B={batch} prefix={prefix}/{row}" for row in ("verify", *sizes.tree_builders())}
     conversations, length = sizes.conversations
     names |= {f"engine/B={batch} prefix={sizes.prefixes[0]}/eager" for batch in sizes.batches}
     return names | {f"training/eagle3 B={conversations} T={length}"}
@@ -107,13 +107,13 @@ def test_toy_run_writes_every_row(written: Written) -> None:
 def test_rows_hold_what_is_derived_from_them(written: Written) -> None:
     """Parts add up to rounds, tau is the scripted one, and speedups, efficiencies and shares follow."""
     rows, sizes = read(written.path)["rows"], written.sizes
-    for batch, prefix in sizes.cells():
+    for batch, prefix in sizes.cell_shapes():
         title = f"engine/B={batch} prefix={prefix}"
         verify = rows[f"{title}/verify"]
         names = {f"N={nodes}" for nodes in sizes.nodes}
         assert set(verify["v"]) == set(verify["v_floor"]) == names and set(verify["us"]) == {AR, *names}
         assert verify["share_of_floor"] == pytest.approx(verify["floor_us"] / verify["us"][AR]["median"])
-        for tree, builder in sizes.trees().items():
+        for tree, builder in sizes.tree_builders().items():
             row = rows[f"{title}/{tree}"]
             oracle = row["tau"]["oracle"]  # less than the depth allows where a dynamic tree was not that deep
             assert row["tau"] == {AR: 1, "tau=2": 2, "oracle": oracle} and 2 < oracle <= builder.depth + 1
@@ -143,35 +143,35 @@ def test_a_part_brings_its_ceilings(part: Any, starts: str, tmp_path: Path, monk
     monkeypatch.setattr(EngineBench, "measured", lambda self, step: ran.append(step.name) or "")
     EngineBench(part, str(tmp_path / "engine.json"), toy=True).run()
     assert set(ran[2:]) == {name for name in all_names() if name.startswith(starts)}
-    wanted = [name in TOY.first() for name in ran if name.split("/")[-1] in TOY.trees()]
+    wanted = [name in TOY.priority_rows() for name in ran if name.split("/")[-1] in TOY.tree_builders()]
     assert wanted == sorted(wanted, reverse=True)
 
 
-def course(drafter: Drafter | None, builder: TreeBuilder | None, batch: int = 2, prefix: int = 50) -> Course:
-    place = Place(toy()[0], batch, prefix, 40)
-    return Course(engine_maker(place, 2, drafter, builder)("captured"), place)
+def course(drafter: Drafter | None, builder: TreeBuilder | None, batch: int = 2, prefix: int = 50) -> ScriptedRun:
+    place = BenchFixture(toy()[0], batch, prefix, 40)
+    return ScriptedRun(engine_maker(place, 2, drafter, builder)("captured"), place)
 
 
 @pytest.mark.parametrize(("name", "most"), [("given", 4), ("chain", 4), ("eagle2", 5)])
 @torch.inference_mode()
 def test_scripts_are_kept_to(name: str, most: int) -> None:
     """Round for round each row emits what the script says, a mean that is no whole number included."""
-    given = given_tree(9, 3)
-    drafter = Given(given, CPU) if name == "given" else toy()[1]
+    given = fixed_tree(9, 3)
+    drafter = FixedTreeDrafter(given, CPU) if name == "given" else toy()[1]
     builders = {"given": given, "chain": Chain(3), "eagle2": Eagle2(4, 12)}
     made = course(drafter, builders[name])
     for tau in (1.0, 2.0, 2.5, float(most)):
         made.reset(tau)
-        assert made._look(looks=3).accepted == evenly(tau, 6)
-        assert (made.state.context.cache.lengths == 50 + sum(evenly(tau, 6))).all()
-        assert made.sample(tau).tau == tau
+        assert made._run_rounds(looks=3).round_lengths == split_evenly(tau, 6)
+        assert (made.state.context.cache.lengths == 50 + sum(split_evenly(tau, 6))).all()
+        assert made.sample_rounds(tau).tau == tau
 
 
 @torch.inference_mode()
 def test_forced_verdicts_lie_on_the_first_path() -> None:
     """The root, then each time the first child; the bonus is the best token after the last; no more than the tree has."""
     target, drafter = toy()
-    rule = Scripted(100, CPU)
+    rule = ScriptedAcceptance(100, CPU)
     rows, builder = torch.arange(2), Eagle2(3, 9, 3)
     context = begun(target, [[5, 6, 7], [8]], drafter, builder, 30)
     tree = proposed(drafter, context, builder)
@@ -181,7 +181,7 @@ def test_forced_verdicts_lie_on_the_first_path() -> None:
         while children := [node for node, parent in enumerate(tree.parents[row].tolist()) if parent == path[row][-1]]:
             path[row].append(min(children))
     for length in (1, 2, 3, 9):
-        rule.script(0, [length] * 10)
+        rule.set_script(0, [length] * 10)
         found = rule(tree, logits, rows, context.cache.lengths[:, None] + tree.depths + 1)
         for row, nodes in enumerate(path):
             kept = nodes[:length]
@@ -192,12 +192,12 @@ def test_forced_verdicts_lie_on_the_first_path() -> None:
 def test_given_trees_have_their_size() -> None:
     """So many nodes, as deep as told, each behind its parent and its earlier sibling; Static agrees."""
     for nodes in (2, 5, 9, 64):
-        paths = given_paths(nodes, 5)
+        paths = fixed_paths(nodes, 5)
         assert len(paths) == nodes - 1 and max(map(len, paths)) == min(5, nodes - 1)
-        builder = given_tree(nodes, 5)
+        builder = fixed_tree(nodes, 5)
         context: Any = SimpleNamespace(root=torch.tensor([7, 8]))
-        tree = proposed(Given(builder, CPU), context, builder)
-        tree.check()
+        tree = proposed(FixedTreeDrafter(builder, CPU), context, builder)
+        tree.check_structure()
         assert tree.tokens.shape == (2, nodes) and int(tree.depths.max()) == builder.depth == min(5, nodes - 1)
         assert tree.tokens[:, 0].tolist() == [7, 8] and builder.budget == nodes
 
@@ -207,11 +207,11 @@ def test_parts_alone_leave_the_round_as_it_was(monkeypatch: pytest.MonkeyPatch) 
     """Parts are run or replayed as often as told; rounds go on as before."""
     made = course(toy()[1], Chain(2))
     for part in (0, 1, 2):
-        assert made.alone(part, launches=3) > 0
-    assert made.sample(2.0).tau == 2
+        assert made.time_part(part, launches=3) > 0
+    assert made.sample_rounds(2.0).tau == 2
     replayed: list[int] = []
     made.state.graphs = [SimpleNamespace(replay=lambda part=part: replayed.append(part)) for part in range(3)]
-    made.alone(1, launches=3)
+    made.time_part(1, launches=3)
     assert replayed == [1, 1, 1]
 
 
@@ -220,28 +220,28 @@ def test_waiting_inside_a_round_is_told(monkeypatch: pytest.MonkeyPatch) -> None
     """What an error mode raises is the answer, and the mode is left; without an error there is none."""
     made, modes = course(None, None), []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    assert made.synchronisations() is None
-    monkeypatch.setattr(made.engine, "play_round", lambda *arguments: 1 / 0)
-    assert str(made.synchronisations()).startswith("ZeroDivisionError")
+    assert made.find_synchronization() is None
+    monkeypatch.setattr(made.engine, "run_uncaptured_round", lambda *arguments: 1 / 0)
+    assert str(made.find_synchronization()).startswith("ZeroDivisionError")
     assert modes == ["error", "default"] * 2
 
 
 @torch.inference_mode()
 def test_what_cannot_be_compiled_or_captured_runs_without() -> None:
     """Compiled and captured, then captured only, then neither, each failure noted; where nothing runs, it is an error."""
-    place = Place(toy()[0], 1, 20, 40)
+    place = BenchFixture(toy()[0], 1, 20, 40)
     make = engine_maker(place, 2)
 
     def failing(*broken: str) -> Any:
         return lambda way: 1 / 0 if way in broken else make(way)
 
     notes: dict[str, str] = {}
-    assert type(set_out(failing("compiled"), place, notes).engine) is Captured
+    assert type(prepare(failing("compiled"), place, notes).engine) is CapturedRunner
     assert notes == {"not compiled": "ZeroDivisionError: division by zero"}
-    assert type(set_out(failing("compiled", "captured"), place, notes).engine) is rounds.Ungraphed
+    assert type(prepare(failing("compiled", "captured"), place, notes).engine) is rounds.UncapturedRounds
     assert set(notes) == {"not compiled", "not captured"}
     with pytest.raises(ZeroDivisionError):
-        set_out(failing("compiled", "captured", "eager"), place, notes)
+        prepare(failing("compiled", "captured", "eager"), place, notes)
 
 
 def test_attention_is_counted_by_what_it_sees() -> None:
@@ -249,36 +249,38 @@ def test_attention_is_counted_by_what_it_sees() -> None:
     by tokens alone."""
     eye = torch.eye(9, dtype=torch.bool)
     masks = [torch.cat([torch.ones_like(eye).tril(), *[eye] * step], dim=1) for step in range(3)]
-    assert pairs_seen(9, 3) == sum(int(mask.sum()) for mask in masks)
+    assert count_visible_pairs(9, 3) == sum(int(mask.sum()) for mask in masks)
     target = random_target(TOY.model, CPU, torch.float32)
     drafter = random_drafter(target, TOY.model, torch.float32)  # toy has drafted: its weights learn no more
     counts = []
     for length in (10, 20, 40):
-        loss = losses(drafter, target, random_batch(target, drafter, 2, length))["unfused"]
-        seen = 14 * 2 * drafter.self_attn.q_proj.out_features * pairs_seen(length, drafter.num_steps)
-        counts.append(counted_flops(loss, drafter, 2, length) - seen)
+        loss = loss_functions(drafter, target, random_batch(target, drafter, 2, length))["unfused"]
+        seen = 14 * 2 * drafter.self_attn.q_proj.out_features * count_visible_pairs(length, drafter.num_steps)
+        counts.append(count_flops(loss, drafter, 2, length) - seen)
     assert counts[2] - counts[1] == 2 * (counts[1] - counts[0])  # a linear function of the length
 
 
 def test_speedup_is_tau_over_the_parts() -> None:
     """S = tau / (c gamma + v + h), by hand: 4 / (5 * 0.05 + 1.2 + 0.15)."""
-    parts = Parts(autoregressive=0.004, draft=0.001, verify=0.0048, accept=0.0004, outside=0.0002, steps=5)
+    parts = RoundCosts(autoregressive=0.004, draft=0.001, verify=0.0048, accept=0.0004, outside=0.0002, steps=5)
     assert (parts.c, parts.v, parts.h) == (pytest.approx(0.05), pytest.approx(1.2), pytest.approx(0.15))
-    assert parts.speedup(4) == pytest.approx(4 / 1.6)
-    samples = {AR: [Sample(0.004, {}, 1.0)] * 2, "tau=4": [Sample(0.0064, {}, 4.0), Sample(0.008, {}, 4.0)]}
-    row = gains(samples, parts, ["tau=4"], best=0.8)
+    assert parts.predict_speedup(4) == pytest.approx(4 / 1.6)
+    samples = {AR: [RoundSample(0.004, {}, 1.0)] * 2, "tau=4": [RoundSample(0.0064, {}, 4.0), RoundSample(0.008, {}, 4.0)]}
+    row = compute_gains(samples, parts, ["tau=4"], best=0.8)
     assert row["speedup"]["tau=4"] == {"measured": pytest.approx(2.25), "model": pytest.approx(2.5)}
     assert row["eta"]["tau=4"] == pytest.approx(2.25 / 4) and row["share_of_roofline"]["tau=4"] == pytest.approx(2.25 / 3.2)
 
 
 def test_roofline_of_llama_8b_on_an_h200() -> None:
     """Floors worked out by hand: 15.01 GB of weights at 4.3 TB/s, and 790 TFLOP/s where many nodes are run."""
-    best = Roofline(Model(), 4.3e12, 790e12)
-    assert best.verify(1, 1024, 1) * 1e3 == pytest.approx(3.52, abs=0.005)
-    assert best.verify(8, 32768, 1) * 1e3 == pytest.approx(11.48, abs=0.005)
-    assert best.verify(8, 1024, 64) / best.verify(8, 1024, 1) == pytest.approx(2.70, abs=0.01)
-    assert best.draft(1, 0, 7) * 1e3 == pytest.approx(1.24, abs=0.005)
-    assert [best.efficiency(1, 1024, 64, depth) for depth in (1, 3, 5, 7)] == pytest.approx([0.95, 0.87, 0.80, 0.74], abs=0.007)
+    best = Roofline(ModelGeometry(), 4.3e12, 790e12)
+    assert best.verify_seconds(1, 1024, 1) * 1e3 == pytest.approx(3.52, abs=0.005)
+    assert best.verify_seconds(8, 32768, 1) * 1e3 == pytest.approx(11.48, abs=0.005)
+    assert best.verify_seconds(8, 1024, 64) / best.verify_seconds(8, 1024, 1) == pytest.approx(2.70, abs=0.01)
+    assert best.draft_seconds(1, 0, 7) * 1e3 == pytest.approx(1.24, abs=0.005)
+    assert [best.max_efficiency(1, 1024, 64, depth) for depth in (1, 3, 5, 7)] == pytest.approx(
+        [0.95, 0.87, 0.80, 0.74], abs=0.007
+    )
 
 
 def test_roofline_counts_the_weights_that_are_there() -> None:
@@ -287,9 +289,9 @@ def test_roofline_counts_the_weights_that_are_there() -> None:
     target = random_target(model, CPU, torch.float32)
     drafter, best = random_drafter(target, model, torch.float32), Roofline(model, 1.0, 1.0)
     read = sum(weight.numel() for weight in target.parameters() if weight.dim() > 1)
-    assert model.layers * best.layer + model.vocab * model.width == read - target.head.embedding.weight.numel()
+    assert model.layers * best.layer_parameters + model.vocab * model.width == read - target.head.embedding.weight.numel()
     layer = sum(w.numel() for part in (drafter.self_attn, drafter.mlp) for w in part.parameters())
-    assert best.drafter_layer == layer
+    assert best.drafter_layer_parameters == layer
 
 
 def whole_rows() -> dict[str, Any]:
@@ -300,7 +302,7 @@ def whole_rows() -> dict[str, Any]:
         "tau": {"tau=2": 2.0},
     }
     rest = {"tokens_per_second": {"tau=2": 400.0}, "eta": {"tau=2": 0.75}, "eta_roofline": 0.83, "host_synchronisations": 0}
-    rows: dict[str, Any] = {name: {**speedup, **rest} for name in EngineSizes().first()}
+    rows: dict[str, Any] = {name: {**speedup, **rest} for name in EngineSizes().priority_rows()}
     rows["engine/B=1 prefix=1024/verify"] = {
         "share_of_floor": 0.85, "tokens_per_second": {AR: 240.0}, "v": {"N=64": 1.1}, "host_synchronisations": 0,
     }  # fmt: skip
@@ -313,41 +315,41 @@ def whole_rows() -> dict[str, Any]:
 def test_lines_fill_every_goal(tmp_path: Path) -> None:
     """Each goal of the engine and of training has its line, which the report prints and judges."""
     rows = whole_rows()
-    found = lines(rows, EngineSizes().first())
+    found = engine_goal_values(rows, EngineSizes().priority_rows())
     assert set(found) == {
-        one["name"] for one in json.loads(GOALS.read_text()) if one["name"].startswith(("engine", "training"))
+        one["name"] for one in json.loads(GOALS_PATH.read_text()) if one["name"].startswith(("engine", "training"))
     }
     assert found["engine: measured speedup away from the model of its parts"] == pytest.approx(1 - 1.5 / 1.6)
     assert found["engine: speedup over acceptance length, as a share of the roofline's"] == 0.9
     (tmp_path / "engine.json").write_text(json.dumps({"setting": SETTING, "rows": rows, "lines": found}))
-    (evidence,) = gather(tmp_path)
-    assert all(values(evidence)[name] == value for name, value in found.items())
-    printed = markdown(tmp_path)
+    (evidence,) = gather_evidence(tmp_path)
+    assert all(line_values(evidence)[name] == value for name, value in found.items())
+    printed = render_markdown(tmp_path)
     assert "| engine: host synchronisations a round | <= 0 | 0 | met |" in printed
     assert "| B=1 prefix=1024/chain N=4, tau=2 | 2.00 | 400 | 1.50x | 1.60x | 0.75 | 0.83 |" in printed
 
 
 def test_lines_over_all_rows_need_them_all() -> None:
     """Where one is missing or failed, or the waits are unknown, they are not measured."""
-    name, least = EngineSizes().first()[-1], "engine: speedup over acceptance length, as a share of the roofline's"
+    name, least = EngineSizes().priority_rows()[-1], "engine: speedup over acceptance length, as a share of the roofline's"
     waits = "engine: host synchronisations a round"
     for change in ({}, {name: {"failed": "out of memory"}}, {name: {**whole_rows()[name], "host_synchronisations": None}}):
-        found = lines({**whole_rows(), **change}, EngineSizes().first())
+        found = engine_goal_values({**whole_rows(), **change}, EngineSizes().priority_rows())
         assert (least in found) == ("failed" not in change.get(name, {}))
         assert (waits in found) == (not change)
-    assert lines({}, EngineSizes().first()) == {}
+    assert engine_goal_values({}, EngineSizes().priority_rows()) == {}
 
 
 def test_the_twin_computes_the_drafters_loss() -> None:
     """Loss and gradients of whole matrices equal the drafter's own."""
     target = random_target(replace(TOY.model, layers=3), CPU, torch.float32)
     drafter = random_drafter(target, TOY.model, torch.float32)
-    ways = losses(drafter, target, random_batch(target, drafter, 2, 14))
+    ways = loss_functions(drafter, target, random_batch(target, drafter, 2, 14))
     found = {name: torch.autograd.grad(loss(), list(drafter.parameters())) for name, loss in ways.items()}
     torch.testing.assert_close(ways["drafter"](), ways["unfused"]())
     for ours, theirs in zip(*found.values()):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
-    gradients(ways["drafter"], drafter)
+    compute_gradients(ways["drafter"], drafter)
 
 
 @pytest.mark.slow
@@ -373,7 +375,7 @@ def test_gpu_check_runs_without_the_command_line(tmp_path: Path, monkeypatch: py
     script = ["bash", str(root / "scripts" / "gpu_check.sh")]
     ran = subprocess.run([*script, "engine", "counts", "toy"], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
-    assert len(read(tmp_path / "out" / "engine-toy.json")["rows"]) == 2 + 2 + len(TOY.trees())
+    assert len(read(tmp_path / "out" / "engine-toy.json")["rows"]) == 2 + 2 + len(TOY.tree_builders())
     assert "not measured" in (tmp_path / "out" / "report.md").read_text()
     for words in (["engine"], ["families"]):
         assert subprocess.run([*script, *words], capture_output=True, check=False).returncode == 2

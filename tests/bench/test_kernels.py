@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from spectrain.bench import attention, correctness, kernels, measure
-from spectrain.bench.attention import CONSTANTS, Cell, Geometry, Problem, bounds, cost
+from spectrain.bench.attention import H200_CEILINGS, AttentionCell, AttentionProblem, Geometry, count_cost, time_bounds
 from spectrain.bench.kernels import TOY, KernelBench, KernelSizes
-from spectrain.bench.measure import Rows, interleaved, paired_ratio, spread
+from spectrain.bench.measure import ResultFile, paired_ratio, summarize_times, time_interleaved
 from spectrain.cli.main import main
 from spectrain.errors import UserError
 from spectrain.kernels.tree_attention import tree_attention_reference
@@ -36,9 +36,9 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def all_names() -> set[str]:
-    names = {"ceilings/copy", "ceilings/product", *(name for name, *_ in correctness.named(toy=True))}
-    names |= {f"tuning/{cell.name}" for cell in TOY.tuned()}
-    return names | {cell.name for cell in TOY.cells()} | {loss.name for loss in TOY.losses()}
+    names = {"ceilings/copy", "ceilings/product", *(name for name, *_ in correctness.iterate_cases(toy=True))}
+    names |= {f"tuning/{cell.name}" for cell in TOY.tuned_cells()}
+    return names | {cell.name for cell in TOY.table_cells()} | {loss.name for loss in TOY.loss_shapes()}
 
 
 def test_toy_run_writes_every_row(written: Path) -> None:
@@ -47,7 +47,7 @@ def test_toy_run_writes_every_row(written: Path) -> None:
     assert set(content["rows"]) == all_names() and content["attempts"] == {}
     assert not [row for row in content["rows"].values() if "failed" in row]
     judged = [row for row in content["rows"].values() if "within" in row]
-    assert len(judged) == len(list(correctness.named(toy=True))) and all(row["within"] for row in judged)
+    assert len(judged) == len(list(correctness.iterate_cases(toy=True))) and all(row["within"] for row in judged)
     assert {"gpu", "driver", "torch", "triton", "dtype", "toy", "date", "commit", "clock", "power"} <= set(content["setting"])
     assert content["setting"]["toy"] is True
 
@@ -57,7 +57,7 @@ def test_rows_hold_what_the_report_derives_from(written: Path) -> None:
     rows = read(written)["rows"]
     rates = {"bytes_per_second": rows["ceilings/copy"], "flops_per_second": rows["ceilings/product"]}
     ceilings = {name: row[name] for name, row in rates.items()}
-    for cell in TOY.cells():
+    for cell in TOY.table_cells():
         row = rows[cell.name]
         assert (row["batch"], row["prefix"], row["nodes"]) == (cell.batch, cell.prefix, cell.nodes)
         assert set(row["us"]) | set(row["not_run"]) == set(attention.SYSTEMS) and not set(row["us"]) & set(row["not_run"])
@@ -67,7 +67,7 @@ def test_rows_hold_what_the_report_derives_from(written: Path) -> None:
         assert row["goal_us"] == pytest.approx(max(by_bytes, by_products / 0.6) * 1e6 + 5)
         assert row["share_of_floor"] == pytest.approx(row["floor_us"] / row["us"]["ours"]["median"])
         assert set(row["times_ours"]) == set(row["us"]) - {"ours"}
-    (loss,) = TOY.losses()
+    (loss,) = TOY.loss_shapes()
     assert rows[loss.name]["time_ratio"] > 0
     assert (rows[loss.name]["memory_ratio"] is None) == (not torch.cuda.is_available())  # a CPU counts no peaks
 
@@ -84,13 +84,13 @@ def test_missing_failed_and_outdated_rows_are_measured(written: Path, tmp_path: 
     """A row that is gone, one that failed, and one of another source; no others."""
     content, ran = read(written), []
     del content["rows"]["ceilings/copy"]
-    content["rows"][TOY.cells()[0].name]["failed"] = "out of memory"
-    content["rows"][TOY.losses()[0].name]["source"] = "older"
+    content["rows"][TOY.table_cells()[0].name]["failed"] = "out of memory"
+    content["rows"][TOY.loss_shapes()[0].name]["source"] = "older"
     path = tmp_path / "kernels.json"
     path.write_text(json.dumps(content))
     monkeypatch.setattr(KernelBench, "measured", lambda self, step: ran.append(step.name) or "")
     KernelBench(out=str(path), toy=True).run()
-    assert ran == ["ceilings/copy", TOY.losses()[0].name, TOY.cells()[0].name]  # what failed before goes last
+    assert ran == ["ceilings/copy", TOY.loss_shapes()[0].name, TOY.table_cells()[0].name]  # what failed before goes last
 
 
 def test_time_is_limited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,42 +136,44 @@ def test_another_machine_needs_another_file(written: Path, tmp_path: Path) -> No
     here = read(written)["setting"]
     for key, value in {"gpu": "NVIDIA H200", "torch": "1.0", "toy": False}.items():
         with pytest.raises(UserError, match=f"measured elsewhere.*{key}"):
-            Rows(written, {**here, key: value})
+            ResultFile(written, {**here, key: value})
     (tmp_path / "other.json").write_text("[1]")
     with pytest.raises(UserError, match="no file of measured rows"):
-        Rows(tmp_path / "other.json", here)
+        ResultFile(tmp_path / "other.json", here)
 
 
 def table_row(path: Path, setting: dict[str, Any]) -> dict[str, Any]:
     """One cell, measured into a file."""
     ceilings = {"bytes_per_second": 1e9, "flops_per_second": 1e9}
-    return attention.table_row(Cell(1, 20, 5), TINY, Rows(path, setting), ceilings, launches=1, repeats=2)
+    return attention.table_row(AttentionCell(1, 20, 5), TINY, ResultFile(path, setting), ceilings, launches=1, repeats=2)
 
 
 def test_a_failing_system_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one cannot run and one computes something else, the reasons stand in the row beside the others' times."""
     systems = dict(attention.SYSTEMS)
 
-    def broken(problem: Problem, notes: dict[str, Any]) -> Any:
+    def broken(problem: AttentionProblem, notes: dict[str, Any]) -> Any:
         raise RuntimeError("no kernel\nimage")
 
-    def wrong(problem: Problem, notes: dict[str, Any]) -> Any:
-        return lambda i: problem.answer + 1
+    def wrong(problem: AttentionProblem, notes: dict[str, Any]) -> Any:
+        return lambda i: problem.candidate_output + 1
 
     monkeypatch.setattr(attention, "SYSTEMS", systems | {"flex": broken, "sdpa": wrong})
-    row = table_row(tmp_path / "kernels.json", measure.setting(CPU, torch.float32, True))
+    row = table_row(tmp_path / "kernels.json", measure.describe_setting(CPU, torch.float32, True))
     assert row["not_run"]["flex"] == "RuntimeError: no kernel image" and "differs from ours" in row["not_run"]["sdpa"]
     assert {"ours", "sdpa_repeated"} <= set(row["us"]) and "failed" not in row
     monkeypatch.setattr(attention, "SYSTEMS", systems | {"ours": broken})
-    assert table_row(tmp_path / "kernels.json", measure.setting(CPU, torch.float32, True))["failed"].startswith("RuntimeError")
+    assert table_row(tmp_path / "kernels.json", measure.describe_setting(CPU, torch.float32, True))["failed"].startswith(
+        "RuntimeError"
+    )
 
 
 def test_what_ends_the_process_is_left_out_the_third_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A system that never returned is tried once more, and then skipped with the reason."""
-    path, here = tmp_path / "kernels.json", measure.setting(CPU, torch.float32, True)
-    monkeypatch.setattr(attention, "SYSTEMS", {"ours": attention.ours, "sdpa": attention.sdpa})
+    path, here = tmp_path / "kernels.json", measure.describe_setting(CPU, torch.float32, True)
+    monkeypatch.setattr(attention, "SYSTEMS", {"ours": attention.candidate_work, "sdpa": attention.sdpa_work})
 
-    def killed(problem: Problem, notes: dict[str, Any]) -> Any:
+    def killed(problem: AttentionProblem, notes: dict[str, Any]) -> Any:
         raise KeyboardInterrupt
 
     for _ in range(2):
@@ -184,24 +186,26 @@ def test_what_ends_the_process_is_left_out_the_third_time(tmp_path: Path, monkey
         assert "ended twice while it ran" in row["not_run"]["sdpa"] and "ours" in row["us"] and len(row["not_run"]) == 1
 
 
-@pytest.mark.parametrize("cell", [Cell(1, 20, 5), Cell(2, 3, 70), Cell(2, 9, 1)])
-def test_every_system_computes_tree_attention(cell: Cell) -> None:
+@pytest.mark.parametrize("cell", [AttentionCell(1, 20, 5), AttentionCell(2, 3, 70), AttentionCell(2, 9, 1)])
+def test_every_system_computes_tree_attention(cell: AttentionCell) -> None:
     """All that mask give, launch by launch, what the reference gives; the one that does not sees every slot."""
-    problem = Problem(cell, TINY, num_buffers=2)
+    problem = AttentionProblem(cell, TINY, num_buffers=2)
     for name in ("ours", "sdpa", "sdpa_repeated", "flex"):
         work = attention.SYSTEMS[name](problem, {})
         for i in range(3):
-            expected = tree_attention_reference(*problem.inputs(i), problem.visibility, problem.scale)
+            expected = tree_attention_reference(*problem.launch_inputs(i), problem.visibility, problem.scale)
             torch.testing.assert_close(work(i), expected, atol=1e-5, rtol=1e-5)
-    everything = torch.nn.functional.scaled_dot_product_attention(*problem.inputs(1), scale=problem.scale, enable_gqa=True)
-    torch.testing.assert_close(attention.unmasked(problem, {})(1), everything, atol=1e-5, rtol=1e-5)
+    everything = torch.nn.functional.scaled_dot_product_attention(
+        *problem.launch_inputs(1), scale=problem.scale, enable_gqa=True
+    )
+    torch.testing.assert_close(attention.unmasked_work(problem, {})(1), everything, atol=1e-5, rtol=1e-5)
 
 
 def test_cost_counts_every_tensor_once() -> None:
     """Bytes of keys, values, queries and output; operations of the two products, as a profiler counts them."""
-    problem = Problem(Cell(2, 30, 5), TINY, num_buffers=1)
-    q, k, v = problem.inputs(0)
-    size, operations = cost(problem.cell, problem.geometry)
+    problem = AttentionProblem(AttentionCell(2, 30, 5), TINY, num_buffers=1)
+    q, k, v = problem.launch_inputs(0)
+    size, operations = count_cost(problem.cell, problem.geometry)
     assert size == 2 * q.nbytes + k.nbytes + v.nbytes
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -219,12 +223,12 @@ def test_cost_counts_every_tensor_once() -> None:
 def test_floors_and_goals_of_an_h200(batch: int, prefix: int, nodes: int, floor: float, goal: float) -> None:
     """Microseconds as they follow by hand: 64 nodes are bound by products, 16 and 1 by bytes; floor < goal, whatever binds."""
     heads = Geometry(*KernelSizes().heads, torch.bfloat16, CPU)
-    found = bounds(Cell(batch, prefix, nodes), heads, CONSTANTS)
+    found = time_bounds(AttentionCell(batch, prefix, nodes), heads, H200_CEILINGS)
     assert found == pytest.approx((floor, goal), rel=5e-3)
-    single, wide = Cell(batch, prefix, 1), Geometry(32, 8, 256, torch.bfloat16, CPU)
-    ungrouped = bounds(single, Geometry(32, 32, 128, torch.bfloat16, CPU)).floor
-    assert ungrouped == pytest.approx(4 * bounds(single, heads).floor, rel=3e-3)
-    assert bounds(Cell(batch, prefix, nodes), wide).floor == pytest.approx(2 * found.floor)
+    single, wide = AttentionCell(batch, prefix, 1), Geometry(32, 8, 256, torch.bfloat16, CPU)
+    ungrouped = time_bounds(single, Geometry(32, 32, 128, torch.bfloat16, CPU)).floor
+    assert ungrouped == pytest.approx(4 * time_bounds(single, heads).floor, rel=3e-3)
+    assert time_bounds(AttentionCell(batch, prefix, nodes), wide).floor == pytest.approx(2 * found.floor)
 
 
 def test_a_wrong_kernel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,9 +245,9 @@ def test_a_wrong_kernel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         return run
 
     for dtype in correctness.DTYPES:
-        assert correctness.judge(check, spoilt(1.0), dtype, CPU)["within"]
-        assert not correctness.judge(check, spoilt(1.0 + 3 * check.tolerance[dtype]), dtype, CPU)["within"]
-    row = correctness.judge(check, spoilt(float("nan")), torch.float32, CPU)
+        assert correctness.check_case(check, spoilt(1.0), dtype, CPU)["within"]
+        assert not correctness.check_case(check, spoilt(1.0 + 3 * check.tolerance[dtype]), dtype, CPU)["within"]
+    row = correctness.check_case(check, spoilt(float("nan")), torch.float32, CPU)
     assert not row["within"] and row["relative_error"] is row["max_error"] is None
     json.dumps(row, allow_nan=False)
 
@@ -264,18 +268,18 @@ def test_a_failing_row_is_kept_as_failed(tmp_path: Path, monkeypatch: pytest.Mon
     KernelBench(part="correctness", out=str(path), toy=True).run()
     rows = read(path)["rows"]
     assert all(row["failed"].startswith("ZeroDivisionError") for name, row in rows.items() if name.startswith("correctness/"))
-    assert "bytes_per_second" in rows["ceilings/copy"] and len(rows) == 2 + len(list(correctness.named(toy=True)))
+    assert "bytes_per_second" in rows["ceilings/copy"] and len(rows) == 2 + len(list(correctness.iterate_cases(toy=True)))
 
 
 def test_a_row_that_ends_the_process_takes_no_other_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel leaves the device unusable: every other row is measured by the next process, and it is tried last, twice."""
     path = tmp_path / "kernels.json"
-    cases = [name for name, *_ in correctness.named(toy=True)]
+    cases = [name for name, *_ in correctness.iterate_cases(toy=True)]
     poor = cases[3]
     order: list[str] = []
 
     def judged(check: Any, case: Any, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-        order.append(next(name for name, _, one, of in correctness.named(toy=True) if one is case and of == dtype))
+        order.append(next(name for name, _, one, of in correctness.iterate_cases(toy=True) if one is case and of == dtype))
         if order[-1] == poor:
             raise KeyboardInterrupt
         return {"within": True, "relative_error": 0.0, "by_kernel": True}
@@ -296,7 +300,7 @@ class LosableDevice:
     """A device that an illegal access leaves unusable, for all that the same process asks of it later."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.lost, seconds = False, measure.TimedWork.seconds
+        self.lost, seconds = False, measure.TimedWork.measure_seconds
         monkeypatch.setattr(measure, "wait", self.ask)
         monkeypatch.setattr(measure.TimedWork, "seconds", lambda work: (self.ask(), seconds(work))[1])
 
@@ -332,7 +336,7 @@ def test_an_illegal_access_of_one_kernel_starves_nothing(tmp_path: Path, monkeyp
         return {"within": True, "relative_error": 0.0, "by_kernel": True}
 
     monkeypatch.setattr(kernels, "judge", judged)
-    monkeypatch.setattr(attention, "SYSTEMS", {"ours": attention.ours, "sdpa": attention.sdpa})
+    monkeypatch.setattr(attention, "SYSTEMS", {"ours": attention.candidate_work, "sdpa": attention.sdpa_work})
     assert device.processes(path, 3) == 3
     rows = read(path)["rows"]
     poor = {name for name in all_names() if name.startswith("correctness/row_kl/")}
@@ -350,15 +354,15 @@ def test_an_illegal_access_of_a_baseline_starves_nothing(tmp_path: Path, monkeyp
     """What ends the process in every cell is tried in one: the second process measures every row without it."""
     path, device = tmp_path / "kernels.json", LosableDevice(monkeypatch)
 
-    def flex(problem: Problem, notes: dict[str, Any]) -> Any:
+    def flex(problem: AttentionProblem, notes: dict[str, Any]) -> Any:
         return lambda i: device.access_illegally()
 
     monkeypatch.setattr(kernels, "judge", lambda *arguments: {"within": True, "relative_error": 0.0, "by_kernel": True})
-    monkeypatch.setattr(attention, "SYSTEMS", {"ours": attention.ours, "flex": flex, "sdpa": attention.sdpa})
+    monkeypatch.setattr(attention, "SYSTEMS", {"ours": attention.candidate_work, "flex": flex, "sdpa": attention.sdpa_work})
     assert device.processes(path, 3) == 1
     rows = read(path)["rows"]
     assert set(rows) == all_names() and not [row for row in rows.values() if "failed" in row]
-    for cell in TOY.cells():
+    for cell in TOY.table_cells():
         assert set(rows[cell.name]["us"]) == {"ours", "sdpa"} and "unusable" in rows[cell.name]["not_run"]["flex"]
 
 
@@ -397,20 +401,20 @@ def test_samples_are_paired_and_spread() -> None:
     calls: list[str] = []
     replays = {name: measure.TimedWork(lambda i, name=name: calls.append(name), CPU, 1) for name in "ab"}
     calls.clear()
-    samples = interleaved(replays, 4)
+    samples = time_interleaved(replays, 4)
     assert all(sorted(calls[i : i + 2]) == ["a", "b"] for i in range(0, 8, 2)) and len(samples["a"]) == 4
     assert paired_ratio([1.0, 2.0, 4.0], [2.0, 6.0, 4.0]) == 2.0
-    assert spread([float(i) for i in range(11)]) == {"median": 5e6, "p10": 1e6, "p90": 9e6}
-    assert spread([2.0]) == {"median": 2e6, "p10": 2e6, "p90": 2e6}
+    assert summarize_times([float(i) for i in range(11)]) == {"median": 5e6, "p10": 1e6, "p90": 9e6}
+    assert summarize_times([2.0]) == {"median": 2e6, "p10": 2e6, "p90": 2e6}
 
 
 def test_the_table_is_the_one_asked_for() -> None:
     """Llama-3.1-8B's heads, both batches, three prefixes, five trees; those of 64 nodes come first, and next other heads."""
-    cells = KernelSizes().cells()
+    cells = KernelSizes().table_cells()
     others = cells[6:9]
     assert KernelSizes().heads == (32, 8, 128) and len({cell.name for cell in cells}) == len(cells) == 30 + len(others)
     assert {(cell.batch, cell.prefix, cell.nodes) for cell in others} == {(1, 8192, 64)}
-    of = KernelSizes().geometry(others[0], torch.bfloat16, CPU)
+    of = KernelSizes().cell_geometry(others[0], torch.bfloat16, CPU)
     assert (of.num_heads, of.num_kv_heads, of.head_size) == others[0].heads == (28, 4, 128)
     assert others[0].title == "1 / 8192 / 64, 28 to 4 heads of 128" and not any(cell.heads for cell in cells[:6] + cells[9:])
     assert {(cell.batch, cell.prefix) for cell in cells[:6]} == {(b, p) for b in (1, 8) for p in (1024, 8192, 32768)}

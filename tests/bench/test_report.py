@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from spectrain.bench.correctness import CHECKS, named
+from spectrain.bench.correctness import CHECKS, iterate_cases
 from spectrain.bench.kernels import KernelSizes
-from spectrain.bench.report import GOALS, Evidence, against_goals, gather, markdown, meets, values
+from spectrain.bench.report import GOALS_PATH, Evidence, gather_evidence, line_values, meets_goal, render_goals, render_markdown
 from spectrain.cli.main import main
 
 SETTING = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "driver": "570", "toy": False, "date": "2026-01-01"}
@@ -22,16 +22,16 @@ def whole_rows() -> dict[str, Any]:
         "ceilings/copy": {"bytes_per_second": 4.2e12},
         "ceilings/product": {"flops_per_second": 7.5e14},
     }
-    for name, *_ in named():
+    for name, *_ in iterate_cases():
         rows[name] = {"within": True, "by_kernel": True}
-    for cell in KernelSizes().cells():
+    for cell in KernelSizes().table_cells():
         share = SHARES[cell.nodes]
         rows[cell.name] = {
             "floor_us": 10.0, "goal_us": 25.0, "share_of_floor": share, "share_of_constant_floor": share / 2, "not_run": {},
             "us": {"ours": {"median": 10 / share, "p10": 9 / share, "p90": 11 / share}},
             "times_ours": {"sdpa": 9.0, "sdpa_repeated": 4.0, "flex": 1 + share, "unmasked": 0.5},
         }  # fmt: skip
-    for loss in KernelSizes().losses():
+    for loss in KernelSizes().loss_shapes():
         us = {"fused": {"median": 9000.0}, "unfused": {"median": 12000.0}}
         peaks = {"fused": 3_000_000_000, "unfused": 12_000_000_000}
         rows[loss.name] = {"time_ratio": 0.75, "memory_ratio": 0.25, "us": us, "peak_bytes": peaks, "not_run": {}}
@@ -43,7 +43,7 @@ def write(folder: Path, name: str, **content: Any) -> None:
 
 
 def goals() -> dict[str, dict[str, Any]]:
-    return {goal["name"]: goal for goal in json.loads(GOALS.read_text())}
+    return {goal["name"]: goal for goal in json.loads(GOALS_PATH.read_text())}
 
 
 def lines(text: str) -> dict[str, list[str]]:
@@ -54,18 +54,18 @@ def lines(text: str) -> dict[str, list[str]]:
 
 def test_nothing_is_measured_yet(tmp_path: Path) -> None:
     """Without a file every goal, every cell and every loss is there, and not measured."""
-    found = lines(markdown(tmp_path))
+    found = lines(render_markdown(tmp_path))
     assert all(found[name][1] == "not measured" for name in goals())
-    assert all(found[cell.title][2] == "not measured" for cell in KernelSizes().cells())
-    assert "Missed" not in markdown(tmp_path)
-    assert all(found[f"{loss.rows} / {loss.vocab}"][0] == "not measured" for loss in KernelSizes().losses())
+    assert all(found[cell.title][2] == "not measured" for cell in KernelSizes().table_cells())
+    assert "Missed" not in render_markdown(tmp_path)
+    assert all(found[f"{loss.rows} / {loss.vocab}"][0] == "not measured" for loss in KernelSizes().loss_shapes())
 
 
 def test_every_line_follows_from_the_rows(tmp_path: Path) -> None:
     """Ceilings, shares, the faster of torch's two ways, the least of FlexAttention's ratios, and the fused loss's."""
     write(tmp_path, "kernels.json", rows=whole_rows())
-    (evidence,) = gather(tmp_path)
-    found = values(evidence)
+    (evidence,) = gather_evidence(tmp_path)
+    found = line_values(evidence)
     assert found["copy bandwidth"] == 4.2 and found["bf16 product, 8192 wide"] == 750
     assert found["tree attention, B=8 prefix=8192 N=64: share of its floor"] == 0.5
     assert found["tree attention, B=1 prefix=1024 N=64: time of SDPA with a dense mask over ours"] == 4
@@ -79,7 +79,7 @@ def test_every_line_follows_from_the_rows(tmp_path: Path) -> None:
 def test_goals_are_judged(tmp_path: Path) -> None:
     """A line that reaches its goal is met, another is missed, one without a goal is only shown."""
     write(tmp_path, "kernels.json", rows=whole_rows())
-    found = lines(markdown(tmp_path))
+    found = lines(render_markdown(tmp_path))
     assert found["tree attention, B=1 prefix=8192 N=64: share of its floor"] == [">= 0.45", "0.5", "met"]
     assert found["tree attention, B=1 prefix=32768 N=64: share of its floor"] == [">= 0.55", "0.5", "missed"]
     assert found["fused loss, 8192 rows, vocabulary 128256: peak memory over unfused"] == ["<= 0.2 x", "0.25 x", "missed"]
@@ -93,58 +93,60 @@ def test_goals_are_judged(tmp_path: Path) -> None:
     for sense, (below, equal, above) in {
         "at least": (False, True, True), "above": (False, False, True), "at most": (True, True, False)
     }.items():  # fmt: skip
-        assert [meets(value, {"goal": 1, "sense": sense}) for value in (0.5, 1, 2)] == [below, equal, above]
+        assert [meets_goal(value, {"goal": 1, "sense": sense}) for value in (0.5, 1, 2)] == [below, equal, above]
 
 
 def test_every_miss_is_named(tmp_path: Path) -> None:
     """A sentence for each line and each cell that missed, with what was reached and what was wanted, and for no other."""
     write(tmp_path, "kernels.json", rows=whole_rows())
-    named_misses = [line for line in against_goals(tmp_path).splitlines() if line.startswith("Missed: ")]
-    found = lines(markdown(tmp_path))
+    named_misses = [line for line in render_goals(tmp_path).splitlines() if line.startswith("Missed: ")]
+    found = lines(render_markdown(tmp_path))
     assert len(named_misses) == sum("missed" in cells for cells in found.values()) > 18
     assert "Missed: tree attention, B=1 prefix=32768 N=64: share of its floor, 0.5 for >= 0.55." in named_misses
-    slow = [cell.title for cell in KernelSizes().cells() if cell.nodes < 32]
+    slow = [cell.title for cell in KernelSizes().table_cells() if cell.nodes < 32]
     misses = {f"Missed: tree attention, {cell} (B / prefix / N), {found[cell][2]} us for 25.0." for cell in slow}
     assert misses == {line for line in named_misses if "(B / prefix / N)" in line}
-    assert all(line in markdown(tmp_path).splitlines() for line in named_misses)
+    assert all(line in render_markdown(tmp_path).splitlines() for line in named_misses)
 
 
 def test_a_cell_without_a_row_goes_by_the_ceilings_that_are_there(tmp_path: Path) -> None:
     """An H200's before a card was measured, and then the card's own: at half the rates the floor is twice as long."""
-    assert lines(markdown(tmp_path))["1 / 32768 / 64"][:3] == ["43.6", "77.6", "not measured"]
+    assert lines(render_markdown(tmp_path))["1 / 32768 / 64"][:3] == ["43.6", "77.6", "not measured"]
     half = {"ceilings/copy": {"bytes_per_second": 2.15e12}, "ceilings/product": {"flops_per_second": 395e12}}
     write(tmp_path, "kernels.json", rows=half)
-    assert lines(markdown(tmp_path))["1 / 32768 / 64"][:3] == ["87.2", "150.3", "not measured"]
+    assert lines(render_markdown(tmp_path))["1 / 32768 / 64"][:3] == ["87.2", "150.3", "not measured"]
 
 
 def test_heads_beside_the_tables_need_no_flex_attention() -> None:
     """The line over all rows is over those of the table's heads."""
     rows = whole_rows()
-    for cell in KernelSizes().cells():
+    for cell in KernelSizes().table_cells():
         if cell.heads is not None:
             del rows[cell.name]["times_ours"]["flex"]
-    assert values(Evidence("GPU", rows=rows))["tree attention, the least of all rows: time of FlexAttention over ours"] == 1.1
+    assert (
+        line_values(Evidence("GPU", rows=rows))["tree attention, the least of all rows: time of FlexAttention over ours"] == 1.1
+    )
 
 
 def test_an_incomplete_run_proves_nothing_about_all_rows(tmp_path: Path) -> None:
     """One row without FlexAttention, one kernel's case missing: the lines over all of them are not measured."""
     rows = whole_rows()
-    del rows[KernelSizes().cells()[-1].name]["times_ours"]["flex"]
-    del rows[next(name for name, *_ in named())]
-    rows[KernelSizes().cells()[0].name] = {"failed": "RuntimeError: out of memory"}
+    del rows[KernelSizes().table_cells()[-1].name]["times_ours"]["flex"]
+    del rows[next(name for name, *_ in iterate_cases())]
+    rows[KernelSizes().table_cells()[0].name] = {"failed": "RuntimeError: out of memory"}
     write(tmp_path, "kernels.json", rows=rows)
-    found = lines(markdown(tmp_path))
+    found = lines(render_markdown(tmp_path))
     assert found["tree attention, the least of all rows: time of FlexAttention over ours"][1] == "not measured"
     assert found[f"{next(iter(CHECKS))}: cases beyond tolerance in float64, or not run by the kernel"][1] == "not measured"
-    assert found["1 / 1024 / 64"][2] == "not measured" and "out of memory" in markdown(tmp_path)
+    assert found["1 / 1024 / 64"][2] == "not measured" and "out of memory" in render_markdown(tmp_path)
 
 
 @pytest.mark.parametrize("change", [{"within": False}, {"by_kernel": False}])
 def test_a_wrong_case_is_counted(change: dict[str, bool]) -> None:
     """A case beyond tolerance, or one that the reference answered, is a fault of its kernel and of no other."""
     rows = whole_rows()
-    rows[next(name for name, check, *_ in named() if check is CHECKS["kv_commit"])] |= change
-    found = values(Evidence("GPU", rows=rows))
+    rows[next(name for name, check, *_ in iterate_cases() if check is CHECKS["kv_commit"])] |= change
+    found = line_values(Evidence("GPU", rows=rows))
     faults = {kernel: found[f"{kernel}: cases beyond tolerance in float64, or not run by the kernel"] for kernel in CHECKS}
     assert faults == {kernel: int(kernel == "kv_commit") for kernel in CHECKS}
 
@@ -155,7 +157,7 @@ def test_other_files_bring_their_lines(tmp_path: Path) -> None:
     write(tmp_path, "a.json", lines={name: 0})
     later = {**SETTING, "date": "2026-02-01"}
     (tmp_path / "0.json").write_text(json.dumps({"setting": later, "lines": {name: 3}}))
-    assert lines(markdown(tmp_path))[name] == ["<= 0", "3", "missed"]
+    assert lines(render_markdown(tmp_path))[name] == ["<= 0", "3", "missed"]
 
 
 def test_only_gpus_at_full_size_count(tmp_path: Path) -> None:
@@ -164,17 +166,17 @@ def test_only_gpus_at_full_size_count(tmp_path: Path) -> None:
         (tmp_path / f"{number}.json").write_text(json.dumps({"setting": {**SETTING, **change}, "rows": whole_rows()}))
     (tmp_path / "summary.json").write_text(json.dumps({"setting": {"target": "tiny"}, "speedup": 1}))
     (tmp_path / "goals.json").write_text("[]")
-    assert gather(tmp_path) == []
+    assert gather_evidence(tmp_path) == []
     write(tmp_path, "a.json", rows=whole_rows())
     (tmp_path / "b.json").write_text(json.dumps({"setting": {**SETTING, "gpu": "NVIDIA H100"}, "rows": {}}))
-    sections = markdown(tmp_path).split("## ")[1:]
+    sections = render_markdown(tmp_path).split("## ")[1:]
     assert [section.split(" (")[0] for section in sections] == ["NVIDIA H200", "NVIDIA H100"]
     assert "4.2 TB/s" in sections[0] and "4.2 TB/s" not in sections[1]
 
 
 def test_goals_name_what_the_report_knows() -> None:
     """Every goal that `bench engine` has no line for is one that rows can fill, and every kernel that is checked has a goal."""
-    known = values(Evidence("GPU", rows=whole_rows()))
+    known = line_values(Evidence("GPU", rows=whole_rows()))
     named_goals = {name for name in goals() if not name.startswith(("engine", "training"))}
     assert named_goals <= set(known)
     assert {name for name in known if not name.startswith("tree attention, B=")} <= named_goals
@@ -199,4 +201,4 @@ def test_the_page_holds_what_was_measured() -> None:
     """Its table is the one that `spectrain bench report` prints of the committed results, goals without data included."""
     text = (Path(__file__).parents[2] / "docs" / "engine.md").read_text()
     shown = text.split("<!-- goals -->\n")[1].split("\n<!-- /goals -->")[0]
-    assert shown == against_goals(GOALS.parent)
+    assert shown == render_goals(GOALS_PATH.parent)

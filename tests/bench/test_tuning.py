@@ -7,34 +7,34 @@ import pytest
 import torch
 
 from spectrain.bench import measure, tuning
-from spectrain.bench.attention import CONSTANTS, Cell, Geometry
-from spectrain.bench.measure import Rows
+from spectrain.bench.attention import H200_CEILINGS, AttentionCell, Geometry
+from spectrain.bench.measure import ResultFile
 from spectrain.kernels import tree_attention as kernels
-from spectrain.kernels.tree_attention import CONFIGS, ROOMY_CONFIGS, AttentionTiles
+from spectrain.kernels.tree_attention import HOPPER_TILE_CONFIGS, TILE_CONFIGS, AttentionTiles
 
 CPU = torch.device("cpu")
 TINY = Geometry(4, 2, 16, torch.float32, CPU)
-CELL = Cell(1, 40, 5)
+CELL = AttentionCell(1, 40, 5)
 
 
 def row_of(path: Path, **attempts: int) -> dict[str, Any]:
-    results = Rows(path, measure.setting(CPU, torch.float32, True))
+    results = ResultFile(path, measure.describe_setting(CPU, torch.float32, True))
     results.attempts |= attempts
-    found = tuning.tuning_row(CELL, TINY, results, CONSTANTS, launches=1, repeats=3)
+    found = tuning.tuning_row(CELL, TINY, results, H200_CEILINGS, launches=1, repeats=3)
     assert results.attempts == attempts
     return found
 
 
-EVERY = {tiles for table in (CONFIGS, ROOMY_CONFIGS) for of_size in table.values() for tiles in of_size}
+EVERY = {tiles for table in (TILE_CONFIGS, HOPPER_TILE_CONFIGS) for of_size in table.values() for tiles in of_size}
 
 
-@pytest.mark.parametrize("chosen", sorted(EVERY, key=str), ids=tuning.named)
+@pytest.mark.parametrize("chosen", sorted(EVERY, key=str), ids=tuning.tiles_name)
 def test_candidates_are_few_and_hold_their_rows(chosen: AttentionTiles) -> None:
     """The chosen one first, none twice, at most 25, none of more than 64 rows a block with four warps but the chosen one."""
-    first, *others = tuning.candidates(chosen)
+    first, *others = tuning.list_candidates(chosen)
     assert first == chosen and len({chosen, *others}) == 1 + len(others) <= 25 and len(others) >= 15
     assert all(tiles.block_m in (chosen.block_m, max(16, chosen.block_m // 2)) for tiles in others)
-    assert all(tiles.warps == 8 or tiles.block_m <= 64 for tiles in others)
+    assert all(tiles.num_warps == 8 or tiles.block_m <= 64 for tiles in others)
     assert all(tiles.block_p % tiles.block_n == 0 and 64 % tiles.block_n == 0 for tiles in others)
 
 
@@ -42,8 +42,8 @@ def test_every_candidate_is_launched_and_agrees(tmp_path: Path, monkeypatch: pyt
     """By Triton's interpreter: a launch is cut by its candidate, all compute the same, and the choice is as before."""
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
     some = [AttentionTiles(16, 16, 4, 2, 16), AttentionTiles(16, 32, 4, 2, 64), AttentionTiles(32, 32, 8, 3, 128)]
-    monkeypatch.setattr(tuning, "candidates", lambda chosen: [chosen, *some[1:]])
-    cuts, split, choose = [], kernels.choose_splits, kernels.choose_config
+    monkeypatch.setattr(tuning, "list_candidates", lambda chosen: [chosen, *some[1:]])
+    cuts, split, choose = [], kernels.choose_splits, kernels.choose_tiles
 
     def noted(config: AttentionTiles, *sizes: Any) -> int:
         cuts.append(config)
@@ -51,23 +51,29 @@ def test_every_candidate_is_launched_and_agrees(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(kernels, "choose_splits", noted)
     row = row_of(tmp_path / "kernels.json")
-    assert set(cuts) == {*some} and kernels.choose_config is choose
-    assert row["chosen"] == tuning.named(some[0]) and list(row["us"]) == [*map(tuning.named, some)] and not row["not_run"]
+    assert set(cuts) == {*some} and kernels.choose_tiles is choose
+    assert (
+        row["chosen"] == tuning.tiles_name(some[0])
+        and list(row["us"]) == [*map(tuning.tiles_name, some)]
+        and not row["not_run"]
+    )
     medians = {tiles: times["median"] for tiles, times in row["us"].items()}
     assert row["fastest"] in medians and row["times_chosen"] > 0 and row["floor_us"] < row["goal_us"]
 
 
 def test_what_fails_or_differs_is_named_and_the_others_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One does not compile, one computes something else, one ended a process: each with its reason; the choice is put back."""
-    monkeypatch.setattr(tuning, "candidates", lambda chosen: [chosen, *(AttentionTiles(16, 32, 4, n, 64) for n in range(5, 9))])
-    ready, names = tuning.ours, [tuning.named(AttentionTiles(16, 32, 4, n, 64)) for n in range(5, 9)]
-    choose = kernels.choose_config
+    monkeypatch.setattr(
+        tuning, "list_candidates", lambda chosen: [chosen, *(AttentionTiles(16, 32, 4, n, 64) for n in range(5, 9))]
+    )
+    ready, names = tuning.candidate_work, [tuning.tiles_name(AttentionTiles(16, 32, 4, n, 64)) for n in range(5, 9)]
+    choose = kernels.choose_tiles
 
     def system(problem: Any, notes: dict[str, Any]) -> Any:
         work = ready(problem, notes)
 
         def launch(i: int) -> Any:
-            stages = kernels.choose_config(20, 16, torch.float32).stages
+            stages = kernels.choose_tiles(20, 16, torch.float32).num_stages
             if stages == 5:
                 raise RuntimeError("out of resource:\nshared memory")
             return work(i) + (stages == 6)
@@ -78,7 +84,7 @@ def test_what_fails_or_differs_is_named_and_the_others_are_timed(tmp_path: Path,
     row = row_of(tmp_path / "kernels.json", **{f"tuning/{CELL.name}/{names[2]}": 1})
     assert row["not_run"][names[0]] == "RuntimeError: out of resource: shared memory"
     assert "differs from the chosen one's" in row["not_run"][names[1]] and "a process ended" in row["not_run"][names[2]]
-    assert list(row["us"]) == [row["chosen"], names[3]] and kernels.choose_config is choose
+    assert list(row["us"]) == [row["chosen"], names[3]] and kernels.choose_tiles is choose
 
 
 def test_without_the_chosen_one_there_is_nothing_to_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,10 @@ from rich.console import Console
 
 from spectrain.cli import chat
 from spectrain.cli import main as cli
-from spectrain.cli.chat import Chat, Piece, Plain, Screen, Talk, TextStream
-from spectrain.data.chat import prompt_tokens, render
+from spectrain.cli.chat import Chat, PlainOutput, TerminalChat, TerminalOutput, TextPiece, TextStream
+from spectrain.data.chat import render_chat, tokenize_prompt
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.captured import Captured
+from spectrain.decoding.captured import CapturedRunner
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
 from spectrain.decoding.session import Session
@@ -34,18 +34,18 @@ from tests.drafters.test_contract import composed
 QUESTION = "one two three four one two three four one two"
 
 
-class Heard(Plain):
+class Heard(PlainOutput):
     """What was shown and said, kept."""
 
     def __init__(self) -> None:
-        self.pieces: list[Piece] = []
+        self.pieces: list[TextPiece] = []
         self.notes: list[str] = []
         self.console = Console(file=io.StringIO())
 
-    def show(self, pieces: list[Piece], status: str) -> None:
+    def show_pieces(self, pieces: list[TextPiece], status: str) -> None:
         self.pieces += pieces
 
-    def note(self, text: str) -> None:
+    def show_note(self, text: str) -> None:
         self.notes.append(text)
 
     @property
@@ -55,7 +55,7 @@ class Heard(Plain):
 
 def asked(target: Target, *texts: str) -> list[int]:
     """The prompt of a conversation of user and assistant in turn."""
-    return prompt_tokens(
+    return tokenize_prompt(
         target.tokenizer, [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
     )
 
@@ -71,14 +71,14 @@ def said(target: Target, output: list[int]) -> str:
 
 
 @pytest.fixture
-def talk(tiny: Target) -> Talk:
+def talk(tiny: Target) -> TerminalChat:
     """A conversation with the tiny target through n-gram lookup."""
-    return Talk(Chat(max_new_tokens=24), Session(tiny, Greedy(), Ngram(tiny), Chain(3)), Heard())
+    return TerminalChat(Chat(max_new_tokens=24), Session(tiny, Greedy(), Ngram(tiny), Chain(3)), Heard())
 
 
-def heard(talk: Talk) -> Heard:
-    assert isinstance(talk.screen, Heard)
-    return talk.screen
+def heard(talk: TerminalChat) -> Heard:
+    assert isinstance(talk.output, Heard)
+    return talk.output
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["loop", "engine"])
@@ -88,17 +88,18 @@ def test_a_watcher_sees_every_round_and_changes_nothing(tiny: Target, captured: 
     seen: list[list[list[int]]] = []
     watch = lambda generations: seen.append([list(one.output) for one in generations])  # noqa: E731
     if captured:
-        watched = Captured(tiny, Greedy()).decode(prompts, 24, watch=watch)
+        watched = CapturedRunner(tiny, Greedy()).decode(prompts, 24, on_round=watch)
     else:
-        watched = Session(tiny, Greedy(), Ngram(tiny), Chain(3)).decode(prompts, 24, watch=watch)
+        watched = Session(tiny, Greedy(), Ngram(tiny), Chain(3)).decode(prompts, 24, on_round=watch)
     plain = decode(tiny, prompts, Greedy(), 24, Ngram(tiny), Chain(3))
     assert [one.output for one in watched] == [one.output for one in plain] == seen[-1]
     for row, generation in enumerate(watched):
         lengths = [len(outputs[row]) for outputs in seen]
         assert lengths[0] == 1 and lengths == sorted(lengths)
         if not captured:  # the engine looks every few rounds
-            assert lengths[1 : 1 + len(generation.accepted)] == [
-                min(1 + sum(generation.accepted[:n]), len(generation.output)) for n in range(1, 1 + len(generation.accepted))
+            assert lengths[1 : 1 + len(generation.round_lengths)] == [
+                min(1 + sum(generation.round_lengths[:n]), len(generation.output))
+                for n in range(1, 1 + len(generation.round_lengths))
             ]
         assert all(generation.output[: len(outputs[row])] == outputs[row] for outputs in seen)
 
@@ -115,78 +116,78 @@ def test_characters_are_never_torn(tiny: Target, text: str, cut: int) -> None:
     tokens = tiny.tokenizer(text, add_special_tokens=False)["input_ids"]
     tokens = tokens[: len(tokens) - cut]
     for width in (1, 2, 3):
-        stream, generation, pieces = TextStream(tiny), Generation([]), list[Piece]()
+        stream, generation, pieces = TextStream(tiny), Generation([]), list[TextPiece]()
         for first in range(0, len(tokens), width):
             generation.output += tokens[first : first + width]
-            generation.accepted.append(width)
-            pieces += stream.read(generation)
+            generation.round_lengths.append(width)
+            pieces += stream.read_pieces(generation)
         streamed = "".join(piece.text for piece in pieces)
         assert "\ufffd" not in streamed
-        assert streamed + stream.rest() == tiny.tokenizer.decode(tokens)
+        assert streamed + stream.remaining_text() == tiny.tokenizer.decode(tokens)
 
 
-def test_pieces_tell_who_proposed_them(tiny: Target, talk: Talk) -> None:
+def test_pieces_tell_who_proposed_them(tiny: Target, talk: TerminalChat) -> None:
     """The first token is the prefill's; in each round all but the last were drafted; the end token is not shown."""
-    generation = talk.ask(QUESTION)
-    assert generation is not None and max(generation.accepted) > 1
+    generation = talk.answer_question(QUESTION)
+    assert generation is not None and max(generation.round_lengths) > 1
     pieces = heard(talk).pieces[:-1]  # without the rest, which is empty
-    assert (pieces[0].round, pieces[0].drafted) == (0, False)
-    for number, count in enumerate(generation.whole_rounds, 1):
-        assert [piece.drafted for piece in pieces if piece.round == number] == [True] * (count - 1) + [False]
+    assert (pieces[0].round, pieces[0].is_drafted) == (0, False)
+    for number, count in enumerate(generation.complete_round_lengths, 1):
+        assert [piece.is_drafted for piece in pieces if piece.round == number] == [True] * (count - 1) + [False]
     assert heard(talk).text == said(tiny, generation.output)
 
 
-def test_an_answer_is_the_targets_own_with_the_conversation_before_it(tiny: Target, talk: Talk) -> None:
+def test_an_answer_is_the_targets_own_with_the_conversation_before_it(tiny: Target, talk: TerminalChat) -> None:
     """Each answer is what the target says by itself to all that was said; without the drafter, and once more, too."""
     first, second = "What is a bee?", "And a bear?"
-    talk.ask(first)
+    talk.answer_question(first)
     answer = heard(talk).text
     assert answer == answered(tiny, asked(tiny, first), 24)
     following = answered(tiny, asked(tiny, first, answer, second), 24)
     for line in (second, "/drafter", "/again"):
         heard(talk).pieces = []
-        talk.command(line) if line.startswith("/") else talk.ask(line)
+        talk.run_command(line) if line.startswith("/") else talk.answer_question(line)
         assert heard(talk).text == ("" if line == "/drafter" else following)
     assert [message["content"] for message in talk.messages] == [first, answer, second, following]
-    assert talk.speeds[False].answers == 1 and talk.speeds[False].per_forward == 1
-    talk.command("/stats")
-    assert "ratio" in heard(talk).console.file.getvalue()  # type: ignore[attr-defined]
-    talk.command("/reset")
-    talk.ask(first)
+    assert talk.speeds[False].answers == 1 and talk.speeds[False].tokens_per_forward == 1
+    talk.run_command("/stats")
+    assert "ratio" in heard(talk).console.metrics_file.getvalue()  # type: ignore[attr-defined]
+    talk.run_command("/reset")
+    talk.answer_question(first)
     assert len(talk.messages) == 2
 
 
-def test_the_oldest_turns_are_forgotten_where_the_context_ends(tiny: Target, talk: Talk) -> None:
+def test_the_oldest_turns_are_forgotten_where_the_context_ends(tiny: Target, talk: TerminalChat) -> None:
     """What no longer fits goes, in pairs and with a word; the system message and the question stay."""
-    talk.opening = [{"role": "system", "content": "Be brief."}]
+    talk.system_messages = [{"role": "system", "content": "Be brief."}]
     long = "honey " * 60
     room = tiny.max_length - 24
     for _ in range(12):
-        assert talk.ask(long) is not None
-    kept = [*talk.opening, *talk.messages]
+        assert talk.answer_question(long) is not None
+    kept = [*talk.system_messages, *talk.messages]
     assert kept[0]["role"] == "system" and [one["role"] for one in talk.messages[::2]] == ["user"] * (len(talk.messages) // 2)
-    assert len(talk.messages) < 24 and len(prompt_tokens(tiny.tokenizer, kept[:-1])) <= room
+    assert len(talk.messages) < 24 and len(tokenize_prompt(tiny.tokenizer, kept[:-1])) <= room
     assert any("left out" in note for note in heard(talk).notes)
 
 
-def test_what_leaves_no_room_is_not_asked(tiny: Target, talk: Talk) -> None:
+def test_what_leaves_no_room_is_not_asked(tiny: Target, talk: TerminalChat) -> None:
     """A text as long as the context is refused with a word, and forgotten."""
-    assert talk.ask("honey " * 2000) is None
+    assert talk.answer_question("honey " * 2000) is None
     assert talk.messages == [] and "fewer words" in heard(talk).notes[-1]
 
 
-def test_an_interrupt_keeps_what_was_said(tiny: Target, talk: Talk) -> None:
+def test_an_interrupt_keeps_what_was_said(tiny: Target, talk: TerminalChat) -> None:
     """Ctrl-C ends the answer; its beginning is the answer that is remembered."""
-    show = heard(talk).show
+    show = heard(talk).show_pieces
 
-    def stop(pieces: list[Piece], status: str) -> None:
+    def stop(pieces: list[TextPiece], status: str) -> None:
         show(pieces, status)
         if len(heard(talk).pieces) > 5 and not heard(talk).notes:
-            heard(talk).note("Ctrl-C")
+            heard(talk).show_note("Ctrl-C")
             raise KeyboardInterrupt
 
-    talk.screen.show = stop  # type: ignore[method-assign]
-    talk.ask("What is a bee?")
+    talk.output.show_pieces = stop  # type: ignore[method-assign]
+    talk.answer_question("What is a bee?")
     assert "stopped" in heard(talk).notes[-1]
     assert talk.messages[-1] == {"role": "assistant", "content": heard(talk).text}
     assert answered(tiny, asked(tiny, "What is a bee?"), 24).startswith(heard(talk).text)
@@ -196,9 +197,9 @@ def test_an_interrupt_keeps_what_was_said(tiny: Target, talk: Talk) -> None:
     "line, word",
     [("/hlep", "/help"), ("/drafter of", "/drafter off"), ("/again", "nothing was asked"), ("/stats now", "say /stats")],
 )
-def test_a_wrong_command_is_told(talk: Talk, line: str, word: str) -> None:
+def test_a_wrong_command_is_told(talk: TerminalChat, line: str, word: str) -> None:
     """It names the nearest, and the conversation goes on."""
-    talk.command(line)
+    talk.run_command(line)
     assert word in heard(talk).notes[-1]
 
 
@@ -224,25 +225,25 @@ def picture(shown: str, width: int) -> list[str]:
 
 def test_a_terminal_shows_the_answer_and_one_status_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """At every moment the screen holds what was said so far, wrapped, and below it the newest status; at the end the answer."""
-    monkeypatch.setattr(chat, "REFRESH", -1.0)
+    monkeypatch.setattr(chat, "REFRESH_SECONDS", -1.0)
     console = Console(file=io.StringIO(), force_terminal=True, width=24, color_system="standard")
-    screen, text = Screen(console), ""
+    screen, text = TerminalOutput(console), ""
     words = re.findall(r"\s*\S+", "The bees find\nthe hive. \n\nAll of them come home unreasonably often, and sing.")
-    with screen.answering():
+    with screen.open_answer():
         for number, word in enumerate(words):
-            screen.show([Piece(word, number, number % 2 == 0)], f"{number} tokens")
+            screen.show_pieces([TextPiece(word, number, number % 2 == 0)], f"{number} tokens")
             text += word
-            *lines, status = [line for line in picture(console.file.getvalue(), 24) if line]  # type: ignore[attr-defined]
+            *lines, status = [line for line in picture(console.metrics_file.getvalue(), 24) if line]  # type: ignore[attr-defined]
             assert status == f"{number} tokens"
             assert " ".join(lines).split() == text.split()
-    assert " ".join(picture(console.file.getvalue(), 24)).split() == text.split()  # type: ignore[attr-defined]
+    assert " ".join(picture(console.metrics_file.getvalue(), 24)).split() == text.split()  # type: ignore[attr-defined]
 
 
 def test_tokens_of_a_round_share_a_colour() -> None:
     """Rounds that follow each other differ, and the target's own token looks unlike all drafted ones."""
-    drafted = [chat.style_of(Piece("", number, True)) for number in range(1, 7)]
+    drafted = [chat.piece_style(TextPiece("", number, True)) for number in range(1, 7)]
     assert all(one != other for one, other in zip(drafted, drafted[1:]))
-    assert chat.style_of(Piece("", 1, False)) not in drafted
+    assert chat.piece_style(TextPiece("", 1, False)) not in drafted
 
 
 def spoken(
@@ -294,13 +295,13 @@ def test_a_drafter_chats_by_what_pays_here(
     torch.manual_seed(0)
     drafter = Eagle3(tiny, vocab_size=512)
     save_drafter(tmp_path, drafter, composed("drafter=eagle3", "+drafter.vocab_size=512", "target=tiny", "tree=eagle2"))
-    greetings, seen = [], Talk.ask
+    greetings, seen = [], TerminalChat.answer_question
 
-    def ask(self: Talk, text: str) -> Generation | None:
-        greetings.append(self.greeting)
+    def ask(self: TerminalChat, text: str) -> Generation | None:
+        greetings.append(self.greeting_text)
         return seen(self, text)
 
-    monkeypatch.setattr(Talk, "ask", ask)
+    monkeypatch.setattr(TerminalChat, "ask", ask)
     status, out, err = spoken(monkeypatch, capsys, f"run={tmp_path}", *words, "--once", "What is a bee?")
     assert status == 0, err
     assert f"through {how}" in greetings[0]
@@ -314,9 +315,9 @@ def test_a_system_message_is_a_sentence(
     """chat.system may hold what hydra's grammar does not: apostrophes, commas, brackets."""
     system, text = "Don't be long, (please)!", "Hi"
     messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
-    assert system in render(tiny.tokenizer, messages)
+    assert system in render_chat(tiny.tokenizer, messages)
     status, out, _ = spoken(monkeypatch, capsys, "drafter=ngram", f"chat.system={system}", "--once", text)
-    assert (status, out) == (0, answered(tiny, prompt_tokens(tiny.tokenizer, messages), 24) + "\n")
+    assert (status, out) == (0, answered(tiny, tokenize_prompt(tiny.tokenizer, messages), 24) + "\n")
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from spectrain.cli import main as cli
-from spectrain.cli.completion import SCRIPTS, complete, script
+from spectrain.cli.completion import SHELL_SCRIPTS, complete_word, read_script
 from spectrain.cli.help import COMMANDS
+from spectrain.config.schema import choice_files, conf_folders
+from spectrain.config.signatures import list_keys
 from spectrain.export.layouts import FORMATS as LAYOUTS
-from spectrain.settings.schema import choice_files, conf_folders
-from spectrain.settings.signatures import keys
 
 FOLDERS = conf_folders()
 HEAVY = ("torch", "hydra", "omegaconf", "transformers", "numpy", "rich", "pydantic")
@@ -49,7 +49,7 @@ def bash(place: Path, words: list[str]) -> list[str]:
 
 
 def offered(*words: str) -> list[str]:
-    return [one.rstrip() for one in complete(list(words))]
+    return [one.rstrip() for one in complete_word(list(words))]
 
 
 def test_bash_completes_commands_choices_and_keys(place: Path) -> None:
@@ -81,7 +81,7 @@ def test_keys_are_the_constructors() -> None:
     """The keys in a group are those of the choice among the words, of the recipe's, or of the default."""
 
     def wanted(group: str, target: str) -> list[str]:
-        return sorted(f"{group}.{key.name}=" for key in keys(target))
+        return sorted(f"{group}.{key.name}=" for key in list_keys(target))
 
     assert offered("train", "trainer.") == wanted("trainer", "spectrain.training.trainer.Trainer")
     assert offered("train", "recipe=eagle3", "drafter.") == wanted("drafter", "spectrain.drafters.eagle3.Eagle3")
@@ -105,14 +105,14 @@ def test_values_are_those_that_a_type_lists() -> None:
 def test_words_of_other_commands(place: Path) -> None:
     """Subcommands, shells, recipes, flags, formats and files."""
     assert offered("data", "") == ["index", "inspect", "regenerate", "store", "verify"]
-    assert offered("completion", "") == sorted(SCRIPTS)
+    assert offered("completion", "") == sorted(SHELL_SCRIPTS)
     assert offered("recipes", "ea") == ["eagle1", "eagle3"]
     assert offered("doctor", "--") == ["--help", "--json"]
     assert offered("convert", "runs/eagle3-tiny", "out", "--to", "v") == ["vllm"]
     assert offered("convert", "--t") == ["--target", "--to"] and offered("lint", "target=") == offered("train", "target=")
     assert offered("lint", "run=runs/ea") == ["run=runs/eagle3-tiny", "run=runs/eagle3-tiny/"]
-    assert complete(["lint", "runs/e"]) == ["runs/eagle3-tiny/", "runs/empty/"]
-    assert complete(["train", "data=jsonl", "data.path=data/"]) == [
+    assert complete_word(["lint", "runs/e"]) == ["runs/eagle3-tiny/", "runs/empty/"]
+    assert complete_word(["train", "data=jsonl", "data.path=data/"]) == [
         "data.path=data/chats.jsonl ", "data.path=data/more/", "data.path=data/my chats.jsonl ",
     ]  # fmt: skip
     assert offered("nonsense", "") == offered("train", "no such key") == []
@@ -142,6 +142,6 @@ def test_other_shells_read_their_script(shell: str, words: list[str], tmp_path: 
     """The script has no mistake in its grammar."""
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
-    (tmp_path / "script").write_text(script(shell))
+    (tmp_path / "script").write_text(read_script(shell))
     ran = subprocess.run([*words, str(tmp_path / "script")], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")

@@ -33,7 +33,7 @@ def healthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "smollm2-135m-q4_1" / "model.safetensors").touch()
     monkeypatch.setenv("SPECTRAIN_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setattr(doctor, "available", lambda: int(64e9))
+    monkeypatch.setattr(doctor, "available_memory", lambda: int(64e9))
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1e12}))
     return tmp_path
 
@@ -71,7 +71,7 @@ def uninstalled(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
             raise importlib.metadata.PackageNotFoundError(name)
         return version(name)
 
-    monkeypatch.setattr(importlib.metadata, "version", asked)
+    monkeypatch.setattr(importlib.metadata, "package_version", asked)
 
 
 def without_peft(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def without_peft(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def old_torch(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     version = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.0" if name == "torch" else version(name))
+    monkeypatch.setattr(importlib.metadata, "package_version", lambda name: "1.0" if name == "torch" else version(name))
 
 
 def full_disk(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,14 +88,14 @@ def full_disk(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_kernel(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(doctor.TRIALS, "tree attention", lambda device: 1.0)
+    monkeypatch.setitem(doctor.KERNEL_TRIALS, "tree attention", lambda device: 1.0)
 
 
 def failing_kernel(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(device: torch.device) -> float:
         raise RuntimeError("no C compiler\nlong story")
 
-    monkeypatch.setitem(doctor.TRIALS, "tree verification", fail)
+    monkeypatch.setitem(doctor.KERNEL_TRIALS, "tree verification", fail)
 
 
 @pytest.mark.parametrize(
@@ -134,12 +134,12 @@ def test_without_torch_it_still_tells(healthy: Path, monkeypatch: pytest.MonkeyP
     assert status == 1 and 'pip install "torch' in shown
 
 
-@pytest.mark.parametrize("name", doctor.TRIALS)
+@pytest.mark.parametrize("name", doctor.KERNEL_TRIALS)
 def test_trials_compare_with_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted or compiled, each operation equals its reference on the tiny input."""
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    assert doctor.TRIALS[name](torch.device(device)) <= doctor.TOLERANCE[device]
+    assert doctor.KERNEL_TRIALS[name](torch.device(device)) <= doctor.TOLERANCE[device]
 
 
 def test_every_kernel_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_every_kernel_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
             return func(*args, **(kwargs or {}))
 
     with Seeing():
-        for trial in doctor.TRIALS.values():
+        for trial in doctor.KERNEL_TRIALS.values():
             trial(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     assert operations <= seen and len(operations) >= 8, operations - seen
 
@@ -164,5 +164,5 @@ def test_every_kernel_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_models_of_the_cache_are_counted(healthy: Path) -> None:
     """What HF_HOME holds is listed, and nothing is asked of the network."""
     (healthy / "hf" / "hub" / "models--org--name").mkdir(parents=True)
-    found = {finding.name: finding for finding in doctor.targets()}
+    found = {finding.name: finding for finding in doctor.check_targets()}
     assert found["target=hf"].text.startswith("1 models") and "org/name" in found["target=hf"].text

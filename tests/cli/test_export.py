@@ -17,19 +17,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spectrain.cli.export import export
+from spectrain.cli.export import export_command
 from spectrain.cli.main import main
+from spectrain.config.build import build
 from spectrain.errors import UserError
-from spectrain.export.layouts import layout_for
+from spectrain.export.layouts import select_layout
 from spectrain.export.linter import lint
-from spectrain.export.peft import GATED
+from spectrain.export.peft import GATED_LORA_CLASS
 from spectrain.export.targets import TargetFiles
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
-from spectrain.runs.defaults import saved_settings
+from spectrain.runs.defaults import load_saved_settings
 from spectrain.runs.drafter_files import load_weights, save_drafter
-from spectrain.settings.build import build
 from tests.export.test_converter import ours, settings_for
 
 SUMMARY: dict[str, Any] = {
@@ -51,7 +51,7 @@ def run_of(folder: Path, tiny: Target, drafter: str, **options: Any) -> Path:
 
 
 def exported(run: Path, form: str, out: Path, **options: Any) -> Path:
-    return export(OmegaConf.create({"run": str(run), "format": form, "out": str(out), **options}))
+    return export_command(OmegaConf.create({"run": str(run), "format": form, "out": str(out), **options}))
 
 
 def test_card_holds_the_measured_numbers_with_their_setting(tiny: Target, tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_mistakes_are_told_before_anything_is_written(case: str, tiny: Target, t
     run_of(tmp_path / "run", tiny, "eagle3", vocab_size=256)
     changes, word = MISTAKES[case]
     with pytest.raises(UserError, match=word):
-        export(OmegaConf.create({"run": "run", "format": None, "out": "out", **changes}))
+        export_command(OmegaConf.create({"run": "run", "format": None, "out": "out", **changes}))
     assert not (tmp_path / "out").exists()
 
 
@@ -269,7 +269,7 @@ def test_transformers_exits_an_exported_target_early(tmp_path: Path) -> None:
     assert plain == drafted
     assert "assistant_early_exit=3" in (out / "README.md").read_text()
     with pytest.raises(UserError, match=rf"^{out}: this is a target that exits early, no drafter; use it as target=hf"):
-        saved_settings(out, named=False, target=None)
+        load_saved_settings(out, has_drafter_choice=False, target=None)
 
 
 def test_medusa_2_brings_its_target(tmp_path: Path) -> None:
@@ -315,11 +315,11 @@ def test_peft_says_what_unos_noise_rows_say(tiny: Target, tmp_path: Path) -> Non
     }  # fmt: skip
     card = (out / "README.md").read_text()
     assert f"--speculative-algorithm UNO --uno-lora-path {out} --speculative-num-draft-tokens 4" in card
-    drafter = build({"_target_": GATED, **UNO}, target=tiny)
+    drafter = build({"_target_": GATED_LORA_CLASS, **UNO}, target=tiny)
     load_weights(drafter, run / "drafter")
     text, noise = torch.randint(3, 2000, (1, 9)), torch.randint(0, 2048, (1, 3))
     numbers = torch.tensor([[-1] * 9 + [0, 1, 2]])
-    with torch.no_grad(), drafter.gated(tiny, numbers):
+    with torch.no_grad(), drafter.insert_masks(tiny, numbers):
         ours = tiny.run(torch.cat([text, noise], dim=1), ForwardPlan(logits=True)).logits
     assert ours is not None
     with torch.no_grad():
@@ -450,4 +450,4 @@ def test_upload_sends_the_folder_and_says_so(
 def test_a_family_that_no_layout_holds_is_told_so(form: str) -> None:
     """Such as one from outside the repository: there is no other format to name."""
     with pytest.raises(UserError, match=rf"format={form}: no layout holds drafter=recurrent; score it"):
-        layout_for("recurrent", form)
+        select_layout("recurrent", form)

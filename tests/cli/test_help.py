@@ -14,23 +14,23 @@ from safetensors.torch import save_file
 
 from spectrain.cli import help
 from spectrain.cli import main as cli
-from spectrain.cli.overrides import allow_new_keys, as_settings, check_words, config_groups
-from spectrain.runs.defaults import complete
-from spectrain.settings.check import check_config
-from spectrain.settings.keys import TRAIN_KEYS
-from spectrain.settings.schema import choice_files, conf_folders, header, load, schema, settings
-from spectrain.settings.signatures import ROOT, keys
+from spectrain.cli.overrides import allow_new_keys, check_words, list_config_groups, to_settings
+from spectrain.config.check import check_config
+from spectrain.config.keys import TRAIN_KEYS
+from spectrain.config.schema import choice_files, conf_folders, load_schema, load_yaml, read_header, settings_by_group
+from spectrain.config.signatures import PACKAGE_ROOT, list_keys
+from spectrain.runs.defaults import resolve_eval_config
 
-CONFIGS = {name: command.config for name, command in help.COMMANDS.items() if command.config is not None}
-GROUPS = sorted({group for config in CONFIGS.values() for group in schema(config).groups if group != "recipe"})
+CONFIGS = {name: command.config for name, command in help.SLASH_COMMANDS.items() if command.config is not None}
+GROUPS = sorted({group for config in CONFIGS.values() for group in load_schema(config).groups if group != "recipe"})
 CHOICES = [(group, choice) for group in GROUPS for choice in choice_files(group, conf_folders())]
 TARGETS = sorted(
-    {load(choice_files(group, conf_folders())[choice]).get("_target_") for group, choice in CHOICES}.union(
-        target for config in CONFIGS.values() for target in schema(config).nodes.values()
+    {load_yaml(choice_files(group, conf_folders())[choice]).get("_target_") for group, choice in CHOICES}.union(
+        target for config in CONFIGS.values() for target in load_schema(config).nodes.values()
     )
     - {None}
 )
-EXAMPLES = [(name, words) for name in CONFIGS for words in help.COMMANDS[name].examples]
+EXAMPLES = [(name, words) for name in CONFIGS for words in help.SLASH_COMMANDS[name].examples]
 
 
 @pytest.fixture
@@ -46,15 +46,15 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     }
     (folder / "config.json").write_text(json.dumps(description))
     save_file({"x": torch.zeros(1)}, folder / "model.safetensors")
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(PACKAGE_ROOT / "conf"), version_base="1.3"):
         yield tmp_path
 
 
 def test_every_command_has_help() -> None:
     """What can be run is explained, with three to five examples where there is so much to say, and the overview lists it."""
-    assert set(cli.TASKS) == set(help.COMMANDS)
-    for name, command in help.COMMANDS.items():
-        assert f"spectrain {name} " in help.overview()
+    assert set(cli.COMMAND_TASKS) == set(help.SLASH_COMMANDS)
+    for name, command in help.SLASH_COMMANDS.items():
+        assert f"spectrain {name} " in help.format_overview()
         assert 2 <= len(command.examples) <= 5 and command.about and command.results
 
 
@@ -62,14 +62,14 @@ def test_every_command_has_help() -> None:
 @pytest.mark.parametrize("name, words", EXAMPLES)
 def test_every_example_composes(name: str, words: str, place: Path) -> None:
     """An example passes the check that the command makes."""
-    config, rest = CONFIGS[name], [word for word in as_settings(name, shlex.split(words)) if word != "-m"]
-    check_words(name, as_settings(name, shlex.split(words)))
+    config, rest = CONFIGS[name], [word for word in to_settings(name, shlex.split(words)) if word != "-m"]
+    check_words(name, to_settings(name, shlex.split(words)))
     rest = [word.split(",")[0] if words.startswith("-m") else word for word in rest]
-    groups = config_groups(rest)
+    groups = list_config_groups(rest)
     composed = compose(config, overrides=[allow_new_keys(word, groups) for word in rest])
     if name in ("eval", "chat"):
-        composed, _ = complete(composed)
-    asked = schema(config)
+        composed, _ = resolve_eval_config(composed)
+    asked = load_schema(config)
     known = {*asked.groups, *asked.nodes, *(key.name for key in asked.keys), "recipe_name"} - {"recipe"}
     if name in ("eval", "chat"):
         known |= set(TRAIN_KEYS)
@@ -83,38 +83,40 @@ def test_help_shows_every_group_and_key(name: str, config: str, monkeypatch: pyt
     monkeypatch.setattr(cli, "compose_and_call", None)
     cli.main()
     shown = capsys.readouterr().out
-    asked = schema(config)
+    asked = load_schema(config)
     assert shown.index("Examples") < min(shown.find(title) for title in ("Groups", "Keys", "KEY=VALUE") if title in shown)
     for group in asked.groups:
         assert f"\n  {group}=" in shown
         assert all(f"\n    {choice} " in shown for choice in choice_files(group, conf_folders()))
-    for group, found in settings(asked, as_settings(name, [])).items():
+    for group, found in settings_by_group(asked, to_settings(name, [])).items():
         assert all(f"\n  {group}.{key.name}=" in shown for key in found)
-    assert all(f"\n  {key.name}={key.default}" in shown and key.meaning for key in asked.keys)
+    assert all(f"\n  {key.name}={key.default}" in shown and key.description for key in asked.keys)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_key_is_explained(target: str) -> None:
     """No setting of any constructor is shown without a word on it."""
-    assert all(help.meaning_of(key) for key in keys(target))
+    assert all(help.describe_key(key) for key in list_keys(target))
 
 
 def test_a_recipe_and_choices_say_whose_keys_are_shown() -> None:
     """Values of the recipe stand in for defaults, and the keys of its drafter are there."""
-    shown = help.explain("train", ["recipe=medusa1", "tree=chain"])
+    shown = help.explain_command("train", ["recipe=medusa1", "tree=chain"])
     assert "drafter=medusa" in shown and "drafter.num_heads=3 (GPU: 5)" in shown
     assert "tree.stop=" in shown and "trainer.save_every=200" in shown
-    assert "tree.depth=3 (GPU: 5) " in help.explain("train", ["recipe=medusa1"])  # the recipe takes it from drafter.num_heads
-    assert "target.model=???" in help.explain("train", ["target=hf"])
+    assert "tree.depth=3 (GPU: 5) " in help.explain_command(
+        "train", ["recipe=medusa1"]
+    )  # the recipe takes it from drafter.num_heads
+    assert "target.model=???" in help.explain_command("train", ["target=hf"])
 
 
 @pytest.mark.parametrize("name", ["train", "plan", "data store", "bench train"])
 def test_without_a_recipe_the_first_examples_values_are_shown(name: str) -> None:
     """Nobody trains with the constructor's rate where every recipe has another; of a drafter alone its own are shown."""
-    shown = help.explain(name, [])
+    shown = help.explain_command(name, [])
     assert "Values are those of recipe=eagle3;" in " ".join(shown.split()) and "drafter.ttt_steps=3 (GPU: 7)" in shown
     assert "trainer.lr=4e-3 (GPU: 5e-4)" in shown and "data.limit=320 (GPU: null)" in shown
-    alone, (rate, *_) = help.explain(name, ["drafter=ngram"]), keys("spectrain.training.trainer.Trainer")
+    alone, (rate, *_) = help.explain_command(name, ["drafter=ngram"]), list_keys("spectrain.training.trainer.Trainer")
     assert "Values are those" not in alone and f"trainer.lr={rate.default} " in alone and "drafter.longest=" in alone
 
 
@@ -122,7 +124,7 @@ def test_choices_have_a_first_comment() -> None:
     """Every yaml of a group, and every recipe, begins by saying what it is."""
     for group in [*GROUPS, "recipe"]:
         for choice, path in choice_files(group, conf_folders()).items():
-            assert header(path), f"{group}={choice}"
+            assert read_header(path), f"{group}={choice}"
 
 
 def test_recipes_are_listed_and_told(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -150,11 +152,11 @@ def test_help_is_no_mistake(words: list[str], monkeypatch: pytest.MonkeyPatch, c
 def test_help_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Text is wrapped to the width of the terminal; only a name or an example may be longer."""
     monkeypatch.setenv("COLUMNS", "80")
-    for line in help.explain("train", ["recipe=eagle3"]).splitlines():
+    for line in help.explain_command("train", ["recipe=eagle3"]).splitlines():
         assert len(line) <= 80 or "spectrain train" in line, line
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "conf" / "recipe").glob("*.yaml")))
+@pytest.mark.parametrize("name", sorted(path.stem for path in (PACKAGE_ROOT / "conf" / "recipe").glob("*.yaml")))
 def test_a_recipe_is_told_in_values(name: str) -> None:
     """As one writes them, not as references to the machine or to other keys."""
-    assert "${" not in help.recipes([name])
+    assert "${" not in help.describe_recipes([name])

@@ -12,10 +12,10 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from spectrain.cli import main as cli
-from spectrain.cli.overrides import allow_new_keys, as_settings, config_groups
+from spectrain.cli.overrides import allow_new_keys, list_config_groups, to_settings
+from spectrain.config.check import check_config
+from spectrain.config.keys import TRAIN_KEYS
 from spectrain.errors import UserError
-from spectrain.settings.check import check_config
-from spectrain.settings.keys import TRAIN_KEYS
 
 GOOD = json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]})
 TRAIN = ("train", "recipe=eagle3", "target=tiny", "eval=none", "trainer.max_steps=1", "run=out")
@@ -249,17 +249,17 @@ def test_keys_need_not_stand_in_a_yaml(argument: str, expected: str) -> None:
 )
 def test_words_that_stand_for_settings(words: str, expected: list[str]) -> None:
     """Flags, places and what goes without saying become settings; all else stays."""
-    known = next(name for name in sorted(cli.TASKS, key=len, reverse=True) if words.startswith(name))
-    assert as_settings(known, words.removeprefix(known).split()) == expected
+    known = next(name for name in sorted(cli.COMMAND_TASKS, key=len, reverse=True) if words.startswith(name))
+    assert to_settings(known, words.removeprefix(known).split()) == expected
 
 
 def test_groups_are_those_of_the_project_and_of_config_dir(tmp_path: Path) -> None:
     """A group of an outside folder is a choice as well."""
     (tmp_path / "mine" / "flavour").mkdir(parents=True)
-    ours = config_groups([])
+    ours = list_config_groups([])
     assert {"target", "drafter", "recipe", "data", "eval", "tree"} <= ours
     for flag in ("--config-dir", "-cd"):
-        assert config_groups([flag, str(tmp_path / "mine")]) == ours | {"flavour"}
+        assert list_config_groups([flag, str(tmp_path / "mine")]) == ours | {"flavour"}
 
 
 @pytest.mark.parametrize("given, expected", [("3e-4", 3e-4), ("1", 1.0), ("'1e-3'", 1e-3)])

@@ -14,7 +14,10 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 import spectrain
-from spectrain.data.readers import Data
+from spectrain.config.build import build
+from spectrain.config.check import check_config
+from spectrain.config.keys import COMPARE_KEYS, REGENERATE_KEYS, TRAIN_KEYS
+from spectrain.data.readers import ConversationReader
 from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.drafters.base import Drafter
 from spectrain.eval.compare import Comparison
@@ -22,11 +25,8 @@ from spectrain.eval.run import Evaluation
 from spectrain.features.base import Source
 from spectrain.models.target import Target
 from spectrain.planning.plan import Plan
-from spectrain.regeneration.writers import Sampling, Writer
-from spectrain.runs.defaults import complete
-from spectrain.settings.build import build
-from spectrain.settings.check import check_config
-from spectrain.settings.keys import COMPARE_KEYS, REGENERATE_KEYS, TRAIN_KEYS
+from spectrain.regeneration.writers import AnswerWriter, Sampling
+from spectrain.runs.defaults import resolve_eval_config
 from spectrain.training.metrics import Tracker
 from spectrain.training.optimizers import UpdateRule
 from spectrain.training.schedules import Schedule
@@ -36,8 +36,9 @@ from spectrain.trees import TreeBuilder
 ROOT = Path(__file__).parents[2]
 TINY = Path(spectrain.__file__).parent / "data" / "tiny"
 KINDS: dict[str, type] = {
-    "target": Target, "drafter": Drafter, "source": Source, "data": Data, "trainer": Trainer, "tree": TreeBuilder,
-    "acceptance": AcceptanceRule, "eval": Evaluation, "tracker": Tracker, "plan": Plan, "writer": Writer, "compare": Comparison,
+    "target": Target, "drafter": Drafter, "source": Source, "data": ConversationReader, "trainer": Trainer, "tree": TreeBuilder,
+    "acceptance": AcceptanceRule, "eval": Evaluation, "tracker": Tracker, "plan": Plan, "writer": AnswerWriter,
+    "compare": Comparison,
     "optimizer": UpdateRule, "schedule": Schedule,
 }  # fmt: skip
 FILES = sorted(path for path in (ROOT / "conf").glob("*/*.yaml") if path.parent.name not in ("recipe", "accelerate"))
@@ -127,9 +128,9 @@ def assert_builds(checked: Any, group: str, choice: str, request: pytest.Fixture
     runtime |= {"sampling": Sampling()} if group == "writer" else {}
     built = build(checked[group], **runtime)
     assert isinstance(built, KINDS[group])
-    if isinstance(built, Data):
+    if isinstance(built, ConversationReader):
         built.limit = 1
-        assert built.conversations()
+        assert built.load_conversations()
 
 
 @pytest.mark.parametrize("group, choice", CHOICES)
@@ -165,7 +166,7 @@ def test_recipe_composes_for_every_target(recipe: str, target: str) -> None:
 def test_inspect_composes() -> None:
     """The configuration of `data inspect` passes its check."""
     checked = check_config(composed("inspect", "target=tiny"), ("target", "data", "index"))
-    assert checked.index == 0 and isinstance(build(checked.data), Data)
+    assert checked.index == 0 and isinstance(build(checked.data), ConversationReader)
 
 
 def test_regenerate_composes() -> None:
@@ -183,7 +184,7 @@ def test_verify_composes() -> None:
 def test_eval_composes() -> None:
     """The configuration of `eval`, completed, has every group that scoring needs."""
     with initialize_config_module("spectrain.conf", version_base="1.3"):
-        whole, _ = complete(compose("eval", overrides=["drafter=ngram", "target=tiny"]))
+        whole, _ = resolve_eval_config(compose("eval", overrides=["drafter=ngram", "target=tiny"]))
     checked = check_config(whole, TRAIN_KEYS)
     for group in ("tree", "acceptance", "eval"):
         assert isinstance(build(checked[group]), KINDS[group])

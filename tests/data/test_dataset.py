@@ -10,14 +10,14 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import spectrain
-from spectrain.data.chat import Example, Message, tokenize
+from spectrain.data.chat import Example, Message, tokenize_conversation
 from spectrain.data.dataset import Batching, Dataset
-from spectrain.data.readers import Data, Embedded, embedded
+from spectrain.data.readers import ConversationReader, EmbeddedReader, load_embedded
 from spectrain.errors import UserError
 from spectrain.features.batch import collate
 
 
-class Fixed(Data):
+class Fixed(ConversationReader):
     """Conversations from memory."""
 
     name = "fixed"
@@ -26,7 +26,7 @@ class Fixed(Data):
         super().__init__(None, max_length)
         self.rows = rows
 
-    def read(self):  # type: ignore[no-untyped-def]
+    def read_conversations(self):  # type: ignore[no-untyped-def]
         return iter(self.rows)
 
 
@@ -59,7 +59,7 @@ PACKED = pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed
 def test_every_example_once_and_within_the_budget(count: int, batch_tokens: int, packed: bool) -> None:
     """Padding included a batch keeps the budget, save where one example alone exceeds it; no example is lost or doubled."""
     dataset = made(count)
-    batches = dataset.epoch(0, Batching(batch_tokens, 1, packed))
+    batches = dataset.make_batches(0, Batching(batch_tokens, 1, packed))
     assert sorted(index for batch in batches for index in batch) == list(range(count))
     for batch in batches:
         assert len(batch) == 1 or collate(dataset[batch], packed).tokens.numel() <= batch_tokens
@@ -68,37 +68,39 @@ def test_every_example_once_and_within_the_budget(count: int, batch_tokens: int,
 def test_efficiency_is_what_a_count_by_hand_finds() -> None:
     """Lengths 6, 5, 4, 3, 2 in batches of 10: best fit makes 6 + 4 and 5 + 3 + 2, buckets 2 + 3 + (pad), 4 + 5 and 6."""
     dataset = Dataset([Example([7] * length, [True] * length) for length in (5, 3, 6, 2, 4)], 5, 0, 0)
-    packed, padded = dataset.efficiency(Batching(10, 0, packed=True)), dataset.efficiency(Batching(10, 0))
-    lengths = [[len(example.tokens) for example in dataset[batch]] for batch in dataset.epoch(0, Batching(10, 0, packed=True))]
+    packed, padded = dataset.measure_efficiency(Batching(10, 0, packed=True)), dataset.measure_efficiency(Batching(10, 0))
+    lengths = [
+        [len(example.tokens) for example in dataset[batch]] for batch in dataset.make_batches(0, Batching(10, 0, packed=True))
+    ]
     assert sorted(map(sorted, lengths)) == [[2, 3, 5], [4, 6]]
-    assert (packed.batches, packed.filled, packed.real) == (2, 1.0, 1.0)
-    assert (padded.batches, padded.filled, padded.real) == (3, 20 / 30, 20 / (2 * 3 + 2 * 5 + 6))
+    assert (packed.num_batches, packed.filled_share, packed.real_share) == (2, 1.0, 1.0)
+    assert (padded.num_batches, padded.filled_share, padded.real_share) == (3, 20 / 30, 20 / (2 * 3 + 2 * 5 + 6))
     assert str(padded) == "3 batches, 66.7% full, 9.1% padding"
 
 
 def test_packing_wastes_less_than_padding() -> None:
     """Of a window's tokens, best fit leaves fewer places empty than buckets of like length do."""
     dataset = made(1500, 300)
-    packed, padded = dataset.efficiency(Batching(1024, 0, packed=True)), dataset.efficiency(Batching(1024, 0))
-    assert packed.filled > 0.99 > padded.filled and packed.batches < padded.batches
+    packed, padded = dataset.measure_efficiency(Batching(1024, 0, packed=True)), dataset.measure_efficiency(Batching(1024, 0))
+    assert packed.filled_share > 0.99 > padded.filled_share and packed.num_batches < padded.num_batches
 
 
 def test_epochs_and_seeds_differ_and_repeat() -> None:
     """The order depends on epoch and seed, and on nothing else."""
     dataset = made(300)
-    orders = {key: dataset.epoch(key[0], Batching(64, key[1])) for key in [(0, 0), (1, 0), (0, 1)]}
+    orders = {key: dataset.make_batches(key[0], Batching(64, key[1])) for key in [(0, 0), (1, 0), (0, 1)]}
     assert len({repr(order) for order in orders.values()}) == 3
-    assert all(made(300).epoch(epoch, Batching(64, seed)) == order for (epoch, seed), order in orders.items())
+    assert all(made(300).make_batches(epoch, Batching(64, seed)) == order for (epoch, seed), order in orders.items())
 
 
 def merged_order(dataset: Dataset, packed: bool, plan: list[tuple[int, int]], accumulate: int = 2) -> list[list[Example]]:
     """The batches of a run that changes its number of processes, as (processes, steps), at checkpoints."""
     order, state = [], None
     for processes, steps in plan:
-        streams = [dataset.stream(Batching(100, 3, packed), process, processes, state) for process in range(processes)]
+        streams = [dataset.stream_batches(Batching(100, 3, packed), process, processes, state) for process in range(processes)]
         for _ in range(steps * accumulate):
             order += [next(stream) for stream in streams]
-        state = json.loads(json.dumps(streams[0].merged([stream.state() for stream in streams])))
+        state = json.loads(json.dumps(streams[0].merge_states([stream.state_dict() for stream in streams])))
     return order
 
 
@@ -111,9 +113,9 @@ def merged_order(dataset: Dataset, packed: bool, plan: list[tuple[int, int]], ac
 def test_order_does_not_depend_on_processes_or_resumes(plan: list[tuple[int, int]], packed: bool) -> None:
     """On any number of processes, resumed on any other, the batches are those of one process that never stopped."""
     dataset = made(30)
-    assert len(dataset.epoch(0, Batching(100, 3, packed))) < 20  # so that several epochs go by
+    assert len(dataset.make_batches(0, Batching(100, 3, packed))) < 20  # so that several epochs go by
     assert merged_order(dataset, packed, plan) == [
-        next(one) for one in [dataset.stream(Batching(100, 3, packed))] for _ in range(48)
+        next(one) for one in [dataset.stream_batches(Batching(100, 3, packed))] for _ in range(48)
     ]
 
 
@@ -134,9 +136,9 @@ def test_cut_and_dropped_are_counted(tokenizer: PreTrainedTokenizerBase) -> None
     """An example over max_length is cut, and dropped where nothing of its answer is left."""
     late = [{"role": "user", "content": "long question " * 40}, {"role": "assistant", "content": "Yes."}]
     rows = [chat("Hello!"), chat("word " * 100), late]
-    dataset = Dataset.build(Fixed(rows, max_length=32), tokenizer)
+    dataset = Dataset.from_data(Fixed(rows, max_length=32), tokenizer)
     assert (dataset.num_conversations, dataset.num_cut, dataset.num_dropped) == (3, 2, 1)
-    (short,), (long,) = tokenize(tokenizer, rows[0]), tokenize(tokenizer, rows[1])
+    (short,), (long,) = tokenize_conversation(tokenizer, rows[0]), tokenize_conversation(tokenizer, rows[1])
     assert dataset.examples == [short, Example(long.tokens[:32], long.mask[:32])]
     assert dataset.num_tokens == len(short.tokens) + 32
     assert dataset.num_supervised == sum(short.mask) + sum(long.mask[:32])
@@ -146,7 +148,7 @@ def test_data_that_is_all_cut_away_stops(tokenizer: PreTrainedTokenizerBase) -> 
     """The message names the setting that cut every answer off."""
     rows = [[{"role": "user", "content": "long question " * 40}, {"role": "assistant", "content": "Yes."}]]
     with pytest.raises(UserError, match=r"data\.max_length=8"):
-        Dataset.build(Fixed(rows, max_length=8), tokenizer)
+        Dataset.from_data(Fixed(rows, max_length=8), tokenizer)
 
 
 def test_fingerprint_sees_every_token_and_mask() -> None:
@@ -176,17 +178,17 @@ def test_token_counts_are_the_supervised_tokens() -> None:
 
 def test_a_vocabulary_is_chosen_from_all_that_is_embedded(tokenizer: PreTrainedTokenizerBase) -> None:
     """Counts are those of the examples and of the answers behind data.limit; what is held out adds nothing."""
-    few = Embedded(limit=40, held_out=0.1).dataset(tokenizer)
+    few = EmbeddedReader(limit=40, held_out=0.1).make_dataset(tokenizer)
     counts = few.token_counts(len(tokenizer))
     for example in few.examples:
         counts -= torch.bincount(torch.tensor(example.tokens)[torch.tensor(example.mask)], minlength=len(tokenizer))
-    answers = few.beyond()
+    answers = few.extra_texts()
     assert torch.equal(
         counts, torch.bincount(torch.tensor([token for answer in answers for token in answer]), minlength=len(tokenizer))
     )
-    assert few.held_out and len(answers) == len(embedded()) - 40
-    said = "\n".join(message["content"] for message in embedded()[50] if message["role"] == "assistant")
+    assert few.held_out and len(answers) == len(load_embedded()) - 40
+    said = "\n".join(message["content"] for message in load_embedded()[50] if message["role"] == "assistant")
     assert answers[10] == tokenizer(said, add_special_tokens=False)["input_ids"]
-    every = Embedded()
-    every.conversations()
-    assert every.beyond(tokenizer) == []
+    every = EmbeddedReader()
+    every.load_conversations()
+    assert every.extra_texts(tokenizer) == []

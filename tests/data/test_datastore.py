@@ -9,18 +9,18 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from spectrain.data.chat import tokenize
+from spectrain.data.chat import tokenize_conversation
 from spectrain.data.datastore import (
-    END,
-    LONGEST,
+    MAX_MATCH,
+    TEXT_END,
     Datastore,
-    phrase_hashes,
-    suffix_array,
-    text_hash,
-    vocabulary_hash,
+    build_suffix_array,
+    hash_phrases,
+    hash_text,
+    hash_vocabulary,
     write_store,
 )
-from spectrain.data.index import index
+from spectrain.data.index import index_command
 from spectrain.errors import UserError
 from spectrain.models.target import Target
 
@@ -36,7 +36,7 @@ class Numbers:
 
 
 def stored(folder: Path, texts: list[list[int]], asked: tuple[str, ...] = (), answered: tuple[str, ...] = ()) -> Datastore:
-    write_store(folder, texts, asked, answered, {"tokenizer": vocabulary_hash(Numbers())})
+    write_store(folder, texts, asked, answered, {"tokenizer": hash_vocabulary(Numbers())})
     return Datastore(str(folder), Numbers())
 
 
@@ -45,7 +45,7 @@ def test_suffixes_are_sorted(size: int, kinds: int) -> None:
     """By their first 16 tokens, an end before everything, and then by place."""
     tokens = torch.randint(-1, kinds, (size,)).numpy().astype(np.int32)
     listed = tokens.tolist()
-    assert suffix_array(tokens).tolist() == sorted(range(size), key=lambda at: (listed[at : at + LONGEST], at))
+    assert build_suffix_array(tokens).tolist() == sorted(range(size), key=lambda at: (listed[at : at + MAX_MATCH], at))
 
 
 @pytest.mark.parametrize("most, enough", [(200, 1), (200, 8), (5, 64), (1, 1)])
@@ -53,7 +53,7 @@ def test_a_store_equals_a_search(tmp_path: Path, most: int, enough: int) -> None
     """The longest matches first and shorter ones until there are enough, every place once, none past a text's end."""
     texts = [torch.randint(0, 3, (30,)).tolist() for _ in range(4)]
     store = stored(tmp_path / "store", texts)
-    whole = [token for text in texts for token in (*text, END)]
+    whole = [token for text in texts for token in (*text, TEXT_END)]
     for _ in range(40):
         text = torch.randint(0, 4, (6,)).tolist()
         wanted: dict[int, int] = {}
@@ -62,11 +62,11 @@ def test_a_store_equals_a_search(tmp_path: Path, most: int, enough: int) -> None
             if len(wanted) < enough:
                 wanted |= {end: length for end in ends if end not in wanted}
         found = [
-            (n, [t for t in rest if t != END])
-            for n, rest in zip(*map(np.ndarray.tolist, store.occurrences(text, 3, most, enough)))
+            (n, [t for t in rest if t != TEXT_END])
+            for n, rest in zip(*map(np.ndarray.tolist, store.find_continuations(text, 3, most, enough)))
         ]
         following = [(length, whole[end : end + 3]) for end, length in wanted.items()]
-        following = [(length, rest[: rest.index(END)] if END in rest else rest) for length, rest in following]
+        following = [(length, rest[: rest.index(TEXT_END)] if TEXT_END in rest else rest) for length, rest in following]
         following = [(length, rest) for length, rest in following if rest]
         assert len(found) <= most and all(one in following for one in found)
         if most == 200:
@@ -76,14 +76,14 @@ def test_a_store_equals_a_search(tmp_path: Path, most: int, enough: int) -> None
 def test_longer_texts_are_found_whole(tmp_path: Path) -> None:
     text = torch.randint(0, 3, (60,)).tolist()
     store = stored(tmp_path / "store", [text, text[:20]])
-    assert store.holds(text) and store.holds(text[5:50]) and not store.holds([*text[:59], 7])
-    assert store.longest_match([7, *text[10:40]]) == LONGEST and store.longest_match([7]) == 0
+    assert store.contains_tokens(text) and store.contains_tokens(text[5:50]) and not store.contains_tokens([*text[:59], 7])
+    assert store.match_length([7, *text[10:40]]) == MAX_MATCH and store.match_length([7]) == 0
 
 
 def test_words_are_hashed() -> None:
     """Case, spaces and signs make no difference; a phrase has five words."""
-    assert text_hash("What is  a Bee?") == text_hash("what is a bee") != text_hash("what is a bea")
-    assert len(phrase_hashes("one two three four five six")) == 2 and len(phrase_hashes("one")) == 1
+    assert hash_text("What is  a Bee?") == hash_text("what is a bee") != hash_text("what is a bea")
+    assert len(hash_phrases("one two three four five six")) == 2 and len(hash_phrases("one")) == 1
 
 
 def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
@@ -123,18 +123,20 @@ def test_data_becomes_a_store(shallow: Target, shallow_folder: Path, tmp_path: P
     config = OmegaConf.create(
         {
             "target": {"_target_": "spectrain.models.loading.load_hf", "model": str(shallow_folder)},
-            "data": {"_target_": "spectrain.data.readers.Jsonl", "path": str(tmp_path / "chats.jsonl")},
+            "data": {"_target_": "spectrain.data.readers.JsonlReader", "path": str(tmp_path / "chats.jsonl")},
             "out": str(tmp_path / "store"),
         }
     )
-    index(config)
+    index_command(config)
     store = Datastore(str(tmp_path / "store"), shallow.tokenizer)
-    assert sorted(store.questions.tolist()) == sorted(text_hash(question) for question, _ in said)
-    assert sorted(store.answers.tolist()) == sorted(text_hash(answer) for _, answer in said)
-    (example,) = tokenize(shallow.tokenizer, lines[0]["messages"])
+    assert sorted(store.questions.tolist()) == sorted(hash_text(question) for question, _ in said)
+    assert sorted(store.answers.tolist()) == sorted(hash_text(answer) for _, answer in said)
+    (example,) = tokenize_conversation(shallow.tokenizer, lines[0]["messages"])
     first = example.mask.index(True)
-    assert store.holds(example.tokens[first - LONGEST :]) and not store.holds(example.tokens[first - LONGEST - 1 :])
+    assert store.contains_tokens(example.tokens[first - MAX_MATCH :]) and not store.contains_tokens(
+        example.tokens[first - MAX_MATCH - 1 :]
+    )
     assert store.facts["conversations"] == 2 and store.facts["tokens"] == len(store.tokens) and "spectrain" in str(store.facts)
     for out, words in {str(tmp_path / "store"): "there already", "": "say where"}.items():
         with pytest.raises(UserError, match=words):
-            index(OmegaConf.merge(config, {"out": out}))
+            index_command(OmegaConf.merge(config, {"out": out}))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import spectrain
-from spectrain.data.readers import Embedded
+from spectrain.data.readers import EmbeddedReader
 
 FOLDER = Path(spectrain.__file__).parent / "data"
 RESERVED = (
@@ -87,5 +87,5 @@ def test_heldout_prompts_are_on_other_subjects(rows: list[dict[str, Any]], heldo
 
 def test_a_prefix_covers_every_subject() -> None:
     """Reading with a limit gives a mixture of subjects, not the first file."""
-    first = Embedded(limit=80).conversations()
+    first = EmbeddedReader(limit=80).load_conversations()
     assert len(first) == 80 and len({len(chat) for chat in first}) >= 2

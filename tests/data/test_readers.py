@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import pytest
 
-from spectrain.data.readers import Embedded, Hub, Jsonl, conversation, stream_array
+from spectrain.data.readers import EmbeddedReader, HubReader, JsonlReader, iterate_json_array, parse_conversation
 from spectrain.errors import UserError
 
 MESSAGES = [
@@ -34,7 +34,7 @@ def test_both_layouts_read_the_same(tmp_path: Path, row: dict[str, Any], name: s
     opener = gzip.open if name.endswith(".gz") else open
     with opener(tmp_path / name, "wt", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n\n" + json.dumps(row, ensure_ascii=False) + "\n")
-    assert Jsonl(str(tmp_path / name)).conversations() == [MESSAGES, MESSAGES]
+    assert JsonlReader(str(tmp_path / name)).load_conversations() == [MESSAGES, MESSAGES]
 
 
 def test_a_directory_or_a_pattern_is_read_in_the_order_of_names(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_a_directory_or_a_pattern_is_read_in_the_order_of_names(tmp_path: Path) 
     (tmp_path / "failed" / "a.jsonl").write_text("no JSON")
 
     def asked(path: Path) -> list[str]:
-        return [messages[0]["content"] for messages in Jsonl(str(path)).conversations()]
+        return [messages[0]["content"] for messages in JsonlReader(str(path)).load_conversations()]
 
     assert asked(tmp_path) == ["one", "two", "three"]
     assert asked(tmp_path / "[bc].jsonl") == ["two", "three"]
@@ -64,7 +64,7 @@ def test_a_directory_or_a_pattern_is_read_in_the_order_of_names(tmp_path: Path) 
 def test_answers_before_the_first_question_are_dropped(system: list[dict[str, str]]) -> None:
     """An opening greeting of the assistant goes, a system turn stays."""
     greeting = {"role": "assistant", "content": "Welcome!"}
-    assert conversation({"messages": [*system, greeting, *MESSAGES[1:]]}, "here") == [*system, *MESSAGES[1:]]
+    assert parse_conversation({"messages": [*system, greeting, *MESSAGES[1:]]}, "here") == [*system, *MESSAGES[1:]]
 
 
 BAD = {
@@ -86,7 +86,7 @@ def test_bad_line_is_named_by_file_and_number(tmp_path: Path, line: str) -> None
     """The third line is at fault, and the message says so."""
     path = write(tmp_path / "chats.jsonl", GOOD, "", line, GOOD)
     with pytest.raises(UserError) as caught:
-        Jsonl(str(path)).conversations()
+        JsonlReader(str(path)).load_conversations()
     assert f"{path}, line 3:" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -95,14 +95,14 @@ def test_a_json_list_is_told_to_become_lines(tmp_path: Path) -> None:
     """As ShareGPT's own files are lists of conversations."""
     path = write(tmp_path / "chats.json", f"[{GOOD}, {GOOD}]")
     with pytest.raises(UserError, match=r"line 1: it is a list; write one conversation a line"):
-        Jsonl(str(path)).conversations()
+        JsonlReader(str(path)).load_conversations()
 
 
 @pytest.mark.parametrize("role", ["usr", "function"])
 def test_unknown_role_is_quoted(role: str) -> None:
     """The wrong role stands in the message beside the right ones."""
     with pytest.raises(UserError, match=rf"{role}.*use system, user and assistant"):
-        conversation({"messages": [{"role": role, "content": "Hi"}]}, "here")
+        parse_conversation({"messages": [{"role": role, "content": "Hi"}]}, "here")
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \n", None], ids=["empty", "blank", "missing"])
@@ -112,7 +112,7 @@ def test_file_without_conversations_is_named(tmp_path: Path, content: bytes | No
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UserError) as caught:
-        Jsonl(str(path)).conversations()
+        JsonlReader(str(path)).load_conversations()
     assert str(path) in str(caught.value)
 
 
@@ -121,14 +121,14 @@ def test_unreadable_bytes_are_named(tmp_path: Path, name: str, content: bytes) -
     """A file in another encoding, or not compressed as its name says, is the user's to mend."""
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as caught:
-        Jsonl(str(tmp_path / name)).conversations()
+        JsonlReader(str(tmp_path / name)).load_conversations()
     assert name in str(caught.value)
 
 
 def test_limit_takes_a_prefix(tmp_path: Path) -> None:
     """`limit` conversations are read and no line after them is looked at."""
     path = write(tmp_path / "chats.jsonl", GOOD, GOOD, "not JSON")
-    assert len(Jsonl(str(path), limit=2).conversations()) == 2
+    assert len(JsonlReader(str(path), limit=2).load_conversations()) == 2
 
 
 @pytest.mark.parametrize("setting", [{"limit": 0}, {"max_length": 7}])
@@ -136,14 +136,14 @@ def test_settings_out_of_range_are_refused(setting: dict[str, int]) -> None:
     """The message is the setting as the user wrote it."""
     key, value = next(iter(setting.items()))
     with pytest.raises(UserError, match=f"data.{key}={value}"):
-        Embedded(**setting)
+        EmbeddedReader(**setting)
 
 
 def test_embedded_conversations_are_well_formed_and_ordered() -> None:
     """Every embedded conversation passes the reader's own check, and a limit gives a prefix of them."""
-    whole = Embedded().conversations()
-    assert [conversation({"messages": messages}, "embedded") for messages in whole] == whole
-    assert Embedded(limit=5).conversations() == whole[:5]
+    whole = EmbeddedReader().load_conversations()
+    assert [parse_conversation({"messages": messages}, "embedded") for messages in whole] == whole
+    assert EmbeddedReader(limit=5).load_conversations() == whole[:5]
 
 
 class Trickle:
@@ -170,7 +170,7 @@ ELEMENTS = [{"id": "a", "x": [1, 2.5, "]},{"]}, {"text": 'quote \\" and \u00e9\n
 def test_stream_array_equals_json(size: int, indent: int | None) -> None:
     """Whatever the chunks, the elements are those of json.loads; escaped quotes and brackets in strings included."""
     text: Any = Trickle("\n" + json.dumps(ELEMENTS, indent=indent) + "\n", size)
-    assert list(stream_array(text)) == ELEMENTS
+    assert list(iterate_json_array(text)) == ELEMENTS
 
 
 @pytest.mark.parametrize("size", [1, 5, 1000])
@@ -180,21 +180,21 @@ def test_stream_array_stops_where_the_file_breaks_off(cut: str, size: int) -> No
     text = json.dumps(ELEMENTS[:3])[:-1]
     tail = {"in a string": ', {"text": "and th', "after a comma": ", ", "in an escape": ', {"t": "\\', "at the end": ""}
     trickle: Any = Trickle(text + tail[cut], size)
-    assert list(stream_array(trickle)) == ELEMENTS[:3]
+    assert list(iterate_json_array(trickle)) == ELEMENTS[:3]
 
 
 def test_stream_array_reads_files(tmp_path: Path) -> None:
     """A real file longer than one chunk: the element on the chunk's border is whole."""
     elements = [{"n": n, "text": "x" * 50_000} for n in range(100)]
     (tmp_path / "array.json").write_text(json.dumps(elements)[:-20_000])
-    assert list(stream_array(tmp_path / "array.json")) == elements[:99]
+    assert list(iterate_json_array(tmp_path / "array.json")) == elements[:99]
 
 
 @pytest.mark.parametrize("row", [{"messages": MESSAGES}, {"conversations": SHAREGPT}], ids=["messages", "conversations"])
 def test_hub_reads_a_saved_data_set(tmp_path: Path, row: dict[str, Any]) -> None:
     """A directory that `datasets` saved gives the same conversations as JSON Lines."""
     datasets.Dataset.from_list([row, row]).save_to_disk(tmp_path / "saved")
-    assert Hub(str(tmp_path / "saved")).conversations() == [MESSAGES, MESSAGES]
+    assert HubReader(str(tmp_path / "saved")).load_conversations() == [MESSAGES, MESSAGES]
 
 
 def test_hub_takes_the_split_of_a_saved_dictionary(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_hub_takes_the_split_of_a_saved_dictionary(tmp_path: Path) -> None:
     splits = {"train": [{"messages": MESSAGES}], "test": [{"messages": other}]}
     saved = datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name, rows in splits.items()})
     saved.save_to_disk(tmp_path / "saved")
-    assert Hub(str(tmp_path / "saved"), split="test").conversations() == [other]
+    assert HubReader(str(tmp_path / "saved"), split="test").load_conversations() == [other]
 
 
 def test_hub_names_the_bad_row(tmp_path: Path) -> None:
@@ -211,12 +211,12 @@ def test_hub_names_the_bad_row(tmp_path: Path) -> None:
     rows = [{"messages": MESSAGES[1:]}, {"messages": MESSAGES[1:2]}]
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
     with pytest.raises(UserError, match=r"saved, row 1: .*no assistant turn"):
-        Hub(str(tmp_path / "saved")).conversations()
+        HubReader(str(tmp_path / "saved")).load_conversations()
 
 
 def test_hub_names_what_it_cannot_load(tmp_path: Path) -> None:
     """A directory that is no data set stops in one sentence."""
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"^data\.path=.*empty") as caught:
-        Hub(str(tmp_path / "empty")).conversations()
+        HubReader(str(tmp_path / "empty")).load_conversations()
     assert "\n" not in str(caught.value)

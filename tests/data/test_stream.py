@@ -14,14 +14,14 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import spectrain
-from spectrain.data.chat import Example, tokenize
-from spectrain.data.dataset import Batches, Batching
-from spectrain.data.stream import Stream, StreamedDataset
+from spectrain.config.build import build
+from spectrain.data.chat import Example, tokenize_conversation
+from spectrain.data.dataset import Batching, BatchStream
+from spectrain.data.stream import StreamedDataset, StreamReader
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import RunError, UserError
-from spectrain.features.live import Live
+from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
-from spectrain.settings.build import build
 from spectrain.training.trainer import Trainer
 
 
@@ -37,14 +37,14 @@ def chat(number: int) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": f"row {number}"}, {"role": "assistant", "content": f"{number}{words}"}]}
 
 
-class Counted(Stream):
+class Counted(StreamReader):
     """Rows that are made when they are read, and counted."""
 
     def __init__(self, rows: list[dict[str, Any]], **options: Any) -> None:
         super().__init__("counted", **{"shards": 4, "window": 6, "sample": 8, **options})
         self.made, self.count = rows, 0
 
-    def open(self) -> datasets.IterableDataset:
+    def open_rows(self) -> datasets.IterableDataset:
         def rows() -> Iterator[dict[str, Any]]:
             for row in self.made:
                 self.count += 1
@@ -57,20 +57,20 @@ ROWS = [chat(number) for number in range(75)]
 
 
 def streamed(tokenizer: PreTrainedTokenizerBase, rows: list[dict[str, Any]] = ROWS, **options: Any) -> StreamedDataset:
-    return Counted(rows, **options).dataset(tokenizer)
+    return Counted(rows, **options).make_dataset(tokenizer)
 
 
 def order(tokenizer: PreTrainedTokenizerBase, plan: list[tuple[int, int]], packed: bool, **options: Any) -> list[list[Example]]:
     """The batches of a run that changes its number of processes, as (processes, batches for each), at checkpoints."""
     found, state = [], None
     for processes, count in plan:
-        streams: list[Batches] = [
-            streamed(tokenizer, **options).stream(Batching(60, 3, packed), process, processes, state)
+        streams: list[BatchStream] = [
+            streamed(tokenizer, **options).stream_batches(Batching(60, 3, packed), process, processes, state)
             for process in range(processes)
         ]
         for _ in range(count):
             found += [next(stream) for stream in streams]
-        state = json.loads(json.dumps(streams[0].merged([stream.state() for stream in streams])))
+        state = json.loads(json.dumps(streams[0].merge_states([stream.state_dict() for stream in streams])))
     return found
 
 
@@ -97,21 +97,21 @@ def test_order_does_not_depend_on_processes_or_resumes(
 
 def test_every_row_once_an_epoch(tokenizer: PreTrainedTokenizerBase) -> None:
     """Windows lose and double nothing."""
-    stream = streamed(tokenizer, ROWS[:24]).stream(Batching(60, 0))  # four windows an epoch, one for each shard
+    stream = streamed(tokenizer, ROWS[:24]).stream_batches(Batching(60, 0))  # four windows an epoch, one for each shard
     batches = [next(stream) for _ in range(40)]
     by_shard = [[example.tokens for batch in batches[shard::4] for example in batch] for shard in range(4)]
     seen = [tokens for rows in by_shard for tokens in rows[:6]]  # a window's batches come before the next window's
-    assert sorted(seen) == sorted(tokenize(tokenizer, chat(number)["messages"])[0].tokens for number in range(24))
+    assert sorted(seen) == sorted(tokenize_conversation(tokenizer, chat(number)["messages"])[0].tokens for number in range(24))
 
 
 def test_no_row_is_read_before_it_is_needed(tokenizer: PreTrainedTokenizerBase) -> None:
     """The sample reads its rows; then each window is read when a shard first comes to it."""
     rows = [chat(number) for number in range(1000)]
     data = Counted(rows)
-    dataset = data.dataset(tokenizer)
+    dataset = data.make_dataset(tokenizer)
     ahead = 1  # `datasets` looks one row ahead
     assert data.count <= 8 + ahead
-    stream, before = dataset.stream(Batching(1000, 0, packed=True)), data.count  # every window is one batch
+    stream, before = dataset.stream_batches(Batching(1000, 0, packed=True)), data.count  # every window is one batch
     for taken in range(1, 30):
         next(stream)
         assert data.count - before <= 6 * taken + ahead
@@ -122,9 +122,9 @@ def test_a_process_tokenises_its_own_shards_only(tokenizer: PreTrainedTokenizerB
     met: list[str] = []
     datasets_of = [streamed(tokenizer, [chat(number) for number in range(400)]) for _ in range(2)]
     for process, dataset in enumerate(datasets_of):
-        whole = dataset.data.examples
-        monkeypatch.setattr(dataset.data, "examples", lambda t, m, whole=whole: met.append(m[0]["content"]) or whole(t, m))
-        stream = dataset.stream(Batching(1000, 0, True), process, 2)
+        whole = dataset.data.try_tokenize
+        monkeypatch.setattr(dataset.data, "try_tokenize", lambda t, m, whole=whole: met.append(m[0]["content"]) or whole(t, m))
+        stream = dataset.stream_batches(Batching(1000, 0, True), process, 2)
         for _ in range(10):
             next(stream)
     assert len(met) == len(set(met)) == 2 * 10 * 6
@@ -138,20 +138,22 @@ def test_bad_rows_are_left_out_and_counted(tokenizer: PreTrainedTokenizerBase, c
     rows = [BAD[number % 5] if number % 4 == 3 else chat(number) for number in range(48)]  # two epochs of shards' windows
     whole = streamed(tokenizer, rows)
     assert whole.data.num_left_out == 2 and whole.num_conversations == 6
-    stream = whole.stream(Batching(1000, 0, True))
+    stream = whole.stream_batches(Batching(1000, 0, True))
     taken = [next(stream) for _ in range(8)]
     assert sorted(len(batch) for batch in taken) == [4] * 4 + [5] * 4
-    assert stream.counts(stream.state()) == {"left_out": 12}
+    assert stream.data_metrics(stream.state_dict()) == {"left_out": 12}
     assert capsys.readouterr().err.count("rows are left out") == 1
-    pair = [streamed(tokenizer, rows).stream(Batching(1000, 0, True), process, 2) for process in range(2)]
+    pair = [streamed(tokenizer, rows).stream_batches(Batching(1000, 0, True), process, 2) for process in range(2)]
     for _ in range(3):
         for one in pair:
             next(one)
-    state = pair[0].merged([one.state() for one in pair])
-    three = [streamed(tokenizer, rows).stream(Batching(1000, 0, True), process, 3, state) for process in range(3)]
+    state = pair[0].merge_states([one.state_dict() for one in pair])
+    three = [streamed(tokenizer, rows).stream_batches(Batching(1000, 0, True), process, 3, state) for process in range(3)]
     assert [next(one) for one in three[:2]] == taken[6:]
-    assert [next(stream)] == [three[2].take(8)]
-    assert stream.counts(stream.state()) == stream.counts(stream.merged([one.state() for one in three]))
+    assert [next(stream)] == [three[2].take_batch(8)]
+    assert stream.data_metrics(stream.state_dict()) == stream.data_metrics(
+        stream.merge_states([one.state_dict() for one in three])
+    )
 
 
 def test_only_bad_rows_stop(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -159,7 +161,7 @@ def test_only_bad_rows_stop(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(UserError, match=r"none of its first 8 rows.*no conversation"):
         streamed(tokenizer, [{"other": n} for n in range(50)])
     good = [chat(number) for number in range(12)]
-    stream = streamed(tokenizer, [*good, *({"other": n} for n in range(12 * 130))], window=2).stream(Batching(1000, 0))
+    stream = streamed(tokenizer, [*good, *({"other": n} for n in range(12 * 130))], window=2).stream_batches(Batching(1000, 0))
     with pytest.raises(RunError, match=r"128 of its rows in a row.*no conversation"):
         for _ in range(100):
             next(stream)
@@ -182,7 +184,7 @@ def test_files_are_streamed(tokenizer: PreTrainedTokenizerBase, tmp_path: Path, 
         for number in range(3):
             (tmp_path / f"part-{number}.jsonl").write_text("\n".join(lines[25 * number : 25 * number + 25]) + "\n")
         path = tmp_path / "part-*.jsonl"
-    config = {"_target_": "spectrain.data.stream.Stream", "path": str(path), "shards": 4, "window": 6}
+    config = {"_target_": "spectrain.data.stream.StreamReader", "path": str(path), "shards": 4, "window": 6}
     stream = build(config).dataset(tokenizer).stream(Batching(60, 3))
     assert [next(stream) for _ in range(40)] == order(tokenizer, [(1, 40)], False)
 
@@ -195,7 +197,7 @@ def test_what_cannot_be_streamed_is_told(tmp_path: Path, path: str, reason: str)
     """In one sentence with the path."""
     (tmp_path / "chats.csv").write_text("a,b\n")
     with pytest.raises(UserError, match=f"data.path=.*{reason}"):
-        Stream(str(tmp_path / path)).conversations()
+        StreamReader(str(tmp_path / path)).load_conversations()
 
 
 def test_a_folder_of_unlike_files_is_told_to_be_named_by_them(tmp_path: Path) -> None:
@@ -205,8 +207,8 @@ def test_a_folder_of_unlike_files_is_told_to_be_named_by_them(tmp_path: Path) ->
     (tmp_path / "a.jsonl").write_text(json.dumps(messages) + "\n")
     (tmp_path / "b.jsonl").write_text(json.dumps(turns) + "\n")
     with pytest.raises(UserError, match=r"or name its files, as in data\.path='.*/\*\.jsonl'"):
-        Stream(str(tmp_path)).conversations()
-    assert len(Stream(str(tmp_path / "*.jsonl")).conversations()) == 2
+        StreamReader(str(tmp_path)).load_conversations()
+    assert len(StreamReader(str(tmp_path / "*.jsonl")).load_conversations()) == 2
 
 
 def test_steps_must_be_said(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -228,7 +230,7 @@ def test_training_on_a_stream_resumes_where_it_was_killed(shallow: Target, tmp_p
 
         drafter = Eagle3(shallow, ttt_steps=2, vocab_size=256)
         drafter.load_state_dict(start)
-        trainer.fit(drafter, shallow, streamed(shallow.tokenizer, rows), Live(), tmp_path / run, on_step=on_step)
+        trainer.fit(drafter, shallow, streamed(shallow.tokenizer, rows), LiveSource(), tmp_path / run, on_step=on_step)
         return [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
 
     drafter = Eagle3(shallow, ttt_steps=2, vocab_size=256)
@@ -251,7 +253,7 @@ def test_packed_training_is_padded_training(shallow: Target, tmp_path: Path) -> 
         torch.manual_seed(0)
         drafter = Eagle3(shallow, ttt_steps=2, vocab_size=256)
         trainer = Trainer(max_steps=2, batch_tokens=10_000, log_every=1, packing=packing)
-        trainer.fit(drafter, shallow, streamed(shallow.tokenizer), Live(), tmp_path / str(packing))
+        trainer.fit(drafter, shallow, streamed(shallow.tokenizer), LiveSource(), tmp_path / str(packing))
         metrics = (tmp_path / str(packing) / "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(line)["loss"] for line in metrics])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -263,4 +265,4 @@ def test_the_sample_counts_what_was_cut(tokenizer: PreTrainedTokenizerBase) -> N
     rows = [chat(0), {"messages": [chat(1)["messages"][0], {"role": "assistant", "content": "word " * 100}]}, long]
     sample = streamed(tokenizer, rows, max_length=32)
     assert (sample.num_conversations, sample.num_cut, sample.num_dropped) == (3, 2, 1)
-    assert "2 cut to data.max_length, 1 without an answer left out" in sample.summary()
+    assert "2 cut to data.max_length, 1 without an answer left out" in sample.summary_line()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.loop import asked, empty_context, prefill
+from spectrain.decoding.loop import make_context, make_request, prefill_context
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.context import Context
 from spectrain.models.features import Features
@@ -18,7 +18,7 @@ from spectrain.trees.token_tree import TokenTree
 
 def begun(target: Target, prompts: list[list[int]], drafter: Drafter | None, builder: TreeBuilder, limit: int = 20) -> Context:
     """The first round of these prompts, which were read."""
-    return prefill(target, Greedy(), asked(target, prompts, limit, ignore_eos=True), drafter, builder)
+    return prefill_context(target, Greedy(), make_request(target, prompts, limit, ignore_eos=True), drafter, builder)
 
 
 def placed(
@@ -27,7 +27,7 @@ def placed(
     """A context of committed `texts`, their roots included, of which the last `news` tokens are new in this round; nothing was
     run."""
     news = [0] * len(texts) if news is None else news
-    context = empty_context(target, builder, target.new_cache(len(texts), 256), (), 0)
+    context = make_context(target, builder, target.new_cache(len(texts), 256), (), 0)
     for row, text in enumerate(texts):
         context.tokens[row, : len(text)] = torch.tensor(text)
     context.cache.lengths.copy_(torch.tensor([len(text) - 1 for text in texts]))
@@ -64,7 +64,7 @@ class Keeping(WrappedBuilder):
         if draft.rollout is not None and self.listen is not None:
             draft = replace(draft, rollout=self.listen(draft.rollout, prefix))
         tree = super().grow(prefix, draft)
-        tree.check()
+        tree.check_structure()
         assert torch.equal(tree.tokens[:, 0], prefix.root)
         self.texts.append([tokens[: end + 1] for tokens, end in zip(prefix.tokens.tolist(), prefix.lengths.tolist())])
         self.trees.append(tree)

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.decoding.acceptance import Greedy, Match, Recursive, Walking
+from spectrain.decoding.acceptance import Greedy, Match
+from spectrain.decoding.acceptance.rejection import RecursiveRejection
+from spectrain.decoding.acceptance.sequential import SequentialRule
 from spectrain.kernels.tree_verify import shape_logits
-from spectrain.randomness import ACCEPT, DRAFT, SAMPLE, generator, gumbel
+from spectrain.randomness import ACCEPT, DRAFT, SAMPLE, gumbel_noise, keyed_generator
 from spectrain.trees.token_tree import Children, TokenTree
 from tests.decoding.walking import walk
 
@@ -63,9 +65,9 @@ def test_walk_equals_a_loop(shape: str, num_nodes: int, seed: int) -> None:
     rows = [drawn_tree(shape, num_nodes, draw) for _ in range(4)]
     choices = [drawn_choice(tokens, parents, draw) for tokens, parents, _, _ in rows]
     tree = TokenTree(*(torch.tensor(column) for column in zip(*rows)))
-    tree.check()
+    tree.check_structure()
     accepted = walk(tree, torch.tensor(choices))
-    emitted = accepted.emitted(tree)
+    emitted = accepted.emitted_tokens(tree)
     paths = [
         looped_walk(tokens, parents, [v and e for v, e in zip(valid, emits)], choice)
         for (tokens, parents, valid, emits), choice in zip(rows, choices)
@@ -82,12 +84,17 @@ def test_walk_equals_a_loop(shape: str, num_nodes: int, seed: int) -> None:
 def test_greedy_follows_the_argmax() -> None:
     """A greedy round is the walk along the target's most likely tokens."""
     tokens = torch.tensor([[5, 1, 2, 3], [5, 1, 2, 3]])
-    tree = TokenTree.chain(tokens)
+    tree = TokenTree.from_chain(tokens)
     wanted = torch.tensor([[1, 2, 0, 4], [1, 2, 3, 4]])
     logits = torch.nn.functional.one_hot(wanted, 6).float()
     accepted = Greedy()(tree, logits, torch.arange(2), tree.depths)
     assert accepted.counts.tolist() == [3, 4]
-    assert accepted.emitted(tree)[0, :3].tolist() == [1, 2, 0] and accepted.emitted(tree)[1].tolist() == [1, 2, 3, 4]
+    assert accepted.emitted_tokens(tree)[0, :3].tolist() == [1, 2, 0] and accepted.emitted_tokens(tree)[1].tolist() == [
+        1,
+        2,
+        3,
+        4,
+    ]
 
 
 # Sample-and-match in exact arithmetic
@@ -138,17 +145,17 @@ def test_sample_and_match_is_lossless(draws: Callable[[list[Path]], Outcomes], n
     nodes = TREES[name]
     outcomes = draws(nodes)
     assert sum(weight for weight, _ in outcomes) == 1
-    one = TokenTree.of(
+    one = TokenTree.from_parents(
         torch.tensor([[node[-1] if node else 0 for node in nodes]]),
         torch.tensor([[nodes.index(node[:-1]) if node else -1 for node in nodes]]),
     )
-    masks = {"valid": one.valid.clone(), "emitted": one.emitted.clone()}
+    masks = {"valid": one.valid.clone(), "emitted": one.can_emit.clone()}
     if hidden is not None:
         masks[hidden][0, 1] = False
     batch = len(outcomes)
     tree = TokenTree(*(t.expand(batch, -1) for t in (one.tokens, one.parents, masks["valid"], masks["emitted"])))
     accepted = walk(tree, torch.tensor([choice for _, choice in outcomes]))
-    emitted = accepted.emitted(tree)
+    emitted = accepted.emitted_tokens(tree)
     found: dict[Path, Fraction] = defaultdict(Fraction)
     for (weight, _), count, tokens in zip(outcomes, accepted.counts.tolist(), emitted.tolist()):
         head = tuple(tokens[:count])
@@ -173,7 +180,7 @@ def test_match_draws_from_the_tempered_target(temperature: float, seed: int) -> 
     """Draws over many sequences and positions pass a chi-squared test against softmax(logits / temperature)."""
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.3, -0.5, -1.0, -1.5])
     rows, positions = torch.arange(150), torch.arange(100).expand(150, -1)
-    drawn = Match(temperature, seed=seed).choose(logits.expand(150, 100, -1), rows, positions)
+    drawn = Match(temperature, seed=seed).choose_tokens(logits.expand(150, 100, -1), rows, positions)
     expected = (logits.double() / temperature).softmax(-1) * drawn.numel()
     observed = drawn.flatten().bincount(minlength=8)
     assert float(((observed - expected) ** 2 / expected).sum()) < CHI_SQUARED_7
@@ -182,7 +189,7 @@ def test_match_draws_from_the_tempered_target(temperature: float, seed: int) -> 
 def test_match_neighbouring_draws_are_independent() -> None:
     """Draws at neighbouring positions and in neighbouring sequences pass a chi-squared test of independence."""
     rows, positions = torch.arange(120), torch.arange(120).expand(120, -1)
-    drawn = Match().choose(torch.zeros(120, 120, 3), rows, positions)
+    drawn = Match().choose_tokens(torch.zeros(120, 120, 3), rows, positions)
     for first, second in ((drawn[:, :-1], drawn[:, 1:]), (drawn[:-1], drawn[1:])):
         observed = (3 * first + second).flatten().bincount(minlength=9)
         expected = first.numel() / 9
@@ -193,21 +200,21 @@ def test_match_repeats_and_follows_its_keys() -> None:
     """The same keys give the same draws, in any batch order and node order; another seed gives others."""
     logits = torch.randn(5, 12, 20)
     rows, positions = torch.tensor([3, 0, 7, 11, 4]), torch.randint(0, 50, (5, 12))
-    drawn = Match(seed=1).choose(logits, rows, positions)
+    drawn = Match(seed=1).choose_tokens(logits, rows, positions)
     batch, nodes = torch.randperm(5), torch.randperm(12)
-    assert torch.equal(drawn, Match(seed=1).choose(logits, rows, positions))
-    assert torch.equal(drawn[batch], Match(seed=1).choose(logits[batch], rows[batch], positions[batch]))
-    assert torch.equal(drawn[:, nodes], Match(seed=1).choose(logits[:, nodes], rows, positions[:, nodes]))
-    assert torch.equal(drawn[2:3], Match(seed=1).choose(logits[2:3], rows[2:3], positions[2:3]))
-    assert not torch.equal(drawn, Match(seed=2).choose(logits, rows, positions))
+    assert torch.equal(drawn, Match(seed=1).choose_tokens(logits, rows, positions))
+    assert torch.equal(drawn[batch], Match(seed=1).choose_tokens(logits[batch], rows[batch], positions[batch]))
+    assert torch.equal(drawn[:, nodes], Match(seed=1).choose_tokens(logits[:, nodes], rows, positions[:, nodes]))
+    assert torch.equal(drawn[2:3], Match(seed=1).choose_tokens(logits[2:3], rows[2:3], positions[2:3]))
+    assert not torch.equal(drawn, Match(seed=2).choose_tokens(logits, rows, positions))
 
 
 def test_noise_differs_for_every_key() -> None:
     """No two nearby keys of purpose, seed, row and position share their noise, and a key always has the same."""
     keys = list(itertools.product((DRAFT, ACCEPT, SAMPLE), range(3), range(15), range(15)))
-    noise = [tuple(gumbel((4,), generator(*key)).tolist()) for key in keys]
+    noise = [tuple(gumbel_noise((4,), keyed_generator(*key)).tolist()) for key in keys]
     assert len(set(noise)) == len(keys)
-    assert noise == [tuple(gumbel((4,), generator(*key)).tolist()) for key in keys]
+    assert noise == [tuple(gumbel_noise((4,), keyed_generator(*key)).tolist()) for key in keys]
 
 
 # Shaping
@@ -240,7 +247,7 @@ def test_shaping_equals_plain_python(temperature: float, top_k: int, top_p: floa
 def test_match_never_draws_what_shaping_cut() -> None:
     """With top_k=2 only the two likeliest tokens are drawn, and both are."""
     logits = torch.tensor([0.0, 3.0, 1.0, 2.5, -1.0]).expand(1, 200, -1)
-    drawn = Match(top_k=2).choose(logits, torch.zeros(1, dtype=torch.int64), torch.arange(200)[None])
+    drawn = Match(top_k=2).choose_tokens(logits, torch.zeros(1, dtype=torch.int64), torch.arange(200)[None])
     assert set(drawn.flatten().tolist()) == {1, 3}
 
 
@@ -263,7 +270,10 @@ def test_recursive_on_the_device_equals_its_proof_row_by_row(children: Children,
     every = torch.ones_like(valid)
     tree = TokenTree(tokens, torch.tensor(parents).expand(batch, -1), valid, every, children, q, draft_ids)
     rows, positions = torch.randperm(batch), 30 + torch.arange(batch)[:, None] + tree.depths
-    rule = Recursive(*cut, seed=4)
-    one, other = rule(tree, logits, rows, positions).trimmed(), Walking.__call__(rule, tree, logits, rows, positions)
+    rule = RecursiveRejection(*cut, seed=4)
+    one, other = (
+        rule(tree, logits, rows, positions).trim_padding(),
+        SequentialRule.__call__(rule, tree, logits, rows, positions),
+    )
     assert torch.equal(one.path, other.path) and torch.equal(one.counts, other.counts)
     assert torch.equal(one.bonus, other.bonus) and len(set(one.counts.tolist())) > 2

@@ -9,9 +9,9 @@ from spectrain.decoding.session import Session
 from spectrain.drafters.ngram import Ngram
 from spectrain.eval.identity import logit_gap
 from spectrain.models.forward_plan import ForwardPlan
-from spectrain.models.loading import default_dtype
-from spectrain.models.plain import generate, plain_model
-from spectrain.models.prepacked import has_alike_rows, is_packed
+from spectrain.models.loading import resolve_dtype
+from spectrain.models.packed_linears import has_batch_invariance, is_packed
+from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from spectrain.trees.chain import Chain
 from spectrain.trees.token_tree import TokenTree
@@ -20,7 +20,7 @@ CONFIG = LlamaConfig(
     vocab_size=96, hidden_size=128, intermediate_size=1088, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
     max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
-rows_are_alike = pytest.mark.skipif(not has_alike_rows(), reason="rows of bfloat16 are not alike here")
+rows_are_alike = pytest.mark.skipif(not has_batch_invariance(), reason="rows of bfloat16 are not alike here")
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def rounded(tiny: Target) -> Target:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     target = Target(model, tiny.tokenizer, "rounded", "")
-    target.pack()
+    target.pack_weights()
     return target
 
 
@@ -42,7 +42,7 @@ def test_a_node_has_the_bits_of_a_token_alone(rounded: Target) -> None:
     torch.manual_seed(1)
     prompts, lengths = torch.randint(3, 96, (2, 30)), torch.tensor([30, 21])
     parents = torch.tensor([-1, *(int(torch.randint(max(0, node - 4), node, ())) for node in range(1, 40))])
-    tree = TokenTree.of(torch.randint(3, 96, (2, 40)), parents.expand(2, -1))
+    tree = TokenTree.from_parents(torch.randint(3, 96, (2, 40)), parents.expand(2, -1))
     with torch.inference_mode():
         cache = rounded.new_cache(2, 128)
         rounded.prefill(prompts, lengths, cache, ())
@@ -63,7 +63,7 @@ def test_a_node_has_the_bits_of_a_token_alone(rounded: Target) -> None:
 def test_drafted_equals_generate(rounded: Target) -> None:
     """Token by token, for a chain that copies and goes wrong often, and autoregressively."""
     prompts = [[5, 6, 7, 5, 6, 7, 5], list(range(3, 60))]
-    with plain_model(rounded) as model:
+    with reference_model(rounded) as model:
         wanted = [generate(model, prompt, 40, frozenset()) for prompt in prompts]
     assert len({token for output in wanted for token in output}) > 10
     for drafter, builder in ((None, None), (Ngram(rounded, longest=2), Chain(4))):
@@ -74,7 +74,7 @@ def test_drafted_equals_generate(rounded: Target) -> None:
 @rows_are_alike
 def test_generate_multiplies_a_token_alone_as_one_of_several(rounded: Target) -> None:
     """Without AMX oneDNN adds up a single row of more than 1,024 numbers in another order, of torch's linears too."""
-    with plain_model(rounded) as model, torch.inference_mode():
+    with reference_model(rounded) as model, torch.inference_mode():
         linear = model.model.layers[0].mlp.down_proj
         rows = torch.randn(300, linear.in_features).bfloat16()
         alone = torch.cat([linear(row[None, None])[0] for row in rows])
@@ -92,7 +92,7 @@ def test_a_near_tie_is_as_wide_as_the_rounding(rounded: Target, shallow: Target)
 def test_small_models_stay_in_float32() -> None:
     """On a CPU; larger ones go where the processor is quick; what is asked for is done."""
     large = LlamaConfig(hidden_size=576, intermediate_size=1536)
-    assert default_dtype("cpu", CONFIG) == torch.float32
-    assert default_dtype("cpu", large) == (torch.bfloat16 if has_alike_rows() else torch.float32)
-    assert default_dtype("cuda:0", CONFIG) == torch.bfloat16
-    assert default_dtype("cpu", large, "float32") == torch.float32
+    assert resolve_dtype("cpu", CONFIG) == torch.float32
+    assert resolve_dtype("cpu", large) == (torch.bfloat16 if has_batch_invariance() else torch.float32)
+    assert resolve_dtype("cuda:0", CONFIG) == torch.bfloat16
+    assert resolve_dtype("cpu", large, "float32") == torch.float32

@@ -7,17 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.decoding.acceptance import (
-    AcceptanceRule,
-    Block,
-    Greedy,
-    Match,
-    OpenSampling,
-    Recursive,
-    SpeculativeSampling,
-    Traversal,
+from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match, OpenSampling
+from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling, Traversal
+from spectrain.decoding.calibration import (
+    TeacherForcedBuilder,
+    calibrate_builders,
+    measure_latency,
+    resolve_rule,
+    run_teacher_forced,
 )
-from spectrain.decoding.calibration import Forced, calibrate, measure_latency, run_forced, settle
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
@@ -27,7 +25,7 @@ from spectrain.features.batch import Batch
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 from spectrain.trees import Cast, Chain, Eagle2, Sequoia, Static, TreeBuilder
-from spectrain.trees.measurements import Calibration, Latency, RuleForecast, _between
+from spectrain.trees.measurements import Calibration, Latency, RuleForecast, _interpolate_nodes
 from spectrain.trees.token_tree import Children
 from tests.decoding.test_loop import stop_at
 from tests.trees.tables import VOCAB, Table, soft_scores
@@ -61,43 +59,50 @@ def eagle3(shallow: Target, prompts: list[list[int]]) -> Eagle3:
 def test_between_is_exact_and_linear() -> None:
     """Measured sizes give what was measured, others lie on the line through their neighbours, also beyond the ends."""
     table = {8: 3.0, 1: 1.0, 4: 7.0}
-    assert [_between(table, size) for size in (1, 4, 8)] == [1.0, 7.0, 3.0]
-    assert [_between(table, size) for size in (2, 2.5, 5, 7)] == [3.0, 4.0, 6.0, 4.0]
-    assert [_between(table, size) for size in (0, 9, 10)] == [-1.0, 2.0, 1.0]
-    assert _between({5: 2.5}, 1) == _between({5: 2.5}, 40) == 2.5
+    assert [_interpolate_nodes(table, size) for size in (1, 4, 8)] == [1.0, 7.0, 3.0]
+    assert [_interpolate_nodes(table, size) for size in (2, 2.5, 5, 7)] == [3.0, 4.0, 6.0, 4.0]
+    assert [_interpolate_nodes(table, size) for size in (0, 9, 10)] == [-1.0, 2.0, 1.0]
+    assert _interpolate_nodes({5: 2.5}, 1) == _interpolate_nodes({5: 2.5}, 40) == 2.5
 
 
 def test_latency_between_contexts_is_linear() -> None:
     """So is that of a tree's size behind every context; beyond the lengths that were measured the nearest holds."""
     latency = Latency({100: {1: 10.0, 3: 12.0}, 300: {1: 20.0, 3: 26.0}}, {100: {1: 1.0}, 300: {1: 3.0}}, 0.0)
-    assert [latency.verify(1, length) for length in (0, 100, 150, 200, 300, 999)] == [10.0, 10.0, 12.5, 15.0, 20.0, 20.0]
-    assert [latency.verify(2, length) for length in (100, 200, 300)] == [11.0, 17.0, 23.0]
-    assert [latency.step(7, length) for length in (0, 250, 999)] == [1.0, 2.5, 3.0]
+    assert [latency.estimate_verify(1, length) for length in (0, 100, 150, 200, 300, 999)] == [
+        10.0,
+        10.0,
+        12.5,
+        15.0,
+        20.0,
+        20.0,
+    ]
+    assert [latency.estimate_verify(2, length) for length in (100, 200, 300)] == [11.0, 17.0, 23.0]
+    assert [latency.estimate_step(7, length) for length in (0, 250, 999)] == [1.0, 2.5, 3.0]
 
 
 def test_latency_adds_up() -> None:
     """A draft is its first step and, for every further level, a step of that width, each behind its own context."""
     latency = Latency({10: {1: 1.0, 3: 2.0}, 50: {1: 4.0, 3: 8.0}}, {10: {1: 0.1, 3: 0.3}, 50: {1: 0.5, 3: 0.9}}, 0.25)
-    assert (latency.verify(2), latency.verify(2, 30), latency.verify(5, 99)) == (1.5, 3.75, 12.0)
-    assert latency.draft(1, 3) == 0.25 and latency.draft(4, 2) == pytest.approx(0.25 + 3 * 0.2)
-    assert latency.draft(3, 2, 30) == pytest.approx(0.25 + 2 * 0.45)
+    assert (latency.estimate_verify(2), latency.estimate_verify(2, 30), latency.estimate_verify(5, 99)) == (1.5, 3.75, 12.0)
+    assert latency.estimate_draft(1, 3) == 0.25 and latency.estimate_draft(4, 2) == pytest.approx(0.25 + 3 * 0.2)
+    assert latency.estimate_draft(3, 2, 30) == pytest.approx(0.25 + 2 * 0.45)
 
 
 def test_chances_are_weighted_by_places(tmp_path: Path) -> None:
     """Hits of all depths together, as if counted in one; and a calibration is saved as it is."""
     calibration = Calibration([[0.5, 0.25], [0.2, 0.0], [0.9, 0.9]], [6, 2, 0])
-    assert calibration.chances == pytest.approx([(3 + 0.4) / 8, 1.5 / 8])
+    assert calibration.pooled_hits == pytest.approx([(3 + 0.4) / 8, 1.5 / 8])
     calibration.save(tmp_path / "calibration.json")
     assert json.loads((tmp_path / "calibration.json").read_text()) == vars(calibration)
 
 
 def forced_decode(
     shallow: Target, prompts: list[list[int]], drafter: Eagle3, builder: TreeBuilder, rule: AcceptanceRule, batch: int = 1
-) -> tuple[Forced, list[Generation], list[Generation]]:
+) -> tuple[TeacherForcedBuilder, list[Generation], list[Generation]]:
     """Autoregressive answers, and decoding with every draft right."""
-    free = rule.matched()
+    free = rule.matching_rule()
     answers = decode(shallow, prompts, free, LIMIT)
-    forced = Forced({row: answer.prompt + answer.output for row, answer in enumerate(answers)}, builder, rule)
+    forced = TeacherForcedBuilder({row: answer.prompt + answer.output for row, answer in enumerate(answers)}, builder, rule)
     runs = []
     for row in range(0, len(prompts), batch):
         rows = list(range(row, row + batch))
@@ -106,7 +111,9 @@ def forced_decode(
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("rule", [Greedy(), Match(temperature=2.0, seed=7), Recursive(seed=2)], ids=lambda rule: rule.name)
+@pytest.mark.parametrize(
+    "rule", [Greedy(), Match(temperature=2.0, seed=7), RecursiveRejection(seed=2)], ids=lambda rule: rule.name
+)
 @pytest.mark.parametrize("depth", [1, 4])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_forced_rounds_keep_everything(
@@ -124,7 +131,7 @@ def test_forced_rounds_keep_everything(
     for found, wanted in zip(runs, answers):
         assert found.output == wanted.output and len(found.output) == LIMIT
         full, rest = divmod(LIMIT - 1, depth + 1)
-        assert found.accepted[:full] == [depth + 1] * full and len(found.accepted) == full + (rest > 0)
+        assert found.round_lengths[:full] == [depth + 1] * full and len(found.round_lengths) == full + (rest > 0)
 
 
 def ranks(shallow: Target, eagle3: Eagle3, text: list[int], step: int) -> list[int]:
@@ -152,7 +159,7 @@ def test_hits_equal_a_count_by_hand(tiny: Target, prompts: list, monkeypatch: py
     eagle3 = lucky(tiny, prompts)  # with three layers' answers none is lucky at every depth
     stop_at(monkeypatch)
     forced, runs, _ = forced_decode(tiny, prompts, eagle3, Chain(depth), Greedy())
-    sums, counts = torch.zeros_like(forced.sums), [0] * depth
+    sums, counts = torch.zeros_like(forced.hit_sums), [0] * depth
     for found in runs:
         for start in range(0, LIMIT - 1, depth + 1):
             for step in range(min(depth, LIMIT - 1 - start)):
@@ -162,36 +169,38 @@ def test_hits_equal_a_count_by_hand(tiny: Target, prompts: list, monkeypatch: py
                 if found.output[end] in guesses:
                     sums[step, guesses.index(found.output[end])] += 1
     assert (sums[:, 0] > 0).all() and (sums[:, 1:].sum(1) > 0).all()
-    assert forced.sums.tolist() == sums.tolist() and forced.counts == counts
+    assert forced.hit_sums.tolist() == sums.tolist() and forced.counts == counts
     expected = [[hit / count for hit in row] for row, count in zip(sums.tolist(), counts)]
-    assert forced.hits == [pytest.approx(row) for row in expected]
-    again = run_forced(tiny, eagle3, Chain(depth), Greedy(), prompts, LIMIT)
-    assert again.hits == forced.hits and again.counts == forced.counts
+    assert forced.hit_rates == [pytest.approx(row) for row in expected]
+    again = run_teacher_forced(tiny, eagle3, Chain(depth), Greedy(), prompts, LIMIT)
+    assert again.hit_rates == forced.hit_rates and again.counts == forced.counts
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("rule", [Greedy(), Match(seed=7), Recursive(seed=2)], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", [Greedy(), Match(seed=7), RecursiveRejection(seed=2)], ids=lambda rule: rule.name)
 @pytest.mark.parametrize("children", ["deterministic", "without_replacement"])
 def test_hits_of_distinct_children_are_chances(
     shallow: Target, prompts: list, eagle3: Eagle3, rule: AcceptanceRule, children: Children
 ) -> None:
     """At every depth they are no less than 0 and add up to 1 at most, for one child is kept or none; some are kept."""
-    forced = run_forced(shallow, eagle3, Chain(3, children), rule, prompts, LIMIT)
-    hits = torch.tensor(forced.hits)
+    forced = run_teacher_forced(shallow, eagle3, Chain(3, children), rule, prompts, LIMIT)
+    hits = torch.tensor(forced.hit_rates)
     assert hits.shape == (3, forced.width) and (hits >= 0).all() and (hits.sum(1) <= 1 + 1e-6).all()
     assert hits.sum() > 0 and min(forced.counts) > 0
 
 
 def chances(rule: AcceptanceRule, children: Children, logits: Tensor, number: int, width: int = VOCAB) -> list[float]:
     """The chances of the children that are drawn from a table the `number`th time."""
-    forced = Forced({}, Chain(1, children), rule, width)
+    forced = TeacherForcedBuilder({}, Chain(1, children), rule, width)
     forced.rollout, forced.counts = Table(soft_scores), [number]
-    siblings, _ = forced._siblings(logits, torch.tensor(soft_scores(0, ())), 0, (children, 1.0))
-    return [float(chance) for chance in rule.chances(siblings)]
+    siblings, _ = forced._make_siblings(logits, torch.tensor(soft_scores(0, ())), 0, (children, 1.0))
+    return [float(chance) for chance in rule.acceptance_chances(siblings)]
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("rule", [SpeculativeSampling(), Recursive(), Block(), Traversal()], ids=lambda rule: rule.name)
+@pytest.mark.parametrize(
+    "rule", [SpeculativeSampling(), RecursiveRejection(), Block(), Traversal()], ids=lambda rule: rule.name
+)
 @pytest.mark.parametrize("children", ["sampled", "without_replacement"])
 def test_first_child_is_kept_with_the_overlap(rule: AcceptanceRule, children: Children) -> None:
     """On average over draws, every rule that weighs p against q keeps the first child with the summed min(p, q)."""
@@ -207,7 +216,7 @@ def test_all_tokens_without_replacement_keep_one() -> None:
     logits = torch.full((7 * VOCAB,), float("-inf"))
     logits[7 * torch.arange(VOCAB) + 3] = torch.randn(VOCAB)
     for number in range(50):
-        found = chances(Recursive(), "without_replacement", logits, number)
+        found = chances(RecursiveRejection(), "without_replacement", logits, number)
         assert min(found) >= 0 and sum(found) == pytest.approx(1)
         assert sum(chances(Match(), "without_replacement", logits, number)) == pytest.approx(1)
 
@@ -231,28 +240,31 @@ def test_overlap_and_first_equal_a_count_by_hand(
             p = (logits[0, -1] / getattr(rule, "temperature", 1.0)).softmax(-1)
             overlap.append(float(torch.minimum(p, (log_q / 0.5).softmax(-1)).sum()))
             first.append(float(log_q.argmax() == logits[0, -1].argmax()))
-    assert forced.overlap == pytest.approx([sum(overlap) / len(overlap)], abs=1e-4) and 0 < forced.overlap[0] < 1
-    assert forced.first == pytest.approx([sum(first) / len(first)])
+    assert forced.mean_overlap == pytest.approx([sum(overlap) / len(overlap)], abs=1e-4) and 0 < forced.mean_overlap[0] < 1
+    assert forced.top1_agreement == pytest.approx([sum(first) / len(first)])
 
 
 @pytest.mark.parametrize("builder", [Chain(2), Eagle2(2, 8, 4)], ids=lambda builder: builder.name)
 def test_sampling_rules_are_forecast(shallow: Target, prompts: list, eagle3: Eagle3, builder: TreeBuilder) -> None:
     """With sample-and-match, what both rules would keep is measured over the same places: of one child of a chain and of four
     of a tree, as forced decoding with either rule finds; no other rule is compared."""
-    forced = run_forced(shallow, eagle3, builder, Match(seed=3), prompts[:2], LIMIT)
-    rules = forced.rules
+    forced = run_teacher_forced(shallow, eagle3, builder, Match(seed=3), prompts[:2], LIMIT)
+    rules = forced.rule_forecast
     assert rules is not None and rules.children == (1 if builder.is_chain else 4)
-    assert rules.matched == pytest.approx([sum(hits[: rules.children]) for hits in forced.hits])
-    drawn = run_forced(shallow, eagle3, Chain(2, "without_replacement"), Recursive(seed=3), prompts[:2], LIMIT)
+    assert rules.matched == pytest.approx([sum(hits[: rules.children]) for hits in forced.hit_rates])
+    drawn = run_teacher_forced(shallow, eagle3, Chain(2, "without_replacement"), RecursiveRejection(seed=3), prompts[:2], LIMIT)
     assert drawn.counts == forced.counts
-    assert rules.weighed == pytest.approx([sum(hits[: rules.children]) for hits in drawn.hits])
-    assert run_forced(shallow, eagle3, builder, Greedy(), prompts[:1], LIMIT).rules is None and drawn.rules is None
+    assert rules.weighed == pytest.approx([sum(hits[: rules.children]) for hits in drawn.hit_rates])
+    assert (
+        run_teacher_forced(shallow, eagle3, builder, Greedy(), prompts[:1], LIMIT).rule_forecast is None
+        and drawn.rule_forecast is None
+    )
 
 
 def test_the_better_rule_by_hand() -> None:
     """Where four drawn children are kept at 0.7 and the four likeliest at 0.45, drawing is recommended, else not."""
     weak, sure = RuleForecast(4, [0.445, 0.4], [0.704, 0.7]), RuleForecast(1, [0.9], [0.91])
-    assert weak.lengths == pytest.approx((1 + 0.445 + 0.178, 1 + 0.704 + 0.4928))
+    assert weak.forecast_lengths == pytest.approx((1 + 0.445 + 0.178, 1 + 0.704 + 0.4928))
     assert weak.summary()["better"] == "recursive" and sure.summary()["better"] == "match"
     assert "acceptance=recursive tree.children=without_replacement 0.70 0.70: use that" in better_rule(weak.summary())
 
@@ -263,39 +275,39 @@ def test_an_open_rule_is_settled(
 ) -> None:
     """acceptance=sample becomes recursive rejection over the same tree, drawn, where that promises more, else sample-and-match;
     a tree that cannot be drawn stays, one that is drawn already is weighed, and other rules are left alone."""
-    monkeypatch.setattr(RuleForecast, "weighing_pays", pays)
+    monkeypatch.setattr(RuleForecast, "prefers_rejection", pays)
     rule, sampling = OpenSampling(0.7, 9, 0.9, 4), (0.7, 9, 0.9, 4)
     for builder in (Chain(2, seed=6), Static(2, 5, [[0], [1], [0, 0]], seed=6)):
-        found, tree, forecast = settle(shallow, eagle3, builder, rule, lambda: prompts[:1])
-        assert forecast is not None and found.shaping == sampling and tree.depth == 2 and tree.seed == 6
+        found, tree, forecast = resolve_rule(shallow, eagle3, builder, rule, lambda: prompts[:1])
+        assert forecast is not None and found.sampling_settings == sampling and tree.depth == 2 and tree.seed == 6
         assert (found.name, tree.temperature) == (("recursive", 0.7) if pays else ("match", 1.0))
-        found.check(tree.children, tree.is_chain)
+        found.check_children(tree.children, tree.is_chain)
         assert (tree is builder) is not pays and builder.children == "deterministic"
-    found, tree, _ = settle(shallow, eagle3, other := Eagle2(2, 6, 2), rule, lambda: [])
+    found, tree, _ = resolve_rule(shallow, eagle3, other := Eagle2(2, 6, 2), rule, lambda: [])
     assert (found.name, tree) == ("match", other)
-    found, tree, _ = settle(shallow, eagle3, other := Chain(2, "sampled"), rule, lambda: [])
+    found, tree, _ = resolve_rule(shallow, eagle3, other := Chain(2, "sampled"), rule, lambda: [])
     assert (found.name, tree) == ("recursive", other)
-    assert settle(shallow, eagle3, other, greedy := Greedy(), lambda: []) == (greedy, other, None)
-    assert Static(2, 4, [[0], [2]]).drawn(1.0) is None
+    assert resolve_rule(shallow, eagle3, other, greedy := Greedy(), lambda: []) == (greedy, other, None)
+    assert Static(2, 4, [[0], [2]]).sampled_variant(1.0) is None
 
 
 def test_calibrate_prepares_what_needs_it(shallow: Target, prompts: list, eagle3: Eagle3) -> None:
     """Builders that need hits share those of the deepest one and search their own trees; a chain needs nothing."""
     builders = [Static(depth=2, budget=5), Chain(7), Sequoia(depth=3, budget=6)]
-    calibration = calibrate(shallow, eagle3, builders, Greedy(), prompts, LIMIT)
+    calibration = calibrate_builders(shallow, eagle3, builders, Greedy(), prompts, LIMIT)
     assert calibration is not None and calibration.latency is None
-    forced = run_forced(shallow, eagle3, Chain(3), Greedy(), prompts, LIMIT)
-    assert (calibration.hits, calibration.counts) == (forced.hits, forced.counts)
+    forced = run_teacher_forced(shallow, eagle3, Chain(3), Greedy(), prompts, LIMIT)
+    assert (calibration.hits, calibration.counts) == (forced.hit_rates, forced.counts)
     for builder, fresh in ((builders[0], Static(depth=2, budget=5)), (builders[2], Sequoia(depth=3, budget=6))):
         assert isinstance(builder, Static) and builder.paths
-        assert set(builder.paths) == set(fresh.search(calibration)) and len(builder.paths) < fresh.budget
-    assert calibrate(shallow, eagle3, [Chain(2), Static(paths=[[0], [1]])], Greedy(), prompts, LIMIT) is None
+        assert set(builder.paths) == set(fresh.search_paths(calibration)) and len(builder.paths) < fresh.budget
+    assert calibrate_builders(shallow, eagle3, [Chain(2), Static(paths=[[0], [1]])], Greedy(), prompts, LIMIT) is None
 
 
 def test_calibrate_times_what_needs_it(shallow: Target, prompts: list, eagle3: Eagle3) -> None:
     """A builder that weighs costs gets the latency of nodes up to its budget, and then decodes greedily."""
     builder = Cast(depth=2, budget=3, top_k=2)
-    calibration = calibrate(shallow, eagle3, [builder, Chain(4)], Greedy(), prompts, LIMIT)
+    calibration = calibrate_builders(shallow, eagle3, [builder, Chain(4)], Greedy(), prompts, LIMIT)
     assert calibration is not None and calibration.latency is builder.latency is not None
     assert not calibration.hits and {tuple(table) for table in builder.latency.verify_seconds.values()} == {(1, 2, 3)}
     plain = decode(shallow, prompts, Greedy(), LIMIT)

@@ -13,15 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from spectrain.decoding import captured
-from spectrain.decoding.acceptance import AcceptanceRule, Block, Greedy, Match, Recursive, SpeculativeSampling
-from spectrain.decoding.calibration import Forced, Known
-from spectrain.decoding.captured import KEPT, Captured, Marks
+from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
+from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling
+from spectrain.decoding.calibration import PresetChainBuilder, TeacherForcedBuilder
+from spectrain.decoding.captured import MAX_CACHED_STATES, CapturedRunner, RoundTimer
 from spectrain.decoding.generation import Generation
-from spectrain.decoding.loop import Outcome, Request, decode
-from spectrain.drafters.amphista import Amphista
+from spectrain.decoding.loop import Request, RoundOutcome, decode
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.causal import Causal
-from spectrain.drafters.ctc import Ctc
 from spectrain.drafters.dflash import DFlash
 from spectrain.drafters.dflash2 import DFlash2
 from spectrain.drafters.dspark import DSpark
@@ -29,19 +28,21 @@ from spectrain.drafters.eagle1 import Eagle1
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.early_exit import EarlyExit
 from spectrain.drafters.gated_lora import GatedLora
-from spectrain.drafters.gumiho import Gumiho
-from spectrain.drafters.hydra import Hydra
-from spectrain.drafters.kangaroo import Kangaroo
-from spectrain.drafters.layer_skip import LayerSkipping
 from spectrain.drafters.medusa import Medusa
 from spectrain.drafters.mtp import Mtp
 from spectrain.drafters.ngram import Ngram
 from spectrain.drafters.pard import Pard
 from spectrain.drafters.peagle import PEagle
-from spectrain.drafters.redrafter import Redrafter
-from spectrain.drafters.transformer_heads import TransformerHeads
 from spectrain.errors import UserError
-from spectrain.models.compiled_layers import compiled_layers
+from spectrain.experimental.amphista.drafter import Amphista
+from spectrain.experimental.ctc.drafter import Ctc
+from spectrain.experimental.gumiho.drafter import Gumiho
+from spectrain.experimental.hydra.drafter import Hydra
+from spectrain.experimental.kangaroo.drafter import Kangaroo
+from spectrain.experimental.layer_skip.drafter import LayerSkipping
+from spectrain.experimental.redrafter.drafter import Redrafter
+from spectrain.experimental.transformer_heads.drafter import TransformerHeads
+from spectrain.models.compiled_layers import compile_layers
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 from spectrain.trees.dynamic import Beam, Entropy, OptTree
@@ -97,14 +98,17 @@ BUILDERS: dict[str, Callable[[], TreeBuilder]] = {
 
 def facts(generations: list[Generation]) -> list[tuple[object, ...]]:
     """All that does not depend on the clock."""
-    return [(g.prompt, g.output, g.accepted, g.depths, g.nodes, g.idle, g.cut, g.done, g.batch) for g in generations]
+    return [
+        (g.prompt, g.output, g.round_lengths, g.depths, g.node_counts, g.idle_counts, g.is_cut, g.is_done, g.batch_size)
+        for g in generations
+    ]
 
 
 def same(
     target: Target, rule: AcceptanceRule, drafter: Drafter | None, builder: TreeBuilder | None, rounds: int = 4
-) -> Captured:
+) -> CapturedRunner:
     """Check batches of several sizes and lengths, decoded one after another by one engine."""
-    engine = Captured(target, rule, drafter, builder, rounds)
+    engine = CapturedRunner(target, rule, drafter, builder, rounds)
     for count, limit, ignore_eos in ((3, 7, True), (1, 8, False), (3, 5, False), (2, 2, True)):
         rows = list(range(3, 3 + count))
         expected = decode(target, PROMPTS[:count], rule, limit, drafter, builder, rows, ignore_eos=ignore_eos)
@@ -124,7 +128,7 @@ def test_every_family_and_tree_equals_the_loop(shallow: Target, drafter: str, bu
     """Tokens, accepted lengths, depths and sizes of every round equal those of the loop that asks the device."""
     made = DRAFTERS[drafter](shallow).eval()
     engine = same(shallow, Greedy(), made, BUILDERS[builder]())
-    assert max(max(one.accepted) for one in engine.decode(PROMPTS, 24)) > (
+    assert max(max(one.round_lengths) for one in engine.decode(PROMPTS, 24)) > (
         drafter in ("causal", "pard", "early_exit", "layer_skip")
     )
 
@@ -134,7 +138,7 @@ def test_every_family_and_tree_equals_the_loop(shallow: Target, drafter: str, bu
 def test_a_tree_that_leaves_out_what_was_run_is_refused(shallow: Target, drafter: str, builder: str) -> None:
     """With the tree and the drafter by name."""
     with pytest.raises(UserError, match=f"tree={builder} leaves out nodes that drafter=[a-z]* has run"):
-        Captured(shallow, Greedy(), DRAFTERS[drafter](shallow).eval(), BUILDERS[builder]())
+        CapturedRunner(shallow, Greedy(), DRAFTERS[drafter](shallow).eval(), BUILDERS[builder]())
 
 
 @pytest.mark.sweep(3, free=("rule", "builder"))
@@ -143,8 +147,8 @@ def test_a_tree_that_leaves_out_what_was_run_is_refused(shallow: Target, drafter
     [
         (Match(0.8, seed=3), Eagle2(3, 10, 3)),
         (Match(1.3, top_k=40, top_p=0.9), Chain(3, "sampled", seed=5)),
-        (Recursive(0.9, top_p=0.95, seed=2), Static(paths=[[0], [1], [0, 0], [1, 0]], children="without_replacement")),
-        (Recursive(), Static(paths=[[0], [1], [0, 0], [1, 0]], children="sampled", temperature=0.7)),
+        (RecursiveRejection(0.9, top_p=0.95, seed=2), Static(paths=[[0], [1], [0, 0], [1, 0]], children="without_replacement")),
+        (RecursiveRejection(), Static(paths=[[0], [1], [0, 0], [1, 0]], children="sampled", temperature=0.7)),
         (SpeculativeSampling(seed=9), Chain(3, "sampled")),
     ],
     ids=["match-eagle2", "match-drawn", "without-replacement", "with-replacement", "speculative-sampling"],
@@ -161,10 +165,10 @@ def test_drawn_tokens_equal_those_of_the_loop(
 def test_rounds_that_can_be_captured_are_counted(shallow: Target, drafter: str | None) -> None:
     """All of them, but for the one in which a drafter reads the prompt: a capture waits for two."""
     made = None if drafter is None else DRAFTERS[drafter](shallow).eval()
-    engine = Captured(shallow, Greedy(), made, None if made is None else Chain(2), every=1)
+    engine = CapturedRunner(shallow, Greedy(), made, None if made is None else Chain(2), rounds_per_read=1)
     (done,) = engine.decode(PROMPTS[:1], 12, ignore_eos=True)
     (state,) = engine.states.values()
-    assert state.warm == len(done.accepted) - (made is not None)
+    assert state.num_warm_rounds == len(done.round_lengths) - (made is not None)
 
 
 class RoundTrace(TorchDispatchMode):
@@ -207,21 +211,21 @@ def test_every_round_is_the_one_that_was_captured(drafter: str | None, builder: 
     target = cut_tiny(3)
     made = None if drafter is None else DRAFTERS[drafter](target).eval().to("meta")
     target.to("meta")
-    engine = Captured(target, Match(0.8, top_k=5), made, None if made is None else BUILDERS[builder]())
+    engine = CapturedRunner(target, Match(0.8, top_k=5), made, None if made is None else BUILDERS[builder]())
     traces = []
     with torch.inference_mode():
         for prompts, rounds in (([[0] * 7, [0] * 4], 2), ([[0] * 5, [0] * 9], 1)):
-            engine.start(Request(prompts, 30, [rounds, 8], frozenset({rounds})))
-            engine.play_round(Marks(target.device))  # reads the prompts
+            engine.start_batch(Request(prompts, 30, [rounds, 8], frozenset({rounds})))
+            engine.run_uncaptured_round(RoundTimer(target.device))  # reads the prompts
             for _ in range(rounds):
                 with RoundTrace() as trace:
-                    list(engine.parts())
+                    list(engine.run_parts())
                 traces.append(trace)
-            engine.state.carried = {name: getattr(made, name) for name in engine._carried}
+            engine.state.drafter_state = {name: getattr(made, name) for name in engine._state_names}
     first, *others = traces
     assert all(trace.steps == first.steps for trace in others)
     held = {told[0] for step in first.steps for told in step[1:] if isinstance(told, tuple)}
-    assert engine.state.log is not None and {place(engine.state.log.lines), place(engine.state.context.tokens)} <= held
+    assert engine.state.log is not None and {place(engine.state.log.records), place(engine.state.context.tokens)} <= held
 
 
 @pytest.mark.parametrize("rounds", [1, 3, 8])
@@ -255,12 +259,12 @@ def test_compiled_rounds_equal_the_loop(drafter: str | None, builder: str | None
     made = None if drafter is None else DRAFTERS[drafter](target).eval()
     shape = None if builder is None else BUILDERS[builder]()
     expected = decode(target, PROMPTS[:2], Greedy(), 9, made, shape)
-    engine = Captured(target, Greedy(), made, shape, backend=backend)
+    engine = CapturedRunner(target, Greedy(), made, shape, backend=backend)
     for _ in range(2):
         assert facts(engine.decode(PROMPTS[:2], 9)) == facts(expected)
     assert not counters["graph_break"]
     capture = None if made is None else made.abilities.capture
-    at_once = capture is not None and not engine._models and not capture.keeps_drafts
+    at_once = capture is not None and not engine._drafter_models and not capture.keeps_drafts
     assert counters["stats"]["unique_graphs"] == models + at_once
     if drafter == "eagle3":  # caches of another bound run by the same code
         longer = [list(range(5, 265))] * 2
@@ -272,14 +276,14 @@ def test_compiled_rounds_equal_the_loop(drafter: str | None, builder: str | None
 def test_a_drafter_that_others_use_in_between_finds_its_caches_again(shallow: Target) -> None:
     """Two engines and the loop share a drafter, in turn: each gives what it gives alone."""
     drafter, builders = Eagle3(shallow, vocab_size=512).eval(), (Chain(2), Eagle2(3, 10, 3))
-    engines = [Captured(shallow, Greedy(), drafter, builder) for builder in builders]
+    engines = [CapturedRunner(shallow, Greedy(), drafter, builder) for builder in builders]
     held: list[object] = []
     for _ in range(2):
         for engine, builder in zip(engines, builders):
             expected = decode(shallow, PROMPTS, Greedy(), 8, drafter, builder)
             assert facts(engine.decode(PROMPTS, 8)) == facts(expected)
             (state,) = engine.states.values()
-            held.append(state.carried["cache"].storage.data_ptr())
+            held.append(state.drafter_state["cache"].storage.data_ptr())
     assert held == held[:2] * 2 and held[0] != held[1]
 
 
@@ -289,7 +293,7 @@ def test_layers_that_are_not_compiled_do_not_shift_the_others(monkeypatch: pytes
     target = cut_tiny(3)
     expected = decode(target, PROMPTS[:1], Greedy(), 5)
     forwards = [layer.forward for layer in target.layers]
-    with compiled_layers(target.layers, "eager"):
+    with compile_layers(target.layers, "eager"):
         for layer, forward in list(zip(target.layers, forwards))[::2]:
             layer.forward = forward
         found = decode(target, PROMPTS[:1], Greedy(), 5)
@@ -304,10 +308,10 @@ def test_an_interrupted_decode_leaves_nothing_behind(
     made = None if drafter is None else DRAFTERS[drafter](shallow).eval()
     builder = None if made is None else Chain(3)
     expected = decode(shallow, PROMPTS, Greedy(), 12, made, builder)
-    engine = Captured(shallow, Greedy(), made, builder)
-    rounds, play = [0], captured.play
+    engine = CapturedRunner(shallow, Greedy(), made, builder)
+    rounds, play = [0], captured.run_round
 
-    def stopped(*arguments: Any) -> Iterator[Outcome | None]:
+    def stopped(*arguments: Any) -> Iterator[RoundOutcome | None]:
         rounds[0] += 1
         parts = play(*arguments)
         yield next(parts)
@@ -316,7 +320,7 @@ def test_an_interrupted_decode_leaves_nothing_behind(
         yield from parts
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(captured, "play", stopped)
+        patch.setattr(captured, "run_round", stopped)
         engine.decode(PROMPTS, 12)
     if made is not None:
         decode(shallow, PROMPTS, Greedy(), 4, made, builder)  # takes the drafter's attributes for itself
@@ -328,28 +332,28 @@ def test_a_refused_prompt_leaves_nothing_behind(shallow: Target) -> None:
     """One that leaves no room is refused with the loop's words, first or later, and what another decode did with the drafter
     meanwhile is not taken for the engine's own."""
     drafter = Eagle3(shallow, vocab_size=512).eval()
-    engine, longest = Captured(shallow, Greedy(), drafter, Chain(2)), [[5] * (shallow.max_length - 5)]
+    engine, longest = CapturedRunner(shallow, Greedy(), drafter, Chain(2)), [[5] * (shallow.max_length - 5)]
     with pytest.raises(UserError, match=f"prompt of {shallow.max_length - 5} tokens"):
         engine.decode(longest, 6)
     expected = engine.decode(PROMPTS, 8)
     (state,) = engine.states.values()
-    held = state.carried["cache"]
+    held = state.drafter_state["cache"]
     decode(shallow, PROMPTS, Greedy(), 4, drafter, Chain(2))
     with pytest.raises(UserError, match=f"prompt of {shallow.max_length - 5} tokens"):
         engine.decode(longest, 6)
-    assert state.carried["cache"] is held and facts(engine.decode(PROMPTS, 8)) == facts(expected)
+    assert state.drafter_state["cache"] is held and facts(engine.decode(PROMPTS, 8)) == facts(expected)
 
 
 def test_a_drafter_keeps_its_settings(shallow: Target) -> None:
     """Between decodes an engine gives a drafter its caches back and nothing else."""
     drafter = Eagle3(shallow, vocab_size=64)
-    engine = Captured(shallow, Greedy(), drafter, Chain(2))
+    engine = CapturedRunner(shallow, Greedy(), drafter, Chain(2))
     engine.decode(PROMPTS[:1], 6)
     drafter.step_decay, drafter.training = 0.5, True
     engine.decode(PROMPTS[:1], 6)
     assert drafter.step_decay == 0.5 and drafter.training
     copied = copy.deepcopy(drafter)
-    assert copied.cache is not None and copied.cache.number != drafter.cache.number and copied.cache.storage is None
+    assert copied.cache is not None and copied.cache.cache_id != drafter.cache.cache_id and copied.cache.storage is None
 
 
 @pytest.mark.sweep(2, free=("drafter", "backend"))
@@ -360,14 +364,14 @@ def test_what_is_known_is_kept_whole(drafter: str, backend: str | None) -> None:
     torch._dynamo.reset()
     target = cut_tiny(3)
     made, builder = DRAFTERS[drafter](target).eval(), Chain(3)
-    forced = Forced({}, builder, Greedy())
-    engine = Captured(target, Greedy(), made, Known(forced), backend=backend)
+    forced = TeacherForcedBuilder({}, builder, Greedy())
+    engine = CapturedRunner(target, Greedy(), made, PresetChainBuilder(forced), backend=backend)
     for prompts in (PROMPTS, PROMPTS[::-1], PROMPTS):
         plain = decode(target, prompts, Greedy(), 14, ignore_eos=True)
         forced.sequences = dict(enumerate(one.prompt + one.output for one in plain))
         found = engine.decode(prompts, 9, ignore_eos=True)
         assert [one.output for one in found] == [one.output[:9] for one in plain]
-        assert all(one.accepted == [4] * 2 for one in found)
+        assert all(one.round_lengths == [4] * 2 for one in found)
 
 
 def test_beams_are_those_of_the_loop(shallow: Target) -> None:
@@ -379,10 +383,10 @@ def test_beams_are_those_of_the_loop(shallow: Target) -> None:
 
 def test_old_sizes_are_given_up(shallow: Target) -> None:
     """Of many sizes of batches the latest stay."""
-    engine = Captured(shallow, Greedy())
+    engine = CapturedRunner(shallow, Greedy())
     for batch in (1, 2, 1, 3, 4, 5):
         engine.decode([[5, 6]] * batch, 3)
-    assert [batch for batch, _ in engine.states] == [1, 3, 4, 5][-KEPT:]
+    assert [batch for batch, _ in engine.states] == [1, 3, 4, 5][-MAX_CACHED_STATES:]
 
 
 @pytest.mark.parametrize(
@@ -399,7 +403,7 @@ def test_what_cannot_be_held_in_a_graph_is_refused(
 ) -> None:
     """With the reason, and what to do."""
     with pytest.raises(UserError, match=f"eval.engine=captured: {words}.*use eval.engine=eager"):
-        Captured(shallow, rule, None if drafter is None else drafter(shallow), builder)
+        CapturedRunner(shallow, rule, None if drafter is None else drafter(shallow), builder)
 
 
 def test_a_target_that_asks_the_device_is_refused() -> None:
@@ -407,13 +411,13 @@ def test_a_target_that_asks_the_device_is_refused() -> None:
     target = cut_tiny(3)
     target.config.rope_parameters = {**target.config.rope_parameters, "rope_type": "dynamic", "factor": 2.0}
     with pytest.raises(UserError, match="eval.engine=captured: target tiny asks the device.*use eval.engine=eager"):
-        Captured(target, Greedy())
+        CapturedRunner(target, Greedy())
 
 
 def test_time_is_shared_out_without_a_rest(shallow: Target) -> None:
     """Parts are those of the loop, none is negative, and a row that is done earlier has fewer of them."""
-    one, other = Captured(shallow, Greedy()).decode([[5, 6, 7], [8, 9]], 9, ignore_eos=True)
+    one, other = CapturedRunner(shallow, Greedy()).decode([[5, 6, 7], [8, 9]], 9, ignore_eos=True)
     assert one.seconds.keys() == {"prefill", "draft", "verify", "accept", "other"}
     assert all(value >= 0 for value in one.seconds.values())
-    assert len(one.times) == len(other.times) == 8
+    assert len(one.round_seconds) == len(other.round_seconds) == 8
     assert one.decode_seconds == pytest.approx(one.finish_seconds)

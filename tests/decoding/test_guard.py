@@ -27,9 +27,9 @@ def stream(guard: Guard, gain: float, cost: float, num_tokens: int) -> tuple[lis
     """Which rounds of so many tokens drafted, and what all took, in steps; a drafted round emits `gain` tokens for `cost`."""
     drafted, emitted, spent = [], 0.0, 0.0
     while emitted < num_tokens:
-        drafted.append(guard.drafts())
+        drafted.append(guard.should_draft())
         tokens, steps = (gain, cost) if drafted[-1] else (1.0, 1.0)
-        guard.record(drafted[-1], tokens, steps * STEP)
+        guard.record_round(drafted[-1], tokens, steps * STEP)
         emitted, spent = emitted + tokens, spent + steps
     return drafted, spent
 
@@ -66,12 +66,12 @@ def test_a_baseline_that_was_too_slow_is_measured_again(
     spent = plain = emitted = 0.0
     drafted = 0
     while emitted < 2000:
-        drafts, now = guard.drafts(), step(emitted, drafted + guard.num_plain)
+        drafts, now = guard.should_draft(), step(emitted, drafted + guard.num_undrafted)
         own = max(cost, 0.9 * now) if step is slow_start else cost  # less than a step at the start
         taken = (own if drafts else now) * draw.lognormvariate(0, spread)
-        guard.record(drafts, 1.0, STEP * taken)
+        guard.record_round(drafts, 1.0, STEP * taken)
         spent, plain, emitted, drafted = spent + taken, plain + step(emitted, 9), emitted + 1, drafted + drafts
-    assert drafted > 32 and guard.fallen
+    assert drafted > 32 and guard.is_stopped
     assert spent <= 1.05 * plain * math.exp(spread**2 / 2)
 
 
@@ -97,7 +97,7 @@ def test_drafting_comes_back_when_it_pays(bad: float) -> None:
     before, _ = stream(guard, 1.0, bad, 600)
     after, _ = stream(guard, 3.0, 1.5, 3000)
     assert sum(before) < len(before) / 2
-    assert after[-900:].count(False) <= 900 / 32 and not guard.fallen
+    assert after[-900:].count(False) <= 900 / 32 and not guard.is_stopped
 
 
 @pytest.mark.parametrize("allowance", [0.0, 1.0, -0.1])
@@ -150,10 +150,10 @@ def test_switching_keeps_the_output(
     found = Session(shallow, Greedy(), eagle3, builder, guard=cast(Guard, switch)).decode(prompts[:batch], LIMIT)
     for prompt, alone, drafted in zip(prompts, plain, found):
         assert_same(shallow, prompt, drafted.output, alone.output)
-        for turn, (depth, count) in enumerate(zip(drafted.depths, drafted.accepted)):
+        for turn, (depth, count) in enumerate(zip(drafted.depths, drafted.round_lengths)):
             assert (depth > 0) == switch.recorded[turn][0] and count <= depth + 1
     for turn, (_, tokens) in enumerate(switch.recorded):
-        counts = [row.accepted[turn] for row in found if turn < len(row.accepted)]
+        counts = [row.round_lengths[turn] for row in found if turn < len(row.round_lengths)]
         assert tokens == pytest.approx(sum(counts) / len(counts))
 
 
@@ -180,10 +180,10 @@ def test_proposals_after_skipped_rounds_depend_on_the_tokens_only(
     turns = [turn for turn, (drafted, _) in enumerate(switch.recorded) if drafted]
     assert len(turns) == len(followed.trees) > 2
     for row, found in enumerate(generations):
-        assert found.output == texts[row][len(prompts[row]) :][:LIMIT] and max(found.accepted) > 1
+        assert found.output == texts[row][len(prompts[row]) :][:LIMIT] and max(found.round_lengths) > 1
         for turn, tree in zip(turns, followed.trees):
-            if turn < len(found.accepted):
-                prefix = texts[row][: len(prompts[row]) + sum(found.accepted[:turn])]
+            if turn < len(found.round_lengths):
+                prefix = texts[row][: len(prompts[row]) + sum(found.round_lengths[:turn])]
                 fresh = Oracle([texts[row]], inner=eagle3)
                 decode(shallow, [prefix], Greedy(), 2, fresh, builder)
                 assert torch.equal(tree.tokens[row], fresh.trees[0].tokens[0])
@@ -208,9 +208,9 @@ def test_random_tokens_cost_little(shallow: Target) -> None:
         (free,) = Session(shallow, Greedy(), drafter, builder).decode([prompt], 48, [row], ignore_eos=True)
         (found,) = Session(shallow, Greedy(), drafter, builder, guard).decode([prompt], 48, [row], ignore_eos=True)
         assert found.output == plain.output == free.output
-        work += sum(map(cost, found.nodes))
-        unguarded += sum(map(cost, free.nodes))
-        steps += len(plain.nodes)
+        work += sum(map(cost, found.node_counts))
+        unguarded += sum(map(cost, free.node_counts))
+        steps += len(plain.node_counts)
     assert work <= 1.05 * steps < unguarded
 
 
@@ -219,20 +219,20 @@ def test_a_round_that_gets_ready_is_judged_with_the_next() -> None:
     guard, ready, drafted = Guard(window=4), False, 0
     for number in range(400):
         pays = number > 100
-        if guard.drafts():
-            guard.record(True, (3.0 if pays else 1.0) if ready else 1.0, 1.5, proposed=ready)
+        if guard.should_draft():
+            guard.record_round(True, (3.0 if pays else 1.0) if ready else 1.0, 1.5, has_proposal=ready)
             drafted, ready = drafted + (number > 300), True
         else:
-            guard.record(False, 1.0, 1.0)
+            guard.record_round(False, 1.0, 1.0)
             ready = False  # a plain round leaves it with nothing
-    assert 90 <= drafted <= 99 and not guard.summary()["fallen_back"]
+    assert 90 <= drafted <= 99 and not guard.summarize_rounds()["fallen_back"]
 
 
 def test_a_drafter_that_never_proposes_costs_no_more_than_the_allowance() -> None:
     """Rounds that propose nothing and cost more than a step are counted like any others."""
     guard, cost = Guard(), 0.0
     for _ in range(4000):
-        drafts = guard.drafts()
-        guard.record(drafts, 1.0, 1.5 if drafts else 1.0, proposed=False)
+        drafts = guard.should_draft()
+        guard.record_round(drafts, 1.0, 1.5 if drafts else 1.0, has_proposal=False)
         cost += 1.5 if drafts else 1.0
     assert cost <= 1.05 * 4000

@@ -14,11 +14,11 @@ from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval.identity import first_difference, logit_gap
 from spectrain.features.batch import Batch
-from spectrain.models.plain import generate, plain_model
+from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Rollout, TreeBuilder
 from spectrain.trees.base import Draft, Prefix
-from spectrain.trees.token_tree import Accepted, TokenTree
+from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from spectrain.trees.trie import Trie
 from tests.decoding.rounds import placed, proposed
 
@@ -48,9 +48,9 @@ class Oracle(Drafter):
             rows.append(text[length + 1 : length + 1 + depth])
             if self.slips:
                 rows[-1][(context.round + 2 * row) % depth] ^= 1
-        return Draft(continuations=[Trie.of([tokens]) for tokens in rows])
+        return Draft(continuations=[Trie.from_continuations([tokens]) for tokens in rows])
 
-    def commit(self, context: Context, accepted: Accepted) -> None:
+    def commit(self, context: Context, accepted: AcceptedPath) -> None:
         if self.inner is not None:
             self.inner.commit(context, accepted)
 
@@ -66,7 +66,7 @@ def prompts(shallow: Target) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def greedy(shallow: Target, prompts: list[list[int]]) -> list[list[int]]:
     """What transformers' own generate says after each prompt."""
-    with plain_model(shallow) as model:
+    with reference_model(shallow) as model:
         return [generate(model, prompt, LIMIT, shallow.stop_ids) for prompt in prompts]
 
 
@@ -92,10 +92,10 @@ def assert_same(target: Target, prompt: list[int], output: list[int], wanted: li
 
 def assert_counted(generation: Generation, limit: int, stop_ids: frozenset[int]) -> None:
     """Rounds, output and the cut belong together, and nothing passes EOS or the limit."""
-    output, accepted = generation.output, generation.accepted
+    output, accepted = generation.output, generation.round_lengths
     assert all(1 <= count <= depth + 1 for count, depth in zip(accepted, generation.depths, strict=True))
     assert 1 + sum(accepted[:-1]) < len(output) <= 1 + sum(accepted) or (not accepted and len(output) == 1)
-    assert generation.cut == (len(output) < 1 + sum(accepted))
+    assert generation.is_cut == (len(output) < 1 + sum(accepted))
     assert len(output) <= limit and not stop_ids & set(output[:-1])
     assert len(output) == limit or output[-1] in stop_ids
 
@@ -115,7 +115,7 @@ def test_greedy_drafting_equals_generate(
         assert_same(shallow, prompt, found.output, wanted)
         assert_same(shallow, prompt, found.output, alone.output)
         assert_counted(found, LIMIT, shallow.stop_ids)
-        assert alone.accepted == [1] * (len(alone.output) - 1) and alone.depths == [0] * (len(alone.output) - 1)
+        assert alone.round_lengths == [1] * (len(alone.output) - 1) and alone.depths == [0] * (len(alone.output) - 1)
 
 
 @pytest.mark.sweep(1)
@@ -140,7 +140,7 @@ def test_a_batch_equals_its_rows_alone(shallow: Target, prompts: list, drafters:
     together = decode(shallow, prompts, rule, LIMIT, drafters["eagle3"], BUILDERS[1], sequence_ids=[4, 9, 2])
     for prompt, row, found in zip(prompts, [4, 9, 2], together):
         (alone,) = decode(shallow, [prompt], rule, LIMIT, drafters["eagle3"], BUILDERS[1], sequence_ids=[row])
-        assert (found.output, found.accepted) == (alone.output, alone.accepted)
+        assert (found.output, found.round_lengths) == (alone.output, alone.round_lengths)
     assert [found.output for found in decode(shallow, prompts, rule, LIMIT)] != [found.output for found in together]
 
 
@@ -157,7 +157,7 @@ def test_perfect_drafter_fills_every_round(
     oracle = Oracle([prompt + output for prompt, output in zip(prompts, plain)])
     limit = 1 + 5 * (depth + 1)
     for found, wanted in zip(decode(shallow, prompts, rule, limit, oracle, Chain(depth)), plain):
-        assert found.output == wanted[:limit] and found.accepted == [depth + 1] * 5 and not found.cut
+        assert found.output == wanted[:limit] and found.round_lengths == [depth + 1] * 5 and not found.is_cut
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
@@ -171,7 +171,7 @@ def test_partly_right_drafts_keep_the_output(
     oracle = Oracle([prompt + output for prompt, output in zip(prompts, plain)], slips=True)
     for row, found in enumerate(decode(shallow, prompts, rule, LIMIT, oracle, Chain(depth))):
         assert found.output == plain[row][:LIMIT]
-        assert found.accepted == [1 + (turn + 2 * row) % depth for turn in range(len(found.accepted))]
+        assert found.round_lengths == [1 + (turn + 2 * row) % depth for turn in range(len(found.round_lengths))]
         assert_counted(found, LIMIT, frozenset())
 
 
@@ -183,9 +183,9 @@ def test_the_limit_is_kept(shallow: Target, prompts: list, monkeypatch: pytest.M
     (plain,) = decode(shallow, prompts[:1], Greedy(), limit + depth + 1)
     (found,) = decode(shallow, prompts[:1], Greedy(), limit, Oracle([prompts[0] + plain.output]), Chain(depth))
     assert found.output == plain.output[:limit]
-    assert found.accepted == [depth + 1] * -(-(limit - 1) // (depth + 1))
-    assert found.cut == ((limit - 1) % (depth + 1) != 0)
-    assert found.whole_rounds == [depth + 1] * ((limit - 1) // (depth + 1))
+    assert found.round_lengths == [depth + 1] * -(-(limit - 1) // (depth + 1))
+    assert found.is_cut == ((limit - 1) % (depth + 1) != 0)
+    assert found.complete_round_lengths == [depth + 1] * ((limit - 1) // (depth + 1))
 
 
 @pytest.mark.parametrize("place", range(8))
@@ -198,8 +198,8 @@ def test_eos_inside_an_accepted_run(shallow: Target, prompts: list, monkeypatch:
     stop_at(monkeypatch, plain.output[place])
     (found,) = decode(shallow, prompts[:1], rule, 12, Oracle([prompts[0] + plain.output]), Chain(depth))
     assert found.output == plain.output[: place + 1]
-    assert found.accepted == [depth + 1] * -(-place // (depth + 1))
-    assert found.cut == (place % (depth + 1) != 0)
+    assert found.round_lengths == [depth + 1] * -(-place // (depth + 1))
+    assert found.is_cut == (place % (depth + 1) != 0)
     assert_counted(found, 12, shallow.stop_ids)
 
 
@@ -215,7 +215,7 @@ def test_a_row_that_ends_early_leaves_the_others_alone(
     plain = decode(shallow, prompts, rule, LIMIT)
     stop_at(monkeypatch, plain[0].output[0], plain[1].output[4])
     drafted = decode(shallow, prompts, rule, LIMIT, drafters[name], builder)
-    assert drafted[0].output == plain[0].output[:1] and drafted[0].accepted == []
+    assert drafted[0].output == plain[0].output[:1] and drafted[0].round_lengths == []
     assert len(drafted[1].output) <= 5
     for row, found in enumerate(drafted):
         assert found.output == plain[row].output[: len(found.output)]
@@ -233,10 +233,10 @@ def test_eagle3_proposals_depend_on_the_tokens_only(
     ]
     followed = Oracle(texts, slips=True, inner=drafters["eagle3"])
     generations = decode(shallow, prompts, Greedy(), LIMIT, followed, builder)
-    assert {count for found in generations for count in found.whole_rounds} == set(range(1, builder.depth + 1))
+    assert {count for found in generations for count in found.complete_round_lengths} == set(range(1, builder.depth + 1))
     for row, found in enumerate(generations):
-        for turn in range(len(found.accepted)):
-            prefix = texts[row][: len(prompts[row]) + sum(found.accepted[:turn])]
+        for turn in range(len(found.round_lengths)):
+            prefix = texts[row][: len(prompts[row]) + sum(found.round_lengths[:turn])]
             fresh = Oracle([texts[row]], inner=drafters["eagle3"])
             decode(shallow, [prefix], Greedy(), 2, fresh, builder)
             assert torch.equal(followed.trees[turn].tokens[row], fresh.trees[0].tokens[0])
@@ -256,7 +256,7 @@ class Given(Eagle2):
             dim=1,
         )[0]
         self.log_q = dict(zip([(), (20,), (21,), (21, 30), (20, 31), (21, 32)], after))
-        return TokenTree.chain(prefix.root[:, None])
+        return TokenTree.from_chain(prefix.root[:, None])
 
 
 @pytest.mark.parametrize("num_rounds", [1, 4])
@@ -286,14 +286,14 @@ class Recording(Greedy):
     def __init__(self) -> None:
         self.seen: dict[tuple[int, int], int] = {}
 
-    def choose(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        choice = super().choose(logits, rows, positions)
+    def choose_tokens(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        choice = super().choose_tokens(logits, rows, positions)
         for row, places, tokens in zip(rows.tolist(), positions.tolist(), choice.tolist()):
             self.seen |= {(row, place): token for place, token in zip(places, tokens)}
         return choice
 
-    def __call__(self, tree: TokenTree, logits: Tensor, rows: Tensor, positions: Tensor) -> Accepted:
-        self.choose(logits, rows, positions)
+    def __call__(self, tree: TokenTree, logits: Tensor, rows: Tensor, positions: Tensor) -> AcceptedPath:
+        self.choose_tokens(logits, rows, positions)
         return super().__call__(tree, logits, rows, positions)
 
 
@@ -317,7 +317,7 @@ def test_eagle3_drafts_within_its_vocabulary(shallow: Target, prompts: list, dra
     decode(shallow, prompts, Greedy(), 3, recorder, BUILDERS[1])
     assert len(eagle3.draft_ids) == 512 and set(eagle3.draft_ids.tolist()) == set(eagle3.t2d.nonzero()[:, 0].tolist())
     for tree in recorder.trees:
-        tree.check()
+        tree.check_structure()
         assert tree.tokens.shape == (3, 8)
         assert eagle3.t2d[tree.tokens[:, 1:]].all()
 
@@ -338,7 +338,7 @@ def test_ngram_keeps_its_budget(shallow: Target, builder: TreeBuilder) -> None:
     """The draft is a chain as long as the depth and the budget allow."""
     prompt = [5, 6, 7, 8, 9, 10, 11] * 3
     tree = proposed(Ngram(shallow), placed(shallow, [prompt], builder), builder)
-    tree.check()
+    tree.check_structure()
     drafted = min(builder.depth, builder.budget - 1)
     assert tree.tokens.tolist() == [[11, *prompt[:drafted]]] and tree.valid.all()
 

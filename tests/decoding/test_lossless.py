@@ -19,35 +19,19 @@ import numpy as np
 import pytest
 import torch
 
-from spectrain.decoding.acceptance import (
-    AcceptanceRule,
-    Block,
-    Dice,
-    Greedy,
-    ImportanceSampling,
-    Interleaved,
-    KSeq,
-    Match,
-    OpenSampling,
-    Recursive,
-    SamplingRule,
-    Siblings,
-    SpecHub,
-    SpeculativeSampling,
-    Transport,
-    Traversal,
-    TruncatedProgramme,
-    Typical,
-    VerifiedTree,
-    Walking,
-    transport,
-    walking,
-    weighing,
-)
+from spectrain.config.build import import_constructor
+from spectrain.config.choices import list_constructors
+from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match, OpenSampling, SamplingRule, Siblings
+from spectrain.decoding.acceptance import rejection as weighing
+from spectrain.decoding.acceptance import sequential as walking
+from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling, Traversal
+from spectrain.decoding.acceptance.sequential import RandomSource, SequentialRule, VerifiedTree
+from spectrain.decoding.acceptance.typical import InterleavedSampling, TypicalAcceptance
 from spectrain.errors import UserError
-from spectrain.settings.build import constructor
-from spectrain.settings.choices import constructors
-from spectrain.trees.token_tree import Accepted, Children, TokenTree
+from spectrain.experimental.transport import rules as transport
+from spectrain.experimental.transport.linear_program import TruncatedLinearProgram
+from spectrain.experimental.transport.rules import ImportanceSampling, KSeq, SpecHub, Transport
+from spectrain.trees.token_tree import AcceptedPath, Children, TokenTree
 from tests.decoding.walking import walk
 
 Path = tuple[int, ...]
@@ -68,12 +52,12 @@ class Script:
         self.taken: list[tuple[int, int]] = []  # which of how many possible outcomes, at every turn
         self.chance = Fraction(1)
 
-    def coin(self, chance: Any, node: int, number: int = 0) -> bool:
+    def flip_coin(self, chance: Any, node: int, number: int = 0) -> bool:
         assert isinstance(chance, (int, Fraction))
         falls = min(max(Fraction(chance), Fraction(0)), Fraction(1))
         return bool(self._turn([(1, falls), (0, 1 - falls)]))
 
-    def draw(self, weights: Vector, node: int = 0) -> int:
+    def draw_token(self, weights: Vector, node: int = 0) -> int:
         assert sum(weights) == 1 and min(weights) >= 0
         return self._turn(list(enumerate(weights)))
 
@@ -86,7 +70,7 @@ class Script:
         return possible[choice][0]
 
 
-def every(play: Callable[[Dice], T]) -> Iterator[tuple[Fraction, T]]:
+def every(play: Callable[[RandomSource], T]) -> Iterator[tuple[Fraction, T]]:
     """What `play` returns for every outcome of its dice, with the probability."""
     script: list[int] = []
     while True:
@@ -165,12 +149,12 @@ class Drawn:
         for node, below in enumerate(self.children):
             for child in below:
                 parents[child] = node
-        tree = TokenTree.of(torch.tensor([self.tokens]).expand(batch, -1), torch.tensor([parents]).expand(batch, -1))
+        tree = TokenTree.from_parents(torch.tensor([self.tokens]).expand(batch, -1), torch.tensor([parents]).expand(batch, -1))
         return replace(tree, children=children)
 
 
 Shape = tuple[Path, ...]  # paths of ranks, as tree=static has them: (0, 1) is the second child of the first child
-Draft = Callable[[Model, Dice], Drawn]
+Draft = Callable[[Model, RandomSource], Drawn]
 
 
 def widths(*counts: int) -> Shape:
@@ -193,7 +177,7 @@ SHAPES = {**CHAINS, **BRANCHING}
 def drawn(shape: Shape, children: Children) -> Draft:
     """Draw a tree of this shape; without replacement a node has no more children than q has tokens."""
 
-    def draft(q: Model, dice: Dice) -> Drawn:
+    def draft(q: Model, dice: RandomSource) -> Drawn:
         tree, nodes, left = Drawn(), {(): 0}, {}
         for ranks in sorted(shape, key=lambda ranks: (len(ranks), ranks)):
             if (parent := nodes.get(ranks[:-1])) is None:
@@ -201,7 +185,7 @@ def drawn(shape: Shape, children: Children) -> Draft:
             weights = left.get(parent, q[tree.paths[parent]])
             if sum(weights) == 0:
                 continue
-            token = dice.draw(weights)
+            token = dice.draw_token(weights)
             nodes[ranks] = tree.add(parent, token)
             if children == "without_replacement":
                 left[parent] = taken_out(weights, token)
@@ -213,7 +197,7 @@ def drawn(shape: Shape, children: Children) -> Draft:
 def likeliest(shape: Shape) -> Draft:
     """The same shape with the likeliest tokens for children: nothing is drawn."""
 
-    def draft(q: Model, dice: Dice) -> Drawn:
+    def draft(q: Model, dice: RandomSource) -> Drawn:
         tree, nodes = Drawn(), {(): 0}
         for ranks in sorted(shape, key=lambda ranks: (len(ranks), ranks)):
             if (parent := nodes.get(ranks[:-1])) is None:
@@ -233,7 +217,7 @@ def top_and_one(shape: Shape) -> Draft:
     for ranks in shape:
         counts[ranks[:-1]] += 1
 
-    def draft(q: Model, dice: Dice) -> Drawn:
+    def draft(q: Model, dice: RandomSource) -> Drawn:
         tree, nodes = Drawn(), {(): 0}
         for ranks in sorted(shape, key=lambda ranks: (len(ranks), ranks)):
             if (parent := nodes.get(ranks[:-1])) is None:
@@ -247,7 +231,7 @@ def top_and_one(shape: Shape) -> Draft:
             tree.offered[parent] = rest = np.array([Fraction(0) if x in order[:top] else w for x, w in enumerate(weights)])
             if sum(rest) > 0:
                 tree.offered[parent] = scaled(rest)
-                nodes[ranks] = tree.add(parent, dice.draw(tree.offered[parent]))
+                nodes[ranks] = tree.add(parent, dice.draw_token(tree.offered[parent]))
         return tree
 
     return draft
@@ -256,13 +240,13 @@ def top_and_one(shape: Shape) -> Draft:
 def best_first(budget: int, depth: int) -> Draft:
     """DySpec's growth: the open place with the largest value is drawn next, without replacement."""
 
-    def draft(q: Model, dice: Dice) -> Drawn:
+    def draft(q: Model, dice: RandomSource) -> Drawn:
         tree, left = Drawn(), {}
         places = [(Fraction(-1), 0)]
         while places and len(tree.paths) <= budget:
             value, parent = heapq.heappop(places)
             weights = left.get(parent, q[tree.paths[parent]])
-            token = dice.draw(weights)
+            token = dice.draw_token(weights)
             node = tree.add(parent, token)
             if len(tree.paths[node]) < depth:
                 heapq.heappush(places, (value * weights[token], node))
@@ -277,10 +261,10 @@ def best_first(budget: int, depth: int) -> Draft:
 def stopping(depth: int, least: Fraction) -> Draft:
     """A chain that ends before a token is drawn from a q without a likely token, as tree=chain with `stop` does."""
 
-    def draft(q: Model, dice: Dice) -> Drawn:
+    def draft(q: Model, dice: RandomSource) -> Drawn:
         tree = Drawn()
         while len(tree.paths) <= depth and max(q[tree.paths[-1]]) >= least:
-            tree.add(len(tree.paths) - 1, dice.draw(q[tree.paths[-1]]))
+            tree.add(len(tree.paths) - 1, dice.draw_token(q[tree.paths[-1]]))
         return tree
 
     return draft
@@ -299,11 +283,11 @@ def as_row(tree: Drawn, p: Model, q: Model, without_replacement: bool) -> Verifi
 
 
 def outcomes(
-    rule: Walking, draft: Draft, p: Model, q: Model, without_replacement: bool
+    rule: SequentialRule, draft: Draft, p: Model, q: Model, without_replacement: bool
 ) -> Iterator[tuple[Fraction, Path, int]]:
     """Of every outcome of a round: its probability, the tokens of the kept nodes, the token after them."""
     for chance, tree in every(partial(draft, q)):
-        for share, (path, bonus) in every(partial(rule.judge, as_row(tree, p, q, without_replacement))):
+        for share, (path, bonus) in every(partial(rule.select_path, as_row(tree, p, q, without_replacement))):
             assert all(child in tree.children[node] for node, child in zip(path, path[1:])) and path[0] == 0
             yield chance * share, tree.paths[path[-1]], bonus
 
@@ -321,7 +305,7 @@ def continued(heads: Joint, p: Model, length: int) -> Joint:
     return dict(joint)
 
 
-def emitted(rule: Walking, draft: Draft, p: Model, q: Model, without_replacement: bool, length: int) -> Joint:
+def emitted(rule: SequentialRule, draft: Draft, p: Model, q: Model, without_replacement: bool, length: int) -> Joint:
     """The joint distribution of the first tokens of a round and what the target says after it."""
     heads: Joint = defaultdict(Fraction)
     for chance, kept, bonus in outcomes(rule, draft, p, q, without_replacement):
@@ -334,7 +318,7 @@ def target_joint(p: Model, length: int) -> Joint:
     return continued({(): Fraction(1)}, p, length)
 
 
-def accepted_lengths(rule: Walking, draft: Draft, p: Model, q: Model, without_replacement: bool) -> dict[int, Fraction]:
+def accepted_lengths(rule: SequentialRule, draft: Draft, p: Model, q: Model, without_replacement: bool) -> dict[int, Fraction]:
     """How many drafted tokens a round keeps, with the probability of each number."""
     lengths: dict[int, Fraction] = defaultdict(Fraction)
     for chance, kept, _ in outcomes(rule, draft, p, q, without_replacement):
@@ -360,11 +344,11 @@ def trials(kind: str, shape: Shape) -> Iterator[tuple[Model, Model, int]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", constructors("acceptance"))
+@pytest.mark.parametrize("name", list_constructors("acceptance"))
 def test_every_choice_that_is_called_lossless_is(name: str, kind: str) -> None:
     """Whatever conf/acceptance names, a new rule by itself, with each kind of children that it takes: of a path, or of a pair
     with one child each. Those that fix the target's tokens beforehand are proven below by their names, for want of coins."""
-    made: Any = constructor({"_target_": constructors("acceptance")[name]})
+    made: Any = import_constructor({"_target_": list_constructors("acceptance")[name]})
     assert made.name == name
     if not made.lossless:
         return
@@ -382,8 +366,10 @@ def test_every_choice_that_is_called_lossless_is(name: str, kind: str) -> None:
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CHAINS)
-@pytest.mark.parametrize("rule", [SpeculativeSampling(), Recursive(), Block(), Traversal()], ids=lambda rule: rule.name)
-def test_drawn_chains_are_lossless(rule: Walking, name: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    "rule", [SpeculativeSampling(), RecursiveRejection(), Block(), Traversal()], ids=lambda rule: rule.name
+)
+def test_drawn_chains_are_lossless(rule: SequentialRule, name: str, kind: str) -> None:
     """Judging a drawn chain, then going on with the target, gives the target's joint distribution exactly."""
     for p, q, length in trials(kind, CHAINS[name]):
         for children in ("sampled", "without_replacement"):
@@ -395,15 +381,15 @@ def test_drawn_chains_are_lossless(rule: Walking, name: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("children", ["sampled", "without_replacement"])
 @pytest.mark.parametrize("name", BRANCHING)
-@pytest.mark.parametrize("rule", [Recursive(), Traversal()], ids=lambda rule: rule.name)
-def test_drawn_trees_are_lossless(rule: Walking, name: str, children: Children, kind: str) -> None:
+@pytest.mark.parametrize("rule", [RecursiveRejection(), Traversal()], ids=lambda rule: rule.name)
+def test_drawn_trees_are_lossless(rule: SequentialRule, name: str, children: Children, kind: str) -> None:
     """Judging a drawn tree, then going on with the target, gives the target's joint distribution exactly."""
     for p, q, length in trials(kind, BRANCHING[name]):
         found = emitted(rule, drawn(BRANCHING[name], children), p, q, children == "without_replacement", length)
         assert found == target_joint(p, length)
 
 
-INDEPENDENT = (KSeq(), ImportanceSampling(), TruncatedProgramme(truncated=2))
+INDEPENDENT = (KSeq(), ImportanceSampling(), TruncatedLinearProgram(truncated=2))
 SEVERAL = {"1": widths(1), "1-1": widths(1, 1), **BRANCHING}
 
 
@@ -412,10 +398,16 @@ SEVERAL = {"1": widths(1), "1-1": widths(1, 1), **BRANCHING}
 @pytest.mark.parametrize("name", SEVERAL)
 @pytest.mark.parametrize(
     "rule",
-    [KSeq(), ImportanceSampling(), ImportanceSampling(sharpness=1), TruncatedProgramme(), TruncatedProgramme(truncated=2)],
+    [
+        KSeq(),
+        ImportanceSampling(),
+        ImportanceSampling(sharpness=1),
+        TruncatedLinearProgram(),
+        TruncatedLinearProgram(truncated=2),
+    ],
     ids=["kseq", "sharp", "plain", "programme", "truncated"],
 )
-def test_rules_for_independent_drafts_are_lossless(rule: Walking, name: str, kind: str) -> None:
+def test_rules_for_independent_drafts_are_lossless(rule: SequentialRule, name: str, kind: str) -> None:
     """Judging children drawn independently, then going on with the target, gives the target's joint distribution exactly."""
     for p, q, length in list(trials(kind, SEVERAL[name]))[::3]:
         assert emitted(rule, drawn(SEVERAL[name], "sampled"), p, q, False, length) == target_joint(p, length)
@@ -425,7 +417,7 @@ def test_rules_for_independent_drafts_are_lossless(rule: Walking, name: str, kin
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SEVERAL)
 @pytest.mark.parametrize("rule", [Transport(), SpecHub(), Traversal()], ids=lambda rule: rule.name)
-def test_the_likeliest_with_one_drawn_are_lossless(rule: Walking, name: str, kind: str) -> None:
+def test_the_likeliest_with_one_drawn_are_lossless(rule: SequentialRule, name: str, kind: str) -> None:
     """A node's likeliest children and one drawn from the rest of q: the target's joint distribution exactly."""
     if rule.name == "spechub" and name == "3":
         pytest.skip("it judges two drafts")
@@ -435,8 +427,8 @@ def test_the_likeliest_with_one_drawn_are_lossless(rule: Walking, name: str, kin
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("budget", [2, 3, 4])
-@pytest.mark.parametrize("rule", [Recursive(), Traversal()], ids=lambda rule: rule.name)
-def test_trees_grown_best_first_are_lossless(rule: Walking, budget: int, kind: str) -> None:
+@pytest.mark.parametrize("rule", [RecursiveRejection(), Traversal()], ids=lambda rule: rule.name)
+def test_trees_grown_best_first_are_lossless(rule: SequentialRule, budget: int, kind: str) -> None:
     """A tree whose shape follows the tokens drawn so far, as DySpec's does, leaves the target's joint distribution exact."""
     for seed in range(6):
         p, q = models(kind, 3, 3, seed)
@@ -444,8 +436,10 @@ def test_trees_grown_best_first_are_lossless(rule: Walking, budget: int, kind: s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rule", [SpeculativeSampling(), Recursive(), Block(), Traversal()], ids=lambda rule: rule.name)
-def test_chains_that_stop_before_a_draw_are_lossless(rule: Walking, kind: str) -> None:
+@pytest.mark.parametrize(
+    "rule", [SpeculativeSampling(), RecursiveRejection(), Block(), Traversal()], ids=lambda rule: rule.name
+)
+def test_chains_that_stop_before_a_draw_are_lossless(rule: SequentialRule, kind: str) -> None:
     """Ending a chain for what q looks like, before its token is drawn, leaves the target's joint distribution exact."""
     draft = stopping(2, Fraction(1, 2))
     depths = set()
@@ -459,18 +453,20 @@ def test_chains_that_stop_before_a_draw_are_lossless(rule: Walking, kind: str) -
 def deciding(depth: int, seed: int) -> Draft:
     """A chain that a policy ends: whether another token is drawn is any function of the tokens drawn so far."""
 
-    def draft(q: Model, dice: Dice) -> Drawn:
+    def draft(q: Model, dice: RandomSource) -> Drawn:
         tree = Drawn()
         while len(tree.paths) <= depth and random.Random(f"{seed} {tree.paths[-1]}").random() < 0.6:
-            tree.add(len(tree.paths) - 1, dice.draw(q[tree.paths[-1]]))
+            tree.add(len(tree.paths) - 1, dice.draw_token(q[tree.paths[-1]]))
         return tree
 
     return draft
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rule", [SpeculativeSampling(), Recursive(), Block(), Traversal()], ids=lambda rule: rule.name)
-def test_chains_that_a_policy_ends_are_lossless(rule: Walking, kind: str) -> None:
+@pytest.mark.parametrize(
+    "rule", [SpeculativeSampling(), RecursiveRejection(), Block(), Traversal()], ids=lambda rule: rule.name
+)
+def test_chains_that_a_policy_ends_are_lossless(rule: SequentialRule, kind: str) -> None:
     """Whatever decides before every draw, by the tokens drawn before it, leaves the target's joint distribution exact."""
     depths = set()
     for seed in range(10):
@@ -487,8 +483,10 @@ def after(model: Model, head: Path) -> Model:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rule", [SpeculativeSampling(), Recursive(), Block(), Traversal()], ids=lambda rule: rule.name)
-def test_lengths_learnt_from_the_round_before_are_lossless(rule: Walking, kind: str) -> None:
+@pytest.mark.parametrize(
+    "rule", [SpeculativeSampling(), RecursiveRejection(), Block(), Traversal()], ids=lambda rule: rule.name
+)
+def test_lengths_learnt_from_the_round_before_are_lossless(rule: SequentialRule, kind: str) -> None:
     """A second round as long as the first one kept tokens, its length thus learnt from what was accepted and rejected, leaves
     the joint distribution of both rounds' tokens exact."""
     for seed in range(3):
@@ -518,8 +516,8 @@ def of_a_pass(knows: str, vocab: int, length: int, seed: int) -> tuple[Model, Mo
 
 
 JUDGED = [
-    *((rule, "1-1-1") for rule in (SpeculativeSampling(), Recursive(), Block(), Traversal())),
-    *((rule, name) for rule in (Recursive(), Traversal()) for name in ("2-2", "lopsided")),
+    *((rule, "1-1-1") for rule in (SpeculativeSampling(), RecursiveRejection(), Block(), Traversal())),
+    *((rule, name) for rule in (RecursiveRejection(), Traversal()) for name in ("2-2", "lopsided")),
 ]
 
 
@@ -527,7 +525,7 @@ JUDGED = [
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("knows", ["place", "token", "candidates"])
 @pytest.mark.parametrize("rule, name", JUDGED, ids=lambda value: getattr(value, "name", value))
-def test_drafts_of_one_pass_are_lossless(rule: Walking, name: str, knows: str, seed: int) -> None:
+def test_drafts_of_one_pass_are_lossless(rule: SequentialRule, name: str, knows: str, seed: int) -> None:
     """Distributions that slots share, that hang on a parent alone, or that leave tokens out: the output is the target's."""
     length = max(map(len, SHAPES[name])) + 1
     p, q = of_a_pass(knows, 2 if name == "lopsided" else 3, length, seed)
@@ -561,9 +559,9 @@ def test_sample_and_match_is_lossless(name: str, children: Children, kind: str) 
     for chance, tree in every(partial(draft, q)):
         weights, choice = choice_tables(tree, p)
         batch = tree.as_tree(children, len(weights))
-        batch.check()
+        batch.check_structure()
         accepted = walk(batch, choice)
-        for weight, count, tokens in zip(weights, accepted.counts.tolist(), accepted.emitted(batch).tolist()):
+        for weight, count, tokens in zip(weights, accepted.counts.tolist(), accepted.emitted_tokens(batch).tolist()):
             heads[tuple(tokens[:count])] += chance * weight
     assert continued(heads, p, length) == target_joint(p, length)
 
@@ -584,9 +582,9 @@ def test_greedy_emits_the_greedy_continuation(name: str, children: Children) -> 
         for _, tree in every(partial(draft, q)):
             batch = tree.as_tree(children)
             seen = torch.stack([logits[path] for path in tree.paths])[None]
-            accepted = Greedy()(batch, seen, torch.zeros(1, dtype=torch.int64), batch.depths).trimmed()
+            accepted = Greedy()(batch, seen, torch.zeros(1, dtype=torch.int64), batch.depths).trim_padding()
             held = max(len(path) for path in tree.paths if path == greedy[: len(path)])
-            assert tuple(accepted.emitted(batch)[0].tolist()) == greedy[: held + 1]
+            assert tuple(accepted.emitted_tokens(batch)[0].tolist()) == greedy[: held + 1]
 
 
 # What a rule says of its chances
@@ -598,10 +596,10 @@ def siblings_of(tree: Drawn, node: int, p: Model, q: Model, without_replacement:
     return Siblings(tokens, p[path], tree.offered.get(node, q[path]), without_replacement)
 
 
-def kept_with(rule: Walking, tree: Drawn, p: Model, q: Model, without_replacement: bool) -> dict[int, Fraction]:
+def kept_with(rule: SequentialRule, tree: Drawn, p: Model, q: Model, without_replacement: bool) -> dict[int, Fraction]:
     """The probability of every node to be kept, over the rule's own outcomes."""
     kept: dict[int, Fraction] = defaultdict(Fraction)
-    for chance, (path, _) in every(partial(rule.judge, as_row(tree, p, q, without_replacement))):
+    for chance, (path, _) in every(partial(rule.select_path, as_row(tree, p, q, without_replacement))):
         for node in path:
             kept[node] += chance
     return kept
@@ -613,8 +611,10 @@ DEEP = {name: SHAPES[name] for name in ("1-1", "1-2", "2-1")}
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("children", ["sampled", "without_replacement"])
 @pytest.mark.parametrize("name", ["1", "2", "3", *DEEP])
-@pytest.mark.parametrize("rule", [SpeculativeSampling(), Recursive(), Block(), Traversal()], ids=lambda rule: rule.name)
-def test_chances_are_those_of_judging(rule: Walking, name: str, children: Children, kind: str) -> None:
+@pytest.mark.parametrize(
+    "rule", [SpeculativeSampling(), RecursiveRejection(), Block(), Traversal()], ids=lambda rule: rule.name
+)
+def test_chances_are_those_of_judging(rule: SequentialRule, name: str, children: Children, kind: str) -> None:
     """What a rule says of siblings is how often it keeps each, over all of its outcomes: exactly for the deepest ones, drawn as
     they are, and for those above them over all that is drawn below."""
     if rule.chains_only and name not in CHAINS:
@@ -625,15 +625,17 @@ def test_chances_are_those_of_judging(rule: Walking, name: str, children: Childr
         for chance, tree in every(partial(drawn(shape, children), q)):
             kept = kept_with(rule, tree, p, q, drop)
             siblings = siblings_of(tree, 0, p, q, drop)
-            first = rule.chances(siblings, Fraction(1))
+            first = rule.acceptance_chances(siblings, Fraction(1))
             for place, child in enumerate(tree.children[0]):
                 if length == 2:
                     assert kept[child] == first[place]
                 above[(*siblings.tokens, place)] += chance * (kept[child] - first[place])
             if length == 3 and tree.children[0]:
                 child = tree.children[0][0]
-                rate = Fraction(rule.rate_after(p[()], q[()], siblings.tokens[0]))
-                for node, found in zip(tree.children[child], rule.chances(siblings_of(tree, child, p, q, drop), rate)):
+                rate = Fraction(rule.child_rate(p[()], q[()], siblings.tokens[0]))
+                for node, found in zip(
+                    tree.children[child], rule.acceptance_chances(siblings_of(tree, child, p, q, drop), rate)
+                ):
                     assert kept[node] == first[0] * found
         assert not any(above.values())
 
@@ -643,7 +645,7 @@ def test_chances_are_those_of_judging(rule: Walking, name: str, children: Childr
 def test_chances_of_rules_for_several_drafts_are_those_of_judging(name: str, kind: str) -> None:
     """The same of rules that take their drafts together, by the drafts that each of them takes; equal tokens count as one."""
     for p, q, _ in itertools.islice(trials(kind, SHAPES[name]), 3):
-        taken: list[tuple[Walking, Draft]] = [(rule, drawn(SHAPES[name], "sampled")) for rule in INDEPENDENT]
+        taken: list[tuple[SequentialRule, Draft]] = [(rule, drawn(SHAPES[name], "sampled")) for rule in INDEPENDENT]
         for rule, draft in [*taken, (Transport(), top_and_one(SHAPES[name])), (Traversal(), top_and_one(SHAPES[name]))]:
             for _, tree in every(partial(draft, q)):
                 if not tree.children[0]:
@@ -670,15 +672,19 @@ def test_chances_of_fixed_choices_are_those_of_the_targets_draws(name: str, chil
         for weight, path, count in zip(weights, accepted.path.tolist(), accepted.counts.tolist()):
             kept[path[count - 1]] += weight
         siblings = siblings_of(tree, 0, p, q, False)
-        assert Match().chances(siblings) == [kept[child] for child in tree.children[0]]
+        assert Match().acceptance_chances(siblings) == [kept[child] for child in tree.children[0]]
         greedy = Greedy()(tree.as_tree(children), logits.expand(1, len(tree.paths), -1), torch.zeros(1), torch.zeros(1))
         last = int(greedy.path[0, int(greedy.counts) - 1])
-        found = Greedy().chances(replace(siblings, p=Greedy().distribution(logits)))
+        found = Greedy().acceptance_chances(replace(siblings, p=Greedy().target_distribution(logits)))
         assert [float(chance) for chance in found] == [float(child == last) for child in tree.children[0]]
 
 
-@pytest.mark.parametrize("rule", [Typical(), Typical(epsilon=0.9, delta=0.9), Interleaved(top_k=2)], ids=lambda rule: rule.name)
-def test_chances_of_lossy_rules_are_their_verdicts(rule: Walking) -> None:
+@pytest.mark.parametrize(
+    "rule",
+    [TypicalAcceptance(), TypicalAcceptance(epsilon=0.9, delta=0.9), InterleavedSampling(top_k=2)],
+    ids=lambda rule: rule.name,
+)
+def test_chances_of_lossy_rules_are_their_verdicts(rule: SequentialRule) -> None:
     """Rules that draw no lots keep a child surely or not at all; siblings that may be equal are judged as they judge them."""
     seen = set()
     for tokens in itertools.product(range(4), repeat=1 if rule.chains_only else 3):
@@ -688,8 +694,8 @@ def test_chances_of_lossy_rules_are_their_verdicts(rule: Walking) -> None:
                 tree.add(0, token)
             target = torch.tensor(p, dtype=torch.float64)
             verified = VerifiedTree(tree.tokens, tree.children, dict.fromkeys(range(4), target).__getitem__, lambda node: None)
-            path, bonus = rule.judge(verified, Likeliest())
-            found = rule.chances(Siblings(list(tokens), target, None))
+            path, bonus = rule.select_path(verified, Likeliest())
+            found = rule.acceptance_chances(Siblings(list(tokens), target, None))
             if rule.chains_only:  # a chain that is wholly kept ends with its last token
                 assert (found == [1.0]) == (bonus == tokens[0] and (target > target[tokens[0]]).sum() < 2)
             else:
@@ -737,7 +743,7 @@ def test_traversal_keeps_at_least_what_recursion_keeps(name: str, children: Chil
     for p, q, length in trials(kind, shape):
         rates = [
             mean(accepted_lengths(rule, drawn(shape, children), p, q, without_replacement))
-            for rule in (Recursive(), Traversal())
+            for rule in (RecursiveRejection(), Traversal())
         ]
         assert rates[0] == rates[1] if length == 2 else rates[0] <= rates[1]
 
@@ -748,7 +754,7 @@ def test_traversal_keeps_at_least_what_recursion_keeps(name: str, children: Chil
 def changed(draft: Draft, change: Callable[[Drawn, Model], None]) -> Draft:
     """A draft whose tree is tampered with after the draws."""
 
-    def tampered(q: Model, dice: Dice) -> Drawn:
+    def tampered(q: Model, dice: RandomSource) -> Drawn:
         tree = draft(q, dice)
         change(tree, q)
         return tree
@@ -792,14 +798,14 @@ def rate_itself(mass: Any, rate: Any) -> Any:
     return rate
 
 
-class SharpBonus(Recursive):
+class SharpBonus(RecursiveRejection):
     """The token after a whole path is drawn at another temperature than the rest."""
 
-    def judge(self, row: VerifiedTree, dice: Dice) -> tuple[list[int], int]:
+    def select_path(self, row: VerifiedTree, dice: RandomSource) -> tuple[list[int], int]:
         def p(node: int) -> Vector:
             return row.p(node) if row.children[node] else scaled(row.p(node) ** 2)
 
-        return super().judge(replace(row, p=p), dice)
+        return super().select_path(replace(row, p=p), dice)
 
 
 def not_divided(p: Vector, q: Vector, count: int) -> Any:
@@ -810,25 +816,25 @@ def not_divided(p: Vector, q: Vector, count: int) -> Any:
 class ForgetsTheChoice(ImportanceSampling):
     """The chosen draft is judged as if it were the only one."""
 
-    def _chosen(self, p: Vector, q: Vector, powers: Any, count: int) -> Vector:
+    def _chosen_distribution(self, p: Vector, q: Vector, powers: Any, count: int) -> Vector:
         return q
 
 
-class ForgetsTheProgramme(TruncatedProgramme):
+class ForgetsTheProgramme(TruncatedLinearProgram):
     """The same of the programme's choice."""
 
-    def _duels(self, p: Vector, q: Vector, count: int) -> tuple[list[Any], Vector]:
-        return super()._duels(p, q, count)[0], q
+    def _stay_chances(self, p: Vector, q: Vector, count: int) -> tuple[list[Any], Vector]:
+        return super()._stay_chances(p, q, count)[0], q
 
 
 class TopTaken(Transport):
     """The child that is drawn beside the likeliest is judged as if it had been drawn from all of q."""
 
-    def judge(self, row: VerifiedTree, dice: Dice) -> tuple[list[int], int]:
+    def select_path(self, row: VerifiedTree, dice: RandomSource) -> tuple[list[int], int]:
         def q(node: int) -> Vector:
             return scaled(row.q(node) + Fraction(1, 4) * (row.q(node) == 0))
 
-        return super().judge(replace(row, q=q), dice)
+        return super().select_path(replace(row, q=q), dice)
 
 
 @dataclass(frozen=True)
@@ -836,7 +842,7 @@ class Wrong:
     """A rule, the draft that it judges and what is replaced in the rule's module, one of them wrong."""
 
     name: str
-    rule: Walking
+    rule: SequentialRule
     draft: Draft
     without_replacement: bool = False
     patch: tuple[str, Callable[..., Any]] | None = None
@@ -846,22 +852,31 @@ PAIR, TWO_ONE, CHAIN = widths(2), widths(2, 1), widths(1, 1)
 WRONG = [
     Wrong("likeliest-child-chain", SpeculativeSampling(), likeliest(CHAIN)),
     Wrong("likeliest-child-block", Block(), likeliest(CHAIN)),
-    Wrong("likeliest-children-recursive", Recursive(), likeliest(PAIR), True),
+    Wrong("likeliest-children-recursive", RecursiveRejection(), likeliest(PAIR), True),
     Wrong("likeliest-children-traversal", Traversal(), likeliest(TWO_ONE), True),
-    Wrong("sorted-siblings-recursive-without", Recursive(), changed(drawn(PAIR, "without_replacement"), sort_siblings), True),
-    Wrong("sorted-siblings-recursive-with", Recursive(), changed(drawn(PAIR, "sampled"), sort_siblings)),
+    Wrong(
+        "sorted-siblings-recursive-without",
+        RecursiveRejection(),
+        changed(drawn(PAIR, "without_replacement"), sort_siblings),
+        True,
+    ),
+    Wrong("sorted-siblings-recursive-with", RecursiveRejection(), changed(drawn(PAIR, "sampled"), sort_siblings)),
     Wrong("sorted-siblings-traversal-without", Traversal(), changed(drawn(PAIR, "without_replacement"), sort_siblings), True),
     Wrong("sorted-siblings-traversal-with", Traversal(), changed(drawn(PAIR, "sampled"), sort_siblings)),
     Wrong("residual-not-normalised-chain", SpeculativeSampling(), drawn(CHAIN, "sampled"), patch=("normalised", unnormalised)),
-    Wrong("residual-not-normalised-recursive", Recursive(), drawn(PAIR, "sampled"), patch=("normalised", unnormalised)),
+    Wrong(
+        "residual-not-normalised-recursive", RecursiveRejection(), drawn(PAIR, "sampled"), patch=("normalised", unnormalised)
+    ),
     Wrong("residual-not-normalised-block", Block(), drawn(CHAIN, "sampled"), patch=("normalised", unnormalised)),
     Wrong("residual-not-normalised-traversal", Traversal(), drawn(PAIR, "sampled"), patch=("normalised", unnormalised)),
-    Wrong("q-keeps-the-drawn-recursive", Recursive(), drawn(PAIR, "without_replacement"), False),
+    Wrong("q-keeps-the-drawn-recursive", RecursiveRejection(), drawn(PAIR, "without_replacement"), False),
     Wrong("q-keeps-the-drawn-traversal", Traversal(), drawn(PAIR, "without_replacement"), False),
-    Wrong("q-not-normalised-recursive", Recursive(), drawn(PAIR, "without_replacement"), True, ("without", leave_as_is)),
+    Wrong(
+        "q-not-normalised-recursive", RecursiveRejection(), drawn(PAIR, "without_replacement"), True, ("without", leave_as_is)
+    ),
     Wrong("q-not-normalised-traversal", Traversal(), drawn(PAIR, "without_replacement"), True, ("without", leave_as_is)),
-    Wrong("q-loses-the-replaced-recursive", Recursive(), drawn(PAIR, "sampled"), True),
-    Wrong("duplicates-skipped-recursive", Recursive(), changed(drawn(PAIR, "sampled"), skip_duplicates)),
+    Wrong("q-loses-the-replaced-recursive", RecursiveRejection(), drawn(PAIR, "sampled"), True),
+    Wrong("duplicates-skipped-recursive", RecursiveRejection(), changed(drawn(PAIR, "sampled"), skip_duplicates)),
     Wrong("duplicates-skipped-traversal", Traversal(), changed(drawn(PAIR, "sampled"), skip_duplicates)),
     Wrong("bonus-at-another-temperature", SharpBonus(), drawn(PAIR, "sampled")),
     Wrong("unlikely-draw-discarded-chain", SpeculativeSampling(), changed(drawn(CHAIN, "sampled"), discard_unlikely)),
@@ -899,20 +914,22 @@ def test_a_wrong_variant_is_caught(wrong: Wrong, monkeypatch: pytest.MonkeyPatch
 
 # Refusals
 
-LIKELIEST = TokenTree.chain(torch.tensor([[0, 1, 2]]))
+LIKELIEST = TokenTree.from_chain(torch.tensor([[0, 1, 2]]))
 BRANCHED = TokenTree(
     torch.tensor([[0, 1, 2]]), torch.tensor([[-1, 0, 0]]), *[torch.ones(1, 3, dtype=torch.bool)] * 2,
     children="sampled", q=torch.full((1, 3, 3), 1 / 3),
 )  # fmt: skip
 
 
-def judged(rule: AcceptanceRule, tree: TokenTree) -> Accepted:
+def judged(rule: AcceptanceRule, tree: TokenTree) -> AcceptedPath:
     """A round at a uniform target."""
     return rule(tree, torch.zeros(1, 3, 3), torch.zeros(1, dtype=torch.int64), tree.depths)
 
 
-@pytest.mark.parametrize("rule", [SpeculativeSampling(), Recursive(), Block(), Traversal()], ids=lambda rule: rule.name)
-def test_rules_that_need_drawn_children_refuse_others(rule: Walking) -> None:
+@pytest.mark.parametrize(
+    "rule", [SpeculativeSampling(), RecursiveRejection(), Block(), Traversal()], ids=lambda rule: rule.name
+)
+def test_rules_that_need_drawn_children_refuse_others(rule: SequentialRule) -> None:
     """Deterministic children are refused under the rule's name, with two ways out; the same chain, drawn, is judged."""
     with pytest.raises(UserError, match=rf"^acceptance={rule.name}: .*use tree\.children=sampled .*acceptance=match"):
         judged(rule, LIKELIEST)
@@ -921,14 +938,14 @@ def test_rules_that_need_drawn_children_refuse_others(rule: Walking) -> None:
 
 
 @pytest.mark.parametrize("rule", [SpeculativeSampling(), Block()], ids=lambda rule: rule.name)
-def test_rules_for_one_path_refuse_branches(rule: Walking) -> None:
+def test_rules_for_one_path_refuse_branches(rule: SequentialRule) -> None:
     """A tree that branches is refused under the rule's name, with two ways out."""
     with pytest.raises(UserError, match=rf"^acceptance={rule.name}: .*use tree=chain or acceptance=recursive"):
         judged(rule, BRANCHED)
 
 
 @pytest.mark.parametrize("rule", [*INDEPENDENT, Transport(), SpecHub()], ids=lambda rule: rule.name)
-def test_rules_for_several_drafts_refuse_other_children(rule: Walking) -> None:
+def test_rules_for_several_drafts_refuse_other_children(rule: SequentialRule) -> None:
     """Each takes one kind of children; the others are refused under its name, with which to use."""
     q = torch.full((1, 3, 3), 1 / 3)
     for children in ("deterministic", "sampled", "without_replacement", "top_and_sampled"):
@@ -943,12 +960,14 @@ def test_rules_for_several_drafts_refuse_other_children(rule: Walking) -> None:
 def test_spechub_refuses_three_drafts() -> None:
     """A node of three children is refused, with a tree of two and with the rule that takes more."""
     tokens, parents = torch.tensor([[0, 0, 1, 2]]), torch.tensor([[-1, 0, 0, 0]])
-    tree = replace(TokenTree.of(tokens, parents), children="top_and_sampled", q=torch.full((1, 4, 3), 1 / 3))
+    tree = replace(TokenTree.from_parents(tokens, parents), children="top_and_sampled", q=torch.full((1, 4, 3), 1 / 3))
     with pytest.raises(UserError, match=r"^acceptance=spechub: .* has 3 children; use tree=cartesian .*acceptance=transport"):
         SpecHub()(tree, torch.zeros(1, 4, 3), torch.zeros(1, dtype=torch.int64), tree.depths)
 
 
-@pytest.mark.parametrize("rule", [Recursive(), Traversal(), Match(), Greedy(), Typical()], ids=lambda rule: rule.name)
+@pytest.mark.parametrize(
+    "rule", [RecursiveRejection(), Traversal(), Match(), Greedy(), TypicalAcceptance()], ids=lambda rule: rule.name
+)
 def test_rules_for_trees_take_branches(rule: AcceptanceRule) -> None:
     """A drawn tree that branches is judged by every other rule."""
     assert 1 <= judged(rule, BRANCHED).counts.item() <= 2
@@ -958,7 +977,9 @@ def test_rules_for_trees_take_branches(rule: AcceptanceRule) -> None:
     "key, value",
     [("temperature", 0.0), ("temperature", -1.0), ("temperature", math.nan), ("top_p", 0.0), ("top_p", 1.5), ("top_k", -1)],
 )
-@pytest.mark.parametrize("rule", [Match, SpeculativeSampling, Recursive, Block, Traversal, Typical, ImportanceSampling])
+@pytest.mark.parametrize(
+    "rule", [Match, SpeculativeSampling, RecursiveRejection, Block, Traversal, TypicalAcceptance, ImportanceSampling]
+)
 def test_bad_settings_are_refused(rule: type[SamplingRule], key: str, value: float) -> None:
     """A setting that means nothing is refused under its own name, with what to use."""
     with pytest.raises(UserError, match=rf"^acceptance\.{key}={value}: use "):
@@ -975,7 +996,7 @@ def test_weights_that_tell_nothing_apart_are_refused(sharpness: int) -> None:
 @pytest.mark.parametrize("truncated", [0, 33])
 def test_programmes_of_no_pairs_or_of_too_many_are_refused(truncated: int) -> None:
     with pytest.raises(UserError, match=rf"^acceptance\.truncated={truncated}: use 1 to 32"):
-        TruncatedProgramme(truncated=truncated)
+        TruncatedLinearProgram(truncated=truncated)
 
 
 @pytest.mark.parametrize("key", ["epsilon", "delta"])
@@ -983,7 +1004,7 @@ def test_programmes_of_no_pairs_or_of_too_many_are_refused(truncated: int) -> No
 def test_typical_refuses_bad_thresholds(key: str, value: float) -> None:
     """Both thresholds are more than 0 and at most 1."""
     with pytest.raises(UserError, match=rf"^acceptance\.{key}={value}: use more than 0 and at most 1"):
-        Typical(**{key: value})
+        TypicalAcceptance(**{key: value})
 
 
 # Typical acceptance
@@ -992,14 +1013,14 @@ def test_typical_refuses_bad_thresholds(key: str, value: float) -> None:
 class Likeliest:
     """Dice that draw the likeliest token and have no coin."""
 
-    def coin(self, chance: Any, node: int, number: int = 0) -> bool:
+    def flip_coin(self, chance: Any, node: int, number: int = 0) -> bool:
         raise AssertionError("typical acceptance tosses no coin")
 
-    def draw(self, weights: torch.Tensor, node: int) -> int:
+    def draw_token(self, weights: torch.Tensor, node: int) -> int:
         return int(weights.argmax())
 
 
-def typical_path(paths: list[Path], p: dict[Path, list[float]], rule: Typical) -> tuple[Path, int]:
+def typical_path(paths: list[Path], p: dict[Path, list[float]], rule: TypicalAcceptance) -> tuple[Path, int]:
     """The tokens that typical acceptance keeps of a tree, and the one after them."""
     tree = Drawn()
     for path in sorted(paths, key=len):
@@ -1007,15 +1028,15 @@ def typical_path(paths: list[Path], p: dict[Path, list[float]], rule: Typical) -
     row = VerifiedTree(
         tree.tokens, tree.children, lambda node: torch.tensor(p[tree.paths[node]], dtype=torch.float64), lambda node: None
     )
-    kept, bonus = rule.judge(row, Likeliest())
+    kept, bonus = rule.select_path(row, Likeliest())
     return tree.paths[kept[-1]], bonus
 
 
 def test_lossy_rules_say_so() -> None:
     """Typical acceptance, and the interleaving that on-policy training writes with, are not lossless; every other rule is."""
-    assert not Typical.lossless and not Interleaved.lossless
-    several = (KSeq, ImportanceSampling, TruncatedProgramme, Transport, SpecHub)
-    assert all(rule.lossless for rule in (Greedy, Match, SpeculativeSampling, Recursive, Block, Traversal, *several))
+    assert not TypicalAcceptance.lossless and not InterleavedSampling.lossless
+    several = (KSeq, ImportanceSampling, TruncatedLinearProgram, Transport, SpecHub)
+    assert all(rule.lossless for rule in (Greedy, Match, SpeculativeSampling, RecursiveRejection, Block, Traversal, *several))
 
 
 @pytest.mark.parametrize(
@@ -1032,7 +1053,7 @@ def test_typical_keeps_what_is_likely_enough(p: list[float], epsilon: float, del
     """Of single children exactly those with p(x) > min(epsilon, delta exp(-H)) are kept."""
     threshold = min(epsilon, delta * math.exp(sum(x * math.log(x + 1e-5) for x in p)))
     assert {token for token, chance in enumerate(p) if chance > threshold} == kept
-    rule = Typical(epsilon=epsilon, delta=delta)
+    rule = TypicalAcceptance(epsilon=epsilon, delta=delta)
     after = {(): p, **{(token,): [0.0, 0.0, 0.0, 0.0, 1.0] for token in range(5)}}
     for token in range(5):
         assert typical_path([(token,)], after, rule) == (((token,), 4) if token in kept else ((), 0))
@@ -1047,7 +1068,7 @@ def test_typical_keeps_the_longest_path_then_the_likeliest() -> None:
         (1, 0): [0.0, 0.0, 1.0],
         (1, 1): [0.0, 1.0, 0.0],
     }
-    rule = Typical()
+    rule = TypicalAcceptance()
     assert typical_path([(0,), (1,)], p, rule) == ((0,), 2)
     assert typical_path([(1,), (0,)], p, rule) == ((0,), 2)
     assert typical_path([(0,), (1,), (0, 0), (1, 0)], p, rule) == ((1, 0), 2)
@@ -1058,10 +1079,10 @@ def test_typical_keeps_the_longest_path_then_the_likeliest() -> None:
 def test_typical_is_greedy_where_the_target_is_sure() -> None:
     """At a low temperature it keeps what greedy acceptance keeps, and the same token follows."""
     tokens = torch.randint(0, 4, (50, 4))
-    tree = TokenTree.chain(tokens)
+    tree = TokenTree.from_chain(tokens)
     logits = torch.stack([torch.stack([torch.randperm(4) for _ in range(4)]) for _ in range(50)]).float()
     rows = torch.arange(50)
-    greedy, typical = (rule(tree, logits, rows, tree.depths) for rule in (Greedy(), Typical(temperature=0.05)))
+    greedy, typical = (rule(tree, logits, rows, tree.depths) for rule in (Greedy(), TypicalAcceptance(temperature=0.05)))
     assert len(set(greedy.counts.tolist())) > 1
     assert torch.equal(typical.counts, greedy.counts) and torch.equal(typical.bonus, greedy.bonus)
-    assert torch.equal(typical.emitted(tree), greedy.emitted(tree))
+    assert torch.equal(typical.emitted_tokens(tree), greedy.emitted_tokens(tree))

@@ -16,23 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.decoding.acceptance import (
-    AcceptanceRule,
-    Bounded,
-    Deferral,
-    Greedy,
-    Loose,
-    Recursive,
-    Relaxed,
-    Rollback,
-    Siblings,
-    Sigmoid,
-    Walking,
-)
-from spectrain.decoding.acceptance.blending import Blending
+from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Siblings
+from spectrain.decoding.acceptance.rejection import RecursiveRejection
+from spectrain.decoding.acceptance.sequential import SequentialRule
 from spectrain.decoding.loop import decode
 from spectrain.drafters.causal import Causal
 from spectrain.errors import UserError
+from spectrain.experimental.lossy_rules.blending import BlendingRule, BoundedSampling, Deferral, Sigmoid
+from spectrain.experimental.lossy_rules.relaxed import LooseMatch, RelaxedRule, Rollback
 from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
@@ -58,9 +49,9 @@ from tests.decoding.test_lossless import (
 from tests.targets import cut_tiny
 
 THIRD = Fraction(1, 3)
-BLENDS: list[Blending] = [
+BLENDS: list[BlendingRule] = [
     *(Deferral(defer=defer, alpha=Fraction(1, 4)) for defer in ("chow", "diff", "opt", "token")),  # type: ignore[arg-type]
-    Bounded(bias=Fraction(1, 5)),  # type: ignore[arg-type]
+    BoundedSampling(bias=Fraction(1, 5)),  # type: ignore[arg-type]
 ]
 
 
@@ -86,12 +77,12 @@ def of_place(found: Joint, vocab: int) -> Vector:
 @pytest.mark.parametrize("children", ["sampled", "without_replacement"])
 @pytest.mark.parametrize("name", ["1", "1-1", "2", "2-1"])
 @pytest.mark.parametrize("rule", BLENDS, ids=named)
-def test_what_is_drafted_has_the_blended_distribution(rule: Blending, name: str, children: Any, kind: str) -> None:
+def test_what_is_drafted_has_the_blended_distribution(rule: BlendingRule, name: str, children: Any, kind: str) -> None:
     """Over every place that had drafts, what a round emits, going on with pi, has pi's joint distribution exactly."""
     depth = max(map(len, SHAPES[name]))
     for seed in range(3):
         p, q = models(kind, 3, depth + 1, seed)
-        pi = {path: rule.blend(p[path], q[path]) for path in p}
+        pi = {path: rule.blend_distributions(p[path], q[path]) for path in p}
         assert all(sum(vector) == 1 and min(vector) >= 0 for vector in pi.values())
         heads: Joint = defaultdict(Fraction)
         for chance, kept, bonus in outcomes(rule, drawn(SHAPES[name], children), p, q, children == "without_replacement"):
@@ -99,18 +90,18 @@ def test_what_is_drafted_has_the_blended_distribution(rule: Blending, name: str,
         assert continued(heads, pi, depth) == target_joint(pi, depth)
 
 
-STRICT = [*(Deferral(defer=defer, alpha=-2) for defer in ("chow", "diff", "opt", "token")), Bounded(bias=0)]
+STRICT = [*(Deferral(defer=defer, alpha=-2) for defer in ("chow", "diff", "opt", "token")), BoundedSampling(bias=0)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", STRICT, ids=named)
-def test_a_blend_that_leaves_nothing_to_the_drafter_is_lossless(rule: Walking, kind: str) -> None:
+def test_a_blend_that_leaves_nothing_to_the_drafter_is_lossless(rule: SequentialRule, kind: str) -> None:
     """At its strict end such a rule emits the target's joint distribution, and keeps what recursive rejection keeps."""
     draft = drawn(SHAPES["2"], "sampled")
     for seed in range(3):
         p, q = models(kind, 3, 2, seed)
         assert emitted(rule, draft, p, q, False, 2) == target_joint(p, 2)
-        assert accepted_lengths(rule, draft, p, q, False) == accepted_lengths(Recursive(), draft, p, q, False)
+        assert accepted_lengths(rule, draft, p, q, False) == accepted_lengths(RecursiveRejection(), draft, p, q, False)
 
 
 def deferred(defer: str, p: Vector, q: Vector, alpha: Fraction) -> Vector:
@@ -145,7 +136,7 @@ def test_bias_is_bounded_and_buys_as_much_acceptance(kind: str) -> None:
     with one, rejection and bias add up to TV(p, q), the least that they can."""
     for seed, bias in itertools.product(range(6), (Fraction(0), Fraction(1, 10), THIRD, Fraction(1))):
         p, q = models(kind, 3, 2, seed)
-        distance, rule = variation(p[()], q[()]), Bounded(bias=bias)  # type: ignore[arg-type]
+        distance, rule = variation(p[()], q[()]), BoundedSampling(bias=bias)  # type: ignore[arg-type]
         for name in ("1", "2"):
             draft = drawn(SHAPES[name], "sampled")
             heads: Joint = defaultdict(Fraction)
@@ -158,9 +149,9 @@ def test_bias_is_bounded_and_buys_as_much_acceptance(kind: str) -> None:
                 assert rejected + found == distance
 
 
-LOOSENED: dict[str, Callable[[Fraction], Blending]] = {
+LOOSENED: dict[str, Callable[[Fraction], BlendingRule]] = {
     **{defer: partial(lambda defer, x: Deferral(defer=defer, alpha=x), defer) for defer in ("chow", "diff", "opt")},
-    "bounded": lambda x: Bounded(bias=x),  # type: ignore[arg-type]
+    "bounded": lambda x: BoundedSampling(bias=x),  # type: ignore[arg-type]
 }
 
 
@@ -180,14 +171,14 @@ def test_acceptance_rises_with_what_is_left_to_the_drafter(name: str) -> None:
 
 @pytest.mark.parametrize("children", ["sampled", "without_replacement"])
 @pytest.mark.parametrize("rule", BLENDS, ids=named)
-def test_chances_of_blends_are_those_of_judging(rule: Blending, children: Any) -> None:
+def test_chances_of_blends_are_those_of_judging(rule: BlendingRule, children: Any) -> None:
     """What a blend says of siblings is how often it keeps each."""
     drop = children == "without_replacement"
     for seed in range(2):
         p, q = models("dense", 3, 2, seed)
         for _, tree in every(partial(drawn(SHAPES["2"], children), q)):
             kept = kept_with(rule, tree, p, q, drop)
-            assert [kept[child] for child in tree.children[0]] == rule.chances(siblings_of(tree, 0, p, q, drop))
+            assert [kept[child] for child in tree.children[0]] == rule.acceptance_chances(siblings_of(tree, 0, p, q, drop))
 
 
 # A sigmoid in place of the softmax
@@ -198,7 +189,7 @@ class Rational(Sigmoid):
 
     odds = Fraction(1)
 
-    def _squashed(self, weights: Any) -> Any:
+    def _apply_sigmoid(self, weights: Any) -> Any:
         return weights / (weights + self.odds)
 
 
@@ -206,7 +197,7 @@ def test_a_shifted_sigmoid_is_a_ratio() -> None:
     """With a range of 1 the sigmoid of log w is w / (w + e^low)."""
     weights = torch.tensor([0.0, 0.1, 0.3, 0.6], dtype=torch.float64)
     for low in (-2.0, 0.0, 3.0):
-        torch.testing.assert_close(Sigmoid(low=low, high=low + 1)._squashed(weights), weights / (weights + math.exp(low)))
+        torch.testing.assert_close(Sigmoid(low=low, high=low + 1)._apply_sigmoid(weights), weights / (weights + math.exp(low)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -234,7 +225,7 @@ def test_a_wider_range_of_the_sigmoid_keeps_more() -> None:
     """The chance of every draft rises with `high`."""
     p, q = (torch.tensor(x, dtype=torch.float64) for x in ([0.1, 0.2, 0.7], [0.6, 0.3, 0.1]))
     for token in range(3):
-        kept = [float(Sigmoid(high=high).chances(Siblings([token], p, q))[0]) for high in (0.5, 1.0, 10.0, 1000.0)]
+        kept = [float(Sigmoid(high=high).acceptance_chances(Siblings([token], p, q))[0]) for high in (0.5, 1.0, 10.0, 1000.0)]
         assert kept == sorted(kept) and kept[-1] > 0.99
 
 
@@ -253,7 +244,7 @@ def rounds(chain: bool, count: int = 40, vocab: int = 9, nodes: int = 9) -> tupl
             above = node - 1 if chain else int(torch.randint(0, node, ()))
             place = 0 if torch.rand(()) < 0.6 else int(torch.randint(0, min(3, len(left[above])), ()))
             tokens[row, node], parents[row, node] = left[above].pop(min(place, len(left[above]) - 1)), above
-    tree = TokenTree.of(tokens, parents)
+    tree = TokenTree.from_parents(tokens, parents)
     return tree, logits
 
 
@@ -266,8 +257,8 @@ def judged(rule: AcceptanceRule, tree: TokenTree, logits: Tensor) -> list[tuple[
     ]
 
 
-@pytest.mark.parametrize("rule, chain", [(Rollback(0), False), (Rollback(0), True), (Loose(entropy=1.0, window=1), True)])
-def test_what_forgives_nothing_is_greedy(rule: Relaxed, chain: bool) -> None:
+@pytest.mark.parametrize("rule, chain", [(Rollback(0), False), (Rollback(0), True), (LooseMatch(entropy=1.0, window=1), True)])
+def test_what_forgives_nothing_is_greedy(rule: RelaxedRule, chain: bool) -> None:
     """At the strict end paths and tokens are those of the greedy rule."""
     tree, logits = rounds(chain)
     greedy = judged(Greedy(), tree, logits)
@@ -279,12 +270,12 @@ def test_what_forgives_nothing_is_greedy(rule: Relaxed, chain: bool) -> None:
     "rules, chain",
     [
         ([Rollback(x) for x in (0, 0.5, 1, 2, 9)], False),
-        ([Loose(entropy=x, window=2) for x in (1.0, 0.8, 0.5, 0.2, 0.0)], True),
-        ([Loose(entropy=0.3, window=x) for x in (9, 4, 2, 1)], True),
+        ([LooseMatch(entropy=x, window=2) for x in (1.0, 0.8, 0.5, 0.2, 0.0)], True),
+        ([LooseMatch(entropy=0.3, window=x) for x in (9, 4, 2, 1)], True),
     ],
     ids=["bild", "entropy", "window"],
 )
-def test_a_looser_threshold_keeps_the_same_and_more(rules: list[Relaxed], chain: bool) -> None:
+def test_a_looser_threshold_keeps_the_same_and_more(rules: list[RelaxedRule], chain: bool) -> None:
     """On fixed rounds every path goes on where that of the stricter threshold ended, and some do."""
     tree, logits = rounds(chain)
     found = [judged(rule, tree, logits) for rule in rules]
@@ -353,7 +344,7 @@ def test_a_deviation_is_forgiven_where_the_target_goes_on_as_drafted(entropy: fl
     """A chain is kept up to the first deviation where the target was sure, or whose window holds another or is not whole."""
     tree, logits = rounds(True)
     forgiven = 0
-    for row, (path, _) in enumerate(judged(Loose(entropy, window), tree, logits)):
+    for row, (path, _) in enumerate(judged(LooseMatch(entropy, window), tree, logits)):
         tokens = tree.tokens[row].tolist()
         right = [True, *(tokens[node] == int(logits[row, node - 1].argmax()) for node in range(1, len(tokens)))]
         kept = 1
@@ -372,9 +363,9 @@ def test_a_deviation_is_forgiven_where_the_target_goes_on_as_drafted(entropy: fl
 def test_of_several_forgiven_children_the_likeliest_stays() -> None:
     """The likeliest token's child comes first, then the child with most chance; nodes that only draft are never kept."""
     logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(1, 4, -1)
-    tree = TokenTree.of(torch.tensor([[0, 2, 1, 1]]), torch.tensor([[-1, 0, 0, 0]]))
+    tree = TokenTree.from_parents(torch.tensor([[0, 2, 1, 1]]), torch.tensor([[-1, 0, 0, 0]]))
     assert judged(Rollback(2.0), tree, logits) == [([0, 2], 0)]
-    with_right = TokenTree.of(torch.tensor([[0, 2, 1, 0]]), torch.tensor([[-1, 0, 0, 0]]))
+    with_right = TokenTree.from_parents(torch.tensor([[0, 2, 1, 0]]), torch.tensor([[-1, 0, 0, 0]]))
     assert judged(Rollback(2.0), with_right, logits) == [([0, 3], 0)]
     hidden = TokenTree(tree.tokens, tree.parents, tree.valid, torch.tensor([[True, True, False, False]]))
     assert judged(Rollback(2.0), hidden, logits) == [([0, 1], 0)]
@@ -393,11 +384,11 @@ def test_logits_alone_are_enough_for_what_reads_no_features() -> None:
     "make, words",
     [
         (lambda: Deferral(alpha=math.nan), r"acceptance\.alpha=nan: use a number"),
-        (lambda: Bounded(bias=1.1), r"acceptance\.bias=1\.1: it is a total variation; use 0 to 1"),
+        (lambda: BoundedSampling(bias=1.1), r"acceptance\.bias=1\.1: it is a total variation; use 0 to 1"),
         (lambda: Sigmoid(low=1.0, high=1.0), r"acceptance\.high=1\.0: use more than acceptance\.low=1\.0"),
         (lambda: Rollback(-1), r"acceptance\.rollback=-1: use 0 nats or more"),
-        (lambda: Loose(entropy=1.5), r"acceptance\.entropy=1\.5: it is a share"),
-        (lambda: Loose(window=0), r"acceptance\.window=0: use 1 or more"),
+        (lambda: LooseMatch(entropy=1.5), r"acceptance\.entropy=1\.5: it is a share"),
+        (lambda: LooseMatch(window=0), r"acceptance\.window=0: use 1 or more"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(make: Callable[[], AcceptanceRule], words: str) -> None:

@@ -7,20 +7,12 @@ from functools import partial
 import numpy as np
 import pytest
 
-from spectrain.decoding.acceptance import (
-    Block,
-    ImportanceSampling,
-    KSeq,
-    Recursive,
-    Siblings,
-    SpecHub,
-    SpeculativeSampling,
-    Transport,
-    Traversal,
-    TruncatedProgramme,
-    Walking,
-)
-from spectrain.decoding.acceptance.optimum import best_kept, best_round
+from spectrain.decoding.acceptance import Siblings
+from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling, Traversal
+from spectrain.decoding.acceptance.sequential import SequentialRule
+from spectrain.experimental.transport.linear_program import TruncatedLinearProgram
+from spectrain.experimental.transport.optimum import optimal_acceptance, optimal_round_length
+from spectrain.experimental.transport.rules import ImportanceSampling, KSeq, SpecHub, Transport
 from spectrain.trees.token_tree import Children
 from tests.decoding.test_lossless import (
     CHAINS,
@@ -47,16 +39,23 @@ DRAFTS = {
     "without_replacement": lambda shape: drawn(shape, "without_replacement"),
     "top_and_sampled": top_and_one,
 }
-TAKEN: dict[Children, list[Walking]] = {
-    "sampled": [Recursive(), Traversal(), KSeq(), ImportanceSampling(), ImportanceSampling(sharpness=1), TruncatedProgramme()],
-    "without_replacement": [Recursive(), Traversal()],
+TAKEN: dict[Children, list[SequentialRule]] = {
+    "sampled": [
+        RecursiveRejection(),
+        Traversal(),
+        KSeq(),
+        ImportanceSampling(),
+        ImportanceSampling(sharpness=1),
+        TruncatedLinearProgram(),
+    ],
+    "without_replacement": [RecursiveRejection(), Traversal()],
     "top_and_sampled": [Transport(), Traversal()],
 }
 
 
 def programme(draft: Draft, p: Model, q: Model, depth: int) -> float:
     """The most that any lossless rule keeps of these drafts."""
-    return best_round([(float(chance), tree.paths) for chance, tree in every(partial(draft, q))], p, depth)
+    return optimal_round_length([(float(chance), tree.paths) for chance, tree in every(partial(draft, q))], p, depth)
 
 
 @pytest.mark.sweep(4)
@@ -70,7 +69,7 @@ def test_the_closed_form_is_the_programme(children: Children, count: int, kind: 
         draft = DRAFTS[children](widths(count))
         _, tree = next(every(partial(draft, q)))  # what is there for sure is there whatever is drawn
         siblings = siblings_of(tree, 0, p, q, children == "without_replacement")
-        assert best_kept(siblings, children) == pytest.approx(programme(draft, p, q, 1), abs=ROUNDING)
+        assert optimal_acceptance(siblings, children) == pytest.approx(programme(draft, p, q, 1), abs=ROUNDING)
 
 
 def test_draws_without_replacement_lie_within_by_enumeration() -> None:
@@ -86,7 +85,7 @@ def test_draws_without_replacement_lie_within_by_enumeration() -> None:
             for a, b, c in ((a, b, c) for a in order[:end] for b in order[:end] for c in order[:end] if len({a, b, c}) == 3):
                 inside += q[a] * q[b] / (1 - q[a]) * q[c] / (1 - q[a] - q[b])
             best = max(best, inside - p[order[:end]].sum())
-        assert best_kept(Siblings([0, 1, 2], p, q), "without_replacement") == pytest.approx(1 - best, abs=1e-7)
+        assert optimal_acceptance(Siblings([0, 1, 2], p, q), "without_replacement") == pytest.approx(1 - best, abs=1e-7)
 
 
 @pytest.mark.sweep(9)
@@ -153,7 +152,7 @@ def test_the_whole_programme_is_the_optimum_of_two_drafts(kind: str) -> None:
     for seed in range(4):
         p, q = models(kind, 5, 2, seed)
         draft = drawn(widths(2), "sampled")
-        whole, cut = (mean(accepted_lengths(TruncatedProgramme(truncated=n), draft, p, q, False)) for n in (5, 2))
+        whole, cut = (mean(accepted_lengths(TruncatedLinearProgram(truncated=n), draft, p, q, False)) for n in (5, 2))
         best = programme(draft, p, q, 1)
         assert float(whole) == pytest.approx(best, abs=1e-5)
         assert float(cut) <= best + ROUNDING
@@ -171,7 +170,7 @@ def test_transport_is_the_optimum_of_a_node(count: int, kind: str) -> None:
         for rule in [Transport(), *([SpecHub()] if count == 2 else [])]:
             found = mean(accepted_lengths(rule, top_and_one(widths(count)), p, q, False))
             _, tree = next(every(partial(top_and_one(widths(count)), q)))
-            best = best_kept(siblings_of(tree, 0, p, q, False), "top_and_sampled")
+            best = optimal_acceptance(siblings_of(tree, 0, p, q, False), "top_and_sampled")
             assert float(found) == pytest.approx(best, abs=1e-12)
 
 

@@ -7,17 +7,18 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spectrain.decoding.acceptance import Greedy, Match, SpeculativeSampling
-from spectrain.decoding.follower import Follower, Wish, likely_outcomes
+from spectrain.decoding.acceptance import Greedy, Match
+from spectrain.decoding.acceptance.rejection import SpeculativeSampling
 from spectrain.decoding.loop import decode
-from spectrain.decoding.overlap import Overlap, Worker, check_overlap
-from spectrain.decoding.session import Session, ready
+from spectrain.decoding.session import Session, prepare_for_decoding
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
-from spectrain.drafters.universal import Universal
 from spectrain.errors import RunError, UserError
+from spectrain.experimental.cross_vocabulary.drafter import Universal
+from spectrain.experimental.overlap.follower import DraftRequest, Follower, select_outcomes
+from spectrain.experimental.overlap.runner import Overlap, ProcessWorker, check_overlap
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2
 from tests.decoding.rounds import begun, proposed
@@ -42,7 +43,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def made(name: str, target: Target, stranger: str = "") -> Drafter:
     torch.manual_seed(0)
-    return ready(DRAFTERS[name](target, stranger), target)
+    return prepare_for_decoding(DRAFTERS[name](target, stranger), target)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -50,7 +51,7 @@ def test_a_follower_drafts_what_the_drafter_drafts(shallow: Target, stranger: st
     """After any texts, longer, shorter and others than the one before, it expects what a drafter that reads the text anew
     proposes in a round."""
     follower, anew = Follower(made(name, shallow, stranger), shallow), made(name, shallow, stranger)
-    follower.begin(64, 3)
+    follower.start_text(64, 3)
     draw = torch.Generator().manual_seed(1)
     text = torch.randint(3, 2000, (12,), generator=draw).tolist()
     texts = [text[:6], text[:9], text[:7], [*text[:4], 8, 9, 9], text[:4], text, text, [*text[:11], 7]]
@@ -68,7 +69,7 @@ def test_a_draft_that_nobody_wants_is_given_up(shallow: Target) -> None:
     follower, alone = (Follower(made("causal", shallow), shallow) for _ in range(2))
     with torch.inference_mode():
         for one in (follower, alone):
-            one.begin(64, 4)
+            one.start_text(64, 4)
         assert follower.draft(PROMPTS[0], 4, lambda: True) == []
         other = [*PROMPTS[0][:3], 8]
         assert follower.draft(other, 4, lambda: False) == alone.draft(other, 4, lambda: False)
@@ -83,9 +84,9 @@ def test_outcomes_are_told_by_their_chances() -> None:
         for place in range(kept):
             chances[kept, x] *= float(q[place, chain[place]])
     assert sum(chances.values()) == pytest.approx(1)
-    found = [tuple(outcome) for outcome in likely_outcomes(said, 100).tolist()]
+    found = [tuple(outcome) for outcome in select_outcomes(said, 100).tolist()]
     assert found == sorted(chances, key=lambda outcome: -chances[outcome])
-    assert [tuple(outcome) for outcome in likely_outcomes(said, 4).tolist()] == found[:4]
+    assert [tuple(outcome) for outcome in select_outcomes(said, 4).tolist()] == found[:4]
 
 
 def test_behind_every_outcome_stands_what_would_be_drafted_there(shallow: Target) -> None:
@@ -95,18 +96,18 @@ def test_behind_every_outcome_stands_what_would_be_drafted_there(shallow: Target
     text, told = PROMPTS[0], list[list[int]]()
     with torch.inference_mode():
         for one in (follower, alone):
-            one.begin(64, 3, 5)
+            one.start_text(64, 3, 5)
         drafted: list[int] | None = None
         for levels in (3, 1, 0):
-            foreseen = follower.foreseen(Wish(1, text, 3, outcomes=5), drafted, told.append)
+            foreseen = follower.predict_outcomes(DraftRequest(1, text, 3, num_outcomes=5), drafted, told.append)
             left = iter([False] * levels)
-            foreseen.grow(lambda left=left: next(left, True))  # type: ignore[misc]
+            foreseen.extend_drafts(lambda left=left: next(left, True))  # type: ignore[misc]
             texts = [one.text for one in foreseen.outcomes]
-            assert len({*map(tuple, texts)}) == 5 and foreseen.draft([*text, 7, 7, 7, 7, 7]) is None
-            text, drafted = texts[levels], foreseen.draft(texts[levels])
+            assert len({*map(tuple, texts)}) == 5 and foreseen.finish_draft([*text, 7, 7, 7, 7, 7]) is None
+            text, drafted = texts[levels], foreseen.finish_draft(texts[levels])
             if levels == 3:
-                assert [foreseen.draft(one) for one in texts] == [alone.draft(one, 3, lambda: False) for one in texts]
-            foreseen.end()
+                assert [foreseen.finish_draft(one) for one in texts] == [alone.draft(one, 3, lambda: False) for one in texts]
+            foreseen.end_draft()
             assert drafted == alone.draft(text, 3, lambda: False)
         assert told == [alone.draft(PROMPTS[0], 3, lambda: False)]
 
@@ -125,9 +126,11 @@ def test_the_host_does_not_wait_for_every_outcome(shallow: Target) -> None:
     for outcomes in (2, 9):
         follower = Follower(made("causal", shallow), shallow)
         with torch.inference_mode():
-            follower.begin(64, 3, outcomes)
+            follower.start_text(64, 3, outcomes)
             with Asking() as asked:
-                foreseen = follower.foreseen(Wish(1, PROMPTS[0], 3, outcomes=outcomes), [5, 6, 7], lambda tokens: None)
+                foreseen = follower.predict_outcomes(
+                    DraftRequest(1, PROMPTS[0], 3, num_outcomes=outcomes), [5, 6, 7], lambda tokens: None
+                )
             assert len(foreseen.outcomes) == outcomes
         counts.append(asked.count)
     assert counts[0] == counts[1] > 0
@@ -138,21 +141,23 @@ def test_as_many_drafts_are_ready_as_outcomes_were_foreseen(shallow: Target) -> 
     the more outcomes, the more of them."""
     drafter, counts = made("causal", shallow), []
     for outcomes in (1, 4, 400):
-        overlap = Overlap(outcomes=outcomes)
+        overlap = Overlap(num_outcomes=outcomes)
         (found,) = Session(shallow, Greedy(), drafter, Chain(3), overlap=overlap).decode([PROMPTS[0]], LIMIT, ignore_eos=True)
         follower, expected = Follower(made("causal", shallow), shallow), 0
-        follower.begin(64, 3, outcomes)
+        follower.start_text(64, 3, outcomes)
         text, chain, end = PROMPTS[0], list[int](), 1
-        for emitted in found.accepted:
+        for emitted in found.round_lengths:
             with torch.inference_mode():
-                foreseen = follower.foreseen(Wish(1, text, 3, outcomes=outcomes), chain, lambda tokens: None)
-                foreseen.end()
+                foreseen = follower.predict_outcomes(
+                    DraftRequest(1, text, 3, num_outcomes=outcomes), chain, lambda tokens: None
+                )
+                foreseen.end_draft()
                 text = PROMPTS[0] + found.output[:end]
                 expected += text in [one.text for one in foreseen.outcomes]
                 chain = follower.draft(text, 3, lambda: False)
             end += emitted
-        assert (overlap.ready, overlap.missed) == (expected, len(found.accepted) - expected)
-        counts.append(overlap.ready)
+        assert (overlap.num_ready, overlap.num_missed) == (expected, len(found.round_lengths) - expected)
+        counts.append(overlap.num_ready)
     assert counts[0] <= counts[1] < counts[2]
 
 
@@ -166,8 +171,8 @@ def test_the_output_is_the_loops(
 ) -> None:
     """In a process of its own, or on a stream, the drafter gives the same tokens, prompt after prompt; without steps of the
     target in between, in the same rounds."""
-    drafter, builder, overlap = made(name, shallow, stranger), Chain(3), Overlap(**way, streams=streams)
-    if overlap.outcomes and not drafter.abilities.follows_at_once:
+    drafter, builder, overlap = made(name, shallow, stranger), Chain(3), Overlap(**way, uses_streams=streams)
+    if overlap.num_outcomes and not drafter.abilities.follows_at_once:
         pytest.skip("its chances do not say what follows")
     session = Session(shallow, rule, drafter, builder, overlap=overlap)
     for number, prompt in enumerate(PROMPTS[1:]):
@@ -175,18 +180,18 @@ def test_the_output_is_the_loops(
         (found,) = session.decode([prompt], LIMIT, [number], ignore_eos=True)
         assert found.output == plain.output
         if not overlap.pre_verify:
-            assert (found.accepted, found.depths) == (plain.accepted, plain.depths)
-    assert overlap.missed > 0
+            assert (found.round_lengths, found.depths) == (plain.round_lengths, plain.depths)
+    assert overlap.num_missed > 0
 
 
 def test_on_a_stream_of_its_own_it_drafts_what_the_process_does(shallow: Target) -> None:
     """As many drafts are ready, whatever is done ahead."""
     drafter = made("causal", shallow)
     for way in ({}, {"pre_verify": True}, {"outcomes": 5}):
-        both = [Overlap(**way, streams=streams) for streams in (False, True)]
+        both = [Overlap(**way, uses_streams=streams) for streams in (False, True)]
         for overlap in both:
             Session(shallow, Greedy(), drafter, Chain(3), overlap=overlap).decode([PROMPTS[0]], LIMIT, ignore_eos=True)
-        assert (both[0].ready, both[0].missed) == (both[1].ready, both[1].missed)
+        assert (both[0].num_ready, both[0].num_missed) == (both[1].num_ready, both[1].num_missed)
 
 
 def test_the_target_is_launched_before_the_drafter_drafts_ahead(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,29 +210,29 @@ def test_the_target_is_launched_before_the_drafter_drafts_ahead(shallow: Target,
     monkeypatch.setattr(shallow, "verify", noted("verify", shallow.verify))
     monkeypatch.setattr(drafter.model, "run", noted("draft", drafter.model.run))  # type: ignore[union-attr]
     monkeypatch.setattr(rule, "accept", noted("accept", rule.accept))
-    overlap = Overlap(streams=True)
+    overlap = Overlap(uses_streams=True)
     Session(shallow, rule, drafter, Chain(3), overlap=overlap).decode([PROMPTS[0]], LIMIT, ignore_eos=True)
     rounds = " ".join(calls).split("verify")
-    assert overlap.missed == 0 and len(rounds) > 4
+    assert overlap.num_missed == 0 and len(rounds) > 4
     assert [one.split() for one in rounds[1:]] == [["draft"] * 4 + ["accept"]] * (len(rounds) - 1)
 
 
 def test_drafts_that_are_right_are_ready(shallow: Target) -> None:
     """The target itself as drafter: after the first round, or the first step, every draft was made while the target worked."""
-    drafter = ready(Causal(shallow, num_layers=2), shallow)
+    drafter = prepare_for_decoding(Causal(shallow, num_layers=2), shallow)
     drafter.model = copy.deepcopy(shallow)
     for overlap in (Overlap(), Overlap(pre_verify=True)):
         session = Session(shallow, Greedy(), drafter, Chain(3), overlap=overlap)
         (found,) = session.decode([PROMPTS[0]], LIMIT, ignore_eos=True)
-        assert overlap.missed == 0 and overlap.ready == len(found.accepted) == (LIMIT + 2) // 4
+        assert overlap.num_missed == 0 and overlap.num_ready == len(found.round_lengths) == (LIMIT + 2) // 4
 
 
 def test_a_worker_that_has_ended_is_said(shallow: Target) -> None:
     """And nothing waits for it."""
-    worker = Worker(made("ngram", shallow), shallow)
-    worker.wire.close()
+    worker = ProcessWorker(made("ngram", shallow), shallow)
+    worker.connection.close()
     with pytest.raises(RunError, match=r"eval\.overlap: the process that drafts has ended"):
-        worker.ask([1, 2], 3, 64)
+        worker.request_draft([1, 2], 3, 64)
 
 
 def test_what_cannot_overlap_is_refused(shallow: Target) -> None:
@@ -243,6 +248,6 @@ def test_what_cannot_overlap_is_refused(shallow: Target) -> None:
         with pytest.raises(UserError, match=said):
             check_overlap(drafter, builder, rule)
     with pytest.raises(UserError, match=r"eval\.overlap=outcomes: .*drafter=causal"):
-        check_overlap(made("ngram", shallow), Chain(3), Greedy(), outcomes=4)
+        check_overlap(made("ngram", shallow), Chain(3), Greedy(), num_outcomes=4)
     with pytest.raises(UserError, match=r"eval\.batch_size=1"):
         Session(shallow, Greedy(), causal, Chain(3), overlap=Overlap()).decode(PROMPTS[:2], LIMIT)

@@ -7,17 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.decoding.acceptance import (
-    AcceptanceRule,
-    Block,
-    Greedy,
-    Interleaved,
-    Match,
-    Recursive,
-    SpeculativeSampling,
-    Traversal,
-    Typical,
-)
+from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
+from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling, Traversal
+from spectrain.decoding.acceptance.typical import InterleavedSampling, TypicalAcceptance
 from spectrain.decoding.loop import decode
 from spectrain.decoding.pruning import EarlyHead, Pruning, fit_early_heads
 from spectrain.decoding.session import Session
@@ -25,11 +17,11 @@ from spectrain.drafters.base import Drafter
 from spectrain.drafters.context import Context
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.early_exit import EarlyExit
-from spectrain.drafters.kangaroo import Kangaroo
-from spectrain.drafters.layer_skip import LayerSkipping
-from spectrain.drafters.lookahead import Lookahead
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
+from spectrain.experimental.kangaroo.drafter import Kangaroo
+from spectrain.experimental.layer_skip.drafter import LayerSkipping
+from spectrain.experimental.lookahead.drafter import Lookahead
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
@@ -110,7 +102,7 @@ def test_kept_nodes_are_the_likely_ones(
     pruning = Watched(layer, top_k=2 if name in EXITS else 20)
     Session(tiny, Greedy(), drafters[name], TREE, pruning=pruning).decode(prompts[:batch], 8, ignore_eos=True)
     for texts, tree, pruned in pruning.rounds:
-        pruned.check()
+        pruned.check_structure()
         assert pruned.tokens.shape[1] == pruned.valid.sum(1).max()
         for row, text in enumerate(texts):
             assert paths(pruned, row) == kept(tiny, text, paths(tree, row), layer, pruning.top_k)
@@ -145,10 +137,10 @@ def test_the_whole_vocabulary_prunes_nothing(
     for top_k in (tiny.head.vocab_size, tiny.head.vocab_size + 1):
         found = Session(tiny, Greedy(), drafters[name], TREE, pruning=Pruning(6, top_k)).decode(prompts[:batch], LIMIT)
         for one, other in zip(found, plain):
-            assert (one.output, one.accepted, one.depths, one.nodes) == (
-                other.output, other.accepted, other.depths, other.nodes
+            assert (one.output, one.round_lengths, one.depths, one.node_counts) == (
+                other.output, other.round_lengths, other.depths, other.node_counts
             )  # fmt: skip
-            assert one.pruned == other.pruned == [0] * len(one.accepted)
+            assert one.pruned_counts == other.pruned_counts == [0] * len(one.round_lengths)
 
 
 @pytest.mark.sweep(1)
@@ -161,12 +153,14 @@ def test_nodes_and_pruned_nodes_add_up(
     pruning = Watched(6, 2)
     found = Session(tiny, Greedy(), drafters[name], TREE, pruning=pruning).decode(prompts[:batch], LIMIT)
     for row, generation in enumerate(found):
-        trees = [paths(tree, row) for _, tree, _ in pruning.rounds][: len(generation.accepted)]
-        left = [paths(pruned, row) for _, _, pruned in pruning.rounds][: len(generation.accepted)]
-        assert generation.nodes == [len(nodes) for nodes in left]
+        trees = [paths(tree, row) for _, tree, _ in pruning.rounds][: len(generation.round_lengths)]
+        left = [paths(pruned, row) for _, _, pruned in pruning.rounds][: len(generation.round_lengths)]
+        assert generation.node_counts == [len(nodes) for nodes in left]
         assert generation.depths == [max(map(len, nodes)) for nodes in trees]  # of what was proposed
-        assert [sum(pair) for pair in zip(generation.nodes, generation.pruned, strict=True)] == [len(nodes) for nodes in trees]
-    assert any(sum(generation.pruned) for generation in found)
+        assert [sum(pair) for pair in zip(generation.node_counts, generation.pruned_counts, strict=True)] == [
+            len(nodes) for nodes in trees
+        ]
+    assert any(sum(generation.pruned_counts) for generation in found)
 
 
 @pytest.mark.sweep(1, free=("name", "children"))
@@ -189,7 +183,14 @@ def test_drawn_trees_are_pruned_too(
     assert (twins > 0) == (children == "sampled")
 
 
-REFUSED: list[AcceptanceRule] = [Recursive(), SpeculativeSampling(), Block(), Traversal(), Typical(), Interleaved()]
+REFUSED: list[AcceptanceRule] = [
+    RecursiveRejection(),
+    SpeculativeSampling(),
+    Block(),
+    Traversal(),
+    TypicalAcceptance(),
+    InterleavedSampling(),
+]
 
 
 @pytest.mark.parametrize("rule", REFUSED, ids=lambda rule: rule.name)
@@ -198,7 +199,7 @@ def test_rules_that_weigh_drafts_are_refused(
 ) -> None:
     """A rule that keeps a node by its probability would be wrong about what is left; the message says what to use."""
     with pytest.raises(UserError, match=f"acceptance={rule.name}: .*acceptance=greedy or match"):
-        Pruning(2, 4).check(rule, tiny)
+        Pruning(2, 4).check_settings(rule, tiny)
     with pytest.raises(UserError, match=f"acceptance={rule.name}"):
         Session(tiny, rule, drafters["early_exit"], Chain(2, "sampled"), pruning=Pruning(2, 4)).decode(prompts[:1], 4)
 
@@ -236,7 +237,7 @@ def random_tree(random: Random, batch: int, num_nodes: int) -> TokenTree:
     """A tree with padding and nodes that only draft, every node with another token and distribution."""
     tokens = torch.stack([torch.randperm(1000)[:num_nodes] for _ in range(batch)])
     parents = torch.tensor([[random.randrange(node) if node else -1 for node in range(num_nodes)] for _ in range(batch)])
-    whole = TokenTree.of(tokens, parents)
+    whole = TokenTree.from_parents(tokens, parents)
     valid = closed(whole, torch.rand(batch, num_nodes) < 0.8)
     q, ids = torch.rand(batch, num_nodes, 5), torch.arange(5) * 7
     return replace(whole, valid=valid, emitted=torch.rand(batch, num_nodes) < 0.7, children="sampled", q=q, draft_ids=ids)
@@ -256,8 +257,8 @@ def test_a_selected_tree_holds_the_marked_nodes(batch: int, num_nodes: int) -> N
     for seed in range(4):
         tree = random_tree(Random(seed), batch, num_nodes)
         keep = closed(tree, torch.rand(batch, num_nodes) < 0.8)
-        part = tree.select(keep)
-        part.check()
+        part = tree.select_nodes(keep)
+        part.check_structure()
         assert part.tokens.shape[1] == keep.sum(1).max()
         assert part.children == tree.children and part.draft_ids is tree.draft_ids
         assert part.q is not None and tree.q is not None
@@ -277,18 +278,18 @@ def test_a_selected_tree_holds_the_marked_nodes(batch: int, num_nodes: int) -> N
 def test_all_of_a_tree_is_the_tree() -> None:
     """Marking every node changes nothing; marking the root leaves a tree of one node."""
     tree = random_tree(Random(0), 3, 12)
-    every = tree.select(torch.ones(3, 12, dtype=torch.bool))
+    every = tree.select_nodes(torch.ones(3, 12, dtype=torch.bool))
     for name in ("tokens", "parents", "valid", "emitted", "q"):
         assert torch.equal(getattr(every, name), getattr(tree, name))
-    root = tree.select(torch.arange(12).expand(3, -1) == 0)
+    root = tree.select_nodes(torch.arange(12).expand(3, -1) == 0)
     assert torch.equal(root.tokens, tree.tokens[:, :1]) and root.parents.tolist() == [[-1]] * 3
 
 
 def test_a_chosen_tree_needs_no_distributions() -> None:
     """Deterministic children have no q, and their part has none either."""
     chain: TreeBuilder = Chain(3)
-    tree = TokenTree.chain(torch.arange(3, 3 + chain.budget)[None])
-    part = tree.select(torch.tensor([[True, True, False, False]]))
+    tree = TokenTree.from_chain(torch.arange(3, 3 + chain.budget)[None])
+    part = tree.select_nodes(torch.tensor([[True, True, False, False]]))
     assert part.q is None and part.is_chain and part.tokens.tolist() == [[3, 4]]
 
 
@@ -306,7 +307,7 @@ def test_a_fitted_head_is_the_best_of_its_rank() -> None:
     wanted = x @ (one + change) @ head.double().T
     values = torch.linalg.svdvals(wanted)
     for rank in (1, 4, 12):
-        fitted = EarlyHead.fitted(normed, final, head, bias, rank)
+        fitted = EarlyHead.from_states(normed, final, head, bias, rank)
         assert fitted.down.shape == (12, rank) and fitted.up.shape == (40, rank)
         missed = ((fitted(normed) - bias).double() - wanted).norm()
         torch.testing.assert_close(missed, values[rank:].norm(), rtol=1e-3, atol=1e-3)
@@ -320,14 +321,14 @@ def test_pruning_with_a_fitted_head_is_lossless(tiny: Target, prompts: list[list
     assert any(pruning.head is not None for pruning in prunings)
     for pruning in prunings:
         found = Session(tiny, Greedy(), drafters["eagle3"], TREE, pruning=pruning).decode(prompts, LIMIT)
-        assert [one.output for one in found] == plain and sum(sum(one.pruned) for one in found) > 0
-        assert (pruning.work(tiny) < Pruning(2, 4).work(tiny)) == (pruning.head is not None)
+        assert [one.output for one in found] == plain and sum(sum(one.pruned_counts) for one in found) > 0
+        assert (pruning.count_multiply_adds(tiny) < Pruning(2, 4).count_multiply_adds(tiny)) == (pruning.head is not None)
 
 
 def test_a_head_that_names_less_is_not_used(tiny: Target, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """On answers that it was not fitted on it must be as good as the target's own head."""
     worthless = EarlyHead(torch.zeros(tiny.width, 1), torch.zeros(tiny.head.vocab_size, 1), None)
-    monkeypatch.setattr(EarlyHead, "fitted", lambda *given: worthless)
+    monkeypatch.setattr(EarlyHead, "from_states", lambda *given: worthless)
     pruning = Pruning(6, 4)
     fit_early_heads(tiny, [pruning], prompts, 8)
     assert pruning.head is None

@@ -16,33 +16,33 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
 from spectrain.decoding.replay import (
-    KEPT,
-    Recorder,
+    NOT_PAST_ERROR,
+    DraftRecorder,
+    DraftWindow,
     Replay,
-    Window,
-    alone,
-    branched,
     collate_branched,
     collate_replays,
     collate_windows,
-    replays,
-    windows,
+    join_branches,
+    make_unbranched,
+    make_windows,
+    select_replays,
 )
 from spectrain.drafters.base import Drafter, TrainingState
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
-from spectrain.drafters.shared.losses import split_loss
-from spectrain.drafters.shared.vocabulary import Supervision
+from spectrain.drafters.layers.losses import split_loss
+from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
-from spectrain.features.live import Live
+from spectrain.features.live_source import LiveSource
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 from spectrain.training import policy
-from spectrain.training.on_policy import Generated
+from spectrain.training.on_policy import GeneratedSource
 from spectrain.trees import Auto, Chain, DySpec, Eagle2, Static, TreeBuilder
-from spectrain.trees.base import Round
+from spectrain.trees.base import RoundResult
 
 PROMPTS = [[5, 900, 71, 4, 333], [17, 1200, 8]]
 LOSSES = ["forward_kl", "cross_entropy"]  # whatever the drafter's own loss is, replayed drafts are judged by the split one
@@ -53,9 +53,9 @@ class Noting(Chain):
 
     def __init__(self, depth: int) -> None:
         super().__init__(depth)
-        self.told: list[Round] = []
+        self.told: list[RoundResult] = []
 
-    def observe(self, round: Round) -> None:
+    def observe(self, round: RoundResult) -> None:
         self.told.append(round)
 
 
@@ -69,23 +69,23 @@ class Noting(Chain):
 )
 def test_a_recorder_looks_like_its_builder(builder: TreeBuilder) -> None:
     """Attributes of the builder's interface and settings are those of the builder within; but it looks at numbers."""
-    recorder = Recorder(builder)
+    recorder = DraftRecorder(builder)
     for name in TreeBuilder.__annotations__.keys() - {"is_fixed"}:
         assert getattr(recorder, name) == getattr(builder, name), name
     assert not recorder.is_fixed
-    assert recorder.settings() == builder.settings()
+    assert recorder.report_settings() == builder.report_settings()
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_recording_changes_nothing_and_notes_every_round(shallow: Target, count: int) -> None:
     """The output is the builder's own, which hears of every round; drafts and emitted tokens are those of the decoding."""
     drafter, builder = Causal(shallow, num_layers=2), Noting(3)
-    recorder = Recorder(builder)
+    recorder = DraftRecorder(builder)
     plain = decode(shallow, PROMPTS[:count], Greedy(), 14, drafter, Chain(3))
     found = decode(shallow, PROMPTS[:count], Greedy(), 14, drafter, recorder)
     assert [one.output for one in found] == [one.output for one in plain]
-    assert len(builder.told) == max(len(one.accepted) for one in found)
-    assert [[emitted for _, emitted in rounds] for rounds in recorder.rounds] == [one.accepted for one in found]
+    assert len(builder.told) == max(len(one.round_lengths) for one in found)
+    assert [[emitted for _, emitted in rounds] for rounds in recorder.rounds] == [one.round_lengths for one in found]
     for row, (one, rounds) in enumerate(zip(found, recorder.rounds)):
         assert [drafted for drafted, _ in rounds] == [told.tree.tokens[row, 1:].tolist() for told in builder.told][
             : len(rounds)
@@ -100,7 +100,7 @@ def test_recording_changes_nothing_and_notes_every_round(shallow: Target, count:
 
 def test_padding_is_not_drafted(shallow: Target) -> None:
     """A chain that stops early is recorded as far as it was drafted."""
-    recorder = Recorder(Chain(4, stop=0.3))
+    recorder = DraftRecorder(Chain(4, stop=0.3))
     found = decode(shallow, PROMPTS, Greedy(), 14, Causal(shallow, num_layers=2), recorder)
     depths = [[len(drafted) for drafted, _ in rounds] for rounds in recorder.rounds]
     assert depths == [one.depths for one in found] and len({depth for row in depths for depth in row}) > 1
@@ -121,24 +121,24 @@ BY_HAND = [
 @pytest.mark.parametrize("seed", range(6))
 def test_replays_by_hand(seed: int) -> None:
     """Each draft behind the answer so far, with its distances; rejected ones first, no draft no replay, at most `limit`."""
-    found = replays(GENERATION, ROUNDS, 9, Random(seed))
+    found = select_replays(GENERATION, ROUNDS, 9, Random(seed))
     assert len(found) == 3 and found[2] == BY_HAND[0]
     assert found[:2] in (BY_HAND[1:], BY_HAND[:0:-1])
     for limit in (0, 1, 2):
-        assert replays(GENERATION, ROUNDS, limit, Random(seed)) == found[:limit]
+        assert select_replays(GENERATION, ROUNDS, limit, Random(seed)) == found[:limit]
 
 
 def test_replays_of_equal_standing_come_by_chance() -> None:
     """Which of the rejected drafts comes first is drawn."""
-    assert {tuple(replays(GENERATION, ROUNDS, 1, Random(seed))[0].distance) for seed in range(20)} == {
-        tuple(replay.distance) for replay in BY_HAND[1:]
+    assert {tuple(select_replays(GENERATION, ROUNDS, 1, Random(seed))[0].tokens_past_error) for seed in range(20)} == {
+        tuple(replay.tokens_past_error) for replay in BY_HAND[1:]
     }
 
 
 def test_a_round_behind_the_end_is_left_out() -> None:
     """Where the answer is shorter than a round needs, nothing is replayed from it."""
     short = Generation([1, 2], [10, 11], [3, 1], [2, 1])
-    assert replays(short, [([11, 12], 3), ([5], 1)], 9, Random(0)) == BY_HAND[:1]
+    assert select_replays(short, [([11, 12], 3), ([5], 1)], 9, Random(0)) == BY_HAND[:1]
 
 
 def test_collate_pads_on_the_right() -> None:
@@ -146,9 +146,9 @@ def test_collate_pads_on_the_right() -> None:
     batch = collate_replays(BY_HAND[:2])
     assert batch.tokens.tolist() == [[1, 2, 10, 11, 12, 0, 0, 0, 0], BY_HAND[1].example.tokens]
     assert batch.loss_mask.tolist() == [[False] * 2 + [True] * 3 + [False] * 4, BY_HAND[1].example.mask]
-    assert batch.distance is not None
-    assert batch.distance.tolist() == [[KEPT] * 9, BY_HAND[1].distance]
-    assert batch.to("cpu").distance is not None and batch.num_supervised == 10
+    assert batch.tokens_past_error is not None
+    assert batch.tokens_past_error.tolist() == [[NOT_PAST_ERROR] * 9, BY_HAND[1].tokens_past_error]
+    assert batch.to("cpu").tokens_past_error is not None and batch.num_supervised == 10
 
 
 # Learning from them
@@ -165,12 +165,18 @@ def make(family: str, shallow: Target, loss: Any = "forward_kl") -> Drafter:
 
 def replayed(shallow: Target, drafter: Drafter) -> Batch:
     """Real drafts of a decoding, at least one of them rejected, with the target's features."""
-    recorder = Recorder(Chain(4))
+    recorder = DraftRecorder(Chain(4))
     written = decode(shallow, PROMPTS, Greedy(), 14, drafter, recorder)
-    found = [replay for one, rounds in zip(written, recorder.rounds) for replay in replays(one, rounds, 2, Random(0))]
+    found = [replay for one, rounds in zip(written, recorder.rounds) for replay in select_replays(one, rounds, 2, Random(0))]
     batch = collate_replays(found)
-    assert batch.distance is not None and (batch.distance >= 1).any() and (batch.distance == KEPT).any()
-    return Batch(batch.tokens, batch.loss_mask, shallow.features(batch.tokens, drafter.stages[0].layers), batch.distance)
+    assert (
+        batch.tokens_past_error is not None
+        and (batch.tokens_past_error >= 1).any()
+        and (batch.tokens_past_error == NOT_PAST_ERROR).any()
+    )
+    return Batch(
+        batch.tokens, batch.loss_mask, shallow.features(batch.tokens, drafter.stages[0].layers), batch.tokens_past_error
+    )
 
 
 def after(model: Target, text: list[int]) -> Tensor:
@@ -187,10 +193,10 @@ def test_causal_loss_equals_brute_force(shallow: Target, loss: str) -> None:
     drafter = make("causal", shallow, loss)
     assert isinstance(drafter, Causal)
     batch = replayed(shallow, drafter)
-    assert batch.distance is not None
+    assert batch.tokens_past_error is not None
     total, hits = torch.zeros(()), 0
     for b, t in batch.loss_mask.nonzero().tolist():
-        text, k = batch.tokens[b, :t].tolist(), int(batch.distance[b, t])
+        text, k = batch.tokens[b, :t].tolist(), int(batch.tokens_past_error[b, t])
         p, q = after(shallow, text).softmax(-1), after(drafter.model, text).softmax(-1)
         total = total + 0.5 * ((p * (p / q).log()).sum() if k < 0 else 0.8**k * (q * (q / p).log()).sum())
         hits += int(p.argmax() == q.argmax())
@@ -205,16 +211,16 @@ def test_causal_loss_equals_brute_force(shallow: Target, loss: str) -> None:
 def test_branches_by_hand() -> None:
     """A rejected draft judges the text's next token at distance 0, and its own from the second on; of a draft at the end, or
     one that is all kept, nothing is rejected; where texts are short the branch is cut."""
-    found = branched(GENERATION, ROUNDS, 99)
+    found = join_branches(GENERATION, ROUNDS, 99)
     assert found.replay.example.tokens == [1, 2, *GENERATION.output, 99, 98, 97]
     assert found.replay.example.mask == [False] * 2 + [True] * 7 + [False, True, True]
-    assert found.replay.distance == [-1] * 6 + [0] + [-1] * 3 + [1, 2]
-    assert found.places == [*range(9), 6, 7, 8] and found.branches == [(3, 6)]
+    assert found.replay.tokens_past_error == [-1] * 6 + [0] + [-1] * 3 + [1, 2]
+    assert found.position_ids == [*range(9), 6, 7, 8] and found.branches == [(3, 6)]
     sees = [[*range(place + 1)] for place in range(9)] + [[*range(6), *range(9, 9 + number)] for number in (1, 2, 3)]
-    assert [row.nonzero()[:, 0].tolist() for row in found.visible] == sees
-    cut = branched(GENERATION, ROUNDS, 8)
-    assert cut.replay.example.tokens[9:] == [99, 98] and cut.places[9:] == [6, 7]
-    whole = alone(BY_HAND[0].example)
+    assert [row.nonzero()[:, 0].tolist() for row in found.visibility] == sees
+    cut = join_branches(GENERATION, ROUNDS, 8)
+    assert cut.replay.example.tokens[9:] == [99, 98] and cut.position_ids[9:] == [6, 7]
+    whole = make_unbranched(BY_HAND[0].example)
     assert (whole.replay, whole.branches) == (BY_HAND[0], [])
 
 
@@ -224,16 +230,16 @@ def test_a_forward_with_branches_is_the_forwards_of_its_drafts(shallow: Target, 
     tokens that it was drafted behind."""
     drafter = make("causal", shallow)
     assert isinstance(drafter, Causal)
-    recorder = Recorder(Chain(4))
+    recorder = DraftRecorder(Chain(4))
     written = decode(shallow, PROMPTS, Greedy(), 14, drafter, recorder)
-    found = [branched(one, rounds, 99) for one, rounds in zip(written, recorder.rounds)]
+    found = [join_branches(one, rounds, 99) for one, rounds in zip(written, recorder.rounds)]
     batch = collate_branched(found, packed)
-    plan = ForwardPlan(layers=("final",), positions=batch.places, mask=batch.visible, lengths=batch.lengths)
+    plan = ForwardPlan(layers=("final",), positions=batch.position_ids, mask=batch.visible, lengths=batch.lengths)
     batch = replace(batch, features=shallow.run(batch.tokens, plan)).to("cpu")
     total, wrong = torch.zeros(()), 0
     for one, generation in zip(found, written):
         text = generation.prompt + generation.output
-        places = [(text[:t], one.replay.distance[t]) for t in range(len(generation.prompt), len(text))]
+        places = [(text[:t], one.replay.tokens_past_error[t]) for t in range(len(generation.prompt), len(text))]
         end = len(text)
         for size, seen in one.branches:
             tail = one.replay.example.tokens[end : end + size]
@@ -256,11 +262,11 @@ def test_a_source_gives_branches(shallow: Target) -> None:
     data = Dataset([Example(row, [place >= 5 for place in range(20)]) for row in rows], 3, 0, 0)
     drafter = make("causal", shallow)
     request = BatchRequest(data[[0, 1, 2]], shallow, ("final",), step=1, drafter=drafter)
-    source = Generated(0.5, "replay", branches=True, max_new_tokens=12)
-    batch, plain = source.batch(request), replace(source.batch(request))
-    assert batch.places is not None and batch.features is not None and torch.equal(batch.tokens, plain.tokens)
-    assert (batch.places[:, 1:] < batch.places[:, :-1]).any()
-    kept = Live().batch(request)
+    source = GeneratedSource(0.5, "replay", branches=True, max_new_tokens=12)
+    batch, plain = source.make_batch(request), replace(source.make_batch(request))
+    assert batch.position_ids is not None and batch.features is not None and torch.equal(batch.tokens, plain.tokens)
+    assert (batch.position_ids[:, 1:] < batch.position_ids[:, :-1]).any()
+    kept = LiveSource().make_batch(request)
     unchanged = [row for row in range(3) if batch.tokens[row, :20].tolist() == rows[row]]
     assert unchanged
     for row in unchanged:
@@ -268,9 +274,9 @@ def test_a_source_gives_branches(shallow: Target) -> None:
     losses = drafter.loss(batch, shallow, TrainingState())
     assert losses.total.isfinite()
     with pytest.raises(UserError, match=r"source\.branches=true: .*source\.by=replay"):
-        Generated(0.5, "drafter", branches=True)
+        GeneratedSource(0.5, "drafter", branches=True)
     with pytest.raises(UserError, match=r"source\.branches=true: this family"):
-        Generated(1.0, "replay", branches=True).batch(replace(request, drafter=make("eagle3", shallow)))
+        GeneratedSource(1.0, "replay", branches=True).make_batch(replace(request, drafter=make("eagle3", shallow)))
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -280,15 +286,19 @@ def test_supervised_rows_are_the_targets_after_the_draft(shallow: Target, loss: 
     assert isinstance(drafter, Eagle3)
     batch = replayed(shallow, drafter)
     supervision = Supervision(drafter, batch)
-    assert batch.distance is not None and supervision.distance is not None and supervision.target_log_probs is not None
-    log_p = supervision.target_log_probs(slice(0, len(supervision.best)))
+    assert (
+        batch.tokens_past_error is not None
+        and supervision.tokens_past_error is not None
+        and supervision.target_log_probs is not None
+    )
+    log_p = supervision.target_log_probs(slice(0, len(supervision.labels)))
     places = [(b, t) for b, t in batch.loss_mask.nonzero().tolist() if t >= 2]
     assert len(log_p) == len(places)
     for row, (b, t) in enumerate(places):
         logits = after(shallow, batch.tokens[b, :t].tolist())
         torch.testing.assert_close(log_p[row], logits[drafter.draft_ids].log_softmax(-1), rtol=1e-3, atol=1e-3)
-        assert int(supervision.best[row]) == int(logits.argmax())
-        assert int(supervision.distance[row]) == int(batch.distance[b, t])
+        assert int(supervision.labels[row]) == int(logits.argmax())
+        assert int(supervision.tokens_past_error[row]) == int(batch.tokens_past_error[b, t])
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -297,9 +307,9 @@ def test_eagle3_loss_equals_brute_force(shallow: Target, loss: str, monkeypatch:
     drafter = make("eagle3", shallow, loss)
     assert isinstance(drafter, Eagle3)
     batch = replayed(shallow, drafter)
-    assert batch.distance is not None
+    assert batch.tokens_past_error is not None
     said: list[Tensor] = []
-    judge = Supervision.judge
+    judge = Supervision.judge_states
 
     def watched(self: Supervision, hidden: Tensor, lm_head: Any, answers: Tensor, row_weight: Tensor) -> Any:
         log_q = lm_head(hidden).detach().log_softmax(-1)
@@ -318,7 +328,7 @@ def test_eagle3_loss_equals_brute_force(shallow: Target, loss: str, monkeypatch:
                 outside += 1
                 continue
             log_p = logits[drafter.draft_ids].log_softmax(-1)
-            total = total + 0.8**step * split_loss(log_p[None], row[None], batch.distance[b, t][None])[0]
+            total = total + 0.8**step * split_loss(log_p[None], row[None], batch.tokens_past_error[b, t][None])[0]
     assert outside > 0
     torch.testing.assert_close(losses.total.detach(), total, rtol=1e-3, atol=1e-3)
 
@@ -329,10 +339,10 @@ def test_with_nothing_rejected_it_is_half_the_forward_kl(shallow: Target, family
     rows = torch.randint(3, 2000, (3, 20)).tolist()
     data = Dataset([Example(row, [place >= 5 for place in range(20)]) for row in rows], 3, 0, 0)
     found = []
-    for source in (Live(), Generated(0.0, "replay")):
+    for source in (LiveSource(), GeneratedSource(0.0, "replay")):
         drafter = make(family, shallow)
         losses = drafter.loss(
-            source.batch(BatchRequest(data[[0, 1, 2]], shallow, drafter.stages[0].layers)), shallow, TrainingState()
+            source.make_batch(BatchRequest(data[[0, 1, 2]], shallow, drafter.stages[0].layers)), shallow, TrainingState()
         )
         losses.total.backward()
         found.append((losses.total.detach(), [p.grad for p in drafter.parameters() if p.grad is not None]))
@@ -347,10 +357,10 @@ def test_replayed_batches_train(shallow: Target, family: str) -> None:
     rows = torch.randint(3, 2000, (3, 20)).tolist()
     data = Dataset([Example(row, [place >= 5 for place in range(20)]) for row in rows], 3, 0, 0)
     drafter = make(family, shallow).train()
-    batch = Generated(1.0, "replay", max_new_tokens=12, block=3, seed=2).batch(
+    batch = GeneratedSource(1.0, "replay", max_new_tokens=12, block=3, seed=2).make_batch(
         BatchRequest(data[[0, 1, 2]], shallow, drafter.stages[0].layers, step=0, drafter=drafter)
     )
-    assert batch.distance is not None and int(batch.distance.max()) in (0, 1, 2)
+    assert batch.tokens_past_error is not None and int(batch.tokens_past_error.max()) in (0, 1, 2)
     assert [row[:5] for row in batch.tokens.tolist()] == [row[:5] for row in rows] and not batch.loss_mask[:, :5].any()
     losses = drafter.loss(batch, shallow, TrainingState())
     losses.total.backward()
@@ -387,9 +397,9 @@ def test_the_estimator_is_the_enumerated_gradient(earlier: tuple[tuple[int, ...]
         generation, rounds = drawn_rounds(*earlier, draft)
         parts = log_chances(logits, draft)
         chance = torch.stack(parts).sum().exp()
-        expected = expected + chance * generation.accepted[-1] / (1 + COST * 2)
-        advantage = windows(generation, rounds, COST)[-1].advantage
-        gains = advantage[len(advantage) - min(generation.accepted[-1], 2) :]
+        expected = expected + chance * generation.round_lengths[-1] / (1 + COST * 2)
+        advantage = make_windows(generation, rounds, COST)[-1].advantage
+        gains = advantage[len(advantage) - min(generation.round_lengths[-1], 2) :]
         score = sum(gain * part for gain, part in zip(gains, parts))
         estimated += chance.detach() * torch.autograd.grad(score, logits, retain_graph=True)[0]  # type: ignore[arg-type]
     torch.testing.assert_close(estimated, torch.autograd.grad(expected, logits)[0])
@@ -409,8 +419,8 @@ def test_held_near_a_reference_it_is_the_gradient_less_that_of_the_divergence(
     monkeypatch.setattr(policy, "log_probs", lambda model, text, temperature=1.0: said[model].expand(len(text), -1))
     estimated, q = torch.zeros_like(logits), logits.log_softmax(-1)
     for token, gain in enumerate(gains):
-        window = Window(Example([2, 1, token], [False, True, True]), [0.0, 0.0, gain], 2)
-        found = policy.held(window, "mine", "theirs", weight, 1.0).advantage  # type: ignore[arg-type]
+        window = DraftWindow(Example([2, 1, token], [False, True, True]), [0.0, 0.0, gain], 2)
+        found = policy.penalize_divergence(window, "mine", "theirs", weight, 1.0).advantage  # type: ignore[arg-type]
         assert found[:2] == [0.0, 0.0]
         estimated += float(q[token].detach().exp()) * torch.autograd.grad(found[2] * q[token], logits, retain_graph=True)[0]
     wanted = (q.exp() * torch.tensor(gains)).sum() - weight * (q.exp() * (q - said["theirs"])).sum()
@@ -422,9 +432,9 @@ def test_windows_are_drawn_where_a_sure_target_is_missed(shallow: Target) -> Non
     that says what the target says has windows that all weigh alike, next to nothing."""
     drafter = make("causal", shallow)
     assert isinstance(drafter, Causal)
-    recorder = Recorder(Chain(3, "sampled", 1.0, 2))
+    recorder = DraftRecorder(Chain(3, "sampled", 1.0, 2))
     (one,) = decode(shallow, PROMPTS[:1], Greedy(), 14, drafter, recorder)
-    found, text = windows(one, recorder.rounds[0], 0.1), one.prompt + one.output
+    found, text = make_windows(one, recorder.rounds[0], 0.1), one.prompt + one.output
     assert len(found) > 2 and len({window.start for window in found}) == len(found)
     expected = []
     for window in found:
@@ -435,8 +445,8 @@ def test_windows_are_drawn_where_a_sure_target_is_missed(shallow: Target) -> Non
             entropy = float(-(p * p.log()).sum())
             parts.append((1 - entropy / math.log(len(p))) * float((p * (p / q).log()).sum()))
         expected.append(sum(parts) / len(parts))
-    assert policy.priorities(found, text, shallow, drafter.model) == pytest.approx(expected, rel=1e-3)
-    assert max(policy.priorities(found, text, shallow, shallow)) < 1e-5
+    assert policy.weigh_windows(found, text, shallow, drafter.model) == pytest.approx(expected, rel=1e-3)
+    assert max(policy.weigh_windows(found, text, shallow, shallow)) < 1e-5
 
 
 def test_a_source_draws_and_holds_windows(shallow: Target) -> None:
@@ -447,25 +457,25 @@ def test_a_source_draws_and_holds_windows(shallow: Target) -> None:
     data = Dataset([Example([*prompt, 9, 9], [False] * len(prompt) + [True] * 2) for prompt in PROMPTS], 2, 0, 0)
     request = BatchRequest(data[[0, 1]], shallow, (), drafter=drafter)
     settings: dict[str, Any] = {"max_new_tokens": 12, "draft_cost": 0.0, "windows": "divergence"}
-    free, tied = Generated(1.0, "policy", **settings), Generated(1.0, "policy", **settings, near=3.0)
+    free, tied = GeneratedSource(1.0, "policy", **settings), GeneratedSource(1.0, "policy", **settings, near=3.0)
     tied.begin(drafter)
-    loose, held = (source.batch(request).advantage for source in (free, tied))
+    loose, held = (source.make_batch(request).advantage for source in (free, tied))
     assert loose is not None and held is not None and loose.abs().max() > 0
     torch.testing.assert_close(loose, held, atol=1e-4, rtol=0)
     with torch.no_grad():
         for parameter in drafter.model.parameters():
             parameter.mul_(1.05)
-    loose, held = (source.batch(request).advantage for source in (free, tied))
+    loose, held = (source.make_batch(request).advantage for source in (free, tied))
     assert loose is not None and held is not None and (held - loose).abs().max() > 0.01
     for words in ({"windows": "divergence"}, {"near": 0.1}):
         with pytest.raises(UserError, match=r"source\.(windows|near)=.*source\.by=policy"):
-            Generated(1.0, "drafter", **words)  # type: ignore[arg-type]
+            GeneratedSource(1.0, "drafter", **words)  # type: ignore[arg-type]
 
 
 def test_windows_by_hand() -> None:
     """All but the first, with what was kept and the first wrong token; a baseline is the mean of those that came so far."""
     generation, rounds = drawn_rounds((0, 0), (1, 0), (1, 1))
-    found = windows(generation, rounds, 0.0)
+    found = make_windows(generation, rounds, 0.0)
     assert [one.example.tokens for one in found] == [[5, 7, 7, 1, 0], [5, 7, 7, 7, 7, 7, 1, 1]]
     assert [one.advantage for one in found] == [[0.0] * 3 + [2.0, 2.0], [0.0] * 6 + [0.0, -1.0]]
     assert found[0].example.mask == [False, True, True, True, True]
@@ -480,20 +490,20 @@ def test_a_policy_learns_from_its_own_draws(shallow: Target, packed: bool) -> No
     drafter = make("causal", shallow)
     assert isinstance(drafter, Causal)
     data = Dataset([Example([*prompt, 9, 9], [False] * len(prompt) + [True] * 2) for prompt in PROMPTS], 2, 0, 0)
-    source = Generated(1.0, "policy", max_new_tokens=12, draft_cost=0.0)
+    source = GeneratedSource(1.0, "policy", max_new_tokens=12, draft_cost=0.0)
     request = BatchRequest(data[[0, 1]], shallow, drafter.stages[0].layers, packed, drafter=drafter)
-    batch = source.batch(request)
+    batch = source.make_batch(request)
     assert batch.advantage is not None and batch.advantage.abs().max() > 0 and not batch.advantage[~batch.loss_mask].any()
     losses, total, rest = drafter.loss(batch, shallow, TrainingState()), 0.0, 0
     with torch.no_grad():
-        for row, (tokens, _) in enumerate(batch.sequences()):
+        for row, (tokens, _) in enumerate(batch.split_documents()):
             advantage = batch.advantage[row] if batch.lengths is None else batch.advantage[0].split(batch.lengths)[row]
             for place in advantage.nonzero()[:, 0].tolist():
                 log_q = after(drafter.model, tokens[:place].tolist()).log_softmax(-1)
                 total -= float(advantage[place] * log_q[tokens[place]])
                 rest += 1
     assert rest and float(losses.terms["policy"].detach()) == pytest.approx(total, rel=1e-4)
-    alone = source.batch(replace(request, examples=data[[1]], packed=False))
+    alone = source.make_batch(replace(request, examples=data[[1]], packed=False))
     assert alone.advantage is not None
     length = alone.tokens.shape[1]
     mine = batch.tokens[1][:length] if batch.lengths is None else batch.tokens[0].split(batch.lengths)[1]
@@ -505,7 +515,7 @@ def test_other_families_have_no_policy(shallow: Target) -> None:
     drafter = make("eagle3", shallow)
     data = Dataset([Example([*PROMPTS[0], 9, 9], [False] * 5 + [True] * 2)], 1, 0, 0)
     with pytest.raises(UserError, match=r"source\.by=policy.*recipe=gkd"):
-        Generated(1.0, "policy").batch(BatchRequest(data[[0]], shallow, drafter.stages[0].layers, drafter=drafter))
+        GeneratedSource(1.0, "policy").make_batch(BatchRequest(data[[0]], shallow, drafter.stages[0].layers, drafter=drafter))
 
 
 @pytest.mark.parametrize("family", ["causal", "eagle3"])
@@ -514,16 +524,19 @@ def test_balanced_halves(shallow: Target, family: str) -> None:
     sum of both means; and the loss is linear in these weights, 1 where nothing is said."""
     drafter = make(family, shallow)
     batch = replayed(shallow, drafter)
-    found = [Replay(Example(t.tolist(), m.tolist()), d.tolist()) for (t, m), d in zip(batch.sequences(), batch.distance)]  # type: ignore[arg-type]
+    found = [
+        Replay(Example(t.tolist(), m.tolist()), d.tolist())
+        for (t, m), d in zip(batch.split_documents(), batch.tokens_past_error)
+    ]  # type: ignore[arg-type]
     balanced = collate_replays(found, balanced=True)
-    assert balanced.weight is not None and batch.distance is not None
-    for one, distance, weight in zip(found, batch.distance, balanced.weight):
+    assert balanced.weight is not None and batch.tokens_past_error is not None
+    for one, distance, weight in zip(found, batch.tokens_past_error, balanced.weight):
         supervised = torch.tensor(one.example.mask)
-        for kind in (supervised & (distance == KEPT), supervised & (distance != KEPT)):
+        for kind in (supervised & (distance == NOT_PAST_ERROR), supervised & (distance != NOT_PAST_ERROR)):
             if kind.any():
                 assert float(weight[kind].sum()) == pytest.approx(int(supervised.sum()))
         assert not weight[~supervised].any()
-    kept = batch.distance == KEPT
+    kept = batch.tokens_past_error == NOT_PAST_ERROR
     weights = (balanced.weight, balanced.weight * kept, balanced.weight * ~kept, torch.ones_like(balanced.weight), None)
     both, right, wrong, ones, plain = (
         drafter.loss(replace(batch, weight=weight), shallow, TrainingState()).total.detach() for weight in weights

@@ -9,21 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.decoding.acceptance import (
-    AcceptanceRule,
-    Block,
-    ImportanceSampling,
-    KSeq,
-    Match,
-    Recursive,
-    SamplingRule,
-    SpecHub,
-    SpeculativeSampling,
-    Transport,
-    Traversal,
-    TruncatedProgramme,
-    Typical,
-)
+from spectrain.decoding.acceptance import AcceptanceRule, Match, SamplingRule
+from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling, Traversal
+from spectrain.decoding.acceptance.typical import TypicalAcceptance
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
@@ -32,12 +20,15 @@ from spectrain.drafters.dflash import DFlash
 from spectrain.drafters.dflash2 import DFlash2
 from spectrain.drafters.dspark import DSpark
 from spectrain.drafters.peagle import PEagle
+from spectrain.experimental.controllers.builders import Policy, Thompson
+from spectrain.experimental.transport.linear_program import TruncatedLinearProgram
+from spectrain.experimental.transport.rules import ImportanceSampling, KSeq, SpecHub, Transport
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
-from spectrain.trees import Chain, DySpec, Eagle2, Policy, Rollout, Static, Thompson, TreeBuilder
+from spectrain.trees import Chain, DySpec, Eagle2, Rollout, Static, TreeBuilder
 from spectrain.trees.base import Draft
 from spectrain.trees.measurements import Calibration, Latency
-from spectrain.trees.token_tree import Accepted, TokenTree
+from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 FEW = 16  # tokens that a random drafter knows
 LENGTH, TOP_K = 4, 3  # 81 outcomes: the first token, which the prefill yields, and three more
@@ -83,7 +74,7 @@ class Truth:
 def truth(shallow: Target) -> Truth:
     """Every continuation of a prompt under the target's three likeliest tokens, by plain forward passes."""
     prompt: list[int] = shallow.tokenizer("The bees find the", add_special_tokens=False)["input_ids"]
-    rule = Recursive(top_k=TOP_K)
+    rule = RecursiveRejection(top_k=TOP_K)
     vocab = shallow.head.vocab_size
     joint: dict[Path, float] = {(): 1.0}
     guesses = torch.full((vocab, vocab), 0.0)
@@ -91,7 +82,7 @@ def truth(shallow: Target) -> Truth:
         paths = list(joint)
         logits = shallow.run(torch.tensor([[*prompt, *path] for path in paths]), ForwardPlan(logits=True)).logits
         assert logits is not None
-        p = rule.shape(logits[:, -1]).double().softmax(-1)
+        p = rule.shape_logits(logits[:, -1]).double().softmax(-1)
         for path, weights in zip(paths, p):
             guesses[(*prompt, *path)[-1]] += weights.float()
         joint = {
@@ -156,19 +147,19 @@ PAIRS = [
     pytest.param(Block, Chain(3, "sampled", seed=SEED, stop=0.1), id="block-chain-that-stops"),
     pytest.param(SpeculativeSampling, rehearsed(Thompson(3, "sampled", seed=SEED)), id="chain-thompson"),
     pytest.param(Block, rehearsed(Policy(3, "sampled", seed=SEED)), id="block-policy"),
-    pytest.param(Recursive, Static(paths=PATHS, children="without_replacement", seed=SEED), id="recursive-without"),
-    pytest.param(Recursive, Static(paths=PATHS, children="sampled", seed=SEED), id="recursive-sampled"),
+    pytest.param(RecursiveRejection, Static(paths=PATHS, children="without_replacement", seed=SEED), id="recursive-without"),
+    pytest.param(RecursiveRejection, Static(paths=PATHS, children="sampled", seed=SEED), id="recursive-sampled"),
     pytest.param(
-        Recursive,
+        RecursiveRejection,
         Static(paths=PATHS, children="without_replacement", temperature=0.001, seed=SEED),
         id="recursive-nearly-one-hot-q",
     ),
     pytest.param(Traversal, Static(paths=PATHS, children="without_replacement", seed=SEED), id="traversal-without"),
     pytest.param(Traversal, Static(paths=PATHS, children="sampled", seed=SEED), id="traversal-sampled"),
-    pytest.param(Recursive, DySpec(2, 5, seed=SEED), id="recursive-dyspec"),
+    pytest.param(RecursiveRejection, DySpec(2, 5, seed=SEED), id="recursive-dyspec"),
     pytest.param(KSeq, Static(paths=PATHS, children="sampled", seed=SEED), id="kseq"),
     pytest.param(ImportanceSampling, Static(paths=PATHS, children="sampled", seed=SEED), id="importance"),
-    pytest.param(TruncatedProgramme, Static(paths=PATHS, children="sampled", seed=SEED), id="programme"),
+    pytest.param(TruncatedLinearProgram, Static(paths=PATHS, children="sampled", seed=SEED), id="programme"),
     pytest.param(Transport, Static(paths=PATHS, children="top_and_sampled", seed=SEED), id="transport"),
     pytest.param(SpecHub, Static(paths=PATHS, children="top_and_sampled", seed=SEED), id="spechub"),
     pytest.param(Traversal, Static(paths=PATHS, children="top_and_sampled", seed=SEED), id="traversal-top-and-sampled"),
@@ -184,7 +175,7 @@ def test_drafted_decoding_draws_from_the_target(
     """Sequences decoded with a rough drafter have the target's joint distribution; drafts were both kept and rejected."""
     generations = decoded(shallow, truth, settings(rule), builder)
     assert p_value(outputs_of(generations), truth.joint) > 1e-4
-    kept = Counter(count for generation in generations for count in generation.accepted)
+    kept = Counter(count for generation in generations for count in generation.round_lengths)
     assert min(kept[1], kept[2]) > 200
 
 
@@ -208,9 +199,9 @@ FAMILIES: dict[str, Callable[[Target], Drafter]] = {
 DRAWN = [
     pytest.param(SpeculativeSampling, Chain(3, "sampled", seed=SEED), id="chain"),
     pytest.param(Block, Chain(3, "sampled", 2.0, seed=SEED), id="block"),
-    pytest.param(Recursive, Static(paths=PATHS, children="without_replacement", seed=SEED), id="recursive"),
+    pytest.param(RecursiveRejection, Static(paths=PATHS, children="without_replacement", seed=SEED), id="recursive"),
     pytest.param(Traversal, Static(paths=PATHS, children="sampled", seed=SEED), id="traversal"),
-    pytest.param(Recursive, DySpec(2, 5, seed=SEED), id="dyspec"),
+    pytest.param(RecursiveRejection, DySpec(2, 5, seed=SEED), id="dyspec"),
 ]
 
 
@@ -245,14 +236,14 @@ def test_drafts_of_a_pass_leave_the_target_its_distribution(
     rough = replace(truth, drafter=untrained(family, shallow, truth))
     generations = decoded(shallow, rough, settings(rule), builder, batches=4)
     assert p_value(outputs_of(generations), truth.joint) > 1e-4
-    kept = Counter(count for generation in generations for count in generation.accepted)
+    kept = Counter(count for generation in generations for count in generation.round_lengths)
     assert min(kept[1], kept[2]) > 120
 
 
-class OtherTemperature(Recursive):
+class OtherTemperature(RecursiveRejection):
     """Weighs p against a q at another temperature than the one that the children were drawn at."""
 
-    def __call__(self, tree: TokenTree, logits: Tensor, rows: Tensor, positions: Tensor) -> Accepted:
+    def __call__(self, tree: TokenTree, logits: Tensor, rows: Tensor, positions: Tensor) -> AcceptedPath:
         assert tree.q is not None
         other = tree.q**0.3
         other = other / other.sum(-1, keepdim=True).clamp(min=1e-9)
@@ -262,7 +253,7 @@ class OtherTemperature(Recursive):
 WRONG = [
     pytest.param(OtherTemperature, Chain(2, "sampled", seed=SEED), id="another-q-chain"),
     pytest.param(OtherTemperature, Static(paths=PATHS, children="without_replacement", seed=SEED), id="another-q-tree"),
-    pytest.param(Typical, Eagle2(2, 4, 2), id="typical"),
+    pytest.param(TypicalAcceptance, Eagle2(2, 4, 2), id="typical"),
 ]
 
 

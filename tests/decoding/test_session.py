@@ -4,19 +4,20 @@ from typing import Any
 
 import pytest
 
-from spectrain.decoding.acceptance import Greedy, Match, Recursive
-from spectrain.decoding.captured import Captured
-from spectrain.decoding.fallback import WAYS
-from spectrain.decoding.generation import Steps
+from spectrain.decoding.acceptance import Greedy, Match
+from spectrain.decoding.acceptance.rejection import RecursiveRejection
+from spectrain.decoding.captured import CapturedRunner
+from spectrain.decoding.fallback import EXECUTION_MODES
+from spectrain.decoding.generation import DecodingSteps
 from spectrain.decoding.guard import Guard
 from spectrain.decoding.loop import Request, decode
 from spectrain.decoding.pruning import Pruning
-from spectrain.decoding.session import Session, captured_or_refused
+from spectrain.decoding.session import Session, require_capture
 from spectrain.drafters.eagle3 import Eagle3
-from spectrain.drafters.layer_skip import LayerSkipping
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval.systems import Decoder, System
+from spectrain.experimental.layer_skip.drafter import LayerSkipping
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Static
 from tests.decoding.test_captured import facts
@@ -31,11 +32,11 @@ def test_captured_and_eager_sessions_give_the_same(shallow: Target, drafted: boo
     rule = Match(0.8, seed=4)
     expected = facts(decode(shallow, PROMPTS, rule, 12, drafter, builder, [4, 9, 2]))
     eager, captured = (Session(shallow, rule, drafter, builder, engine=engine) for engine in ("eager", "captured"))
-    assert captured.why_eager is None and eager.why_eager is not None
+    assert captured.eager_reason is None and eager.eager_reason is not None
     for session in (eager, captured, captured):
         assert facts(session.decode(PROMPTS, 12, [4, 9, 2])) == expected
         session.warm_up(PROMPTS, 12)
-    assert len(captured._engines["compiled"].states) == 1 and not eager._engines
+    assert len(captured._captured_runners["compiled"].states) == 1 and not eager._captured_runners
 
 
 @pytest.mark.parametrize("broken, way", [(0, "compiled"), (1, "captured"), (2, "eager")])
@@ -43,21 +44,21 @@ def test_what_fails_is_run_otherwise(
     shallow: Target, broken: int, way: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Compiled, captured or one by one: the next where a way fails, with a word, for both that are compared; same output."""
-    failing = WAYS[:broken]
-    built = Captured.__init__
+    failing = EXECUTION_MODES[:broken]
+    built = CapturedRunner.__init__
 
-    def build(self: Captured, *args: Any, backend: str | None = "auto") -> None:
+    def build(self: CapturedRunner, *args: Any, backend: str | None = "auto") -> None:
         built(self, *args, backend=backend)
         self.way = "compiled" if backend == "auto" else "captured"  # type: ignore[attr-defined]
 
-    def steps(self: Captured, request: Request) -> Steps:
+    def steps(self: CapturedRunner, request: Request) -> DecodingSteps:
         if self.way in failing:  # type: ignore[attr-defined]
             raise RuntimeError("no kernel image")
         return ran(self, request)
 
-    ran = Captured.steps
-    monkeypatch.setattr(Captured, "__init__", build)
-    monkeypatch.setattr(Captured, "steps", steps)
+    ran = CapturedRunner.decode_steps
+    monkeypatch.setattr(CapturedRunner, "__init__", build)
+    monkeypatch.setattr(CapturedRunner, "steps", steps)
     monkeypatch.setattr("spectrain.decoding.session.Session.wants_capture", True)
     decoder = Decoder(shallow, Greedy(), "auto")
     eagle3 = Eagle3(shallow, vocab_size=64).eval()
@@ -65,14 +66,14 @@ def test_what_fails_is_run_otherwise(
     plain = [one.output for one in decode(shallow, PROMPTS, Greedy(), 8)]
     for rows in (decoder.in_turn(system, PROMPTS, 8, [0, 1, 2]), [decoder(None, PROMPTS, 8, [0, 1, 2])]):
         assert all([one.output for one in row] == plain for row in rows)
-    assert decoder.fallback.way == way and list(decoder.fallback.failed) == list(failing)
+    assert decoder.fallback.mode == way and list(decoder.fallback.failures) == list(failing)
     assert (decoder.why_eager(system) is not None) == (way == "eager")
     assert capsys.readouterr().err.count("no kernel image") == broken
 
 
 def test_capture_asked_for_by_name_is_not_given_up(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs uncompiled where it must, and fails where that fails."""
-    monkeypatch.setattr(Captured, "steps", lambda self, request: 1 / 0)
+    monkeypatch.setattr(CapturedRunner, "steps", lambda self, request: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         Session(shallow, Greedy(), engine="captured").decode(PROMPTS, 8)
 
@@ -87,9 +88,9 @@ def test_what_cannot_be_captured_is_decoded_by_the_loop(tiny: Target) -> None:
     }
     plain = [one.output for one in decode(tiny, PROMPTS, Greedy(), 8)]
     for words, session in sessions.items():
-        assert session.why_eager is not None and words in session.why_eager
+        assert session.eager_reason is not None and words in session.eager_reason
         with pytest.raises(UserError, match=f"writer.engine=captured: {words}.*use writer.engine=eager"):
-            captured_or_refused(session, "writer.engine")
+            require_capture(session, "writer.engine")
         assert [one.output for one in session.decode(PROMPTS, 8)] == plain
 
 
@@ -99,9 +100,11 @@ def test_guard_and_pruning_go_together(tiny: Target) -> None:
     session = Session(tiny, Greedy(), drafter, Eagle2(3, 8, 3), guard, Pruning(6, 2))
     found = session.decode(PROMPTS, 12, ignore_eos=True)
     assert [one.output for one in found] == [one.output for one in decode(tiny, PROMPTS, Greedy(), 12, ignore_eos=True)]
-    assert guard.num_plain == 2 and guard.num_drafted > 0
+    assert guard.num_undrafted == 2 and guard.num_drafted > 0
     for one in found:
-        assert one.nodes[:2] == [1, 1] and one.pruned[:2] == one.depths[:2] == [0, 0] and sum(one.pruned) > 0
+        assert (
+            one.node_counts[:2] == [1, 1] and one.pruned_counts[:2] == one.depths[:2] == [0, 0] and sum(one.pruned_counts) > 0
+        )
 
 
 def test_preparing_searches_calibrates_and_refuses(shallow: Target) -> None:
@@ -113,10 +116,10 @@ def test_preparing_searches_calibrates_and_refuses(shallow: Target) -> None:
         return PROMPTS[:1]
 
     drafter, builder = LayerSkipping(shallow, search_steps=2, answer_tokens=4), Static(depth=2, budget=4)
-    session = Session.prepare(shallow, drafter, builder, Greedy(), prompts, engine="eager")
+    session = Session.from_drafter(shallow, drafter, builder, Greedy(), prompts, engine="eager")
     assert drafter.searched and len(builder.paths) == 3 and len(asked) == 2 and not drafter.training
     assert [one.output for one in session.decode(PROMPTS, 6)] == [one.output for one in decode(shallow, PROMPTS, Greedy(), 6)]
-    Session.prepare(shallow, Ngram(shallow), Chain(2), Recursive(), prompts)
+    Session.from_drafter(shallow, Ngram(shallow), Chain(2), RecursiveRejection(), prompts)
     assert len(asked) == 2
     with pytest.raises(UserError, match="acceptance=recursive"):
-        Session.prepare(shallow, Eagle3(shallow, vocab_size=64), Chain(2), Recursive(), prompts)
+        Session.from_drafter(shallow, Eagle3(shallow, vocab_size=64), Chain(2), RecursiveRejection(), prompts)

@@ -3,17 +3,17 @@
 import torch
 from torch import Tensor
 
-from spectrain.trees.token_tree import Accepted, TokenTree
+from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 
-def walk(tree: TokenTree, choice: Tensor) -> Accepted:
+def walk(tree: TokenTree, choice: Tensor) -> AcceptedPath:
     """Follow `choice` [B, N], the token that the target wants after each node, from the root as deep as the tree goes.
 
     A node is kept where it and all of its ancestors carry the token that their parent's choice names. Where siblings drawn
     with replacement are equal, the deepest path counts, and of equal ones the first.
     """
     wanted = choice.gather(1, tree.parents.clamp(min=0))
-    match = (tree.tokens == wanted) & tree.valid & tree.emitted
+    match = (tree.tokens == wanted) & tree.valid & tree.can_emit
     match[:, 0] = True
     kept = (match[:, None] | ~tree.ancestors).all(-1)
     counts = kept.long().mul(tree.depths + 1).amax(-1)
@@ -22,4 +22,4 @@ def walk(tree: TokenTree, choice: Tensor) -> Accepted:
     index = torch.arange(tree.tokens.shape[1], device=choice.device)
     order = torch.where(on_path, index, index + len(index)).argsort(-1)[:, : int(counts.max())]
     path = torch.where(torch.arange(order.shape[1], device=choice.device) < counts[:, None], order, last[:, None])
-    return Accepted(path, counts, choice.gather(1, last[:, None])[:, 0])
+    return AcceptedPath(path, counts, choice.gather(1, last[:, None])[:, 0])

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from spectrain.cli import help, main, overrides
+from spectrain.config.schema import find_owners, load_schema, select_choices, settings_by_group
 from spectrain.errors import UserError
-from spectrain.settings.schema import chosen, owners, schema, settings
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -51,28 +51,28 @@ def check(command: str, patch: pytest.MonkeyPatch) -> None:
     words = shlex.split(command)
     name = " ".join(words[: 2 if words[0] in ("data", "bench") else 1])
     patch.chdir(ROOT)
-    if name in help.COMMANDS and help.COMMANDS[name].config is None:
-        flags = {flag.split()[0] for flag in help.COMMANDS[name].flags} | set(help.HELP)
+    if name in help.SLASH_COMMANDS and help.SLASH_COMMANDS[name].config is None:
+        flags = {flag.split()[0] for flag in help.SLASH_COMMANDS[name].flags} | set(help.HELP_WORDS)
         unknown = [word for word in words if word.startswith("-") and word not in flags]
         assert not unknown, f"{name} has no {unknown}"
         return
     seen: list[Any] = []
     patch.setattr(overrides, "check_drafters", lambda *_: None)  # of a run that a reader makes first
     patch.setattr(main, "compose_and_call", lambda *composed: seen.append(composed))
-    main.dispatch(words)
+    main.dispatch_command(words)
     for config, _, arguments in seen:
         check_keys(config, arguments)
 
 
 def check_keys(config: str, arguments: list[str]) -> None:
     """A dotted key is a setting of the choice that its group has, or of one that it may have."""
-    asked = schema(config)
-    known, choices = settings(asked, arguments), chosen(asked, arguments)
+    asked = load_schema(config)
+    known, choices = settings_by_group(asked, arguments), select_choices(asked, arguments)
     for argument in arguments:
         group, dot, name = argument.partition("=")[0].partition(".")
         if dot and group in asked.groups | asked.nodes:
             mine = group in choices or group in asked.nodes
-            there = name in {key.name for key in known.get(group, ())} if mine else owners(group, name, arguments)
+            there = name in {key.name for key in known.get(group, ())} if mine else find_owners(group, name, arguments)
             there = there or (group == "drafter" and name in EVERY_DRAFTER)
             assert there, f"{argument}: {group} has no such key"
 

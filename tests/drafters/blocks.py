@@ -11,8 +11,8 @@ from torch import Tensor
 
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
-from spectrain.drafters.shared.block_drafter import BlockDrafter
-from spectrain.drafters.shared.layers import rotated
+from spectrain.drafters.layers.block_drafter import BlockDrafter
+from spectrain.drafters.layers.layers import apply_rotary
 from spectrain.models.target import Target
 
 
@@ -31,8 +31,8 @@ def attended(drafter: BlockDrafter, layer: Any, context: Tensor, normed: Tensor,
     keys = attn.k_norm(attn.k_proj(torch.cat([context, normed])).unflatten(-1, (-1, attn.head_dim)))
     values = attn.v_proj(torch.cat([context, normed])).unflatten(-1, (-1, attn.head_dim))
     cos, sin = drafter.rotary(normed, torch.arange(anchor + slots)[None])
-    keys = rotated(keys.transpose(0, 1)[None], (cos, sin))[0].transpose(0, 1)
-    q = rotated(q.transpose(0, 1)[None], (cos[:, anchor:], sin[:, anchor:]))[0].transpose(0, 1)
+    keys = apply_rotary(keys.transpose(0, 1)[None], (cos, sin))[0].transpose(0, 1)
+    q = apply_rotary(q.transpose(0, 1)[None], (cos[:, anchor:], sin[:, anchor:]))[0].transpose(0, 1)
     group, out = q.shape[1] // keys.shape[1], torch.zeros_like(q)
     for s in range(slots):
         seen = [
@@ -52,7 +52,7 @@ def attended(drafter: BlockDrafter, layer: Any, context: Tensor, normed: Tensor,
 def states_behind(drafter: BlockDrafter, target: Target, text: list[int]) -> Tensor:
     """[K, W] the normed states of the drafting slots behind a text whose last token is not run."""
     features = target.features(torch.tensor([text[:-1]]), drafter.layers)
-    context = drafter.hidden_norm(drafter.fc(features.fused(drafter.fused)))[0]
+    context = drafter.hidden_norm(drafter.fc(features.fuse_layers(drafter.fused_layers)))[0]
     embed = drafter.head.embedding if drafter.embed_tokens is None else drafter.embed_tokens
     x: Tensor = embed(torch.tensor([text[-1], *[drafter.mask_token_id] * (drafter.block_size - 1)]))
     for layer in drafter.blocks:
@@ -65,7 +65,7 @@ def states_behind(drafter: BlockDrafter, target: Target, text: list[int]) -> Ten
                 x = x + part(normed)  # type: ignore[operator]
             else:
                 x = x + convolved(around, part(convolved(around, normed, normed, 0)), normed, 1)  # type: ignore[operator]
-    found: Tensor = drafter.norm(x)[drafter.first :]
+    found: Tensor = drafter.norm(x)[drafter.first_draft_slot :]
     return found
 
 

@@ -10,23 +10,23 @@ from spectrain.drafters.base import Drafter
 from spectrain.models.target import Target
 from spectrain.trees import Rollout, TreeBuilder
 from spectrain.trees.base import Prefix
-from spectrain.trees.token_tree import Accepted, TokenTree
+from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from tests.decoding.rounds import begun, proposed
 
 
 class Probe(TreeBuilder):
     """Asks for the distribution after given nodes, call by call, and drafts nothing."""
 
-    name, depth, budget, drafted = "probe", 8, 16, 16
+    name, depth, budget, max_drafted = "probe", 8, 16, 16
 
     def __init__(self, *calls: tuple[list[list[int]], list[list[int]]], by_level: bool = True) -> None:
-        self.calls, self.by_level = calls, by_level  # tokens and parents of every call
+        self.calls, self.drafts_by_level = calls, by_level  # tokens and parents of every call
         self.said: list[Tensor] = []  # log q [B, F, V] of every call
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         self.said = [rollout.start()]
         self.said += [rollout.extend(torch.tensor(tokens), torch.tensor(parents)) for tokens, parents in self.calls]
-        return TokenTree.chain(prefix.root[:, None])
+        return TokenTree.from_chain(prefix.root[:, None])
 
 
 def shaken(drafter: Any, target: Target, size: float = 0.3) -> Any:
@@ -57,11 +57,11 @@ def walk(drafter: Drafter, target: Target, tokens: Tensor, depth: int) -> Iterat
             proposed(drafter, context, probe)
             said = torch.cat(probe.said, dim=1)
             yield from ((row, n - 1, said[row]) for row, n in enumerate(lengths))
-        tree = TokenTree.chain(torch.stack([row[n : n + 5] for row, n in zip(tokens, lengths)]))
+        tree = TokenTree.from_chain(torch.stack([row[n : n + 5] for row, n in zip(tokens, lengths)]))
         seen = target.verify(tree, context.cache, drafter.layers)
         bonus = torch.stack([row[n + count] for row, n, count in zip(tokens, lengths, counts)])
         before = (context.fresh, context.counts)
-        accepted = Accepted(torch.arange(4).expand(2, -1), torch.tensor(counts), bonus)
+        accepted = AcceptedPath(torch.arange(4).expand(2, -1), torch.tensor(counts), bonus)
         context.commit(tree, seen, accepted)
         drafter.commit(context, accepted)
         if not drafted:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.drafters.amphista import Amphista
 from spectrain.drafters.base import TrainingState
+from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.drafters.medusa import Medusa
-from spectrain.drafters.shared.vocabulary import Supervision
+from spectrain.experimental.amphista.drafter import Amphista
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
 from tests.decoding.rounds import begun, proposed
@@ -53,13 +53,13 @@ def test_without_its_layers_it_is_medusas_heads(shallow: Target, rank: int | Non
 def in_training(drafter: Amphista, target: Target, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> list[dict[Any, Tensor]]:
     """log q of every head at every (row, index), out of the training loss."""
     states: list[Tensor] = []
-    judge = Supervision.judge
+    judge = Supervision.judge_states
     monkeypatch.setattr(Supervision, "judge", lambda self, hidden, *rest: states.append(hidden) or judge(self, hidden, *rest))
     with torch.no_grad():
         drafter.loss(batch, target, TrainingState())
         supervision = Supervision(drafter, batch)
         said = [head.lm_head(x).log_softmax(-1) for head, x in zip(drafter.heads, states, strict=True)]
-        places = [[(int(b), int(t)) for b, t in supervision.rows(k).nonzero()] for k in range(HEADS)]
+        places = [[(int(b), int(t)) for b, t in supervision.is_supervised(k).nonzero()] for k in range(HEADS)]
         return [dict(zip(where, rows, strict=True)) for where, rows in zip(places, said)]
 
 
@@ -98,7 +98,7 @@ def test_it_starts_as_the_targets_own_head(shallow: Target, num_heads: int) -> N
     drafter.prepare(shallow, torch.arange(shallow.head.vocab_size))
     probe = Probe(*[([[20]], [[step]]) for step in range(num_heads - 1)])
     context = begun(shallow, [[5, 6, 7, 8]], drafter, probe)
-    wanted = shallow.head.logits(context.fresh.at("final")[:, -1])[:, drafter.draft_ids].log_softmax(-1)
+    wanted = shallow.head.logits(context.fresh.at_layer("final")[:, -1])[:, drafter.draft_ids].log_softmax(-1)
     with torch.no_grad():
         proposed(drafter, context, probe)
     said = torch.cat(probe.said, dim=1)

@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from spectrain.decoding.acceptance import Greedy, Match, SpeculativeSampling
+from spectrain.config.build import build
+from spectrain.decoding.acceptance import Greedy, Match
+from spectrain.decoding.acceptance.rejection import SpeculativeSampling
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
 from spectrain.models.target import Target
-from spectrain.settings.build import build
 from spectrain.trees import Chain, DySpec, Eagle2, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
 from tests.decoding.rounds import Keeping, begun, proposed

@@ -17,18 +17,18 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.causal import Causal
-from spectrain.drafters.shared.losses import DIVERGENCES, jensen_shannon
-from spectrain.drafters.shared.small_models import check_tokenizer, cut_model
+from spectrain.drafters.layers.losses import DIVERGENCES, jensen_shannon
+from spectrain.drafters.layers.small_models import check_tokenizer, cut_model
 from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
-from spectrain.features.live import Live
-from spectrain.models.decoder import decoder_of
+from spectrain.features.live_source import LiveSource
+from spectrain.models.decoder import find_decoder
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_hf, load_tiny
-from spectrain.models.plain import generate, plain_model
+from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
-from spectrain.training.checkpoints import load_tensors, tensors_of
+from spectrain.training.checkpoints import collect_tensors, load_tensors
 from spectrain.trees import Chain, DySpec, Eagle2, TreeBuilder
 from tests.decoding.rounds import Keeping, watching
 from tests.models.architectures import save_small
@@ -55,7 +55,7 @@ def dataset(count: int = 3) -> Dataset:
 
 
 def batch_of(target: Target, drafter: Causal) -> Batch:
-    return Live().batch(BatchRequest(dataset()[[0, 1, 2]], target, drafter.stages[0].layers))
+    return LiveSource().make_batch(BatchRequest(dataset()[[0, 1, 2]], target, drafter.stages[0].layers))
 
 
 # Cutting
@@ -99,7 +99,7 @@ def test_cut_models_may_say_nothing_of_their_layers(tmp_path: Path) -> None:
     save_small("mamba2", tmp_path)
     load_tiny().tokenizer.save_pretrained(tmp_path)
     model = cut_model(load_hf(str(tmp_path), "mamba2", device="cpu"), 2)
-    assert len(decoder_of(model).layers) == 2  # type: ignore[arg-type]
+    assert len(find_decoder(model).layers) == 2  # type: ignore[arg-type]
 
 
 def test_zero_layers_are_refused(shallow: Target) -> None:
@@ -126,7 +126,7 @@ def test_what_is_drafted_is_what_is_trained(shallow: Target, builder: TreeBuilde
     drafter = Causal(shallow, num_layers=2)
     seen, builder = watching(builder)
     written = decode(shallow, PROMPTS[:count], Greedy(), 16, drafter, builder, ignore_eos=True)
-    accepted = [one.accepted for one in written]
+    accepted = [one.round_lengths for one in written]
     assert max(map(max, accepted)) > 1 and min(map(len, accepted)) > 2 and (count == 1 or accepted[0] != accepted[1])
     assert len(seen) > 10
     for text, drafted, log_q in seen:
@@ -175,7 +175,7 @@ def rebuilt(drafter: Causal, target: Target, **options: Any) -> Causal:
     """A drafter from nothing but the saved settings, as they come back from JSON, and the saved tensors."""
     torch.manual_seed(99)
     other = Causal(target, **json.loads(json.dumps({**options, **drafter.saved.settings(drafter)})))
-    load_tensors(other, tensors_of(drafter))
+    load_tensors(other, collect_tensors(drafter))
     return other
 
 
@@ -220,7 +220,7 @@ def test_saved_settings_need_no_other_directory(shallow: Target, tmp_path: Path)
 def test_tied_embeddings_are_saved_once(shallow: Target, tied: bool) -> None:
     """Tied embeddings are one tensor of the file and stay tied after loading."""
     drafter = fresh(shallow, tie_word_embeddings=tied)
-    full = [name for name, tensor in tensors_of(drafter).items() if tensor.shape == (2048, 32)]
+    full = [name for name, tensor in collect_tensors(drafter).items() if tensor.shape == (2048, 32)]
     assert len(full) == (1 if tied else 2)
     head = rebuilt(drafter, shallow).model.head
     assert (head.output.weight is head.embedding.weight) == tied
@@ -352,9 +352,10 @@ def test_many_rows_add_up(shallow: Target) -> None:
     drafter = fresh(shallow)
     rows = torch.randint(3, 2000, (3, 500)).tolist()
     data = Dataset([Example(row, [i > 0 for i in range(500)]) for row in rows], 3, 0, 0)
-    whole = drafter.loss(Live().batch(BatchRequest(data[[0, 1, 2]], shallow, ("final",))), shallow, TrainingState())
+    whole = drafter.loss(LiveSource().make_batch(BatchRequest(data[[0, 1, 2]], shallow, ("final",))), shallow, TrainingState())
     parts = [
-        drafter.loss(Live().batch(BatchRequest(data[[n]], shallow, ("final",))), shallow, TrainingState()) for n in range(3)
+        drafter.loss(LiveSource().make_batch(BatchRequest(data[[n]], shallow, ("final",))), shallow, TrainingState())
+        for n in range(3)
     ]
     torch.testing.assert_close(whole.total, torch.stack([part.total for part in parts]).sum(), rtol=1e-4, atol=1e-3)
     assert whole.counts.tolist() == [1497] and whole.hits.item() == sum(part.hits.item() for part in parts)
@@ -418,7 +419,7 @@ def test_transformers_drafts_with_it_the_same(shallow: Target, tmp_path: Path, m
 
     monkeypatch.setattr(AssistedCandidateGenerator, "get_candidates", watched)
     monkeypatch.setattr(AssistedCandidateGenerator, "update_candidate_strategy", counted)
-    with plain_model(shallow) as model:
+    with reference_model(shallow) as model:
         assisted = [generate(model, prompt, limit, frozenset(), assistant_model=assistant) for prompt in PROMPTS]
     assert assisted == [decode(shallow, [prompt], Greedy(), limit, ignore_eos=True)[0].output for prompt in PROMPTS]
     assert len(rounds) == len(kept) and {0} < set(kept)
@@ -427,7 +428,7 @@ def test_transformers_drafts_with_it_the_same(shallow: Target, tmp_path: Path, m
         assert candidates == decode(drafter.model, [text], Greedy(), depth, ignore_eos=True)[0].output[: len(candidates)]
         if len(candidates) == depth and text not in PROMPTS:  # in our engine a round begins behind a token of the target
             (one,) = decode(shallow, [text[:-1]], Greedy(), depth + 2, drafter, Chain(depth), ignore_eos=True)
-            ours += torch.arange(depth) < one.accepted[0] - 1
+            ours += torch.arange(depth) < one.round_lengths[0] - 1
             theirs += torch.arange(depth) < count
             drafted += 1
     assert drafted > 10 and torch.equal(ours, theirs)

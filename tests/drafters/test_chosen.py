@@ -8,19 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.decoding.acceptance import Greedy, Match, SpeculativeSampling
+from spectrain.config.build import build
+from spectrain.decoding.acceptance import Greedy, Match
+from spectrain.decoding.acceptance.rejection import SpeculativeSampling
 from spectrain.decoding.guard import Guard
-from spectrain.decoding.loop import asked, decode, prefill
+from spectrain.decoding.loop import decode, make_request, prefill_context
 from spectrain.decoding.session import Session
 from spectrain.drafters.base import Drafter
-from spectrain.drafters.chosen import PATIENCE, TRIALS, Chosen
 from spectrain.drafters.context import Context
-from spectrain.drafters.shared.arms import Arm
-from spectrain.drafters.shared.voting import Voting
 from spectrain.errors import UserError
+from spectrain.experimental.router.arms import Arm
+from spectrain.experimental.router.drafter import PATIENCE, TRIALS, Chosen
+from spectrain.experimental.router.voting import VotingRollout
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import build_drafter, load_weights, save_drafter
-from spectrain.settings.build import build
 from spectrain.trees import Chain, Eagle2, Rollout
 from spectrain.trees.base import Draft
 from tests.decoding.rounds import proposed
@@ -73,7 +74,9 @@ def prompts(shallow: Target) -> list[list[int]]:
 
 def made(target: Target, inner: list[Any] = EVERY, **settings: Any) -> Chosen:
     torch.manual_seed(0)
-    drafter: Chosen = build({"_target_": "spectrain.drafters.chosen.Chosen", "inner": inner, **settings}, target=target)
+    drafter: Chosen = build(
+        {"_target_": "spectrain.experimental.router.drafter.Chosen", "inner": inner, **settings}, target=target
+    )
     return drafter.eval()
 
 
@@ -163,7 +166,7 @@ def said_by_all(target: Target, prompts: list[list[int]], score_every: int) -> l
         return asked
 
     for arm in drafter.arms:
-        arm.ask = noted(arm)  # type: ignore[method-assign]
+        arm.make_draft = noted(arm)  # type: ignore[method-assign]
     decode(target, prompts, Greedy(), 30, drafter, Chain(3), ignore_eos=True)
     return heard
 
@@ -181,8 +184,8 @@ def test_nobody_falls_behind_too_far(shallow: Target, prompts: list[list[int]]) 
     drafter = made(shallow, EVERY[:2], score_every=1000)
     drafter._pick = lambda context: 0  # type: ignore[method-assign]
     behind: list[int] = []
-    ask = drafter.arms[1].ask
-    drafter.arms[1].ask = lambda *given: behind.append(drafter.arms[1].behind) or ask(*given)  # type: ignore
+    ask = drafter.arms[1].make_draft
+    drafter.arms[1].make_draft = lambda *given: behind.append(drafter.arms[1].num_unread) or ask(*given)  # type: ignore
     decode(shallow, prompts[:2], Greedy(), 150, drafter, Chain(3), ignore_eos=True)
     assert len(behind) > 2 and max(behind[1:]) <= PATIENCE
 
@@ -198,7 +201,7 @@ def test_votes_are_counted(shallow: Target, prompts: list[list[int]]) -> None:
 
     class Says(Rollout):
         def __init__(self, token: int, knows: bool = True) -> None:
-            self.token, self.closed = token, None if knows else torch.ones(1, 1, dtype=torch.bool)
+            self.token, self.stop_mask = token, None if knows else torch.ones(1, 1, dtype=torch.bool)
 
         def start(self) -> Tensor:
             return torch.zeros(1, 1, 9).scatter(-1, torch.tensor([[[self.token]]]), 1.0)
@@ -206,23 +209,23 @@ def test_votes_are_counted(shallow: Target, prompts: list[list[int]]) -> None:
         def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
             return self.start()
 
-    votes = Voting([Says(3), Says(5), Says(3), Says(8, knows=False)], [0.25, 0.5, 0.125, 0.125], 9)
+    votes = VotingRollout([Says(3), Says(5), Says(3), Says(8, knows=False)], [0.25, 0.5, 0.125, 0.125], 9)
     expected = torch.zeros(1, 1, 9)
     expected[0, 0, 3], expected[0, 0, 5] = 0.375 / 0.875, 0.5 / 0.875
     torch.testing.assert_close(votes.start().exp(), expected)
-    silent = Voting([Says(8, knows=False)], [1.0], 9)
+    silent = VotingRollout([Says(8, knows=False)], [1.0], 9)
     torch.testing.assert_close(silent.start().exp(), torch.full((1, 1, 9), 1 / 9))
-    assert silent.closed is not None and silent.closed.all()
+    assert silent.stop_mask is not None and silent.stop_mask.all()
 
 
 def test_nothing_is_promised_deeper_than_a_drafter_drafts() -> None:
     """Heads that are always right promise as many tokens as there are heads, however deep the tree is."""
     arm = Arm(0.9, 3)
-    arm.limit, arm.right, arm.wrong = 2, np.full(2, 1e9), np.zeros(2)
-    assert arm.rates(5).round(3).tolist() == [1, 1, 0, 0, 0]
-    assert arm.drawn(np.random.default_rng(0), 5).round(3).tolist() == [1, 1, 0, 0, 0]
-    arm.limit = None
-    assert (arm.rates(5) > 0).all()
+    arm.depth_limit, arm.hits, arm.misses = 2, np.full(2, 1e9), np.zeros(2)
+    assert arm.acceptance_rates(5).round(3).tolist() == [1, 1, 0, 0, 0]
+    assert arm.sample_rates(np.random.default_rng(0), 5).round(3).tolist() == [1, 1, 0, 0, 0]
+    arm.depth_limit = None
+    assert (arm.acceptance_rates(5) > 0).all()
 
 
 def test_drawn_drafts_of_the_chosen_can_be_weighed(shallow: Target, prompts: list[list[int]]) -> None:
@@ -236,7 +239,7 @@ def test_each_is_taken_by_its_directory(shallow: Target, tmp_path: Path) -> None
     """drafter.inner=[ngram,DIR] brings the weights of what is in DIR, and a saved choice loads alone."""
     inner = build({"_target_": "spectrain.drafters.causal.Causal", "num_layers": 1}, target=shallow)
     save_drafter(tmp_path / "inner", inner, composed("drafter=causal", "+drafter.num_layers=1", "target=tiny"))
-    node = {"_target_": "spectrain.drafters.chosen.Chosen", "inner": ["ngram", str(tmp_path / "inner")]}
+    node = {"_target_": "spectrain.experimental.router.drafter.Chosen", "inner": ["ngram", str(tmp_path / "inner")]}
     drafter: Any = build_drafter(node, shallow)
     weights = inner.state_dict()
     assert all(torch.equal(value, drafter.inner[1].state_dict()[key]) for key, value in weights.items())
@@ -256,19 +259,19 @@ def test_drawn_drafts_are_worth_what_the_rule_keeps(
     drafter = made(shallow, [{"choice": "causal", "num_layers": 1}] * 2, score_every=1000)
     rule, builder = SpeculativeSampling(temperature=temperature), Chain(2, "sampled", drawn_at)
     with torch.inference_mode():
-        context = prefill(shallow, rule, asked(shallow, prompts[:1], LIMIT, ignore_eos=True), drafter, builder)
+        context = prefill_context(shallow, rule, make_request(shallow, prompts[:1], LIMIT, ignore_eos=True), drafter, builder)
         tree = proposed(drafter, context, builder)
         seen = drafter.verify(context, tree)
         accepted = rule.accept(tree, seen, context.sequence_ids, context.positions(tree) + 1)
         context.commit(tree, seen, accepted)
-        asked_of = drafter.arms[0].asked
+        asked_of = drafter.arms[0].recording
         assert asked_of is not None and seen.logits is not None
-        said = [noted[0] for noted in asked_of.said]
+        said = [noted[0] for noted in asked_of.recorded_log_q]
         drafter.commit(context, accepted)
-    kept, p = int(accepted.counts[0]), rule.distribution(seen.logits[0])
+    kept, p = int(accepted.counts[0]), rule.target_distribution(seen.logits[0])
     q = [(log_q / drawn_at).softmax(-1) for log_q in said[: min(kept, 2)]]
     expected = [float(torch.minimum(p[node], one.double()).sum()) for node, one in enumerate(q)]
-    assert drafter.arms[0].right[: len(expected)].tolist() == pytest.approx(expected, abs=1e-5)
+    assert drafter.arms[0].hits[: len(expected)].tolist() == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize(

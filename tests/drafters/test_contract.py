@@ -10,19 +10,19 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 
+from spectrain.config.build import build
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter, TrainingState, stage_at
 from spectrain.features.base import BatchRequest
-from spectrain.features.live import Live
+from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import load_weights, save_drafter
-from spectrain.runs.fresh import learns
-from spectrain.runs.places import SHIPPED
-from spectrain.settings.build import build
-from spectrain.training.state import trained_groups
+from spectrain.runs.init_drafter import is_trainable
+from spectrain.runs.paths import SHIPPED_FOLDER
+from spectrain.training.state import select_trained_groups
 from spectrain.training.trainer import Trainer
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 from tests.decoding.rounds import Keeping
@@ -31,7 +31,9 @@ from tests.targets import cut_tiny
 from .toys import FrozenHeads, Independent
 
 FAMILIES = sorted(
-    path.stem for path in (Path(__file__).parents[2] / "conf" / "drafter").glob("*.yaml") if not (SHIPPED / path.stem).is_dir()
+    path.stem
+    for path in (Path(__file__).parents[2] / "conf" / "drafter").glob("*.yaml")
+    if not (SHIPPED_FOLDER / path.stem).is_dir()
 )
 EAGLE3 = {"vocab_size": 512, "ttt_steps": 3}
 SMALL: dict[str, dict[str, Any]] = {
@@ -137,9 +139,9 @@ def trained(name: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Drafte
     """A drafter after three steps, and the target that it was trained for."""
     target = copy.deepcopy(whole())
     drafter, dataset = prepared(name, target)
-    if learns(drafter):
+    if is_trainable(drafter):
         trainer = Trainer(lr=3e-3, max_steps=3, batch_tokens=512)
-        trainer.fit(drafter, target, dataset, Live(), tmp_path_factory.mktemp("contract"))
+        trainer.fit(drafter, target, dataset, LiveSource(), tmp_path_factory.mktemp("contract"))
     return drafter, target
 
 
@@ -157,14 +159,14 @@ def stages(drafter: Drafter, num_steps: int) -> list[int]:
 def test_gradients_reach_exactly_the_named_parameters(name: str, target: Target) -> None:
     """In every stage the loss is finite, and every parameter of its groups, and no other, gets a gradient."""
     drafter, dataset = prepared(name, target)
-    if not learns(drafter):
+    if not is_trainable(drafter):
         return
     for stage in sorted(set(stages(drafter, 8))):
-        trained_groups(drafter, target, stage)
+        select_trained_groups(drafter, target, stage)
         drafter.zero_grad()
         target.zero_grad()
         layers = drafter.stages[stage].layers
-        batch = Live().batch(BatchRequest(dataset[[0, 1]], target, layers))
+        batch = LiveSource().make_batch(BatchRequest(dataset[[0, 1]], target, layers))
         assert (batch.features is None) == (layers == ())
         losses = drafter(batch, target, TrainingState())
         losses.total.backward()
@@ -179,11 +181,11 @@ def test_gradients_reach_exactly_the_named_parameters(name: str, target: Target)
 def test_loss_falls(name: str, target: Target, tmp_path: Path) -> None:
     """Twenty steps on a few sequences lower the loss, in every stage by itself."""
     drafter, dataset = prepared(name, target)
-    if not learns(drafter):
+    if not is_trainable(drafter):
         return
     seen: dict[int, list[float]] = {}
     of_step = stages(drafter, 20)
-    Trainer(lr=3e-3, max_steps=20, batch_tokens=512, log_every=1).fit(drafter, target, dataset, Live(), tmp_path)
+    Trainer(lr=3e-3, max_steps=20, batch_tokens=512, log_every=1).fit(drafter, target, dataset, LiveSource(), tmp_path)
     for stage, line in zip(of_step, (tmp_path / "metrics.jsonl").read_text().splitlines(), strict=True):
         seen.setdefault(stage, []).append(json.loads(line)["loss"])
     for losses in seen.values():
@@ -222,7 +224,7 @@ def test_reloaded_equals_saved(name: str, trained: tuple[Drafter, Target], tmp_p
     assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
     if not drafter.abilities.target_training:  # a trained target is saved in its own dtype
         prompts = [[5, 6, 7, 8, 5, 6]]
-        found = [decode(again, prompts, Greedy(), 8, d.eval(), Chain(3))[0].accepted for d in (drafter, other)]
+        found = [decode(again, prompts, Greedy(), 8, d.eval(), Chain(3))[0].round_lengths for d in (drafter, other)]
         assert found[0] == found[1]
 
 

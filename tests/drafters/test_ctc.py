@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from spectrain.drafters.base import TrainingState
-from spectrain.drafters.ctc import Ctc, Prefixes
 from spectrain.errors import UserError
+from spectrain.experimental.ctc.drafter import Ctc, Prefixes
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
 from tests.decoding.rounds import begun, proposed
@@ -98,7 +98,7 @@ def test_one_slot_for_one_draft_is_a_next_token_head(shallow: Target) -> None:
     drafter = make(shallow, num_drafts=1, num_slots=1, vocab_size=2048, attention_layers=0, adaptation_layers=0)
     batch = batch_of(shallow)
     assert batch.features is not None
-    final = batch.features.at("final")
+    final = batch.features.at_layer("final")
     slots = drafter.said(final.flatten(0, 1))[:, 0].unflatten(0, final.shape[:2])
     asked = batch.loss_mask[:, 2:]
     wanted = -slots[:, :-2].gather(-1, batch.tokens[:, 2:, None])[..., 0][asked].sum()
@@ -107,7 +107,7 @@ def test_one_slot_for_one_draft_is_a_next_token_head(shallow: Target) -> None:
     with torch.no_grad():
         context = begun(shallow, [[5, 6, 7]], drafter, probe)
         proposed(drafter, context, probe)
-    said = drafter.said(context.fresh.at("final")[:, -1])[0, 0, :-1].log_softmax(-1)
+    said = drafter.said(context.fresh.at_layer("final")[:, -1])[0, 0, :-1].log_softmax(-1)
     torch.testing.assert_close(probe.said[0][0, 0], said, rtol=1e-4, atol=1e-4)
 
 
@@ -119,7 +119,7 @@ def test_training_equals_decoding(shallow: Target, attention: int, adaptation: i
     assert batch.features is not None
     following = drafter.embed(batch.tokens.roll(-1, dims=1))
     with torch.no_grad():
-        stage = drafter.adaptation(batch.features.at("final"), following, batch.positions)[-1]
+        stage = drafter.adaptation(batch.features.at_layer("final"), following, batch.positions)[-1]
     for row, index, said in walk(drafter, shallow, batch.tokens, 3):
         prefix = Prefixes.empty(drafter.said(stage[row, index][None]))
         for step in range(3):
@@ -130,7 +130,7 @@ def test_training_equals_decoding(shallow: Target, attention: int, adaptation: i
 def test_loss_does_not_depend_on_how_many_rows_are_held_at_a_time(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter, batch, found = make(shallow), batch_of(shallow), []
     for entries in (2**26, 5 * 513 * 7):
-        monkeypatch.setattr("spectrain.drafters.ctc.ENTRIES", entries)
+        monkeypatch.setattr("spectrain.experimental.ctc.drafter.ENTRIES", entries)
         drafter.zero_grad()
         losses = drafter.loss(batch, shallow, TrainingState())
         losses.total.backward()

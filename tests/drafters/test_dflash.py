@@ -9,16 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spectrain.decoding.acceptance import Greedy, Match, Recursive, SpeculativeSampling
+from spectrain.decoding.acceptance import Greedy, Match
+from spectrain.decoding.acceptance.rejection import RecursiveRejection, SpeculativeSampling
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.dflash import DFlash
-from spectrain.drafters.shared.anchors import Anchors, block_attention, flex_mask, sample_anchors
-from spectrain.drafters.shared.block_drafter import default_layers, unheard_token
+from spectrain.drafters.layers.anchors import Anchors, block_attention, make_flex_mask, sample_anchors
+from spectrain.drafters.layers.block_drafter import default_layers, find_unused_token
 from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
-from spectrain.features.live import Live
+from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
 from spectrain.trees import Chain, DySpec, Eagle2, Static, TreeBuilder
 from spectrain.trees.base import Draft, Prefix
@@ -56,7 +57,7 @@ def make(target: Target, **options: Any) -> DFlash:
 
 
 def batch_of(target: Target, drafter: DFlash, rows: list[int], packed: bool = False) -> Batch:
-    return Live().batch(BatchRequest(dataset()[rows], target, drafter.layers, packed=packed))
+    return LiveSource().make_batch(BatchRequest(dataset()[rows], target, drafter.layers, packed=packed))
 
 
 def block_of(drafter: DFlash, target: Target, text: list[int]) -> Tensor:
@@ -73,9 +74,9 @@ def test_what_is_trained_is_what_decoding_says(shallow: Target, variant: str) ->
     drafter = make(shallow, **VARIANTS[variant])
     batch = batch_of(shallow, drafter, [0, 1, 2])
     anchors = sample_anchors(batch, drafter.num_anchors, drafter.seed, 0)
-    states = drafter._trained_states(batch, anchors, TrainingState())[:, drafter.first :]
-    said = drafter.log_q(drafter.product(states))
-    rows = (anchors.places // batch.tokens.shape[1]).tolist()
+    states = drafter._training_states(batch, anchors, TrainingState())[:, drafter.first_draft_slot :]
+    said = drafter.log_q(drafter.compute_products(states))
+    rows = (anchors.token_indices // batch.tokens.shape[1]).tolist()
     for row, position, found in list(zip(rows, anchors.positions.tolist(), said))[::3]:
         text = batch.tokens[row, : position + 1].tolist()
         torch.testing.assert_close(found, block_of(drafter, shallow, text), rtol=1e-4, atol=1e-4)
@@ -88,12 +89,12 @@ def test_loss_is_the_weighted_divergence_of_every_judged_draft(shallow: Target) 
     batch = batch_of(shallow, drafter, [0, 1])
     losses = drafter.loss(batch, shallow, TrainingState())
     anchors = sample_anchors(batch, drafter.num_anchors, drafter.seed, 0)
-    logits = shallow.head.logits(shallow.features(batch.tokens, ("final",)).at("final")).log_softmax(-1)
+    logits = shallow.head.logits(shallow.features(batch.tokens, ("final",)).at_layer("final")).log_softmax(-1)
     total, length = 0.0, batch.tokens.shape[1]
     hits = [0] * drafter.num_drafts
     for row in range(2):
         weighed, weights = 0.0, 0.0
-        for place, position in zip(anchors.places.tolist(), anchors.positions.tolist()):
+        for place, position in zip(anchors.token_indices.tolist(), anchors.positions.tolist()):
             if place // length != row:
                 continue
             said = block_of(drafter, shallow, batch.tokens[row, : position + 1].tolist())
@@ -146,8 +147,8 @@ def test_dpace_weights_are_the_formulas(shallow: Target) -> None:
     """w_k = sum over j >= k of s_1 .. s_j, with s = (1 - alpha) q + alpha where judged and 1 elsewhere (2605.18810)."""
     drafter = make(shallow, loss="cross_entropy", slot_weights="dpace", dpace_alpha=0.3)
     kept: dict[str, Any] = {}
-    judge = drafter.judge
-    drafter.judge = lambda asked: judge(kept.setdefault("asked", asked))  # type: ignore[method-assign]
+    judge = drafter.judge_drafts
+    drafter.judge_drafts = lambda asked: judge(kept.setdefault("asked", asked))  # type: ignore[method-assign]
     batch = batch_of(shallow, drafter, [0, 2])
     drafter.loss(batch, shallow, TrainingState())
     asked = kept["asked"]
@@ -173,10 +174,10 @@ def test_one_slot_equals_a_plain_head(shallow: Target) -> None:
     losses = drafter.loss(batch, shallow, TrainingState())
     layer, features = drafter.blocks[0], batch.features
     assert features is not None
-    context, x = drafter.context(features), drafter.head.embed(batch.tokens)
+    context, x = drafter.project_context(features), drafter.head.embed(batch.tokens)
     rope = drafter.rotary(x, batch.positions)
     q, k, v = layer.self_attn.project(layer.input_layernorm(x), rope)
-    far, values = layer.self_attn.keys_values(context, rope)
+    far, values = layer.self_attn.project_kv(context, rope)
     length = batch.tokens.shape[1]
     mask = torch.cat([torch.ones(length, length).tril(-1), torch.eye(length)], dim=1).bool()
     attended = F.scaled_dot_product_attention(
@@ -185,8 +186,8 @@ def test_one_slot_equals_a_plain_head(shallow: Target) -> None:
     x = x + layer.self_attn.output(attended)
     x = x + layer.mlp(layer.post_attention_layernorm(x))
     said = drafter.head.logits(drafter.norm(x)).log_softmax(-1)[0]
-    log_p = drafter.head.logits(features.at("final")).log_softmax(-1)[0]
-    predicts = batch.predicts[0] & (torch.arange(length) > 0)
+    log_p = drafter.head.logits(features.at_layer("final")).log_softmax(-1)[0]
+    predicts = batch.next_is_supervised[0] & (torch.arange(length) > 0)
     expected = F.kl_div(said[predicts], log_p[predicts], reduction="sum", log_target=True)
     torch.testing.assert_close(losses.total, expected, rtol=1e-4, atol=1e-3)
 
@@ -196,10 +197,10 @@ def test_causal_blocks_equal_their_unrolled_selves(shallow: Target) -> None:
     drafter = make(shallow, causal=True, num_anchors=1000)
     batch = batch_of(shallow, drafter, [0, 1])
     anchors = sample_anchors(batch, 1000, 0, 0)
-    whole = drafter._trained_states(batch, anchors, TrainingState())
+    whole = drafter._training_states(batch, anchors, TrainingState())
     for slots in range(2, SLOTS):
         drafter.block_size = slots
-        states = drafter._trained_states(batch, anchors, TrainingState())
+        states = drafter._training_states(batch, anchors, TrainingState())
         torch.testing.assert_close(states, whole[:, :slots], rtol=1e-4, atol=1e-5)
 
 
@@ -221,7 +222,7 @@ DOCUMENTS = [(9, [1, 4, 8]), (3, []), (40, list(range(1, 40)))]
 def test_chunks_equal_the_dense_mask(causal: bool, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention by chunks is attention under the whole mask, values and gradients, as FlexAttention is told it, too."""
     slots, starts = 3, [0, 9, 12]
-    monkeypatch.setattr("spectrain.drafters.shared.anchors.ROWS", 12)
+    monkeypatch.setattr("spectrain.drafters.layers.anchors.CHUNK_SLOTS", 12)
     q, k, v, far_k, far_v = toy(DOCUMENTS, slots)
     positions = torch.tensor([place for _, found in DOCUMENTS for place in found])
     places = torch.tensor([start + place for start, (_, found) in zip(starts, DOCUMENTS) for place in found])
@@ -245,7 +246,7 @@ def test_chunks_equal_the_dense_mask(causal: bool, window: int | None, monkeypat
     grads = [torch.autograd.grad(out.square().sum(), (q, k, v, far_k, far_v)) for out in (attended, expected)]
     for mine, theirs in zip(*grads):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-    told = flex_mask(anchors, slots, length, causal, window)
+    told = make_flex_mask(anchors, slots, length, causal, window)
     query, key = torch.arange(count * slots)[:, None], torch.arange(length + count * slots)
     zero = torch.zeros((), dtype=torch.int64)
     assert torch.equal(told(zero, zero, query.expand(-1, len(key)), key.expand(len(query), -1)), mask)
@@ -262,7 +263,7 @@ def test_no_mask_is_larger_than_a_chunk(shallow: Target, monkeypatch: pytest.Mon
 
     drafter = make(shallow, num_anchors=1000)
     batch = batch_of(shallow, drafter, [0, 1, 2, 3])
-    monkeypatch.setattr("spectrain.drafters.shared.anchors.ROWS", 20)
+    monkeypatch.setattr("spectrain.drafters.layers.anchors.CHUNK_SLOTS", 20)
     monkeypatch.setattr(F, "scaled_dot_product_attention", watching)
     drafter.loss(batch, shallow, TrainingState()).total.backward()
     masks = [shape for shape in seen if shape]
@@ -364,7 +365,7 @@ def test_drafted_equals_matched_sampling(shallow: Target, builder: TreeBuilder, 
 
 @pytest.mark.parametrize("builder, rule", [
     (Chain(3, "sampled", 0.7), SpeculativeSampling),
-    (Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0]], children="without_replacement"), Recursive),
+    (Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0]], children="without_replacement"), RecursiveRejection),
 ], ids=["chain", "tree"])  # fmt: skip
 def test_drawn_children(shallow: Target, builder: TreeBuilder, rule: Any) -> None:
     """Rules that weigh p against q: where p allows one token only, the output is greedy."""
@@ -383,8 +384,10 @@ def test_fused_layers_are_those_of_the_paper(count: int, chosen: list[int]) -> N
 
 
 def test_mask_token_is_one_that_no_text_holds(shallow: Target) -> None:
-    assert unheard_token(shallow.tokenizer, shallow.head.vocab_size) == shallow.tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    assert unheard_token(shallow.tokenizer, shallow.head.vocab_size + 64) == len(shallow.tokenizer)
+    assert find_unused_token(shallow.tokenizer, shallow.head.vocab_size) == shallow.tokenizer.convert_tokens_to_ids(
+        "<|endoftext|>"
+    )
+    assert find_unused_token(shallow.tokenizer, shallow.head.vocab_size + 64) == len(shallow.tokenizer)
     drafter = make(shallow, mask_token_id=77)
     with pytest.raises(UserError, match="mask_token_id=77: the data holds this token"):
         drafter.prepare(shallow, torch.ones(shallow.head.vocab_size))

@@ -7,16 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.decoding.acceptance import Greedy, Recursive, SpeculativeSampling
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.acceptance.rejection import RecursiveRejection, SpeculativeSampling
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.dflash import DFlash
 from spectrain.drafters.dflash2 import DFlash2
-from spectrain.drafters.shared.anchors import sample_anchors
+from spectrain.drafters.layers.anchors import sample_anchors
 from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
-from spectrain.features.live import Live
+from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
 
@@ -41,7 +42,7 @@ def make(target: Target, **options: Any) -> DFlash2:
 
 
 def batch_of(target: Target, drafter: DFlash2, rows: list[int], packed: bool = False) -> Batch:
-    return Live().batch(BatchRequest(dataset()[rows], target, drafter.layers, packed=packed))
+    return LiveSource().make_batch(BatchRequest(dataset()[rows], target, drafter.layers, packed=packed))
 
 
 @torch.no_grad()
@@ -71,11 +72,11 @@ def test_loss_is_the_formula(shallow: Target, options: dict[str, Any]) -> None:
     batch = batch_of(shallow, drafter, [0, 1])
     losses = drafter.loss(batch, shallow, TrainingState())
     anchors, length = sample_anchors(batch, drafter.num_anchors, drafter.seed, 0), batch.tokens.shape[1]
-    every = shallow.head.logits(shallow.features(batch.tokens, ("final",)).at("final"))
+    every = shallow.head.logits(shallow.features(batch.tokens, ("final",)).at_layer("final"))
     totals = {"forward_kl": 0.0, "selector": 0.0}
     for row in range(2):
         terms, weights = {"forward_kl": 0.0, "selector": 0.0}, 0.0
-        for place, position in zip(anchors.places.tolist(), anchors.positions.tolist()):
+        for place, position in zip(anchors.token_indices.tolist(), anchors.positions.tolist()):
             if place // length != row:
                 continue
             text = batch.tokens[row].tolist()
@@ -141,7 +142,7 @@ def test_candidates_are_weighed_by_their_parents(shallow: Target, builder: TreeB
 
 @pytest.mark.parametrize("builder, rule", [
     (Chain(3, "sampled", 0.7), SpeculativeSampling),
-    (Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0]], children="without_replacement"), Recursive),
+    (Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0]], children="without_replacement"), RecursiveRejection),
 ], ids=["chain", "tree"])  # fmt: skip
 def test_drawn_children(shallow: Target, builder: TreeBuilder, rule: Any) -> None:
     """Rules that weigh p against q: where p allows one token only, the output is greedy."""

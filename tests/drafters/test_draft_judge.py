@@ -11,21 +11,22 @@ from safetensors.torch import save_file
 
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
-from spectrain.decoding.acceptance import Greedy, Judge
-from spectrain.decoding.captured import Captured
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.captured import CapturedRunner
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter, TrainingState
 from spectrain.drafters.causal import Causal
-from spectrain.drafters.draft_judge import DraftJudge
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.early_exit import EarlyExit
 from spectrain.drafters.gated_lora import GatedLora
 from spectrain.drafters.medusa import Medusa
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
+from spectrain.experimental.lossy_rules.judge import Judge
+from spectrain.experimental.lossy_rules.judge_drafter import DraftJudge
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import collate
-from spectrain.features.live import Live
+from spectrain.features.live_source import LiveSource
 from spectrain.models.features import Features
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import save_drafter
@@ -58,18 +59,18 @@ def test_an_alternative_is_right_where_the_rest_of_the_answer_stays(target: Targ
     """States and labels are those of running each changed text by itself: on greedy answers, right means that the likeliest
     tokens behind the alternative are still the answer's own."""
     judge, examples = DraftJudge(target, window=2, places=30, alternatives=3), answered(target)
-    batch = Live().batch(BatchRequest(examples, target, ("final",), packed))
+    batch = LiveSource().make_batch(BatchRequest(examples, target, ("final",), packed))
     states, right, weights = judge.judged(batch, target, TrainingState())
     found = iter(zip(states, right.tolist(), strict=True))
     for example, prompt in zip(examples, PROMPTS):
         text = example.tokens
-        own = target.head.logits(target.features(torch.tensor([text]), ("final",)).at("final"))[0]
+        own = target.head.logits(target.features(torch.tensor([text]), ("final",)).at_layer("final"))[0]
         assert own.argmax(-1)[len(prompt) - 1 : -1].tolist() == text[len(prompt) :]
         for place in range(len(prompt), len(text) - 2):
             others = [token for token in own[place - 1].topk(4).indices.tolist() if token != text[place]][:3]
             for other in others:
                 changed = [*text[:place], other, *text[place + 1 : place + 3]]
-                final = target.features(torch.tensor([changed]), ("final",)).at("final")[0]
+                final = target.features(torch.tensor([changed]), ("final",)).at_layer("final")[0]
                 said = target.head.logits(final[place : place + 3]).argmax(-1).tolist()
                 state, label = next(found)
                 torch.testing.assert_close(state, final[place], atol=1e-4, rtol=1e-3)
@@ -82,7 +83,9 @@ def test_an_alternative_is_right_where_the_rest_of_the_answer_stays(target: Targ
 def test_a_loss_without_anything_to_judge_is_nothing(target: Target) -> None:
     """Documents shorter than a window give a loss of 0 that still has gradients."""
     judge = DraftJudge(target)
-    losses = judge.loss(Live().batch(BatchRequest(answered(target)[2:], target, ("final",))), target, TrainingState())
+    losses = judge.loss(
+        LiveSource().make_batch(BatchRequest(answered(target)[2:], target, ("final",))), target, TrainingState()
+    )
     losses.total.backward()
     assert float(losses.total.detach()) == 0 and judge.probe.weight.grad is not None
 
@@ -92,7 +95,7 @@ def test_a_training_that_judges_nothing_says_so(target: Target, tmp_path: Path, 
     trainer = Trainer(max_steps=1, batch_tokens=512)
     for window, said in ((2, False), (200, True)):
         dataset = Dataset(answered(target), 3, 0, 0)
-        trainer.fit(DraftJudge(target, window=window), target, dataset, Live(), tmp_path / str(window))
+        trainer.fit(DraftJudge(target, window=window), target, dataset, LiveSource(), tmp_path / str(window))
         assert ("training: nothing was judged up to step 1" in capsys.readouterr().err) == said
 
 
@@ -136,15 +139,16 @@ def test_it_judges_beside_any_drafter(target: Target, judge: str, name: str, bui
     drafter.eval()
     greedy = decode(target, PROMPTS, Greedy(), 8, drafter, builder)
     strict, half, none = (decode(target, PROMPTS, Judge(judge, x), 8, drafter, builder) for x in (1.0, 0.5, 0.0))
-    assert [(one.output, one.accepted) for one in strict] == [(one.output, one.accepted) for one in greedy]
+    assert [(one.output, one.round_lengths) for one in strict] == [(one.output, one.round_lengths) for one in greedy]
     for one in none:  # of a tree, whichever branch is liked best
         assert all(
-            count == depth + 1 if builder.is_chain else count > 1 or not depth for count, depth in zip(one.accepted, one.depths)
+            count == depth + 1 if builder.is_chain else count > 1 or not depth
+            for count, depth in zip(one.round_lengths, one.depths)
         )
     rule = Judge(judge)
     for one in half:
         text = one.prompt + one.output
-        final = target.features(torch.tensor([text]), ("final",)).at("final")[0]
+        final = target.features(torch.tensor([text]), ("final",)).at_layer("final")[0]
         likeliest = [*[-1] * len(one.prompt), *target.head.logits(final).argmax(-1)[len(one.prompt) - 1 : -1].tolist()]
         sure = (final @ rule.weight[0] + rule.bias).sigmoid()
         for place in range(len(one.prompt), len(text)):
@@ -157,14 +161,14 @@ def test_captured_rounds_judge_the_same(target: Target, judge: str) -> None:
     drafter.prepare(target, torch.ones(target.head.vocab_size, dtype=torch.int64))
     drafter.eval()
     eager = decode(target, PROMPTS, Judge(judge), 12, drafter, Chain(3))
-    captured = Captured(target, Judge(judge), drafter, Chain(3)).decode(PROMPTS, 12)
-    assert [(one.output, one.accepted) for one in captured] == [(one.output, one.accepted) for one in eager]
+    captured = CapturedRunner(target, Judge(judge), drafter, Chain(3)).decode(PROMPTS, 12)
+    assert [(one.output, one.round_lengths) for one in captured] == [(one.output, one.round_lengths) for one in eager]
 
 
 def test_a_lower_threshold_keeps_the_same_and_more(judge: str, target: Target) -> None:
     """On fixed rounds every path goes on where that of the stricter threshold ended."""
     parents = torch.tensor([[-1, 0, 0, 1, 1, 2, 3, 3, 5]]).expand(30, -1)
-    tree = TokenTree.of(torch.arange(9).expand(30, -1), parents)
+    tree = TokenTree.from_parents(torch.arange(9).expand(30, -1), parents)
     logits = torch.randn(30, 9, 9)
     seen = Features(tree.tokens, ("final",), torch.randn(30, 9, 1, target.width), logits)
     found = []
@@ -181,9 +185,9 @@ def test_a_judge_that_was_trained_is_the_one_that_judges(target: Target, tmp_pat
     """What training saves is what the rule reads, bit by bit; training makes it tell right from wrong better than it did."""
     dataset = Dataset(answered(target)[:2] * 4, 8, 0, 0)
     judge = DraftJudge(target, window=2, places=30)
-    batch = Live().batch(BatchRequest(dataset[[0, 1]], target, ("final",)))
+    batch = LiveSource().make_batch(BatchRequest(dataset[[0, 1]], target, ("final",)))
     before = judge.loss(batch, target, TrainingState()).total
-    Trainer(lr=3e-3, max_steps=5, batch_tokens=512).fit(judge, target, dataset, Live(), tmp_path / "run")
+    Trainer(lr=3e-3, max_steps=5, batch_tokens=512).fit(judge, target, dataset, LiveSource(), tmp_path / "run")
     assert judge.loss(batch, target, TrainingState()).total < before
     save_drafter(tmp_path / "run" / "drafter", judge, composed("drafter=draft_judge", "target=tiny"))
     for folder in ("run", "run/drafter"):

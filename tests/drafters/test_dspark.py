@@ -8,14 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spectrain.decoding.acceptance import Greedy, Match, Recursive, SpeculativeSampling
+from spectrain.decoding.acceptance import Greedy, Match
+from spectrain.decoding.acceptance.rejection import RecursiveRejection, SpeculativeSampling
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.dspark import DSpark
-from spectrain.drafters.shared.anchors import sample_anchors
+from spectrain.drafters.layers.anchors import sample_anchors
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
-from spectrain.features.live import Live
+from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
 from spectrain.trees import Chain, DySpec, Eagle2, Static, TreeBuilder
 
@@ -39,7 +40,7 @@ def make(target: Target, **options: Any) -> DSpark:
 
 
 def batch_of(target: Target, drafter: DSpark, rows: list[int], packed: bool = False) -> Batch:
-    return Live().batch(BatchRequest(dataset()[rows], target, drafter.layers, packed=packed))
+    return LiveSource().make_batch(BatchRequest(dataset()[rows], target, drafter.layers, packed=packed))
 
 
 @torch.no_grad()
@@ -71,14 +72,14 @@ def test_loss_is_the_formula(shallow: Target, head: str, options: dict[str, Any]
     batch = batch_of(shallow, drafter, [0, 1])
     losses = drafter.loss(batch, shallow, TrainingState())
     anchors, length = sample_anchors(batch, drafter.num_anchors, drafter.seed, 0), batch.tokens.shape[1]
-    target_said = shallow.head.logits(shallow.features(batch.tokens, ("final",)).at("final")).softmax(-1)[
+    target_said = shallow.head.logits(shallow.features(batch.tokens, ("final",)).at_layer("final")).softmax(-1)[
         ..., drafter.draft_ids
     ]
     slots = {int(token): slot for slot, token in enumerate(drafter.draft_ids)}
     totals = {"ce_tv": 0.0, "confidence": 0.0}
     for row in range(2):
         terms, weights = {"ce_tv": 0.0, "confidence": 0.0}, 0.0
-        for place, position in zip(anchors.places.tolist(), anchors.positions.tolist()):
+        for place, position in zip(anchors.token_indices.tolist(), anchors.positions.tolist()):
             if place // length != row:
                 continue
             text = batch.tokens[row].tolist()
@@ -156,7 +157,7 @@ def test_confidence_cuts(shallow: Target, builder: TreeBuilder) -> None:
     for texts, tree in watching.rounds[::2]:
         for row, text in enumerate(texts):
             parents = {int(tree.parents[row, n]) for n in range(1, tree.tokens.shape[1]) if tree.valid[row, n]}
-            if builder.by_level:
+            if builder.drafts_by_level:
                 _, confidence = said_behind(drafter, shallow, text, [])
                 assert (0 in parents) == (confidence[0] >= 0.5) or len(texts) > 1
             for node in parents:
@@ -175,7 +176,7 @@ def test_confidence_cuts(shallow: Target, builder: TreeBuilder) -> None:
 @HEADS
 @pytest.mark.parametrize("builder, rule", [
     (Chain(3, "sampled", 0.7), SpeculativeSampling),
-    (Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0]], children="without_replacement"), Recursive),
+    (Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0]], children="without_replacement"), RecursiveRejection),
 ], ids=["chain", "tree"])  # fmt: skip
 def test_drawn_children(shallow: Target, head: str, builder: TreeBuilder, rule: Any) -> None:
     """Rules that weigh p against q: where p allows one token only, the output is greedy; cut or not."""
@@ -199,6 +200,6 @@ def test_without_its_heads_it_is_dflash(shallow: Target) -> None:
     with torch.no_grad():
         drafter.markov.markov_w2.weight.zero_()
     states = states_behind(drafter, shallow, PROMPTS[0])
-    rollout = drafter.rollout(torch.tensor([PROMPTS[0][-1]]), states[None])
+    rollout = drafter.make_rollout(torch.tensor([PROMPTS[0][-1]]), states[None])
     said = F.log_softmax(drafter.head.logits(states), dim=-1)
     torch.testing.assert_close(rollout.start()[0, 0], said[0])

@@ -10,9 +10,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.eagle1 import Eagle1
-from spectrain.drafters.shared.layers import llama_config
-from spectrain.drafters.shared.losses import forward_kl, top_k_loss
-from spectrain.drafters.shared.vocabulary import Supervision
+from spectrain.drafters.layers.layers import llama_config
+from spectrain.drafters.layers.losses import forward_kl, top_k_loss
+from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
@@ -35,7 +35,7 @@ def batch_of(target: Target, drafter: Eagle1) -> Batch:
 def unrolled(drafter: Eagle1, batch: Batch) -> list[Tensor]:
     """The features [B, T, D] of every step, as HASS trains them: each step reads the one before it as a constant."""
     assert batch.features is not None
-    hidden, held, found = batch.features.at("final"), [], []
+    hidden, held, found = batch.features.at_layer("final"), [], []
     for step in range(STEPS):
         hidden, own = drafter.unroll(batch, hidden.detach(), step, held[:])
         held.append(own)
@@ -56,10 +56,10 @@ def test_the_layer_is_llamas_without_its_first_norm(shallow: Target) -> None:
     layer.load_state_dict(own | {"input_layernorm.weight": torch.ones(shallow.width)})
     layer.register_module("input_layernorm", nn.Identity())
     embedded = shallow.head.embed(batch.tokens.roll(-1, dims=1))
-    x = torch.cat([embedded, batch.features.at("final")], dim=-1) @ drafter.fc.weight.T + drafter.fc.bias
+    x = torch.cat([embedded, batch.features.at_layer("final")], dim=-1) @ drafter.fc.weight.T + drafter.fc.bias
     places = torch.arange(x.shape[1])[None]
     expected = layer(x, position_embeddings=LlamaRotaryEmbedding(config)(x, places), position_ids=places)
-    found, _ = drafter.unroll(batch, batch.features.at("final"), 0, [])
+    found, _ = drafter.unroll(batch, batch.features.at_layer("final"), 0, [])
     torch.testing.assert_close(found, expected if isinstance(expected, Tensor) else expected[0], rtol=1e-4, atol=1e-4)
 
 
@@ -80,9 +80,9 @@ def test_the_loss_and_its_gradient_are_the_papers(shallow: Target, top_k_weight:
     drafter = make(shallow, top_k_weight=top_k_weight, step_decay=0.5)
     batch = batch_of(shallow, drafter)
     assert batch.features is not None
-    final, supervision, expected = batch.features.at("final"), Supervision(drafter, batch), torch.zeros(())
+    final, supervision, expected = batch.features.at_layer("final"), Supervision(drafter, batch), torch.zeros(())
     for step, hidden in enumerate(unrolled(drafter, batch)):
-        rows, wanted = supervision.rows(step), final.roll(-1 - step, dims=1)
+        rows, wanted = supervision.is_supervised(step), final.roll(-1 - step, dims=1)
         log_p, log_q = (shallow.head.logits(part[rows]).log_softmax(-1) for part in (wanted, hidden))
         loss = F.smooth_l1_loss(hidden[rows], wanted[rows], reduction="none").mean(-1) + 0.1 * forward_kl(log_p, log_q)
         expected = expected + 0.5**step * (loss + top_k_weight * top_k_loss(log_p, log_q)).sum()

@@ -15,16 +15,16 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.eagle3 import Eagle3
-from spectrain.drafters.shared import lean_eagle
-from spectrain.drafters.shared.layers import NormedAttention, rotated
-from spectrain.drafters.shared.state_rollout import StateRollout
-from spectrain.drafters.shared.vocabulary import Supervision
+from spectrain.drafters.layers import fused_cpu_eagle as lean_eagle
+from spectrain.drafters.layers.layers import NormedAttention, apply_rotary
+from spectrain.drafters.layers.state_rollout import StateRollout
+from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
-from spectrain.features.live import Live
+from spectrain.features.live_source import LiveSource
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
-from spectrain.models.prepacked import pack_linears
+from spectrain.models.packed_linears import pack_linears
 from spectrain.models.target import Target
 from spectrain.trees import Chain
 from tests.decoding.rounds import Keeping
@@ -48,7 +48,7 @@ def make(tiny: Target, **options: object) -> Eagle3:
 
 
 def batch_of(dataset: Dataset, indices: list[int], tiny: Target, drafter: Eagle3) -> Batch:
-    return Live().batch(BatchRequest(dataset[indices], tiny, drafter.layers))
+    return LiveSource().make_batch(BatchRequest(dataset[indices], tiny, drafter.layers))
 
 
 def gradients(drafter: Eagle3) -> Tensor:
@@ -78,7 +78,7 @@ def test_supervised_positions_are_those_whose_prediction_is_the_assistants(tiny:
     batch = batch_of(dataset, [0, 1, 2, 3], tiny, drafter)
     supervision = Supervision(drafter, batch)
     for step in range(3):
-        rows = supervision.rows(step)
+        rows = supervision.is_supervised(step)
         for b, example in enumerate(dataset.examples):
             for t in range(batch.tokens.shape[1]):
                 predicted = t + 2 + step
@@ -96,9 +96,9 @@ def test_supervision_judges_the_predicted_token(tiny: Target) -> None:
     supervision = Supervision(drafter, batch)
     for step in range(3):
         assert supervision.target_log_probs is not None
-        rows = supervision.answers(step)
-        log_p, best = supervision.target_log_probs.at(rows)(slice(None)), supervision.best[rows]
-        after = [logits[b, t + 1 + step] for b, t in supervision.rows(step).nonzero().tolist()]
+        rows = supervision.label_index(step)
+        log_p, best = supervision.target_log_probs.select_rows(rows)(slice(None)), supervision.labels[rows]
+        after = [logits[b, t + 1 + step] for b, t in supervision.is_supervised(step).nonzero().tolist()]
         expected = torch.stack(after)
         assert torch.equal(best, expected.argmax(-1))
         torch.testing.assert_close(log_p, expected[:, drafter.draft_ids].log_softmax(-1), rtol=1e-4, atol=1e-4)
@@ -136,7 +136,7 @@ def shaken(tiny: Target, variant: str) -> Eagle3:
 def drafted(drafter: Eagle3, target: Target, text: list[int], depth: int) -> list[int]:
     """What a chain behind a text drafts, whose last token is not run: the whole text again for each token, every score of
     every layer written out."""
-    fused = target.features(torch.tensor([text[:-1]]), drafter.layers).fused(drafter.fused)[0]
+    fused = target.features(torch.tensor([text[:-1]]), drafter.layers).fuse_layers(drafter.fused_layers)[0]
     if drafter.input_norm is not None:
         fused = drafter.input_norm(fused)
     if drafter.fc_norm is not None:
@@ -167,7 +167,7 @@ def attended_plainly(attention: Any, x: Tensor, drafter: Any) -> Tensor:
     if isinstance(attention, NormedAttention):
         q, k = attention.q_norm(q), attention.k_norm(k)
     rope = drafter.rotary(x, torch.arange(len(x))[None])
-    q, k = (rotated(part.transpose(0, 1)[None], rope)[0].transpose(0, 1) for part in (q, k))
+    q, k = (apply_rotary(part.transpose(0, 1)[None], rope)[0].transpose(0, 1) for part in (q, k))
     out, group = torch.zeros_like(q), q.shape[1] // k.shape[1]
     for t in range(len(x)):
         first = 0 if drafter.window is None else max(0, t + 1 - drafter.window)
@@ -196,7 +196,7 @@ def test_packed_equals_padded(variant: str, tiny: Target) -> None:
     results = []
     for packed in (False, True):
         drafter = shaken(tiny, variant)
-        batch = Live().batch(BatchRequest(examples()[[0, 1, 2, 3]], tiny, drafter.layers, packed=packed))
+        batch = LiveSource().make_batch(BatchRequest(examples()[[0, 1, 2, 3]], tiny, drafter.layers, packed=packed))
         losses = drafter.loss(batch, tiny, TrainingState())
         losses.total.backward()
         results.append((losses.total.detach(), gradients(drafter), losses.hits, losses.counts))
@@ -227,7 +227,7 @@ def test_training_unroll_equals_decoding(variant: str, tiny: Target, monkeypatch
     length = batch.tokens.shape[1]
     for t in (4, 9, 17):
         cache = TreeCache(drafter.num_layers, 1, length + 8, "cpu")
-        hidden = drafter.fuse(batch.features)[:, : t + 1]
+        hidden = drafter.fuse_features(batch.features)[:, : t + 1]
         causal = torch.ones(1, t + 1, t + 1, dtype=torch.bool).tril()
         output = drafter.run(batch.tokens[:, 1 : t + 2], hidden, torch.arange(t + 1)[None], cache, causal)
         cache.commit(torch.arange(t + 1)[None], torch.tensor([t + 1]))
@@ -246,8 +246,8 @@ def test_token_outside_the_draft_vocabulary_is_a_miss(tiny: Target) -> None:
     batch = batch_of(dataset, [0], tiny, drafter)
     losses = drafter.loss(batch, tiny, TrainingState())
     supervision = Supervision(drafter, batch)
-    inside = drafter.t2d[supervision.best[supervision.answers(0)]]
-    assert losses.counts[0] == int(supervision.rows(0).sum()) and losses.hits[0] <= inside.sum() < losses.counts[0]
+    inside = drafter.t2d[supervision.labels[supervision.label_index(0)]]
+    assert losses.counts[0] == int(supervision.is_supervised(0).sum()) and losses.hits[0] <= inside.sum() < losses.counts[0]
 
 
 def test_draft_vocabulary_is_the_most_used_tokens_as_sorted_offsets(tiny: Target) -> None:
@@ -264,7 +264,7 @@ def test_draft_vocabulary_is_the_most_used_tokens_as_sorted_offsets(tiny: Target
 
 def test_feature_layers_are_the_papers(tiny: Target) -> None:
     """Layers 2, L/2 and L - 3, sorted and without duplicates; other ones can be named."""
-    assert make(tiny).fused == (2, tiny.num_layers // 2, tiny.num_layers - 3)
+    assert make(tiny).fused_layers == (2, tiny.num_layers // 2, tiny.num_layers - 3)
     assert Eagle3(tiny, layers=[5, 1, 5]).layers == (1, 5, "final")
 
 
@@ -299,10 +299,10 @@ def test_few_calls_give_what_the_modules_give(tiny: Target, dtype: torch.dtype) 
             for count, visible in ((20, None), (3, None), (2, None), (2, level)):
                 tokens = torch.randint(3, 256, (1, count), generator=source)
                 hidden = torch.randn(1, count, tiny.width, generator=source).to(dtype)
-                states.append(drafter.run(tokens, hidden, cache.slots(count), cache, visible))
+                states.append(drafter.run(tokens, hidden, cache.next_slots(count), cache, visible))
                 if count > 2:
                     cache.commit(None, torch.tensor([count]))
             found.append([*states, drafter.log_q(states[-1])])
-        assert lean_eagle.is_lean(lean) and not lean_eagle.is_lean(modules)
+        assert lean_eagle.uses_fused_cpu(lean) and not lean_eagle.uses_fused_cpu(modules)
     for one, other in zip(*found):
         torch.testing.assert_close(one.float(), other.float(), atol=tolerance * 4, rtol=tolerance)

@@ -14,6 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from spectrain.cli.main import main
+from spectrain.config.build import build
+from spectrain.config.choices import resolve_choice
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
@@ -22,15 +24,13 @@ from spectrain.drafters.base import TrainingState
 from spectrain.drafters.early_exit import EarlyExit
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch, collate
-from spectrain.features.live import Live
+from spectrain.features.live_source import LiveSource
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.loading import load_hf, load_tiny
-from spectrain.models.plain import generate
+from spectrain.models.reference_model import generate
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import load_weights, save_drafter
-from spectrain.runs.fresh import fresh_drafter
-from spectrain.settings.build import build
-from spectrain.settings.choices import looked_up
+from spectrain.runs.init_drafter import init_drafter
 from spectrain.training.trainer import Trainer
 from spectrain.trees import Chain
 from tests.targets import cut_tiny
@@ -172,7 +172,7 @@ def test_exponential_dropout_follows_the_training(tiny: Target, num_steps: int, 
     drafter = prepared(target, max_dropout=0.4, dropout_schedule="exponential", adapt="lora", rank=2)
     trainer = Trainer(lr=1e-4, max_steps=num_steps, batch_tokens=40)
     with patch.object(EarlyExit, "loss", autospec=True, side_effect=EarlyExit.loss) as loss:
-        trainer.fit(drafter, target, dataset(), Live(), tmp_path)
+        trainer.fit(drafter, target, dataset(), LiveSource(), tmp_path)
     found = [drafter.dropout_rates(LAYERS, call.args[3]) for call in loss.call_args_list]
     assert len(found) == num_steps
     constant = EarlyExit(target, max_dropout=0.4).dropout_rates(LAYERS, TrainingState())
@@ -294,13 +294,13 @@ def test_loss_is_said_by_the_layers_that_are_kept(tiny: Target) -> None:
     with torch.no_grad():
         for row, example in enumerate(rows):
             tokens, place = torch.tensor([example.tokens]), [n for n in range(1, len(example.tokens)) if example.mask[n]]
-            hidden = target.run(tokens, ForwardPlan(layers=(0,))).at(0)
+            hidden = target.run(tokens, ForwardPlan(layers=(0,))).at_layer(0)
             for layer in range(LAYERS):
                 if not dropped[layer, row]:
                     part = target.run(
                         tokens, ForwardPlan(layers=(layer + 1,), span=LayerSpan(first=layer, last=layer + 1, hidden=hidden))
                     )
-                    hidden = part.at(layer + 1)
+                    hidden = part.at_layer(layer + 1)
                 log_q = reference.lm_head(reference.model.norm(hidden))[0].log_softmax(-1)
                 wanted += weights[layer] * float(-sum(log_q[n - 1, example.tokens[n]] for n in place))
         found = drafter.loss(collate(rows), target, state).total
@@ -358,7 +358,7 @@ def test_self_distillation_asks_the_original(tiny: Target, adapt: Any) -> None:
         wanted = 0.0
         states = target.run(batch.tokens, ForwardPlan(layers=tuple(range(1, LAYERS + 1))))
         for exit, weight in enumerate(weights):
-            log_q = target.head.logits(target.normed(states.at(exit + 1))).log_softmax(-1)
+            log_q = target.head.logits(target.apply_final_norm(states.at_layer(exit + 1))).log_softmax(-1)
             wanted += weight * float(-(original * log_q).sum(-1)[:, :-1][batch.loss_mask[:, 1:]].sum())
         assert float(drafter.loss(batch, target, TrainingState()).total) == pytest.approx(wanted, rel=1e-5)
         assert not torch.allclose(logits_of(target, batch.tokens).softmax(-1), original, atol=1e-2)
@@ -368,7 +368,7 @@ def original(drafter: EarlyExit, batch: Batch, target: Target) -> Tensor:
     """[R, V] what the exits should say."""
     log_probs = drafter._original_log_probs(batch, target)
     assert log_probs is not None
-    return log_probs(slice(0, int(batch.predicts.sum()))).exp()
+    return log_probs(slice(0, int(batch.next_is_supervised.sum()))).exp()
 
 
 @pytest.mark.sweep(1)
@@ -378,17 +378,17 @@ def test_the_original_stays_as_it_was(adapt: Any, packed: bool, tmp_path: Path) 
     """Training changes the target and not, bit by bit, what it is asked to say; the copy is gone afterwards."""
     target = cut_tiny(3)
     if packed:
-        target.pack()
+        target.pack_weights()
     drafter = prepared(target, adapt=adapt, rank=4, self_distillation=True)
     batch = collate(examples(2, 2000))
     before, wanted = logits_of(target, batch.tokens), original(drafter, batch, target)
-    torch.testing.assert_close(wanted, before[batch.predicts].softmax(-1), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(wanted, before[batch.next_is_supervised].softmax(-1), rtol=1e-4, atol=1e-6)
     seen: list[bool] = []
 
     def watch(step: int) -> None:
         seen.append(torch.equal(original(drafter, batch, target), wanted))
 
-    Trainer(lr=1e-3, max_steps=3).fit(drafter, target, dataset(2000), Live(), tmp_path, on_step=watch)
+    Trainer(lr=1e-3, max_steps=3).fit(drafter, target, dataset(2000), LiveSource(), tmp_path, on_step=watch)
     assert seen == [True] * 3
     assert not torch.allclose(logits_of(target, batch.tokens), before, atol=1e-2)
     assert drafter.target_training.original is None and not list(drafter.parameters()) and not drafter.state_dict()
@@ -412,7 +412,7 @@ def test_only_what_was_named_is_trained(tiny: Target, options: dict[str, Any], t
             moved[name] = not torch.equal(parameter, before[name])
             assert parameter.requires_grad == (id(parameter) in chosen)
 
-    Trainer(lr=1e-3, max_steps=4).fit(drafter, target, dataset(), Live(), tmp_path, on_step=watch)
+    Trainer(lr=1e-3, max_steps=4).fit(drafter, target, dataset(), LiveSource(), tmp_path, on_step=watch)
     assert all(moved[name] == (options["adapt"] == "full" or ".lora_" in name) for name in moved)
     assert [name for name, _ in target.named_parameters()] == names
     assert not any(parameter.requires_grad for parameter in target.parameters()) and not drafter.target_training.parameters
@@ -423,12 +423,12 @@ def test_only_what_was_named_is_trained(tiny: Target, options: dict[str, Any], t
 def test_the_finished_target_says_what_the_trained_one_said(tiny: Target, options: dict[str, Any], tmp_path: Path) -> None:
     """Adapters on, then merged, then saved and loaded: the same logits."""
     target, _ = pair(tiny)
-    target.pack()
+    target.pack_weights()
     drafter, tokens = prepared(target, max_dropout=0.2, **options), torch.randint(3, VOCAB, (2, 12))
     before, during = logits_of(target, tokens), []
     trainer = Trainer(lr=3e-3, max_steps=5, batch_tokens=60)
     trainer.fit(
-        drafter, target, dataset(), Live(), tmp_path / "run", on_step=lambda _: during.append(logits_of(target, tokens))
+        drafter, target, dataset(), LiveSource(), tmp_path / "run", on_step=lambda _: during.append(logits_of(target, tokens))
     )
     after = logits_of(target, tokens)
     torch.testing.assert_close(after, during[-1], rtol=1e-5, atol=1e-5)
@@ -458,10 +458,10 @@ def test_resumed_equals_uninterrupted(tiny: Target, options: dict[str, Any], tmp
             torch.manual_seed(0)
             target, _ = pair(tiny)
             with pytest.raises(Killed):
-                trainer.fit(prepared(target, **options), target, dataset(), Live(), tmp_path / name, on_step=kill)
+                trainer.fit(prepared(target, **options), target, dataset(), LiveSource(), tmp_path / name, on_step=kill)
         torch.manual_seed(0)
         target, _ = pair(tiny)
-        trainer.fit(prepared(target, **options), target, dataset(), Live(), tmp_path / name)
+        trainer.fit(prepared(target, **options), target, dataset(), LiveSource(), tmp_path / name)
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         kept = [{key: line.get(key) for key in ("step", "loss", "losses", "agreement", "lr")} for line in lines]
         results.append((target.state_dict(), kept))
@@ -479,7 +479,7 @@ def test_a_bfloat16_target_is_trained_in_float32(adapt: Any, tmp_path: Path) -> 
     drafter = prepared(target, adapt=adapt, rank=2, rotate=4)
     assert {parameter.dtype for parameter in drafter.target_training.parameters} == {torch.float32}
     tokens = torch.randint(3, 2000, (1, 10))
-    Trainer(lr=1e-3, max_steps=1, batch_tokens=20).fit(drafter, target, dataset(2000, 1), Live(), tmp_path / "run")
+    Trainer(lr=1e-3, max_steps=1, batch_tokens=20).fit(drafter, target, dataset(2000, 1), LiveSource(), tmp_path / "run")
     assert target.dtype == torch.bfloat16 and {n: t.dtype for n, t in target.state_dict().items()} == types
     for name, buffer in target.named_buffers():  # such as the frequencies of the rotary embedding, which stay float32
         assert buffer.dtype == buffers[name].dtype and torch.equal(buffer, buffers[name]), name
@@ -498,9 +498,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Path]:
     prompts = [torch.randint(3, 2000, (6,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(4)]
     answers = [decode(target, [prompt], Greedy(), 24, ignore_eos=True)[0].output for prompt in prompts]
     rows = [Example(p + a, [False] * len(p) + [True] * len(a)) for p, a in zip(prompts, answers)]
-    target.pack()
+    target.pack_weights()
     drafter = prepared(target, curriculum="all", exit_layer=3)
-    Trainer(lr=1e-3, max_steps=30, warmup=0.0).fit(drafter, target, Dataset(rows, 4, 0, 0), Live(), run / "run")
+    Trainer(lr=1e-3, max_steps=30, warmup=0.0).fit(drafter, target, Dataset(rows, 4, 0, 0), LiveSource(), run / "run")
     target.save(run / "target")
     return target, run / "target"
 
@@ -519,7 +519,7 @@ def test_transformers_decodes_the_same_with_the_same_exit(trained: tuple[Target,
         ours = decode(target, [prompt], Greedy(), 16, drafter, Chain(3))[0]
         for options in ({}, {"assistant_early_exit": exit_layer}):
             assert generate(model, prompt, 16, target.stop_ids, **options) == ours.output
-        rounds, written = rounds + len(ours.accepted), written + sum(ours.accepted)
+        rounds, written = rounds + len(ours.round_lengths), written + sum(ours.round_lengths)
     assert written > 20 and (written > rounds or exit_layer < 7)  # the last exit but one agrees with the last
 
 
@@ -547,7 +547,7 @@ def test_a_saved_drafter_names_its_exit(tiny: Target, tmp_path: Path) -> None:
     """The description holds the exit that the default chose, and builds the same drafter; there are no weights."""
     saved(tiny, tmp_path / "drafter", max_dropout=0.3)
     described = json.loads((tmp_path / "drafter/config.json").read_text())["drafter"]
-    again: EarlyExit = build(looked_up("drafter", described, ""), target=tiny)
+    again: EarlyExit = build(resolve_choice("drafter", described, ""), target=tiny)
     load_weights(again, tmp_path / "drafter")
     assert described["exit_layer"] == again.exit_layer == EarlyExit(tiny).exit_layer == 2 and again.max_dropout == 0.3
     assert not list(again.parameters())
@@ -559,7 +559,7 @@ def test_init_is_refused(tiny: Target, tmp_path: Path, monkeypatch: pytest.Monke
     config = saved(tiny, tmp_path / "other", adapt="lora")
     config = OmegaConf.merge(config, {"drafter": {"init": str(tmp_path / "drafter")}, "trainer": {}})
     with pytest.raises(UserError, match="target=hf target.model=RUN/target"):
-        fresh_drafter(config, load_tiny(), dataset(2000))  # type: ignore[arg-type]
+        init_drafter(config, load_tiny(), dataset(2000))  # type: ignore[arg-type]
     run = tmp_path / "run"
     settings = ["target=tiny", "recipe=layerskip", "data.limit=4", "data.max_length=32", "eval=none", "trainer.max_steps=1"]
     monkeypatch.setattr(sys, "argv", ["spectrain", "train", *settings, f"drafter.init={tmp_path}", f"run={run}"])

@@ -13,31 +13,31 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from spectrain.config.build import build
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
-from spectrain.drafters import ctc
 from spectrain.drafters.base import Drafter, Losses, TrainingState, stage_at
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.early_exit import EarlyExit
 from spectrain.drafters.gated_lora import GatedLora
-from spectrain.drafters.hydra import Hydra
-from spectrain.drafters.kangaroo import Kangaroo
+from spectrain.drafters.layers.losses import ACCEPTANCE_LOSSES, DIVERGENCES, split_loss
+from spectrain.drafters.layers.masks import add_blocks, replace_embeddings
 from spectrain.drafters.medusa import Medusa
 from spectrain.drafters.pard import Pard
-from spectrain.drafters.shared.losses import DIVERGENCES, UNNORMALISED, split_loss
-from spectrain.drafters.shared.masks import add_blocks, mask_embeddings
+from spectrain.experimental.ctc import drafter as ctc
+from spectrain.experimental.hydra.drafter import Hydra
+from spectrain.experimental.kangaroo.drafter import Kangaroo
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
-from spectrain.features.live import Live
+from spectrain.features.live_source import LiveSource
 from spectrain.kernels import linear_divergence as fused
-from spectrain.models.attention import ATTENTION
+from spectrain.models.attention import ATTENTION_NAME
 from spectrain.models.forward_plan import ForwardPlan
-from spectrain.models.lora import adapters_off
-from spectrain.models.prepacked import pack_linears
+from spectrain.models.lora import disable_adapters
+from spectrain.models.packed_linears import pack_linears
 from spectrain.models.target import Target
-from spectrain.settings.build import build
-from spectrain.training.state import trained_groups
+from spectrain.training.state import select_trained_groups
 
 LOSSES = ["cross_entropy", *DIVERGENCES]
 RECIPES = sorted(path.stem for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml"))
@@ -52,12 +52,12 @@ def target(tiny: Target) -> Target:
         vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=False,
     )  # fmt: skip
-    config._attn_implementation = ATTENTION
+    config._attn_implementation = ATTENTION_NAME
     config.logit_scale, config.final_logit_softcapping = 0.8, 20.0
     model = LlamaForCausalLM(config)
     shake(model, 1.0)
     found = Target(model, tiny.tokenizer, "random", "")
-    found.pack()
+    found.pack_weights()
     return found
 
 
@@ -72,7 +72,7 @@ def batch_of(drafter: Drafter, target: Target, stage: int = 0, replayed: bool = 
     rows = torch.randint(3, VOCAB, (3, length)).tolist()
     masks = [[1 <= i < length // 2 or i > length // 2 + 3 for i in range(length - 3 * row)] for row in range(3)]
     data = Dataset([Example(row[: len(mask)], mask) for row, mask in zip(rows, masks)], 3, 0, 0)
-    batch = Live().batch(BatchRequest(data[[0, 1, 2]], target, drafter.stages[stage].layers))
+    batch = LiveSource().make_batch(BatchRequest(data[[0, 1, 2]], target, drafter.stages[stage].layers))
     return replace(batch, distance=torch.randint(-1, 4, batch.tokens.shape)) if replayed else batch
 
 
@@ -88,7 +88,7 @@ def row_losses(name: str, log_p: Tensor, log_q: Tensor, tokens: Tensor, distance
 
 def logits_of(target: Target, batch: Batch) -> Tensor:
     with torch.no_grad():
-        return target.head.logits(target.features(batch.tokens, ("final",)).at("final"))
+        return target.head.logits(target.features(batch.tokens, ("final",)).at_layer("final"))
 
 
 def ahead(drafter: Any, batch: Batch, logits: Tensor, said: Tensor, step: int) -> tuple[Tensor, int, int]:
@@ -97,9 +97,9 @@ def ahead(drafter: Any, batch: Batch, logits: Tensor, said: Tensor, step: int) -
     asked = batch.loss_mask[:, 2 + step :]
     log_q, tokens, ids = said[:, :end][asked].log_softmax(-1), batch.tokens[:, 2 + step :][asked], drafter.draft_ids
     logits = logits[:, 1 + step : 1 + step + end][asked]
-    distance = None if batch.distance is None else batch.distance[:, 2 + step :][asked]
+    distance = None if batch.tokens_past_error is None else batch.tokens_past_error[:, 2 + step :][asked]
     best = tokens if drafter.divergence == "cross_entropy" and distance is None else logits.argmax(-1)
-    own_mass = drafter.divergence in UNNORMALISED
+    own_mass = drafter.divergence in ACCEPTANCE_LOSSES
     log_p = logits.log_softmax(-1)[:, ids] if own_mass else logits[:, ids].log_softmax(-1)
     place = (best[:, None] == ids).int().argmax(-1)
     losses = row_losses(drafter.divergence, log_p, log_q, place, distance)
@@ -118,19 +118,19 @@ def eagle3(drafter: Eagle3, batch: Batch, target: Target) -> Losses:
     """Every step with keys of its own, over all keys of the first step and its own index's of later ones."""
     assert batch.features is not None
     logits, results, keys, values = logits_of(target, batch), [], [], []
-    hidden = drafter.fc(batch.features.fused(drafter.fused))
+    hidden = drafter.fc(batch.features.fuse_layers(drafter.fused_layers))
     length = batch.tokens.shape[1]
     for step in range(drafter.num_steps):
         embedded = target.head.embed(batch.tokens.roll(-1 - step, dims=1)).detach()
         x = torch.cat([drafter.input_layernorm(embedded), drafter.hidden_norm(hidden)], dim=-1)
-        q, k, v = drafter.self_attn.project(x, drafter.rotary(x, torch.arange(length)[None] + step))
+        q, k, v = drafter.self_attn.project_qkv(x, drafter.rotary(x, torch.arange(length)[None] + step))
         keys.append(k)
         values.append(v)
         mask = torch.cat([torch.ones(length, length).tril().bool(), *step * [torch.eye(length).bool()]], dim=1)
         attended = scaled_dot_product_attention(
             q, torch.cat(keys, dim=2), torch.cat(values, dim=2), attn_mask=mask, enable_gqa=True
         )
-        hidden = hidden + drafter.self_attn.output(attended)
+        hidden = hidden + drafter.self_attn.project_output(attended)
         hidden = hidden + drafter.mlp(drafter.post_attention_layernorm(hidden))
         results.append(ahead(drafter, batch, logits, drafter.lm_head(drafter.norm(hidden)), step))
     return steps(results, [0.8**step for step in range(drafter.num_steps)], [drafter.divergence] * len(results))
@@ -143,7 +143,7 @@ def head_weights(drafter: Any) -> tuple[list[float], list[str]]:
 
 def medusa(drafter: Medusa, batch: Batch, target: Target) -> Losses:
     logits = logits_of(target, batch)
-    final = target.run(batch.tokens, ForwardPlan(layers=("final",), grad=drafter.target_training is not None)).at("final")
+    final = target.run(batch.tokens, ForwardPlan(layers=("final",), grad=drafter.target_training is not None)).at_layer("final")
     heads = steps(
         [ahead(drafter, batch, logits, head(final), k) for k, head in enumerate(drafter.heads)], *head_weights(drafter)
     )
@@ -151,7 +151,7 @@ def medusa(drafter: Medusa, batch: Batch, target: Target) -> Losses:
         return heads
     log_q = target.head.logits(final)[:, :-1][batch.loss_mask[:, 1:]].log_softmax(-1)
     name = "forward_kl" if drafter.self_distillation else "cross_entropy"
-    with adapters_off(target):
+    with disable_adapters(target):
         log_p = logits_of(target, batch)[:, :-1][batch.loss_mask[:, 1:]].log_softmax(-1)
     model = row_losses(name, log_p, log_q, batch.tokens[:, 1:][batch.loss_mask[:, 1:]]).sum()
     return replace(heads, terms={"language_model": model, **{k: 0.2 * loss for k, loss in heads.terms.items()}})
@@ -159,7 +159,7 @@ def medusa(drafter: Medusa, batch: Batch, target: Target) -> Losses:
 
 def hydra(drafter: Hydra, batch: Batch, target: Target) -> Losses:
     assert batch.features is not None
-    logits, final, results = logits_of(target, batch), batch.features.at("final"), []
+    logits, final, results = logits_of(target, batch), batch.features.at_layer("final"), []
     for k, head in enumerate(drafter.heads):
         embedded = [target.head.embed(batch.tokens.roll(-1 - j, dims=1)).detach() for j in range(k + 1)]
         results.append(ahead(drafter, batch, logits, head(torch.cat([final, *embedded], dim=-1)), k))
@@ -170,7 +170,10 @@ def next_token(drafter: Any, batch: Batch, logits: Tensor, said: Tensor) -> Loss
     """Of a drafter that says [B, T, V] at index t the token t + 1."""
     asked = batch.loss_mask[:, 1:]
     log_p, log_q = (x[:, :-1][asked].log_softmax(-1) for x in (logits, said))
-    tokens, distance = batch.tokens[:, 1:][asked], None if batch.distance is None else batch.distance[:, 1:][asked]
+    tokens, distance = (
+        batch.tokens[:, 1:][asked],
+        None if batch.tokens_past_error is None else batch.tokens_past_error[:, 1:][asked],
+    )
     losses = row_losses(drafter.divergence, log_p, log_q, tokens, distance)
     best = tokens if drafter.divergence == "cross_entropy" and distance is None else log_p.argmax(-1)
     hits = (log_q.argmax(-1) == best).sum()[None].float()
@@ -185,10 +188,10 @@ def causal(drafter: Causal, batch: Batch, target: Target) -> Losses:
 
 def kangaroo(drafter: Kangaroo, batch: Batch, target: Target) -> Losses:
     assert batch.features is not None
-    x = batch.features.at(drafter.exit_layer)
+    x = batch.features.at_layer(drafter.exit_layer)
     normed = drafter.input_layernorm(x)
-    q, k, v = drafter.self_attn.project(normed, drafter.rotary(normed, torch.arange(x.shape[1])[None]))
-    states = drafter.norm(x + drafter.self_attn.causal(q, k, v))
+    q, k, v = drafter.self_attn.project_qkv(normed, drafter.rotary(normed, torch.arange(x.shape[1])[None]))
+    states = drafter.norm(x + drafter.self_attn.attend_causal(q, k, v))
     return next_token(drafter, batch, logits_of(target, batch), target.head.logits(states))
 
 
@@ -199,18 +202,18 @@ def by_mask(depths: Tensor, right: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def pard(drafter: Pard, batch: Batch, target: Target) -> Losses:
     blocks = add_blocks(batch, drafter.prefixes(batch, 0))
-    with mask_embeddings(drafter.model.head.embedding, drafter.mask, blocks.numbers):
+    with replace_embeddings(drafter.model.head.embedding, drafter.mask, blocks.mask_index):
         said = drafter.model.run(
             blocks.tokens, ForwardPlan(logits=True, grad=True, positions=blocks.positions, mask=blocks.visible)
         ).logits
     assert said is not None
-    asked = torch.cat([batch.predicts, blocks.supervised[:, batch.tokens.shape[1] :]], dim=1)
+    asked = torch.cat([batch.next_is_supervised, blocks.supervised[:, batch.tokens.shape[1] :]], dim=1)
     logits = logits_of(target, batch).gather(1, blocks.positions[..., None].expand(-1, -1, VOCAB))
     log_p, log_q = (x[asked].log_softmax(-1) for x in (logits, said))
-    losses = row_losses(drafter.divergence, log_p, log_q, blocks.answers[asked])
+    losses = row_losses(drafter.divergence, log_p, log_q, blocks.labels[asked])
     right = log_q.argmax(-1) == log_p.argmax(-1)
     weight = of_sequences(asked, batch)
-    hits = by_mask(blocks.numbers[asked] + 1, right, drafter.num_drafts)
+    hits = by_mask(blocks.mask_index[asked] + 1, right, drafter.num_drafts)
     return Losses({drafter.divergence: (weight * losses).sum()}, *hits)
 
 
@@ -222,10 +225,10 @@ def of_sequences(asked: Tensor, batch: Batch) -> Tensor:
 
 def gated_lora(drafter: GatedLora, batch: Batch, target: Target) -> Losses:
     blocks = add_blocks(batch, drafter.prefixes(batch, 0))
-    with drafter.gated(target, blocks.numbers):
+    with drafter.insert_masks(target, blocks.mask_index):
         final = target.run(
             blocks.tokens, ForwardPlan(layers=("final",), grad=True, positions=blocks.positions, mask=blocks.visible)
-        ).at("final")
+        ).at_layer("final")
     asked = blocks.supervised
     states, positions = final[asked], blocks.positions
     anchors = final.detach().gather(1, positions[..., None].expand_as(final))[asked]
@@ -235,19 +238,19 @@ def gated_lora(drafter: GatedLora, batch: Batch, target: Target) -> Losses:
     terms, weight = {}, of_sequences(asked, batch)
     for name, read in (("masks", states), ("sampler", drafter.sampler(states, previous))):
         log_q = target.head.logits(read).log_softmax(-1)
-        terms[name] = (weight * row_losses(drafter.divergence, log_p, log_q, blocks.answers[asked])).sum()
+        terms[name] = (weight * row_losses(drafter.divergence, log_p, log_q, blocks.labels[asked])).sum()
     terms["consistency"] = (weight * (states - anchors).square().mean(-1)).sum()
-    return Losses(terms, *by_mask(blocks.numbers[asked], log_q.argmax(-1) == log_p.argmax(-1), drafter.num_masks))
+    return Losses(terms, *by_mask(blocks.mask_index[asked], log_q.argmax(-1) == log_p.argmax(-1), drafter.num_masks))
 
 
 def early_exit(drafter: EarlyExit, batch: Batch, target: Target) -> Losses:
-    count, asked = target.num_layers, batch.predicts
+    count, asked = target.num_layers, batch.next_is_supervised
     wanted: Tensor = batch.tokens.roll(-1, dims=1)[asked]
     if drafter.self_distillation:
-        with drafter.target_training.off(target) as original:
+        with drafter.target_training.use_original(target) as original:
             wanted = logits_of(original, batch)[asked].softmax(-1)
     states = target.run(batch.tokens, ForwardPlan(layers=tuple(range(1, count + 1)), grad=True))
-    logits = [target.head.logits(target.normed(states.at(n + 1), grad=True))[asked] for n in range(count)]
+    logits = [target.head.logits(target.apply_final_norm(states.at_layer(n + 1), grad=True))[asked] for n in range(count)]
     losses = [torch.nn.functional.cross_entropy(said, wanted, reduction="sum") for said in logits]
     *early, last = (weight * loss for weight, loss in zip(drafter.exit_weights(count, STATE), losses, strict=True))
     hits = (logits[drafter.exit_layer - 1].argmax(-1) == logits[-1].argmax(-1)).sum()[None].float()
@@ -287,7 +290,7 @@ def gradients(losses: Losses, parameters: list[Tensor]) -> list[Tensor]:
 
 def equal(drafter: Any, reference: Callable[..., Losses], batch: Batch, target: Target, stage: int = 0) -> None:
     """Every term, hits, counts, and the gradient of every parameter that learns."""
-    trained_groups(drafter, target, stage)
+    select_trained_groups(drafter, target, stage)
     parameters = [p for group in drafter.stages[stage].groups for p in group["params"]]
     found, expected = drafter.loss(batch, target, STATE), reference(drafter, batch, target)
     assert found.terms.keys() == expected.terms.keys() and expected.counts.sum() > 0
@@ -384,7 +387,7 @@ def test_no_recipe_holds_the_logits_of_all_rows(target: Target, recipe: str, mon
     drafter.prepare(target, counts)
     pack_linears(drafter)
     for stage in sorted({stage_at(drafter.stages, step, 8) for step in range(8)}):
-        trained_groups(drafter, target, stage)
+        select_trained_groups(drafter, target, stage)
         batch = batch_of(drafter, target, stage, length=60)
         rows, sizes = batch.num_supervised - 3 * 8, {}  # the last of eight heads is asked at so many places
         for chunk in (CHUNK, 2048):

@@ -18,31 +18,32 @@ from transformers import AutoModelForCausalLM
 
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
-from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match, Recursive, SpeculativeSampling
-from spectrain.decoding.calibration import Probe, calibrate, run_forced
+from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
+from spectrain.decoding.acceptance.rejection import RecursiveRejection, SpeculativeSampling
+from spectrain.decoding.calibration import LatencyProbe, calibrate_builders, run_teacher_forced
 from spectrain.decoding.guard import Guard
 from spectrain.decoding.loop import decode
-from spectrain.decoding.replay import Recorder
+from spectrain.decoding.replay import DraftRecorder
 from spectrain.decoding.session import Session
 from spectrain.drafters import gated_lora
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.context import Context
 from spectrain.drafters.gated_lora import GatedLora
-from spectrain.drafters.shared.masks import add_blocks, mask_embeddings
+from spectrain.drafters.layers.masks import add_blocks, replace_embeddings
 from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
-from spectrain.features.live import Live
+from spectrain.features.live_source import LiveSource
 from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_hf, load_tiny
-from spectrain.models.plain import plain_model
+from spectrain.models.reference_model import reference_model
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import load_weights, save_drafter
 from spectrain.trees import Auto, Cast, Chain, Eagle2, Rollout, Sequoia, Static, TreeBuilder
 from spectrain.trees.base import Draft, Prefix
 from spectrain.trees.measurements import Calibration, Latency
-from spectrain.trees.token_tree import Accepted, TokenTree
+from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from tests.decoding.rounds import Keeping
 from tests.decoding.test_guard import Switch
 from tests.models.architectures import save_small
@@ -91,12 +92,12 @@ def adapter_off(drafter: GatedLora) -> Iterator[None]:
 
 def open_gate(drafter: GatedLora, patch: pytest.MonkeyPatch) -> None:
     """Let LoRA act at every token, and mask vectors at masks only, as before."""
-    gated = drafter.gated
+    gated = drafter.insert_masks
 
     @contextmanager
     def opened(target: Target, numbers: Tensor, *places: Tensor | None, **hosts: Tensor) -> Iterator[None]:
         with patch.context() as inner:
-            inner.setattr(gated_lora, "mask_embeddings", lambda e, vectors, _: mask_embeddings(e, vectors, numbers))
+            inner.setattr(gated_lora, "replace_embeddings", lambda e, vectors, _: replace_embeddings(e, vectors, numbers))
             stack = gated(target, torch.zeros_like(numbers))
             stack.__enter__()
         try:
@@ -104,7 +105,7 @@ def open_gate(drafter: GatedLora, patch: pytest.MonkeyPatch) -> None:
         finally:
             stack.__exit__(None, None, None)
 
-    patch.setattr(drafter, "gated", opened)
+    patch.setattr(drafter, "insert_masks", opened)
 
 
 # The gate
@@ -116,7 +117,7 @@ def check_packed(shallow: Target, drafter: GatedLora, batch: Batch) -> None:
     blocks, width = add_blocks(batch, drafter.prefixes(batch, 0)), batch.tokens.shape[1]
 
     def run() -> Features:
-        with drafter.gated(shallow, blocks.numbers):
+        with drafter.insert_masks(shallow, blocks.mask_index):
             return shallow.run(
                 blocks.tokens, ForwardPlan(layers=EVERY, logits=True, positions=blocks.positions, mask=blocks.visible)
             )
@@ -126,7 +127,7 @@ def check_packed(shallow: Target, drafter: GatedLora, batch: Batch) -> None:
         off = run()
     plain = shallow.run(batch.tokens, ForwardPlan(layers=EVERY, logits=True))
     assert on.logits is not None and off.logits is not None and plain.logits is not None
-    masks = blocks.numbers >= 0
+    masks = blocks.mask_index >= 0
     assert masks.sum() >= len(batch.tokens) * MASKS
     assert (on.hidden[masks][:, -1] - off.hidden[masks][:, -1]).abs().amax(-1).min() > 1e-2, "the adapter must act at masks"
     assert torch.equal(on.hidden[~masks], off.hidden[~masks]) and torch.equal(on.logits[~masks], off.logits[~masks])
@@ -140,24 +141,24 @@ def check_rounds(shallow: Target, drafter: GatedLora, builder: TreeBuilder, batc
     verify, rounds = drafter.verify, []
 
     def watched(context: Context, tree: TokenTree) -> Features:
-        cache, count = context.cache, int(tree.emitted[0].sum())
-        assert torch.equal(tree.emitted.sum(1), torch.full((batch,), count)) and tree.emitted[:, :count].all()
+        cache, count = context.cache, int(tree.can_emit[0].sum())
+        assert torch.equal(tree.can_emit.sum(1), torch.full((batch,), count)) and tree.can_emit[:, :count].all()
         slots = (cache.lengths[:, None] + torch.arange(count)).tolist()
 
         def run() -> tuple[Tensor, Tensor, Tensor]:
             seen = verify(context, tree)
             assert seen.logits is not None and cache.storage is not None
             stored = torch.stack([cache.storage[:, :, b, row] for b, row in enumerate(slots)])
-            cache.forget()
+            cache.roll_back()
             return seen.hidden[:, :count], seen.logits[:, :count], stored
 
         with adapter_off(drafter):
             off, asleep = run(), cast(Tensor, drafter.states)
         on, awake = run(), cast(Tensor, drafter.states)
-        own = TokenTree.of(tree.tokens[:, :count], tree.parents[:, :count], tree.valid[:, :count])
+        own = TokenTree.from_parents(tree.tokens[:, :count], tree.parents[:, :count], tree.valid[:, :count])
         plain = shallow.verify(own, cache, ("final",))
         assert plain.logits is not None
-        cache.forget()
+        cache.roll_back()
         real = own.valid
         rounds.append(count)
         assert (awake - asleep).abs().amax(-1).min() > 1e-2, "the adapter must act at masks"
@@ -190,10 +191,10 @@ def test_ordinary_nodes_are_untouched_in_decoding(shallow: Target, builder: Tree
     check_rounds(shallow, drafter, builder, count)
 
 
-def everywhere(drafter: GatedLora) -> Callable[[Context, Accepted], None]:
+def everywhere(drafter: GatedLora) -> Callable[[Context, AcceptedPath], None]:
     """A commit after which drafts are ready although the node that has masks was rejected: any states do for this test."""
 
-    def commit(context: Context, accepted: Accepted) -> None:
+    def commit(context: Context, accepted: AcceptedPath) -> None:
         assert drafter.states is not None
         drafter.states, drafter.ready_at = drafter.states[:, 0], context.cache.lengths
 
@@ -214,10 +215,10 @@ def test_the_gate_leaves_nothing_behind(shallow: Target) -> None:
     """After a forward, and after one that fails, the target's own forward is what it was, bit by bit."""
     drafter, tokens = make(shallow), torch.randint(3, 2000, (2, 7))
     before = shallow.run(tokens, ForwardPlan(logits=True)).logits
-    with drafter.gated(shallow, torch.zeros_like(tokens)):
+    with drafter.insert_masks(shallow, torch.zeros_like(tokens)):
         assert not torch.equal(before, shallow.run(tokens, ForwardPlan(logits=True)).logits)
     assert torch.equal(before, shallow.run(tokens, ForwardPlan(logits=True)).logits)
-    with pytest.raises(ZeroDivisionError), drafter.gated(shallow, torch.zeros_like(tokens)):
+    with pytest.raises(ZeroDivisionError), drafter.insert_masks(shallow, torch.zeros_like(tokens)):
         raise ZeroDivisionError
     assert torch.equal(before, shallow.run(tokens, ForwardPlan(logits=True)).logits)
 
@@ -238,8 +239,8 @@ def test_linears_of_another_class_are_adapted(gpt2: Target) -> None:
     numbers = torch.tensor([[-1] * 5 + [0, 1, 2]])
 
     def states() -> Tensor:
-        with torch.no_grad(), drafter.gated(gpt2, numbers):
-            return gpt2.run(tokens, ForwardPlan(layers=("final",))).at("final")[0]
+        with torch.no_grad(), drafter.insert_masks(gpt2, numbers):
+            return gpt2.run(tokens, ForwardPlan(layers=("final",))).at_layer("final")[0]
 
     on = states()
     with adapter_off(drafter):
@@ -283,7 +284,7 @@ class GatedLinear(nn.Module):
 
 def reference(shallow: Target, drafter: GatedLora) -> Callable[[list[int], int], Tensor]:
     """Final states [T + M, D] of a prefix and the first M masks behind it."""
-    with plain_model(shallow) as model:
+    with reference_model(shallow) as model:
         plain: Any = copy.deepcopy(model)
     gate = [0]
     for number, name in enumerate(drafter.names):
@@ -397,7 +398,7 @@ def test_hits_count_what_the_target_would_say(shallow: Target) -> None:
     """A sampler head that gives the target's own states is right everywhere, with the divergence of p from itself."""
     drafter, batch = make(shallow, loss="forward_kl"), ragged(2)
     blocks = add_blocks(batch, drafter.prefixes(batch, 0))
-    final = shallow.features(batch.tokens, ("final",)).at("final")
+    final = shallow.features(batch.tokens, ("final",)).at_layer("final")
     wanted = final.gather(1, blocks.positions[..., None].expand(-1, -1, shallow.width))[blocks.supervised]
     drafter.sampler.forward = lambda state, previous: wanted  # type: ignore[union-attr, method-assign]
     losses = drafter.loss(batch, shallow, TrainingState())
@@ -527,7 +528,7 @@ def fitted(shallow: Target) -> Fitted:
     rows = [Example(p + a, [False] * len(p) + [True] * len(a)) for p, a in zip(prompts, answers)]
     drafter = GatedLora(shallow, num_masks=MASKS, rank=8, mask_ratio=3.0)
     drafter.prepare(shallow, torch.zeros(shallow.head.vocab_size))
-    batch = Live().batch(BatchRequest(Dataset(rows, 3, 0, 0)[[0, 1, 2]], shallow, ()))
+    batch = LiveSource().make_batch(BatchRequest(Dataset(rows, 3, 0, 0)[[0, 1, 2]], shallow, ()))
     optimizer = torch.optim.Adam(drafter.parameters(), lr=5e-3)
     for step in range(6):  # so that some drafts are right
         optimizer.zero_grad()
@@ -586,10 +587,10 @@ class Witness(Keeping):
         self.prompts = prompts
         self.seen: list[tuple[list[int], list[int], Tensor]] = []
         self.asked: list[tuple[list[int], list[int], Tensor]] = []
-        self.rounds: list[tuple[TokenTree, Accepted, list[int]]] = []  # with the rows that are not done
+        self.rounds: list[tuple[TokenTree, AcceptedPath, list[int]]] = []  # with the rows that are not done
         commit = drafter.commit
 
-        def committing(context: Context, accepted: Accepted) -> None:
+        def committing(context: Context, accepted: AcceptedPath) -> None:
             self.rounds.append((self.trees[-1], accepted, self.alive))
             commit(context, accepted)
 
@@ -600,7 +601,7 @@ class Witness(Keeping):
         self.alive = [b for b, n in enumerate(lengths) if n + 1 - len(self.prompts[b]) < LIMIT]
         self.asked = []
         tree = super().grow(prefix, draft)
-        drafted = ((tree.depths > 0) & tree.valid & tree.emitted).any(-1)
+        drafted = ((tree.depths > 0) & tree.valid & tree.can_emit).any(-1)
         texts = [prefix.tokens[b, : lengths[b]].tolist() for b in self.alive if drafted[b]]
         self.seen += [entry for entry in self.asked if entry[0] in texts]
         return tree
@@ -623,7 +624,7 @@ def check_proposals(shallow: Target, drafter: GatedLora, witness: Witness) -> No
 
 def nodes_of(tree: TokenTree, row: int) -> list[int]:
     """A row's real nodes that can be emitted."""
-    return (tree.valid & tree.emitted)[row].nonzero()[:, 0].tolist()
+    return (tree.valid & tree.can_emit)[row].nonzero()[:, 0].tolist()
 
 
 def check_masks(drafter: GatedLora, witness: Witness) -> None:
@@ -634,7 +635,7 @@ def check_masks(drafter: GatedLora, witness: Witness) -> None:
             depths = tree.depths[row].tolist()
             deepest = next(node for node in real if depths[node] == max(depths[n] for n in real))
             hosts = real if drafter.strategy == "quadratic" else [deepest]
-            masks = (tree.valid & ~tree.emitted)[row].nonzero()[:, 0].tolist()
+            masks = (tree.valid & ~tree.can_emit)[row].nonzero()[:, 0].tolist()
             chains = [masks[n : n + drafter.num_masks] for n in range(0, len(masks), drafter.num_masks)]
             assert len(masks) == len(hosts) * drafter.num_masks
             assert sorted(int(tree.parents[row, chain[0]]) for chain in chains) == sorted(hosts)
@@ -671,7 +672,7 @@ def test_drafted_equals_greedy(shallow: Target, fitted: Fitted, strategy: str, b
     witness = Witness(drafter, builder, prompts[:count])
     found = decode(shallow, prompts[:count], Greedy(), LIMIT, drafter, witness, ignore_eos=True)
     assert [generation.output for generation in found] == answers[:count]
-    assert max(kept for generation in found for kept in generation.accepted) > 1
+    assert max(kept for generation in found for kept in generation.round_lengths) > 1
     check_proposals(shallow, drafter, witness)
     check_masks(drafter, witness)
     linear = {(True, True), (False, True)} if count == 3 else {(False, True)}
@@ -700,7 +701,7 @@ def test_a_chain_is_drafted_greedily_mask_by_mask(shallow: Target, sampler: bool
             assert tree.tokens[0, real].tolist() == drafts
         kept = accepted.path[0, : int(accepted.counts[0])]
         text = text + tree.tokens[0, kept].tolist()
-    assert rounds == len(found.accepted) > 5 and text[: len(prompt[0]) + LIMIT - 1] == prompt[0] + found.output[:-1]
+    assert rounds == len(found.round_lengths) > 5 and text[: len(prompt[0]) + LIMIT - 1] == prompt[0] + found.output[:-1]
 
 
 @pytest.mark.sweep(1)
@@ -721,9 +722,9 @@ def test_drafted_equals_matched_sampling(
 
 DRAWN: list[tuple[TreeBuilder, Callable[..., AcceptanceRule]]] = [
     (Chain(3, "sampled", 0.7), SpeculativeSampling),
-    (Chain(3, "sampled", 0.7), Recursive),
-    (Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0]], children="without_replacement"), Recursive),
-    (Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0]], children="sampled"), Recursive),
+    (Chain(3, "sampled", 0.7), RecursiveRejection),
+    (Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0]], children="without_replacement"), RecursiveRejection),
+    (Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0]], children="sampled"), RecursiveRejection),
 ]
 
 
@@ -741,7 +742,7 @@ def test_drawn_children(
     check_proposals(shallow, drafter, witness)
     check_masks(drafter, witness)
     check_ready(drafter, witness)
-    assert max(kept for one in found for kept in one.accepted) > 1
+    assert max(kept for one in found for kept in one.round_lengths) > 1
     free = decode(shallow, prompts, rule(), 8, drafter, builder, ignore_eos=True)
     assert all(len(one.output) == 8 for one in free) and [one.output for one in free] != [answer[:8] for answer in answers]
 
@@ -752,10 +753,10 @@ class Always(Greedy):
     def __init__(self, token: int) -> None:
         self.token = token
 
-    def choose(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+    def choose_tokens(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         return torch.full(logits.shape[:-1], self.token)
 
-    def __call__(self, tree: TokenTree, logits: Tensor, rows: Tensor, positions: Tensor) -> Accepted:
+    def __call__(self, tree: TokenTree, logits: Tensor, rows: Tensor, positions: Tensor) -> AcceptedPath:
         wanted = torch.arange(logits.shape[-1]) == self.token
         return super().__call__(tree, wanted.float().expand_as(logits), rows, positions)
 
@@ -768,11 +769,11 @@ def test_masks_are_never_kept_whatever_the_target_wants(shallow: Target, fitted:
     token = 0
     found = decode(shallow, prompts, Always(token), LIMIT, drafter, witness, ignore_eos=True)
     for tree, _, _ in witness.rounds:
-        assert set(tree.tokens[tree.valid & ~tree.emitted].tolist()) == {token}
+        assert set(tree.tokens[tree.valid & ~tree.can_emit].tolist()) == {token}
     check_masks(drafter, witness)
     for one in found:
         assert one.output[1:] == [token] * (LIMIT - 1)
-        assert all(kept <= depth + 1 for kept, depth in zip(one.accepted, one.depths))
+        assert all(kept <= depth + 1 for kept, depth in zip(one.round_lengths, one.depths))
 
 
 @pytest.mark.sweep(1)
@@ -790,7 +791,7 @@ def test_rounds_without_a_draft(shallow: Target, fitted: Fitted, strategy: str, 
     for one in found:
         for turn in range(len(one.depths)):
             masked = turn == 0 or drafted[turn - 1]  # behind the prompt, or in the round before
-            reached = turn == 0 or strategy == "quadratic" or one.accepted[turn - 1] == one.depths[turn - 1] + 1
+            reached = turn == 0 or strategy == "quadratic" or one.round_lengths[turn - 1] == one.depths[turn - 1] + 1
             assert (one.depths[turn] > 0) == (drafted[turn] and masked and reached)
     if "dd" in pattern:
         check_proposals(shallow, drafter, witness)
@@ -803,7 +804,7 @@ def test_a_second_decode_starts_afresh(shallow: Target, fitted: Fitted) -> None:
 
     def rounds(rows: list[int]) -> list[tuple[list[int], list[int], list[int]]]:
         found = decode(shallow, [prompts[row] for row in rows], Greedy(), LIMIT, drafter, Chain(3), ignore_eos=True)
-        return [(one.output, one.accepted, one.depths) for one in found]
+        return [(one.output, one.round_lengths, one.depths) for one in found]
 
     together = rounds([0, 1, 2])
     assert rounds([0, 1, 2]) == together
@@ -814,7 +815,7 @@ def test_a_second_decode_starts_afresh(shallow: Target, fitted: Fitted) -> None:
 @STRATEGY
 def test_masks_are_not_recorded_as_drafts(shallow: Target, fitted: Fitted, strategy: str) -> None:
     """A recorder of chains remembers as many tokens as were drafted, in rounds without a draft none."""
-    recorder = Recorder(Chain(2))
+    recorder = DraftRecorder(Chain(2))
     found = decode(shallow, fitted[1], Greedy(), LIMIT, like(fitted, strategy), recorder, ignore_eos=True)
     assert [[len(drafted) for drafted, _ in rounds] for rounds in recorder.rounds] == [one.depths for one in found]
 
@@ -830,20 +831,20 @@ def test_builders_that_need_calibration(shallow: Target, fitted: Fitted, builder
     """After calibration on this drafter every builder's output is greedy, from trees no deeper than the masks reach."""
     drafter, prompts, answers = like(fitted, strategy), *fitted[1:]
     builder = copy.deepcopy(builder)
-    calibration = calibrate(shallow, drafter, [builder], Greedy(), prompts[:1], 16)
+    calibration = calibrate_builders(shallow, drafter, [builder], Greedy(), prompts[:1], 16)
     assert calibration is not None
-    if "hits" in builder.needs:
+    if "hits" in builder.requirements:
         assert 1 <= len(calibration.hits) <= MASKS and len(calibration.counts) == len(calibration.hits)
     found = decode(shallow, prompts, Greedy(), LIMIT, drafter, builder, ignore_eos=True)
     assert [one.output for one in found] == answers
-    assert ("latency" not in builder.needs) <= max(depth for one in found for depth in one.depths) <= MASKS
+    assert ("latency" not in builder.requirements) <= max(depth for one in found for depth in one.depths) <= MASKS
 
 
 @STRATEGY
 def test_forced_counts_what_the_masks_would_have_said(shallow: Target, fitted: Fitted, strategy: str) -> None:
     """hits[d][k] is how often the k-th likeliest token after mask d and the right tokens before is the right one."""
     drafter, prompts, _ = like(fitted, strategy), *fitted[1:]
-    forced = run_forced(shallow, drafter, Chain(MASKS), Greedy(), prompts, LIMIT)
+    forced = run_teacher_forced(shallow, drafter, Chain(MASKS), Greedy(), prompts, LIMIT)
     run = reference(shallow, drafter)
     sums, counts = torch.zeros(MASKS, forced.width), [0] * MASKS
     for prompt in prompts:
@@ -859,20 +860,20 @@ def test_forced_counts_what_the_masks_would_have_said(shallow: Target, fitted: F
                     counts[d] += 1
             length += 1 + len(known)
     assert forced.counts == counts and sum(counts) > 20
-    torch.testing.assert_close(forced.sums.float(), sums)
+    torch.testing.assert_close(forced.hit_sums.float(), sums)
 
 
 @STRATEGY
 def test_probe_times_trees_of_the_size_that_it_notes(shallow: Target, fitted: Fitted, strategy: str) -> None:
     """Every verification time that is used was that of a tree with so many nodes to be judged."""
     drafter, sizes = like(fitted, strategy), [1, 2, 4, 8]
-    probe, noted = Probe(sizes, 8, shallow.head.vocab_size), dict[int, list[int]]()
+    probe, noted = LatencyProbe(sizes, 8, shallow.head.vocab_size), dict[int, list[int]]()
     observe = probe.observe
 
     def watched(round: Any) -> None:
-        before = {size: len(times) for size, times in probe.verify.items()}
+        before = {size: len(times) for size, times in probe.verify_seconds.items()}
         observe(round)
-        for size, times in probe.verify.items():
+        for size, times in probe.verify_seconds.items():
             if len(times) > before[size]:
                 noted.setdefault(size, []).append(len(nodes_of(round.tree, 0)))
 
@@ -890,10 +891,10 @@ def test_auto_learns_from_rounds_that_drafted(shallow: Target, fitted: Fitted, s
     builder.prepare(Calibration(latency=Latency({0: verify}, {0: {1: 1e-4, 8: 1e-4}}, 1e-4)))
     (found,) = decode(shallow, prompts[:1], Greedy(), LIMIT, drafter, builder, ignore_eos=True)
     wanted = 1.0
-    for depth, kept in zip(found.depths, found.accepted):
+    for depth, kept in zip(found.depths, found.round_lengths):
         if depth:
             wanted += ((kept > 1) - wanted) / 8
-    assert builder.observed[0] == pytest.approx(wanted)
+    assert builder.observed_rates[0] == pytest.approx(wanted)
 
 
 # Saved
@@ -919,7 +920,7 @@ def test_peft_reads_the_saved_adapter(
         logits = adapted(tokens).logits
     assert adapted.peft_config["default"].base_model_name_or_path == shallow.path
     open_gate(drafter, monkeypatch)
-    with torch.no_grad(), drafter.gated(shallow, torch.full_like(tokens, -1)):
+    with torch.no_grad(), drafter.insert_masks(shallow, torch.full_like(tokens, -1)):
         ours = shallow.run(tokens, ForwardPlan(logits=True)).logits
     torch.testing.assert_close(logits, ours, rtol=1e-4, atol=1e-3)
     assert (logits - unadapted).abs().mean() > 0.1
@@ -934,7 +935,7 @@ def test_reloaded_equals_saved(shallow: Target, tmp_path: Path) -> None:
     assert all(name.startswith("base_model.model.model.layers.") for name in files["adapter_model.safetensors"])
     assert files["model.safetensors"] == {name for name in drafter.state_dict() if not name.startswith("factors.")}
     again = load_hf(shallow.path)
-    again.pack()
+    again.pack_weights()
     torch.manual_seed(99)
     other = GatedLora(again, num_masks=MASKS, rank=4, alpha=6.0)
     load_weights(other, tmp_path)

@@ -10,8 +10,8 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.eagle3 import Eagle3
-from spectrain.drafters.gumiho import Gumiho
-from spectrain.drafters.shared.vocabulary import Supervision
+from spectrain.drafters.layers.vocabulary import Supervision
+from spectrain.experimental.gumiho.drafter import Gumiho
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
 from spectrain.trees import Chain, DySpec, Eagle2
@@ -43,7 +43,7 @@ def test_without_parallel_heads_it_is_its_serial_part(shallow: Target, num_seria
         losses.total.backward()
         gradients = {name: p.grad for name, p in one.named_parameters()}
         generation = decode(shallow, [[5, 6, 7, 8]], Greedy(), 12, one.eval(), Eagle2(num_serial, 6, 3))[0]
-        found.append((losses.total, losses.hits, gradients, generation.nodes, generation.accepted))
+        found.append((losses.total, losses.hits, gradients, generation.node_counts, generation.round_lengths))
     torch.testing.assert_close(found[0][:3], found[1][:3], rtol=0, atol=0)
     assert found[0][3:] == found[1][3:]
 
@@ -56,7 +56,7 @@ def in_training(drafter: Gumiho, target: Target, batch: Batch, monkeypatch: pyte
     with torch.no_grad():
         drafter.loss(batch, target, TrainingState())
         supervision = Supervision(drafter, batch)
-        places = [[(int(b), int(t)) for b, t in supervision.rows(step).nonzero()] for step in range(len(states))]
+        places = [[(int(b), int(t)) for b, t in supervision.is_supervised(step).nonzero()] for step in range(len(states))]
         return [dict(zip(where, drafter.log_q(said), strict=True)) for where, said in zip(places, states)]
 
 

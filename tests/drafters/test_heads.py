@@ -7,7 +7,7 @@ import torch
 
 from spectrain.drafters.base import TrainingState
 from spectrain.features.batch import Batch
-from spectrain.features.live import Live
+from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer
 from tests.training.worker import dataset, make
@@ -32,10 +32,10 @@ def test_resumed_equals_uninterrupted(family: str, shallow: Target, tmp_path: Pa
         return Trainer(lr=1e-3, max_steps=4, batch_tokens=64, save_every=2)
 
     whole, cut, resumed = (make(family, shallow) for _ in range(3))
-    trainer().fit(whole, shallow, dataset(), Live(), tmp_path / "whole")
+    trainer().fit(whole, shallow, dataset(), LiveSource(), tmp_path / "whole")
     with pytest.raises(Killed):
-        trainer().fit(cut, shallow, dataset(), Live(), tmp_path / "cut", on_step=kill)
-    trainer().fit(resumed, shallow, dataset(), Live(), tmp_path / "cut")
+        trainer().fit(cut, shallow, dataset(), LiveSource(), tmp_path / "cut", on_step=kill)
+    trainer().fit(resumed, shallow, dataset(), LiveSource(), tmp_path / "cut")
     for key, value in whole.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[key]), key
 

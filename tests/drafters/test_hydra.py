@@ -13,17 +13,17 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.context import Context
-from spectrain.drafters.hydra import Hydra, _Path
-from spectrain.drafters.shared.vocabulary import Supervision
+from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.errors import UserError
+from spectrain.experimental.hydra.drafter import Hydra, _Path
 from spectrain.features.batch import Batch
-from spectrain.features.live import Live
+from spectrain.features.live_source import LiveSource
 from spectrain.models.features import Features
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer
 from spectrain.trees import Chain, DySpec, Eagle2, OptTree, Rollout, Static, TreeBuilder
 from spectrain.trees.base import Prefix
-from spectrain.trees.token_tree import Accepted, TokenTree
+from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from tests.decoding.rounds import begun, proposed
 
 HEADS = 3
@@ -44,8 +44,8 @@ def make(shallow: Target, prefix: bool = False, noise: float = 0.3, **options: A
 class Probe(TreeBuilder):
     """Asks for the distribution after given nodes, level by level, and drafts nothing."""
 
-    name, depth, budget, drafted = "probe", HEADS, 16, 16
-    by_level = False
+    name, depth, budget, max_drafted = "probe", HEADS, 16, 16
+    drafts_by_level = False
 
     def __init__(self, *levels: tuple[list[list[int]], list[list[int]]]) -> None:
         self.levels = levels  # tokens and parents of every call
@@ -54,7 +54,7 @@ class Probe(TreeBuilder):
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         self.said = [rollout.start()]
         self.said += [rollout.extend(torch.tensor(tokens), torch.tensor(parents)) for tokens, parents in self.levels]
-        return TokenTree.chain(prefix.root[:, None])
+        return TokenTree.from_chain(prefix.root[:, None])
 
 
 def context_of(shallow: Target, drafter: Hydra, prompts: list[list[int]]) -> Context:
@@ -83,13 +83,13 @@ def in_training(drafter: Hydra, shallow: Target, tokens: Tensor) -> list[dict[tu
 
     with pytest.MonkeyPatch.context() as patch:
         for head in drafter.heads:
-            patch.setattr(head, "hidden", lambda inputs, head=head: watched(head, inputs))
+            patch.setattr(head, "head_inputs", lambda inputs, head=head: watched(head, inputs))
         with torch.no_grad():
             drafter.loss(batch, shallow, TrainingState())
     supervision = Supervision(drafter, batch)
     found = []
     for k, output in enumerate(outputs):
-        places = [(int(b), int(t)) for b, t in supervision.rows(k).nonzero()]
+        places = [(int(b), int(t)) for b, t in supervision.is_supervised(k).nonzero()]
         assert len(places) == len(output)
         found.append(dict(zip(places, output.log_softmax(-1))))
     return found
@@ -113,12 +113,12 @@ def test_training_equals_decoding_along_the_true_path(shallow: Target, prefix: b
             for b, n in enumerate(lengths):
                 for k in range(HEADS):
                     torch.testing.assert_close(said[b, k], trained[k][b, n - 1], rtol=1e-3, atol=1e-3)
-        tree = TokenTree.chain(torch.stack([tokens[b, n : n + 5] for b, n in enumerate(lengths)]))
+        tree = TokenTree.from_chain(torch.stack([tokens[b, n : n + 5] for b, n in enumerate(lengths)]))
         seen = shallow.verify(tree, context.cache, drafter.layers)
         bonus = torch.stack([tokens[b, n + count] for b, (n, count) in enumerate(zip(lengths, counts))])
         before = (context.fresh, context.counts)
         with torch.no_grad():
-            context.commit(tree, seen, Accepted(torch.arange(4).expand(2, -1), torch.tensor(counts), bonus))
+            context.commit(tree, seen, AcceptedPath(torch.arange(4).expand(2, -1), torch.tensor(counts), bonus))
         if not drafted:
             context.postpone(before)
         lengths = [n + count for n, count in zip(lengths, counts)]
@@ -184,7 +184,7 @@ def test_dyspec_draws_from_what_each_path_alone_says(shallow: Target, prefix: bo
     prompts = [[5, 6, 7, 8], [9, 10]]
     context = context_of(shallow, drafter, prompts)
     with torch.no_grad(), monkeypatch.context() as patch:
-        patch.setattr(_Path, "_after", watch)
+        patch.setattr(_Path, "_states_after", watch)
         tree = proposed(drafter, context, DySpec(depth=7, budget=24, temperature=0.25))
     assert tree.q is not None and {1, 2} in calls and tree.depths[tree.valid].max() == HEADS
     for b, prompt in enumerate(prompts):
@@ -222,7 +222,7 @@ def test_heads_start_as_the_targets_own(shallow: Target, prefix: bool) -> None:
     """Before training every head says the target's next token over the draft vocabulary, whatever path it reads."""
     drafter = make(shallow, prefix, noise=0.0, num_layers=2)
     context = context_of(shallow, drafter, [[5, 6, 7, 8]])
-    wanted = shallow.head.logits(context.fresh.at("final")[:, -1])[:, drafter.draft_ids].log_softmax(-1)
+    wanted = shallow.head.logits(context.fresh.at_layer("final")[:, -1])[:, drafter.draft_ids].log_softmax(-1)
     said = along(drafter, context, [[20, 30]])
     torch.testing.assert_close(said, wanted[:, None].expand_as(said), rtol=1e-5, atol=1e-4)
 
@@ -234,7 +234,7 @@ def test_heads_share_no_parameter_and_grow_apart(shallow: Target, tmp_path: Path
     assert len(set(pointers)) == len(pointers) and len(drafter.heads[0].blocks) == 2
     assert torch.equal(drafter.heads[0].lm_head.weight, drafter.heads[1].lm_head.weight)
     data = Dataset([Example(row, [True] * 20) for row in torch.randint(3, 2000, (4, 20)).tolist()], 4, 0, 0)
-    Trainer(lr=1e-3, max_steps=1).fit(drafter, shallow, data, Live(), tmp_path)
+    Trainer(lr=1e-3, max_steps=1).fit(drafter, shallow, data, LiveSource(), tmp_path)
     for one, other in ((0, 1), (0, 2), (1, 2)):
         for name in ("lm_head.weight", "blocks.0.linear.weight", "blocks.1.linear.weight"):
             left, right = drafter.heads[one].get_parameter(name), drafter.heads[other].get_parameter(name)
@@ -258,7 +258,7 @@ def fitted(
     for prefix in (False, True):
         drafters[prefix] = make(shallow, prefix, noise=0.0, vocab_size=2048)
         run = tmp_path_factory.mktemp("fit")
-        Trainer(lr=3e-3, max_steps=40, warmup=0.0).fit(drafters[prefix], shallow, Dataset(rows, 3, 0, 0), Live(), run)
+        Trainer(lr=3e-3, max_steps=40, warmup=0.0).fit(drafters[prefix], shallow, Dataset(rows, 3, 0, 0), LiveSource(), run)
         drafters[prefix].eval()
     return drafters, prompts, answers
 
@@ -278,6 +278,6 @@ def test_trees_end_at_the_last_head_and_stay_lossless(
     found = decode(shallow, prompts, Greedy(), 24, drafters[prefix], builder, ignore_eos=True)
     assert [generation.output for generation in found] == answers
     assert max(depth for generation in found for depth in generation.depths) == HEADS
-    assert max(count for generation in found for count in generation.accepted) > 2
-    alone = [decode(shallow, [p], Greedy(), 24, drafters[prefix], builder, ignore_eos=True)[0].accepted for p in prompts]
-    assert [generation.accepted for generation in found] == alone
+    assert max(count for generation in found for count in generation.round_lengths) > 2
+    alone = [decode(shallow, [p], Greedy(), 24, drafters[prefix], builder, ignore_eos=True)[0].round_lengths for p in prompts]
+    assert [generation.round_lengths for generation in found] == alone

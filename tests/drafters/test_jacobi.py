@@ -10,9 +10,9 @@ from torch import Tensor
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
-from spectrain.drafters.jacobi import Jacobi
-from spectrain.drafters.shared.losses import forward_kl
-from spectrain.drafters.shared.trajectories import Trajectories
+from spectrain.drafters.layers.losses import forward_kl
+from spectrain.experimental.jacobi.drafter import Jacobi
+from spectrain.experimental.jacobi.trajectories import Trajectories
 from spectrain.features.batch import Batch, collate
 from spectrain.models.target import Target
 from spectrain.trees import Chain
@@ -26,7 +26,7 @@ PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [9, 10], [100, 3, 44, 8]]
 
 def logits_of(target: Target, tokens: list[int]) -> Tensor:
     """[T, V]"""
-    return target.head.logits(target.features(torch.tensor([tokens]), ("final",)).at("final")[0])
+    return target.head.logits(target.features(torch.tensor([tokens]), ("final",)).at_layer("final")[0])
 
 
 def answers_of(target: Target, text: list[int], guesses: list[int]) -> list[int]:
@@ -69,15 +69,17 @@ def texts(packed: bool = False) -> Batch:
 def test_the_fixed_point_is_the_greedy_answer(shallow: Target) -> None:
     """Every trajectory ends in what greedy decoding says behind the root, whose first j tokens it has after j steps; the same
     in a packed batch and alone."""
-    roots, states = Trajectories(4, 2, 0).of(texts(), shallow)
-    texts_of_blocks = [tokens[: root + 1].tolist() for (tokens, _), row in zip(texts().sequences(), roots) for root in row]
+    roots, states = Trajectories(4, 2, 0).get_trajectories(texts(), shallow)
+    texts_of_blocks = [
+        tokens[: root + 1].tolist() for (tokens, _), row in zip(texts().split_documents(), roots) for root in row
+    ]
     assert states.shape == (5, len(texts_of_blocks), 4) and len(texts_of_blocks) == 6
     for number, text in enumerate(texts_of_blocks):
         expected = decode(shallow, [text], Greedy(), 4, ignore_eos=True)[0].output
         for step in range(5):
             assert states[step, number, :step].tolist() == expected[:step]
         assert {*states[0, number].tolist()} <= {*text} and states[1, number].tolist() != expected
-    packed_roots, packed = Trajectories(4, 2, 0).of(texts(packed=True), shallow)
+    packed_roots, packed = Trajectories(4, 2, 0).get_trajectories(texts(packed=True), shallow)
     assert packed_roots == roots and torch.equal(packed, states)
 
 
@@ -85,9 +87,9 @@ def test_the_fixed_point_is_the_greedy_answer(shallow: Target) -> None:
 def test_what_is_known_is_not_run_again(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second epoch asks the target for no trajectory."""
     kept = Trajectories(4, 2, 0)
-    roots, states = kept.of(texts(), shallow)
+    roots, states = kept.get_trajectories(texts(), shallow)
     monkeypatch.setattr(Target, "run", lambda *args: pytest.fail("the target was run"))
-    again = kept.of(texts(), shallow)
+    again = kept.get_trajectories(texts(), shallow)
     assert again[0] == roots and torch.equal(again[1], states)
 
 
@@ -103,9 +105,9 @@ def test_the_loss_is_cllms(packed: bool) -> None:
     batch = texts(packed)
     with torch.no_grad():
         losses = drafter.loss(batch, target, TrainingState(step=2))
-        (roots, states), modelled = drafter.trajectories.of(batch, original), 0.0
+        (roots, states), modelled = drafter.trajectories.get_trajectories(batch, original), 0.0
         steps, numbers = [], count()
-        for (tokens, mask), row in zip(batch.sequences(), roots):
+        for (tokens, mask), row in zip(batch.split_documents(), roots):
             text, total = tokens.tolist(), [0.0] * 4
             for root, number in zip(row, numbers):
                 fixed = logits_of(target, text[: root + 1] + states[-1, number].tolist())[root + 1 :].log_softmax(-1)

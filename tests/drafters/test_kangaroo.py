@@ -14,22 +14,22 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from spectrain.cli.main import dispatch
+from spectrain.cli.main import dispatch_command
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
-from spectrain.drafters.kangaroo import Kangaroo
-from spectrain.drafters.shared.losses import DIVERGENCES
-from spectrain.drafters.shared.self_speculation import exit_of
+from spectrain.drafters.layers.losses import DIVERGENCES
+from spectrain.drafters.layers.self_speculation import resolve_exit_layer
 from spectrain.errors import UserError
+from spectrain.experimental.kangaroo.drafter import Kangaroo
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
-from spectrain.features.live import Live
+from spectrain.features.live_source import LiveSource
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.target import Target
-from spectrain.training.state import trained_groups
+from spectrain.training.state import select_trained_groups
 from spectrain.training.trainer import Trainer
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 from spectrain.trees.base import Draft, Prefix
@@ -80,7 +80,7 @@ def dataset(vocab: int = VOCAB, count: int = 6) -> Dataset:
 
 
 def batch_of(target: Target, drafter: Kangaroo) -> Batch:
-    return Live().batch(BatchRequest(dataset()[[0, 1, 2, 4]], target, drafter.stages[0].layers))
+    return LiveSource().make_batch(BatchRequest(dataset()[[0, 1, 2, 4]], target, drafter.stages[0].layers))
 
 
 def early_exit(target: Target, reference: Any, tokens: Tensor, layer: int) -> Tensor:
@@ -128,7 +128,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         found.append(log_q(self, level))
         return found[-1]
 
-    monkeypatch.setattr(Kangaroo, "log_q", watched)
+    monkeypatch.setattr(Kangaroo, "root_log_q", watched)
     return found
 
 
@@ -159,7 +159,7 @@ def test_untrained_drafts_are_the_early_exits(tiny: Target, layer: int, said: li
     drafter = make(tiny, exit_layer=layer).eval()
     (generation,) = decode(tiny, [prompt], Greedy(), 6, drafter, Chain(3), ignore_eos=True)
     tokens = torch.tensor([prompt + generation.output[:1]])
-    final = tiny.run(tokens, ForwardPlan(layers=("final",), span=LayerSpan(last=layer))).at("final")
+    final = tiny.run(tokens, ForwardPlan(layers=("final",), span=LayerSpan(last=layer))).at_layer("final")
     torch.testing.assert_close(said[0][0, 0], tiny.head.logits(final)[0, -1].log_softmax(-1), rtol=1e-4, atol=1e-4)
 
 
@@ -199,7 +199,7 @@ def test_the_gradient_is_the_adapters_alone(tiny: Target) -> None:
     drafter = make(target, noise=1.0)
     batch = batch_of(target, drafter)
     (group,) = drafter.stages[0].groups
-    trained_groups(drafter, target, 0)
+    select_trained_groups(drafter, target, 0)
     assert {id(p) for p in group["params"]} == {id(p) for p in drafter.parameters()}
     drafter.loss(batch, target, TrainingState()).total.backward()
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in target.parameters())
@@ -231,9 +231,16 @@ def test_loss_is_summed_over_the_assistants_tokens(tiny: Target) -> None:
     layers = drafter.stages[0].layers
     silent = Dataset([*rows.examples, Example([5] * 40, [False] * 40)], 7, 0, 0)
     with torch.no_grad():
-        whole = drafter.loss(Live().batch(BatchRequest(rows[list(range(6))], target, layers)), target, TrainingState())
-        parts = [drafter.loss(Live().batch(BatchRequest(rows[[n]], target, layers)), target, TrainingState()) for n in range(6)]
-        padded = drafter.loss(Live().batch(BatchRequest(silent[list(range(7))], target, layers)), target, TrainingState())
+        whole = drafter.loss(
+            LiveSource().make_batch(BatchRequest(rows[list(range(6))], target, layers)), target, TrainingState()
+        )
+        parts = [
+            drafter.loss(LiveSource().make_batch(BatchRequest(rows[[n]], target, layers)), target, TrainingState())
+            for n in range(6)
+        ]
+        padded = drafter.loss(
+            LiveSource().make_batch(BatchRequest(silent[list(range(7))], target, layers)), target, TrainingState()
+        )
     assert float(whole.total) == pytest.approx(sum(float(part.total) for part in parts), rel=1e-4)
     assert float(whole.total) == pytest.approx(float(padded.total), rel=1e-4)
     assert whole.counts.tolist() == padded.counts.tolist() == [rows.num_supervised]
@@ -245,7 +252,7 @@ def test_training_lowers_the_loss_and_not_the_target(tiny: Target, tmp_path: Pat
     drafter, before = make(target), {name: tensor.clone() for name, tensor in target.state_dict().items()}
     batch = batch_of(target, drafter)
     losses = [drafter.loss(batch, target, TrainingState()).total.item()]
-    Trainer(lr=1e-2, max_steps=60, warmup=0.0).fit(drafter, target, dataset(), Live(), tmp_path)
+    Trainer(lr=1e-2, max_steps=60, warmup=0.0).fit(drafter, target, dataset(), LiveSource(), tmp_path)
     losses.append(drafter.loss(batch, target, TrainingState()).total.item())
     assert losses[1] < 0.8 * losses[0]
     after = target.state_dict()
@@ -288,7 +295,7 @@ def test_decoding_says_what_training_says(tiny: Target, said: list[Tensor], leng
         assert len(levels) == 3
         for row, (*text, _) in enumerate(texts):
             tokens = torch.tensor([text + tree.tokens[row].tolist()])
-            x = tiny.features(tokens, (layer,)).at(layer)
+            x = tiny.features(tokens, (layer,)).at_layer(layer)
             with torch.no_grad():
                 wanted = adapted(drafter, tiny, x, tiny.head.output)[0]
             for depth, log_q in enumerate(levels):
@@ -304,7 +311,7 @@ def test_a_draft_ends_before_an_unlikely_token(tiny: Target, said: list[Tensor],
     assert out == decode(tiny, [prompt], Greedy(), 20, ignore_eos=True)[0].output
     for tree, levels in zip(hearing.trees, hearing.levels, strict=True):
         likely = [float(log_q.exp().max()) >= stop for log_q in levels]
-        drafted = int((tree.valid & tree.emitted).sum()) - 1
+        drafted = int((tree.valid & tree.can_emit).sum()) - 1
         assert drafted == (likely.index(False) if False in likely else 5)
     assert len({int(tree.valid.sum()) for tree in hearing.trees}) > 1
 
@@ -321,7 +328,7 @@ def test_trees_stay_lossless(tiny: Target) -> None:
 @pytest.mark.parametrize("num_layers, exit_layer", [(2, 1), (8, 1), (30, 2), (32, 2), (40, 3)])
 def test_the_default_exit_is_the_authors(tiny: Target, num_layers: int, exit_layer: int) -> None:
     """A fourteenth of the layers, at least one: 2 of 32 and 3 of 40, 2 of SmolLM2's 30."""
-    assert exit_of(cast(Target, SimpleNamespace(num_layers=num_layers)), None, 1 / 14) == exit_layer
+    assert resolve_exit_layer(cast(Target, SimpleNamespace(num_layers=num_layers)), None, 1 / 14) == exit_layer
     assert Kangaroo(tiny).exit_layer == 1
 
 
@@ -338,8 +345,10 @@ def test_init_takes_the_exit_from_the_saved_drafter(tmp_path: Path) -> None:
                 "trainer.max_steps=2"]  # fmt: skip
     argv = sys.argv
     try:
-        dispatch(["train", *settings, "drafter.exit_layer=3", f"run={tmp_path / 'one'}"])
-        dispatch(["train", *settings, f"drafter.init={tmp_path / 'one'}", "trainer.lr=1e-12", f"run={tmp_path / 'two'}"])
+        dispatch_command(["train", *settings, "drafter.exit_layer=3", f"run={tmp_path / 'one'}"])
+        dispatch_command(
+            ["train", *settings, f"drafter.init={tmp_path / 'one'}", "trainer.lr=1e-12", f"run={tmp_path / 'two'}"]
+        )
     finally:
         sys.argv = argv
     one, two = (load_file(tmp_path / name / "drafter/model.safetensors") for name in ("one", "two"))

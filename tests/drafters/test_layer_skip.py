@@ -15,17 +15,17 @@ from omegaconf import OmegaConf
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from spectrain.config.build import build
+from spectrain.config.choices import resolve_choice
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
-from spectrain.decoding.session import tune
-from spectrain.drafters.layer_skip import LayerSkipping, agreement, laid_out, moved, search
+from spectrain.decoding.session import tune_drafter
 from spectrain.errors import UserError
-from spectrain.models.forward_plan import ForwardPlan, LayerSpan, Sublayer, layer_of
-from spectrain.models.plain import generate
+from spectrain.experimental.layer_skip.drafter import LayerSkipping, agreement, laid_out, moved, search
+from spectrain.models.forward_plan import ForwardPlan, LayerSpan, Sublayer, layer_index
+from spectrain.models.reference_model import generate
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import load_weights, save_drafter
-from spectrain.settings.build import build
-from spectrain.settings.choices import looked_up
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 from tests.decoding.rounds import Keeping, begun
 
@@ -232,24 +232,29 @@ def test_given_layers_are_not_searched_for(tiny: Target, measured: list[frozense
         raise AssertionError
 
     drafter = LayerSkipping(tiny, skipped=[5, 2, 5])
-    tune(drafter, tiny, prompts, 3)
+    tune_drafter(drafter, tiny, prompts, 3)
     assert drafter.skipped == {2, 5} and drafter.saved.settings(drafter) == {"skipped": [2, 5]} and not measured
 
 
 def test_a_searched_set_is_saved_and_not_searched_again(tiny: Target, tmp_path: Path, measured: list[frozenset[int]]) -> None:
     """Before the search nothing is described; after it the saved description builds a drafter with the same layers."""
-    node = {"_target_": "spectrain.drafters.layer_skip.LayerSkipping", "search_steps": 8, "answer_tokens": 6, "seed": 3}
+    node = {
+        "_target_": "spectrain.experimental.layer_skip.drafter.LayerSkipping",
+        "search_steps": 8,
+        "answer_tokens": 6,
+        "seed": 3,
+    }
     drafter: LayerSkipping = build(node, target=tiny)
     assert drafter.saved.settings(drafter) == {}
-    tune(drafter, tiny, lambda: PROMPTS, 3)
+    tune_drafter(drafter, tiny, lambda: PROMPTS, 3)
     assert drafter.skipped == search(tiny, answered(tiny, PROMPTS, 6), 3, 8, seed=3)
     found = len(measured)
     save_drafter(tmp_path / "drafter", drafter, OmegaConf.create({"drafter": node}))
     described = json.loads((tmp_path / "drafter/config.json").read_text())["drafter"]
-    assert looked_up("drafter", described, "") == {**node, "skipped": sorted(drafter.skipped)}
-    again: LayerSkipping = build(looked_up("drafter", described, ""), target=tiny)
+    assert resolve_choice("drafter", described, "") == {**node, "skipped": sorted(drafter.skipped)}
+    again: LayerSkipping = build(resolve_choice("drafter", described, ""), target=tiny)
     load_weights(again, tmp_path / "drafter")
-    tune(again, tiny, lambda: PROMPTS, 3)
+    tune_drafter(again, tiny, lambda: PROMPTS, 3)
     assert again.skipped == drafter.skipped and again.saved.settings(again) == drafter.saved.settings(drafter)
     assert len(measured) == found
 
@@ -332,8 +337,8 @@ def test_a_search_while_decoding_is_lossless_and_repeatable(tiny: Target, builde
         torch.manual_seed(len(runs))
         found = decode(target, PROMPTS, Greedy(), 22, drafter, builder, ignore_eos=True)
         assert [one.output for one in found] == [one.output for one in plain]
-        assert drafter.tries == 0 and not any(layer_of(one) in (0, 3) for one in drafter.skipped)
-        runs.append((drafter.skipped, drafter.random.getstate(), [one.accepted for one in found]))
+        assert drafter.tries == 0 and not any(layer_index(one) in (0, 3) for one in drafter.skipped)
+        runs.append((drafter.skipped, drafter.random.getstate(), [one.round_lengths for one in found]))
     assert runs[0] == runs[1] and runs[0][1] != runs[2][1]
 
 
@@ -366,7 +371,7 @@ def test_moves_stay_inside(tiny: Target) -> None:
     random, skipped, reached = Random(0), frozenset({2}), set()
     for _ in range(400):
         skipped = moved(skipped, 5, random)
-        assert skipped and {layer_of(one) for one in skipped} <= {1, 2, 3}
+        assert skipped and {layer_index(one) for one in skipped} <= {1, 2, 3}
         reached.add(skipped)
     assert len(reached) > 40  # of 63
 

@@ -9,14 +9,14 @@ from spectrain.decoding.guard import Guard
 from spectrain.decoding.loop import decode
 from spectrain.decoding.session import Session
 from spectrain.drafters.context import Context
-from spectrain.drafters.lookahead import Lookahead
 from spectrain.errors import UserError
+from spectrain.experimental.lookahead.drafter import Lookahead
 from spectrain.models.features import Features
-from spectrain.models.forward_plan import TEXT, ForwardPlan
+from spectrain.models.forward_plan import DEFAULT_PLAN, ForwardPlan
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 from spectrain.trees.base import Draft
-from spectrain.trees.token_tree import Accepted, TokenTree
+from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from spectrain.trees.trie import Trie
 
 LIMIT = 28
@@ -32,7 +32,7 @@ class Watched(Lookahead):
         super().__init__(target, *options, pool_from_prompt=pool_from_prompt)
         self.trees: list[TokenTree] = []
         self.answered: list[Tensor] = []
-        self.accepted: list[Accepted] = []
+        self.accepted: list[AcceptedPath] = []
         self.columns: list[list[list[list[int]]]] = []  # of every round and row
 
     def draft(self, context: Context) -> Draft:
@@ -47,7 +47,7 @@ class Watched(Lookahead):
         self.answered.append(seen.logits.argmax(-1))
         return seen
 
-    def commit(self, context: Context, accepted: Accepted) -> None:
+    def commit(self, context: Context, accepted: AcceptedPath) -> None:
         super().commit(context, accepted)
         self.accepted.append(accepted)
 
@@ -59,7 +59,7 @@ class Bigram(Target):
         self.__dict__ = {**shallow.__dict__}
         self.period = period
 
-    def run(self, tokens: Tensor, plan: ForwardPlan = TEXT) -> Features:
+    def run(self, tokens: Tensor, plan: ForwardPlan = DEFAULT_PLAN) -> Features:
         seen = super().run(tokens, plan)
         if seen.logits is None:
             return seen
@@ -89,9 +89,9 @@ def test_output_is_the_target_s(
     assert [row.output for row in found] == [row.output for row in plain]
     window, ngram, guesses = sizes
     for tree in drafter.trees:
-        tree.check()
-        verified = tree.valid & tree.emitted
-        assert (tree.valid & ~tree.emitted).sum(1).tolist() == [window * (ngram - 1)] * batch
+        tree.check_structure()
+        verified = tree.valid & tree.can_emit
+        assert (tree.valid & ~tree.can_emit).sum(1).tolist() == [window * (ngram - 1)] * batch
         assert int((verified.sum(1)).max()) <= min(builder.budget, 1 + guesses * (ngram - 1))
         assert int((tree.depths * verified).max()) <= min(builder.depth, ngram - 1)
         assert tree.tokens.shape[1] <= builder.budget + drafter.cost.extra_nodes(drafter, builder)
@@ -105,8 +105,8 @@ def test_the_window_is_never_emitted(shallow: Target, prompts: list, sizes: tupl
     decode(target, prompts, Greedy(), LIMIT, drafter, BUILDER, ignore_eos=True)
     right = False
     for tree, answers, accepted in zip(drafter.trees, drafter.answered, drafter.accepted):
-        assert tree.emitted.gather(1, accepted.path).all()
-        first = int(tree.emitted[0].sum())  # the window's first node, a child of the root
+        assert tree.can_emit.gather(1, accepted.path).all()
+        first = int(tree.can_emit[0].sum())  # the window's first node, a child of the root
         right |= bool((tree.tokens[:, first] == answers[:, 0]).all())
     assert right
 
@@ -141,7 +141,7 @@ def test_the_window_moves_by_a_jacobi_step(shallow: Target, prompts: list, sizes
     found = decode(shallow, prompts, Greedy(), LIMIT, drafter, BUILDER, ignore_eos=True)
     for row, prompt in enumerate(prompts):
         assert {token for column in drafter.columns[0][row] for token in column} <= {*prompt, found[row].output[0]}
-        for turn in range(len(found[row].accepted) - 1):
+        for turn in range(len(found[row].round_lengths) - 1):
             answers = drafter.answered[turn][row, -window:].tolist()
             expected = [[*column[1:], answer] for column, answer in zip(drafter.columns[turn][row], answers)]
             assert drafter.columns[turn + 1][row] == expected
@@ -159,7 +159,7 @@ def test_the_pool_holds_what_was_said(shallow: Target, prompts: list, sizes: tup
     for row, prompt in enumerate(prompts):
         text = prompt + plain[row].output
         said = {tuple(text[end - ngram : end]) for end in range(ngram, len(text) + 1)} if pool_from_prompt else set()
-        answers = [answered[row, -window:].tolist() for answered in drafter.answered[: len(found[row].accepted)]]
+        answers = [answered[row, -window:].tolist() for answered in drafter.answered[: len(found[row].round_lengths)]]
         for turn in range(ngram, len(answers) + 1):
             said |= set(zip(*answers[turn - ngram : turn]))
         pool = drafter.sequences[row].pool
@@ -179,8 +179,8 @@ def test_the_newest_guesses_are_kept(shallow: Target) -> None:
     assert row.pool == {5: [(5, 1, 6), (5, 3, 4), (5, 9, 9)], 6: [(6, 1, 1)]}
     row.pool[5].append((5, 3, 8))
     row.tail = [7, 5]
-    known = Trie.of(row.guesses())
-    kept = {(depth, budget): known.best(depth, budget) for depth, budget in ((2, 10), (2, 3), (1, 10), (2, 1))}
+    known = Trie.from_continuations(row.guesses())
+    kept = {(depth, budget): known.best_nodes(depth, budget) for depth, budget in ((2, 10), (2, 3), (1, 10), (2, 1))}
     assert [known.tokens[node] for node in kept[2, 10]] == [-1, 3, 8, 9, 9, 4, 1, 6]
     assert known.parents == [-1, 0, 1, 0, 3, 1, 0, 6]
     assert [known.tokens[node] for node in kept[2, 3]] == [-1, 3, 8] and kept[2, 1] == [0]
@@ -192,8 +192,8 @@ def test_a_text_that_repeats_is_guessed(shallow: Target, pool_from_prompt: bool)
     """Where the answer is a loop of six tokens, whole n-grams are soon accepted."""
     drafter = Lookahead(shallow, 5, 4, 5, pool_from_prompt)
     (found,) = decode(Bigram(shallow, 6), [[40, 50, 60]], Greedy(), LIMIT * 2, drafter, BUILDER, ignore_eos=True)
-    assert len(found.output) == LIMIT * 2 and max(found.accepted) == drafter.ngram
-    assert sum(found.whole_rounds) / len(found.whole_rounds) > 2.5
+    assert len(found.output) == LIMIT * 2 and max(found.round_lengths) == drafter.ngram
+    assert sum(found.complete_round_lengths) / len(found.complete_round_lengths) > 2.5
 
 
 @pytest.mark.sweep(2, free=("sizes",))
@@ -206,7 +206,7 @@ def test_a_batch_equals_its_rows_alone(shallow: Target, prompts: list, sizes: tu
     for row, key in enumerate([4, 9, 2]):
         drafter.trees = []
         (alone,) = decode(shallow, [prompts[row]], Greedy(), LIMIT, drafter, BUILDER, sequence_ids=[key], ignore_eos=True)
-        assert (alone.output, alone.accepted) == (together[row].output, together[row].accepted)
+        assert (alone.output, alone.round_lengths) == (together[row].output, together[row].round_lengths)
         for ours, theirs in zip(drafter.trees, trees):
             assert torch.equal(ours.tokens[0], theirs.tokens[row][theirs.valid[row]])
 
@@ -218,7 +218,7 @@ class EveryOther(Guard):
         super().__init__()
         self.turn = 0
 
-    def drafts(self) -> bool:
+    def should_draft(self) -> bool:
         self.turn += 1
         return self.turn % 2 == 0
 
@@ -230,7 +230,7 @@ def test_rounds_without_a_draft_are_caught_up_with(shallow: Target, prompts: lis
     found = Session(shallow, Greedy(), drafter, BUILDER, guard=EveryOther()).decode(prompts, LIMIT)
     for row, (prompt, generation) in enumerate(zip(prompts, found)):
         assert generation.output == plain[row].output
-        text = prompt + generation.output[: 1 + sum(generation.accepted[:-2])]
+        text = prompt + generation.output[: 1 + sum(generation.round_lengths[:-2])]
         pool = {ngram for known in drafter.sequences[row].pool.values() for ngram in known}
         assert {tuple(text[end - 3 : end]) for end in range(3, len(text) + 1)} <= pool
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.drafters.shared.losses import (
+from spectrain.drafters.layers.losses import (
+    ACCEPTANCE_LOSSES,
     DIVERGENCES,
-    UNNORMALISED,
     TargetLogProbs,
     acceptance_rate,
-    divergence,
     forward_kl,
+    get_divergence,
     jensen_shannon,
     lk_hybrid,
     reverse_kl,
@@ -59,7 +59,7 @@ def drawn(mass: float = 1.0, dtype: torch.dtype = torch.float64) -> tuple[Tensor
 
 def test_every_divergence_has_a_definition_here() -> None:
     """No divergence escapes the tests below."""
-    assert DIRECT.keys() == DIVERGENCES.keys() and DIVERGENCES.keys() >= UNNORMALISED
+    assert DIRECT.keys() == DIVERGENCES.keys() and DIVERGENCES.keys() >= ACCEPTANCE_LOSSES
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
@@ -74,7 +74,7 @@ def test_value_equals_its_definition(name: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", sorted(UNNORMALISED))
+@pytest.mark.parametrize("name", sorted(ACCEPTANCE_LOSSES))
 def test_value_with_the_targets_own_mass(name: str) -> None:
     """Where p sums to less than 1, the missing mass counts as rejected."""
     log_p, log_q = drawn(mass=0.6)
@@ -164,7 +164,7 @@ def test_generalised_jensen_shannon_equals_its_definition(beta: float) -> None:
     m = beta * p + (1 - beta) * q
     expected = (beta * kl(p, m) + (1 - beta) * kl(q, m)) / (beta * (1 - beta))
     torch.testing.assert_close(jensen_shannon(log_p, log_q, beta), expected)
-    assert torch.equal(divergence("jensen_shannon", beta)(log_p, log_q), jensen_shannon(log_p, log_q, beta))
+    assert torch.equal(get_divergence("jensen_shannon", beta)(log_p, log_q), jensen_shannon(log_p, log_q, beta))
     assert torch.autograd.gradcheck(lambda logits: jensen_shannon(log_p, logits.log_softmax(-1), beta),
                                     log_q.requires_grad_(True))  # fmt: skip
 
@@ -172,7 +172,7 @@ def test_generalised_jensen_shannon_equals_its_definition(beta: float) -> None:
 @pytest.mark.parametrize("name", sorted(DIVERGENCES.keys() - {"jensen_shannon"}))
 def test_beta_is_that_of_jensen_shannon_only(name: str) -> None:
     """Every other divergence is found by its name, whatever beta is."""
-    assert divergence(name, 0.3) is DIVERGENCES[name]
+    assert get_divergence(name, 0.3) is DIVERGENCES[name]
 
 
 @pytest.mark.parametrize(("beta", "end"), [(1e-4, forward_kl), (1 - 1e-4, reverse_kl)], ids=["forward", "reverse"])
@@ -224,11 +224,11 @@ def test_a_target_is_asked_once_for_rows_that_share_an_answer() -> None:
     target, answers = TargetLogProbs(said), torch.tensor([0, 0, 0, 1, 1, 3, 3, 4])
     for start in range(0, 8, 4):
         rows = slice(start, start + 4)
-        assert torch.equal(target.at(answers)(rows), log_p[answers[rows]])
+        assert torch.equal(target.select_rows(answers)(rows), log_p[answers[rows]])
     assert asked == [(0, 2), (1, 5)] and torch.equal(target(slice(2, 4)), log_p[2:4])
-    assert torch.equal(target.at(torch.tensor([1, 4]))(slice(0, 2)), log_p[[1, 4]])
-    assert torch.equal(target.at(torch.tensor([2, 3]))(slice(1, 2)), log_p[[3]]) and len(asked) == 2
-    assert torch.equal(target.at(torch.tensor([0, 3]))(slice(0, 2)), log_p[[0, 3]]) and asked[2] == (0, 4)
+    assert torch.equal(target.select_rows(torch.tensor([1, 4]))(slice(0, 2)), log_p[[1, 4]])
+    assert torch.equal(target.select_rows(torch.tensor([2, 3]))(slice(1, 2)), log_p[[3]]) and len(asked) == 2
+    assert torch.equal(target.select_rows(torch.tensor([0, 3]))(slice(0, 2)), log_p[[0, 3]]) and asked[2] == (0, 4)
 
 
 def test_top_k_is_the_soft_cross_entropy_of_the_likeliest() -> None:

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.drafters.shared import masks
-from spectrain.drafters.shared.masks import Blocks, add_blocks, mask_embeddings, start_masks
+from spectrain.drafters.layers import masks
+from spectrain.drafters.layers.masks import MaskBlocks, add_blocks, init_mask_vectors, replace_embeddings
 from spectrain.features.batch import Batch
 from spectrain.models.forward_plan import ForwardPlan
-from spectrain.models.plain import plain_model
+from spectrain.models.reference_model import reference_model
 from spectrain.models.target import Target
 
 LENGTHS = (17, 11, 14)
@@ -61,22 +61,22 @@ def test_places_numbers_and_answers_are_those_of_a_slow_construction(case: str) 
     count, width = batch.tokens.shape
     blocks = add_blocks(batch, prefixes)
     total = width + max(sum(size for _, size in row) for row in prefixes)
-    for made in (blocks.tokens, blocks.positions, blocks.numbers, blocks.supervised, blocks.answers):
+    for made in (blocks.tokens, blocks.positions, blocks.mask_index, blocks.supervised, blocks.labels):
         assert made.shape == (count, total)
     assert torch.equal(blocks.tokens[:, :width], batch.tokens)
     for row, given in enumerate(prefixes):
         numbers, supervised = [-1] * total, [False] * total
         for t in range(width):
             assert blocks.positions[row, t] == t
-            assert t + 1 == width or blocks.answers[row, t] == batch.tokens[row, t + 1]
+            assert t + 1 == width or blocks.labels[row, t] == batch.tokens[row, t + 1]
         for column, _, end, number in columns(batch, given):
             numbers[column] = number
             if end + 1 + number < width:
                 assert blocks.positions[row, column] == end + 1 + number
             if end + 2 + number < width:
                 supervised[column] = bool(batch.loss_mask[row, end + 2 + number])
-                assert blocks.answers[row, column] == batch.tokens[row, end + 2 + number]
-        assert blocks.numbers[row].tolist() == numbers
+                assert blocks.labels[row, column] == batch.tokens[row, end + 2 + number]
+        assert blocks.mask_index[row].tolist() == numbers
         assert blocks.supervised[row].tolist() == supervised
 
 
@@ -99,18 +99,18 @@ def test_visibility_is_that_of_a_slow_construction(case: str) -> None:
             assert visible[row, :, padding].nonzero()[:, 0].tolist() == [padding]
 
 
-def packed_states(tiny: Target, blocks: Blocks, vectors: Tensor) -> Tensor:
+def packed_states(tiny: Target, blocks: MaskBlocks, vectors: Tensor) -> Tensor:
     """Final states [B, N, D] of the packed batch."""
-    with mask_embeddings(tiny.head.embedding, vectors, blocks.numbers):
-        return tiny.run(blocks.tokens, ForwardPlan(layers=("final",), positions=blocks.positions, mask=blocks.visible)).at(
-            "final"
-        )
+    with replace_embeddings(tiny.head.embedding, vectors, blocks.mask_index):
+        return tiny.run(
+            blocks.tokens, ForwardPlan(layers=("final",), positions=blocks.positions, mask=blocks.visible)
+        ).at_layer("final")
 
 
 @torch.no_grad()
 def alone(tiny: Target, prefix: list[int], vectors: Tensor) -> Tensor:
     """What transformers says over a prefix and mask vectors [M, D] behind it, as final states [T + M, D]."""
-    with plain_model(tiny) as model:
+    with reference_model(tiny) as model:
         embedded = model.get_input_embeddings()(torch.tensor(prefix))
         states: Tensor = model.get_decoder()(inputs_embeds=torch.cat([embedded, vectors])[None]).last_hidden_state
     return states[0]
@@ -176,13 +176,13 @@ def test_mask_embeddings_are_put_where_numbers_name_them(tiny: Target, count: in
     tokens, vectors = torch.randint(3, 2000, (2, 6)), torch.randn(count, tiny.width, requires_grad=True)
     numbers = torch.tensor([[-1, 0, 2, -1, 1, -1], [2, -1, -1, -1, 0, 1]])
     plain = tiny.head.embed(tokens)
-    with mask_embeddings(tiny.head.embedding, vectors, numbers):
+    with replace_embeddings(tiny.head.embedding, vectors, numbers):
         found = tiny.head.embed(tokens)
     for row, column in torch.cartesian_prod(torch.arange(2), torch.arange(6)).tolist():
         number = int(numbers[row, column])
         wanted = plain[row, column] if number < 0 else vectors[min(number, count - 1)]
         assert torch.equal(found[row, column], wanted)
-    with pytest.raises(ZeroDivisionError), mask_embeddings(tiny.head.embedding, vectors, numbers):
+    with pytest.raises(ZeroDivisionError), replace_embeddings(tiny.head.embedding, vectors, numbers):
         raise ZeroDivisionError
     assert torch.equal(tiny.head.embed(tokens), plain)
     found.sum().backward()
@@ -193,7 +193,7 @@ def test_mask_embeddings_are_put_where_numbers_name_them(tiny: Target, count: in
 def test_masks_start_around_the_mean_embedding(tiny: Target) -> None:
     """Their mean is the embeddings' mean, their spread a tenth of the embeddings', and no two are alike."""
     weight = tiny.head.embedding.weight.detach()
-    started = start_masks(tiny.head.embedding, 500)
+    started = init_mask_vectors(tiny.head.embedding, 500)
     apart = started - weight.mean(0)
     assert apart.mean(0).abs().max() < 6 * 0.1 * weight.std() / 500**0.5
     assert apart.std().item() == pytest.approx(0.1 * weight.std().item(), rel=0.02)
@@ -202,13 +202,13 @@ def test_masks_start_around_the_mean_embedding(tiny: Target) -> None:
 
 def test_starting_masks_looks_at_some_embeddings_at_a_time(tiny: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many rows there are, no tensor is as large as all of them, and the masks are the same."""
-    rows, looked_up = masks.ROWS, []
+    rows, looked_up = masks.EMBEDDING_CHUNK, []
     torch.manual_seed(0)
-    whole = start_masks(tiny.head.embedding, 3)
+    whole = init_mask_vectors(tiny.head.embedding, 3)
     monkeypatch.setattr(masks, "ROWS", 300)
     handle = tiny.head.embedding.register_forward_hook(lambda module, args, output: looked_up.append(len(output)))
     torch.manual_seed(0)
-    parts = start_masks(tiny.head.embedding, 3)
+    parts = init_mask_vectors(tiny.head.embedding, 3)
     handle.remove()
     torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
     assert max(looked_up) == 300 and sum(looked_up) == len(tiny.head.embedding.weight) <= rows

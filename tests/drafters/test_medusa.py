@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spectrain.cli.main import dispatch
+from spectrain.cli.main import dispatch_command
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
@@ -24,12 +24,12 @@ from spectrain.drafters.medusa import Medusa
 from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
-from spectrain.features.live import Live
+from spectrain.features.live_source import LiveSource
 from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_hf
 from spectrain.models.target import Target
-from spectrain.training.state import trained_groups
+from spectrain.training.state import select_trained_groups
 from spectrain.training.trainer import Trainer
 from spectrain.trees import Auto, Cartesian, Cast, Chain, DySpec, Eagle2, Entropy, OptTree, Static, TreeBuilder
 from spectrain.trees.measurements import Calibration, Latency
@@ -65,7 +65,7 @@ def dataset(count: int = 6) -> Dataset:
 
 
 def batch_of(target: Target, drafter: Medusa, stage: int) -> Batch:
-    return Live().batch(BatchRequest(dataset()[[0, 1, 2]], target, drafter.stages[stage].layers))
+    return LiveSource().make_batch(BatchRequest(dataset()[[0, 1, 2]], target, drafter.stages[stage].layers))
 
 
 @torch.no_grad()
@@ -131,7 +131,7 @@ def test_head_weights_are_powers_of_the_decay(shallow: Target) -> None:
 def test_heads_start_as_the_targets_own(shallow: Target, layers: int) -> None:
     """Before training every head's logits are the target's at the draft vocabulary."""
     drafter = make(shallow, num_layers=layers)
-    final = shallow.features(torch.randint(3, 2000, (2, 9)), ("final",)).at("final")
+    final = shallow.features(torch.randint(3, 2000, (2, 9)), ("final",)).at_layer("final")
     for head in drafter.heads:
         torch.testing.assert_close(head(final), shallow.head.logits(final)[..., drafter.draft_ids], rtol=1e-5, atol=1e-4)
 
@@ -142,7 +142,7 @@ def test_heads_share_no_parameter_and_grow_apart(shallow: Target, tmp_path: Path
     pointers = [parameter.data_ptr() for parameter in drafter.parameters()]
     assert len(set(pointers)) == len(pointers) == HEADS * 5
     assert drafter.heads[0].blocks[0] is not drafter.heads[0].blocks[1]
-    Trainer(lr=1e-3, max_steps=1).fit(drafter, shallow, dataset(), Live(), tmp_path)
+    Trainer(lr=1e-3, max_steps=1).fit(drafter, shallow, dataset(), LiveSource(), tmp_path)
     for one, other in ((0, 1), (0, 2), (1, 2)):
         for name, parameter in drafter.heads[one].named_parameters():
             assert not torch.equal(parameter, drafter.heads[other].get_parameter(name)), name
@@ -159,7 +159,7 @@ def paths(tree: TokenTree, row: int) -> set[tuple[int, ...]]:
 
 def said(shallow: Target, drafter: Medusa, prompt: list[int]) -> Tensor:
     """[K, V] log q of every head after a prompt."""
-    final = shallow.features(torch.tensor([prompt]), ("final",)).at("final")[0, -1]
+    final = shallow.features(torch.tensor([prompt]), ("final",)).at_layer("final")[0, -1]
     return torch.stack([head(final) for head in drafter.heads]).log_softmax(-1)
 
 
@@ -175,7 +175,7 @@ def test_tree_says_at_depth_d_what_head_d_says(shallow: Target, kind: str) -> No
     prompts = [[5, 6, 7, 8, 9], [40, 41]]
     with torch.no_grad():
         tree = proposed(drafter, begun(shallow, prompts, drafter, builder), builder)
-    tree.check()
+    tree.check_structure()
     for row, prompt in enumerate(prompts):
         best = said(shallow, drafter, prompt).sort(descending=True)
         tokens, log_q = drafter.draft_ids[best.indices].tolist(), best.values.tolist()
@@ -209,7 +209,7 @@ def fitted(shallow: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[M
     rows = [Example(p + a, [False] * len(p) + [True] * len(a)) for p, a in zip(prompts, answers)]
     drafter = make(shallow, vocab_size=2048)
     run = tmp_path_factory.mktemp("fit")
-    Trainer(lr=3e-3, max_steps=40, warmup=0.0).fit(drafter, shallow, Dataset(rows, 3, 0, 0), Live(), run)
+    Trainer(lr=3e-3, max_steps=40, warmup=0.0).fit(drafter, shallow, Dataset(rows, 3, 0, 0), LiveSource(), run)
     return drafter.eval(), prompts, answers
 
 
@@ -223,7 +223,7 @@ def test_trees_end_at_the_last_head_and_stay_lossless(
     found = decode(shallow, prompts, Greedy(), 16, drafter, builder, ignore_eos=True)
     assert [generation.output for generation in found] == answers
     assert builder.depth > HEADS and max(depth for generation in found for depth in generation.depths) == HEADS
-    assert max(count for generation in found for count in generation.accepted) > 2
+    assert max(count for generation in found for count in generation.round_lengths) > 2
 
 
 # Medusa-2
@@ -279,7 +279,7 @@ def test_self_distillation_is_the_divergence_from_the_original() -> None:
     batch = batch_of(target, drafter, 1)
     assert drafter.loss(batch, target, TrainingState()).terms["language_model"].item() == 0.0
     disturb(drafter)
-    finals = [model.features(batch.tokens, ("final",)).at("final") for model in (original, target)]
+    finals = [model.features(batch.tokens, ("final",)).at_layer("final") for model in (original, target)]
     log_p, log_q = (model.head.logits(final).log_softmax(-1) for model, final in zip((original, target), finals))
     rows = batch.loss_mask[:, 1:]
     wanted = (log_p.exp() * (log_p - log_q)).sum(-1)[:, :-1][rows].sum()
@@ -295,7 +295,7 @@ def test_target_learns_in_the_second_stage_only(options: dict[str, Any], tmp_pat
     target = cut_tiny(3)
     drafter = make(target, **options)
     drafter_before = [parameter.detach().clone() for parameter in drafter.parameters()]
-    trained_groups(drafter, target, 0)
+    select_trained_groups(drafter, target, 0)
     drafter.loss(batch_of(target, drafter, 0), target, TrainingState()).total.backward()
     assert all(p.grad is None for p in target.parameters()) and all(p.grad is not None for p in drafter.parameters())
     drafter.zero_grad()
@@ -307,7 +307,7 @@ def test_target_learns_in_the_second_stage_only(options: dict[str, Any], tmp_pat
     def watch(step: int) -> None:
         moved.append({name for name, parameter in target.named_parameters() if not torch.equal(parameter, before[name])})
 
-    Trainer(lr=1e-3, max_steps=6, log_every=1).fit(drafter, target, dataset(), Live(), tmp_path, on_step=watch)
+    Trainer(lr=1e-3, max_steps=6, log_every=1).fit(drafter, target, dataset(), LiveSource(), tmp_path, on_step=watch)
     assert moved[:3] == [set()] * 3 and adapted
     assert moved[3] and moved[5] == adapted
     assert all(not torch.equal(*pair) for pair in zip(drafter_before, drafter.parameters()))
@@ -318,11 +318,11 @@ def test_target_learns_in_the_second_stage_only(options: dict[str, Any], tmp_pat
 def test_trained_target_decodes_as_it_is_saved(options: dict[str, Any], tmp_path: Path) -> None:
     """A target that had already decoded says, once trained, what its saved copy says, and not what it said before."""
     target = cut_tiny(3)
-    target.pack()
+    target.pack_weights()
     drafter = make(target, **options)
     tokens = torch.randint(3, 2000, (1, 12))
     before = target.run(tokens, ForwardPlan(logits=True)).logits
-    Trainer(lr=3e-3, max_steps=4).fit(drafter, target, dataset(), Live(), tmp_path / "run")
+    Trainer(lr=3e-3, max_steps=4).fit(drafter, target, dataset(), LiveSource(), tmp_path / "run")
     target.save(tmp_path / "target")
     after, saved = (model.run(tokens, ForwardPlan(logits=True)).logits for model in (target, load_hf(str(tmp_path / "target"))))
     assert before is not None and after is not None and saved is not None
@@ -336,12 +336,12 @@ def test_warm_up_starts_anew_with_the_second_stage(tmp_path: Path) -> None:
     drafter = make(target, adapt="lora")
     trainer = Trainer(lr=1e-3, max_steps=10, warmup=0.2, log_every=1)
     with patch.object(Medusa, "loss", autospec=True, side_effect=Medusa.loss) as loss:
-        trainer.fit(drafter, target, dataset(), Live(), tmp_path)
+        trainer.fit(drafter, target, dataset(), LiveSource(), tmp_path)
     assert [call.args[3] for call in loss.call_args_list] == [TrainingState(step, step / 10) for step in range(10)]
     rates = [json.loads(line)["lr"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     whole = [trainer.lr_at(step, 10) for step in range(10)]
     assert rates[0] == pytest.approx(5e-4) and rates[1:5] == whole[1:5] and rates[6:] == whole[6:]
-    assert rates[5] == trainer.lr_at(5, 10, stage_began=5) == pytest.approx(whole[5] / 2)
+    assert rates[5] == trainer.lr_at(5, 10, stage_start=5) == pytest.approx(whole[5] / 2)
 
 
 class Killed(Exception):
@@ -364,10 +364,10 @@ def test_resumed_equals_uninterrupted(options: dict[str, Any], tmp_path: Path, s
 
             target = cut_tiny(3)
             with pytest.raises(Killed):
-                trainer.fit(make(target, **options), target, dataset(), Live(), tmp_path / name, on_step=kill)
+                trainer.fit(make(target, **options), target, dataset(), LiveSource(), tmp_path / name, on_step=kill)
         target = cut_tiny(3)
         drafter = make(target, **options)
-        trainer.fit(drafter, target, dataset(), Live(), tmp_path / name)
+        trainer.fit(drafter, target, dataset(), LiveSource(), tmp_path / name)
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         results.append(
             ({**drafter.state_dict(), **target.state_dict()}, [(line["step"], line["loss"], line["lr"]) for line in lines])
@@ -402,7 +402,7 @@ def train(*settings: str) -> None:
     """`spectrain train SETTINGS`."""
     argv = sys.argv
     try:
-        dispatch(["train", *settings])
+        dispatch_command(["train", *settings])
     finally:
         sys.argv = argv
 

@@ -12,14 +12,14 @@ from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
+from spectrain.drafters.layers.state_rollout import StateRollout
 from spectrain.drafters.mtp import Mtp
-from spectrain.drafters.shared.state_rollout import StateRollout
 from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest
-from spectrain.features.live import Live
+from spectrain.features.live_source import LiveSource
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
-from spectrain.models.loading import TINY, load_hf, load_tokenizer
+from spectrain.models.loading import TINY_DIRECTORY, load_hf, load_tokenizer
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2
 from tests.decoding.rounds import Keeping
@@ -51,15 +51,17 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         return found
     folder = tmp_path_factory.mktemp(request.param)
     save_small(request.param, folder)
-    load_tokenizer(str(TINY), False, True).save_pretrained(folder)
+    load_tokenizer(str(TINY_DIRECTORY), False, True).save_pretrained(folder)
     return load_hf(str(folder))
 
 
 def unrolled(drafter: Mtp, target: Target, tokens: Tensor, num_steps: int) -> list[Tensor]:
     """The states [1, T, D] that training passes through, step by step, from the target's features."""
-    batch = Live().batch(BatchRequest([Example(tokens[0].tolist(), [True] * tokens.shape[1])], target, drafter.layers))
+    batch = LiveSource().make_batch(
+        BatchRequest([Example(tokens[0].tolist(), [True] * tokens.shape[1])], target, drafter.layers)
+    )
     assert batch.features is not None
-    hidden, held, states = batch.features.at("final"), [], []
+    hidden, held, states = batch.features.at_layer("final"), [], []
     for step in range(num_steps):
         hidden, own = drafter._unroll(batch, hidden, step, held[:])
         held.append(own)
@@ -73,7 +75,7 @@ def test_training_unroll_equals_decoding(target: Target) -> None:
     drafter = shaken(target)
     tokens = torch.randint(3, 90, (1, 18))
     states = unrolled(drafter, target, tokens, 3)
-    final = target.features(tokens, ("final",)).at("final")
+    final = target.features(tokens, ("final",)).at_layer("final")
     for t in (2, 6, 12):  # beyond windows of 8 too
         cache = TreeCache(1, 1, 26, "cpu")
         output = drafter.run(tokens[:, 1 : t + 2], final[:, : t + 1], torch.arange(t + 1)[None], cache, None)
@@ -113,7 +115,7 @@ def test_the_first_state_is_behind_the_final_norm(target: Target) -> None:
     tokens = torch.randint(3, 90, (1, 12))
     seen = target.run(tokens, ForwardPlan(layers=("final",), logits=True))
     assert drafter.layers == ("final",) and seen.logits is not None
-    torch.testing.assert_close(target.head.logits(seen.at("final")), seen.logits)
+    torch.testing.assert_close(target.head.logits(seen.at_layer("final")), seen.logits)
     states = unrolled(drafter, target, tokens, 1)
     rollout = StateRollout(drafter, TreeCache(1, 1, 4, "cpu"), states[0][:, 5:6])
     torch.testing.assert_close(rollout.start(), target.head.logits(rollout.hidden).log_softmax(-1))
@@ -128,7 +130,7 @@ def test_loss_does_not_depend_on_batching(target: Target, loss: str) -> None:
         drafter = shaken(target, loss=loss)
         total, hits, counts = torch.zeros(()), torch.zeros(3), torch.zeros(3)
         for share in shares:
-            batch = Live().batch(BatchRequest(dataset[share], target, drafter.layers, packed=packed))
+            batch = LiveSource().make_batch(BatchRequest(dataset[share], target, drafter.layers, packed=packed))
             losses = drafter.loss(batch, target, TrainingState())
             losses.total.backward()
             total, hits, counts = total + losses.total.detach(), hits + losses.hits, counts + losses.counts
@@ -142,7 +144,7 @@ def test_loss_does_not_depend_on_batching(target: Target, loss: str) -> None:
 def test_steps_are_weighted_as_in_fastmtp(shallow: Target) -> None:
     """The loss is sum_k beta^k L_k / sum_k beta^k, where L_k is the cross-entropy of step k alone, written out."""
     drafter = shaken(shallow, loss="cross_entropy", step_decay=0.6)
-    batch = Live().batch(BatchRequest(examples()[[0]], shallow, drafter.layers))
+    batch = LiveSource().make_batch(BatchRequest(examples()[[0]], shallow, drafter.layers))
     tokens, mask = batch.tokens[0], batch.loss_mask[0]
     states = unrolled(drafter, shallow, batch.tokens, 3)
     expected = torch.zeros(())
@@ -157,10 +159,10 @@ def test_steps_are_weighted_as_in_fastmtp(shallow: Target) -> None:
 def test_gradients_flow_through_the_unroll(shallow: Target) -> None:
     """The last step's loss reaches the first state: that it is not detached."""
     drafter = shaken(shallow)
-    batch = Live().batch(BatchRequest(examples()[[0]], shallow, drafter.layers))
+    batch = LiveSource().make_batch(BatchRequest(examples()[[0]], shallow, drafter.layers))
     assert batch.features is not None
     features = replace(batch.features, hidden=batch.features.hidden.clone().requires_grad_())
-    hidden, held = features.at("final"), []
+    hidden, held = features.at_layer("final"), []
     for step in range(2):
         hidden, own = drafter._unroll(batch, hidden, step, held[:])
         held.append(own)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from spectrain.drafters.layers.copies import IndexedText
 from spectrain.drafters.ngram import Ngram
-from spectrain.drafters.shared.copies import IndexedText
 from spectrain.errors import UserError
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2
@@ -53,7 +53,7 @@ def test_a_kept_index_equals_a_search(longest: int, shortest: int, most: int) ->
     text = IndexedText([1], longest)
     for step in range(60):
         text.tokens += torch.randint(0, 4, (step % 5,)).tolist()
-        found = text.occurrences(4, most, shortest)
+        found = text.find_occurrences(4, most, shortest)
         assert [(one.length, one.tokens) for one in found] == searched(text.tokens, 4, longest, shortest, most)
 
 
@@ -69,7 +69,7 @@ def test_all_matches_are_one_tree(shallow: Target) -> None:
     text = [5, 7, 1, 5, 8, 2, 5, 7, 3, 5]
     wide, chain = Eagle2(depth=2, budget=6), Chain(2)
     tree = proposed(Ngram(shallow), placed(shallow, [text], wide), wide)
-    tree.check()
+    tree.check_structure()
     above = tree.parents[0].tolist()
     paths = {(tree.tokens[0, above[node]].item(), tree.tokens[0, node].item()) for node in range(1, tree.tokens.shape[1])}
     assert paths == {(5, 7), (5, 8), (7, 3), (8, 2), (7, 1)}
@@ -112,12 +112,12 @@ def test_a_long_text_costs_no_more() -> None:
     """A lookup behind 20000 tokens that are known reads a handful of them."""
     tokens = CountedText(torch.randint(0, 4000, (20000,)).tolist())
     text = IndexedText(tokens, 3)
-    text.occurrences(4, 64)
+    text.find_occurrences(4, 64)
     assert tokens.num_read > 20000
     for token in range(20):
         tokens.append(5000 + token)  # seen nowhere: a search would read all of the text, three times
         tokens.num_read = 0
-        assert text.occurrences(4, 64) == [] and 0 < tokens.num_read < 20
+        assert text.find_occurrences(4, 64) == [] and 0 < tokens.num_read < 20
 
 
 @pytest.mark.parametrize("options", [{"longest": 0}, {"shortest": 0}, {"shortest": 4}, {"matches": 0}])

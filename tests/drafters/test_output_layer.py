@@ -12,11 +12,11 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter, TrainingState
 from spectrain.drafters.eagle3 import Eagle3
-from spectrain.drafters.hydra import Hydra
+from spectrain.drafters.layers.output_layer import init_output_layer, make_output_layer, project_down
 from spectrain.drafters.medusa import Medusa
 from spectrain.drafters.peagle import PEagle
-from spectrain.drafters.shared.output_layer import narrowed, output_layer, start_output_layer
 from spectrain.errors import UserError
+from spectrain.experimental.hydra.drafter import Hydra
 from spectrain.export.converter import convert, read_drafter
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
@@ -73,16 +73,16 @@ def test_of_low_rank_it_is_the_plain_head_with_their_product(family: str, shallo
         plain.state_dict()[name].copy_(weights[name] @ weights[name.replace("lm_head", "lm_down")])
     torch.testing.assert_close(loss(slim, shallow), loss(plain, shallow), rtol=1e-4, atol=1e-4)
     drafted = [decode(shallow, [[5, 6, 7, 8]], Greedy(), 8, d, Chain(2))[0] for d in (slim, plain)]
-    assert drafted[0].accepted == drafted[1].accepted and drafted[0].output == drafted[1].output
+    assert drafted[0].round_lengths == drafted[1].round_lengths and drafted[0].output == drafted[1].output
 
 
 @pytest.mark.parametrize("rank", [1, 5, 12])
 def test_it_starts_as_near_as_its_rank_can_be(rank: int) -> None:
     """The squared distance is the sum of the squared singular values left out (Eckart and Young)."""
     weight = torch.randn(40, 12) @ torch.diag(torch.logspace(0, -2, 12)) @ torch.randn(12, 12)
-    down, head = output_layer(12, 40, rank)
-    start_output_layer(down, head, weight)
-    product = narrowed(down, torch.eye(12)) @ head.weight.T  # row d: what the layer says of the d-th unit state
+    down, head = make_output_layer(12, 40, rank)
+    init_output_layer(down, head, weight)
+    product = project_down(down, torch.eye(12)) @ head.weight.T  # row d: what the layer says of the d-th unit state
     left_out = torch.linalg.svdvals(weight)[rank:].square().sum()
     torch.testing.assert_close((product.T - weight).square().sum(), left_out, rtol=1e-3, atol=1e-6)
 

@@ -14,19 +14,20 @@ from torch import Tensor, nn
 
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
-from spectrain.decoding.acceptance import Greedy, Match, Recursive, SpeculativeSampling
-from spectrain.decoding.calibration import calibrate
+from spectrain.decoding.acceptance import Greedy, Match
+from spectrain.decoding.acceptance.rejection import RecursiveRejection, SpeculativeSampling
+from spectrain.decoding.calibration import calibrate_builders
 from spectrain.decoding.guard import Guard
 from spectrain.decoding.loop import decode
 from spectrain.decoding.session import Session
 from spectrain.drafters.base import TrainingState
+from spectrain.drafters.layers.masks import add_blocks
 from spectrain.drafters.pard import Pard
-from spectrain.drafters.shared.masks import add_blocks
 from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
-from spectrain.features.live import Live
-from spectrain.models.plain import plain_model
+from spectrain.features.live_source import LiveSource
+from spectrain.models.reference_model import reference_model
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import load_weights, save_drafter
 from spectrain.trees import Auto, Cast, Chain, DySpec, Eagle2, Rollout, Sequoia, Static, TreeBuilder
@@ -67,12 +68,12 @@ def dataset(count: int = 5) -> Dataset:
 
 
 def batch_of(target: Target, drafter: Pard, rows: list[int]) -> Batch:
-    return Live().batch(BatchRequest(dataset()[rows], target, drafter.stages[0].layers))
+    return LiveSource().make_batch(BatchRequest(dataset()[rows], target, drafter.stages[0].layers))
 
 
 def logits_of(drafter: Pard, text: list[int], count: int) -> Tensor:
     """Logits [T + M, V] of a text and M masks behind it, by transformers' own model and `inputs_embeds`."""
-    with plain_model(drafter.model) as model:
+    with reference_model(drafter.model) as model:
         embedded = model.get_input_embeddings()(torch.tensor(text))
         states = torch.cat([embedded, drafter.mask.expand(count, -1)])
         found: Tensor = model(inputs_embeds=states[None], use_cache=False).logits[0]
@@ -116,12 +117,12 @@ def test_every_mask_that_is_kept_sees_the_chain_before_it(shallow: Target) -> No
     batch = batch_of(shallow, drafter, [0, 1, 2])
     blocks = add_blocks(batch, drafter.prefixes(batch, 0))
     for row in range(3):
-        for place in (blocks.numbers[row] > 0).nonzero()[:, 0].tolist():
-            seen = blocks.visible[row, place] & (blocks.numbers[row] >= 0)
-            number = int(blocks.numbers[row, place])
-            assert sorted(blocks.numbers[row, seen].tolist()) == list(range(number + 1))
+        for place in (blocks.mask_index[row] > 0).nonzero()[:, 0].tolist():
+            seen = blocks.visible[row, place] & (blocks.mask_index[row] >= 0)
+            number = int(blocks.mask_index[row, place])
+            assert sorted(blocks.mask_index[row, seen].tolist()) == list(range(number + 1))
             first = int(blocks.positions[row, seen].min())
-            assert int((blocks.visible[row, place] & (blocks.numbers[row] < 0)).sum()) == first
+            assert int((blocks.visible[row, place] & (blocks.mask_index[row] < 0)).sum()) == first
 
 
 def test_the_drop_is_drawn_for_a_sequence_and_a_step(shallow: Target) -> None:
@@ -149,7 +150,7 @@ def independent_loss(shallow: Target, drafter: Pard, batch: Batch) -> tuple[Tens
     losses, hits, counts = [], [0.0] * drafter.num_drafts, [0.0] * drafter.num_drafts
     size = min(drafter.model.head.output.weight.shape[0], shallow.head.output.weight.shape[0])
     for tokens, mask, prefixes in zip(batch.tokens.tolist(), batch.loss_mask.tolist(), drafter.prefixes(batch, 0)):
-        with plain_model(shallow) as model, torch.no_grad():
+        with reference_model(shallow) as model, torch.no_grad():
             wanted = model(torch.tensor([tokens])).logits[0, :, :size].log_softmax(-1)
         said = [(0, t + 1, row) for t, row in enumerate(logits_of(drafter, tokens, 0))]
         for end, count in prefixes:
@@ -234,7 +235,7 @@ class Watching(Keeping):
 
     def grow(self, prefix: Prefix, draft: Draft) -> TokenTree:
         tree = super().grow(prefix, draft)
-        assert tree.emitted.all()
+        assert tree.can_emit.all()
         return tree
 
 
@@ -288,8 +289,8 @@ def test_drafts_are_the_small_models(
     check_said(drafter, watching.seen)
     assert {depth for one in found for depth in one.depths} <= set(range(1, min(builder.depth, DRAFTS) + 1))
     if kind == "cut":
-        assert max(kept for one in found for kept in one.accepted) > 1
-        assert count == 1 or len({len(one.accepted) for one in found}) > 1, "some rows must be done before others"
+        assert max(kept for one in found for kept in one.round_lengths) > 1
+        assert count == 1 or len({len(one.round_lengths) for one in found}) > 1, "some rows must be done before others"
 
 
 @pytest.mark.sweep(1)
@@ -324,8 +325,8 @@ def test_drafted_equals_matched_sampling(shallow: Target, count: int, builder: T
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("drawn, rule", [
-    (Chain(3, "sampled", 0.7), SpeculativeSampling), (Chain(3, "sampled", 0.7), Recursive),
-    (Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0]], children="without_replacement"), Recursive),
+    (Chain(3, "sampled", 0.7), SpeculativeSampling), (Chain(3, "sampled", 0.7), RecursiveRejection),
+    (Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0]], children="without_replacement"), RecursiveRejection),
 ], ids=["chain", "recursive chain", "tree"])  # fmt: skip
 def test_drawn_children(shallow: Target, greedy: list[list[int]], count: int, drawn: TreeBuilder, rule: Any) -> None:
     """Rules that weigh p against q: where p allows one token only the output is greedy; drafts are still the small model's."""
@@ -355,22 +356,22 @@ def test_a_round_is_one_forward(shallow: Target) -> None:
     drafter, calls = make(shallow, num_layers=2), []
     drafter.model.layers[0].register_forward_hook(lambda module, args, output: calls.append(1))
     together = decode(shallow, PROMPTS, Greedy(), LIMIT, drafter, Chain(9), ignore_eos=True)
-    assert len(calls) == max(len(one.accepted) for one in together)
+    assert len(calls) == max(len(one.round_lengths) for one in together)
     assert drafter.cost.passes(drafter, 3.0) == drafter.cost.passes(drafter, 1.0) == 1
     for row, one in enumerate(together):
         (alone,) = decode(shallow, [PROMPTS[row]], Greedy(), LIMIT, drafter, Chain(9), ignore_eos=True)
-        assert (alone.output, alone.accepted, alone.depths) == (one.output, one.accepted, one.depths)
+        assert (alone.output, alone.round_lengths, alone.depths) == (one.output, one.round_lengths, one.depths)
 
 
 @pytest.mark.parametrize("builder", [Sequoia(depth=6, budget=6), Auto(6, 6, 2), Cast(6, 6, 2)], ids=lambda b: b.name)
 def test_builders_that_need_calibration(shallow: Target, greedy: list[list[int]], builder: TreeBuilder) -> None:
     """After calibration on this drafter every builder's output is greedy, from trees no deeper than its places."""
     drafter = make(shallow, num_layers=2)
-    calibration = calibrate(shallow, drafter, [builder], Greedy(), PROMPTS[:1], 12)
+    calibration = calibrate_builders(shallow, drafter, [builder], Greedy(), PROMPTS[:1], 12)
     assert calibration is not None and len(calibration.hits) <= DRAFTS
     found = decode(shallow, PROMPTS, Greedy(), LIMIT, drafter, builder, ignore_eos=True)
     assert [one.output for one in found] == greedy
-    assert ("latency" not in builder.needs) <= max(depth for one in found for depth in one.depths) <= DRAFTS
+    assert ("latency" not in builder.requirements) <= max(depth for one in found for depth in one.depths) <= DRAFTS
 
 
 # Settings

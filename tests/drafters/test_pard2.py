@@ -9,18 +9,18 @@ from torch import Tensor
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.captured import Captured
+from spectrain.decoding.captured import CapturedRunner
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.context import Context
+from spectrain.drafters.layers.losses import forward_kl
+from spectrain.drafters.layers.masks import add_blocks
 from spectrain.drafters.pard import FEATURE_SCALE, Pard
-from spectrain.drafters.shared.losses import forward_kl
-from spectrain.drafters.shared.masks import add_blocks
 from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
-from spectrain.features.live import Live
-from spectrain.models.plain import plain_model
+from spectrain.features.live_source import LiveSource
+from spectrain.models.reference_model import reference_model
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2
 from spectrain.trees.base import Draft
@@ -44,7 +44,7 @@ def batch_of(target: Target, drafter: Pard, lengths: tuple[int, ...] = (21, 16),
     rows = [Example(torch.randint(3, 2000, (n,)).tolist(), [i >= 6 for i in range(n)]) for n in lengths]
     dataset = Dataset(rows, len(rows), 0, 0)
     request = BatchRequest(dataset[list(range(len(rows)))], target, drafter.stages[0].layers)
-    found = Live().batch(request)
+    found = LiveSource().make_batch(request)
     if not packed:
         return found
     assert found.features is not None
@@ -56,10 +56,10 @@ def batch_of(target: Target, drafter: Pard, lengths: tuple[int, ...] = (21, 16),
 def logits_of(drafter: Pard, target: Target, text: list[int], num_masks: int) -> Tensor:
     """[M + 1, V] after a text and after each mask behind it: a token is embedded as itself and FEATURE_SCALE W f of the place
     before it, a mask with those of the text's last token."""
-    with plain_model(drafter.model) as model:
+    with reference_model(drafter.model) as model:
         embedded = torch.cat([model.get_input_embeddings()(torch.tensor(text)), drafter.mask.expand(num_masks, -1)])
         if drafter.features is not None:
-            f = target.features(torch.tensor([text]), drafter.layers).fused(drafter.layers)[0]
+            f = target.features(torch.tensor([text]), drafter.layers).fuse_layers(drafter.layers)[0]
             given = torch.cat([torch.zeros_like(f[:1]), f[:-1]])
             embedded = (
                 embedded + FEATURE_SCALE * torch.cat([given, given[-1:].expand(num_masks, -1)]) @ drafter.features.weight.T
@@ -72,9 +72,9 @@ def independent_loss(target: Target, drafter: Pard, batch: Batch, lengths: tuple
     """Block by block: prod_{s=1..b} p(x_{t-s}) KL for the draft b whose answer is x_t, over the sum of these weights, times the
     tokens that carry loss."""
     total = torch.zeros(())
-    for (tokens, mask), prefixes, length in zip(batch.sequences(), drafter.prefixes(batch, 0), lengths):
+    for (tokens, mask), prefixes, length in zip(batch.split_documents(), drafter.prefixes(batch, 0), lengths):
         text = tokens[:length].tolist()
-        log_p = target.head.logits(target.features(torch.tensor([text]), ("final",)).at("final"))[0].log_softmax(-1)
+        log_p = target.head.logits(target.features(torch.tensor([text]), ("final",)).at_layer("final"))[0].log_softmax(-1)
         drafts = [(logits_of(drafter, target, text[: end + 1], 0)[0], end + 1, 1.0) for end in range(length - 1)]
         for end, size in prefixes:
             said, weight = logits_of(drafter, target, text[: end + 1], size), 1.0
@@ -120,7 +120,7 @@ def test_a_share_of_the_sequences_trains_without_features(shallow: Target) -> No
     assert 0.18 < 1 - float(found[..., 1].float().mean()) < 0.32
     for step in range(9):
         blocks = add_blocks(packed, drafter.prefixes(packed, step))
-        ordinary = drafter.trained_features(packed, blocks, step)[0][blocks.ordinary[0]].abs().sum(-1) > 0
+        ordinary = drafter.trained_features(packed, blocks, step)[0][blocks.is_batch_token[0]].abs().sum(-1) > 0
         assert torch.equal(ordinary[:21], given(padded, step)[0]) and torch.equal(ordinary[21:], given(padded, step)[1, :16])
 
 
@@ -137,8 +137,8 @@ def test_captured_rounds_are_the_loops(shallow: Target) -> None:
     """The features that one round leaves to the next stay where a graph finds them."""
     drafter, builder = make(shallow, layers=[1, 3]), Chain(DRAFTS)
     plain = decode(shallow, PROMPTS, Greedy(), 14, drafter, builder, ignore_eos=True)
-    found = Captured(shallow, Greedy(), drafter, builder).decode(PROMPTS, 14, ignore_eos=True)
-    assert [(one.output, one.accepted) for one in found] == [(one.output, one.accepted) for one in plain]
+    found = CapturedRunner(shallow, Greedy(), drafter, builder).decode(PROMPTS, 14, ignore_eos=True)
+    assert [(one.output, one.round_lengths) for one in found] == [(one.output, one.round_lengths) for one in plain]
 
 
 @torch.no_grad()

@@ -12,12 +12,12 @@ from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy, Match
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
+from spectrain.drafters.layers.chains import Chains, ConditionalDrop, chain_attention, sample_chains
 from spectrain.drafters.peagle import PEagle
-from spectrain.drafters.shared.chains import Chains, Drop, chain_attention, sample_chains
 from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch, collate
-from spectrain.features.live import Live
+from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2
 from tests.decoding.rounds import Keeping
@@ -61,13 +61,13 @@ def dataset() -> Dataset:
 
 
 def batch_of(target: Target, drafter: PEagle, rows: list[int], packed: bool = False) -> Batch:
-    return Live().batch(BatchRequest(dataset()[rows], target, drafter.layers, packed=packed))
+    return LiveSource().make_batch(BatchRequest(dataset()[rows], target, drafter.layers, packed=packed))
 
 
 @torch.no_grad()
 def said(drafter: PEagle, target: Target, text: list[int]) -> Tensor:
     """[K, D] the states behind a text whose last token is not run: masks behind it, every score written out."""
-    fused = target.features(torch.tensor([text[:-1]]), drafter.layers).fused(drafter.fused)[0]
+    fused = target.features(torch.tensor([text[:-1]]), drafter.layers).fuse_layers(drafter.fused_layers)[0]
     fused = torch.cat([fused, drafter.mask_hidden[0].expand(DRAFTS - 1, -1)])
     if drafter.input_norm is not None:
         fused = drafter.input_norm(fused)
@@ -99,7 +99,7 @@ def test_what_is_trained_is_what_decoding_says(tiny: Target, variant: str) -> No
     """The state of every mask of a batch, and of its anchor, is that behind the same text alone."""
     drafter = make(tiny, **VARIANTS[variant])
     batch = batch_of(tiny, drafter, [0, 1, 2])
-    chains = sample_chains(batch, Drop(DRAFTS, 1.0, 0.0, 0), 0)
+    chains = sample_chains(batch, ConditionalDrop(DRAFTS, 1.0, 0.0, 0), 0)
     states = drafter._trained_states(batch, chains, TrainingState())[0]
     length, count = batch.tokens.shape[1], batch.tokens.numel()
     for anchor in chains.anchors.unique().tolist()[::3]:
@@ -146,7 +146,7 @@ def test_loss_is_the_formula(tiny: Target) -> None:
         for place, depth in asked:
             assert mask[place + 2 + depth]
             q = log_q(drafter, tiny, batch.tokens[row, : place + 2].tolist())[depth]
-            logits = drafter.head.logits(batch.features.at("final")[row, place + 1 + depth])
+            logits = drafter.head.logits(batch.features.at_layer("final")[row, place + 1 + depth])
             terms.append(F.kl_div(q, logits.log_softmax(-1), reduction="sum", log_target=True))
             counts[depth] += 1
             hits[depth] += int(q.argmax() == logits.argmax())
@@ -184,7 +184,7 @@ def test_drop_keeps_the_shares_of_the_paper() -> None:
     and predicts an assistant's token; draws are a document's own."""
     mask = [i >= 12 for i in range(100)]
     examples = [Example(torch.randint(3, 2000, (100,)).tolist(), mask) for _ in range(2)]
-    drop = Drop(8, 0.7, 0.2, 0)
+    drop = ConditionalDrop(8, 0.7, 0.2, 0)
     both, alone = (sample_chains(collate(rows), drop, 3) for rows in (examples, examples[1:]))
     later = both.anchors >= 100
     assert (both.anchors[later] - 100).tolist() == alone.anchors.tolist()
@@ -209,10 +209,10 @@ def test_drop_keeps_the_shares_of_the_paper() -> None:
 @pytest.mark.parametrize("window", [None, 3])
 def test_chunks_equal_the_dense_mask(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention by chunks is attention under the whole mask, values and gradients; no chunk is larger than ROWS."""
-    monkeypatch.setattr("spectrain.drafters.shared.chains.ROWS", 9)
+    monkeypatch.setattr("spectrain.drafters.layers.chains.CHUNK_MASKS", 9)
     masks = [[i >= 2 for i in range(length)] for length in (14, 3, 30)]
     batch = collate([Example(torch.randint(3, 2000, (len(mask),)).tolist(), mask) for mask in masks], packed=True)
-    chains = sample_chains(batch, Drop(5, 0.9, 0.2, 0), 0)
+    chains = sample_chains(batch, ConditionalDrop(5, 0.9, 0.2, 0), 0)
     places, count = batch.tokens.shape[1], len(chains.depths)
     assert count > 30 and all(seen.stop - seen.start <= 30 and one.stop - one.start <= 9 for one, seen in chains.chunks)
     assert [i for one, _ in chains.chunks for i in range(one.start, one.stop)] == list(range(count))

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spectrain.drafters.base import TrainingState
-from spectrain.drafters.redrafter import Redrafter
-from spectrain.drafters.shared.vocabulary import Supervision
+from spectrain.drafters.layers.vocabulary import Supervision
+from spectrain.experimental.redrafter.drafter import Redrafter
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
 from spectrain.trees import Chain
@@ -46,7 +46,7 @@ def test_decoding_is_the_papers_recurrence_along_the_true_path(shallow: Target) 
     drafter = make(shallow)
     batch = batch_of(shallow, drafter)
     assert batch.features is not None
-    final = batch.features.at("final")
+    final = batch.features.at_layer("final")
     for row, index, said in walk(drafter, shallow, batch.tokens, STEPS):
         for step in range(STEPS):
             expected = by_hand(drafter, batch.tokens[row, index + 1 : index + 2 + step], final[row, index])
@@ -58,11 +58,11 @@ def test_the_loss_is_of_what_is_decoded(shallow: Target) -> None:
     drafter = make(shallow)
     batch = batch_of(shallow, drafter)
     assert batch.features is not None
-    final, ids, total = batch.features.at("final"), drafter.draft_ids, 0.0
+    final, ids, total = batch.features.at_layer("final"), drafter.draft_ids, 0.0
     supervision = Supervision(drafter, batch)
     with torch.no_grad():
         for step in range(STEPS):
-            for row, index in supervision.rows(step).nonzero().tolist():
+            for row, index in supervision.is_supervised(step).nonzero().tolist():
                 p = shallow.head.logits(final[row, index + 1 + step])
                 if not drafter.t2d[p.argmax()]:
                     continue
@@ -82,7 +82,7 @@ def test_an_untrained_one_repeats_the_target(shallow: Target) -> None:
     probe = Probe(([[20, 30]], [[0, 0]]))
     with torch.no_grad():
         proposed(drafter, context, probe)
-        last = context.fresh.at("final")[:, int(context.counts[0]) - 1]
+        last = context.fresh.at_layer("final")[:, int(context.counts[0]) - 1]
         wanted = shallow.head.logits(last)[:, drafter.draft_ids].float().log_softmax(-1)
     for said in (probe.said[0][:, 0], probe.said[1][:, 0], probe.said[1][:, 1]):
         torch.testing.assert_close(said, wanted, rtol=1e-4, atol=1e-4)

@@ -11,19 +11,19 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 from spectrain.bench.traffic import verification_reads
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.loop import Eager, asked, decode
+from spectrain.decoding.loop import EagerRunner, decode, make_request
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.context import Context
-from spectrain.drafters.self_draft import SelfDraft
 from spectrain.errors import UserError
+from spectrain.experimental.less_cache.drafter import SelfDraft
+from spectrain.experimental.less_cache.quantized_kv import QuantizedLinear
 from spectrain.features.batch import Batch
 from spectrain.models import attention
-from spectrain.models.codes import CodedLinear
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_hf, load_tiny
-from spectrain.models.plain import generate, plain_model
+from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
-from spectrain.models.traffic import Reads, key_bytes
+from spectrain.models.traffic import BytesRead, key_bytes
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 from tests.decoding.rounds import begun
 from tests.models import architectures
@@ -61,7 +61,7 @@ def prompts(tiny: Target) -> list[list[int]]:
 def test_the_whole_text_drafts_what_the_target_says(shallow: Target, prompts: list[list[int]], case: str) -> None:
     """With a budget of the whole text every draft is kept: a round emits all of a chain and the bonus."""
     found = decode(shallow, prompts, Greedy(), 17, SelfDraft(shallow, **WHOLE[case]), Chain(3), ignore_eos=True)
-    assert all(one.accepted == [4, 4, 4, 4] for one in found)
+    assert all(one.round_lengths == [4, 4, 4, 4] for one in found)
 
 
 def windowed(tiny: Target, window: int) -> Target:
@@ -80,10 +80,10 @@ def windowed(tiny: Target, window: int) -> Target:
 def test_window_layers_miss_nothing(tiny: Target, prompts: list[list[int]], case: str) -> None:
     """Layers that see 6 positions draft what they say from any 12 tokens: whatever is chosen, these hold the newest."""
     target = windowed(tiny, 6)
-    assert {kept.reach.window for kept in target.attending.kept.values()} == {6}
+    assert {kept.range.window for kept in target.traits.attention_layers.values()} == {6}
     options = {**LESS[case], "budget": 12, "refresh": 8}
     found = decode(target, prompts[:2], Greedy(), 17, SelfDraft(target, **options), Chain(3), ignore_eos=True)
-    assert all(one.accepted == [4, 4, 4, 4] for one in found)
+    assert all(one.round_lengths == [4, 4, 4, 4] for one in found)
 
 
 # Where something is
@@ -103,7 +103,7 @@ def test_drafted_equals_greedy(shallow: Target, prompts: list[list[int]], case: 
 
 def test_it_equals_generate(tiny: Target, prompts: list[list[int]]) -> None:
     """Of transformers' own model."""
-    with plain_model(tiny) as model:
+    with reference_model(tiny) as model:
         expected = [generate(model, prompt, 16, tiny.stop_ids) for prompt in prompts]
     for case in ("quest", "coded"):
         found = decode(tiny, prompts, Greedy(), 16, SelfDraft(tiny, **LESS[case]), Chain(4))
@@ -142,17 +142,17 @@ def test_positions_stay_those_of_the_text(shallow: Target, prompts: list[list[in
 def test_what_stays_is_what_a_prefill_writes(shallow: Target, prompts: list[list[int]], case: str) -> None:
     """After some rounds the target's cache holds what reading the texts at once gives: nothing that a draft computed."""
     drafter, builder = SelfDraft(shallow, **LESS[case]), Chain(3)
-    runner = Eager(shallow, Greedy(), drafter, builder)
-    runner.begin(asked(shallow, prompts, 30, ignore_eos=True))
+    runner = EagerRunner(shallow, Greedy(), drafter, builder)
+    runner.prefill(make_request(shallow, prompts, 30, ignore_eos=True))
     with torch.inference_mode():
         for _ in range(4):
-            runner.rounds(30)
+            runner.run_rounds(30)
         context = runner.context
         for row, length in enumerate(context.lengths.tolist()):
             fresh = shallow.new_cache(1, length)
             shallow.prefill(context.tokens[row : row + 1, :length], torch.tensor([length]), fresh, ())
             for layer in range(shallow.num_layers):
-                for mine, theirs in zip(context.cache.held(layer), fresh.held(layer)):
+                for mine, theirs in zip(context.cache.keys_values(layer), fresh.keys_values(layer)):
                     torch.testing.assert_close(mine[row, :length], theirs[0, :length], rtol=1e-4, atol=1e-4)
 
 
@@ -163,7 +163,7 @@ def test_guesses_change_no_draft(shallow: Target) -> None:
     for guesses in (0, 3):
         drafter = SelfDraft(shallow, "window", 12, guesses=guesses)
         (one,) = decode(shallow, [prompt], Greedy(), 30, drafter, Chain(4), ignore_eos=True)
-        found.append((one.output, one.accepted))
+        found.append((one.output, one.round_lengths))
         read.append(drafter.reads.weights)
     assert found[0] == found[1] and read[1] < read[0]
 
@@ -186,14 +186,14 @@ def handed_over(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         yield sizes
 
 
-def drafted(target: Target, drafter: SelfDraft, prompt: list[int], depth: int) -> Reads:
+def drafted(target: Target, drafter: SelfDraft, prompt: list[int], depth: int) -> BytesRead:
     """What drafting a chain in a first round reads, what choosing takes left out."""
     context = begun(target, [prompt], drafter, Chain(depth))
     with torch.inference_mode():
         draft = drafter.draft(context)
         before = drafter.reads
         context.builder.grow(context, draft)
-    return Reads(drafter.reads.weights - before.weights, drafter.reads.keys - before.keys)
+    return BytesRead(drafter.reads.weights - before.weights, drafter.reads.keys - before.keys)
 
 
 @pytest.mark.parametrize("case", ["window", "snap", "quest", "weights8"])
@@ -242,19 +242,19 @@ def test_weights_are_counted_as_modules_read_them(
     target, sizes = load_tiny(), []
 
     def hook(module: nn.Module, args: Any) -> None:
-        coded = isinstance(vars(module).get("forward"), CodedLinear)
+        coded = isinstance(vars(module).get("forward"), QuantizedLinear)
         if not coded and not [*module.children()] and not isinstance(module, nn.Embedding):
             sizes.extend(weight.numel() * weight.element_size() for weight in module.parameters())
 
-    inner = CodedLinear.__call__
+    inner = QuantizedLinear.__call__
 
-    def measured(self: CodedLinear, input: Tensor) -> Tensor:
-        sizes.append(self.codes.nbytes)
+    def measured(self: QuantizedLinear, input: Tensor) -> Tensor:
+        sizes.append(self.weight.nbytes)
         return inner(self, input)
 
     drafter = SelfDraft(target, "window", 8, weights=weights)
     drafter.drafting_weights(target)
-    monkeypatch.setattr(CodedLinear, "__call__", measured)
+    monkeypatch.setattr(QuantizedLinear, "__call__", measured)
     context = begun(target, prompts[:1], drafter, Chain(2))
     with torch.inference_mode():
         draft = drafter.draft(context)

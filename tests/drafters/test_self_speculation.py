@@ -13,9 +13,9 @@ from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter, TrainingState
 from spectrain.drafters.early_exit import EarlyExit
-from spectrain.drafters.kangaroo import Kangaroo
-from spectrain.drafters.layer_skip import LayerSkipping
-from spectrain.drafters.shared.self_speculation import SelfDrafter
+from spectrain.drafters.layers.self_speculation import SelfDrafter
+from spectrain.experimental.kangaroo.drafter import Kangaroo
+from spectrain.experimental.layer_skip.drafter import LayerSkipping
 from spectrain.features.batch import Batch
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.target import Target
@@ -74,7 +74,7 @@ class Watched(TreeBuilder):
 
     def __init__(self, builder: TreeBuilder) -> None:
         self.builder = builder
-        self.depth, self.budget, self.drafted = builder.depth, builder.budget, builder.drafted
+        self.depth, self.budget, self.max_drafted = builder.depth, builder.budget, builder.max_drafted
         self.rounds: list[tuple[set[Path], TokenTree]] = []
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
@@ -105,7 +105,7 @@ def test_an_exit_runs_every_node_once(
     drafter: SelfDrafter = EarlyExit(tiny, exit_layer) if name == "early_exit" else Kangaroo(tiny, exit_layer)
     with counted(tiny) as calls:
         found = decode(tiny, prompts[:batch], Greedy(), LIMIT, settled(drafter), Chain(depth), ignore_eos=True)
-    rounds = max(len(generation.accepted) for generation in found)
+    rounds = max(len(generation.round_lengths) for generation in found)
     longest = max(map(len, prompts[:batch]))
     assert calls[:exit_layer] == [[longest] + [1] * (depth + 1) * rounds] * exit_layer
     assert calls[exit_layer:] == [[longest] + [depth + 1] * rounds] * (tiny.num_layers - exit_layer)
@@ -123,7 +123,7 @@ def test_skipping_runs_the_first_layers_once(
     drafter = LayerSkipping(tiny, skipped=skipped)
     with counted(tiny) as calls:
         found = decode(tiny, prompts[:batch], Greedy(), LIMIT, drafter, Chain(depth), ignore_eos=True)
-    rounds = max(len(generation.accepted) for generation in found)
+    rounds = max(len(generation.round_lengths) for generation in found)
     longest = max(map(len, prompts[:batch]))
     for layer, nodes in enumerate(calls):
         if layer < min(skipped):
@@ -140,7 +140,7 @@ def test_a_tree_runs_every_node_once(tiny: Target, prompts: list[list[int]], dra
     drafting: Drafter = EarlyExit(tiny, 3) if drafter == "early_exit" else LayerSkipping(tiny, skipped=[3, 5])
     with counted(tiny) as calls:
         (found,) = decode(tiny, prompts[:1], Greedy(), LIMIT, drafting, builder, ignore_eos=True)
-    assert len(builder.rounds) == len(found.accepted)
+    assert len(builder.rounds) == len(found.round_lengths)
     prefill = len(prompts[0])
     verified = [set(paths(tree, 0)) for _, tree in builder.rounds]
     below = sum(len(given | nodes) for (given, _), nodes in zip(builder.rounds, verified))
@@ -184,8 +184,8 @@ def chain(target: Target, drafter: SelfDrafter, text: list[int], builder: Chain)
 
 def texts_before(generation: Generation) -> Iterator[list[int]]:
     """Prompt and output at the beginning of each round."""
-    for turn in range(len(generation.accepted)):
-        yield generation.prompt + generation.output[: 1 + sum(generation.accepted[:turn])]
+    for turn in range(len(generation.round_lengths)):
+        yield generation.prompt + generation.output[: 1 + sum(generation.round_lengths[:turn])]
 
 
 @pytest.mark.slow
@@ -207,7 +207,7 @@ def test_chains_end_where_the_drafter_is_unsure(
             expected = chain(tiny, drafter, text, chains)
             tree = builder.rounds[turn][1]
             assert tree.tokens[row, tree.valid[row]].tolist() == [text[-1], *expected]
-            assert generation.depths[turn] == len(expected) and generation.nodes[turn] == len(expected) + 1
+            assert generation.depths[turn] == len(expected) and generation.node_counts[turn] == len(expected) + 1
             seen.add(len(expected))
     assert len(seen) > 1
 
@@ -236,7 +236,9 @@ class Given(Eagle2):
         known: list[Path] = [(), (20,), (21,), (21, 30), (20, 31), (21, 32)]
         self.after.append([dict(zip(known, row)) for row in log_q])
         likeliest = log_q[:, 0].topk(2).indices
-        return TokenTree.of(torch.cat([prefix.root[:, None], likeliest], dim=1), torch.tensor([[-1, 0, 0]]).expand(batch, -1))
+        return TokenTree.from_parents(
+            torch.cat([prefix.root[:, None], likeliest], dim=1), torch.tensor([[-1, 0, 0]]).expand(batch, -1)
+        )
 
 
 @pytest.mark.sweep(1)

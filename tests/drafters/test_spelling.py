@@ -8,9 +8,15 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from spectrain.drafters.shared.spelling import Retokenised, Spelling, shared_specials, shared_tokens, whole_characters
-from spectrain.drafters.shared.warping import carried, uncommon, warped
 from spectrain.errors import UserError
+from spectrain.experimental.cross_vocabulary.spelling import (
+    ByteTokenizer,
+    RetokenizedText,
+    map_shared_tokens,
+    map_special_tokens,
+    trim_partial_character,
+)
+from spectrain.experimental.cross_vocabulary.warping import align_tokens, carry_probabilities, uncovered_bytes
 from spectrain.models.target import Target
 
 from .bilingual import TEXT, byte_level, sentencepiece
@@ -30,8 +36,8 @@ def tokenizer(kind: str) -> PreTrainedTokenizerFast:
 
 
 @cache
-def spelling(kind: str) -> Spelling:
-    return Spelling(tokenizer(kind), kind)
+def spelling(kind: str) -> ByteTokenizer:
+    return ByteTokenizer(tokenizer(kind), kind)
 
 
 KINDS = ("coarse", "fine", "sentencepiece")
@@ -43,21 +49,21 @@ def test_encoding_spells_the_same_bytes(kind: str) -> None:
     tokenizer does, but for what it puts before them."""
     spells = spelling(kind)
     for data in BYTES:
-        tokens = spells.encode(data)
-        assert spells.spell(tokens) == data and not {*tokens} & {*spells.special}
+        tokens = spells.encode_bytes(data)
+        assert spells.decode_bytes(tokens) == data and not {*tokens} & {*spells.special_tokens}
     for text in TEXT:
         theirs = tokenizer(kind)(text, add_special_tokens=False)["input_ids"]
-        mine = spells.encode(text.encode())
-        assert mine == theirs if kind != "sentencepiece" else spells.spell(theirs) == b" " + text.encode()
+        mine = spells.encode_bytes(text.encode())
+        assert mine == theirs if kind != "sentencepiece" else spells.decode_bytes(theirs) == b" " + text.encode()
 
 
 def test_the_tiny_target_is_spelled(tiny: Target) -> None:
     """Of the tokenizer that ships: pieces join to the text, every ordinary token has one, and a piece names its token."""
-    spells = Spelling(tiny.tokenizer, "tiny")
+    spells = ByteTokenizer(tiny.tokenizer, "tiny")
     text = "Hello, it's 2024: caf\u00e9 \u65e5\n\n  done"
-    assert spells.spell(tiny.tokenizer(text, add_special_tokens=False)["input_ids"]) == text.encode()
-    assert {token for token, piece in enumerate(spells.pieces) if piece is None} == {*spells.special}
-    assert all(spells.pieces[token] == piece for piece, token in spells.tokens.items())
+    assert spells.decode_bytes(tiny.tokenizer(text, add_special_tokens=False)["input_ids"]) == text.encode()
+    assert {token for token, piece in enumerate(spells.pieces) if piece is None} == {*spells.special_tokens}
+    assert all(spells.pieces[token] == piece for piece, token in spells.token_of_piece.items())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -65,11 +71,11 @@ def test_a_text_goes_on_at_its_border(kind: str) -> None:
     """Behind other bytes the tokens spell the same bytes, and are those of the whole where it has a border there."""
     spells = spelling(kind)
     data = b"the bees find the hive again, \xc3\x84pfel"
-    whole = spells.encode(data)
+    whole = spells.encode_bytes(data)
     ends = np.cumsum([len(spells.pieces[token] or b"") for token in whole]).tolist()
     for cut in range(len(data) + 1):
-        found = spells.continued(data[:cut], data[cut:])
-        assert spells.spell(found) == data[cut:]
+        found = spells.encode_after(data[:cut], data[cut:])
+        assert spells.decode_bytes(found) == data[cut:]
         if cut in ends:
             assert found == whole[ends.index(cut) + 1 :]
 
@@ -78,12 +84,12 @@ def test_a_text_goes_on_at_its_border(kind: str) -> None:
 def test_shared_tokens_stand_for_the_same(mine: str, theirs: str) -> None:
     """Every pair spells the same bytes, no token is in two pairs, and no piece of both vocabularies is missing."""
     ours, others = spelling(mine), spelling(theirs)
-    pairs = shared_tokens(ours, others)
-    ordinary = {a: b for a, b in pairs.items() if a not in others.special}
+    pairs = map_shared_tokens(ours, others)
+    ordinary = {a: b for a, b in pairs.items() if a not in others.special_tokens}
     assert len({*pairs.values()}) == len(pairs)
     assert all(ours.pieces[b] == others.pieces[a] for a, b in ordinary.items())
     assert len(ordinary) == len({*filter(None, ours.pieces)} & {*filter(None, others.pieces)})
-    assert pairs[others.end] == ours.end  # whatever their names are
+    assert pairs[others.eos_token] == ours.eos_token  # whatever their names are
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -92,32 +98,32 @@ def test_a_growing_text_is_encoded_as_a_whole(kind: str) -> None:
     both have stay, others are left out."""
     theirs, mine = spelling("coarse" if kind != "coarse" else "fine"), spelling(kind)
     draw = random.Random(0)
-    words = [theirs.encode(b" " + word) for word in b"the bees find a tree of tokens again".split()]
+    words = [theirs.encode_bytes(b" " + word) for word in b"the bees find a tree of tokens again".split()]
     tokens = [token for _ in range(400) for token in draw.choice(words)]
-    text = Retokenised(mine, theirs, shared_specials(mine, theirs))
+    text = RetokenizedText(mine, theirs, map_special_tokens(mine, theirs))
     lengths = []
     while text.num_read < len(tokens):
-        text.read(tokens[text.num_read : text.num_read + draw.randint(1, 9)])
-        assert text.tokens(10**6) == mine.start + mine.encode(theirs.spell(tokens[: text.num_read]))
-        lengths.append(len(text.open))
+        text.append_tokens(tokens[text.num_read : text.num_read + draw.randint(1, 9)])
+        assert text.encode_text(10**6) == mine.start_tokens + mine.encode_bytes(theirs.decode_bytes(tokens[: text.num_read]))
+        lengths.append(len(text.open_bytes))
     assert max(lengths) < 1000  # what is encoded anew in every round does not grow
-    assert theirs.end is not None and mine.end is not None
-    before = len(text.tokens(10**6))
-    text.read([theirs.end])
-    assert text.tokens(10**6)[before:] == [mine.end]
-    text.special = {}
-    text.read([theirs.end])
-    assert len(text.tokens(10**6)) == before + 1
+    assert theirs.eos_token is not None and mine.eos_token is not None
+    before = len(text.encode_text(10**6))
+    text.append_tokens([theirs.eos_token])
+    assert text.encode_text(10**6)[before:] == [mine.eos_token]
+    text.special_map = {}
+    text.append_tokens([theirs.eos_token])
+    assert len(text.encode_text(10**6)) == before + 1
 
 
 def test_a_long_text_is_cut_seldom() -> None:
     """A text that is longer than the drafter can see keeps its newest part, which mostly stays as it is from round to round."""
     theirs, mine = spelling("coarse"), spelling("fine")
-    text, found = Retokenised(mine, theirs, {}), []
+    text, found = RetokenizedText(mine, theirs, {}), []
     for number in range(300):
-        text.read(theirs.encode(b" tree %d of bees" % number))
-        found.append(text.tokens(400))
-        assert len(found[-1]) <= 400 and mine.spell(found[-1]).endswith(b" of bees")
+        text.append_tokens(theirs.encode_bytes(b" tree %d of bees" % number))
+        found.append(text.encode_text(400))
+        assert len(found[-1]) <= 400 and mine.decode_bytes(found[-1]).endswith(b" of bees")
     kept = [new[: len(old) // 2] == old[: len(old) // 2] for old, new in pairwise(found)]
     assert 0 < kept.count(False) < 0.2 * len(kept)
 
@@ -128,8 +134,8 @@ def test_characters_that_are_not_complete_are_cut_off() -> None:
     for end in range(len(text) + 1):
         for cut in range(end + 1):
             complete = text[:end].decode("utf-8", "ignore").encode()
-            assert whole_characters(text[:cut], text[cut:end]) == complete[cut:]
-    assert whole_characters(b"", b"a\x80\x80\x80") == b"a\x80\x80\x80"
+            assert trim_partial_character(text[:cut], text[cut:end]) == complete[cut:]
+    assert trim_partial_character(b"", b"a\x80\x80\x80") == b"a\x80\x80\x80"
 
 
 def test_a_tokenizer_without_bytes_is_refused() -> None:
@@ -137,7 +143,7 @@ def test_a_tokenizer_without_bytes_is_refused() -> None:
     made = byte_level(280, TEXT)
     made.backend_tokenizer.decoder = None
     with pytest.raises(UserError, match=r"drafter\.model=DIR: its tokens do not say which bytes"):
-        Spelling(made, "drafter.model=DIR")
+        ByteTokenizer(made, "drafter.model=DIR")
 
 
 # Warping
@@ -159,11 +165,11 @@ def test_warping_is_the_cheapest_way() -> None:
         sizes, others = (
             [b - a for a, b in pairwise([0, *sorted(draw.sample(range(1, bytes_), draw.randint(0, 3))), bytes_])] for _ in "ab"
         )
-        costs = uncommon(sizes, others)
-        pairs = warped(costs)
+        costs = uncovered_bytes(sizes, others)
+        pairs = align_tokens(costs)
         least = min(sum(costs[pair] for pair in way) for way in ways(len(sizes), len(others)))
         assert sum(costs[pair] for pair in pairs) == least and pairs[0] == (0, 0)
         assert {*zip(*map(list, np.nonzero(costs == 0)))} <= {*pairs}
         chances = [draw.random() for _ in sizes]
-        assert np.isclose(np.prod(carried(chances, pairs, len(others))), np.prod(chances))
-    assert carried([0.5, 0.25], warped(uncommon([2, 3], [2, 3])), 2) == [0.5, 0.25]
+        assert np.isclose(np.prod(carry_probabilities(chances, pairs, len(others))), np.prod(chances))
+    assert carry_probabilities([0.5, 0.25], align_tokens(uncovered_bytes([2, 3], [2, 3])), 2) == [0.5, 0.25]

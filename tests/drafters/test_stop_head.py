@@ -8,7 +8,7 @@ import torch
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.drafters.causal import Causal
-from spectrain.drafters.shared.stop_head import REJECTED, StopHead
+from spectrain.drafters.layers.stop_head import REJECTION_WEIGHT, StopHead
 from spectrain.errors import UserError
 from spectrain.kernels.linear_divergence import HeadTarget, Projection
 from spectrain.models.target import Target
@@ -43,7 +43,7 @@ def test_loss_equals_plain_python(num_layers: int) -> None:
             x = layer(h)
             h = h + x * x.sigmoid()
         c = float(head.output(h)[0].detach().sigmoid())
-        expected -= alpha * torch.tensor(c).log().item() + REJECTED * (1 - alpha) * torch.tensor(1 - c).log().item()
+        expected -= alpha * torch.tensor(c).log().item() + REJECTION_WEIGHT * (1 - alpha) * torch.tensor(1 - c).log().item()
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-4)
     loss.backward()
     assert states.grad is None and all(parameter.grad is not None for parameter in head.parameters())
@@ -64,7 +64,9 @@ def test_it_learns_what_the_weight_makes_of_alpha() -> None:
 
     optimizer.step(step)  # type: ignore[no-untyped-call, unused-ignore]
     alpha = torch.minimum(one[0](slice(0, 1)), one[1](slice(0, 1))).exp().sum()
-    torch.testing.assert_close(head(states[:1]).sigmoid()[0], alpha / (alpha + REJECTED * (1 - alpha)), atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(
+        head(states[:1]).sigmoid()[0], alpha / (alpha + REJECTION_WEIGHT * (1 - alpha)), atol=1e-3, rtol=1e-3
+    )
 
 
 def test_a_rollout_says_it_of_every_node(shallow: Target) -> None:

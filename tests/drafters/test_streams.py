@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.decoding.acceptance import Greedy, Match
-from spectrain.decoding.captured import Captured
+from spectrain.decoding.captured import CapturedRunner
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.context import Context
 from spectrain.drafters.gated_lora import GatedLora
-from spectrain.drafters.shared.tree_masks import ends, side_by_side
+from spectrain.drafters.layers.tree_masks import end_probabilities, parallel_chains_mask
 from spectrain.errors import UserError
-from spectrain.models.plain import plain_model
+from spectrain.models.reference_model import reference_model
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
@@ -64,7 +64,7 @@ class Added(nn.Module):
 def reference(target: Target, drafter: GatedLora) -> Callable[[list[int], int], Tensor]:
     """Of a prefix and so many masks behind it the final states that speak [M, D], by transformers' layers one after another:
     the text alone up to the layer of transfer, masks beside it from there on; or each chain of an ensemble by itself."""
-    with plain_model(target) as model:
+    with reference_model(target) as model:
         plain: Any = copy.deepcopy(model)
     gate, decoder = [0], plain.get_decoder()
     for name, factors in zip(drafter.names, drafter.factors):
@@ -109,7 +109,7 @@ def test_loss_is_that_of_every_prefix_alone(shallow: Target, kind: str) -> None:
     wanted: Any = 0
     for row, (tokens, mask) in enumerate(zip(batch.tokens.tolist(), batch.loss_mask.tolist())):
         length, terms = [19, 14][row], []
-        text = shallow.features(batch.tokens[row : row + 1, :length], ("final",)).at("final")[0]
+        text = shallow.features(batch.tokens[row : row + 1, :length], ("final",)).at_layer("final")[0]
         for end, size in drafter.prefixes(batch, 0)[row]:
             for j, state in enumerate(states(tokens[: end + 1], size)):
                 answer = end + 2 + j
@@ -130,7 +130,7 @@ def test_loss_is_that_of_every_prefix_alone(shallow: Target, kind: str) -> None:
 def watched(drafter: GatedLora) -> list[tuple[list[int], Tensor]]:
     """Of every round that drafts, the first text with its root, and the states [K, D] of the masks."""
     rounds: list[tuple[list[int], Tensor]] = []
-    rollout = drafter.rollout
+    rollout = drafter.make_rollout
 
     def keep(context: Context, states: Tensor) -> Any:
         length = int(context.cache.lengths[0])
@@ -138,7 +138,7 @@ def watched(drafter: GatedLora) -> list[tuple[list[int], Tensor]]:
             rounds.append((context.tokens[0, : length + 1].tolist(), states[0]))
         return rollout(context, states)
 
-    drafter.rollout = keep  # type: ignore[method-assign]
+    drafter.make_rollout = keep  # type: ignore[method-assign]
     return rounds
 
 
@@ -180,8 +180,8 @@ def test_captured_rounds_are_the_loops(shallow: Target, kind: str, strategy: str
     """The engine that never asks the device emits the same tokens in the same rounds."""
     drafter, builder = make(shallow, kind, strategy=strategy), BUILDERS["static"]
     plain = decode(shallow, PROMPTS, Greedy(), LIMIT, drafter, builder, ignore_eos=True)
-    found = Captured(shallow, Greedy(), drafter, builder).decode(PROMPTS, LIMIT, ignore_eos=True)
-    assert [(one.output, one.accepted) for one in found] == [(one.output, one.accepted) for one in plain]
+    found = CapturedRunner(shallow, Greedy(), drafter, builder).decode(PROMPTS, LIMIT, ignore_eos=True)
+    assert [(one.output, one.round_lengths) for one in found] == [(one.output, one.round_lengths) for one in plain]
 
 
 @torch.no_grad()
@@ -191,16 +191,16 @@ def test_the_text_does_not_feel_its_masks(shallow: Target, kind: str) -> None:
     drafter, builder, found = make(shallow, kind), BUILDERS["static"], []
     context = begun(shallow, PROMPTS, drafter, builder)
     tree = proposed(drafter, context, builder)
-    nodes = int(tree.emitted[0].sum())
+    nodes = int(tree.can_emit[0].sum())
     assert nodes < tree.tokens.shape[1]
     for _ in range(2):
         seen = drafter.verify(context, tree)
         assert seen.logits is not None and drafter.states is not None
         found.append((seen.logits[:, :nodes], drafter.states))
-        context.cache.forget()
+        context.cache.roll_back()
         for parameter in drafter.parameters():
             parameter.mul_(0.5)
-    bare = TokenTree(*(part[:, :nodes] for part in (tree.tokens, tree.parents, tree.valid, tree.emitted)))
+    bare = TokenTree(*(part[:, :nodes] for part in (tree.tokens, tree.parents, tree.valid, tree.can_emit)))
     plain = shallow.verify(bare, context.cache).logits
     assert torch.equal(found[0][0], found[1][0]) and not torch.allclose(found[0][1], found[1][1], atol=1e-2)
     torch.testing.assert_close(found[0][0], plain, rtol=1e-4, atol=1e-4)
@@ -217,7 +217,7 @@ def test_one_chain_is_the_plain_masks(shallow: Target) -> None:
     torch.testing.assert_close(losses[0].total, losses[1].total, rtol=1e-4, atol=1e-4)
     assert torch.equal(losses[0].counts, losses[1].counts) and torch.equal(losses[0].hits, losses[1].hits)
     found = [decode(shallow, PROMPTS, Greedy(), LIMIT, drafter, Chain(3), ignore_eos=True) for drafter in (one, two)]
-    assert [answer.accepted for answer in found[0]] == [answer.accepted for answer in found[1]]
+    assert [answer.round_lengths for answer in found[0]] == [answer.round_lengths for answer in found[1]]
 
 
 def test_masks_stand_where_a_round_is_likeliest_to_end() -> None:
@@ -227,11 +227,11 @@ def test_masks_stand_where_a_round_is_likeliest_to_end() -> None:
         torch.arange(5)[None], torch.tensor([[-1, 0, 1, 1, 0]]), torch.tensor([[True, True, True, True, False]]),
         torch.ones(1, 5, dtype=torch.bool), scores=scores,
     )  # fmt: skip
-    torch.testing.assert_close(ends(tree), torch.tensor([[0.1, 0.1, 0.5, 0.3, -1.0]]))
+    torch.testing.assert_close(end_probabilities(tree), torch.tensor([[0.1, 0.1, 0.5, 0.3, -1.0]]))
 
 
 def test_chains_do_not_see_each_other() -> None:
-    seen = side_by_side(2, 2, 1, torch.device("cpu")).long().tolist()
+    seen = parallel_chains_mask(2, 2, 1, torch.device("cpu")).long().tolist()
     assert seen == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 0, 0, 1, 0], [1, 0, 0, 1, 1]]
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from spectrain.drafters.base import TrainingState
-from spectrain.drafters.shared.layers import llama_config
-from spectrain.drafters.transformer_heads import TransformerHeads
+from spectrain.drafters.layers.layers import llama_config
+from spectrain.experimental.transformer_heads.drafter import TransformerHeads
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
 from tests.decoding.rounds import begun, proposed
@@ -28,7 +28,7 @@ def reference(drafter: TransformerHeads, target: Target, tokens: Tensor) -> Tens
     """[K, B, T, V] what every head says everywhere: log softmax of W f_k over the target's states, by transformers' layer."""
     config = llama_config(target)
     config._attn_implementation = "eager"
-    final, length = target.features(tokens, ("final",)).at("final"), tokens.shape[1]
+    final, length = target.features(tokens, ("final",)).at_layer("final"), tokens.shape[1]
     places = torch.arange(length)[None]
     rope, hidden_from = LlamaRotaryEmbedding(config)(final, places), torch.full((length, length), float("-inf")).triu(1)
     said = []
@@ -65,7 +65,7 @@ def test_the_loss_is_the_sum_over_heads(shallow: Target, loss: Any) -> None:
     mask = torch.rand(tokens.shape) < 0.6
     features = shallow.features(tokens, ("final",))
     said, wanted = reference(drafter, shallow, tokens), torch.zeros(())
-    p = shallow.head.logits(features.at("final"))[..., drafter.draft_ids].softmax(-1)
+    p = shallow.head.logits(features.at_layer("final"))[..., drafter.draft_ids].softmax(-1)
     for k in range(HEADS):
         shift = k + 2
         log_q, right = said[k, :, :-shift], mask[:, shift:]
@@ -88,7 +88,7 @@ def test_every_head_starts_as_the_targets_own(shallow: Target) -> None:
     drafter.prepare(shallow, torch.arange(shallow.head.vocab_size))
     probe = Probe(([[20]], [[0]]), ([[20]], [[1]]))
     context = begun(shallow, [[5, 6, 7, 8]], drafter, probe)
-    wanted = shallow.head.logits(context.fresh.at("final")[:, -1])[:, drafter.draft_ids].log_softmax(-1)
+    wanted = shallow.head.logits(context.fresh.at_layer("final")[:, -1])[:, drafter.draft_ids].log_softmax(-1)
     with torch.no_grad():
         proposed(drafter, context, probe)
     said = torch.cat(probe.said, dim=1)

@@ -19,19 +19,20 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.generation.candidate_generator import AssistedCandidateGeneratorDifferentTokenizers as TheirUniversal
 
-from spectrain.data.readers import Embedded
-from spectrain.decoding.acceptance import Block, Greedy, Match, Recursive, SpeculativeSampling, Traversal, VerifiedTree
-from spectrain.decoding.acceptance.walking import Walking
+from spectrain.data.readers import EmbeddedReader
+from spectrain.decoding.acceptance import Greedy, Match
+from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling, Traversal
+from spectrain.decoding.acceptance.sequential import SequentialRule, VerifiedTree
 from spectrain.decoding.loop import decode
-from spectrain.decoding.session import check
-from spectrain.drafters.shared.spelling import Retokenised
-from spectrain.drafters.shared.warping import carried, uncommon, warped
-from spectrain.drafters.universal import Path as DraftedPath
-from spectrain.drafters.universal import Universal, drafted_paths
+from spectrain.decoding.session import check_compatibility
 from spectrain.errors import UserError
+from spectrain.experimental.cross_vocabulary.drafter import Path as DraftedPath
+from spectrain.experimental.cross_vocabulary.drafter import Universal, drafted_paths
+from spectrain.experimental.cross_vocabulary.spelling import RetokenizedText
+from spectrain.experimental.cross_vocabulary.warping import align_tokens, carry_probabilities, uncovered_bytes
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
-from spectrain.models.plain import generate, plain_model
+from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from spectrain.trees import Chain, DySpec, Eagle2, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
@@ -53,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def speakers(shallow: Target, folder: Path) -> dict[str, str]:
     """Directories of small models: random ones with other tokenizers, and the target's own network with its ids shuffled."""
-    texts = [message["content"] for messages in Embedded(limit=15).conversations() for message in messages]
+    texts = [message["content"] for messages in EmbeddedReader(limit=15).load_conversations() for message in messages]
     torch.manual_seed(3)
     return {
         "bytes": random_model(byte_level(700, texts, ("<|end|>", "<|im_end|>")), folder / "bytes"),
@@ -106,9 +107,9 @@ def test_shared_tokens_are_drafted_by_what_the_small_model_says(
     assert all(tokens <= {0} for tokens in unshared)  # rows that are shorter than others are padded with that
     real = [one for one, padding in zip(seen, unshared) if not padding]
     for text, drafted, log_q in real[:: max(1, len(real) // 40)]:
-        whole = Retokenised(drafter.mine, drafter.theirs, drafter.special)
-        whole.read(text)
-        tokens = whole.tokens(10**6) + [shared[token] for token in drafted]
+        whole = RetokenizedText(drafter.mine, drafter.theirs, drafter.special)
+        whole.append_tokens(text)
+        tokens = whole.encode_text(10**6) + [shared[token] for token in drafted]
         logits = drafter.model.run(torch.tensor([tokens]), ForwardPlan(logits=True)).logits
         assert logits is not None
         q = logits[0, -1].double().softmax(-1)[drafter.shared_mine]
@@ -121,7 +122,7 @@ def test_the_target_itself_with_other_ids_keeps_nearly_all(shallow: Target, spea
     """The target's own network under shuffled ids drafts what the target says, wherever its text is encoded as it wrote it."""
     drafter = Universal(shallow, speakers["shuffled"], match).eval()
     found = decode(shallow, prompts_of(shallow, 2), Greedy(), 24, drafter, Chain(3), ignore_eos=True)
-    rounds = [length for one in found for length in one.whole_rounds]
+    rounds = [length for one in found for length in one.complete_round_lengths]
     assert sum(rounds) > 0.9 * 4 * len(rounds)
 
 
@@ -160,7 +161,7 @@ def test_texts_that_grow_past_the_cache_are_read_again(shallow: Target, speakers
         decode(shallow, prompt, Greedy(), LIMIT, kind(shallow, speakers["shuffled"]).eval(), Chain(3), ignore_eos=True)[0]
         for kind in (Universal, Noting)
     ]
-    assert found[0].accepted == found[1].accepted and len(sizes) > 1
+    assert found[0].round_lengths == found[1].round_lengths and len(sizes) > 1
 
 
 def test_drafts_go_by_the_drafters_own_tokens(shallow: Target, speakers: dict[str, str]) -> None:
@@ -179,7 +180,7 @@ def test_drafts_go_by_the_drafters_own_tokens(shallow: Target, speakers: dict[st
 
 def path(drafter: Universal, text: str, extra: tuple[int, ...] = ()) -> DraftedPath:
     """A draft that spells a text, all of whose tokens are sure but for the last, and special tokens behind it."""
-    tokens = [*drafter.mine.encode(text.encode()), *extra]
+    tokens = [*drafter.mine.encode_bytes(text.encode()), *extra]
     return DraftedPath(tokens, [0.5] * len(tokens), 1.0)
 
 
@@ -190,8 +191,8 @@ def teller(shallow: Target, speakers: dict[str, str]) -> Universal:
 
 def test_a_draft_is_encoded_as_the_target_does(shallow: Target, teller: Universal) -> None:
     """Behind a text, a drafted text becomes the tokens that the target's tokenizer has for both, if it has a border there."""
-    text = Retokenised(teller.mine, teller.theirs, teller.special)
-    text.read(shallow.tokenizer("The bees", add_special_tokens=False)["input_ids"])
+    text = RetokenizedText(teller.mine, teller.theirs, teller.special)
+    text.append_tokens(shallow.tokenizer("The bees", add_special_tokens=False)["input_ids"])
     whole = shallow.tokenizer("The bees find honey, 24", add_special_tokens=False)["input_ids"]
     found, chances = teller._in_target_tokens(text, path(teller, " find honey, 24"))
     assert found == whole[text.num_read :]
@@ -201,24 +202,26 @@ def test_a_draft_is_encoded_as_the_target_does(shallow: Target, teller: Universa
 def test_what_is_not_complete_is_not_drafted(shallow: Target, teller: Universal) -> None:
     """The beginning of a character at a draft's end is left out; a special token that both have is drafted, and one that the
     target lacks ends the draft before it."""
-    text = Retokenised(teller.mine, teller.theirs, teller.special)
-    text.read(prompts_of(shallow, 1)[0])
-    euro = teller.mine.encode("\u20ac".encode())
+    text = RetokenizedText(teller.mine, teller.theirs, teller.special)
+    text.append_tokens(prompts_of(shallow, 1)[0])
+    euro = teller.mine.encode_bytes("\u20ac".encode())
     assert len(euro) == 3  # a token a byte
-    tokens = [*teller.mine.encode(b" a"), *euro[:2]]
+    tokens = [*teller.mine.encode_bytes(b" a"), *euro[:2]]
     found, _ = teller._in_target_tokens(text, DraftedPath(tokens, [0.5] * len(tokens), 1.0))
-    assert teller.theirs.spell(found) == b" a"
-    end, stop = next(token for token, name in teller.mine.special.items() if name == "<|im_end|>"), teller.mine.end
+    assert teller.theirs.decode_bytes(found) == b" a"
+    end, stop = next(token for token, name in teller.mine.special_tokens.items() if name == "<|im_end|>"), teller.mine.eos_token
     assert stop is not None and stop != end
     found, _ = teller._in_target_tokens(text, path(teller, " a", (end, *euro)))
-    assert found[-1] == shallow.tokenizer.eos_token_id and teller.theirs.spell(found) == b" a"
+    assert found[-1] == shallow.tokenizer.eos_token_id and teller.theirs.decode_bytes(found) == b" a"
     found, _ = teller._in_target_tokens(text, path(teller, " a", (stop, *euro)))
-    assert found == teller.theirs.encode(b" a")
+    assert found == teller.theirs.encode_bytes(b" a")
 
 
 def test_paths_share_what_their_tree_weighs() -> None:
     """Of a tree every node's path, weighing what goes no further; of a chain its leaf. Chances of a path make its score."""
-    tree = TokenTree.of(torch.tensor([[9, 5, 6, 7, 0]]), torch.tensor([[-1, 0, 0, 1, 0]]), torch.tensor([[True] * 4 + [False]]))
+    tree = TokenTree.from_parents(
+        torch.tensor([[9, 5, 6, 7, 0]]), torch.tensor([[-1, 0, 0, 1, 0]]), torch.tensor([[True] * 4 + [False]])
+    )
     tree = replace(tree, scores=torch.tensor([[1.0, 0.5, 0.25, 0.125, 1.0]]).log())
     (found,) = drafted_paths(tree, leaves_alone=False)
     assert [one.tokens for one in found] == [[5], [6], [5, 7]]
@@ -249,12 +252,12 @@ def restricted(q: Model, share: dict[int, int]) -> Model:
 @pytest.mark.parametrize(
     ("rule", "name"),
     [
-        *((rule, "1-1") for rule in (SpeculativeSampling(), Recursive(), Block(), Traversal())),
-        *((rule, name) for rule in (Recursive(), Traversal()) for name in ("2", "2-1", "1-2")),
+        *((rule, "1-1") for rule in (SpeculativeSampling(), RecursiveRejection(), Block(), Traversal())),
+        *((rule, name) for rule in (RecursiveRejection(), Traversal()) for name in ("2", "2-1", "1-2")),
     ],
     ids=lambda value: getattr(value, "name", value),
 )
-def test_shared_tokens_are_lossless(rule: Walking, name: str, share: dict[int, int]) -> None:
+def test_shared_tokens_are_lossless(rule: SequentialRule, name: str, share: dict[int, int]) -> None:
     """Drawing from q over the shared tokens alone, in chains and trees, leaves the target's joint distribution exact."""
     length = max(map(len, SHAPES[name])) + 1
     for seed in range(3):
@@ -277,12 +280,12 @@ def test_what_is_carried_over_must_not_be_weighed() -> None:
     for letters in itertools.product(range(2), repeat=2):
         chance = q[letters[0]] * q[letters[1]]
         tokens = [2] if letters == (0, 1) else list(letters)
-        pairs = warped(uncommon([1, 1], [len(pieces[token]) for token in tokens]))
-        over = carried([float(q[letter]) for letter in letters], pairs, len(tokens))
+        pairs = align_tokens(uncovered_bytes([1, 1], [len(pieces[token]) for token in tokens]))
+        over = carry_probabilities([float(q[letter]) for letter in letters], pairs, len(tokens))
         said = q + 0
         said[tokens[0]] = Fraction(over[0])  # TokenTiming's q at the place of the first token
         tree = VerifiedTree([0, tokens[0]], [[1], []], lambda node: p, lambda node, said=said: said)
-        for share, (kept, bonus) in every(lambda dice, tree=tree: SpeculativeSampling().judge(tree, dice)):
+        for share, (kept, bonus) in every(lambda dice, tree=tree: SpeculativeSampling().select_path(tree, dice)):
             weighed[(tree.tokens[1] if len(kept) > 1 else bonus,)] += chance * share
         for token, share in enumerate(p):  # the target's own draw, whatever was drafted
             matched[(token,)] += chance * share
@@ -291,14 +294,16 @@ def test_what_is_carried_over_must_not_be_weighed() -> None:
     assert max(abs(float(weighed[token] - truth[token])) for token in truth) > 0.02
 
 
-@pytest.mark.parametrize("rule", [SpeculativeSampling(), Recursive(), Block(), Traversal()], ids=lambda rule: rule.name)
-def test_rules_that_weigh_refuse_matched_texts(shallow: Target, speakers: dict[str, str], rule: Walking) -> None:
+@pytest.mark.parametrize(
+    "rule", [SpeculativeSampling(), RecursiveRejection(), Block(), Traversal()], ids=lambda rule: rule.name
+)
+def test_rules_that_weigh_refuse_matched_texts(shallow: Target, speakers: dict[str, str], rule: SequentialRule) -> None:
     """Only shared tokens are drawn from a q that is known."""
     drawn_chain = Chain(3, "sampled")
-    check(Universal(shallow, speakers["bytes"]), drawn_chain, rule)
+    check_compatibility(Universal(shallow, speakers["bytes"]), drawn_chain, rule)
     for match in ("text", "timewarp"):
         with pytest.raises(UserError, match=f"acceptance={rule.name}: it weighs p against the q"):
-            check(Universal(shallow, speakers["bytes"], match), drawn_chain, rule)  # type: ignore[arg-type]
+            check_compatibility(Universal(shallow, speakers["bytes"], match), drawn_chain, rule)  # type: ignore[arg-type]
 
 
 # Settings
@@ -341,12 +346,12 @@ def test_as_much_is_kept_as_of_transformers_drafts(smollm2: Target, tiny: Target
     drafter, theirs, ours = Universal(smollm2, "tiny", "text", tokens=depth).eval(), list[int](), list[int]()
     prompts = [smollm2.tokenizer(text, add_special_tokens=False)["input_ids"] for text in QUESTIONS[:2]]
     for prompt in prompts:
-        with plain_model(smollm2) as model:
+        with reference_model(smollm2) as model:
             expected = generate(model, prompt, limit, frozenset())
             kept.clear()
             assert generate(model, prompt, limit, frozenset(), **how) == expected
         theirs += kept[1:-1]
         (found,) = decode(smollm2, [prompt], Greedy(), limit, drafter, Chain(2 * depth), ignore_eos=True)
         assert found.output == expected
-        ours += found.whole_rounds
+        ours += found.complete_round_lengths
     assert sum(ours) / len(ours) >= 0.98 * sum(theirs) / len(theirs)

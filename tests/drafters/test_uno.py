@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from scipy.stats import chisquare
 from torch import Tensor, nn
 
-from spectrain.decoding.acceptance import Greedy, Match, Recursive, SpeculativeSampling
-from spectrain.decoding.captured import Captured
+from spectrain.decoding.acceptance import Greedy, Match
+from spectrain.decoding.acceptance.rejection import RecursiveRejection, SpeculativeSampling
+from spectrain.decoding.captured import CapturedRunner
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState, has_weights
 from spectrain.drafters.context import Context
@@ -20,7 +21,7 @@ from spectrain.drafters.gated_lora import GatedLora
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.forward_plan import ForwardPlan
-from spectrain.models.plain import plain_model
+from spectrain.models.reference_model import reference_model
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
@@ -69,7 +70,7 @@ class GatedLinear(nn.Module):
 @contextmanager
 def doubled(target: Target, drafter: GatedLora, clean: int) -> Iterator[Any]:
     """transformers' own model with LoRA on the rows from `clean` on."""
-    with plain_model(target) as model:
+    with reference_model(target) as model:
         linears = {name: model.get_submodule(name) for name in drafter.names}
         for (name, linear), factors in zip(linears.items(), drafter.factors):
             model.set_submodule(name, GatedLinear(linear, factors, drafter.alpha / drafter.rank, clean))
@@ -108,9 +109,9 @@ def test_loss_is_that_of_the_papers_doubled_forward(shallow: Target, progress: f
     drafter, batch = make(shallow), conversation(21)
     state = TrainingState(step=5, progress=progress)
     blocks = drafter.blocks(batch, state)
-    assert int(blocks.numbers.max()) == block - 1
+    assert int(blocks.mask_index.max()) == block - 1
     noise = torch.zeros(21, dtype=torch.int64)
-    for column in reversed((blocks.numbers[0] >= 0).nonzero()[:, 0].tolist()):  # past the end a block repeats the last place
+    for column in reversed((blocks.mask_index[0] >= 0).nonzero()[:, 0].tolist()):  # past the end a block repeats the last place
         noise[blocks.positions[0, column]] = blocks.tokens[0, column]
     wanted = papers_loss(shallow, drafter, batch.tokens[0], noise, batch.loss_mask[0], block)
     losses = drafter.loss(batch, shallow, state)
@@ -165,16 +166,16 @@ class Seen:
 
     def __init__(self, drafter: GatedLora) -> None:
         self.rounds: list[tuple[list[int], Tensor]] = []
-        ahead = drafter.ahead
+        ahead = drafter.run_root_and_masks
 
         def watched(context: Context) -> Tensor:
             length = int(context.cache.lengths[0])
             states = ahead(context)
-            assert context.cache.pending == 0 and int(context.cache.lengths[0]) == length
+            assert context.cache.uncommitted == 0 and int(context.cache.lengths[0]) == length
             self.rounds.append((context.tokens[0, : length + 1].tolist(), states[0]))
             return states
 
-        drafter.ahead = watched  # type: ignore[method-assign]
+        drafter.run_root_and_masks = watched  # type: ignore[method-assign]
 
 
 @pytest.mark.sweep(3)
@@ -194,8 +195,8 @@ def test_drafted_equals_greedy(shallow: Target, builder: TreeBuilder, noise: str
 def test_every_round_keeps_two_tokens_and_more(shallow: Target, builder: TreeBuilder) -> None:
     """The first draft is the target's own next token, so it is always kept, and the bonus comes with it: 2 + accepted."""
     for one in decode(shallow, PROMPTS, Greedy(), LIMIT, make(shallow), builder, ignore_eos=True):
-        assert all(kept >= 2 for kept, last in zip(one.accepted, range(len(one.accepted), 0, -1)) if last > 1)
-        assert sum(one.accepted[:-1]) >= 2 * (len(one.accepted) - 1)
+        assert all(kept >= 2 for kept, last in zip(one.round_lengths, range(len(one.round_lengths), 0, -1)) if last > 1)
+        assert sum(one.round_lengths[:-1]) >= 2 * (len(one.round_lengths) - 1)
 
 
 @torch.no_grad()
@@ -208,7 +209,7 @@ def test_proposals_are_those_of_the_two_copies(shallow: Target) -> None:
     for text, states in seen.rounds:
         places = len(text) + torch.arange(4)[None]
         context: Any = type("Ids", (), {"sequence_ids": torch.zeros(1, dtype=torch.int64)})
-        noise = drafter.noise_at(context, places)[0]
+        noise = drafter.random_tokens(context, places)[0]
         with doubled(shallow, drafter, len(text)) as model:
             wanted = model.get_decoder()(torch.cat([torch.tensor(text), noise])[None]).last_hidden_state[0]
         torch.testing.assert_close(states, wanted[len(text) - 1 :], rtol=1e-3, atol=1e-3)
@@ -219,13 +220,13 @@ def test_the_adapter_leaves_the_target_bit_by_bit(shallow: Target) -> None:
     seen: dict[str, list[Tensor]] = {}
     for name, size in (("on", 0.4), ("off", 0.0)):
         drafter = make(shallow, size)
-        tree = TokenTree.chain(torch.tensor([[8, 900, 77]]))
+        tree = TokenTree.from_chain(torch.tensor([[8, 900, 77]]))
         cache = shallow.new_cache(1, 32)
         shallow.prefill(torch.tensor([PROMPTS[0]]), torch.tensor([5]), cache, ())
         context: Any = type("Round", (), {"cache": cache, "builder": Chain(5), "root": torch.tensor([8]), "target": shallow,
                                           "sequence_ids": torch.tensor([0])})  # fmt: skip
         with torch.no_grad():
-            states = drafter.ahead(context)
+            states = drafter.run_root_and_masks(context)
             verified = shallow.verify(tree, cache, ("final",))
         assert verified.logits is not None
         seen[name] = [states[:, 0], verified.hidden, verified.logits, states[:, 1:]]
@@ -247,7 +248,7 @@ def test_drafted_equals_matched_sampling(shallow: Target, builder: TreeBuilder, 
 
 RULES: dict[str, tuple[TreeBuilder, Any]] = {
     "chain": (Chain(3, "sampled", 1.3), SpeculativeSampling),
-    "tree": (Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0]], children="without_replacement"), Recursive),
+    "tree": (Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0]], children="without_replacement"), RecursiveRejection),
 }
 
 
@@ -297,8 +298,8 @@ def test_captured_rounds_are_the_loops(shallow: Target, builder: TreeBuilder, op
     """The engine that never asks the device emits the same tokens in the same rounds."""
     drafter = make(shallow, **options)
     plain = decode(shallow, PROMPTS, Greedy(), LIMIT, drafter, builder, ignore_eos=True)
-    found = Captured(shallow, Greedy(), drafter, builder).decode(PROMPTS, LIMIT, ignore_eos=True)
-    assert [(one.output, one.accepted) for one in found] == [(one.output, one.accepted) for one in plain]
+    found = CapturedRunner(shallow, Greedy(), drafter, builder).decode(PROMPTS, LIMIT, ignore_eos=True)
+    assert [(one.output, one.round_lengths) for one in found] == [(one.output, one.round_lengths) for one in plain]
 
 
 # Nothing trained, and embeddings alone
@@ -330,7 +331,7 @@ def test_probed_states_are_those_of_a_plain_forward(shallow: Target) -> None:
     decode(shallow, PROMPTS[2:], Greedy(), LIMIT, drafter, Chain(5), ignore_eos=True)
     mean = shallow.head.embedding.weight[PROMPTS[2]].mean(0)
     for text, states in seen.rounds:
-        with plain_model(shallow) as model:
+        with reference_model(shallow) as model:
             embedded = torch.cat([model.get_input_embeddings()(torch.tensor(text)), mean.expand(4, -1)])
             wanted = model.get_decoder()(inputs_embeds=embedded[None]).last_hidden_state[0]
         torch.testing.assert_close(states, wanted[len(text) - 1 :], rtol=1e-3, atol=1e-3)

@@ -7,12 +7,12 @@ from torch import Tensor, nn
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import TrainingState
+from spectrain.drafters.layers.losses import ACCEPTANCE_LOSSES, DIVERGENCES
+from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.drafters.medusa import Medusa
-from spectrain.drafters.shared.losses import DIVERGENCES, UNNORMALISED
-from spectrain.drafters.shared.vocabulary import Supervision
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
-from spectrain.features.live import Live
+from spectrain.features.live_source import LiveSource
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 
@@ -37,7 +37,7 @@ def make(tiny: Target, loss: str) -> Medusa:
 
 def taught(tiny: Target, loss: str) -> tuple[Medusa, Supervision, Batch]:
     drafter = make(tiny, loss)
-    batch = Live().batch(BatchRequest(examples()[[0, 1, 2]], tiny, drafter.layers))
+    batch = LiveSource().make_batch(BatchRequest(examples()[[0, 1, 2]], tiny, drafter.layers))
     return drafter, Supervision(drafter, batch), batch
 
 
@@ -45,7 +45,7 @@ def judge(supervision: Supervision, step: int, log_q: Tensor) -> tuple[Tensor, i
     """Loss, hits and count of log q [R, V], which are the states here: the output layer changes nothing."""
     same = nn.Linear(log_q.shape[1], log_q.shape[1], bias=False).requires_grad_(False)
     same.weight.copy_(torch.eye(log_q.shape[1]))
-    loss, right = supervision.judge(log_q, same, supervision.answers(step))
+    loss, right = supervision.judge_states(log_q, same, supervision.label_index(step))
     return loss, int(right.sum()), len(right)
 
 
@@ -71,8 +71,8 @@ def right(tiny: Target, loss: str, batch: Batch, step: int) -> tuple[list[int], 
 def test_supervised_indices_and_answers(tiny: Target, loss: str, step: int) -> None:
     """Index t is judged where token t + 2 + step is the assistant's, by the data's token or by the target's likeliest one."""
     _, supervision, batch = taught(tiny, loss)
-    assert [tuple(place) for place in supervision.rows(step).nonzero().tolist()] == places(batch, step)
-    assert supervision.best[supervision.answers(step)].tolist() == right(tiny, loss, batch, step)[0]
+    assert [tuple(place) for place in supervision.is_supervised(step).nonzero().tolist()] == places(batch, step)
+    assert supervision.labels[supervision.label_index(step)].tolist() == right(tiny, loss, batch, step)[0]
     assert (supervision.target_log_probs is None) == (loss == "cross_entropy")
 
 
@@ -94,8 +94,8 @@ def test_judge_equals_brute_force(tiny: Target, loss: str, step: int) -> None:
         if loss == "cross_entropy":
             total -= float(log_q[row, ids.index(token)]) if token in ids else 0.0
             continue
-        log_p = before[row].log_softmax(-1)[ids] if loss in UNNORMALISED else before[row, ids].log_softmax(-1)
-        if token in ids or loss in UNNORMALISED:
+        log_p = before[row].log_softmax(-1)[ids] if loss in ACCEPTANCE_LOSSES else before[row, ids].log_softmax(-1)
+        if token in ids or loss in ACCEPTANCE_LOSSES:
             total += float(DIVERGENCES[loss](log_p, log_q[row]))
     assert {token in ids for token in tokens} == {True, False} and 0 < hits < len(tokens)
     found, found_hits, count = judge(supervision, step, log_q)
@@ -111,7 +111,7 @@ def test_what_cannot_be_drafted_carries_no_loss(tiny: Target, loss: str) -> None
     scores = torch.randn(len(inside), len(drafter.draft_ids), requires_grad=True)
     judge(supervision, 1, scores.log_softmax(-1))[0].backward()
     assert scores.grad is not None
-    assert torch.equal(scores.grad.abs().amax(-1) > 0, torch.ones_like(inside) if loss in UNNORMALISED else inside)
+    assert torch.equal(scores.grad.abs().amax(-1) > 0, torch.ones_like(inside) if loss in ACCEPTANCE_LOSSES else inside)
     assert inside.any() and not inside.all()
 
 
@@ -119,7 +119,9 @@ def test_a_token_beyond_the_last_draft_id_is_a_miss(tiny: Target) -> None:
     """The data's largest tokens, above every draft id, cost nothing and are never hit."""
     drafter = Medusa(tiny, vocab_size=8, loss="cross_entropy")
     tokens = torch.full((1, 6), 2000)
-    batch = Live().batch(BatchRequest(Dataset([Example(tokens[0].tolist(), [True] * 6)], 1, 0, 0)[[0]], tiny, drafter.layers))
+    batch = LiveSource().make_batch(
+        BatchRequest(Dataset([Example(tokens[0].tolist(), [True] * 6)], 1, 0, 0)[[0]], tiny, drafter.layers)
+    )
     loss, hits, count = judge(Supervision(drafter, batch), 0, torch.randn(4, 8).log_softmax(-1))
     assert (float(loss), hits, count) == (0.0, 0, 4)
 
@@ -131,7 +133,9 @@ def test_sequences_shorter_than_the_heads_reach(tiny: Target, loss: str, length:
     drafter = Medusa(tiny, num_heads=5, vocab_size=64, loss=loss)  # type: ignore[arg-type]
     drafter.prepare(tiny, torch.arange(tiny.head.vocab_size))
     tokens = torch.randint(3, 2000, (length,)).tolist()
-    batch = Live().batch(BatchRequest(Dataset([Example(tokens, [True] * length)], 1, 0, 0)[[0]], tiny, drafter.layers))
+    batch = LiveSource().make_batch(
+        BatchRequest(Dataset([Example(tokens, [True] * length)], 1, 0, 0)[[0]], tiny, drafter.layers)
+    )
     losses = drafter.loss(batch, tiny, TrainingState())
     assert losses.counts.tolist() == [max(0, length - 2 - step) for step in range(5)]
     assert torch.isfinite(losses.total)

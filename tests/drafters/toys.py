@@ -8,13 +8,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from spectrain.drafters.base import Drafter, Losses, Stage, TrainingState
 from spectrain.drafters.context import Context
 from spectrain.features.batch import Batch
-from spectrain.models.attention import ATTENTION
+from spectrain.models.attention import ATTENTION_NAME
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
 from spectrain.trees import Rollout
 from spectrain.trees.base import Draft
-from spectrain.trees.token_tree import Accepted
+from spectrain.trees.token_tree import AcceptedPath
 
 
 def cross_entropy(logits: Tensor, batch: Batch, shift: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,14 +37,14 @@ class FrozenHeads(Drafter):
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         assert batch.features is not None
-        state = batch.features.at("final")
+        state = batch.features.at_layer("final")
         parts = [cross_entropy(target.head.logits(state + F.silu(m(state))), batch, 2 + k) for k, m in enumerate(self.mix)]
         losses, hits, counts = (torch.stack(part) for part in zip(*parts))
         return Losses({f"head{k}": loss for k, loss in enumerate(losses)}, hits.detach(), counts)
 
     def draft(self, context: Context) -> Draft:
         last = (context.counts - 1).clamp(min=0)[:, None]
-        state = context.fresh.gather(last).at("final")
+        state = context.fresh.gather(last).at_layer("final")
         return Draft(_Heads(self, state))
 
 
@@ -75,7 +75,7 @@ class Independent(Drafter):
             vocab_size=target.head.vocab_size, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2,
             num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=target.max_length,
         )  # fmt: skip
-        config._attn_implementation = ATTENTION
+        config._attn_implementation = ATTENTION_NAME
         self.model = Target(LlamaForCausalLM(config), target.tokenizer, "independent", "")
         self.cache: TreeCache | None = None
 
@@ -91,7 +91,7 @@ class Independent(Drafter):
 
     def draft(self, context: Context) -> Draft:
         if context.round == 0 or self.cache is None:
-            self.cache = self.model.new_cache(len(context.counts), context.cache.max_length + 1 + context.builder.drafted)
+            self.cache = self.model.new_cache(len(context.counts), context.cache.max_length + 1 + context.builder.max_drafted)
         behind = context.cache.lengths - self.cache.lengths  # committed tokens that this model has not run yet
         width = int(behind.max())
         index = (self.cache.lengths[:, None] + torch.arange(width)).clamp(max=context.tokens.shape[1] - 1)
@@ -99,9 +99,9 @@ class Independent(Drafter):
         self.cache.commit(torch.arange(width).expand(len(behind), -1), behind)
         return Draft(_Model(self.model, self.cache, context.root))
 
-    def commit(self, context: Context, accepted: Accepted) -> None:
+    def commit(self, context: Context, accepted: AcceptedPath) -> None:
         assert self.cache is not None
-        self.cache.forget()
+        self.cache.roll_back()
 
 
 class _Model(Rollout):

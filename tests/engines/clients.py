@@ -51,8 +51,8 @@ class Answers:
 
 def counted(generations: Sequence[Generation]) -> Counts:
     """Our whole rounds under vLLM's definitions: a round's tokens less the bonus, over all rounds at every position."""
-    rounds = [tokens for generation in generations for tokens in generation.whole_rounds]
-    depths = [depth for generation in generations for depth in generation.depths[: len(generation.whole_rounds)]]
+    rounds = [tokens for generation in generations for tokens in generation.complete_round_lengths]
+    depths = [depth for generation in generations for depth in generation.depths[: len(generation.complete_round_lengths)]]
     return Counts(
         len(rounds), sum(depths), [sum(tokens > position for tokens in rounds) for position in range(1, max(depths) + 1)]
     )

@@ -21,10 +21,10 @@ from transformers import LlamaConfig, Qwen3Config
 
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.eagle3 import Eagle3
+from spectrain.drafters.layers.chains import sample_chains
 from spectrain.drafters.peagle import PEagle
-from spectrain.drafters.shared.chains import sample_chains
 from spectrain.export.converter import convert, read_drafter
-from spectrain.export.measure import instantiate
+from spectrain.export.measure import load_drafter
 from spectrain.export.targets import TargetFiles
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
@@ -65,13 +65,13 @@ def logits_of_ours(drafter: Eagle3, tokens: Tensor, target: Target, monkeypatch:
     batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), target.features(tokens, drafter.layers))
     with torch.no_grad():
         drafter.loss(batch, target, TrainingState())
-        return [drafter.lm_head(drafter.read_by_head(state)) for state in states]
+        return [drafter.lm_head(drafter.head_inputs(state)) for state in states]
 
 
 def compared(model: Any, drafter: Eagle3, tiny: Target, monkeypatch: pytest.MonkeyPatch) -> float:
     """The largest difference of any logit."""
     tokens = text(tiny)
-    fused = tiny.features(tokens, drafter.fused).fused(drafter.fused)
+    fused = tiny.features(tokens, drafter.fused_layers).fuse_layers(drafter.fused_layers)
     pairs = zip(logits_of_theirs(model, tokens, fused), logits_of_ours(drafter, tokens, tiny, monkeypatch), strict=True)
     return max(float((their[: len(our)] - our).abs().max()) for their, our in pairs)
 
@@ -115,7 +115,7 @@ def test_we_read_what_the_library_trained(variant: str, tiny: Target, tmp_path: 
     model = trained_by_the_library(tiny, drafter, tmp_path, VARIANTS[variant])
     model.save_pretrained(tmp_path / "theirs")
     found = read_drafter(tmp_path / "theirs", TINY)
-    ours: Any = instantiate(replace(found, drafter={**found.drafter, "ttt_steps": STEPS}), tiny)
+    ours: Any = load_drafter(replace(found, drafter={**found.drafter, "ttt_steps": STEPS}), tiny)
     difference = compared(theirs(tmp_path / "theirs"), ours, tiny, monkeypatch)
     print(f"{variant}: {difference:.1e}")
     assert difference < 1e-4
@@ -130,18 +130,18 @@ def trained_by_the_library(tiny: Target, drafter: Eagle3, folder: Path, flags: d
     named = {"norm_before_residual": False, **{flag: on for flag, on in flags.items() if flag != "qk_norm"}}
     model: Any = Eagle3DraftModel.from_training_args(
         config, t2d=drafter.t2d, d2t=drafter.d2t, draft_vocab_size=512, ttt_steps=STEPS, verifier_name_or_path=tiny.path,
-        target_layer_ids=list(drafter.fused), draft_attn_impl="eager", **named,
+        target_layer_ids=list(drafter.fused_layers), draft_attn_impl="eager", **named,
     )  # fmt: skip
     tokens = text(tiny)
-    features = tiny.features(tokens, (*drafter.fused, tiny.num_layers))
-    last = features.at(tiny.num_layers)
+    features = tiny.features(tokens, (*drafter.fused_layers, tiny.num_layers))
+    last = features.at_layer(tiny.num_layers)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     losses = []
     for _ in range(10):
         documents = torch.zeros(1, tokens.shape[1] - 1, dtype=torch.int64)
         everywhere = torch.ones(1, tokens.shape[1] - 1, dtype=torch.bool)
         _, loss, _ = model(
-            features.fused(drafter.fused)[:, :-1], tokens[:, 1:], documents, everywhere,
+            features.fuse_layers(drafter.fused_layers)[:, :-1], tokens[:, 1:], documents, everywhere,
             verifier_last_hidden_states=last[:, 1:], ttt_steps=STEPS, loss_config=eager_loss(),
         )  # fmt: skip
         optimizer.zero_grad()
@@ -195,8 +195,8 @@ def assert_the_same_is_said(model: Any, drafter: Any, tiny: Target, monkeypatch:
         assert batch.features is not None
         documents = torch.zeros(1, len(places), dtype=torch.int64)
         model(
-            batch.features.fused(drafter.fused)[:, :-1], tokens[:, 1:], documents, loss_config=eager_loss(),
-            verifier_last_hidden_states=batch.features.at("final")[:, 1:],
+            batch.features.fuse_layers(drafter.fused)[:, :-1], tokens[:, 1:], documents, loss_config=eager_loss(),
+            verifier_last_hidden_states=batch.features.at_layer("final")[:, 1:],
         )  # fmt: skip
         states = drafter._trained_states(batch, chains, TrainingState())[0]
         ours = drafter.lm_head(drafter.norm(torch.cat([states[: len(places)], states[tokens.shape[1] :]])))
@@ -228,8 +228,8 @@ def test_we_read_the_librarys_peagle(variant: str, tiny: Target, tmp_path: Path,
     config.layer_types = ["full_attention" if window is None else "sliding_attention"] * asked["num_layers"]
     model: Any = PEagleDraftModel.from_training_args(
         config, t2d=drafter.t2d, d2t=drafter.d2t, draft_vocab_size=512, num_depths=4, verifier_name_or_path=tiny.path,
-        target_layer_ids=list(drafter.fused), mask_token_id=drafter.mask_token_id, draft_attn_impl="eager", **flags,
+        target_layer_ids=list(drafter.fused_layers), mask_token_id=drafter.mask_token_id, draft_attn_impl="eager", **flags,
     )  # fmt: skip
     model.save_pretrained(tmp_path / "theirs")
-    ours = instantiate(read_drafter(tmp_path / "theirs", TINY), tiny)
+    ours = load_drafter(read_drafter(tmp_path / "theirs", TINY), tiny)
     assert_the_same_is_said(peagle_of(tmp_path / "theirs"), ours, tiny, monkeypatch)

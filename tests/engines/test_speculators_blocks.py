@@ -22,10 +22,10 @@ from transformers import AutoConfig
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.dflash2 import DFlash2
 from spectrain.drafters.dspark import DSpark
-from spectrain.drafters.shared.anchors import Anchors
-from spectrain.drafters.shared.block_drafter import BlockDrafter
+from spectrain.drafters.layers.anchors import Anchors
+from spectrain.drafters.layers.block_drafter import BlockDrafter
 from spectrain.export.converter import convert, read_drafter
-from spectrain.export.measure import instantiate
+from spectrain.export.measure import load_drafter
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import save_drafter
@@ -93,7 +93,7 @@ def measured(model: Any, family: str, tiny: Target, fused: tuple[Any, ...], monk
     features = tiny.features(tokens, (*fused, tiny.num_layers))
     every, documents = torch.ones_like(tokens), torch.zeros_like(tokens)
     with torch.no_grad():
-        model(features.fused(fused), tokens, every, features.at(tiny.num_layers), documents, max_anchors=4)
+        model(features.fuse_layers(fused), tokens, every, features.at_layer(tiny.num_layers), documents, max_anchors=4)
     return Seen(found["places"], {name: one[0] for name, one in found.items() if isinstance(one, Tensor) and one.dim() > 1})
 
 
@@ -137,7 +137,7 @@ def test_the_library_reads_ours(case: str, tiny: Target, tmp_path: Path, monkeyp
     config = OmegaConf.create({"drafter": settings, "target": TINY.settings, "recipe_name": family})
     save_drafter(tmp_path / "ours", drafter, config)
     convert(tmp_path / "ours", tmp_path / "out", "vllm", None)
-    seen = measured(loaded(tmp_path / "out", family), family, tiny, drafter.fused, monkeypatch)
+    seen = measured(loaded(tmp_path / "out", family), family, tiny, drafter.fused_layers, monkeypatch)
     found = differences(seen, drafter, family, tiny)
     print(case, {name: f"{value:.1e}" for name, value in found.items()})
     assert max(found.values()) < 1e-4
@@ -165,7 +165,7 @@ def test_we_read_what_the_library_saves(case: str, tiny: Target, tmp_path: Path,
         if any(part in name for part in ("markov", "confidence", "selector", "conv")):
             weight.add_(0.2 * torch.randn_like(weight))
     model.float().eval().save_pretrained(tmp_path / "theirs")
-    drafter: Any = instantiate(read_drafter(tmp_path / "theirs", TINY), tiny)
+    drafter: Any = load_drafter(read_drafter(tmp_path / "theirs", TINY), tiny)
     seen = measured(loaded(tmp_path / "theirs", family), family, tiny, drafter.fused, monkeypatch)
     found = differences(seen, drafter, family, tiny)
     print(case, {name: f"{value:.1e}" for name, value in found.items()})

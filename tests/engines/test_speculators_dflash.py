@@ -19,9 +19,9 @@ from transformers import AutoConfig
 
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.dflash import DFlash
-from spectrain.drafters.shared.anchors import Anchors
+from spectrain.drafters.layers.anchors import Anchors
 from spectrain.export.converter import convert, read_drafter
-from spectrain.export.measure import instantiate
+from spectrain.export.measure import load_drafter
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import save_drafter
@@ -53,7 +53,7 @@ def compared(model: Any, drafter: Any, tiny: Target) -> float:
     every, documents = torch.ones_like(tokens), torch.zeros_like(tokens)
     with torch.no_grad():
         _, logits, _, _, places = model._backbone_forward(
-            features.fused(drafter.fused), tokens, every, features.at(tiny.num_layers), documents, max_anchors=4
+            features.fuse_layers(drafter.fused), tokens, every, features.at_layer(tiny.num_layers), documents, max_anchors=4
         )
         anchors = places[:: drafter.block_size]
         blocks = Anchors(anchors, anchors, ((len(anchors), tokens.shape[1]),))
@@ -97,11 +97,11 @@ def test_we_read_what_the_library_saves(variant: str, tiny: Target, tmp_path: Pa
     cut = {"t2d": ours.t2d, "d2t": ours.d2t} if ours.lm_head is not None else {}
     model: Any = DFlashDraftModel.from_training_args(
         AutoConfig.for_model(**config), **cut, draft_vocab_size=len(ours.d2t), verifier_name_or_path=tiny.path, block_size=5,
-        target_layer_ids=list(ours.fused), mask_token_id=ours.mask_token_id, draft_attn_impl="eager",
+        target_layer_ids=list(ours.fused_layers), mask_token_id=ours.mask_token_id, draft_attn_impl="eager",
         sliding_window_non_causal=not ours.causal,
     )  # fmt: skip
     model.float().eval().save_pretrained(tmp_path / "theirs")
-    found: Any = instantiate(read_drafter(tmp_path / "theirs", TINY), tiny)
+    found: Any = load_drafter(read_drafter(tmp_path / "theirs", TINY), tiny)
     difference = compared(theirs(tmp_path / "theirs"), found, tiny)
     print(f"{variant}: {difference:.1e}")
     assert difference < 1e-4

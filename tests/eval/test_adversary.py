@@ -8,9 +8,9 @@ import pytest
 from spectrain.decoding.acceptance import Greedy
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
-from spectrain.eval.adversary import inserted
 from spectrain.eval.prompts import read_prompts
 from spectrain.eval.report import caveats
+from spectrain.experimental.adversary.evaluation import inserted
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.trees import Chain

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from spectrain.data.chat import prompt_tokens
-from spectrain.data.datastore import Datastore, vocabulary_hash, write_store
+from spectrain.data.chat import tokenize_prompt
+from spectrain.data.datastore import Datastore, hash_vocabulary, write_store
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.drafters.early_exit import EarlyExit
@@ -31,7 +31,7 @@ def stored(shallow: Target, tmp_path: Path) -> Stored:
 
     def make(texts: list[list[int]], *asked: str) -> Datastore:
         folder = tmp_path / f"store{len(list(tmp_path.iterdir()))}"
-        write_store(folder, texts, asked, [], {"tokenizer": vocabulary_hash(shallow.tokenizer)})
+        write_store(folder, texts, asked, [], {"tokenizer": hash_vocabulary(shallow.tokenizer)})
         return Datastore(str(folder), shallow.tokenizer)
 
     return make
@@ -43,12 +43,12 @@ def scored(target: Target, folder: Path, own: Datastore | None, **options: Any) 
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in QUESTIONS))
     settings: dict[str, Any] = {"baselines": ("auto", "copies", "retrieval"), "calibration": str(file), **options}
     evaluation = Evaluation(prompts=str(file), max_new_tokens=LIMIT, oracle=False, report=False, repeats=1, **settings)
-    candidate = Candidate(target, EarlyExit(target, 1), Eagle2(3, 8, 2), Greedy(), {**SETTING}, store=lambda: own)
+    candidate = Candidate(target, EarlyExit(target, 1), Eagle2(3, 8, 2), Greedy(), {**SETTING}, open_store=lambda: own)
     return evaluation.score(candidate, folder / "out")
 
 
 def answers(target: Target) -> list[list[int]]:
-    prompts = [prompt_tokens(target.tokenizer, [{"role": "user", "content": text}]) for text in QUESTIONS]
+    prompts = [tokenize_prompt(target.tokenizer, [{"role": "user", "content": text}]) for text in QUESTIONS]
     return [one.output for one in decode(target, prompts, Greedy(), LIMIT)]
 
 

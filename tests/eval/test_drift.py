@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from spectrain.decoding.acceptance import Greedy, Typical
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.acceptance.typical import TypicalAcceptance
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
 from spectrain.drafters.ngram import Ngram
@@ -80,7 +81,7 @@ def test_target_drift_of_a_surer_target(tiny: Target) -> None:
     assert 1 <= found["trained"]["perplexity"] < found["original"]["perplexity"]
     rows = []
     for prompt, answer in answers:
-        final = tiny.features(torch.tensor([prompt + answer]), ("final",)).at("final")
+        final = tiny.features(torch.tensor([prompt + answer]), ("final",)).at_layer("final")
         rows.append(tiny.head.logits(final)[0, len(prompt) - 1 : -1])
     p, q = torch.cat(rows).softmax(-1), (2 * torch.cat(rows)).softmax(-1)
     assert found["kl"] == pytest.approx(float((p * (p / q).log()).sum(-1).mean()), abs=1e-3)
@@ -111,7 +112,7 @@ def test_rule_drift_of_typical_acceptance(tiny: Target) -> None:
     prompts = [[5, 6, 7, 8, 5, 6, 7], [40, 41, 42, 40, 41]]
     plain = [greedy(tiny, prompt) for prompt in prompts]
     sides = []
-    for rule in (Typical(top_k=1), Typical(temperature=3.0)):
+    for rule in (TypicalAcceptance(top_k=1), TypicalAcceptance(temperature=3.0)):
         drafted = decode(tiny, prompts, rule, 8, Ngram(tiny), Chain(3))
         sides.append(rule_drift(tiny, [turn(p, a, d.output) for p, a, d in zip(prompts, plain, drafted)]))
     assert sides[0]["drafted"] == sides[0]["autoregressive"] == sides[1]["autoregressive"]

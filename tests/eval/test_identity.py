@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_module
 
-from spectrain.data.chat import prompt_tokens
+from spectrain.config.check import check_config
+from spectrain.config.keys import TRAIN_KEYS
+from spectrain.data.chat import tokenize_prompt
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
@@ -16,12 +18,10 @@ from spectrain.drafters.base import Drafter
 from spectrain.eval.identity import NEAR_TIE, first_difference, logit_gap
 from spectrain.eval.prompts import read_prompts
 from spectrain.export.converter import read_drafter
-from spectrain.export.measure import instantiate
-from spectrain.models.plain import generate, plain_model
+from spectrain.export.measure import load_drafter
+from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from spectrain.runs.train import train
-from spectrain.settings.check import check_config
-from spectrain.settings.keys import TRAIN_KEYS
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 
 PROMPTS, TOKENS, TOGETHER = 60, 32, 12
@@ -31,8 +31,8 @@ BUILDERS = (Chain(4), Eagle2(4, 12, 4))
 @cache
 def asked(target: Target) -> list[tuple[list[int], list[int]]]:
     """Held-out prompts, and what transformers' generate says to them."""
-    prompts = [prompt_tokens(target.tokenizer, prompt.opening) for prompt in read_prompts(None, PROMPTS).prompts]
-    with plain_model(target) as model:
+    prompts = [tokenize_prompt(target.tokenizer, prompt.opening) for prompt in read_prompts(None, PROMPTS).prompts]
+    with reference_model(target) as model:
         return [(prompt, generate(model, prompt, TOKENS, target.stop_ids)) for prompt in prompts]
 
 
@@ -49,7 +49,7 @@ def assert_identical(target: Target, drafter: Drafter, builder: TreeBuilder) -> 
     for (prompt, wanted), found in zip(asked(target), generations, strict=True):
         position = first_difference(found.output, wanted)
         assert position is None or logit_gap(target, prompt + wanted[:position]) < NEAR_TIE, (prompt, found.output, wanted)
-    rounds = [count for generation in generations for count in generation.whole_rounds]
+    rounds = [count for generation in generations for count in generation.complete_round_lengths]
     return sum(rounds) / len(rounds)
 
 
@@ -61,6 +61,6 @@ def test_sixty_answers_are_the_targets(recipe: str, tiny: Target, tmp_path: Path
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         config: Any = compose("train", overrides=words)
     train(check_config(config, TRAIN_KEYS), [word.lstrip("+") for word in words])
-    drafter = instantiate(read_drafter(tmp_path / "drafter"), tiny)
+    drafter = load_drafter(read_drafter(tmp_path / "drafter"), tiny)
     lengths = [assert_identical(tiny, drafter, builder) for builder in BUILDERS]
     assert len(asked(tiny)) == PROMPTS and min(lengths) > 1.05, lengths

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from spectrain.data.datastore import Datastore, vocabulary_hash, write_store
+from spectrain.data.datastore import Datastore, hash_vocabulary, write_store
 from spectrain.decoding.generation import Generation
 from spectrain.errors import UserError
 from spectrain.eval.leaks import refuse_answers, refuse_prompts
@@ -18,7 +18,7 @@ def store(shallow: Target, tmp_path: Path) -> Datastore:
     answer = list(range(40, 80))
     asked = ["Why do bees dance in the hive at noon?"]
     said = [shallow.tokenizer.decode(answer[:20])]
-    write_store(tmp_path / "store", [[1, *answer]], asked, said, {"tokenizer": vocabulary_hash(shallow.tokenizer)})
+    write_store(tmp_path / "store", [[1, *answer]], asked, said, {"tokenizer": hash_vocabulary(shallow.tokenizer)})
     return Datastore(str(tmp_path / "store"), shallow.tokenizer)
 
 

@@ -19,7 +19,14 @@ def generation(
     """A generation of `output` tokens whose batch's decoding took 4 * scale seconds."""
     seconds = {part: value * scale for part, value in SECONDS.items()}
     return Generation(
-        [1], list(range(output)), accepted=accepted, depths=depths, cut=cut, done=True, seconds=seconds, batch=batch
+        [1],
+        list(range(output)),
+        round_lengths=accepted,
+        depths=depths,
+        is_cut=cut,
+        is_done=True,
+        seconds=seconds,
+        batch_size=batch,
     )
 
 
@@ -37,7 +44,7 @@ TURNS = [
 
 def test_whole_rounds_leave_out_a_cut_one() -> None:
     """A last round that EOS or the limit cut short is left out, any other is not."""
-    assert [turn.drafted.whole_rounds for turn in TURNS] == [[3, 1, 4], [2, 2], []]
+    assert [turn.drafted.complete_round_lengths for turn in TURNS] == [[3, 1, 4], [2, 2], []]
 
 
 def test_pooled_acceptance() -> None:
@@ -130,7 +137,7 @@ BATCH = [  # two rows decoded together, the second done after the first of two r
     generation([1], [3], 2),
 ]
 for row, rounds in zip(BATCH, (2, 1, 1)):
-    row.times = [{"draft": 1.0, "verify": 2.0, "accept": 0.5, "other": 0.5}] * rounds
+    row.round_seconds = [{"draft": 1.0, "verify": 2.0, "accept": 0.5, "other": 0.5}] * rounds
 
 
 def test_rows_of_a_batch_share_its_seconds() -> None:

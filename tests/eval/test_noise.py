@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.generation import PARTS, Generation, Steps, in_turn
-from spectrain.decoding.session import Choice
+from spectrain.decoding.generation import ROUND_PARTS, DecodingSteps, Generation, interleave
+from spectrain.decoding.session import EngineChoice
 from spectrain.drafters.causal import Causal
 from spectrain.eval.metrics import Turn, speedup
 from spectrain.eval.noise import Noise, is_possible, is_unsteady, judge, load_of, median_pairs, most_possible, spread
@@ -23,9 +23,10 @@ LIMIT = 12
 
 def generation(rounds: list[int], seconds: float) -> Generation:
     """Rounds that emit so many tokens each, all of them in this time."""
-    times = [dict.fromkeys(PARTS, seconds / len(rounds) / 4) for _ in rounds]
-    total = {part: sum(one[part] for one in times) for part in PARTS}
-    return Generation([1], list(range(1 + sum(rounds))), rounds, [3] * len(rounds), [4] * len(rounds), times=times, done=True,
+    times = [dict.fromkeys(ROUND_PARTS, seconds / len(rounds) / 4) for _ in rounds]
+    total = {part: sum(one[part] for one in times) for part in ROUND_PARTS}
+    return Generation([1], list(range(1 + sum(rounds))), rounds, [3] * len(rounds), [4] * len(rounds), round_seconds=times,
+        is_done=True,
                       seconds={"prefill": 9.0, **total})  # fmt: skip
 
 
@@ -143,11 +144,11 @@ def test_unsteady_times_are_measured_again(times: int) -> None:
 
 
 def rounds_of(one: Generation) -> tuple[list[int], list[int], list[int]]:
-    return one.output, one.accepted, one.depths
+    return one.output, one.round_lengths, one.depths
 
 
 @pytest.mark.parametrize("engine", ["eager", "captured"])
-def test_pairs_in_turn_are_the_runs_alone(shallow: Target, engine: Choice) -> None:
+def test_pairs_in_turn_are_the_runs_alone(shallow: Target, engine: EngineChoice) -> None:
     """Round by round in turn, an autoregressive run and a drafted one give the tokens and rounds that they give alone."""
     drafter = Causal(shallow, num_layers=2).eval()
     system = System("drafter", "", drafter, Chain(3), Greedy())
@@ -157,14 +158,14 @@ def test_pairs_in_turn_are_the_runs_alone(shallow: Target, engine: Choice) -> No
     together = decoder.in_turn(system, prompts, LIMIT, keys)
     for run, other in zip(alone, together):
         assert [rounds_of(one) for one in run] == [rounds_of(one) for one in other]
-        assert all(len(one.times) == len(one.accepted) and one.seconds["verify"] > 0 for one in other)
+        assert all(len(one.round_seconds) == len(one.round_lengths) and one.seconds["verify"] > 0 for one in other)
 
 
 def test_what_has_emitted_least_goes_on() -> None:
     """Two decodings in turn, of one token a round and of up to three: their lengths never differ by more than a round gives."""
     lengths = []
 
-    def decoding(rounds: list[int]) -> Steps:
+    def decoding(rounds: list[int]) -> DecodingSteps:
         one = Generation([1])
         mine = [one]
         lengths.append(mine)
@@ -174,7 +175,7 @@ def test_what_has_emitted_least_goes_on() -> None:
             assert abs(len(lengths[0][0].output) - len(lengths[-1][0].output)) <= 3
             yield mine
 
-    found = in_turn([decoding([1] * 9), decoding([3, 2, 3, 1])])
+    found = interleave([decoding([1] * 9), decoding([3, 2, 3, 1])])
     assert [len(run[0].output) for run in found] == [9, 9]
 
 
@@ -194,19 +195,19 @@ def test_a_slow_spell_slows_both(first: int) -> None:
     """40 rounds of a second beside 20 of 1.5 that give twice as much, a speedup of 1.33: run one after the other, a slow spell
     of 20 rounds makes 0.33 to 3.3 of it; in turn, it stays within a tenth."""
 
-    def decoding(machine: Spell, tokens: int, seconds: float) -> Steps:
+    def decoding(machine: Spell, tokens: int, seconds: float) -> DecodingSteps:
         one = Generation([1])
         yield [one]
         for _ in range(40 // tokens):
             one.output += [0] * tokens
-            one.times.append({"verify": machine.round(seconds)})
+            one.round_seconds.append({"verify": machine.round(seconds)})
             yield [one]
 
     machine = Spell(first, first + 20)
-    plain, drafted = in_turn([decoding(machine, 1, 1.0), decoding(machine, 2, 1.5)])
+    plain, drafted = interleave([decoding(machine, 1, 1.0), decoding(machine, 2, 1.5)])
     ratio = plain[0].finish_seconds / drafted[0].finish_seconds
     assert ratio == pytest.approx(40 / 30, rel=0.1)
     machine = Spell(first, first + 20)
-    (plain,), (drafted,) = in_turn([decoding(machine, 1, 1.0)]), in_turn([decoding(machine, 2, 1.5)])
+    (plain,), (drafted,) = interleave([decoding(machine, 1, 1.0)]), interleave([decoding(machine, 2, 1.5)])
     alone = plain[0].finish_seconds / drafted[0].finish_seconds
     assert abs(alone - 40 / 30) > abs(ratio - 40 / 30)

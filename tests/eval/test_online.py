@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from spectrain.cli.main import dispatch
+from spectrain.cli.main import dispatch_command
 from spectrain.data.chat import Example
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
-from spectrain.decoding.replay import Recorder, collate_replays, replays
+from spectrain.decoding.replay import DraftRecorder, collate_replays, select_replays
 from spectrain.decoding.session import Session
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.causal import Causal
@@ -84,7 +84,7 @@ def seen(shallow: Target, drafter: Causal, count: int) -> list[tuple[Generation,
     """Answers, each decoded by itself, and what was recorded of it."""
     found = []
     for number in range(count):
-        recorder = Recorder(Chain(3))
+        recorder = DraftRecorder(Chain(3))
         torch.manual_seed(number)
         (one,) = decode(shallow, [torch.randint(3, 2000, (6,)).tolist()], Greedy(), LIMIT, drafter, recorder)
         found.append((one, recorder.rounds[0]))
@@ -111,7 +111,7 @@ def learner(shallow: Target, drafter: Causal, every: int, learn: Any, saved: lis
 
 def give(online: Learner, parts: list[list[tuple[Generation, Any]]]) -> None:
     """Show answers, some at a time."""
-    recorder = Recorder(Chain(3))
+    recorder = DraftRecorder(Chain(3))
     for part in parts:
         recorder.rounds = [rounds for _, rounds in part]
         online.see([one for one, _ in part], recorder)
@@ -152,11 +152,11 @@ def test_an_update_is_one_clipped_step_on_the_mean_loss(shallow: Target, learn: 
     give(online, [answers[:2], answers[2:]])
     if learn == "split":
         random = Random(0)
-        batch = collate_replays([replay for one, rounds in answers for replay in replays(one, rounds, 4, random)])
+        batch = collate_replays([replay for one, rounds in answers for replay in select_replays(one, rounds, 4, random)])
     else:
         batch = collate([supervised(one, learn == "corrections") for one, _ in answers])
     assert len(batch.tokens) > 4  # more than are taken at once
-    batch = Batch(batch.tokens, batch.loss_mask, shallow.features(batch.tokens, ("final",)), batch.distance)
+    batch = Batch(batch.tokens, batch.loss_mask, shallow.features(batch.tokens, ("final",)), batch.tokens_past_error)
     (other.train().loss(batch, shallow, TrainingState()).total / batch.num_supervised).backward()
     for clipped in (False, True):
         if clipped:
@@ -187,7 +187,7 @@ def test_a_loss_that_is_not_finite_stops(shallow: Target) -> None:
 
 def test_the_curve_is_a_moving_mean_over_rounds() -> None:
     """At every turn, the mean over the whole rounds of the last `window` turns; 1 where there is none."""
-    turns = [Turn("a", 0, "talk", Generation([1]), Generation([1], [2], rounds, cut=cut))
+    turns = [Turn("a", 0, "talk", Generation([1]), Generation([1], [2], rounds, is_cut=cut))
              for rounds, cut in (([4], True), ([2, 4], False), ([1], False), ([3, 3, 9], True))]  # fmt: skip
     assert curve(turns, 2) == [1.0, 3.0, round(7 / 3, 4), round(7 / 3, 4)]
     assert curve(turns, 1) == [1.0, 3.0, 1.0, 3.0] and curve([], 3) == []
@@ -207,7 +207,9 @@ def test_learning_starts_from_the_weights_as_saved(shallow_folder: Path, tmp_pat
     before = weights(drafter)
     (tmp_path / "prompts.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
     evaluation = Evaluation(prompts=str(tmp_path / "prompts.jsonl"), online=True, baselines=())
-    candidate = Candidate(target, drafter, Chain(3), Greedy(), SETTING, save=lambda learnt: saved.append(weights(learnt)))
+    candidate = Candidate(
+        target, drafter, Chain(3), Greedy(), SETTING, save_learned=lambda learnt: saved.append(weights(learnt))
+    )
     (online, *_) = parts = evaluation.parts()
     assert isinstance(online, Online)
     evaluation._ready(candidate, parts)
@@ -236,7 +238,9 @@ def scored(
 
     evaluation._systems = watched  # type: ignore[method-assign]
     drafter = make(shallow)
-    candidate = Candidate(shallow, drafter, builder, Greedy(), SETTING, save=lambda learnt: saved.append(weights(learnt)))
+    candidate = Candidate(
+        shallow, drafter, builder, Greedy(), SETTING, save_learned=lambda learnt: saved.append(weights(learnt))
+    )
     summary = evaluation.score(candidate, folder / "out")
     return summary, held[-1].drafter, drafter
 
@@ -326,11 +330,11 @@ def test_rounds_without_a_draft_keep_replays_in_step(shallow: Target) -> None:
 
         def record(self, drafted: bool, tokens: float, seconds: float, proposed: bool) -> None: ...
 
-    drafter, recorder = make(shallow).eval(), Recorder(Chain(3))
+    drafter, recorder = make(shallow).eval(), DraftRecorder(Chain(3))
     guard: Any = Every()
     session = Session(shallow, Greedy(), drafter, recorder, guard=guard)
     (one,) = session.decode([[5, 900, 71, 4]], LIMIT, ignore_eos=True)
-    found = replays(one, recorder.rounds[0], 9, Random(0))
+    found = select_replays(one, recorder.rounds[0], 9, Random(0))
     assert len(found) > 2
     for replay in found:
         text = replay.example.tokens[:-3]
@@ -368,10 +372,11 @@ def learnt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("runs") / "gkd"
     argv = sys.argv
     try:
-        dispatch(["train", "recipe=gkd", "target=tiny", "drafter.num_layers=2", "data.limit=12", "data.max_length=64",
+        dispatch_command(["train", "recipe=gkd", "target=tiny", "drafter.num_layers=2", "data.limit=12", "data.max_length=64",
                   "data.held_out=0", "source=generated", "source.max_new_tokens=8", "trainer.max_steps=2", "eval=none",
                   f"run={run}"])  # fmt: skip
-        dispatch(["eval", f"run={run}", "eval.online=true", "eval.online_every=2", "eval.online_lr=1e-3", "eval.limit=3",
+        dispatch_command(["eval", f"run={run}", "eval.online=true", "eval.online_every=2", "eval.online_lr=1e-3",
+            "eval.limit=3",
                   "eval.name=learnt", *SHORT])  # fmt: skip
     finally:
         sys.argv = argv
@@ -386,7 +391,7 @@ def test_the_learnt_drafter_is_kept_and_can_be_scored(learnt: Path, monkeypatch:
     summary = json.loads((learnt / "eval" / "learnt" / "summary.json").read_text())
     assert summary["online"]["updates"] >= 1 and (learnt / "eval" / "learnt" / "online.svg").exists()
     monkeypatch.setattr(sys, "argv", sys.argv)
-    dispatch(["eval", f"run={learnt / 'eval' / 'learnt'}", "eval.limit=2", "eval.name=again", *SHORT])
+    dispatch_command(["eval", f"run={learnt / 'eval' / 'learnt'}", "eval.limit=2", "eval.name=again", *SHORT])
     again = json.loads((learnt / "eval" / "learnt" / "eval" / "again" / "summary.json").read_text())
     assert again["lossless"]["identical"] == again["lossless"]["checked"] > 0
     assert (learnt / "eval" / "learnt" / "summary.json").exists()

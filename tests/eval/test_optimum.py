@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from spectrain.decoding.acceptance import AcceptanceRule, Greedy, KSeq, Match, Transport
+from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.eval.report import explanation
+from spectrain.experimental.transport.rules import KSeq, Transport
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.trees import Chain, Static, TreeBuilder

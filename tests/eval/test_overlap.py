@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.overlap import Overlap
 from spectrain.drafters.causal import Causal
-from spectrain.eval.overlap import Timetable
+from spectrain.experimental.overlap.evaluation import Timetable
+from spectrain.experimental.overlap.runner import Overlap
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.trees import Chain
@@ -52,7 +52,9 @@ def test_what_is_foreseen_costs_what_the_longer_part_takes() -> None:
     """With every outcome foreseen no round waits for a draft, however little of it is kept; with none, all do; half, half."""
     for kept in ((4,) * 10, (1,) * 10):
         schedule = replace(SAME, kept=kept)
-        times = [schedule.seconds(Overlap(outcomes=8, ready=ready, missed=8 - ready)) * kept[0] for ready in (8, 4, 0)]
+        times = [
+            schedule.seconds(Overlap(num_outcomes=8, num_ready=ready, num_missed=8 - ready)) * kept[0] for ready in (8, 4, 0)
+        ]
         assert times == pytest.approx([2.0, 2.5, 3.0], rel=0.02)
 
 

@@ -11,18 +11,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from spectrain.data.chat import prompt_tokens
-from spectrain.decoding.acceptance import (
-    AcceptanceRule,
-    Block,
-    Greedy,
-    Match,
-    OpenSampling,
-    Recursive,
-    SpeculativeSampling,
-    Traversal,
-    Typical,
-)
+from spectrain.data.chat import tokenize_prompt
+from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match, OpenSampling
+from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling, Traversal
+from spectrain.decoding.acceptance.typical import TypicalAcceptance
 from spectrain.decoding.loop import decode
 from spectrain.drafters.context import Context
 from spectrain.drafters.eagle3 import Eagle3
@@ -30,13 +22,13 @@ from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval import identity
 from spectrain.eval.run import Evaluation
-from spectrain.models.attention import ATTENTION
+from spectrain.models.attention import ATTENTION_NAME
 from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
-from spectrain.runs.defaults import measure_unless_asked
+from spectrain.runs.defaults import default_tree
 from spectrain.trees import Auto, Chain, DySpec, Eagle2, Static, TreeBuilder
 from spectrain.trees.measurements import RuleForecast
 from spectrain.trees.token_tree import TokenTree
@@ -129,11 +121,11 @@ def test_prompts_are_whole_contexts(shallow: Target, tmp_path: Path) -> None:
     evaluation(tmp_path, check=False).score(Candidate(shallow, Ngram(shallow), Chain(3), Greedy(), SETTING), tmp_path / "out")
     first, second, third, _ = samples(tmp_path / "out")
     messages = [{"role": "user", "content": ROWS[0]["turns"][0]}]
-    assert first["prompt_tokens"] == prompt_tokens(shallow.tokenizer, messages)
+    assert first["prompt_tokens"] == tokenize_prompt(shallow.tokenizer, messages)
     answer = shallow.tokenizer.decode([token for token in first["output_tokens"] if token not in shallow.stop_ids])
     messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": ROWS[0]["turns"][1]}]
-    assert second["prompt_tokens"] == prompt_tokens(shallow.tokenizer, messages)
-    assert third["prompt_tokens"] == prompt_tokens(shallow.tokenizer, [{"role": "user", "content": ROWS[1]["turns"][0]}])
+    assert second["prompt_tokens"] == tokenize_prompt(shallow.tokenizer, messages)
+    assert third["prompt_tokens"] == tokenize_prompt(shallow.tokenizer, [{"role": "user", "content": ROWS[1]["turns"][0]}])
 
 
 @pytest.mark.parametrize("rule", [Greedy(), Match(seed=2)], ids=lambda rule: rule.name)
@@ -178,7 +170,7 @@ def test_the_target_leaves_as_it_came(shallow: Target, tmp_path: Path) -> None:
     tokens = torch.tensor([[5, 6, 7, 8]])
     before = shallow.features(tokens, ("final",)).hidden
     evaluation(tmp_path).score(Candidate(shallow, Ngram(shallow), Chain(2), Greedy(), SETTING), tmp_path / "out")
-    assert shallow.model.config._attn_implementation == ATTENTION
+    assert shallow.model.config._attn_implementation == ATTENTION_NAME
     torch.testing.assert_close(shallow.features(tokens, ("final",)).hidden, before, rtol=0, atol=0)
 
 
@@ -232,9 +224,9 @@ def test_a_batch_says_what_single_prompts_say(shallow: Target, tmp_path: Path, e
     [
         (SpeculativeSampling(), Chain(2, "sampled")),
         (Block(top_k=20), Chain(3, "sampled")),
-        (Recursive(0.7), DySpec(3, 6)),
+        (RecursiveRejection(0.7), DySpec(3, 6)),
         (Traversal(top_p=0.9), Static(2, 4, [[0], [1], [0, 0]], "without_replacement")),
-        (Typical(), Eagle2(3, 6, 2)),
+        (TypicalAcceptance(), Eagle2(3, 6, 2)),
     ],
     ids=lambda part: part.name,
 )
@@ -258,7 +250,7 @@ def test_the_rule_that_keeps_more_is_used(
 ) -> None:
     """acceptance=sample decodes by the rule that a measurement favours, says what both would keep, and is scored under its
     name; n-gram lookup beside it is sample-and-match either way."""
-    monkeypatch.setattr(RuleForecast, "weighing_pays", pays)
+    monkeypatch.setattr(RuleForecast, "prefers_rejection", pays)
     summary = evaluation(tmp_path, ("ngram",)).score(
         Candidate(shallow, eagle3, Static(2, 5), OpenSampling(0.8, seed=2), SETTING), tmp_path / "out"
     )
@@ -316,7 +308,7 @@ def test_what_is_right_on_the_targets_text(shallow: Target, tmp_path: Path, eagl
         text, start = line["prompt_tokens"] + line["output_tokens"], len(line["prompt_tokens"])
         for root in range(start, len(text) - 1, 2):
             (found,) = decode(shallow, [text[:root]], Greedy(), 4, eagle3, Chain(1))
-            right, total = right + (found.accepted[0] == 2), total + 1
+            right, total = right + (found.round_lengths[0] == 2), total + 1
     assert total and summary["forced"]["agreement_by_depth"] == [pytest.approx(right / total, abs=1e-4)]
     assert summary["bounds"]["oracle"] > 0
     other = evaluation(tmp_path, oracle=True).score(
@@ -408,7 +400,7 @@ def test_a_measured_tree_comes_first_where_it_can(shallow: Target, tmp_path: Pat
     config = OmegaConf.create({"eval": {"_target_": "spectrain.eval.run.Evaluation"}})
     for asked, measured in ((["recipe=eagle3", "trainer.lr=1"], True), (["tree=chain"], False), (["++tree.depth=3"], False)):
         given = copy.deepcopy(config)
-        measure_unless_asked(given, asked)
+        default_tree(given, asked)
         assert given.eval.measured == measured
     eagle3, ngram = Eagle3(shallow, vocab_size=512), Ngram(shallow)
     for drafter, builder, settings, first in (

@@ -13,16 +13,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from spectrain.cli.main import dispatch, main
-from spectrain.data.chat import prompt_tokens
-from spectrain.decoding.acceptance import Block, Greedy, SpeculativeSampling
+from spectrain.cli.main import dispatch_command, main
+from spectrain.data.chat import tokenize_prompt
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.acceptance.rejection import Block, SpeculativeSampling
 from spectrain.decoding.loop import decode
 from spectrain.drafters.early_exit import EarlyExit
 from spectrain.drafters.gated_lora import GatedLora
-from spectrain.drafters.kangaroo import Kangaroo
-from spectrain.drafters.layer_skip import LayerSkipping, search
+from spectrain.drafters.layers.self_speculation import SelfDrafter
 from spectrain.drafters.ngram import Ngram
-from spectrain.drafters.shared.self_speculation import SelfDrafter
 from spectrain.errors import UserError
 from spectrain.eval import baselines
 from spectrain.eval import summary as summaries
@@ -31,6 +30,8 @@ from spectrain.eval.exits import exit_quality
 from spectrain.eval.metrics import Turn
 from spectrain.eval.report import explanation
 from spectrain.eval.run import Evaluation
+from spectrain.experimental.kangaroo.drafter import Kangaroo
+from spectrain.experimental.layer_skip.drafter import LayerSkipping, search
 from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
@@ -90,7 +91,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("runs") / "layerskip"
     argv = sys.argv
     try:
-        dispatch(["train", "recipe=layerskip", "target=tiny", "data.limit=12", "data.max_length=64", "data.held_out=0",
+        dispatch_command(["train", "recipe=layerskip", "target=tiny", "data.limit=12", "data.max_length=64", "data.held_out=0",
                   "trainer.max_steps=4",
                   "trainer.lr=3e-3", "tree.depth=3", "eval.baselines=[ngram,early_exit]", *SHORT, f"run={run}"])  # fmt: skip
     finally:
@@ -196,7 +197,7 @@ def test_transformers_leaves_at_the_drafters_exit(
         used.add(options.get("assistant_early_exit"))
         return generate(*arguments, **options)
 
-    monkeypatch.setattr(baselines, "generate", watched)
+    monkeypatch.setattr(baselines, "generate_snippet", watched)
     scored = evaluation(tmp_path, baselines=("early_exit",), exit_layer=asked)
     found = scored.score(Candidate(tiny, EarlyExit(tiny, 5), Chain(2), Greedy(), SETTING), tmp_path / "out")["transformers"]
     assert used == {None, asked or 5} and found.keys() == {"generate", "early_exit"}
@@ -226,7 +227,7 @@ def test_skipped_layers_are_searched_and_can_be_given(
     shown = " ".join(capsys.readouterr().out.split())
     found = read(tmp_path / "one", "heldout")
     skipped = found["setting"]["drafter"]["skipped"]
-    openings = [prompt_tokens(tiny.tokenizer, [{"role": "user", "content": text}]) for text in PROMPTS]
+    openings = [tokenize_prompt(tiny.tokenizer, [{"role": "user", "content": text}]) for text in PROMPTS]
     texts = [(opening, decode(tiny, [opening], Greedy(), 8)[0].output) for opening in openings]
     assert skipped == sorted(search(tiny, texts, 3, 9))
     listed = str(skipped).replace(" ", "")
@@ -236,7 +237,7 @@ def test_skipped_layers_are_searched_and_can_be_given(
     def never(*arguments: Any) -> Any:
         raise AssertionError("a given set was searched for")
 
-    monkeypatch.setattr("spectrain.drafters.layer_skip.search", never)
+    monkeypatch.setattr("spectrain.experimental.layer_skip.drafter.search", never)
     assert command(monkeypatch, *words, f"run={tmp_path / 'two'}", f"drafter.skipped={listed}") == 0
     again = read(tmp_path / "two", "heldout")
     assert again["setting"]["drafter"]["skipped"] == skipped and again["acceptance_length"] == found["acceptance_length"]
@@ -305,12 +306,12 @@ def test_likeliest_children_are_refused(
 @pytest.mark.parametrize("rule", [SpeculativeSampling(seed=3), Block(0.7, seed=3)], ids=lambda rule: rule.name)
 def test_drawn_drafts_repeat(tiny: Target, rule: Any) -> None:
     """Drawn drafts of an early exit give the same rounds in a batch as alone, and hardly ever what greedy decoding says."""
-    texts = [prompt_tokens(tiny.tokenizer, [{"role": "user", "content": text}]) for text in PROMPTS]
+    texts = [tokenize_prompt(tiny.tokenizer, [{"role": "user", "content": text}]) for text in PROMPTS]
     drafter, builder = EarlyExit(tiny, 5), Chain(3, "sampled", seed=1)
     batch = decode(tiny, texts, rule, LIMIT, drafter, builder, [4, 9])
     for text, row, found in zip(texts, (4, 9), batch):
         (one,) = decode(tiny, [text], rule, LIMIT, drafter, builder, [row])
-        assert (one.output, one.accepted) == (found.output, found.accepted)
+        assert (one.output, one.round_lengths) == (found.output, found.round_lengths)
     assert [one.output for one in batch] != [one.output for one in decode(tiny, texts, Greedy(), LIMIT)]
 
 
@@ -336,13 +337,13 @@ def test_the_floor_of_drafting(tiny: Target, monkeypatch: pytest.MonkeyPatch, na
     a draft pass for each depth, through the layers that draft, the head and the drafter's own weights, and a verification."""
     drafter, layers, own = family(name, tiny)
     drafter = drafter.eval()
-    text = prompt_tokens(tiny.tokenizer, [{"role": "user", "content": PROMPTS[0]}])
+    text = tokenize_prompt(tiny.tokenizer, [{"role": "user", "content": PROMPTS[0]}])
     (plain,), (drafted,) = (decode(tiny, [text], Greedy(), LIMIT, *how) for how in ((), (drafter, Chain(depth))))
 
     def as_many(module: torch.nn.Module, rows: float, device: torch.device, dtype: torch.dtype) -> float:
         return float(sum(weight.numel() for weight in module.parameters()))
 
-    monkeypatch.setattr(summaries, "forward_floor", as_many)
+    monkeypatch.setattr(summaries, "roofline_seconds", as_many)
     found = summaries.bounds(tiny, drafter, [Turn("id", 0, "any", plain, drafted)], [])
     sizes = AutoModelForCausalLM.from_pretrained(tiny.path).state_dict()
     inside = {index: sum(weight.numel() for key, weight in sizes.items() if key.startswith(f"model.layers.{index}."))
@@ -350,7 +351,7 @@ def test_the_floor_of_drafting(tiny: Target, monkeypatch: pytest.MonkeyPatch, na
     head = sizes["lm_head.weight"].numel()  # tied to the embedding
     whole = sum(inside.values()) + head + sizes["model.norm.weight"].numel()
     reads = sum(inside[index] for index in layers) + head + own
-    length = sum(drafted.whole_rounds) / len(drafted.whole_rounds)
+    length = sum(drafted.complete_round_lengths) / len(drafted.complete_round_lengths)
     drafts = sum(drafted.depths) / len(drafted.depths)
     assert drafts == depth and found["roofline"] == pytest.approx(length * whole / (drafts * reads + whole), abs=1e-4)
 
@@ -359,16 +360,20 @@ def test_the_floor_of_drafting(tiny: Target, monkeypatch: pytest.MonkeyPatch, na
 def test_forwards_of_the_target_are_counted(tiny: Target, strategy: Any, forwards: int) -> None:
     """As many as really ran, one for the prompt and these a round; where drafting is one the report says what each gives."""
     drafter = GatedLora(tiny, num_masks=3, rank=0, sampler=False, noise="uniform", strategy=strategy).eval()
-    text, ran = prompt_tokens(tiny.tokenizer, [{"role": "user", "content": PROMPTS[0]}]), []
+    text, ran = tokenize_prompt(tiny.tokenizer, [{"role": "user", "content": PROMPTS[0]}]), []
     handle = tiny.decoder.register_forward_hook(lambda *args: ran.append(1))
     (drafted,) = decode(tiny, [text], Greedy(), LIMIT, drafter, Chain(3))
     handle.remove()
-    assert len(ran) == 1 + forwards * len(drafted.accepted) == 1 + (1 + drafter.cost.forwards(drafter)) * len(drafted.accepted)
+    assert (
+        len(ran)
+        == 1 + forwards * len(drafted.round_lengths)
+        == 1 + (1 + drafter.cost.forwards(drafter)) * len(drafted.round_lengths)
+    )
     (plain,) = decode(tiny, [text], Greedy(), LIMIT)
     turns = [Turn("id", 0, "any", plain, drafted)]
     summary = {**summaries.summarise(turns, True), "bounds": summaries.bounds(tiny, drafter, turns, []),
                "setting": {"batch_size": 1, "device": "cpu", "dtype": "float32"}}  # fmt: skip
     assert summary["bounds"].get("forwards_per_round", 1) == forwards
     told = [line for line in islice(explanation(summary), 3) if line.startswith("a round takes 2 forwards of the target")]
-    kept = sum(drafted.whole_rounds) / len(drafted.whole_rounds)
+    kept = sum(drafted.complete_round_lengths) / len(drafted.complete_round_lengths)
     assert told == ([f"a round takes 2 forwards of the target, so each gives {kept / 2:.2f} tokens"] if forwards == 2 else [])

@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from spectrain.decoding.acceptance import AcceptanceRule, Block, Greedy, Match, Recursive, SpeculativeSampling
+from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
+from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
 from spectrain.decoding.pruning import Pruning
@@ -17,8 +18,6 @@ from spectrain.decoding.session import Session
 from spectrain.drafters.base import Drafter, DraftingCost
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.early_exit import EarlyExit
-from spectrain.drafters.kangaroo import Kangaroo
-from spectrain.drafters.layer_skip import LayerSkipping
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval.noise import is_possible
@@ -26,6 +25,8 @@ from spectrain.eval.report import speed_text
 from spectrain.eval.run import Evaluation
 from spectrain.eval.sweep import ExitSweep, Grid, LengthSweep, PruneSweep
 from spectrain.eval.systems import System
+from spectrain.experimental.kangaroo.drafter import Kangaroo
+from spectrain.experimental.layer_skip.drafter import LayerSkipping
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
@@ -73,12 +74,12 @@ def rounds(generations: list[Generation]) -> list[tuple[int, ...]]:
     return [
         (number, *found)
         for generation in generations
-        for number, found in enumerate(zip(generation.accepted, generation.depths, generation.nodes))
+        for number, found in enumerate(zip(generation.round_lengths, generation.depths, generation.node_counts))
     ]
 
 
 def pooled(generations: list[Generation]) -> float:
-    whole = [count for generation in generations for count in generation.whole_rounds]
+    whole = [count for generation in generations for count in generation.complete_round_lengths]
     return sum(whole) / len(whole)
 
 
@@ -259,7 +260,7 @@ def counted_alone(
     The drafter must draft in none of the target's layers, or propose all that it drafts."""
     session = Session(target, rule, drafter, builder, pruning=pruning)
     runs = [node_layers(session, prompt, row) for prompt, row in jobs(folder)]
-    every = target.num_layers * sum(sum(found.nodes) + sum(found.pruned) for found, _ in runs)
+    every = target.num_layers * sum(sum(found.node_counts) + sum(found.pruned_counts) for found, _ in runs)
     return [found for found, _ in runs], 1 - sum(counted for _, counted in runs) / every
 
 
@@ -287,7 +288,7 @@ def test_every_cell_of_prunings_is_decoded(
         assert entry["pruning"]["nodes_pruned"] == pytest.approx(left / (left + kept), abs=1e-4)
         assert entry["pruning"]["node_layers_saved"] == pytest.approx(saved, abs=1e-4)
         size, head = sum(p.numel() for p in shallow.layers[0].parameters()), shallow.head.output.weight.numel()
-        judged = sum(sum(one.judged) for one in found)
+        judged = sum(sum(one.judged_counts) for one in found)
         work = left * ((3 - layer) * size + head) - judged * head
         assert entry["pruning"]["work_saved"] == pytest.approx(work / ((left + kept) * (3 * size + head)), abs=1e-4)
     same_as_entries(summary["sweep"], summary["compared"], cells, "node_layers_saved")
@@ -353,7 +354,7 @@ def test_the_head_is_fitted_before_decoding(shallow: Target, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("options", [{"sweep": "prune"}, {"prune_layer": 2}], ids=["sweep", "one"])
-@pytest.mark.parametrize("rule", [SpeculativeSampling(), Block(), Recursive()], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", [SpeculativeSampling(), Block(), RecursiveRejection()], ids=lambda rule: rule.name)
 def test_rules_that_pruning_would_bias_are_refused(
     tiny: Target, tmp_path: Path, rule: AcceptanceRule, options: dict[str, Any]
 ) -> None:

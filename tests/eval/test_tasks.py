@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import spectrain
-from spectrain.decoding.acceptance import Greedy, Rollback
+from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
@@ -19,6 +19,7 @@ from spectrain.eval.prompts import read_prompts
 from spectrain.eval.report import caveats
 from spectrain.eval.run import Evaluation
 from spectrain.eval.tasks import Number, Program, check_execution, last_number, program, reference_of, task_score
+from spectrain.experimental.lossy_rules.relaxed import Rollback
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.trees import Chain

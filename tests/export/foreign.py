@@ -86,7 +86,7 @@ def eagle1(directory: Path, target: Target, seed: int = 0, **changes: Any) -> Pa
         layer[name] = tensors[name][:, : config.hidden_size].contiguous()
     fc = 0.05 * torch.randn(config.hidden_size, 2 * config.hidden_size + 1, generator=generator)
     ends = {"fc.weight": fc[:, :-1].contiguous(), "fc.bias": fc[:, -1].contiguous()}
-    ends["embed_tokens.weight"] = target.head.embeddings(target.device).detach().clone()
+    ends["embed_tokens.weight"] = target.head.all_embeddings(target.device).detach().clone()
     said = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -7,16 +7,16 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from spectrain.config.build import build
+from spectrain.config.choices import resolve_choice
 from spectrain.errors import UserError
 from spectrain.export.converter import convert, read_drafter
-from spectrain.export.layout import Files
-from spectrain.export.layouts import detect
+from spectrain.export.layout import DrafterFiles
+from spectrain.export.layouts import detect_layout
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import load_weights
-from spectrain.runs.fresh import take_shape
-from spectrain.settings.build import build
-from spectrain.settings.choices import looked_up
+from spectrain.runs.init_drafter import apply_init_shape
 
 from . import foreign
 from .test_dflash import DEEPSPEC, QWEN3_8B, SIZES, SPECULATORS, ZLAB
@@ -38,10 +38,10 @@ def test_deepspecs_dspark_is_accepted(tmp_path: Path) -> None:
     tensors = foreign.dflash_tensors(QWEN3_8B, 5, empty=True)
     tensors |= {"markov_head.markov_w1.weight": empty(151936, 256), "markov_head.markov_w2.weight": empty(151936, 256)}
     tensors |= {"confidence_head.proj.weight": empty(1, 4352), "confidence_head.proj.bias": empty(1)}
-    files = Files(tmp_path, config, tensors)
-    layout = detect(files)
+    files = DrafterFiles(tmp_path, config, tensors)
+    layout = detect_layout(files)
     assert layout.title == "DSpark, flat layout" and not list(layout.findings(files))
-    expected = layout.expected(files).required
+    expected = layout.expected_tensors(files).required
     assert expected.keys() == tensors.keys()
     assert all(size in (None, got) for name, shape in expected.items() for size, got in zip(shape, tensors[name].shape))
     assert layout.read(files, None).drafter == {
@@ -60,10 +60,10 @@ def test_z_labs_dflash2_is_accepted(tmp_path: Path) -> None:
     tensors["candidate_selector.hidden_projection.weight"] = empty(256, 4096)
     for conv in (f"layers.{number}.{part}_conv" for number in range(5) for part in ("attention", "mlp")):
         tensors |= {f"{conv}.base_kernel": empty(2, 2, 4096), f"{conv}.kernel_projection.weight": empty(1024, 4096)}
-    files = Files(tmp_path, config, tensors)
-    layout = detect(files)
+    files = DrafterFiles(tmp_path, config, tensors)
+    layout = detect_layout(files)
     assert layout.title == "DFlash2, flat layout" and not list(layout.findings(files))
-    assert layout.expected(files).required == {name: tuple(one.shape) for name, one in tensors.items()}
+    assert layout.expected_tensors(files).required == {name: tuple(one.shape) for name, one in tensors.items()}
     said = layout.read(files, None).drafter
     assert said["_target_"] == "spectrain.drafters.dflash2.DFlash2" and {key: said[key] for key in parts} == parts
 
@@ -73,7 +73,7 @@ def test_a_configuration_without_the_parts_is_refused(kind: str, class_name: str
     """Every key that is missing is named."""
     config = {**SPECULATORS, "speculators_model_type": kind}
     with pytest.raises(KeyError, match="markov_head_type, markov_rank" if kind == "dspark" else "conv_kernel_size"):
-        detect(Files(tmp_path, config, {})).expected(Files(tmp_path, config, {}))
+        detect_layout(DrafterFiles(tmp_path, config, {})).expected_tensors(DrafterFiles(tmp_path, config, {}))
 
 
 # Going on
@@ -85,9 +85,9 @@ def test_a_configuration_without_the_parts_is_refused(kind: str, class_name: str
 def test_training_goes_on_from_a_foreign_one(family: str, make: Any, tiny: Target, tmp_path: Path) -> None:
     """`drafter.init` takes everything that its weights fix, whatever the constructor's defaults are."""
     start = make(tmp_path / "start", tiny)
-    drafter = {**looked_up("drafter", {"choice": family}, ""), "init": str(start)}
+    drafter = {**resolve_choice("drafter", {"choice": family}, ""), "init": str(start)}
     config = OmegaConf.create({"drafter": drafter, "target": TINY.settings})
-    take_shape(config, [])
+    apply_init_shape(config, [])
     module = build(config.drafter, target=tiny)
     load_weights(module, start, tiny)
     read = read_drafter(start, TINY)
@@ -184,15 +184,15 @@ def test_names_are_those_that_engines_read(tiny: Target, tmp_path: Path) -> None
     ):
         out = tmp_path / make.__name__
         convert(make(tmp_path / f"{make.__name__}-start", tiny), out, form, TINY)
-        written = Files.read(out)
+        written = DrafterFiles.from_directory(out)
         assert names <= written.tensors.keys() and not any(name.startswith(("blocks", "markov.")) for name in written.tensors)
-    config = Files.read(tmp_path / "peagle").config
+    config = DrafterFiles.from_directory(tmp_path / "peagle").config
     assert config["pard_token"] == 0 and config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
     assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["num_hidden_layers"] == 2
-    config = Files.read(tmp_path / "deepspec_dspark").config
+    config = DrafterFiles.from_directory(tmp_path / "deepspec_dspark").config
     assert config["sample_from_anchor"] is True and config["confidence_head_with_markov"] is True
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == config["block_size"] == 5
-    config = Files.read(tmp_path / "zlab_dflash2").config
+    config = DrafterFiles.from_directory(tmp_path / "zlab_dflash2").config
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == config["block_size"] - 1 == 5
 
 

@@ -12,19 +12,19 @@ from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, open_dict
 from safetensors.torch import load_file, save_file
 
+from spectrain.config.build import build
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
-from spectrain.export.converter import convert, read_drafter, refuse_full
-from spectrain.export.layout import Files
-from spectrain.export.layouts import detect
-from spectrain.export.linter import check
+from spectrain.export.converter import convert, read_drafter, refuse_nonempty
+from spectrain.export.layout import DrafterFiles
+from spectrain.export.layouts import detect_layout
+from spectrain.export.linter import check_files
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
-from spectrain.runs.defaults import complete
+from spectrain.runs.defaults import resolve_eval_config
 from spectrain.runs.drafter_files import load_weights, save_drafter
-from spectrain.settings.build import build
 from spectrain.trees import Chain
 
 from . import foreign
@@ -37,7 +37,7 @@ def test_a_link_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "folder")
     with pytest.raises(UserError, match="link: this is a link"):
-        refuse_full(tmp_path / "link")
+        refuse_nonempty(tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
 
 
@@ -179,7 +179,7 @@ def test_round_trips_are_bit_identical(case: str, pair: tuple[str, str], tiny: T
 def content(directory: Path) -> dict[str, bytes]:
     """Every file that an engine reads, byte for byte."""
     return {path.name: path.read_bytes() for path in sorted(directory.glob("*.safetensors"))} | {
-        "config.json": json.dumps(Files.read(directory).config, sort_keys=True).encode()
+        "config.json": json.dumps(DrafterFiles.from_directory(directory).config, sort_keys=True).encode()
     }
 
 
@@ -189,7 +189,7 @@ def test_bfloat16_stays(tiny: Target, tmp_path: Path) -> None:
     tensors = load_file(start / "model.safetensors")
     save_file({k: v.bfloat16() if v.is_floating_point() else v for k, v in tensors.items()}, start / "model.safetensors")
     convert(start, tmp_path / "out", "vllm", TINY)
-    written = Files.read(tmp_path / "out")
+    written = DrafterFiles.from_directory(tmp_path / "out")
     assert {tensor.dtype for tensor in written.tensors.values()} == {torch.bfloat16, torch.int64, torch.bool}
     assert written.config["dtype"] == "bfloat16"
 
@@ -346,7 +346,7 @@ def test_evaluation_takes_foreign_directories(case: str, tiny: Target, tmp_path:
     found = []
     for directory in (start, tmp_path / "own"):
         with initialize_config_module("spectrain.conf", version_base="1.3"):
-            config, _ = complete(compose("eval", overrides=[f"run={directory}", "target=tiny"]))
+            config, _ = resolve_eval_config(compose("eval", overrides=[f"run={directory}", "target=tiny"]))
         drafter = build(config.drafter, target=tiny)
         load_weights(drafter, directory, tiny)
         prompt = [5, 9, 200, 31, 7]
@@ -390,8 +390,12 @@ def test_an_eagle_of_sglang_has_a_bias_and_one_of_vllm_none(tiny: Target, tmp_pa
     for form, bias, word in (("sglang", None, "fc.bias"), ("vllm", torch.ones(128), "fc-bias")):
         tensors = {k: v for k, v in found[form].items() if k != "fc.bias"} | ({} if bias is None else {"fc.bias": bias})
         save_file(tensors, tmp_path / form / "model.safetensors")
-        files = Files.read(tmp_path / form)
-        assert any(word in (one.name, *one.what.split()) for one in check(files, detect(files), None) if one.level == "error")
+        files = DrafterFiles.from_directory(tmp_path / form)
+        assert any(
+            word in (one.name, *one.problem.split())
+            for one in check_files(files, detect_layout(files), None)
+            if one.level == "error"
+        )
 
 
 def test_vllm_finds_no_map_over_the_whole_vocabulary(tiny: Target, tmp_path: Path) -> None:
@@ -399,21 +403,21 @@ def test_vllm_finds_no_map_over_the_whole_vocabulary(tiny: Target, tmp_path: Pat
     start = ours(tmp_path / "start", tiny, "peagle", vocab_size=2048, num_layers=1)
     for form in ("vllm", "flat"):
         convert(start, tmp_path / form, form, TINY)
-        files = Files.read(tmp_path / form)
+        files = DrafterFiles.from_directory(tmp_path / form)
         assert not {"d2t", "t2d"} & files.tensors.keys() and "lm_head.weight" in files.tensors
-        assert not list(check(files, detect(files), TINY))
+        assert not list(check_files(files, detect_layout(files), TINY))
         save_file(files.tensors | {"d2t": torch.zeros(2048, dtype=torch.int64)}, tmp_path / form / "model.safetensors")
-        files = Files.read(tmp_path / form)
-        assert [finding.name for finding in check(files, detect(files), TINY)] == ["d2t-of-all"]
+        files = DrafterFiles.from_directory(tmp_path / form)
+        assert [finding.name for finding in check_files(files, detect_layout(files), TINY)] == ["d2t-of-all"]
         convert(tmp_path / form, tmp_path / f"{form}-mended", form, TINY)
-        assert "d2t" not in Files.read(tmp_path / f"{form}-mended").tensors
+        assert "d2t" not in DrafterFiles.from_directory(tmp_path / f"{form}-mended").tensors
 
 
 def test_medusa_for_vllm_has_whole_heads_that_draft_the_same(tiny: Target, tmp_path: Path) -> None:
     """vLLM reads heads over all of the vocabulary: the likeliest token of a cut head is the likeliest of its filled one."""
     start = ours(tmp_path / "start", tiny, "medusa", vocab_size=256)
     convert(start, tmp_path / "out", "vllm", TINY)
-    cut, whole = read_drafter(start, TINY).tensors, Files.read(tmp_path / "out").tensors
+    cut, whole = read_drafter(start, TINY).tensors, DrafterFiles.from_directory(tmp_path / "out").tensors
     hidden = torch.randn(500, tiny.width)
     for head in range(3):
         wanted = (hidden @ cut[f"heads.{head}.lm_head.weight"].T).argmax(-1)
@@ -429,6 +433,6 @@ def test_cut_heads_of_vllm_are_mended(tiny: Target, tmp_path: Path) -> None:
     save_file(tensors | {f"lm_heads.{head}.weight": shared.clone() for head in range(3)}, start / "model.safetensors")
     (start / "config.json").write_text(json.dumps(config | {"original_lm_head": False}))
     convert(start, tmp_path / "out", "vllm", TINY)
-    written = Files.read(tmp_path / "out")
+    written = DrafterFiles.from_directory(tmp_path / "out")
     assert {written.tensors[f"lm_heads.{head}.weight"].shape[0] for head in range(3)} == {tiny.head.vocab_size}
     assert torch.equal(read_drafter(tmp_path / "out", TINY).tensors["heads.1.lm_head.weight"], shared)

@@ -9,23 +9,23 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from spectrain.config.build import build
+from spectrain.config.choices import resolve_choice
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
 from spectrain.drafters.dflash import DFlash
 from spectrain.errors import UserError
 from spectrain.export.converter import convert, read_drafter
-from spectrain.export.dflash import is_heard
-from spectrain.export.layout import Files, Portable
-from spectrain.export.layouts import detect
+from spectrain.export.dflash import occurs_in_text
+from spectrain.export.layout import DrafterCheckpoint, DrafterFiles
+from spectrain.export.layouts import detect_layout
 from spectrain.export.linter import lint
-from spectrain.export.measure import instantiate
+from spectrain.export.measure import load_drafter
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import load_weights
-from spectrain.runs.fresh import take_shape
-from spectrain.settings.build import build
-from spectrain.settings.choices import looked_up
+from spectrain.runs.init_drafter import apply_init_shape
 from spectrain.trees import Chain
 
 from . import foreign
@@ -70,17 +70,17 @@ SIZES = {"intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_h
          "max_position_embeddings": 40960, "rope_parameters": ROPE}  # fmt: skip
 
 
-def published(config: dict[str, Any], fused: int, directory: Path) -> Files:
+def published(config: dict[str, Any], fused: int, directory: Path) -> DrafterFiles:
     """A configuration with tensors that have shapes and no data."""
-    return Files(directory, config, foreign.dflash_tensors(QWEN3_8B, fused, empty=True))
+    return DrafterFiles(directory, config, foreign.dflash_tensors(QWEN3_8B, fused, empty=True))
 
 
 def test_z_labs_checkpoint_is_accepted(tmp_path: Path) -> None:
     """Qwen3-8B's has the paper's settings, which are our constructor's defaults, its layer ids one more here."""
     files = published(ZLAB, 5, tmp_path)
-    layout = detect(files)
+    layout = detect_layout(files)
     assert layout.title == "DFlash, flat layout" and not list(layout.findings(files))
-    assert layout.expected(files).required == {name: tuple(one.shape) for name, one in files.tensors.items()}
+    assert layout.expected_tensors(files).required == {name: tuple(one.shape) for name, one in files.tensors.items()}
     found = layout.read(files, None)
     assert found.drafter == {
         "_target_": "spectrain.drafters.dflash.DFlash", "block_size": 16, "num_layers": 5, "layers": [2, 10, 18, 26, 34],
@@ -92,7 +92,7 @@ def test_z_labs_checkpoint_is_accepted(tmp_path: Path) -> None:
 def test_speculators_defaults_are_accepted(tmp_path: Path) -> None:
     """Its ids are ours; a window over all layers, and a block that is causal within it."""
     files = published(SPECULATORS, 3, tmp_path)
-    layout = detect(files)
+    layout = detect_layout(files)
     assert layout.title == "DFlash, speculators layout" and not list(layout.findings(files))
     found = layout.read(files, None)
     kept = {key: found.drafter[key] for key in ("block_size", "layers", "causal", "window", "architecture", "mask_token_id")}
@@ -104,7 +104,7 @@ def test_speculators_defaults_are_accepted(tmp_path: Path) -> None:
 def test_deepspecs_dflash_is_refused_by_name(tiny: Target, tmp_path: Path) -> None:
     """Its blocks are shifted: the same tensors, each one token off."""
     files = published(DEEPSPEC, 5, tmp_path)
-    assert [finding.name for finding in detect(files).findings(files)] == ["shifted-block"]
+    assert [finding.name for finding in detect_layout(files).findings(files)] == ["shifted-block"]
     start = foreign.zlab(tmp_path / "start", tiny, architectures=["Qwen3DSparkModel"], markov_rank=0)
     with pytest.raises(UserError, match=r"sample_from_anchor, as DeepSpec trains\) \(shifted-block\); train with drafter"):
         read_drafter(start, TINY)
@@ -168,8 +168,8 @@ def test_settings_are_read_wherever_they_are_said(tiny: Target, tmp_path: Path) 
 # What is drafted
 
 
-def drafted(drafter: Portable, tiny: Target) -> Generation:
-    return decode(tiny, [[5, 9, 200, 31, 7]], Greedy(), 16, instantiate(drafter, tiny), Chain(depth=3))[0]
+def drafted(drafter: DrafterCheckpoint, tiny: Target) -> Generation:
+    return decode(tiny, [[5, 9, 200, 31, 7]], Greedy(), 16, load_drafter(drafter, tiny), Chain(depth=3))[0]
 
 
 @pytest.mark.sweep(2, free=("case",))
@@ -182,19 +182,19 @@ def test_every_layout_drafts_the_same(case: str, tiny: Target, tmp_path: Path) -
     for form in forms:
         convert(start, tmp_path / form, form, TINY)
         theirs = drafted(read_drafter(tmp_path / form, TINY), tiny)
-        assert (theirs.output, theirs.accepted) == (ours.output, ours.accepted)
+        assert (theirs.output, theirs.round_lengths) == (ours.output, ours.round_lengths)
 
 
 def test_training_goes_on_from_a_foreign_one(tiny: Target, tmp_path: Path) -> None:
     """`drafter.init` takes what its weights were trained for: layers, window, causality, mask, vocabulary."""
     start = foreign.speculators_dflash(tmp_path / "start", tiny)
-    drafter = {**looked_up("drafter", {"choice": "dflash"}, ""), "init": str(start), "block_size": 4}
+    drafter = {**resolve_choice("drafter", {"choice": "dflash"}, ""), "init": str(start), "block_size": 4}
     config = OmegaConf.create({"drafter": drafter, "target": TINY.settings})
-    take_shape(config, [])
+    apply_init_shape(config, [])
     module = build(config.drafter, target=tiny)
     load_weights(module, start, tiny)
     assert (module.block_size, module.fused, module.window, module.causal) == (4, (2, 4, 5), 16, True)
-    tensors = Files.read(start).tensors
+    tensors = DrafterFiles.from_directory(start).tensors
     assert torch.equal(module.d2t, tensors["d2t"]) and torch.equal(module.fc.weight, tensors["fc.weight"])
     assert torch.equal(module.blocks[1].mlp.up_proj.weight, tensors["layers.1.mlp.up_proj.weight"])
 
@@ -204,7 +204,7 @@ def test_names_are_those_that_engines_read(tiny: Target, tmp_path: Path) -> None
     start = CASES["dflash"][0](tmp_path / "start", tiny)
     for form in ("vllm", "sglang"):
         convert(start, tmp_path / form, form, TINY)
-        files = Files.read(tmp_path / form)
+        files = DrafterFiles.from_directory(tmp_path / form)
         names = {re.sub(r"layers\.\d\.", "layers.N.", name) for name in files.tensors}
         assert len(names) == 14 and not any(name.startswith(("blocks", "model", "lm_head", "d2t", "t2d")) for name in names)
     flat, other = (json.loads((tmp_path / form / "config.json").read_text()) for form in ("sglang", "vllm"))
@@ -331,7 +331,10 @@ def test_a_head_that_is_the_targets_is_left_out(tiny: Target, tmp_path: Path) ->
     start = foreign.zlab(tmp_path / "start", tiny)
     plain = read_drafter(start, TINY)
     spoilt(
-        start, lambda config, tensors: tensors.update({"lm_head.weight": TINY.head(), "embed_tokens.weight": TINY.embedding()})
+        start,
+        lambda config, tensors: tensors.update(
+            {"lm_head.weight": TINY.load_head(), "embed_tokens.weight": TINY.load_embedding()}
+        ),
     )
     assert read_drafter(start, TINY).tensors.keys() == plain.tensors.keys()
     with pytest.raises(UserError, match="lm_head.weight.*give --target"):
@@ -342,5 +345,5 @@ def test_a_head_that_is_the_targets_is_left_out(tiny: Target, tmp_path: Path) ->
 
 def test_which_tokens_texts_hold(tiny: Target) -> None:
     """Words, ends and what the template writes; not a row beyond the tokenizer, nor the special token that we take."""
-    heard = [is_heard(tiny.tokenizer, token) for token in (0, 1, 2, 3, 2047, len(tiny.tokenizer))]
+    heard = [occurs_in_text(tiny.tokenizer, token) for token in (0, 1, 2, 3, 2047, len(tiny.tokenizer))]
     assert heard == [False, True, True, True, True, False]

@@ -8,15 +8,15 @@ import pytest
 from hydra import compose, initialize_config_module
 from safetensors.torch import load_file
 
-from spectrain.data.readers import FOLDER
+from spectrain.config.check import check_config
+from spectrain.config.keys import TRAIN_KEYS
+from spectrain.data.readers import DATA_FOLDER
 from spectrain.export.converter import convert
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
-from spectrain.runs.defaults import complete
+from spectrain.runs.defaults import resolve_eval_config
 from spectrain.runs.score import evaluate
 from spectrain.runs.train import train
-from spectrain.settings.check import check_config
-from spectrain.settings.keys import TRAIN_KEYS
 
 from .foreign import eagle1 as foreign_eagle1
 from .foreign import specforge, write
@@ -26,7 +26,7 @@ COUNT = 200  # conversations to begin with, and again as many of the new domain
 
 def domains(folder: Path) -> None:
     """general.jsonl without code, code.jsonl, and prompts.jsonl: code that neither holds."""
-    lines = gzip.decompress((FOLDER / "conversations.jsonl.gz").read_bytes()).decode().splitlines()
+    lines = gzip.decompress((DATA_FOLDER / "conversations.jsonl.gz").read_bytes()).decode().splitlines()
     conversations = [json.loads(line) for line in lines]
     code = [row for row in conversations if row["category"] == "code"]
     general = [row for row in conversations if row["category"] != "code"][::3][:COUNT]
@@ -53,7 +53,7 @@ def accepted(folder: Path, drafter: Path) -> float:
     asked = [f"run={drafter}", "target=tiny", "tree=chain", "tree.depth=3", "eval=default", "++eval.baselines=[]",
              f"++eval.prompts={folder / 'prompts.jsonl'}", "++eval.max_new_tokens=48", "++eval.oracle=false"]  # fmt: skip
     with initialize_config_module("spectrain.conf", version_base="1.3"):
-        config, place = complete(compose("eval", overrides=asked))
+        config, place = resolve_eval_config(compose("eval", overrides=asked))
     summary = evaluate(check_config(config, TRAIN_KEYS), place)
     assert summary["lossless"]["identical"] == summary["lossless"]["checked"] == 40
     return float(summary["acceptance_length"]["pooled"])

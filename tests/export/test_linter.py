@@ -12,17 +12,17 @@ from torch import Tensor
 
 from spectrain.cli import main as cli
 from spectrain.data.dataset import Dataset
-from spectrain.data.readers import Embedded
+from spectrain.data.readers import EmbeddedReader
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.medusa import Medusa
 from spectrain.export.converter import convert
-from spectrain.export.layout import Files, Finding
-from spectrain.export.layouts import detect
-from spectrain.export.linter import check, lint
-from spectrain.export.measure import misread
+from spectrain.export.layout import DrafterFiles, Finding
+from spectrain.export.layouts import detect_layout
+from spectrain.export.linter import check_files, lint
+from spectrain.export.measure import find_misinterpretation
 from spectrain.export.targets import TargetFiles
-from spectrain.features.live import Live
+from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import save_drafter
 from spectrain.training.trainer import Trainer
@@ -36,8 +36,8 @@ Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
 
 def found(directory: Path, target: TargetFiles | None = TINY) -> dict[str, Finding]:
     """What is found without decoding, by name."""
-    files = Files.read(directory)
-    return {finding.name: finding for finding in check(files, detect(files), target)}
+    files = DrafterFiles.from_directory(directory)
+    return {finding.name: finding for finding in check_files(files, detect_layout(files), target)}
 
 
 def spoilt(directory: Path, change: Change) -> Path:
@@ -235,9 +235,9 @@ UNREAD_BY_VLLM: dict[str, dict[str, set[str]]] = {
 
 def trained(directory: Path, tiny: Target, drafter: Drafter, name: str, steps: int, **options: Any) -> Path:
     """A drafter that has learnt something, as training saves it."""
-    dataset = Dataset.build(Embedded(limit=steps), tiny.tokenizer)
+    dataset = Dataset.from_data(EmbeddedReader(limit=steps), tiny.tokenizer)
     drafter.prepare(tiny, dataset.token_counts(tiny.head.vocab_size))
-    Trainer(lr=3e-3, max_steps=steps, batch_tokens=1024).fit(drafter, tiny, dataset, Live(), directory / "fit")
+    Trainer(lr=3e-3, max_steps=steps, batch_tokens=1024).fit(drafter, tiny, dataset, LiveSource(), directory / "fit")
     save_drafter(directory / "drafter", drafter, settings_for(name, **options))
     return directory / "drafter"
 
@@ -350,4 +350,4 @@ def test_nothing_is_measured_for_other_families(tiny: Target, tmp_path: Path) ->
     """A draft model has no other reading: the linter does not decode."""
     from spectrain.export.converter import read_drafter
 
-    assert misread(read_drafter(ours(tmp_path / "start", tiny, "causal", num_layers=2)), TINY) == []
+    assert find_misinterpretation(read_drafter(ours(tmp_path / "start", tiny, "causal", num_layers=2)), TINY) == []

@@ -17,16 +17,16 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.drafters.mtp import Mtp
 from spectrain.errors import UserError
-from spectrain.export.layout import Files, Portable
-from spectrain.export.layouts import detect
-from spectrain.export.mtp import SHARD, Stitched
+from spectrain.export.layout import DrafterCheckpoint, DrafterFiles
+from spectrain.export.layouts import detect_layout
+from spectrain.export.mtp import MTP_SHARD, MtpTargetLayout
 from spectrain.export.targets import TargetFiles
 from spectrain.features.batch import Batch
-from spectrain.models.loading import TINY, load_hf, load_tokenizer
-from spectrain.models.mtp_files import INDEX, LAYOUTS, Checkpoint, shipped_layer
+from spectrain.models.loading import TINY_DIRECTORY, load_hf, load_tokenizer
+from spectrain.models.mtp_files import INDEX_FILE, MTP_LAYOUTS, CheckpointReader, load_mtp_layer
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import load_weights
-from spectrain.training.checkpoints import tensors_of
+from spectrain.training.checkpoints import collect_tensors
 from spectrain.trees import Chain
 from tests.decoding.rounds import Keeping
 from tests.models.architectures import LAYERS, save_small
@@ -44,7 +44,7 @@ def saved(name: str, folder: Path, shard_size: str | None = None) -> Path:
         model = AutoModelForCausalLM.from_pretrained(folder)
         (folder / "model.safetensors").unlink()
         model.save_pretrained(folder, max_shard_size=shard_size)
-    load_tokenizer(str(TINY), False, True).save_pretrained(folder)
+    load_tokenizer(str(TINY_DIRECTORY), False, True).save_pretrained(folder)
     return folder
 
 
@@ -58,15 +58,15 @@ def shaken(target: Target, **options: Any) -> Mtp:
     return drafter.eval()
 
 
-def portable(drafter: Mtp) -> Portable:
+def portable(drafter: Mtp) -> DrafterCheckpoint:
     """What `save_drafter` writes and a layout reads."""
-    tensors = {drafter.names[name]: tensor for name, tensor in tensors_of(drafter).items()}
-    return Portable({"_target_": "spectrain.drafters.mtp.Mtp", "num_steps": 3, "start": "new"}, tensors)
+    tensors = {drafter.names[name]: tensor for name, tensor in collect_tensors(drafter).items()}
+    return DrafterCheckpoint({"_target_": "spectrain.drafters.mtp.Mtp", "num_steps": 3, "start": "new"}, tensors)
 
 
 def stitched(drafter: Mtp, source: Path, out: Path) -> Path:
     out.mkdir()
-    Stitched().write(portable(drafter), TargetFiles(str(source)), out)
+    MtpTargetLayout().write(portable(drafter), TargetFiles(str(source)), out)
     return out
 
 
@@ -114,7 +114,7 @@ def test_transformers_drafts_what_is_drafted_here(name: str, tmp_path: Path, mon
     assert output[0, len(PROMPT) :].tolist() == ours.output
     drafted = [int(tree.tokens[0, 1]) for tree in kept.trees]
     assert drafted[: len(theirs)] == theirs and len(theirs) >= NEW_TOKENS // 2
-    assert len(forwards) == 1 + len(ours.accepted)
+    assert len(forwards) == 1 + len(ours.round_lengths)
 
 
 @torch.no_grad()
@@ -133,7 +133,7 @@ def test_logits_are_those_of_the_layer_in_transformers(name: str, tmp_path: Path
     cache = MtpCache(config=model.config.get_mtp_config())
     _, expected, _ = theirs(tokens[:, 1:], final[:, :-1], None, positions, cache)
     batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool))
-    states, _ = drafter._unroll(batch, target.features(tokens, ("final",)).at("final"), 0, [])
+    states, _ = drafter._unroll(batch, target.features(tokens, ("final",)).at_layer("final"), 0, [])
     torch.testing.assert_close(target.head.logits(states[:, -2:-1]), expected, rtol=1e-3, atol=1e-3)
 
 
@@ -156,24 +156,24 @@ def test_what_is_stitched_in_is_what_the_target_ships(
         shipping = load_hf(str(folder))
         again = Mtp(shipping)
         assert not again.starts_new
-        for key, tensor in tensors_of(drafter).items():
+        for key, tensor in collect_tensors(drafter).items():
             assert torch.equal(tensor, again.state_dict()[key])
         after = shipping.model.state_dict()
         assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
-        files = json.loads((folder / INDEX).read_text())["weight_map"]
+        files = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
         held = {tensor: path.name for path in folder.glob("*.safetensors") for tensor in load_file(path)}
-        assert held == files and sum(file == SHARD for file in files.values()) == len(shipped_names(folder))
-        assert detect(Files.read(folder)).name == "mtp"
+        assert held == files and sum(file == MTP_SHARD for file in files.values()) == len(shipped_names(folder))
+        assert detect_layout(DrafterFiles.from_directory(folder)).name == "mtp"
         other = shaken(target)
         load_weights(other, folder, target)  # as drafter.init does
-        assert all(torch.equal(tensor, other.state_dict()[key]) for key, tensor in tensors_of(drafter).items())
+        assert all(torch.equal(tensor, other.state_dict()[key]) for key, tensor in collect_tensors(drafter).items())
 
 
 def shipped_names(folder: Path) -> list[str]:
-    checkpoint = Checkpoint(folder)
-    layout = checkpoint.layout
+    checkpoint = CheckpointReader(folder)
+    layout = checkpoint.mtp_layout
     assert layout is not None
-    return checkpoint.of_layer(layout, checkpoint.prefixes(layout)[0])
+    return checkpoint.layer_tensor_names(layout, checkpoint.layer_prefixes(layout)[0])
 
 
 def test_mimo_reads_the_state_first(tmp_path: Path) -> None:
@@ -181,8 +181,10 @@ def test_mimo_reads_the_state_first(tmp_path: Path) -> None:
     source = saved("qwen3, no windows", tmp_path / "target")
     target = load_hf(str(source))
     drafter = shaken(target)
-    mimo = next(layout for layout in LAYOUTS if layout.title == "MiMo")
-    tensors = {mimo.prefix.format(index=0) + name: one for name, one in mimo.theirs(portable(drafter).tensors, False).items()}
+    mimo = next(layout for layout in MTP_LAYOUTS if layout.title == "MiMo")
+    tensors = {
+        mimo.prefix.format(index=0) + name: one for name, one in mimo.to_checkpoint(portable(drafter).tensors, False).items()
+    }
     hidden, embedded = torch.randn(2, 5, target.width), torch.randn(2, 5, target.width)
 
     def normed(x: Tensor, name: str) -> Tensor:
@@ -203,17 +205,17 @@ def test_experts_are_fused_and_unfused(tmp_path: Path) -> None:
     source = saved("qwen3_next", tmp_path / "target")
     drafter = shaken(load_hf(str(source)))
     tensors = portable(drafter).tensors
-    layout = LAYOUTS[0]
-    apart, whole = (layout.theirs(tensors, by_expert) for by_expert in (True, False))
+    layout = MTP_LAYOUTS[0]
+    apart, whole = (layout.to_checkpoint(tensors, by_expert) for by_expert in (True, False))
     assert sum("experts.3." in name for name in apart) == 3 and not any("experts.3." in name for name in whole)
     for form in (apart, whole):
-        again = layout.ours(form)
+        again = layout.to_internal(form)
         assert again.keys() == tensors.keys() and all(torch.equal(tensor, tensors[name]) for name, tensor in again.items())
 
 
 def test_a_target_without_a_reader_is_refused(tiny: Target, tmp_path: Path) -> None:
     """No engine drafts with an MTP layer of a Llama."""
     with pytest.raises(UserError, match="no engine drafts with MTP layers for llama"):
-        stitched(shaken(tiny), TINY, tmp_path / "stitched")
+        stitched(shaken(tiny), TINY_DIRECTORY, tmp_path / "stitched")
     with pytest.raises(UserError, match="holds no MTP layer of a known layout; use drafter.start=new"):
-        shipped_layer(str(TINY))
+        load_mtp_layer(str(TINY_DIRECTORY))

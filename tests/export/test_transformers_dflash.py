@@ -10,7 +10,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.export.converter import convert, read_drafter
-from spectrain.export.measure import instantiate
+from spectrain.export.measure import load_drafter
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
 from spectrain.trees import Chain
@@ -30,7 +30,7 @@ def test_generate_drafts_as_we_do(tiny: Target, tmp_path: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(tiny.path, dtype="float32").eval()
     assistant, info = AutoModel.from_pretrained(tmp_path / "out", dtype="float32", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    drafter: Any = instantiate(read_drafter(start, TINY), tiny)
+    drafter: Any = load_drafter(read_drafter(start, TINY), tiny)
     calls: list[int] = []
     model.register_forward_hook(lambda module, args, output: calls.append(1))
     states: list[Tensor] = []
@@ -46,5 +46,5 @@ def test_generate_drafts_as_we_do(tiny: Target, tmp_path: Path) -> None:
         )[0, len(prompt) :].tolist()
         mine = decode(tiny, [prompt], Greedy(), LIMIT, drafter, Chain(4), ignore_eos=True)[0]
         assert found == plain == mine.output
-        assert len(calls) == 1 + len(mine.accepted)
+        assert len(calls) == 1 + len(mine.round_lengths)
         torch.testing.assert_close(states[0][1:], states_behind(drafter, tiny, [*prompt, found[0]]), rtol=1e-4, atol=1e-4)

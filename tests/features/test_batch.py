@@ -25,7 +25,7 @@ def test_joined_equals_lists(layers: tuple[Layer, ...], num_parts: int) -> None:
             tokens[row] += part.tokens[row, :count].tolist()
             for position in range(count):
                 states[row].append([part.hidden[row, position, held.index(layer)].tolist() for layer in layers])
-    joined = Features.joined(parts)
+    joined = Features.concat_prefixes(parts)
     assert joined.layers == layers and joined.tokens.shape == (3, len(tokens[2])) == joined.hidden.shape[:2]
     for row in range(3):
         assert joined.tokens[row, : len(tokens[row])].tolist() == tokens[row]

@@ -11,18 +11,18 @@ import torch
 from hydra import compose, initialize_config_module
 from safetensors.torch import save_file
 
+from spectrain.config.build import build
+from spectrain.config.check import check_config
+from spectrain.config.keys import TRAIN_KEYS
 from spectrain.data.dataset import Dataset
-from spectrain.data.readers import Embedded
+from spectrain.data.readers import EmbeddedReader
 from spectrain.errors import RunError, UserError
 from spectrain.features.base import BatchRequest
-from spectrain.features.capture import capture, verify
+from spectrain.features.capture import capture_features, verify_store
 from spectrain.features.store import FeatureStore
-from spectrain.features.stored import Stored
+from spectrain.features.stored_source import StoredSource
 from spectrain.models.target import Target
 from spectrain.runs.train import train
-from spectrain.settings.build import build
-from spectrain.settings.check import check_config
-from spectrain.settings.keys import TRAIN_KEYS
 from spectrain.training.trainer import Trainer
 
 SETTINGS = (
@@ -43,11 +43,11 @@ def composed(*overrides: str, name: str = "train", known: tuple[str, ...] = TRAI
 
 
 def stored(path: Path, *more: str) -> None:
-    capture(composed(*SETTINGS, "source=store", f"source.path={path}", *more))
+    capture_features(composed(*SETTINGS, "source=store", f"source.path={path}", *more))
 
 
 def verified(path: Path, drop: bool = False) -> None:
-    verify(composed(f"path={path}", f"drop={drop}", name="verify", known=("path", "drop")))
+    verify_store(composed(f"path={path}", f"drop={drop}", name="verify", known=("path", "drop")))
 
 
 def losses(run: Path) -> list[float]:
@@ -78,22 +78,22 @@ def test_a_training_reads_what_was_stored(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_stopped_capture_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Stopped after a batch, it keeps that; the next capture computes the others only, and one more computes nothing."""
     ran: list[int] = []
-    batch = Stored.batch
+    batch = StoredSource.make_batch
 
-    def counted(self: Stored, request: BatchRequest) -> Any:
+    def counted(self: StoredSource, request: BatchRequest) -> Any:
         if len(ran) == 1:
             ran.append(0)
             raise KeyboardInterrupt
         ran.append(len(request.examples))
         return batch(self, request)
 
-    monkeypatch.setattr(Stored, "batch", counted)
+    monkeypatch.setattr(StoredSource, "batch", counted)
     with pytest.raises(KeyboardInterrupt):
         stored(tmp_path)
-    kept = len(FeatureStore(tmp_path).home)
+    kept = len(FeatureStore(tmp_path).shard_names)
     assert 0 < kept == sum(ran) < 12
     stored(tmp_path)
-    assert sum(ran) == 12 and len(FeatureStore(tmp_path).home) == 12
+    assert sum(ran) == 12 and len(FeatureStore(tmp_path).shard_names) == 12
     stored(tmp_path)
     assert sum(ran) == 12
     told = capsys.readouterr().out
@@ -106,10 +106,10 @@ def test_many_processes_share_the_work(tmp_path: Path, monkeypatch: pytest.Monke
     """Each captures its own batches, and together these are all."""
     for rank in range(2):
         process = SimpleNamespace(process_index=rank, num_processes=2, is_main_process=not rank, wait_for_everyone=lambda: None)
-        monkeypatch.setattr(Trainer, "accelerator", lambda self, process=process: process)
+        monkeypatch.setattr(Trainer, "make_accelerator", lambda self, process=process: process)
         with pytest.raises(RunError, match="sequences are still missing"):
             stored(tmp_path / str(rank))  # in truth in one folder, both beginning before either has written
-    halves = [FeatureStore(tmp_path / str(rank)).home for rank in range(2)]
+    halves = [FeatureStore(tmp_path / str(rank)).shard_names for rank in range(2)]
     assert not set(halves[0]) & set(halves[1]) and len(halves[0] | halves[1]) == 12
 
 
@@ -123,24 +123,26 @@ def test_damaged_shards_are_named_and_made_again(tmp_path: Path, capsys: pytest.
     with pytest.raises(RunError, match="run spectrain data store again"):
         verified(tmp_path, drop=True)
     verified(tmp_path)
-    missing = 12 - len(FeatureStore(tmp_path).home)
+    missing = 12 - len(FeatureStore(tmp_path).shard_names)
     assert missing >= 3
     capsys.readouterr()
     stored(tmp_path)
     assert f"{12 - missing} are stored" in capsys.readouterr().out
     verified(tmp_path)
-    assert len(FeatureStore(tmp_path).home) == 12
+    assert len(FeatureStore(tmp_path).shard_names) == 12
 
 
 def test_what_cannot_be_stored_is_said(tmp_path: Path, tiny: Target) -> None:
     """Another source, a family without features, and another project's folder; verifying wants a folder."""
     with pytest.raises(UserError, match="say which feature store"):
-        verify(composed(name="verify", known=("path", "drop")))
+        verify_store(composed(name="verify", known=("path", "drop")))
     with pytest.raises(UserError, match="say source=store"):
-        capture(composed(*SETTINGS))
+        capture_features(composed(*SETTINGS))
     with pytest.raises(UserError, match="reads no features"):
-        capture(composed("recipe=gated_lora", "target=tiny", "data.limit=2", "source=store", f"source.path={tmp_path}"))
-    example = Dataset.build(Embedded(limit=1, max_length=128), tiny.tokenizer).examples[0]
+        capture_features(
+            composed("recipe=gated_lora", "target=tiny", "data.limit=2", "source=store", f"source.path={tmp_path}")
+        )
+    example = Dataset.from_data(EmbeddedReader(limit=1, max_length=128), tiny.tokenizer).examples[0]
     tokens = torch.tensor(example.tokens)
     states = tiny.features(tokens[None], (2, 4, 5, 8)).hidden[0].contiguous()
     (tmp_path / "hidden_states").mkdir()
@@ -154,13 +156,13 @@ def test_two_thousand_conversations(tmp_path: Path) -> None:
     """All embedded conversations: stored, shards deleted, cut and changed at random, found by name, made again, read whole."""
     settings = ("recipe=eagle3", "target=tiny", "data.limit=null", "+trainer.batch_tokens=4096", "source=store",
                 f"source.path={tmp_path}", "+source.dtype=int8", "+source.shard_mb=4")  # fmt: skip
-    capture(composed(*settings))
+    capture_features(composed(*settings))
     store = FeatureStore(tmp_path)
-    sequences = len(store.home)
+    sequences = len(store.shard_names)
     assert sequences > 2000
-    dataset = Dataset.build(build(composed(*settings).data), build(composed(*settings).target).tokenizer)
+    dataset = Dataset.from_data(build(composed(*settings).data), build(composed(*settings).target).tokenizer)
     sample = dataset.examples[::8]
-    before = [store.read(example, store.layers, torch.empty(0)) for example in sample]
+    before = [store.read_states(example, store.layers, torch.empty(0)) for example in sample]
     files = sorted(tmp_path.glob("*.safetensors"))
     draw = random.Random(0)
     hurt = draw.sample(files, 6)
@@ -174,11 +176,11 @@ def test_two_thousand_conversations(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="6 files") as error:
         verified(tmp_path, drop=True)
     assert all((file.name in str(error.value)) == (file in hurt) for file in files)
-    capture(composed(*settings))
+    capture_features(composed(*settings))
     verified(tmp_path)
     store = FeatureStore(tmp_path)
-    assert len(store.home) == sequences
+    assert len(store.shard_names) == sequences
     for example, was in zip(sample, before):
-        found = store.read(example, store.layers, torch.empty(0))
+        found = store.read_states(example, store.layers, torch.empty(0))
         assert found is not None and was is not None
         assert ((found - was).norm() / was.norm()) < 0.02  # captured in other company: a rounding step at most here and there

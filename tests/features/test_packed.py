@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from spectrain.data.chat import Example
-from spectrain.decoding.replay import KEPT, Replay, collate_replays
+from spectrain.decoding.replay import NOT_PAST_ERROR, Replay, collate_replays
 from spectrain.drafters.base import TrainingState
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch, collate
-from spectrain.features.live import Live
+from spectrain.features.live_source import LiveSource
 from spectrain.models.attention import causal_attention, unrolled_attention
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.target import Target
-from spectrain.runs.fresh import learns
-from spectrain.training.job import trained_groups
-from spectrain.training.on_policy import Generated
+from spectrain.runs.init_drafter import is_trainable
+from spectrain.training.on_policy import GeneratedSource
+from spectrain.training.run import select_trained_groups
 from tests.drafters.test_contract import VARIANTS, each, make, stages
 from tests.models.test_target import ARCHITECTURES, EVERY, LAYERS, VOCAB, build
 from tests.targets import cut_tiny
@@ -55,10 +55,10 @@ def gradients(name: str, target: Target, stage: int, packed: bool, source: Any =
         for number, parameter in enumerate(drafter.parameters()):
             noise = torch.Generator().manual_seed(number)
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=noise))
-    trained_groups(drafter, target, stage)
+    select_trained_groups(drafter, target, stage)
     drafter.zero_grad()
     target.zero_grad()
-    batch = (source or Live()).batch(
+    batch = (source or LiveSource()).make_batch(
         BatchRequest(examples(), target, drafter.stages[stage].layers, packed=packed, step=4, drafter=drafter)
     )
     assert (batch.lengths is not None) == packed
@@ -75,7 +75,7 @@ def test_loss_and_gradients_of_packed_documents_are_those_of_padded_ones(name: s
     if name == "early exit dropping":
         monkeypatch.setitem(VARIANTS, name, ("early_exit", {"max_dropout": 0.8, "self_distillation": True}))
     probe = make(name, cut_tiny(3))
-    if not learns(probe):  # a family without training
+    if not is_trainable(probe):  # a family without training
         return
     for stage in sorted(set(stages(probe, 8))):
         padded, expected = gradients(name, cut_tiny(3), stage, packed=False)
@@ -93,10 +93,10 @@ def test_loss_and_gradients_of_packed_documents_are_those_of_padded_ones(name: s
 def test_replays_packed_equal_replays_padded(name: str) -> None:
     """Documents whose tails are rejected drafts, too."""
 
-    class Replays(Live):
-        def batch(self, request: BatchRequest) -> Batch:
+    class Replays(LiveSource):
+        def make_batch(self, request: BatchRequest) -> Batch:
             lengths = [len(example.tokens) for example in request.examples]
-            distances = [[KEPT if n < length - 3 else n % 3 for n in range(length)] for length in lengths]
+            distances = [[NOT_PAST_ERROR if n < length - 3 else n % 3 for n in range(length)] for length in lengths]
             batch = collate_replays(list(map(Replay, request.examples, distances)), request.packed)
             return replace(batch, features=request.target.features(batch.tokens, request.layers, batch.lengths))
 
@@ -112,7 +112,7 @@ def test_replays_packed_equal_replays_padded(name: str) -> None:
 def test_generated_sequences_are_packed_too(by: Any) -> None:
     """What is written while training does not depend on how it is laid out."""
     (padded, _), (found, _) = (
-        gradients("causal", cut_tiny(3), 0, packed, Generated(fraction=0.6, by=by, max_new_tokens=6))
+        gradients("causal", cut_tiny(3), 0, packed, GeneratedSource(fraction=0.6, by=by, max_new_tokens=6))
         for packed in (False, True)
     )
     assert padded.counts.sum() > 0
@@ -125,7 +125,7 @@ def test_features_of_packed_documents_are_those_of_each_alone(architecture: str,
     target, _ = build(architecture, ARCHITECTURES[architecture], shallow)
     batch = collate(examples(VOCAB), packed=True)
     found = unpacked(target.features(batch.tokens, EVERY, batch.lengths).hidden)
-    for document, (tokens, _) in zip(found, batch.sequences()):
+    for document, (tokens, _) in zip(found, batch.split_documents()):
         close(document, target.features(tokens[None], EVERY).hidden[0])
 
 
@@ -158,7 +158,7 @@ def test_nothing_is_predicted_across_a_border() -> None:
     """The positions that carry loss are those of the padded batch, and a document's first token is nobody's answer."""
     rows = [Example(row.tokens, [True] * len(row.tokens)) for row in examples()]
     packed, padded = collate(rows, packed=True), collate(rows)
-    for document, row in zip(unpacked(packed.predicts), padded.predicts):
+    for document, row in zip(unpacked(packed.next_is_supervised), padded.next_is_supervised):
         assert torch.equal(document, row[: len(document)]) and not document[-1]
     assert packed.positions[0].tolist() == [n for length in LENGTHS for n in range(length)]
 
@@ -167,10 +167,10 @@ def test_kept_features_are_kept_by_document(shallow: Target) -> None:
     """Features kept from a padded batch serve a packed one, and the other way about."""
     rows = examples()
     for first in (False, True):
-        source = Live(keep_gb=1.0)
-        source.batch(BatchRequest(rows, shallow, (1, "final"), packed=first))
-        found = source.batch(BatchRequest(rows[::-1], shallow, (1, "final"), packed=not first))
-        fresh = Live().batch(BatchRequest(rows[::-1], shallow, (1, "final"), packed=not first))
+        source = LiveSource(keep_gb=1.0)
+        source.make_batch(BatchRequest(rows, shallow, (1, "final"), packed=first))
+        found = source.make_batch(BatchRequest(rows[::-1], shallow, (1, "final"), packed=not first))
+        fresh = LiveSource().make_batch(BatchRequest(rows[::-1], shallow, (1, "final"), packed=not first))
         assert found.features is not None and fresh.features is not None
         mask = torch.ones_like(found.tokens) > 0 if not first else found.tokens > 0
         close(found.features.hidden[mask], fresh.features.hidden[mask])

@@ -13,9 +13,9 @@ from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest, Source
-from spectrain.features.live import Live
-from spectrain.features.speculators import Prepared, SpeculatorsCache, hidden_states_folder
-from spectrain.features.stored import Stored
+from spectrain.features.live_source import LiveSource
+from spectrain.features.speculators import PreparedData, SpeculatorsCache, find_hidden_states
+from spectrain.features.stored_source import StoredSource
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer
 
@@ -56,11 +56,14 @@ def prepare(source: Source, made: Drafter, target: Target, rows: list[Example]) 
 def test_its_features_are_the_targets(tiny: Target, tmp_path: Path) -> None:
     """Whatever order it holds them in, a batch has the features of source=live, the last state through the final norm."""
     rows = examples()
-    source = Stored(str(cached(tmp_path, tiny, rows[::-1])))
+    source = StoredSource(str(cached(tmp_path, tiny, rows[::-1])))
     told = prepare(source, drafter(tiny), tiny, rows)
     assert "layers 2, 4, 5, 8, final, 4 of 4 sequences" in told
     made = drafter(tiny)
-    found, live = source.batch(BatchRequest(rows, tiny, made.layers)), Live().batch(BatchRequest(rows, tiny, made.layers))
+    found, live = (
+        source.make_batch(BatchRequest(rows, tiny, made.layers)),
+        LiveSource().make_batch(BatchRequest(rows, tiny, made.layers)),
+    )
     assert found.features is not None and live.features is not None and found.features.layers == live.features.layers
     for row, example in enumerate(rows):
         length = len(example.tokens)
@@ -77,9 +80,9 @@ def test_a_whole_folder_of_it_is_trained_on(tiny: Target, tmp_path: Path, monkey
     cached(tmp_path, tiny, rows)
     columns = [{"input_ids": e.tokens, "loss_mask": list(map(int, e.mask)), "seq_len": len(e.tokens)} for e in rows]
     datasets.Dataset.from_list(columns).with_format("torch").save_to_disk(tmp_path)
-    dataset = Dataset.build(Prepared(str(tmp_path)), tiny.tokenizer)
+    dataset = Dataset.from_data(PreparedData(str(tmp_path)), tiny.tokenizer)
     assert dataset.examples == rows
-    source, made = Stored(str(tmp_path), capture=False), drafter(tiny)
+    source, made = StoredSource(str(tmp_path), capture=False), drafter(tiny)
     prepare(source, made, tiny, dataset.examples)
     made.prepare(tiny, dataset.token_counts(tiny.head.vocab_size))
     monkeypatch.setattr(tiny, "features", lambda *args: pytest.fail("the target was run"))
@@ -90,22 +93,22 @@ def test_a_whole_folder_of_it_is_trained_on(tiny: Target, tmp_path: Path, monkey
 def test_what_it_did_not_prepare_is_refused(tmp_path: Path) -> None:
     """A folder that is none, and rows whose mask has another length."""
     with pytest.raises(UserError, match="datasets could not load it"):
-        Prepared(str(tmp_path)).conversations()
+        PreparedData(str(tmp_path)).load_conversations()
     datasets.Dataset.from_list([{"input_ids": [1, 2, 3], "loss_mask": [0, 1]}]).save_to_disk(tmp_path / "saved")
     with pytest.raises(UserError, match="row 0: it has 3 input_ids and 2 loss_mask"):
-        Prepared(str(tmp_path / "saved")).conversations()
+        PreparedData(str(tmp_path / "saved")).load_conversations()
 
 
 def test_layers_are_found_through_noise(tiny: Target, tmp_path: Path) -> None:
     """A hundredth of noise, as bfloat16 makes, does not mislead; order and number of the layers are free."""
     for aux in ((1, 2, 3), (0, 6, 7, 8), (5,)):
         cache = SpeculatorsCache(cached(tmp_path / str(aux), tiny, examples(1), aux, noise=0.01) / "hidden_states", tiny)
-        assert cache.stored == (*aux, 8) and cache.layers[-1] == "final"
+        assert cache.stored_layers == (*aux, 8) and cache.layers[-1] == "final"
 
 
 def test_other_layers_are_refused(tiny: Target, tmp_path: Path) -> None:
     """A drafter that reads another layer hears which there are."""
-    source = Stored(str(cached(tmp_path, tiny, examples())))
+    source = StoredSource(str(cached(tmp_path, tiny, examples())))
     with pytest.raises(UserError, match="holds layers 2, 4, 5, 8, final, and the drafter reads 3, 6 too"):
         prepare(source, drafter(tiny, (3, 5, 6)), tiny, examples())
 
@@ -125,19 +128,22 @@ def test_what_it_lacks_is_run_live(tiny: Target, tmp_path: Path) -> None:
     folder = cached(tmp_path, tiny, rows[:2])
     (folder / "hidden_states" / "hs_9.safetensors").write_bytes(b"cut")
     before = sorted(folder.rglob("*"))
-    source, made = Stored(str(folder)), drafter(tiny)
+    source, made = StoredSource(str(folder)), drafter(tiny)
     told = prepare(source, made, tiny, rows)
     assert "2 of 4 sequences" in told and "hs_9.safetensors cannot be read" in told and "run for the other 2" in told
-    found, live = source.batch(BatchRequest(rows, tiny, made.layers)), Live().batch(BatchRequest(rows, tiny, made.layers))
+    found, live = (
+        source.make_batch(BatchRequest(rows, tiny, made.layers)),
+        LiveSource().make_batch(BatchRequest(rows, tiny, made.layers)),
+    )
     assert found.features is not None and live.features is not None
     length = len(rows[3].tokens)
     torch.testing.assert_close(found.features.hidden[3, :length], live.features.hidden[3, :length], rtol=1e-4, atol=1e-4)
     source.flush()
     assert sorted(folder.rglob("*")) == before
     with pytest.raises(UserError, match="2 of 4 sequences are not in it"):
-        prepare(Stored(str(folder), capture=False), made, tiny, rows)
+        prepare(StoredSource(str(folder), capture=False), made, tiny, rows)
     with pytest.raises(UserError, match="none of the 2 sequences is in it"):
-        prepare(Stored(str(folder)), made, tiny, rows[2:])
+        prepare(StoredSource(str(folder)), made, tiny, rows[2:])
 
 
 def test_files_of_another_shape_are_refused(tiny: Target, tmp_path: Path) -> None:
@@ -148,5 +154,5 @@ def test_files_of_another_shape_are_refused(tiny: Target, tmp_path: Path) -> Non
         save_file(wrong, folder / "hs_7.safetensors")
         with pytest.raises(UserError, match=f"hs_7.*{reason}"):
             SpeculatorsCache(folder, tiny)
-    assert hidden_states_folder(tmp_path) == hidden_states_folder(folder) == folder
-    assert hidden_states_folder(tmp_path.parent / "nowhere") is None
+    assert find_hidden_states(tmp_path) == find_hidden_states(folder) == folder
+    assert find_hidden_states(tmp_path.parent / "nowhere") is None

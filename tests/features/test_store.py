@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from spectrain.config.build import build
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter, TrainingState
@@ -21,19 +22,25 @@ from spectrain.errors import RunError, UserError
 from spectrain.features import store as module
 from spectrain.features.base import BatchRequest, Source
 from spectrain.features.batch import Batch, collate
-from spectrain.features.live import Live
-from spectrain.features.store import Contents, FeatureStore, checksum, fingerprint, quantize, read_before
-from spectrain.features.stored import Stored
+from spectrain.features.live_source import LiveSource
+from spectrain.features.store import (
+    FeatureStore,
+    StoreContents,
+    compute_checksum,
+    hash_weights,
+    quantize,
+    select_final_positions,
+)
+from spectrain.features.stored_source import StoredSource
 from spectrain.models.loading import load_tiny
 from spectrain.models.lora import inject_lora
 from spectrain.models.target import Target
-from spectrain.settings.build import build
 from spectrain.training.trainer import Trainer
 from tests.targets import cut_tiny
 
 LAYERS = (2, 5, "final")
 LIKE = torch.empty(0)
-CONTENTS = Contents("toy", "nowhere", "w", "t", LAYERS, 16, "float32", None)
+CONTENTS = StoreContents("toy", "nowhere", "w", "t", LAYERS, 16, "float32", None)
 DTYPES: list[Any] = ["float32", "bfloat16", "float16", "int8", "fp8"]
 
 
@@ -48,20 +55,20 @@ def examples(count: int = 6) -> list[Example]:
 
 def states(example: Example) -> Tensor:
     """[T, L, D] some features, of very unlike size by token and layer."""
-    torch.manual_seed(int(example.key[:6], 16))
+    torch.manual_seed(int(example.content_hash[:6], 16))
     return torch.randn(len(example.tokens), 3, 16) * torch.logspace(-3, 3, len(example.tokens) * 3).view(-1, 3, 1)
 
 
-def filled(path: Path, contents: Contents = CONTENTS, rows: list[Example] | None = None, **options: Any) -> FeatureStore:
-    store = FeatureStore(path, contents, mend=True, **options)
+def filled(path: Path, contents: StoreContents = CONTENTS, rows: list[Example] | None = None, **options: Any) -> FeatureStore:
+    store = FeatureStore(path, contents, repair=True, **options)
     for example in examples() if rows is None else rows:
-        store.take(example, states(example), LAYERS)
+        store.put_states(example, states(example), LAYERS)
     store.flush()
     return store
 
 
 def read(store: FeatureStore, example: Example) -> Tensor:
-    found = store.read(example, LAYERS, LIKE)
+    found = store.read_states(example, LAYERS, LIKE)
     assert found is not None
     return found
 
@@ -74,7 +81,7 @@ def test_what_is_read_is_what_was_taken(tmp_path: Path, dtype: Any) -> None:
     """Reading gives what taking gave: exactly the states in float32, else within the type's rounding, token by token."""
     contents = replace(CONTENTS, dtype=dtype)
     store = FeatureStore(tmp_path, contents)
-    taken = [store.take(example, states(example), LAYERS) for example in examples()]
+    taken = [store.put_states(example, states(example), LAYERS) for example in examples()]
     waiting = [read(store, example) for example in examples()]
     store.flush()
     again = FeatureStore(tmp_path)
@@ -113,7 +120,7 @@ def test_only_what_is_supervised(tmp_path: Path, reach: int, dtype: Any) -> None
         there = torch.zeros(len(example.tokens), dtype=torch.bool)
         for place in range(len(there)):
             there[place] = any(example.mask[place + 1 : place + 2 + reach])
-        assert there.nonzero()[:, 0].tolist() == read_before(example.mask, reach).tolist()
+        assert there.nonzero()[:, 0].tolist() == select_final_positions(example.mask, reach).tolist()
         assert 0 < int(there.sum()) < len(there)
         one, two = read(whole, example), read(some, example)
         assert torch.equal(one[:, :2], two[:, :2]) and torch.equal(one[there], two[there])
@@ -127,7 +134,7 @@ def test_some_layers_in_another_order(tmp_path: Path) -> None:
     """A drafter that reads fewer layers reads the same store."""
     store = filled(tmp_path)
     for example in examples():
-        found = store.read(example, ("final", 2), LIKE.double())
+        found = store.read_states(example, ("final", 2), LIKE.double())
         assert found is not None and torch.equal(found, states(example)[:, [2, 0]].double())
 
 
@@ -137,7 +144,7 @@ def test_bytes_are_counted_exactly(dtype: Any, reach: int | None) -> None:
     """What is announced is what the tensors take."""
     contents = replace(CONTENTS, dtype=dtype, final_reach=reach)
     for example in examples():
-        tensors = contents.encode(example, states(example))
+        tensors = contents.encode_states(example, states(example))
         assert sum(tensor.nbytes for tensor in tensors.values()) == contents.num_bytes(example)
 
 
@@ -146,7 +153,7 @@ def test_many_writers(tmp_path: Path) -> None:
     rows = examples(24)
     writers = [FeatureStore(tmp_path, CONTENTS, shard_bytes=1e4) for _ in range(3)]
     for number, example in enumerate(rows):
-        writers[number % 3].take(example, states(example), LAYERS)
+        writers[number % 3].put_states(example, states(example), LAYERS)
     for writer in writers:
         writer.flush()
     time.sleep(0.02)
@@ -165,11 +172,11 @@ def test_two_that_begin_one_folder(tmp_path: Path) -> None:
     same = FeatureStore(tmp_path, CONTENTS)
     filled(tmp_path, rows=examples()[:3])
     for store in (other, same):
-        store.take(examples()[4], states(examples()[4]), LAYERS)
+        store.put_states(examples()[4], states(examples()[4]), LAYERS)
     same.flush()
     with pytest.raises(UserError, match="another process stores other features"):
         other.flush()
-    assert len(FeatureStore(tmp_path).home) == 4
+    assert len(FeatureStore(tmp_path).shard_names) == 4
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
@@ -179,7 +186,7 @@ def test_a_budget_that_is_announced_is_kept(tmp_path: Path, dtype: Any) -> None:
     store = filled(tmp_path / "store", contents)
     tensors = sum(map(contents.num_bytes, examples()))
     files = sum(file.stat().st_size for file in (tmp_path / "store").glob("features-*"))
-    assert tensors < files < tensors + module.PLACE * len(examples())
+    assert tensors < files < tensors + module.HEADER_BYTES * len(examples())
     assert store.num_bytes < files
     with pytest.raises(UserError, match="is full"):
         filled(tmp_path / "tight", contents, max_bytes=tensors - 1)
@@ -209,17 +216,21 @@ HARM: dict[str, Callable[[Path], None]] = {
 def test_a_damaged_shard_is_named_and_made_again(tmp_path: Path, harm: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Its name and what is wrong are printed, its sequences and no others are missing, and capturing these mends the store."""
     whole = [filled(tmp_path, rows=[example]) for example in examples()]
-    (hurt,) = whole[2].shards.values() if len(whole[2].shards) == 1 else [whole[2].shards[whole[2].home[examples()[2].key]]]
+    (hurt,) = (
+        whole[2].shards.values()
+        if len(whole[2].shards) == 1
+        else [whole[2].shards[whole[2].shard_names[examples()[2].content_hash]]]
+    )
     HARM[harm](tmp_path / f"{hurt.name}.safetensors")
-    store = FeatureStore(tmp_path, CONTENTS, mend=True)
-    found = [store.read(example, LAYERS, LIKE) for example in examples()]
+    store = FeatureStore(tmp_path, CONTENTS, repair=True)
+    found = [store.read_states(example, LAYERS, LIKE) for example in examples()]
     told = capsys.readouterr().out
     assert hurt.name in told and harm in told and told.count("features-") == 1
     assert [row is None for row in found] == [number == 2 for number in range(6)]
     filled(tmp_path, rows=[examples()[2]])
     again = FeatureStore(tmp_path)
-    again.verify()
-    assert not again.lost and all(torch.equal(read(again, example), states(example)) for example in examples())
+    again.verify_shards()
+    assert not again.damaged_files and all(torch.equal(read(again, example), states(example)) for example in examples())
     assert not (tmp_path / f"{hurt.name}.safetensors").exists()
 
 
@@ -231,9 +242,9 @@ def test_nothing_is_removed_unasked(tmp_path: Path, harm: str, capsys: pytest.Ca
     HARM[harm](file)
     before = sorted(tmp_path.iterdir())
     store = FeatureStore(tmp_path)
-    store.verify()
-    assert store.lost == [file.name] and file.name in capsys.readouterr().out
-    assert sorted(tmp_path.iterdir()) == before and not store.home
+    store.verify_shards()
+    assert store.damaged_files == [file.name] and file.name in capsys.readouterr().out
+    assert sorted(tmp_path.iterdir()) == before and not store.shard_names
 
 
 def test_verify_finds_what_no_reading_would(tmp_path: Path) -> None:
@@ -244,8 +255,8 @@ def test_verify_finds_what_no_reading_would(tmp_path: Path) -> None:
     file.write_bytes(data.replace(b'"format":"pt"', b'"format":"xx"'))
     store = FeatureStore(tmp_path)
     assert all(torch.equal(read(store, example), states(example)) for example in examples())
-    store.verify()
-    assert store.lost == [file.name]
+    store.verify_shards()
+    assert store.damaged_files == [file.name]
 
 
 def test_what_a_kill_leaves_is_swept(tmp_path: Path) -> None:
@@ -254,10 +265,10 @@ def test_what_a_kill_leaves_is_swept(tmp_path: Path) -> None:
     part, orphan = tmp_path / "features-1.safetensors.ab.part", tmp_path / "features-2.safetensors"
     for file in (part, orphan):
         file.write_bytes(b"x")
-    assert len(FeatureStore(tmp_path, mend=True).shards) == 1 and part.exists() and orphan.exists()
+    assert len(FeatureStore(tmp_path, repair=True).shards) == 1 and part.exists() and orphan.exists()
     for file in tmp_path.iterdir():
         os.utime(file, (1e9, 1e9))
-    store = FeatureStore(tmp_path, mend=True)
+    store = FeatureStore(tmp_path, repair=True)
     assert not part.exists() and not orphan.exists() and torch.equal(read(store, examples()[0]), states(examples()[0]))
 
 
@@ -265,7 +276,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """It is one sentence, what is stored stays, and what waited is still there to be written."""
     filled(tmp_path, rows=examples()[:3])
     store = FeatureStore(tmp_path)
-    store.take(examples()[3], states(examples()[3]), LAYERS)
+    store.put_states(examples()[3], states(examples()[3]), LAYERS)
 
     def full(tensors: Any, path: Path, metadata: Any) -> None:
         path.write_bytes(b"half")
@@ -284,16 +295,16 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     store = FeatureStore(tmp_path / "file" / "store", replace(CONTENTS, dtype="float16"))
     with pytest.raises(RunError, match="not finite in float16"):
-        store.take(examples()[0], states(examples()[0]) * 1e5, LAYERS)
+        store.put_states(examples()[0], states(examples()[0]) * 1e5, LAYERS)
     store.flush()
-    store.take(examples()[0], states(examples()[0]), LAYERS)
+    store.put_states(examples()[0], states(examples()[0]), LAYERS)
     with pytest.raises(UserError, match="cannot be written"):
         store.flush()
     for dtype in ("float32", "int8", "fp8"):
         wrong = states(examples()[0])
         wrong[3, 1, 2] = torch.nan
         with pytest.raises(RunError, match="not finite"):
-            FeatureStore(tmp_path / dtype, replace(CONTENTS, dtype=dtype)).take(examples()[0], wrong, LAYERS)  # type: ignore[arg-type]
+            FeatureStore(tmp_path / dtype, replace(CONTENTS, dtype=dtype)).put_states(examples()[0], wrong, LAYERS)  # type: ignore[arg-type]
 
 
 def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
@@ -312,11 +323,11 @@ def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
 def test_checksums_depend_on_every_byte() -> None:
     """Of each tensor, empty ones allowed, and on which tensor it is."""
     tensors = {"a": torch.arange(6.0), "b": torch.zeros(2, 3, dtype=torch.int8), "c": torch.zeros(0, 4)}
-    assert checksum(tensors) == checksum(dict(reversed(tensors.items())))
+    assert compute_checksum(tensors) == compute_checksum(dict(reversed(tensors.items())))
     tensors["a"][5] = 5.5
-    changed = checksum(tensors)
+    changed = compute_checksum(tensors)
     tensors["b"][1, 2] = 1
-    assert len({checksum(tensors), changed, checksum({"a": torch.arange(6.0)})}) == 3
+    assert len({compute_checksum(tensors), changed, compute_checksum({"a": torch.arange(6.0)})}) == 3
 
 
 # Which target
@@ -324,16 +335,16 @@ def test_checksums_depend_on_every_byte() -> None:
 
 def test_a_fingerprint_is_of_the_weights(tiny: Target) -> None:
     """Another type that holds the values and fresh adapters keep it; one changed matrix does not."""
-    whole = fingerprint(tiny.model)
+    whole = hash_weights(tiny.model)
     other = load_tiny()
     inject_lora(other, 4, 4.0)
-    assert fingerprint(other.model) == whole
+    assert hash_weights(other.model) == whole
     for parameter in other.parameters():
         parameter.data = parameter.data.double()
-    assert fingerprint(other.model) == whole
+    assert hash_weights(other.model) == whole
     with torch.no_grad():
         other.layers[3].mlp.down_proj.base_layer.weight.mul_(1.01)  # type: ignore[union-attr, operator]
-    assert fingerprint(other.model) != whole
+    assert hash_weights(other.model) != whole
 
 
 # As a source of training
@@ -382,20 +393,20 @@ FAMILIES: list[dict[str, Any]] = [
     {"_target_": "spectrain.drafters.medusa.Medusa"},
     {"_target_": "spectrain.drafters.medusa.Medusa", "loss": "forward_kl", "num_heads": 4},
     {"_target_": "spectrain.drafters.medusa.Medusa", "adapt": "lora", "num_heads": 2},
-    {"_target_": "spectrain.drafters.hydra.Hydra"},
-    {"_target_": "spectrain.drafters.hydra.Hydra", "prefix_attention": True},
-    {"_target_": "spectrain.drafters.amphista.Amphista", "num_heads": 3},
-    {"_target_": "spectrain.drafters.ctc.Ctc", "num_drafts": 3, "num_slots": 5},
-    {"_target_": "spectrain.drafters.gumiho.Gumiho", "num_parallel": 2, "num_layers": 1},
-    {"_target_": "spectrain.drafters.transformer_heads.TransformerHeads", "num_heads": 2},
+    {"_target_": "spectrain.experimental.hydra.drafter.Hydra"},
+    {"_target_": "spectrain.experimental.hydra.drafter.Hydra", "prefix_attention": True},
+    {"_target_": "spectrain.experimental.amphista.drafter.Amphista", "num_heads": 3},
+    {"_target_": "spectrain.experimental.ctc.drafter.Ctc", "num_drafts": 3, "num_slots": 5},
+    {"_target_": "spectrain.experimental.gumiho.drafter.Gumiho", "num_parallel": 2, "num_layers": 1},
+    {"_target_": "spectrain.experimental.transformer_heads.drafter.TransformerHeads", "num_heads": 2},
     {"_target_": "spectrain.drafters.eagle1.Eagle1", "num_steps": 3, "top_k_weight": 1.0},
-    {"_target_": "spectrain.drafters.redrafter.Redrafter", "num_steps": 3},
-    {"_target_": "spectrain.drafters.kangaroo.Kangaroo"},
+    {"_target_": "spectrain.experimental.redrafter.drafter.Redrafter", "num_steps": 3},
+    {"_target_": "spectrain.experimental.kangaroo.drafter.Kangaroo"},
     {"_target_": "spectrain.drafters.causal.Causal", "num_layers": 2},
     {"_target_": "spectrain.drafters.pard.Pard", "num_layers": 2, "num_drafts": 3},
     {"_target_": "spectrain.drafters.peagle.PEagle", "num_layers": 2, "num_drafts": 3},
     {"_target_": "spectrain.drafters.mtp.Mtp", "num_steps": 2},
-    {"_target_": "spectrain.drafters.draft_judge.DraftJudge", "window": 2},
+    {"_target_": "spectrain.experimental.lossy_rules.judge_drafter.DraftJudge", "window": 2},
     {"_target_": "spectrain.drafters.dflash.DFlash", "num_layers": 2, "block_size": 4},
     {"_target_": "spectrain.drafters.dflash.DFlash", "num_layers": 1, "loss": "forward_kl", "sample_from_anchor": True},
     {"_target_": "spectrain.drafters.dspark.DSpark", "num_layers": 1, "rank": 16},
@@ -426,19 +437,19 @@ def test_every_family_learns_what_it_learns_live(
     torch.manual_seed(0)
     made: Drafter = build(family, target=target)
     made.prepare(target, torch.arange(target.head.vocab_size))
-    source = Stored(str(tmp_path), supervised_only=supervised_only)
+    source = StoredSource(str(tmp_path), supervised_only=supervised_only)
     if supervised_only and made.stages[0].final_reach is None:
         with pytest.raises(UserError, match="reads every position"):
             prepare(source, made, target, examples())
         return
     layers = made.stages[0].layers
     prepare(source, made, target, examples())
-    live = gradients(made, Live().batch(BatchRequest(examples(), target, layers, packed=packed)), target)
-    source.batch(BatchRequest(examples(), target, layers, packed=packed))
+    live = gradients(made, LiveSource().make_batch(BatchRequest(examples(), target, layers, packed=packed)), target)
+    source.make_batch(BatchRequest(examples(), target, layers, packed=packed))
     source.flush()
-    again = Stored(str(tmp_path), capture=False)
+    again = StoredSource(str(tmp_path), capture=False)
     prepare(again, made, target, examples())
-    batch = again.batch(BatchRequest(examples(), target, layers, packed=packed))
+    batch = again.make_batch(BatchRequest(examples(), target, layers, packed=packed))
     assert batch.features is not None and bool(batch.features.hidden.isnan().any()) == supervised_only
     stored = gradients(made, batch, target)
     assert len(live) == len(stored) > 3 and all(torch.equal(a, b) for a, b in zip(live, stored))
@@ -460,28 +471,30 @@ def test_every_family_that_reads_features_is_compared() -> None:
 @pytest.mark.slow
 def test_loss_curves_are_those_of_live(shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured at first use, read from disk, with supervised positions only: the same losses, bit for bit, as source=live."""
-    live = trained(shallow, Live(keep_gb=1.0), tmp_path / "live")
-    assert live == trained(shallow, Stored(str(tmp_path / "store")), tmp_path / "first")
-    assert live == trained(shallow, Stored(str(tmp_path / "thrifty"), supervised_only=True, shard_mb=0.02), tmp_path / "thrift")
+    live = trained(shallow, LiveSource(keep_gb=1.0), tmp_path / "live")
+    assert live == trained(shallow, StoredSource(str(tmp_path / "store")), tmp_path / "first")
+    assert live == trained(
+        shallow, StoredSource(str(tmp_path / "thrifty"), supervised_only=True, shard_mb=0.02), tmp_path / "thrift"
+    )
     assert len(list((tmp_path / "thrifty").glob("*.safetensors"))) > 4
     silent(shallow, monkeypatch)
-    assert live == trained(shallow, Stored(str(tmp_path / "store"), capture=False), tmp_path / "second")
-    assert live == trained(shallow, Stored(str(tmp_path / "thrifty")), tmp_path / "third")
+    assert live == trained(shallow, StoredSource(str(tmp_path / "store"), capture=False), tmp_path / "second")
+    assert live == trained(shallow, StoredSource(str(tmp_path / "thrifty")), tmp_path / "third")
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 def test_what_is_captured_trains_as_what_is_read(shallow: Target, tmp_path: Path, dtype: Any) -> None:
     """A run that captures sees the rounded features already, so that it equals the next."""
-    first = trained(shallow, Stored(str(tmp_path / "store"), dtype), tmp_path / "first")
-    assert first == trained(shallow, Stored(str(tmp_path / "store")), tmp_path / "second")
-    assert first != trained(shallow, Live(), tmp_path / "live")
+    first = trained(shallow, StoredSource(str(tmp_path / "store"), dtype), tmp_path / "first")
+    assert first == trained(shallow, StoredSource(str(tmp_path / "store")), tmp_path / "second")
+    assert first != trained(shallow, LiveSource(), tmp_path / "live")
 
 
 @pytest.mark.sweep(1, free=("step",))
 @pytest.mark.parametrize("step", [2, 4, 7])
 def test_a_killed_run_goes_on_the_same(shallow: Target, tmp_path: Path, step: int) -> None:
     """Killed while it captures and resumed with what was on disk by then, a run has the losses of one that was not killed."""
-    whole = trained(shallow, Stored(str(tmp_path / "store")), tmp_path / "whole")
+    whole = trained(shallow, StoredSource(str(tmp_path / "store")), tmp_path / "whole")
 
     class Killed(Exception):
         """Stands for a kill: nothing that waits is written."""
@@ -491,27 +504,27 @@ def test_a_killed_run_goes_on_the_same(shallow: Target, tmp_path: Path, step: in
             source.store = None
             raise Killed
 
-    source = Stored(str(tmp_path / "other"))
+    source = StoredSource(str(tmp_path / "other"))
     with pytest.raises(Killed):
         trained(shallow, source, tmp_path / "cut", on_step=kill)
-    assert whole == trained(shallow, Stored(str(tmp_path / "other")), tmp_path / "cut")
+    assert whole == trained(shallow, StoredSource(str(tmp_path / "other")), tmp_path / "cut")
 
 
 def test_a_damaged_shard_is_made_again_while_training(
     shallow: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One shard deleted and one corrupted: both are named, and the losses are what they were."""
-    first = trained(shallow, Stored(str(tmp_path / "store"), shard_mb=0.02), tmp_path / "first")
+    first = trained(shallow, StoredSource(str(tmp_path / "store"), shard_mb=0.02), tmp_path / "first")
     files = sorted((tmp_path / "store").glob("*.safetensors"))
     files[0].unlink()
     flip(files[1])
-    again = trained(shallow, Stored(str(tmp_path / "store")), tmp_path / "second")
+    again = trained(shallow, StoredSource(str(tmp_path / "store")), tmp_path / "second")
     told = capsys.readouterr().out
     assert files[0].name in told and files[1].name in told and files[2].name not in told
     assert again == pytest.approx(first, rel=1e-5)  # captured in the company of the damaged ones only, so to rounding
     store = FeatureStore(tmp_path / "store")
-    store.verify()
-    assert not store.lost and all(example in store for example in examples(12))
+    store.verify_shards()
+    assert not store.damaged_files and all(example in store for example in examples(12))
 
 
 def test_the_budget_is_told_before_anything_is_written(
@@ -520,18 +533,18 @@ def test_the_budget_is_told_before_anything_is_written(
     """Tokens, bytes a token and gigabytes; too much for the budget or the disk stops, with nothing written."""
     path, rows = tmp_path / "store", examples(12)
     tokens = sum(len(example.tokens) for example in rows)
-    told = prepare(Stored(str(path)), drafter(shallow), shallow, [*rows, rows[0]])
+    told = prepare(StoredSource(str(path)), drafter(shallow), shallow, [*rows, rows[0]])
     assert f"12 sequences, {tokens} tokens of {4 * shallow.width * 4} bytes" in told and "0 are stored" in told
     with pytest.raises(UserError, match=r"source.max_gb=0.0003: the store needs .* source.dtype=int8"):
-        prepare(Stored(str(path), max_gb=0.0003), drafter(shallow), shallow, rows)
-    prepare(Stored(str(path), "int8", max_gb=0.0003), drafter(shallow), shallow, rows)
+        prepare(StoredSource(str(path), max_gb=0.0003), drafter(shallow), shallow, rows)
+    prepare(StoredSource(str(path), "int8", max_gb=0.0003), drafter(shallow), shallow, rows)
     with pytest.raises(UserError, match="are free; choose another disk"), monkeypatch.context() as patched:
         patched.setattr("shutil.disk_usage", lambda where: os.statvfs_result([0] * 10) and type("", (), {"free": 1000}))
-        prepare(Stored(str(path)), drafter(shallow), shallow, rows)
+        prepare(StoredSource(str(path)), drafter(shallow), shallow, rows)
     with pytest.raises(UserError, match="12 of 12 sequences are not in it"):
-        prepare(Stored(str(path), capture=False), drafter(shallow), shallow, rows)
+        prepare(StoredSource(str(path), capture=False), drafter(shallow), shallow, rows)
     assert not path.exists()
-    tight = Stored(str(path), max_gb=1e-4)
+    tight = StoredSource(str(path), max_gb=1e-4)
     with pytest.raises(UserError, match="is full"):  # also where nobody asked before
         trained(shallow, tight, tmp_path / "run", asked=False)
     assert not path.exists()
@@ -540,13 +553,13 @@ def test_the_budget_is_told_before_anything_is_written(
 def test_another_target_template_or_drafter_is_refused(tiny: Target, tmp_path: Path) -> None:
     """Each with its reason; a store that holds more than is asked for is read."""
     path, rows = str(tmp_path / "store"), examples()
-    full = Stored(path, "bfloat16")
-    full.batch(BatchRequest(rows, tiny, drafter(tiny).layers))
+    full = StoredSource(path, "bfloat16")
+    full.make_batch(BatchRequest(rows, tiny, drafter(tiny).layers))
     full.flush()
 
     def refused(reason: str, made: Drafter, target: Target = tiny, where: str = path, **options: Any) -> None:
         with pytest.raises(UserError, match=reason):
-            prepare(Stored(where, **options), made, target, rows)
+            prepare(StoredSource(where, **options), made, target, rows)
 
     refused("holds bfloat16, not int8", drafter(tiny), dtype="int8")
     refused("holds layers 2, 4, 5, final, and the drafter reads 3, 6 too", drafter(tiny, layers=[3, 5, 6]))
@@ -557,25 +570,27 @@ def test_another_target_template_or_drafter_is_refused(tiny: Target, tmp_path: P
     other = load_tiny()
     other.tokenizer.chat_template += " "
     refused("another chat template", drafter(tiny), other)
-    assert "6 are stored" in prepare(Stored(path, supervised_only=True), drafter(tiny, layers=[5]), tiny, rows)
-    some = Stored(str(tmp_path / "some"), supervised_only=True)
+    assert "6 are stored" in prepare(StoredSource(path, supervised_only=True), drafter(tiny, layers=[5]), tiny, rows)
+    some = StoredSource(str(tmp_path / "some"), supervised_only=True)
     prepare(some, drafter(tiny), tiny, rows)
-    some.batch(BatchRequest(rows, tiny, drafter(tiny).layers))
+    some.make_batch(BatchRequest(rows, tiny, drafter(tiny).layers))
     some.flush()
     medusa: Drafter = build({"_target_": "spectrain.drafters.medusa.Medusa"}, target=tiny)
     refused("only at supervised positions", medusa, where=str(tmp_path / "some"))
     refused("only at supervised positions", drafter(tiny), where=str(tmp_path / "some"), supervised_only=False)
     with pytest.raises(UserError, match="reads no features"):
-        prepare(Stored(path), build({"_target_": "spectrain.drafters.gated_lora.GatedLora"}, target=load_tiny()), tiny, rows)
+        prepare(
+            StoredSource(path), build({"_target_": "spectrain.drafters.gated_lora.GatedLora"}, target=load_tiny()), tiny, rows
+        )
 
 
 def test_what_is_missing_may_stop(shallow: Target, tmp_path: Path) -> None:
     """With capture=false the target is not run."""
     layers = drafter(shallow).layers
-    source = Stored(str(tmp_path))
-    source.batch(BatchRequest(examples()[:3], shallow, layers))
+    source = StoredSource(str(tmp_path))
+    source.make_batch(BatchRequest(examples()[:3], shallow, layers))
     source.flush()
     with pytest.raises(RunError, match="3 sequences of a batch are not in it"):
-        Stored(str(tmp_path), capture=False).batch(BatchRequest(examples(), shallow, layers))
-    plain = Stored(str(tmp_path), capture=False).batch(BatchRequest(examples(), shallow, ()))
+        StoredSource(str(tmp_path), capture=False).make_batch(BatchRequest(examples(), shallow, layers))
+    plain = StoredSource(str(tmp_path), capture=False).make_batch(BatchRequest(examples(), shallow, ()))
     assert plain.features is None and torch.equal(plain.tokens, collate(examples()).tokens)

@@ -78,7 +78,7 @@ class Stand:
 def attend(dtype: torch.dtype, batch: int, prefix: int, nodes: int, window: int | None = None) -> None:
     tree, lengths = random_tree(batch, nodes, CPU), torch.full((batch,), prefix)
     places = lengths[:, None] + tree.depths
-    seen = tree_attention.Visibility(lengths, prefix, tree.ancestors, places, places, exact=False)
+    seen = tree_attention.Visibility(lengths, prefix, tree.ancestors, places, places, is_exact=False)
     query = torch.zeros(batch, nodes, 32, 128, dtype=dtype).transpose(1, 2)
     keys, values = torch.zeros(2, batch, prefix + nodes, 8, 128, dtype=dtype).transpose(2, 3)
     tree_attention.tree_attention(query, keys, values, seen, 128**-0.5, window)
@@ -86,11 +86,11 @@ def attend(dtype: torch.dtype, batch: int, prefix: int, nodes: int, window: int 
 
 def verify(dtype: torch.dtype, vocab: int) -> None:
     tree = random_tree(1, 64, CPU)
-    nodes = tree_verify.Nodes(tree.tokens, tree.parents, torch.ones_like(tree.tokens, dtype=torch.bool), 5, 64)
+    nodes = tree_verify.TreeNodes(tree.tokens, tree.parents, torch.ones_like(tree.tokens, dtype=torch.bool), 5, 64)
     logits = torch.zeros(1, 64, vocab, dtype=dtype)
     tree_verify.tree_greedy(nodes, logits)
     for cut in ((0, 1.0), (50, 1.0), (0, 0.9), (50, 0.9)):
-        draws = tree_verify.Draws(host_key(9, 1), torch.zeros(1, dtype=torch.int64), tree.depths + 5, 0.8, *cut)
+        draws = tree_verify.SamplingSpec(host_key(9, 1), torch.zeros(1, dtype=torch.int64), tree.depths + 5, 0.8, *cut)
         tree_verify.tree_match(nodes, logits, draws)
         tree_verify.tree_recursive(nodes, logits, torch.zeros(1, 64, 32000), torch.arange(32000), True, draws)
 
@@ -98,21 +98,21 @@ def verify(dtype: torch.dtype, vocab: int) -> None:
 def keep(dtype: torch.dtype) -> None:
     lengths, path, counts = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 6, dtype=torch.int64), torch.ones(1).long()
     new = torch.zeros(1, 64, 8, 128, dtype=dtype).transpose(1, 2)
-    kv_append._append(torch.zeros(2, 1, 300, 8, 128, dtype=dtype), new, new, lengths, 10)
+    kv_append._launch_append(torch.zeros(2, 1, 300, 8, 128, dtype=dtype), new, new, lengths, 10)
     hidden, fresh = torch.zeros(1, 64, 3, 4096, dtype=dtype), torch.zeros(1, 6, 3, 4096, dtype=dtype)
     storage = torch.zeros(4, 2, 1, 300, 8, 128, dtype=dtype)
     for features in ((None, None), (hidden, fresh)):
-        kv_commit._commit(storage, lengths, path, counts, *features)
+        kv_commit._launch_commit(storage, lengths, path, counts, *features)
 
 
 def emit(batch: int, nodes: int, steps: int) -> None:
     tree, rows = random_tree(batch, nodes, CPU), torch.zeros(batch, dtype=torch.int64)
     path, active = torch.zeros(batch, steps, dtype=torch.int64), torch.ones(batch, dtype=torch.bool)
-    emitted, kept = token_commit._emit(
+    emitted, kept = token_commit._launch_emit(
         tree.tokens, path, rows + 1, rows, torch.zeros(batch, 300).long(), rows, active, rows + 9, torch.arange(2)
     )
     lines = torch.zeros(4, batch, steps + 4).long()
-    round_log._write(lines, rows[:1], emitted, kept, tree.depths, tree.valid, tree.emitted)
+    round_log._launch_log(lines, rows[:1], emitted, kept, tree.depths, tree.valid, tree.can_emit)
 
 
 def lose(dtype: torch.dtype, vocab: int) -> None:
@@ -126,13 +126,13 @@ def lose(dtype: torch.dtype, vocab: int) -> None:
         row_kl(product, log_p, ids, p)
     row_kl(product, product.clone(), None, None, their_scale=1.0)
     row_kl(product, product.clone(), None, None, their_scale=0.5, their_softcap=30.0, their_log_z=weight)
-    linear_divergence.row_best(product, 1.0, None)
+    linear_divergence.row_argmax(product, 1.0, None)
 
 
 def main() -> None:
     driver.set_active(Stand())
-    tree_attention._runs_kernel = lambda *tensors: True  # type: ignore[assignment]
-    tree_verify._runs_kernel = lambda logits: True  # type: ignore[assignment]
+    tree_attention._can_run_kernel = lambda *tensors: True  # type: ignore[assignment]
+    tree_verify._can_run_kernel = lambda logits: True  # type: ignore[assignment]
     for dtype in (torch.bfloat16, torch.float32):
         for nodes in (1, 16, 64):
             attend(dtype, 1, 1024, nodes)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from spectrain.kernels.linear_divergence import BLOCKS
-from spectrain.kernels.tree_attention import CONFIGS, choose_config, rows_combined
+from spectrain.kernels.linear_divergence import KERNEL_BLOCKS
+from spectrain.kernels.tree_attention import TILE_CONFIGS, choose_tiles, rows_per_combine
 from tests.kernels import aot
 
 pytest.importorskip("triton", reason="triton is not installed, so there is nothing to compile")
@@ -40,7 +40,7 @@ def attention(
     group: int = 4,
 ) -> Any:
     """The request for what a launch with these tensors would compile."""
-    config = choose_config(num_rows, head_size, dtype, roomy)
+    config = choose_tiles(num_rows, head_size, dtype, roomy)
     pointer, positions = f"*{TYPES[dtype]}", "*i64"
     types = dict.fromkeys(["q_ptr", "k_ptr", "v_ptr", "out_ptr"], pointer) | {"scale": "fp32", "softcap": "fp32"}
     types |= dict.fromkeys(["words_ptr", "lengths_ptr", "query_positions_ptr", "key_positions_ptr"], positions)
@@ -53,12 +53,12 @@ def attention(
     absent += [] if window else ["window", "query_positions_ptr", "key_positions_ptr"]
     absent += [] if softcap else ["softcap"]
     constants |= dict.fromkeys(absent)
-    return aot.Request(MODULE, "_split_kernel", types, constants, config.warps, config.stages)
+    return aot.Request(MODULE, "_split_kernel", types, constants, config.num_warps, config.num_stages)
 
 
 def combining(head_size: int) -> Any:
     types = {"parts_ptr": "*fp32", "logs_ptr": "*fp32", "out_ptr": "*bf16"}
-    constants = {"HEAD_SIZE": head_size, "BLOCK_D": head_size, "BLOCK_M": rows_combined(head_size)}
+    constants = {"HEAD_SIZE": head_size, "BLOCK_D": head_size, "BLOCK_M": rows_per_combine(head_size)}
     return aot.Request(MODULE, "_combine_kernel", types, constants, 4, 3)
 
 
@@ -89,7 +89,7 @@ def test_default_configurations_fit_sm90(dtype: torch.dtype, head_size: int, num
 
 
 @pytest.mark.sweep(1, free=("head_size",))
-@pytest.mark.parametrize("head_size", CONFIGS)
+@pytest.mark.parametrize("head_size", TILE_CONFIGS)
 def test_combining_fits_sm90(head_size: int) -> None:
     """So does the kernel that averages splits."""
     assert_fits(combining(head_size))
@@ -130,7 +130,7 @@ def test_the_rows_of_a_loss_fit_sm90(kernel: str, raw: bool, log_z: bool) -> Non
     types = {"product_ptr": "*bf16", "log_p_ptr": "*bf16" if raw else "*fp32", "row_weight_ptr": "*fp32", "loss_ptr": "*fp32"}
     types |= dict.fromkeys(("best_ptr", "labels_ptr"), "*i64") | dict.fromkeys(("log_z_ptr", "their_log_z_ptr"), "*fp32")
     types |= dict.fromkeys(("scale", "softcap", "their_scale", "their_softcap"), "fp32")
-    block, warps = BLOCKS[-1][1:]
+    block, warps = KERNEL_BLOCKS[-1][1:]
     constants: dict[str, Any] = {"VOCAB": 128256, "BLOCK": block, "SOFTCAPPED": False}
     if kernel == "_row_kl_kernel":
         constants |= {"KEPT": 0, "BLOCK_KEPT": 1, "THEIRS_SOFTCAPPED": False, "RAW": raw, "WITH_GRAD": True}
@@ -152,7 +152,7 @@ def test_narrow_values_fit_sm90() -> None:
 @pytest.mark.parametrize("architecture", [89, 120])
 def test_every_configuration_fits_a_consumer_gpu(architecture: int) -> None:
     """The largest launch of every configuration has the shared memory it needs on GeForce cards too."""
-    for choice in product(TYPES, CONFIGS, ROWS):
+    for choice in product(TYPES, TILE_CONFIGS, ROWS):
         usage = aot.compile_for(replace(attention(*choice, window=True, roomy=False), architecture=architecture))
         assert usage.shared <= aot.SHARED_MEMORY[architecture], (choice, usage)
         assert (usage.mma > 0) == (choice[0] != torch.float32), (choice, usage)

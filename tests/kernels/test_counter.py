@@ -5,15 +5,15 @@ import torch
 from torch import Tensor
 
 from spectrain.kernels.counter import (
-    bits,
     bits_in_kernel,
-    fold,
     fold_in_kernel,
-    gumbel,
+    fold_key,
     gumbel_in_kernel,
+    gumbel_noise,
     host_key,
-    key,
-    unit,
+    make_key,
+    random_bits,
+    to_unit,
     unit_in_kernel,
 )
 
@@ -77,11 +77,16 @@ def test_torch_equals_integers() -> None:
     for part in PARTS:
         expected = python_signed(python_key(5, part))
         assert host_key(5, part) == expected
-        assert int(key(5, part)) == int(key(5, torch.tensor(part))) == int(fold(host_key(5), torch.tensor(part))) == expected
+        assert (
+            int(make_key(5, part))
+            == int(make_key(5, torch.tensor(part)))
+            == int(fold_key(host_key(5), torch.tensor(part)))
+            == expected
+        )
     counters = torch.tensor([0, 1, 2, 1000, 2**31, -1])
     for part in PARTS:
         expected_bits = [python_bits(python_key(part), counter % WORD) for counter in counters.tolist()]
-        assert bits(key(part), counters).tolist() == expected_bits
+        assert random_bits(make_key(part), counters).tolist() == expected_bits
 
 
 def test_kernel_equals_torch() -> None:
@@ -90,9 +95,11 @@ def test_kernel_equals_torch() -> None:
     keys, integers = torch.empty_like(parts), torch.empty(len(parts), size, dtype=torch.int64)
     units, noise = torch.empty(len(parts), size), torch.empty(len(parts), size)
     _numbers_kernel[(len(parts),)](host_key(3, 7), parts, keys, integers, units, noise, size, BLOCK=4096)
-    expected = bits(key(3, 7, parts)[:, None], torch.arange(size))
-    assert torch.equal(keys, key(3, 7, parts)) and torch.equal(integers, expected) and torch.equal(units, unit(expected))
-    torch.testing.assert_close(noise, gumbel(keys, size), atol=1e-6, rtol=1e-6)
+    expected = random_bits(make_key(3, 7, parts)[:, None], torch.arange(size))
+    assert (
+        torch.equal(keys, make_key(3, 7, parts)) and torch.equal(integers, expected) and torch.equal(units, to_unit(expected))
+    )
+    torch.testing.assert_close(noise, gumbel_noise(keys, size), atol=1e-6, rtol=1e-6)
 
 
 @triton.jit
@@ -104,7 +111,7 @@ def _unit_kernel(bits_ptr, unit_ptr, BLOCK: tl.constexpr):  # type: ignore[no-un
 def test_neither_zero_nor_one() -> None:
     """The least and the largest integers lie strictly between 0 and 1, in torch and in kernels, and noise is finite."""
     extremes = torch.tensor([0, 1, 2, 2**24, 2**32 - 2**9, 2**32 - 2**7, 2**32 - 2, 2**32 - 1])
-    units, found = unit(extremes), torch.empty(len(extremes))
+    units, found = to_unit(extremes), torch.empty(len(extremes))
     _unit_kernel[(1,)](extremes, found, BLOCK=len(extremes))
     assert torch.equal(units, found)
     assert units.min() > 0 and units.max() < 1 and (units.diff() >= 0).all() and units[0] < units[1] < units[2]
@@ -113,18 +120,18 @@ def test_neither_zero_nor_one() -> None:
 
 def test_a_key_stands_alone() -> None:
     """A row's noise is the same alone, in a batch and in a longer row; order and number of parts matter."""
-    keys = key(1, torch.arange(3)[:, None], torch.arange(4))
-    together = gumbel(keys, 50)
+    keys = make_key(1, torch.arange(3)[:, None], torch.arange(4))
+    together = gumbel_noise(keys, 50)
     assert together.shape == (3, 4, 50)
-    assert torch.equal(together[1, 2, :20], gumbel(key(1, 1, 2), 20))
-    assert len({int(key(*parts)) for parts in ((1, 2), (2, 1), (1,), (1, 2, 0), (0, 1, 2), (3, 0), (0, 3))}) == 7
+    assert torch.equal(together[1, 2, :20], gumbel_noise(make_key(1, 1, 2), 20))
+    assert len({int(make_key(*parts)) for parts in ((1, 2), (2, 1), (1,), (1, 2, 0), (0, 1, 2), (3, 0), (0, 3))}) == 7
 
 
 @pytest.mark.parametrize("shift", [0, 8, 16, 24])
 def test_integers_are_uniform(shift: int) -> None:
     """Every byte of a key's first 2^18 numbers, and of the first numbers of 2^18 keys in a row, is uniform: chi-squared."""
-    along = bits(key(1, 2), torch.arange(1 << 18))
-    across = [bits(key(1, torch.arange(1 << 18)), torch.tensor(counter)) for counter in (0, 1)]
+    along = random_bits(make_key(1, 2), torch.arange(1 << 18))
+    across = [random_bits(make_key(1, torch.arange(1 << 18)), torch.tensor(counter)) for counter in (0, 1)]
     for integers in (along, *across):
         counts = torch.bincount(integers >> shift & 255, minlength=256).double()
         assert abs(excess(counts, torch.full_like(counts, 1024))) < 4.5
@@ -134,14 +141,14 @@ def test_neighbours_are_independent() -> None:
     """Streams whose keys or parts differ in one bit, and a stream and itself later on, do not correlate."""
     size = 1 << 14
     counter = torch.arange(size)
-    base = unit(bits(key(9), counter)) - 0.5
-    others = [int(key(9)) ^ python_signed(1 << bit) for bit in range(1, 64)]
-    streams = [bits(torch.tensor(others)[:, None], counter)]
-    streams.append(bits(key(torch.tensor([9 ^ 1 << bit for bit in range(60)]))[:, None], counter))
-    streams.append(bits(key(9), counter + torch.tensor([1, 2, 3, 64, size])[:, None]))
-    correlation = 12 * ((unit(torch.cat(streams)) - 0.5) * base).mean(1)
+    base = to_unit(random_bits(make_key(9), counter)) - 0.5
+    others = [int(make_key(9)) ^ python_signed(1 << bit) for bit in range(1, 64)]
+    streams = [random_bits(torch.tensor(others)[:, None], counter)]
+    streams.append(random_bits(make_key(torch.tensor([9 ^ 1 << bit for bit in range(60)]))[:, None], counter))
+    streams.append(random_bits(make_key(9), counter + torch.tensor([1, 2, 3, 64, size])[:, None]))
+    correlation = 12 * ((to_unit(torch.cat(streams)) - 0.5) * base).mean(1)
     assert correlation.abs().max() < 5 / size**0.5
-    pairs = bits(key(torch.arange(1 << 16)), torch.tensor(0)) >> 28
+    pairs = random_bits(make_key(torch.arange(1 << 16)), torch.tensor(0)) >> 28
     following = torch.bincount(16 * pairs[:-1] + pairs[1:], minlength=256).double()
     assert abs(excess(following, torch.full_like(following, (len(pairs) - 1) / 256))) < 4.5
 
@@ -150,5 +157,5 @@ def test_noise_draws_from_softmax() -> None:
     """The argmax of logits plus noise is a draw from their softmax, rare tokens included: chi-squared."""
     logits = torch.linspace(0, -7, 12)
     num_draws = 1 << 18
-    drawn = (logits + gumbel(key(4, torch.arange(num_draws)), 12)).argmax(-1)
+    drawn = (logits + gumbel_noise(make_key(4, torch.arange(num_draws)), 12)).argmax(-1)
     assert abs(excess(torch.bincount(drawn, minlength=12).double(), num_draws * logits.double().softmax(0))) < 4.5

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from spectrain.drafters.shared.chunks import attend_chunks
-from spectrain.kernels.fused_attention import takes_documents, unplanned
+from spectrain.drafters.layers.chunked_attention import attend_chunks
+from spectrain.kernels.fused_attention import sdpa_without_cudnn, supports_documents
 from spectrain.kernels.tree_attention import tree_attention_reference
 from spectrain.models import attention
-from spectrain.models.attention import causal_attention, trees_alone, unrolled_attention
-from spectrain.models.joined_attention import is_joinable
-from spectrain.models.kv_cache import Rules
+from spectrain.models.attention import causal_attention, uncached_visibility, unrolled_attention
+from spectrain.models.kv_cache import AttentionOptions
+from spectrain.models.merged_attention import is_mergeable
 from spectrain.planning.memory_tracker import MemoryTracker
 
 GPU = torch.device("cuda", 0)
@@ -35,7 +35,7 @@ def test_what_a_gpu_runs_equals_torch(dtype: torch.dtype, masked: bool) -> None:
     options: dict[str, Any] = {"is_causal": not masked, "scale": 0.3}
     mask = torch.rand(9, 9) < 0.5 if masked else None
     mask = None if mask is None else mask | torch.eye(9, dtype=torch.bool)
-    found = unplanned(q, k, v, mask, **options)
+    found = sdpa_without_cudnn(q, k, v, mask, **options)
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True, **options)
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
@@ -66,7 +66,7 @@ class Made(TorchDispatchMode):
 def over_trees(q: Tensor, k: Tensor, v: Tensor, chunk: int | None = None) -> Tensor:
     length = q.shape[2]
     tree = torch.ones(1, length, length, dtype=torch.bool, device=q.device).tril()
-    seen = trees_alone(tree, torch.arange(length, device=q.device)[None], None)
+    seen = uncached_visibility(tree, torch.arange(length, device=q.device)[None], None)
     return tree_attention_reference(q, k, v, seen if chunk is None else seen.in_chunks(chunk), 0.3)
 
 
@@ -78,7 +78,7 @@ def drafting(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def unrolled(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-    return unrolled_attention(q, [k] * 3, [v] * 3, None, Rules(window=window))
+    return unrolled_attention(q, [k] * 3, [v] * 3, None, AttentionOptions(window=window))
 
 
 PATHS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -116,7 +116,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", standing_in, "CPU")
     library.impl("_flash_attention_backward", standing_in_backward, "CPU")
-    monkeypatch.setattr(attention, "takes_documents", lambda q, v: True)
+    monkeypatch.setattr(attention, "supports_documents", lambda q, v: True)
     yield
     library._destroy()
 
@@ -135,7 +135,7 @@ def test_flash_attention_is_called_where_there_is_one(
     monkeypatch.setattr(torch.version, "hip", hip)
     for dtype in (torch.bfloat16, torch.float32):
         q: Any = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 8, 16, size))
-        assert takes_documents(q, q) == is_joinable(q, q) == (taken and dtype == torch.bfloat16)
+        assert supports_documents(q, q) == is_mergeable(q, q) == (taken and dtype == torch.bfloat16)
 
 
 def documents(
@@ -199,8 +199,12 @@ DOCUMENTS: dict[str, Attending] = {
     "packed": partial(causal_attention, lengths=(5, 1, 14)),
     "packed, window": partial(causal_attention, lengths=(5, 1, 14), window=6, scale=0.4),
     "window": partial(causal_attention, window=6),
-    "unrolled": lambda q, k, v: unrolled_attention(q, [k, 2 * k, k - 1], [v, v + 1, v * v], (5, 1, 14), Rules(scale=0.3)),
-    "unrolled, wide window": lambda q, k, v: unrolled_attention(q, [k, 2 * k], [v, v + 1], (5, 1, 14), Rules(window=15)),
+    "unrolled": lambda q, k, v: unrolled_attention(
+        q, [k, 2 * k, k - 1], [v, v + 1, v * v], (5, 1, 14), AttentionOptions(scale=0.3)
+    ),
+    "unrolled, wide window": lambda q, k, v: unrolled_attention(
+        q, [k, 2 * k], [v, v + 1], (5, 1, 14), AttentionOptions(window=15)
+    ),
 }
 
 

@@ -73,7 +73,7 @@ def test_operator_keeps_its_promises(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator's schema says what it changes, and its fake stands in for it."""
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
     store, *new = arguments(2, 2, 3, 16, torch.float32, False)
-    torch.library.opcheck(module._append, (store.nan_to_num(), *new))
+    torch.library.opcheck(module._launch_append, (store.nan_to_num(), *new))
 
 
 def test_only_the_path_asked_for_runs(monkeypatch: pytest.MonkeyPatch) -> None:

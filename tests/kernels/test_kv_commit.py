@@ -156,7 +156,7 @@ def test_operator_keeps_its_promises(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator's schema says what it changes, and its fake stands in for it."""
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
     for features in ((3, 8), None):
-        torch.library.opcheck(module._commit, tuple(verified(6, (2, 1), (0, 3), features=features)))
+        torch.library.opcheck(module._launch_commit, tuple(verified(6, (2, 1), (0, 3), features=features)))
 
 
 @loops
@@ -169,7 +169,7 @@ def test_compiled_call_equals_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_the_path_asked_for_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU it is the reference unless SPECTRAIN_KERNELS=triton asks for the kernel."""
     ran: list[str] = []
-    monkeypatch.setattr(module, "_commit", lambda *arguments: ran.append("kernel"))
+    monkeypatch.setattr(module, "_launch_commit", lambda *arguments: ran.append("kernel"))
     monkeypatch.setattr(module, "kv_commit_reference", lambda *arguments: ran.append("reference"))
     for asked in (None, "reference", "triton"):
         monkeypatch.setenv("SPECTRAIN_KERNELS", asked) if asked else monkeypatch.delenv("SPECTRAIN_KERNELS", raising=False)
@@ -189,7 +189,7 @@ def test_kernel_fits_sm90(dtype: str, features: int) -> None:
     """Compiled for an H100 or H200, at any dtype, with features or without, nothing spills and no shared memory is taken."""
     types = {"storage_ptr": dtype, "hidden_ptr": dtype, "fresh_ptr": dtype}
     types |= dict.fromkeys(["lengths_ptr", "path_ptr", "counts_ptr"], "*i64")
-    constants = {"WIDTH": 1024, "FEATURES": features, "COLUMNS": module.COLUMNS, "NODES": module.NODES}
+    constants = {"WIDTH": 1024, "FEATURES": features, "COLUMNS": module.COLUMNS_PER_PROGRAM, "NODES": module.NODES_PER_STEP}
     constants |= {} if features else dict.fromkeys(["hidden_ptr", "fresh_ptr"])
     usage = aot.compile_for(aot.Request("spectrain.kernels.kv_commit", "_commit_kernel", types, constants, 4, 3))
     print(usage)  # with pytest -s

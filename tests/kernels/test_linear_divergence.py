@@ -13,20 +13,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import spectrain.kernels.linear_divergence as module
-from spectrain.bench.divergence import systems
-from spectrain.drafters.shared.losses import DIVERGENCES, UNNORMALISED, divergence, forward_kl, jensen_shannon, split_loss
+from spectrain.bench.divergence import loss_systems
+from spectrain.drafters.layers.losses import (
+    ACCEPTANCE_LOSSES,
+    DIVERGENCES,
+    forward_kl,
+    get_divergence,
+    jensen_shannon,
+    split_loss,
+)
 from spectrain.kernels.linear_divergence import (
+    DivergenceResult,
     HeadTarget,
-    Judged,
     Projection,
-    Said,
+    TargetLogits,
     TopK,
+    argmax_and_log_z,
     linear_divergence,
-    most_likely,
-    row_best,
+    restrict_target,
+    row_argmax,
     row_kl,
     row_kl_reference,
-    target_over,
     total_entropy,
 )
 
@@ -67,8 +74,8 @@ class Case:
         self.tokens = torch.randint(VOCAB, (rows,))
 
     def theirs(self, own_mass: bool) -> HeadTarget:
-        log_z = most_likely(self.final, self.target, chunk=2)[1] if own_mass else None
-        return HeadTarget(self.final, self.target.entries(self.ids), log_z)
+        log_z = argmax_and_log_z(self.final, self.target, chunk=2)[1] if own_mass else None
+        return HeadTarget(self.final, self.target.select_entries(self.ids), log_z)
 
     def log_p(self, own_mass: bool) -> Tensor:
         logits = whole_logits(self.final, self.target).detach()
@@ -83,12 +90,12 @@ class Case:
         return list(torch.autograd.grad(loss, asked))
 
 
-def fused(case: Case, name: str, **arguments: Any) -> Judged:
+def fused(case: Case, name: str, **arguments: Any) -> DivergenceResult:
     """By the name of a loss, as a family of drafters would call it."""
     if name == "cross_entropy":
         return linear_divergence(case.hidden, case.head, case.tokens, **arguments)
-    chosen = None if name == "forward_kl" else divergence(name, 0.3)
-    return linear_divergence(case.hidden, case.head, case.theirs(name in UNNORMALISED), chosen, **arguments)
+    chosen = None if name == "forward_kl" else get_divergence(name, 0.3)
+    return linear_divergence(case.hidden, case.head, case.theirs(name in ACCEPTANCE_LOSSES), chosen, **arguments)
 
 
 def unfused(case: Case, name: str) -> tuple[Tensor, Tensor]:
@@ -96,17 +103,17 @@ def unfused(case: Case, name: str) -> tuple[Tensor, Tensor]:
     log_q = case.log_q()
     if name == "cross_entropy":
         return F.nll_loss(log_q, case.tokens, reduction="none"), case.tokens
-    log_p = case.log_p(name in UNNORMALISED)
-    return divergence(name, 0.3)(log_p, log_q), log_p.argmax(-1)
+    log_p = case.log_p(name in ACCEPTANCE_LOSSES)
+    return get_divergence(name, 0.3)(log_p, log_q), log_p.argmax(-1)
 
 
-def agree(case: Case, found: Judged, losses: Tensor, wanted: Tensor, tolerance: float) -> None:
+def agree(case: Case, found: DivergenceResult, losses: Tensor, wanted: Tensor, tolerance: float) -> None:
     """Equal loss, equal gradients of 3 times the loss, equal choices."""
     torch.testing.assert_close(found.loss, losses.sum(), rtol=tolerance, atol=tolerance)
     expected, gradients = case.gradients(3 * losses.sum()), case.gradients(3 * found.loss)
     assert any(gradient.abs().max() > 1e-3 for gradient in expected) or not len(case.hidden)
     torch.testing.assert_close(gradients, expected, rtol=tolerance, atol=10 * tolerance)
-    assert torch.equal(found.best, case.log_q().argmax(-1)) and torch.equal(found.labels, wanted)
+    assert torch.equal(found.predictions, case.log_q().argmax(-1)) and torch.equal(found.labels, wanted)
 
 
 @pytest.mark.sweep(20)
@@ -142,7 +149,7 @@ def test_no_rows_have_no_loss(name: str) -> None:
     """R = 0: a loss of 0, gradients of 0, and no choices."""
     case = Case(rows=0, bias=True)
     found = fused(case, name)
-    assert found.loss == 0 and found.best.shape == found.labels.shape == (0,)
+    assert found.loss == 0 and found.predictions.shape == found.labels.shape == (0,)
     assert all(gradient.eq(0).all() for gradient in case.gradients(found.loss))
 
 
@@ -160,7 +167,7 @@ def test_further_numbers_of_a_row_reach_the_divergence(chunk: int) -> None:
 def test_temperature_divides_the_finished_logits(temperature: float, softcap: float | None) -> None:
     """A head at a temperature = its logits, capped first, over the temperature."""
     case = Case(bias=True, scale=0.8, softcap=softcap)
-    theirs = HeadTarget(case.final, case.target.entries(case.ids).at_temperature(temperature))
+    theirs = HeadTarget(case.final, case.target.select_entries(case.ids).at_temperature(temperature))
     found = linear_divergence(case.hidden, case.head.at_temperature(temperature), theirs, chunk=3)
     log_p = (case.log_p(False) / temperature).log_softmax(-1)
     log_q = (whole_logits(case.hidden, case.head) / temperature).log_softmax(-1)
@@ -204,13 +211,13 @@ def test_a_function_of_rows_is_a_target_too() -> None:
 def test_most_likely_tokens_and_masses_equal_those_of_the_whole_matrix(chunk: int) -> None:
     """One pass a chunk at a time = argmax and log-sum-exp of all logits; a target at rows = its rows."""
     case = Case(bias=True, softcap=2.0)
-    best, log_z = most_likely(case.final, case.target, chunk)
+    best, log_z = argmax_and_log_z(case.final, case.target, chunk)
     logits = whole_logits(case.final, case.target)
     assert torch.equal(best, logits.argmax(-1)) and not log_z.requires_grad
     torch.testing.assert_close(log_z, logits.logsumexp(-1).detach())
     rows = torch.tensor([4, 0, 4])
-    theirs = HeadTarget(case.final, case.target.entries(case.ids), log_z)
-    torch.testing.assert_close(theirs.at(rows)(slice(None)), case.log_p(True)[rows])
+    theirs = HeadTarget(case.final, case.target.select_entries(case.ids), log_z)
+    torch.testing.assert_close(theirs.select_rows(rows)(slice(None)), case.log_p(True)[rows])
 
 
 @pytest.mark.parametrize("own_mass", [True, False])
@@ -218,7 +225,7 @@ def test_most_likely_tokens_and_masses_equal_those_of_the_whole_matrix(chunk: in
 def test_what_a_target_says_of_some_entries(chunk: int, own_mass: bool) -> None:
     """In one chunk or in several: the likeliest token of all, log p of the entries, for whichever rows, and no gradient."""
     case = Case(bias=True, softcap=2.0)
-    best, said = target_over(case.final, case.target, case.ids, own_mass, chunk)
+    best, said = restrict_target(case.final, case.target, case.ids, own_mass, chunk)
     assert torch.equal(best, whole_logits(case.final, case.target).argmax(-1))
     for rows in (slice(0, ROWS), slice(2, 5), slice(6, 7)):
         torch.testing.assert_close(said(rows).detach(), case.log_p(own_mass)[rows])
@@ -242,7 +249,7 @@ def test_blocks_of_a_chunk_change_nothing(name: str, block: int, monkeypatch: py
     case, weight, distance = Case(bias=True), torch.rand(ROWS), torch.arange(ROWS) - 3
     results = []
     for size in (1 << 16, block):
-        monkeypatch.setattr("spectrain.kernels.linear_divergence.BLOCK", size)
+        monkeypatch.setattr("spectrain.kernels.linear_divergence.CPU_BLOCK_LOGITS", size)
         if name == "split":
             found = linear_divergence(case.hidden, case.head, case.theirs(False), split_loss, weight, (distance,))
         else:
@@ -282,7 +289,7 @@ def test_only_what_learns_gets_a_gradient(name: str, learns: tuple[bool, bool, b
         found.loss.backward()
     for part, gradient, asks in zip(parts, expected, learns):
         assert torch.equal(part.grad, gradient) if asks else part.grad is None
-    assert case.target.weight.grad is None and not found.best.requires_grad
+    assert case.target.weight.grad is None and not found.predictions.requires_grad
     with torch.no_grad():
         torch.testing.assert_close(fused(case, name).loss, found.loss.detach())
 
@@ -324,7 +331,7 @@ def test_low_precision_equals_the_unfused_loss_in_it(name: str, weights_in_bf16:
         theirs = F.linear(case.final, case.target.weight[case.ids]).float().log_softmax(-1)
         losses = F.nll_loss(log_q, case.tokens, reduction="none")
         if name != "cross_entropy":
-            losses = divergence(name, 0.3)(theirs.detach(), log_q)
+            losses = get_divergence(name, 0.3)(theirs.detach(), log_q)
     torch.testing.assert_close(found.loss, losses.sum(), rtol=1e-5, atol=1e-5)
     assert found.loss.dtype == torch.float32
     for actual, expected in zip(case.gradients(found.loss), case.gradients(losses.sum())):
@@ -404,9 +411,9 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(name: str) -> None:
     """Forward and backward return nothing over chunk x V; the unfused loss, seen the same way, R x V."""
     rows, chunk = 40, 8  # with V = 11 no state or weight is as large
     case = Case(rows=rows, width=2, softcap=2.0)
-    theirs = case.theirs(name in UNNORMALISED)
+    theirs = case.theirs(name in ACCEPTANCE_LOSSES)
     wanted = {"cross_entropy": case.tokens, "top_k": TopK(*case.log_p(False).exp().topk(2)[::-1])}.get(name, theirs)
-    chosen = None if name in ("cross_entropy", "top_k", "forward_kl") else divergence(name, 0.5)
+    chosen = None if name in ("cross_entropy", "top_k", "forward_kl") else get_divergence(name, 0.5)
     with Seen() as seen:
         linear_divergence(case.hidden, case.head, wanted, chosen, chunk=chunk).loss.backward()
     assert seen.largest == chunk * VOCAB
@@ -419,7 +426,7 @@ def test_a_pass_over_the_targets_vocabulary_holds_a_chunk_of_it() -> None:
     """most_likely returns nothing over chunk x target vocabulary."""
     case = Case(rows=40, width=2)
     with Seen() as seen:
-        most_likely(case.final, case.target, chunk=8)
+        argmax_and_log_z(case.final, case.target, chunk=8)
     assert seen.largest == 8 * WHOLE
 
 
@@ -473,7 +480,7 @@ def test_the_kernel_normalises_what_a_target_says(
     """Given products instead of log p, scaled and capped, of all its mass or a part: the same loss, gradient and labels."""
     product, theirs, weight = (3 * torch.randn(4, vocab)).to(dtype), (3 * torch.randn(4, vocab)).to(dtype), torch.rand(4)
     theirs[0, 1] = float("-inf") if rules[1] is None else 0.0
-    said = Said(theirs, *rules)
+    said = TargetLogits(theirs, *rules)
     if own_mass:  # of a larger vocabulary
         said = said._replace(log_z=said._replace(log_z=torch.zeros(4)).log_p().logsumexp(-1) + torch.rand(4))
     expected, by_log_p, found = (product.clone() for _ in range(3))
@@ -481,14 +488,14 @@ def test_the_kernel_normalises_what_a_target_says(
     results = (
         row_kl_reference(expected, said.log_p(), *arguments),
         row_kl(by_log_p, said.log_p(), *arguments),
-        row_kl(found, said.product, *arguments, *said[1:]),
+        row_kl(found, said.products, *arguments, *said[1:]),
     )
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
     for result, gradient in zip(results[1:], (by_log_p, found)):
         torch.testing.assert_close(result[0], results[0][0], rtol=2e-5, atol=2e-5)
         assert torch.equal(result[1], results[0][1]) and torch.equal(result[2], results[0][2])
         torch.testing.assert_close(gradient, expected, rtol=tolerance, atol=tolerance)
-    assert torch.equal(row_kl_reference(product.clone(), said.product, *arguments, *said[1:])[0], results[0][0])
+    assert torch.equal(row_kl_reference(product.clone(), said.products, *arguments, *said[1:])[0], results[0][0])
 
 
 @pytest.mark.parametrize("rules", [(1.0, None), (1.3, 4.0)])
@@ -496,11 +503,11 @@ def test_the_best_kernel_equals_torch(rules: tuple[float, float | None]) -> None
     """The likeliest entry, of equal ones the first, and the log-sum-exp, in one sweep over several blocks."""
     product = (2 * torch.randn(3, 1500)).half()
     product[1] = 0.5
-    best, log_z = row_best(product, *rules)
-    logits = Said(product, *rules, log_z=torch.zeros(3)).log_p()
+    best, log_z = row_argmax(product, *rules)
+    logits = TargetLogits(product, *rules, log_z=torch.zeros(3)).log_p()
     assert torch.equal(best, logits.argmax(-1))
     torch.testing.assert_close(log_z, logits.logsumexp(-1), rtol=1e-5, atol=1e-5)
-    torch.library.opcheck(row_best, (product, *rules), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(row_argmax, (product, *rules), test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("own_mass", [True, False])
@@ -509,8 +516,8 @@ def test_a_target_multiplied_by_pieces_says_the_same(own_mass: bool, monkeypatch
     case = Case(torch.float32, scale=0.7)
     results = []
     for products in (1, 3 * len(case.target.weight), 1 << 23):
-        monkeypatch.setattr(module, "PRODUCTS", products)
-        best, target = target_over(case.final, case.target, case.ids, own_mass)
+        monkeypatch.setattr(module, "MAX_CPU_PRODUCTS", products)
+        best, target = restrict_target(case.final, case.target, case.ids, own_mass)
         results.append((best, target(slice(0, len(case.final)))))
     for found in results[1:]:
         torch.testing.assert_close(found, results[0], rtol=1e-6, atol=1e-6)
@@ -528,7 +535,7 @@ def test_a_target_read_raw_teaches_as_one_that_is_normalised(
     for setting in ("triton", "reference"):
         monkeypatch.setenv("SPECTRAIN_KERNELS", setting)
         with Seen() as seen:
-            best, target = target_over(case.final, case.target, case.ids, own_mass, chunk)
+            best, target = restrict_target(case.final, case.target, case.ids, own_mass, chunk)
             found = linear_divergence(case.hidden, case.head, target, chunk=chunk)
         by_kernel = setting == "triton"
         assert ("spectrain.row_best.default" in seen.names) == by_kernel
@@ -637,6 +644,6 @@ def test_a_fifth_of_the_memory() -> None:
     peaks = []
     for work in ("fused", "unfused"):
         with Live(hidden, final, weight, theirs) as live:
-            systems(hidden, weight, final, theirs)[work](0)
+            loss_systems(hidden, weight, final, theirs)[work](0)
         peaks.append(live.peak)
     assert peaks[0] <= peaks[1] / 5, peaks

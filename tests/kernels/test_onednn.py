@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from spectrain.kernels.onednn import linear
+from spectrain.kernels.onednn import fast_linear
 
 
 @pytest.mark.sweep(10)
@@ -18,7 +18,8 @@ def test_equals_the_plain_product(dtype: torch.dtype, rows: int, width: int, out
     for left in (x, x.contiguous()):
         for right in (weight, weight.contiguous()):
             expected = F.linear(left.double(), right.double(), None if added is None else added.double()).to(dtype)
-            torch.testing.assert_close(linear(left, right, added), expected, rtol=1.6e-2 if dtype == torch.bfloat16 else 1e-4,
+            torch.testing.assert_close(fast_linear(left, right, added), expected,
+                rtol=1.6e-2 if dtype == torch.bfloat16 else 1e-4,
                                        atol=1e-4 if dtype != torch.bfloat16 else 1e-1)  # fmt: skip
 
 
@@ -27,8 +28,8 @@ def test_gradients_reach_whatever_learns(learns: int) -> None:
     """The result has the gradients of the plain product where gradients are wanted, and none where they are not."""
     operands = [torch.randn(4, 8), torch.randn(6, 8), torch.randn(6)]
     operands[learns].requires_grad_()
-    (found,) = torch.autograd.grad(linear(*operands).square().sum(), operands[learns])
+    (found,) = torch.autograd.grad(fast_linear(*operands).square().sum(), operands[learns])
     (expected,) = torch.autograd.grad(F.linear(*operands).square().sum(), operands[learns])
     torch.testing.assert_close(found, expected)
     with torch.no_grad():
-        assert not linear(*operands).requires_grad
+        assert not fast_linear(*operands).requires_grad

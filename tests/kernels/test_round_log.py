@@ -39,7 +39,7 @@ def test_operator_keeps_its_promises(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator's schema says what it changes, and its fake stands in for it."""
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
     lines, slot = torch.zeros(3, 2, 9, dtype=torch.int64), torch.tensor([1])
-    torch.library.opcheck(module._write, (lines, slot, *rounds(2, 5, 4)))
+    torch.library.opcheck(module._launch_log, (lines, slot, *rounds(2, 5, 4)))
 
 
 def test_kernel_compiles_for_sm_90() -> None:

@@ -5,12 +5,12 @@ import torch
 from torch import Tensor
 
 from spectrain.kernels import token_commit as module
-from spectrain.kernels.token_commit import Texts, token_commit, token_commit_reference
+from spectrain.kernels.token_commit import TextBatch, token_commit, token_commit_reference
 from tests.kernels import aot
 
 pytest.importorskip("triton", reason="triton is not installed, so there is no kernel to interpret")
 
-Case = tuple[Tensor, Tensor, Tensor, Tensor, Texts]
+Case = tuple[Tensor, Tensor, Tensor, Tensor, TextBatch]
 
 
 def round_of(counts: list[int], num_nodes: int, num_stops: int) -> Case:
@@ -20,16 +20,16 @@ def round_of(counts: list[int], num_nodes: int, num_stops: int) -> Case:
     path = torch.stack([torch.randperm(num_nodes)[:steps].sort().values for _ in counts])
     left = torch.tensor([(1, 50, 3)[row % 3] for row in range(batch)])
     active = torch.tensor([row % 4 != 1 for row in range(batch)])
-    texts = Texts(torch.full((batch, 40), 9), torch.randint(0, 20, (batch,)), active, left, torch.arange(num_stops))
+    texts = TextBatch(torch.full((batch, 40), 9), torch.randint(0, 20, (batch,)), active, left, torch.arange(num_stops))
     return nodes, path, torch.tensor(counts), torch.randint(0, 7, (batch,)), texts
 
 
 def copied(case: Case) -> Case:
     *trees, texts = case
-    return *(x.clone() for x in trees), Texts(*(x.clone() for x in texts))  # type: ignore[return-value]
+    return *(x.clone() for x in trees), TextBatch(*(x.clone() for x in texts))  # type: ignore[return-value]
 
 
-def looped(nodes: Tensor, path: Tensor, counts: Tensor, bonus: Tensor, texts: Texts) -> tuple[Tensor, Tensor]:
+def looped(nodes: Tensor, path: Tensor, counts: Tensor, bonus: Tensor, texts: TextBatch) -> tuple[Tensor, Tensor]:
     emitted, kept = torch.empty_like(path), torch.zeros_like(counts)
     for row, count in enumerate(counts.tolist()):
         behind = [*path[row, 1:].tolist(), int(path[row, -1])]
@@ -40,8 +40,8 @@ def looped(nodes: Tensor, path: Tensor, counts: Tensor, bonus: Tensor, texts: Te
             continue
         kept[row], start = count, int(texts.lengths[row]) + 1
         texts.tokens[row, start : start + count] = torch.tensor(tokens[:count])
-        texts.left[row] -= count
-        texts.active[row] = texts.left[row] > 0 and not {*tokens[:count]} & {*texts.stops.tolist()}
+        texts.tokens_left[row] -= count
+        texts.active[row] = texts.tokens_left[row] > 0 and not {*tokens[:count]} & {*texts.stop_ids.tolist()}
     return emitted, kept
 
 
@@ -69,7 +69,7 @@ def test_operator_keeps_its_promises(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator's schema says what it changes, and its fake stands in for it."""
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
     *trees, texts = round_of([1, 3], 5, 2)
-    torch.library.opcheck(module._emit, (*trees, *texts))
+    torch.library.opcheck(module._launch_emit, (*trees, *texts))
 
 
 @pytest.mark.sweep(1, free=("num_steps",))

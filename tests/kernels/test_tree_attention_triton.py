@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.captured import Captured
+from spectrain.decoding.captured import CapturedRunner
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
@@ -26,17 +26,17 @@ from spectrain.features.batch import Batch
 from spectrain.kernels import kv_append, kv_commit, tree_verify
 from spectrain.kernels import tree_attention as module
 from spectrain.kernels.tree_attention import (
-    CONFIGS,
+    TILE_CONFIGS,
     Visibility,
-    choose_config,
     choose_splits,
+    choose_tiles,
     tree_attention,
     tree_attention_reference,
 )
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2
 from spectrain.trees.base import Draft
-from spectrain.trees.token_tree import Accepted, TokenTree
+from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from tests.sampling import pairwise
 from tests.targets import cut_tiny
 
@@ -104,7 +104,7 @@ def inputs_of(case: Case, poison: float = float("nan")) -> tuple[tuple[Tensor, T
     num_nodes, longest = case.earlier + case.num_new, max(lengths)
     rows = torch.tensor(lengths)
     parents = parents_of(case.shape, len(rows), num_nodes)
-    tree = TokenTree.of(torch.zeros_like(parents), parents)
+    tree = TokenTree.from_parents(torch.zeros_like(parents), parents)
     positions = rows[:, None] + tree.depths
     new = slice(case.earlier, None)
     visibility = Visibility(rows, longest, tree.ancestors[:, new], positions[:, new], positions)
@@ -140,8 +140,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def large_blocks(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The half-precision blocks for float32 too: the interpreter takes as long for a small block as for a large one."""
-    choose = module.choose_config
-    monkeypatch.setattr(module, "choose_config", lambda rows, size, dtype, roomy: choose(rows, size, torch.float16))
+    choose = module.choose_tiles
+    monkeypatch.setattr(module, "choose_tiles", lambda rows, size, dtype, roomy: choose(rows, size, torch.float16))
     monkeypatch.setattr(module, "COMBINED_ROWS", 256)
 
 
@@ -215,7 +215,7 @@ def test_nothing_before_the_window_is_read(splits: int, large_blocks: None, monk
     """NaN in every block of keys that lies before the first node's window changes nothing."""
     case = Case(9, prefix=300, head_size=32, window=50, shape="chain")
     (query, keys, values, visibility), clean_keys, clean_values = inputs_of(case)
-    block = choose_config(18, 32, torch.float16).block_n
+    block = choose_tiles(18, 32, torch.float16).block_n
     edge = (int(visibility.query_positions.min()) - 50 + 1) // block * block
     assert edge > block
     keys[:, :, :edge] = values[:, :, :edge] = float("nan")
@@ -271,7 +271,7 @@ def test_a_row_equals_itself_in_a_batch(splits: int, large_blocks: None, monkeyp
 def test_splits_are_as_many_as_pay() -> None:
     """One for short prefixes or many programs, at most 64, 64 keys each where there are several and as many as rows or 256."""
     for rows, groups, keys in product((1, 4, 64, 256), (1, 8, 40, 132, 1000), (1, 63, 64, 127, 512, 1024, 5000, 131072)):
-        config = choose_config(rows, 128, torch.float16)
+        config = choose_tiles(rows, 128, torch.float16)
         splits = choose_splits(config, rows, groups, keys)
         assert 1 <= splits <= 64 and (splits == 1 or keys >= splits * min(max(rows, 64), 256))
         assert splits == 1 or keys >= 128
@@ -284,16 +284,16 @@ def test_splits_fill_the_last_wave(nodes: int, batch: int) -> None:
     """Behind a long prefix nine programs of ten slots run in every wave, whatever the batch; behind 1,024 tokens one node has
     a program for all but a few multiprocessors."""
     rows = 4 * nodes  # four query heads to each of eight key-value heads
-    config = choose_config(rows, 128, torch.float16)
+    config = choose_tiles(rows, 128, torch.float16)
     programs = choose_splits(config, rows, 8 * batch, 8192 + nodes) * batch * 8 * -(-rows // config.block_m)
     assert programs / (132 * -(-programs // 132)) > 0.9
-    assert choose_splits(choose_config(4, 128, torch.float16), 4, 8, 1025) * 8 == 128
+    assert choose_splits(choose_tiles(4, 128, torch.float16), 4, 8, 1025) * 8 == 128
 
 
 def test_blocks_of_nodes_lie_in_one_word() -> None:
     """Every configured block of masked keys divides 64 and what is read without a mask, and holds the 16 that a product
     needs."""
-    tables = [*CONFIGS.values(), *module.ROOMY_CONFIGS.values(), module.CONFIGS_FLOAT32]
+    tables = [*TILE_CONFIGS.values(), *module.HOPPER_TILE_CONFIGS.values(), module.FLOAT32_TILE_CONFIGS]
     for config in [config for table in tables for config in table]:
         assert 64 % config.block_n == 0 and config.block_p % config.block_n == 0
         assert config.block_n >= 16 and config.block_m >= 16
@@ -302,12 +302,12 @@ def test_blocks_of_nodes_lie_in_one_word() -> None:
 @pytest.mark.parametrize("num_nodes", [1, 7, 63, 64, 65, 200])
 def test_words_hold_the_tree(num_nodes: int) -> None:
     """For a whole tree they are TokenTree's words; bit j of word w says whether node 64 w + j is seen; built once."""
-    tree = TokenTree.of(torch.zeros(2, num_nodes, dtype=torch.int64), parents_of("random", 2, num_nodes))
+    tree = TokenTree.from_parents(torch.zeros(2, num_nodes, dtype=torch.int64), parents_of("random", 2, num_nodes))
     visibility = Visibility(torch.tensor([3, 4]), 4, tree.ancestors, tree.depths, None)
-    words = visibility.words()
-    assert torch.equal(words, tree.words) and words.is_contiguous() and visibility.words() is words
+    words = visibility.packed_words()
+    assert torch.equal(words, tree.ancestor_words) and words.is_contiguous() and visibility.packed_words() is words
     part = torch.rand(2, 5, num_nodes) < 0.5
-    words = Visibility(torch.tensor([3, 4]), 4, part, tree.depths, None).words()
+    words = Visibility(torch.tensor([3, 4]), 4, part, tree.depths, None).packed_words()
     assert words.shape == (2, 5, (num_nodes + 63) // 64)
     bits = (words[..., None] >> torch.arange(64)) & 1
     assert torch.equal(bits.flatten(2)[..., :num_nodes].bool(), part) and not bits.flatten(2)[..., num_nodes:].any()
@@ -324,14 +324,14 @@ def test_operator_keeps_its_promises(
     positions = seen.query_positions, seen.key_positions
     num_nodes = seen.tree.shape[2]
     monkeypatch.setattr(module, "choose_splits", lambda *sizes: splits)
-    arguments = (query, keys, values, seen.words(), seen.lengths, *positions, num_nodes, 65, 0.2, window, None, None)
-    torch.library.opcheck(module._attend, arguments)
+    arguments = (query, keys, values, seen.packed_words(), seen.lengths, *positions, num_nodes, 65, 0.2, window, None, None)
+    torch.library.opcheck(module._launch_attention, arguments)
 
 
 def test_compiled_call_equals_eager(large_blocks: None) -> None:
     """torch.compile takes a function with the call in it as one whole graph, which gives the same."""
     (query, _, _, visibility), keys, values = inputs_of(Case())
-    visibility.words()
+    visibility.packed_words()
 
     def attend(query: Tensor) -> Tensor:
         return tree_attention(query * 2, keys, values, visibility, 0.2) + 1
@@ -362,7 +362,7 @@ def test_the_path_is_the_one_asked_for(
     (query, _, _, visibility), keys, values = inputs_of(Case(dtype=dtype))
     query.requires_grad_(needs_grad)
     launched: list[Tensor] = []
-    attend = module._attend
+    attend = module._launch_attention
     monkeypatch.setattr(module, "_attend", lambda *arguments: launched.append(attend(*arguments)) or launched[0])
     output = tree_attention(query, keys, values, visibility, 0.2)
     assert bool(launched) == kernel and output.requires_grad == needs_grad
@@ -400,10 +400,10 @@ class Forked(Drafter):
         for text, length in zip(self.texts, context.cache.lengths.tolist()):
             root, first, second = (text[length : length + 3] + [5, 5])[:3]
             rows.append([root, first ^ 1, first, second ^ 1, second])
-        tree = TokenTree.of(torch.tensor(rows), torch.tensor([[-1, 0, 0, 2, 2]]).expand(len(rows), -1))
-        return Draft(complete=lambda root: tree)
+        tree = TokenTree.from_parents(torch.tensor(rows), torch.tensor([[-1, 0, 0, 2, 2]]).expand(len(rows), -1))
+        return Draft(add_mask_nodes=lambda root: tree)
 
-    def commit(self, context: Context, accepted: Accepted) -> None: ...
+    def commit(self, context: Context, accepted: AcceptedPath) -> None: ...
 
 
 @pytest.fixture
@@ -426,7 +426,7 @@ def test_decoding_through_the_kernels_equals_the_references(
     forked = Forked([prompt + output for prompt, output in zip(prompts, plain)])
     runs: list[Callable[[], list[Generation]]] = [
         lambda: decode(target, prompts, Greedy(), 5, forked, Chain(4), ignore_eos=True),
-        lambda: Captured(target, Greedy(), eagle3, Eagle2(2, 5, 2)).decode(prompts, 3, ignore_eos=True),
+        lambda: CapturedRunner(target, Greedy(), eagle3, Eagle2(2, 5, 2)).decode(prompts, 3, ignore_eos=True),
     ]
     expected = [run() for run in runs]
     ran: Counter[str] = Counter()
@@ -441,5 +441,5 @@ def test_decoding_through_the_kernels_equals_the_references(
     for run, wanted in zip(runs, expected):
         found = run()
         assert [each.output for each in found] == [each.output for each in wanted]
-        assert [each.accepted for each in found] == [each.accepted for each in wanted]
+        assert [each.round_lengths for each in found] == [each.round_lengths for each in wanted]
     assert expected[0][0].output == plain[0][:5] and set(ran) == {"_attend", "_append", "_commit", "_match"}

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from spectrain.kernels import tree_verify as module
-from spectrain.kernels.counter import gumbel, host_key, key
+from spectrain.kernels.counter import gumbel_noise, host_key, make_key
 from spectrain.kernels.tree_verify import (
     EMPTY_BITS,
-    Draws,
-    Nodes,
+    SamplingSpec,
+    TreeNodes,
     Verdict,
     VerifyTiles,
     shape_logits,
@@ -50,7 +50,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("ARGMAX", "DRAWN", "CUT"):
         monkeypatch.setattr(module, name, VerifyTiles(64, 4))
     monkeypatch.setattr(module, "PARTS", VerifyTiles(8, 4))
-    monkeypatch.setattr(module, "CANDIDATES", 16)  # which some rows have more of
+    monkeypatch.setattr(module, "MAX_CANDIDATES", 16)  # which some rows have more of
     yield
 
 
@@ -67,7 +67,7 @@ def parents_of(shape: str, batch: int, num_nodes: int) -> Tensor:
     return parents
 
 
-def trees(shape: str, num_nodes: int, tokens: Tensor) -> tuple[TokenTree, Nodes]:
+def trees(shape: str, num_nodes: int, tokens: Tensor) -> tuple[TokenTree, TreeNodes]:
     """Trees over `tokens` [B, N], some of whose nodes are not valid or not emitted, twins among the siblings."""
     batch = len(tokens)
     parents = parents_of(shape, batch, num_nodes)
@@ -75,10 +75,10 @@ def trees(shape: str, num_nodes: int, tokens: Tensor) -> tuple[TokenTree, Nodes]
     if shape == "padded":
         valid &= (parents > 0) | (torch.arange(num_nodes) < 3)
     tree = TokenTree(tokens, parents, valid, emitted, "sampled")
-    return tree, Nodes(tokens, parents, valid & emitted, int(tree.depths.max()), num_nodes)
+    return tree, TreeNodes(tokens, parents, valid & emitted, int(tree.depths.max()), num_nodes)
 
 
-def agreeing(shape: str, num_nodes: int, choice: Any, batch: int = 3) -> tuple[TokenTree, Nodes]:
+def agreeing(shape: str, num_nodes: int, choice: Any, batch: int = 3) -> tuple[TokenTree, TreeNodes]:
     """Trees whose nodes carry, three times in four, the token that `choice` [B, N] names after their parent."""
     tree, nodes = trees(shape, num_nodes, torch.zeros(batch, num_nodes, dtype=torch.int64))
     wanted = choice.gather(1, nodes.parents.clamp(min=0))
@@ -107,18 +107,18 @@ def logits_of(batch: int, num_nodes: int, num_tokens: int, dtype: torch.dtype = 
     return logits.to(dtype)[..., :num_tokens]
 
 
-def draws_of(batch: int, num_nodes: int, purpose: int, cut: tuple[float, int, float]) -> Draws:
+def draws_of(batch: int, num_nodes: int, purpose: int, cut: tuple[float, int, float]) -> SamplingSpec:
     positions = torch.randint(0, 4, (batch, num_nodes)).cumsum(1)  # often the same as the node's before
-    return Draws(host_key(purpose, 11), torch.randint(0, 1 << 40, (batch,)), positions, *cut)
+    return SamplingSpec(host_key(purpose, 11), torch.randint(0, 1 << 40, (batch,)), positions, *cut)
 
 
-def choices(logits: Tensor, draws: Draws) -> Tensor:
+def choices(logits: Tensor, draws: SamplingSpec) -> Tensor:
     """[B, N] tokens drawn at every node, one after the other."""
     chosen = torch.zeros(logits.shape[:2], dtype=torch.int64)
-    for b, row in enumerate(draws.rows.tolist()):
+    for b, row in enumerate(draws.sequence_keys.tolist()):
         for n, position in enumerate(draws.positions[b].tolist()):
             scores = shape_logits(logits[b, n], draws.temperature, draws.top_k, draws.top_p)
-            chosen[b, n] = (scores + gumbel(key(SAMPLE, 11, row, position), len(scores))).argmax()
+            chosen[b, n] = (scores + gumbel_noise(make_key(SAMPLE, 11, row, position), len(scores))).argmax()
     return chosen
 
 
@@ -154,7 +154,9 @@ def test_greedy_kernel_equals_reference(num_nodes: int, interpreted: None) -> No
 def match_agrees(num_nodes: int, shape: str, cut: tuple[float, int, float], dtype: torch.dtype) -> Verdict:
     """The kernels' answer is the reference's, for trees that mostly carry what is drawn."""
     logits, draws = logits_of(2, num_nodes, 97, dtype), draws_of(2, num_nodes, SAMPLE, cut)
-    every = (draws.shape(logits) + gumbel(key(SAMPLE, 11, draws.rows[:, None], draws.positions), 97)).argmax(-1)
+    every = (
+        draws.shape_logits(logits) + gumbel_noise(make_key(SAMPLE, 11, draws.sequence_keys[:, None], draws.positions), 97)
+    ).argmax(-1)
     _, nodes = agreeing(shape, num_nodes, every, batch=2)
     found = tree_match(nodes, logits, draws)
     assert_same(found, tree_match_reference(nodes, logits, draws))
@@ -198,7 +200,7 @@ def test_equal_rows_choose_the_first(interpreted: None) -> None:
     logits = torch.zeros(1, 3, 200)
     logits[0, 0, [70, 150]] = 1.0
     logits[0, 1, :] = float("-inf")
-    nodes = Nodes(torch.tensor([[0, 70, 0]]), torch.tensor([[-1, 0, 1]]), torch.ones(1, 3, dtype=torch.bool), 2, 1)
+    nodes = TreeNodes(torch.tensor([[0, 70, 0]]), torch.tensor([[-1, 0, 1]]), torch.ones(1, 3, dtype=torch.bool), 2, 1)
     found = tree_greedy(nodes, logits)
     assert found.path.tolist() == [[0, 1, 2]] and found.bonus.tolist() == [0]
     assert_same(found, tree_greedy_reference(nodes, logits))
@@ -208,10 +210,10 @@ def test_equal_rows_choose_the_first(interpreted: None) -> None:
 def _kept_kernel(logits_ptr, kept_ptr, num_tokens, temperature, top_k, top_p, SHIFT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Which tokens of one row are kept."""
     logits_ptr += tl.program_id(0) * num_tokens
-    _, cut = module._shape_row(logits_ptr, num_tokens, temperature, top_k, top_p, SHIFT, BLOCK)
+    _, cut = module._find_cut(logits_ptr, num_tokens, temperature, top_k, top_p, SHIFT, BLOCK)
     for start in range(0, num_tokens, BLOCK):
-        x, columns = module._read(logits_ptr, start, num_tokens, BLOCK)
-        kept = (module._order(x, SHIFT) >= cut) & (x > float("-inf"))
+        x, columns = module._load_logits(logits_ptr, start, num_tokens, BLOCK)
+        kept = (module._float_order(x, SHIFT) >= cut) & (x > float("-inf"))
         tl.store(kept_ptr + tl.program_id(0) * num_tokens + columns, kept, mask=columns < num_tokens)
 
 
@@ -231,8 +233,8 @@ def test_bisection_keeps_what_sorting_keeps(top_k: int, top_p: float, dtype: tor
     kept = torch.zeros(logits.shape, dtype=torch.bool)
     settings = (temperature, top_k or None, top_p if top_p < 1 else None)
     _kept_kernel[(len(logits),)](logits, kept, num_tokens, *settings, SHIFT=EMPTY_BITS[dtype], BLOCK=64)
-    draws = Draws(0, torch.zeros(1), torch.zeros(1, 1), temperature, top_k, top_p)
-    assert torch.equal(kept, draws.shape(logits) > float("-inf"))
+    draws = SamplingSpec(0, torch.zeros(1), torch.zeros(1, 1), temperature, top_k, top_p)
+    assert torch.equal(kept, draws.shape_logits(logits) > float("-inf"))
 
 
 @triton.jit
@@ -243,14 +245,14 @@ def _candidate_kernel(  # type: ignore[no-untyped-def]
     """Which tokens of one row are kept, and whether its candidates were enough to tell."""
     row = tl.program_id(0)
     logits_ptr += row * num_tokens
-    _, cut, enough = module._cut_of(
+    _, cut, enough = module._cut_from_candidates(
         logits_ptr, top_ptr, mass_ptr, found_ptr, candidates_ptr, row, num_tokens, num_parts, temperature, top_k, top_p,
         SHIFT, BLOCK, BLOCK_S, CANDIDATES,
     )  # fmt: skip
     tl.store(enough_ptr + row, enough)
     for start in range(0, num_tokens, BLOCK):
-        x, columns = module._read(logits_ptr, start, num_tokens, BLOCK)
-        kept = (module._order(x, SHIFT) >= cut) & (x > float("-inf"))
+        x, columns = module._load_logits(logits_ptr, start, num_tokens, BLOCK)
+        kept = (module._float_order(x, SHIFT) >= cut) & (x > float("-inf"))
         tl.store(kept_ptr + row * num_tokens + columns, kept, mask=columns < num_tokens)
 
 
@@ -272,23 +274,23 @@ def test_candidates_keep_what_sorting_keeps(dtype: torch.dtype, top_k: int, top_
     settings = temperature, top_k or None, top_p if top_p < 1 else None
     parts = module._find_candidates(logits, temperature, top_k or None)
     _candidate_kernel[(len(kept),)](
-        logits, kept, enough, *parts, num_tokens, parts.num, *settings,
-        SHIFT=EMPTY_BITS[dtype], BLOCK=64, BLOCK_S=8, CANDIDATES=module.CANDIDATES,
+        logits, kept, enough, *parts, num_tokens, parts.num_parts, *settings,
+        SHIFT=EMPTY_BITS[dtype], BLOCK=64, BLOCK_S=8, CANDIDATES=module.MAX_CANDIDATES,
     )  # fmt: skip
-    draws = Draws(0, torch.zeros(1), torch.zeros(1, 1), temperature, top_k, top_p)
-    assert torch.equal(kept, draws.shape(logits[0]) > float("-inf"))
+    draws = SamplingSpec(0, torch.zeros(1), torch.zeros(1, 1), temperature, top_k, top_p)
+    assert torch.equal(kept, draws.shape_logits(logits[0]) > float("-inf"))
     assert enough.tolist()[:2] == [top_k < 50] * 2 and not enough[3]
 
 
 def drawn(
     shape: str, num_nodes: int, q: Tensor, draft_ids: Tensor | None, without: bool, most_children: int
-) -> tuple[TokenTree, Nodes]:
+) -> tuple[TokenTree, TreeNodes]:
     """Trees whose children were drawn from their parents' q [B, N, U], twins included where drawn with replacement."""
     batch, _, size = q.shape
     tree, nodes = trees(shape, num_nodes, torch.zeros(batch, num_nodes, dtype=torch.int64))
-    same = (nodes.parents[:, :, None] == nodes.parents[:, None]) & nodes.allowed[:, None]
+    same = (nodes.parents[:, :, None] == nodes.parents[:, None]) & nodes.can_accept[:, None]
     order = (same & torch.ones(num_nodes, num_nodes).tril(-1).bool()).sum(-1)
-    nodes.allowed.logical_and_(order < min(size, most_children))
+    nodes.can_accept.logical_and_(order < min(size, most_children))
     ranked = (q.log() - torch.empty_like(q).exponential_().log()).argsort(-1, descending=True)  # [B, N, U]
     if not without:
         ranked = torch.multinomial(q.flatten(0, 1), most_children, replacement=True).view(batch, num_nodes, -1)
@@ -296,7 +298,7 @@ def drawn(
     place = order.clamp(max=ranked.shape[-1] - 1)
     token = ranked.gather(1, parents[..., None].expand_as(ranked)).gather(2, place[..., None])[..., 0]
     nodes.tokens.copy_(token if draft_ids is None else draft_ids[token])
-    return tree, Nodes(nodes.tokens, nodes.parents, nodes.allowed, nodes.height, most_children)
+    return tree, TreeNodes(nodes.tokens, nodes.parents, nodes.can_accept, nodes.height, most_children)
 
 
 def recursive_agrees(num_nodes: int, shape: str, cut: tuple[float, int, float], without: bool, size: int, dtype: Any) -> None:
@@ -368,8 +370,8 @@ def excess_of(
             ids = torch.multinomial(q[:, node], len(children), replacement=not without)
             tokens[:, children] = ids if draft_ids is None else draft_ids[ids]
     trees = torch.tensor(parents).expand(batch, -1)
-    nodes = Nodes(tokens, trees, torch.ones_like(trees, dtype=torch.bool), 2, 3)
-    draws = Draws(host_key(ACCEPT, 1), torch.arange(batch), TokenTree.of(tokens, trees).depths + 17, *cut)
+    nodes = TreeNodes(tokens, trees, torch.ones_like(trees, dtype=torch.bool), 2, 3)
+    draws = SamplingSpec(host_key(ACCEPT, 1), torch.arange(batch), TokenTree.from_parents(tokens, trees).depths + 17, *cut)
     judged = without if judged_without is None else judged_without
     path, counts, bonus = tree_recursive_reference(nodes, table[tokens], q, draft_ids, judged, draws)
     chances = shape_logits(table, *cut).double().softmax(-1)
@@ -410,8 +412,8 @@ def test_rows_stand_alone() -> None:
     together = tree_match_reference(nodes, logits, draws), tree_recursive_reference(nodes, logits, q, None, True, draws)
     for b in range(4):
         row = slice(b, b + 1)
-        one = Nodes(nodes.tokens[row], nodes.parents[row], nodes.allowed[row], nodes.height, 4)
-        few = Draws(draws.key, draws.rows[row], draws.positions[row], *CUTS[3])
+        one = TreeNodes(nodes.tokens[row], nodes.parents[row], nodes.can_accept[row], nodes.height, 4)
+        few = SamplingSpec(draws.key, draws.sequence_keys[row], draws.positions[row], *CUTS[3])
         assert_same(tree_match_reference(one, logits[row], few), Verdict(*(x[row] for x in together[0])))
         alone = tree_recursive_reference(one, logits[row], q[row], None, True, few)
         assert_same(alone, Verdict(*(x[row] for x in together[1])))
@@ -420,7 +422,7 @@ def test_rows_stand_alone() -> None:
 def test_a_captured_graph_could_hold_it() -> None:
     """The operators trace without values: their shapes follow from shapes alone."""
     _, nodes = trees("random", 6, torch.zeros(2, 6, dtype=torch.int64))
-    meta = [x.to("meta") for x in (nodes.tokens, nodes.parents, nodes.allowed, torch.zeros(2, 6, 9))]
+    meta = [x.to("meta") for x in (nodes.tokens, nodes.parents, nodes.can_accept, torch.zeros(2, 6, 9))]
     for op, rest in (
         (torch.ops.spectrain.tree_match, (None, None, 0, 1.0, None, None)),
         (torch.ops.spectrain.tree_recursive, (meta[3], None, True, meta[0][:, 0], meta[0], 0, 1.0, None, 0.5)),

@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from spectrain.kernels.tree_verify import ARGMAX, CANDIDATES, CUT, DRAWN, EMPTY_BITS, PARTS, WALK, VerifyTiles
+from spectrain.kernels.tree_verify import (
+    ARGMAX_TILES,
+    CUT_TILES,
+    EMPTY_BITS,
+    MAX_CANDIDATES,
+    PART_TILES,
+    SAMPLE_TILES,
+    WALK_TILES,
+    VerifyTiles,
+)
 from tests.kernels import aot
 
 pytest.importorskip("triton", reason="triton is not installed, so there is nothing to compile")
@@ -30,7 +39,7 @@ def request(kernel: str, dtype: torch.dtype, config: VerifyTiles, constants: dic
         kernel,
         types,
         constants | {"BLOCK": config.block},
-        config.warps,
+        config.num_warps,
         3,
         multiples=("vocabulary",),
     )
@@ -38,24 +47,24 @@ def request(kernel: str, dtype: torch.dtype, config: VerifyTiles, constants: dic
 
 def choosing(dtype: torch.dtype, noise: bool) -> Any:
     absent = {} if noise else dict.fromkeys(["rows_ptr", "positions_ptr"])
-    return request("_choose_kernel", dtype, DRAWN if noise else ARGMAX, {"NOISE": noise, **absent})
+    return request("_choose_kernel", dtype, SAMPLE_TILES if noise else ARGMAX_TILES, {"NOISE": noise, **absent})
 
 
 def walking(dtype: torch.dtype, top_k: bool, top_p: bool, num_nodes: int = 64, num_tokens: int = NUM_TOKENS) -> Any:
     cut = top_k or top_p
     absent = ([] if top_k else ["top_k"]) + ([] if top_p else ["top_p"]) + ([] if cut else ["found_ptr", "candidates_ptr"])
-    block_s = 1 << (num_tokens // DRAWN.block).bit_length()
-    constants = {"CUT": cut, "SHIFT": EMPTY_BITS[dtype], "BLOCK_N": num_nodes, "BLOCK_S": block_s, "CANDIDATES": CANDIDATES}
+    block_s = 1 << (num_tokens // SAMPLE_TILES.block).bit_length()
+    constants = {"CUT": cut, "SHIFT": EMPTY_BITS[dtype], "BLOCK_N": num_nodes, "BLOCK_S": block_s, "CANDIDATES": MAX_CANDIDATES}
     constants |= dict.fromkeys(absent)
-    return request("_walk_kernel", dtype, CUT if cut else WALK, constants)
+    return request("_walk_kernel", dtype, CUT_TILES if cut else WALK_TILES, constants)
 
 
 def rejecting(dtype: torch.dtype, without: bool = True, cut: bool = True, subset: bool = True, num_nodes: int = 64) -> Any:
     found = ["top_k", "top_p", "top_ptr", "mass_ptr", "found_ptr", "candidates_ptr"]
     absent = ([] if cut else found) + ([] if subset else ["places_ptr"])
     constants = {"WITHOUT": without, "SHIFT": EMPTY_BITS[dtype], "BLOCK_N": num_nodes, **dict.fromkeys(absent)}
-    constants |= {"BLOCK_S": 1 << (NUM_TOKENS // PARTS.block).bit_length(), "CANDIDATES": CANDIDATES}
-    return request("_reject_kernel", dtype, CUT, constants)
+    constants |= {"BLOCK_S": 1 << (NUM_TOKENS // PART_TILES.block).bit_length(), "CANDIDATES": MAX_CANDIDATES}
+    return request("_reject_kernel", dtype, CUT_TILES, constants)
 
 
 def assert_nothing_spills(request: Any) -> None:
@@ -83,8 +92,8 @@ def test_choosing_fits_sm90(dtype: torch.dtype, noise: bool) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 def test_finding_candidates_fits_sm90(dtype: torch.dtype, kernel: str) -> None:
     """Nor do the two launches that find what may be kept."""
-    constants = {"SHIFT": EMPTY_BITS[dtype], "BLOCK_S": 128, "CANDIDATES": CANDIDATES}
-    assert_nothing_spills(request(kernel, dtype, PARTS, constants if kernel == "_candidates_kernel" else {}))
+    constants = {"SHIFT": EMPTY_BITS[dtype], "BLOCK_S": 128, "CANDIDATES": MAX_CANDIDATES}
+    assert_nothing_spills(request(kernel, dtype, PART_TILES, constants if kernel == "_candidates_kernel" else {}))
 
 
 @pytest.mark.sweep(1, free=("dtype", "cut"))
@@ -124,4 +133,4 @@ def test_rejecting_in_trees_of_any_size_fits_sm90(num_nodes: int) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 def test_the_draw_after_rejection_fits_sm90(dtype: torch.dtype) -> None:
     """Nor does the draw that follows it."""
-    assert_nothing_spills(request("_bonus_kernel", dtype, DRAWN, {"SHIFT": EMPTY_BITS[dtype]}))
+    assert_nothing_spills(request("_bonus_kernel", dtype, SAMPLE_TILES, {"SHIFT": EMPTY_BITS[dtype]}))

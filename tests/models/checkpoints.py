@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from spectrain.models.loading import TINY, load_tokenizer
+from spectrain.models.loading import TINY_DIRECTORY, load_tokenizer
 
 WIDTH, INNER, VOCAB, BLOCK = 64, 128, 2048, 32
 SIZE: dict[str, Any] = {
@@ -28,7 +28,7 @@ def save_whole(folder: Path, kind: str = "llama", **own: Any) -> dict[str, Tenso
         if parameter.dim() > 1:
             parameter.data = 0.9 * torch.randn_like(parameter) * parameter.shape[-1] ** -0.5
     model.save_pretrained(folder)
-    load_tokenizer(str(TINY), False, True).save_pretrained(folder)
+    load_tokenizer(str(TINY_DIRECTORY), False, True).save_pretrained(folder)
     return load_file(folder / "model.safetensors")
 
 
@@ -107,7 +107,7 @@ def save_gguf_file(folder: Path) -> tuple[Path, dict[str, Tensor]]:
         writer.add_uint32(f"llama.attention.{key}", value)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-6)
     writer.add_float32("llama.rope.freq_base", 10000.0)
-    tokenizer = json.loads((TINY / "tokenizer.json").read_text())
+    tokenizer = json.loads((TINY_DIRECTORY / "tokenizer.json").read_text())
     words = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].get)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(words)

@@ -22,8 +22,8 @@ from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.models.features import Layer
 from spectrain.models.forward_plan import ForwardPlan
-from spectrain.models.loading import TINY, load_hf, load_tokenizer
-from spectrain.models.plain import generate, plain_model
+from spectrain.models.loading import TINY_DIRECTORY, load_hf, load_tokenizer
+from spectrain.models.reference_model import generate, reference_model
 from spectrain.trees import Chain, Eagle2
 from spectrain.trees.token_tree import TokenTree
 
@@ -37,7 +37,7 @@ NEW_TOKENS = 24
 
 def saved(name: str, folder: Path) -> Path:
     save_small(name, folder)
-    load_tokenizer(str(TINY), False, True).save_pretrained(folder)
+    load_tokenizer(str(TINY_DIRECTORY), False, True).save_pretrained(folder)
     return folder
 
 
@@ -54,7 +54,7 @@ def difference(actual: Tensor | None, expected: Tensor) -> float:
 def random_tree(batch: int, num_nodes: int) -> TokenTree:
     parents = (torch.rand(batch, num_nodes) * torch.arange(num_nodes)).long()
     parents[:, 0] = -1
-    return TokenTree.of(words(batch, num_nodes), parents)
+    return TokenTree.from_parents(words(batch, num_nodes), parents)
 
 
 @torch.no_grad()
@@ -94,7 +94,7 @@ class Trial:
         tokens = words(2, 20)
         with torch.no_grad():
             states = self.plain(tokens, output_hidden_states=True, use_cache=False)
-        several, count = not self.target.attending.is_one_stream, self.target.num_layers
+        several, count = not self.target.traits.has_single_stream, self.target.num_layers
         first = 1 if self.target.config.model_type in STATES_AFTER else 0
         layers: tuple[Layer, ...] = ("final",) if several else (*range(first, first + count), "final")
         seen = self.target.run(tokens, ForwardPlan(layers=layers, logits=True))
@@ -149,7 +149,7 @@ class Trial:
         prompts = [(words(1, length)[0].tolist() * 2) for length in (9, 6)]
         found = session.decode(prompts, NEW_TOKENS)
         wanted = [generate(self.plain, prompt, NEW_TOKENS, self.target.stop_ids) for prompt in prompts]
-        with plain_model(self.target) as plain:  # what the identity check holds outputs against
+        with reference_model(self.target) as plain:  # what the identity check holds outputs against
             checked = [generate(plain, prompt, NEW_TOKENS, self.target.stop_ids) for prompt in prompts]
         return float(sum(not one.output == other == third for one, other, third in zip(found, wanted, checked)))
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from spectrain.drafters.ngram import Ngram
-from spectrain.models.device import arithmetic, bandwidth, forward_floor, read_weights, recording
+from spectrain.models.device import capture_graph, forward_weights, measure_bandwidth, measure_flops, roofline_seconds
 from spectrain.models.target import Target
 
 CPU = torch.device("cpu")
@@ -18,18 +18,18 @@ CPU = torch.device("cpu")
 def test_shared_weights_are_read_once() -> None:
     """A tied embedding is the output layer and read once; one of its own is looked up and not read."""
     model = nn.ModuleList([nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)])
-    assert [weight is model[1].weight for weight in read_weights(model)] == [True]
+    assert [weight is model[1].weight for weight in forward_weights(model)] == [True]
     model[1].weight = model[0].weight
-    assert [weight.numel() for weight in read_weights(model)] == [15]
+    assert [weight.numel() for weight in forward_weights(model)] == [15]
 
 
 def test_floor_is_memory_or_arithmetic(tiny: Target) -> None:
     """A few rows cost the reading of the weights, very many their arithmetic; a drafter without weights costs nothing."""
-    parameters = sum(weight.numel() for weight in read_weights(tiny.model))
-    few, many = (forward_floor(tiny.model, rows, CPU, torch.float32) for rows in (1e-9, 1e9))
-    assert few == 4 * parameters / bandwidth(CPU)
-    assert many == 2 * parameters * 1e9 / arithmetic(CPU, torch.float32)
-    assert forward_floor(Ngram(tiny), 16, CPU, torch.float32) == 0
+    parameters = sum(weight.numel() for weight in forward_weights(tiny.model))
+    few, many = (roofline_seconds(tiny.model, rows, CPU, torch.float32) for rows in (1e-9, 1e9))
+    assert few == 4 * parameters / measure_bandwidth(CPU)
+    assert many == 2 * parameters * 1e9 / measure_flops(CPU, torch.float32)
+    assert roofline_seconds(Ngram(tiny), 16, CPU, torch.float32) == 0
 
 
 def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,6 +47,6 @@ def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "set_stream", current.append)
-    with pytest.raises(RuntimeError, match="capture_end") as failed, recording(None):
+    with pytest.raises(RuntimeError, match="capture_end") as failed, capture_graph(None):
         raise ValueError("not permitted while capturing")
     assert current == ["before", "capturing", "before"] and isinstance(failed.value.__context__, ValueError)

@@ -91,8 +91,8 @@ def test_dropped_rows_equal_a_masked_model(models: tuple[Target, Any], dropped: 
     found = target.run(tokens, ForwardPlan(layers=EVERY, logits=True, span=LayerSpan(dropped=dropped)))
     assert found.logits is not None
     for layer, state in enumerate(states):
-        close(found.at(layer + 1), state)
-    close(found.at(0), target.run(tokens, ForwardPlan(layers=(0,))).at(0))
+        close(found.at_layer(layer + 1), state)
+    close(found.at_layer(0), target.run(tokens, ForwardPlan(layers=(0,))).at_layer(0))
     close(found.logits, logits)
 
 
@@ -102,16 +102,16 @@ def test_a_loop_over_the_layers_says_the_same(models: tuple[Target, Any]) -> Non
     tokens = words(ROWS, 9)
     found = target.run(tokens, ForwardPlan(layers=EVERY, span=LayerSpan(dropped=MIXED)))
     for row in range(ROWS):
-        state = target.run(tokens[row : row + 1], ForwardPlan(layers=(0,))).at(0)
+        state = target.run(tokens[row : row + 1], ForwardPlan(layers=(0,))).at_layer(0)
         for layer in range(LAYERS):
             if not MIXED[layer, row]:
                 part = target.run(
                     tokens[row : row + 1],
                     ForwardPlan(layers=(layer + 1,), span=LayerSpan(first=layer, last=layer + 1, hidden=state)),
                 )
-                state = part.at(layer + 1)
-            close(found.at(layer + 1)[row], state[0])
-        close(found.at("final")[row], target.normed(state)[0])
+                state = part.at_layer(layer + 1)
+            close(found.at_layer(layer + 1)[row], state[0])
+        close(found.at_layer("final")[row], target.apply_final_norm(state)[0])
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "phi", "mixtral", "olmo2"])
@@ -124,7 +124,7 @@ def test_gradients_are_those_of_a_masked_model(name: str, dropped: Tensor, tiny:
     target.requires_grad_(True)
     found = target.run(tokens, ForwardPlan(layers=EVERY, logits=True, grad=True, span=LayerSpan(dropped=dropped)))
     assert found.logits is not None
-    (sum((found.at(n + 1) * weights[n]).sum() for n in range(LAYERS)) + found.logits.logsumexp(-1).sum()).backward()
+    (sum((found.at_layer(n + 1) * weights[n]).sum() for n in range(LAYERS)) + found.logits.logsumexp(-1).sum()).backward()
     reference.requires_grad_(True)
     with masked(reference, dropped) as states:
         logits = reference(tokens, use_cache=False).logits
@@ -209,10 +209,10 @@ def test_norm_of_any_layer_is_the_models(models: tuple[Target, Any]) -> None:
     norm = reference.model.final_layernorm if target.name == "phi" else reference.model.norm
     one, two = hidden.clone().requires_grad_(True), hidden.clone().requires_grad_(True)
     with attended(target) as calls:
-        found = target.normed(one, grad=True)
+        found = target.apply_final_norm(one, grad=True)
     wanted = norm(two)
     assert not calls
     close(found.detach(), wanted.detach())
     weights = torch.randn_like(found)
     close(*(torch.autograd.grad((value * weights).sum(), leaf)[0] for value, leaf in ((found, one), (wanted, two))))
-    assert not target.normed(one).requires_grad
+    assert not target.apply_final_norm(one).requires_grad

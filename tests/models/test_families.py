@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
+from spectrain.config.build import build
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.session import Session
 from spectrain.errors import UserError
-from spectrain.models.loading import TINY, load_hf, load_tokenizer
-from spectrain.models.plain import generate, plain_model
+from spectrain.models.loading import TINY_DIRECTORY, load_hf, load_tokenizer
+from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
-from spectrain.settings.build import build
 from spectrain.trees import Chain, Eagle2
 from tests.drafters.test_contract import FAMILIES, composed
 
@@ -69,11 +69,11 @@ def case(
         patch.setitem(architectures.SMALL, "vocab_size", WORDS)
         patch.setitem(architectures.SMALL, "vocab_size_per_layer_input", WORDS)
         architectures.save_small(request.param, folder)
-    load_tokenizer(str(TINY), False, True).save_pretrained(folder)
+    load_tokenizer(str(TINY_DIRECTORY), False, True).save_pretrained(folder)
     target = load_hf(str(folder), request.param, device="cpu")
     torch.manual_seed(0)
     prompts = [torch.randint(3, WORDS, (length,)).tolist() * 2 for length in (9, 6)]
-    with plain_model(target) as model:
+    with reference_model(target) as model:
         wanted = [generate(model, prompt, NEW_TOKENS, target.stop_ids) for prompt in prompts]
     yield request.param, target, prompts, wanted
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from spectrain.data.chat import Example, prompt_tokens, tokenize
-from spectrain.data.images import spread
-from spectrain.data.readers import Jsonl
+from spectrain.data.chat import Example, tokenize_conversation, tokenize_prompt
+from spectrain.data.images import expand_mask
+from spectrain.data.readers import JsonlReader
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.session import Session
 from spectrain.drafters.base import Drafter, TrainingState
@@ -20,12 +20,12 @@ from spectrain.errors import UserError
 from spectrain.eval.prompts import read_prompts
 from spectrain.export.targets import TargetFiles
 from spectrain.features.base import BatchRequest
-from spectrain.features.live import Live
-from spectrain.features.stored import Stored
-from spectrain.models.images import _ahead, called, images_of, seen_in
+from spectrain.features.live_source import LiveSource
+from spectrain.features.stored_source import StoredSource
+from spectrain.models.images import _bidirectional_masks, get_images, make_decoder_inputs, masks_for_kind
 from spectrain.models.loading import load_tiny
-from spectrain.models.masks import Mask
-from spectrain.models.plain import generate, plain_model
+from spectrain.models.masks import RequestedMask
+from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2
 
@@ -53,7 +53,7 @@ def conversations(pictures: tuple[str, str]) -> list[list[dict[str, Any]]]:
 
 
 def examples(target: Target, pictures: tuple[str, str]) -> list[Example]:
-    return [tokenize(target.tokenizer, messages, target.sight)[0] for messages in conversations(pictures)]
+    return [tokenize_conversation(target.tokenizer, messages, target.vision)[0] for messages in conversations(pictures)]
 
 
 def made(family: Any, target: Target) -> Drafter:
@@ -77,14 +77,14 @@ def test_features_over_images_are_the_models_own(target: Target, pictures: tuple
     """Padded or packed beside each other, every text has the features that the model of text and images gives it alone."""
     found = examples(target, pictures)
     layers = (*range(1, target.num_layers), "final")
-    batch = Live().batch(BatchRequest(found, target, layers, packed))
+    batch = LiveSource().make_batch(BatchRequest(found, target, layers, packed))
     assert batch.features is not None
     rows = batch.features.hidden[0].split(batch.lengths) if batch.lengths else batch.features.hidden
-    with torch.no_grad(), plain_model(target) as model:
+    with torch.no_grad(), reference_model(target) as model:
         for example, row in zip(found, rows):
-            images = images_of(example.tokens)
-            told = {} if images is None else images.inputs(len(example.tokens), model)
-            with target.captured(tuple(range(1, target.num_layers))) as states:
+            images = get_images(example.tokens)
+            told = {} if images is None else images.model_inputs(len(example.tokens), model)
+            with target.capture_layers(tuple(range(1, target.num_layers))) as states:
                 logits = model(input_ids=torch.tensor([example.tokens]), use_cache=False, **told).logits
             ours = row[: len(example.tokens)]
             for place in range(target.num_layers - 1):
@@ -96,8 +96,8 @@ def test_features_over_images_are_the_models_own(target: Target, pictures: tuple
 @pytest.mark.parametrize("family", [Eagle3, Medusa, DFlash])
 def test_decoding_with_images_is_generates(target: Target, pictures: tuple[str, str], family: Any) -> None:
     """Trees and chains, alone and in a batch with a text that has no image, are continued as by `generate` with the pixels."""
-    prompts = [prompt_tokens(target.tokenizer, messages[:1], target.sight) for messages in conversations(pictures)]
-    with plain_model(target) as model:
+    prompts = [tokenize_prompt(target.tokenizer, messages[:1], target.vision) for messages in conversations(pictures)]
+    with reference_model(target) as model:
         wanted = [generate(model, prompt, NEW_TOKENS, target.stop_ids) for prompt in prompts]
     drafter = made(family, target)
     for builder in (Eagle2(3, 8), Chain(3)):
@@ -119,8 +119,8 @@ def test_other_towers(name: str, pictures: tuple[str, str], tmp_path: Path) -> N
         test_features_over_images_are_the_models_own(target, pictures, packed)
     test_decoding_with_images_is_generates(target, pictures, Eagle3)
     text = examples(target, pictures)[0].tokens
-    found = called(target, torch.tensor([list(text)]), [text], torch.arange(len(text))[None], None)
-    assert [*map(set, found.seen)] == [AHEAD.get(name, set())]
+    found = make_decoder_inputs(target, torch.tensor([list(text)]), [text], torch.arange(len(text))[None], None)
+    assert [*map(set, found.visible_masks)] == [AHEAD.get(name, set())]
 
 
 AHEAD = {"gemma3": {"full_attention", "sliding_attention"}, "gemma4": {"sliding_attention"}}
@@ -134,24 +134,24 @@ def test_what_is_seen_ahead_is_asked_of_masks() -> None:
         return (there <= here) | ((here >= 1) & (here <= 2) & (there >= 1) & (there <= 2))
 
     first, second = torch.zeros(1), torch.ones(1)
-    masks = [(first, Mask(image, None)), (second, Mask(lambda batch, head, here, there: there <= here, None))]
-    found = _ahead({"near": first, "far": second}, masks, places)
+    masks = [(first, RequestedMask(image, None)), (second, RequestedMask(lambda batch, head, here, there: there <= here, None))]
+    found = _bidirectional_masks({"near": first, "far": second}, masks, places)
     wanted = torch.ones(5, 5, dtype=torch.bool).tril()
     wanted[1, 2] = True
     assert {*found} == {"near"} and torch.equal(found["near"], wanted)
     for kind, one in (("near", wanted), ("far", wanted.tril())):
-        assert torch.equal(seen_in([found, {}], [5, 4], kind)[0], one)
+        assert torch.equal(masks_for_kind([found, {}], [5, 4], kind)[0], one)
 
 
 def test_another_picture_another_answer(target: Target, pictures: tuple[str, str], tmp_path: Path) -> None:
     """The tokens are the same and the answer is not; nor is the key by which features are kept."""
     texts = [
-        prompt_tokens(target.tokenizer, asked("What?", path), target.sight) for path in (pictures[0], picture(tmp_path, 3))
+        tokenize_prompt(target.tokenizer, asked("What?", path), target.vision) for path in (pictures[0], picture(tmp_path, 3))
     ]
     assert list(texts[0]) == list(texts[1])
     first, second = (one.output for one in Session(target, Greedy()).decode(texts, NEW_TOKENS))
     assert first != second
-    assert len({Example(text, [True] * len(text)).key for text in texts}) == 2
+    assert len({Example(text, [True] * len(text)).content_hash for text in texts}) == 2
 
 
 @pytest.mark.sweep(1)
@@ -159,7 +159,7 @@ def test_another_picture_another_answer(target: Target, pictures: tuple[str, str
 def test_training_with_images(target: Target, pictures: tuple[str, str], family: Any) -> None:
     """The loss is finite and falls, on features over images."""
     drafter, found = made(family, target), examples(target, pictures)
-    batch = Live().batch(BatchRequest(found, target, drafter.stages[0].layers))
+    batch = LiveSource().make_batch(BatchRequest(found, target, drafter.stages[0].layers))
     learning = torch.optim.Adam([p for p in drafter.parameters() if p.requires_grad], lr=3e-3)
     losses = []
     for _ in range(8):
@@ -173,10 +173,10 @@ def test_training_with_images(target: Target, pictures: tuple[str, str], family:
 
 def test_stored_features_are_the_live_ones(target: Target, pictures: tuple[str, str], tmp_path: Path) -> None:
     found, layers = examples(target, pictures), (1, "final")
-    store = Stored(str(tmp_path / "store"))
+    store = StoredSource(str(tmp_path / "store"))
     store.prepare(target, layers, None, found)
     request = BatchRequest(found, target, layers)
-    live, captured, read = (source.batch(request).features for source in (Live(), store, store))
+    live, captured, read = (source.make_batch(request).features for source in (LiveSource(), store, store))
     assert live is not None and captured is not None and read is not None
     for example, ours, first, again in zip(found, live.hidden, captured.hidden, read.hidden):
         count = len(example.tokens)
@@ -197,7 +197,7 @@ def test_conversations_of_a_file(pictures: tuple[str, str], tmp_path: Path) -> N
     ]
     file = tmp_path / "chats.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
-    first, second = Jsonl(str(file)).conversations()
+    first, second = JsonlReader(str(file)).load_conversations()
     assert first == second
     assert first[0]["content"][0]["path"] == str(tmp_path / name) and first[1]["content"] == "Yes"
 
@@ -207,8 +207,10 @@ def test_prompts_of_a_file(target: Target, pictures: tuple[str, str], tmp_path: 
     row = {"messages": [*asked("What?", pictures[0]), {"role": "assistant", "content": "A boat."}]}
     (tmp_path / "prompts.jsonl").write_text(json.dumps(row))
     (prompt,) = read_prompts(str(tmp_path / "prompts.jsonl")).prompts
-    text = prompt_tokens(target.tokenizer, prompt.opening, target.sight)
-    assert text == prompt_tokens(target.tokenizer, asked("What?", pictures[0]), target.sight) and images_of(text) is not None
+    text = tokenize_prompt(target.tokenizer, prompt.opening, target.vision)
+    assert (
+        text == tokenize_prompt(target.tokenizer, asked("What?", pictures[0]), target.vision) and get_images(text) is not None
+    )
 
 
 @pytest.mark.parametrize(
@@ -218,7 +220,7 @@ def test_an_image_that_is_not_there(part: dict[str, str], tmp_path: Path) -> Non
     row = {"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "Yes"}]}
     (tmp_path / "chats.jsonl").write_text(json.dumps(row))
     with pytest.raises(UserError, match="line 1: .*image"):
-        Jsonl(str(tmp_path / "chats.jsonl")).conversations()
+        JsonlReader(str(tmp_path / "chats.jsonl")).load_conversations()
 
 
 def test_who_reads_text_alone_says_so(target: Target, pictures: tuple[str, str]) -> None:
@@ -226,25 +228,25 @@ def test_who_reads_text_alone_says_so(target: Target, pictures: tuple[str, str])
     messages = conversations(pictures)[0]
     tiny = load_tiny()
     with pytest.raises(UserError, match="text alone"):
-        tokenize(
-            tiny.tokenizer, [{**messages[0], "content": [{"type": "image", "path": pictures[0]}]}, messages[1]], tiny.sight
+        tokenize_conversation(
+            tiny.tokenizer, [{**messages[0], "content": [{"type": "image", "path": pictures[0]}]}, messages[1]], tiny.vision
         )
     with pytest.raises(UserError, match="text alone"):
-        tokenize(target.tokenizer, messages)
+        tokenize_conversation(target.tokenizer, messages)
     with pytest.raises(UserError, match="text alone"):
-        Live().batch(BatchRequest(examples(target, pictures), target))
+        LiveSource().make_batch(BatchRequest(examples(target, pictures), target))
 
 
 def test_images_that_a_model_sees_otherwise_are_refused(target: Target, pictures: tuple[str, str]) -> None:
     """What the check holds against transformers is what decoding would use."""
-    text = prompt_tokens(target.tokenizer, asked("What?", pictures[0]), target.sight)
+    text = tokenize_prompt(target.tokenizer, asked("What?", pictures[0]), target.vision)
 
     def turned(module: Any, args: Any, told: dict[str, Any]) -> Any:
         """Only in a forward of ours: embeddings the wrong way round."""
         is_ours = "visibility" in told and "inputs_embeds" in told
         return (args, {**told, "inputs_embeds": told["inputs_embeds"].flip(1)}) if is_ours else None
 
-    handle, target.has_seen = target.decoder.register_forward_pre_hook(turned, with_kwargs=True), False
+    handle, target.vision_checked = target.decoder.register_forward_pre_hook(turned, with_kwargs=True), False
     try:
         with pytest.raises(UserError, match="with images its logits differ"):
             target.features(torch.tensor([text]), ("final",), texts=[text])
@@ -255,10 +257,10 @@ def test_images_that_a_model_sees_otherwise_are_refused(target: Target, pictures
 def test_exports_name_the_model_of_text_and_images(target: Target) -> None:
     """What an engine loads is the whole model; the ends that drafters take are those of its text decoder."""
     files = TargetFiles(target.path)
-    assert files.whole_config.architectures == [type(target.model).__name__] and files.place == target.path
-    assert files.outline().num_layers == target.num_layers
-    assert torch.equal(files.embedding(), target.head.embedding.weight)
-    assert torch.equal(files.head(), target.head.output.weight)
+    assert files.full_config.architectures == [type(target.model).__name__] and files.engine_path == target.path
+    assert files.build_meta_target().num_layers == target.num_layers
+    assert torch.equal(files.load_embedding(), target.head.embedding.weight)
+    assert torch.equal(files.load_head(), target.head.output.weight)
 
 
 @pytest.mark.parametrize(
@@ -273,6 +275,6 @@ def test_exports_name_the_model_of_text_and_images(target: Target) -> None:
 def test_a_mask_is_spread_over_placeholders(plain: list[int], whole: list[int]) -> None:
     """Tokens that are no placeholder keep what they have, and the tokens of images have nothing."""
     kept = [token not in (8, 9) for token in whole]
-    assert spread(plain, [token != 9 for token in plain], whole, 9) == kept
+    assert expand_mask(plain, [token != 9 for token in plain], whole, 9) == kept
     with pytest.raises(UserError, match="changes the text"):
-        spread([*plain, 7], [True] * (len(plain) + 1), whole, 9)
+        expand_mask([*plain, 7], [True] * (len(plain) + 1), whole, 9)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_hf, load_tiny
-from spectrain.models.lora import adapters_off, inject_lora, lora_layers, merge_lora
+from spectrain.models.lora import disable_adapters, find_lora_layers, inject_lora, merge_lora
 from spectrain.models.target import Target
 from tests.models.architectures import save_small
 
@@ -21,7 +21,7 @@ def target(packed: bool = False) -> Target:
     """A target of the test's own."""
     loaded = load_tiny()
     if packed:
-        loaded.pack()
+        loaded.pack_weights()
     return loaded
 
 
@@ -51,7 +51,7 @@ def test_adapters_start_as_nothing_on_every_linear_of_the_layers(packed: bool) -
     names = [name for name, module in adapted.named_modules() if isinstance(module, LoraLayer)]
     assert len(names) == len(LINEARS) * adapted.num_layers and {name.rsplit(".", 1)[1] for name in names} == LINEARS
     assert len(added) == 2 * len(names) and {id(p) for p in added} == {
-        id(p) for layer in lora_layers(adapted) for name, p in layer.named_parameters() if "lora_" in name
+        id(p) for layer in find_lora_layers(adapted) for name, p in layer.named_parameters() if "lora_" in name
     }
 
 
@@ -64,10 +64,10 @@ def test_off_is_the_original_bit_by_bit_and_on_again_differs(packed: bool) -> No
     fill(added)
     on = seen(adapted)
     assert not torch.allclose(on, before, atol=1e-2)
-    with adapters_off(adapted):
+    with disable_adapters(adapted):
         assert torch.equal(seen(adapted), before)
     assert torch.equal(seen(adapted), on)
-    with pytest.raises(ZeroDivisionError), adapters_off(adapted):
+    with pytest.raises(ZeroDivisionError), disable_adapters(adapted):
         raise ZeroDivisionError
     assert torch.equal(seen(adapted), on)
 

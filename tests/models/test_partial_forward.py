@@ -17,7 +17,7 @@ from spectrain.models.features import Layer
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.loading import load_hf
-from spectrain.models.partial_forward import Level, PartialForward
+from spectrain.models.partial_forward import NodeLevel, PartialForward
 from spectrain.models.target import Target
 from spectrain.trees.token_tree import Children, TokenTree
 from tests.models.architectures import save_small
@@ -79,8 +79,8 @@ class Case:
                 tokens[row, node] = random.choice(
                     [token for token in (TWINS if children == "sampled" else KNOWN) if token not in taken]
                 )
-        tree = replace(TokenTree.of(tokens, parents, valid), children=children)
-        tree.check()
+        tree = replace(TokenTree.from_parents(tokens, parents, valid), children=children)
+        tree.check_structure()
         return tree
 
     def commit(self, tree: TokenTree, random: Random) -> None:
@@ -102,10 +102,10 @@ def paths_of(tokens: Tensor, parents: Tensor) -> list[tuple[int, ...]]:
     return found
 
 
-def give(partial: PartialForward, tree: TokenTree, random: Random) -> tuple[TokenTree, list[Level]]:
+def give(partial: PartialForward, tree: TokenTree, random: Random) -> tuple[TokenTree, list[NodeLevel]]:
     """Run a part of the tree, shuffled among nodes that it does not hold; all that was given, and what was seen."""
     batch, root = len(tree.tokens), tree.tokens[:, 0]
-    levels = [partial.start(root)]
+    levels = [partial.run_root(root)]
     nodes: list[list[int | None]] = [[0] for _ in range(batch)]  # which node of the tree each given one is
     tokens, parents = root[:, None], torch.full_like(root[:, None], -1)
     for width in (2, 3, 3):
@@ -127,19 +127,19 @@ def give(partial: PartialForward, tree: TokenTree, random: Random) -> tuple[Toke
             )
             given += chosen
         added = torch.tensor(new)
-        levels.append(partial.extend(added[..., 0], added[..., 1]))
+        levels.append(partial.run_children(added[..., 0], added[..., 1]))
         tokens, parents = torch.cat([tokens, added[..., 0]], dim=1), torch.cat([parents, added[..., 1]], dim=1)
-    return TokenTree.of(tokens, parents), levels
+    return TokenTree.from_parents(tokens, parents), levels
 
 
 def assert_verified(case: Case, partial: PartialForward, tree: TokenTree, random: Random) -> None:
     """Finishing a tree and verifying it agree at every real node, and so does the next tree behind the path that is kept."""
-    found, expected = partial.finish(tree), case.target.verify(tree, case.fresh, case.layers)
+    found, expected = partial.run_tree(tree), case.target.verify(tree, case.fresh, case.layers)
     assert found.layers == case.layers and found.hidden.shape == expected.hidden.shape
     assert found.logits is not None and expected.logits is not None and expected.logits.std() > 0.1
     close(found.logits[tree.valid], expected.logits[tree.valid])
     close(found.hidden[tree.valid], expected.hidden[tree.valid])
-    assert case.cache.pending == case.fresh.pending == NODES or tree.tokens.shape[1] < NODES
+    assert case.cache.uncommitted == case.fresh.uncommitted == NODES or tree.tokens.shape[1] < NODES
     case.commit(tree, random)
     following = case.tree("deterministic", random, words(case.batch))
     again = [case.target.verify(following, cache, EVERY) for cache in (case.cache, case.fresh)]
@@ -197,8 +197,11 @@ def test_drafting_sees_what_its_layers_say(target: Target, last: int, skipped: t
             span=LayerSpan(last=last, skipped=skipped),
         ),
     )
-    close(torch.cat([level.seen.at("final") for level in levels], dim=1), expected.at("final"))
-    close(torch.cat([level.seen.at(expected.layers[0]) for level in levels], dim=1), expected.at(expected.layers[0]))
+    close(torch.cat([level.features.at_layer("final") for level in levels], dim=1), expected.at_layer("final"))
+    close(
+        torch.cat([level.features.at_layer(expected.layers[0]) for level in levels], dim=1),
+        expected.at_layer(expected.layers[0]),
+    )
     assert torch.equal(torch.cat([level.positions for level in levels], dim=1), positions)
     start = 0
     for level in levels:
@@ -230,12 +233,12 @@ def test_deeper_and_smaller_trees_equal_verifying(
         partial = case.part(last, skipped)
         if drafted:
             give(partial, tree, random)
-        partial.deepen(tree, deeper)
-        assert partial.exit == max(deeper, min((last, *skipped)))
+        partial.run_to_layer(tree, deeper)
+        assert partial.exit_layer == max(deeper, min((last, *skipped)))
         if seed:
             likely = torch.tensor([[random.random() < 0.8 for _ in range(NODES)] for _ in lengths])
             likely[:, 0] = True
-            tree = tree.select((likely[:, None] | ~tree.ancestors).all(-1) & tree.valid)
+            tree = tree.select_nodes((likely[:, None] | ~tree.ancestors).all(-1) & tree.valid)
         assert_verified(case, partial, tree, random)
 
 
@@ -271,8 +274,8 @@ def test_no_layer_runs_a_node_twice(target: Target, children: Children, deeper: 
         with counted(target) as calls:
             given, _ = give(partial, tree, random)
             if deeper is not None:
-                partial.deepen(tree, deeper)
-            partial.finish(tree)
+                partial.run_to_layer(tree, deeper)
+            partial.run_tree(tree)
         known = paths_of(given.tokens[0], given.parents[0])
         paths = [path for path, valid in zip(paths_of(tree.tokens[0], tree.parents[0]), tree.valid[0]) if valid]
         missing = [path for path in paths if path not in known]
@@ -290,13 +293,13 @@ def test_layers_that_attend_twice(tmp_path: Path, tiny: Target) -> None:
     for cache in caches:
         target.prefill(prompts, torch.tensor([8, 5]), cache, ())
     part = PartialForward(target, caches[0], 2)
-    part.start(tokens[:, 0])
-    part.extend(tokens[:, [2, 1]], torch.zeros(2, 2, dtype=torch.int64))
-    part.extend(tokens[:, 3:], torch.full((2, 1), 2))
-    tree = TokenTree.of(tokens, torch.tensor([[-1, 0, 0, 1]] * 2))
-    close(part.finish(tree).logits, target.verify(tree, caches[1]).logits)
+    part.run_root(tokens[:, 0])
+    part.run_children(tokens[:, [2, 1]], torch.zeros(2, 2, dtype=torch.int64))
+    part.run_children(tokens[:, 3:], torch.full((2, 1), 2))
+    tree = TokenTree.from_parents(tokens, torch.tensor([[-1, 0, 0, 1]] * 2))
+    close(part.run_tree(tree).logits, target.verify(tree, caches[1]).logits)
     for cache in caches:
         cache.commit(torch.tensor([[0, 1, 3]] * 2), torch.tensor([3, 2]))
-    close(*(target.verify(TokenTree.chain(tokens), cache).logits for cache in caches))
+    close(*(target.verify(TokenTree.from_chain(tokens), cache).logits for cache in caches))
     with pytest.raises(UserError, match="no attention of their own"):
-        target.sublayer(0, "attention")
+        target.get_sublayer(0, "attention")

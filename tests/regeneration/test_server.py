@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from spectrain.data.readers import Jsonl
-from spectrain.data.shards import Row, Shards
+from spectrain.data.readers import JsonlReader
+from spectrain.data.shards import Row, ShardSet
 from spectrain.errors import RunError, UserError
 from spectrain.regeneration import server as server_module
 from spectrain.regeneration.regenerate import Regeneration
@@ -76,7 +76,7 @@ class StandIn:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    monkeypatch.setattr(server_module, "PAUSE", 0.01)
+    monkeypatch.setattr(server_module, "RETRY_PAUSE", 0.01)
     monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.001)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("OPENAI_API_KEY", "not-for-this-server")
@@ -87,7 +87,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 
 
 @pytest.fixture
-def chats(tmp_path: Path) -> Jsonl:
+def chats(tmp_path: Path) -> JsonlReader:
     """Conversations of one or two questions."""
     rows = [[f"question {number}"] + [f"and {number}"] * (number % 2) for number in range(LIMIT)]
     messages = [
@@ -95,10 +95,12 @@ def chats(tmp_path: Path) -> Jsonl:
         for row in rows
     ]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": one}) + "\n" for one in messages))
-    return Jsonl(str(tmp_path / "chats.jsonl"))
+    return JsonlReader(str(tmp_path / "chats.jsonl"))
 
 
-def make(out: Path, server: StandIn, chats: Jsonl, sampling: dict[str, Any] | None = None, **settings: Any) -> dict[int, Row]:
+def make(
+    out: Path, server: StandIn, chats: JsonlReader, sampling: dict[str, Any] | None = None, **settings: Any
+) -> dict[int, Row]:
     """Regenerate by the server; the rows by number."""
     regeneration = {key: settings.pop(key) for key in ("stop_after", "max_failed", "retry_failed") if key in settings}
     drawn = Sampling(**(sampling or {}))
@@ -108,17 +110,17 @@ def make(out: Path, server: StandIn, chats: Jsonl, sampling: dict[str, Any] | No
 
 
 def rows(out: Path) -> dict[int, Row]:
-    shards = Shards(out)
-    return {row.id: row for name in shards.names for row in shards.read(name)}
+    shards = ShardSet(out)
+    return {row.id: row for name in shards.shard_names for row in shards.read_shard(name)}
 
 
-def expected(chats: Jsonl) -> list[list[dict[str, str]]]:
+def expected(chats: JsonlReader) -> list[list[dict[str, str]]]:
     return [
         [
             turn if turn["role"] == "user" else {"role": "assistant", "content": f"you said {messages[at - 1]['content']}"}
             for at, turn in enumerate(messages)
         ]
-        for messages in chats.conversations()
+        for messages in chats.load_conversations()
     ]
 
 
@@ -127,7 +129,7 @@ def lost(out: Path) -> dict[int, tuple[str, str]]:
     return {row["id"]: (row["kind"], row["error"]) for row in found}
 
 
-def test_every_turn_is_asked_with_what_was_answered(tmp_path: Path, server: StandIn, chats: Jsonl) -> None:
+def test_every_turn_is_asked_with_what_was_answered(tmp_path: Path, server: StandIn, chats: JsonlReader) -> None:
     """Rows in the source's order, messages sent as they are with the sampling settings, a seed of its own for each turn."""
     found = make(tmp_path / "out", server, chats, {"temperature": 0.5, "top_p": 0.9, "max_new_tokens": 7})
     assert [found[number].messages for number in range(LIMIT)] == expected(chats)
@@ -159,7 +161,7 @@ GARBAGE: dict[str, Reply] = {
 
 @pytest.mark.sweep(3, free=("kind",))
 @pytest.mark.parametrize("kind", list(GARBAGE))
-def test_passing_failures_are_tried_again(kind: str, tmp_path: Path, server: StandIn, chats: Jsonl) -> None:
+def test_passing_failures_are_tried_again(kind: str, tmp_path: Path, server: StandIn, chats: JsonlReader) -> None:
     """Each question fails twice, then is answered: nothing is lost, and nothing is asked more often than needed."""
     server.misbehave = lambda question, attempt: GARBAGE[kind] if attempt <= 2 else None
     found = make(tmp_path / "out", server, chats)
@@ -167,7 +169,7 @@ def test_passing_failures_are_tried_again(kind: str, tmp_path: Path, server: Sta
     assert set(server.asked.values()) == {3} and not lost(tmp_path / "out")
 
 
-def test_a_stalled_request_is_given_up(tmp_path: Path, server: StandIn, chats: Jsonl) -> None:
+def test_a_stalled_request_is_given_up(tmp_path: Path, server: StandIn, chats: JsonlReader) -> None:
     """A server that does not answer in time is asked again. Others may be late too on a busy machine, and are asked again."""
     asked_again = threading.Event()
 
@@ -180,7 +182,7 @@ def test_a_stalled_request_is_given_up(tmp_path: Path, server: StandIn, chats: J
     assert [found[number].messages for number in range(LIMIT)] == expected(chats) and asked_again.is_set()
 
 
-def test_a_bad_conversation_takes_nothing_with_it(tmp_path: Path, server: StandIn, chats: Jsonl) -> None:
+def test_a_bad_conversation_takes_nothing_with_it(tmp_path: Path, server: StandIn, chats: JsonlReader) -> None:
     """Refused, too long, without text, always failing: each is told with its error after as many attempts as make sense."""
     replies: dict[str, Reply] = {
         "question 2": (400, "bad role", {}),
@@ -204,15 +206,15 @@ def test_a_bad_conversation_takes_nothing_with_it(tmp_path: Path, server: StandI
     assert set(server.asked) == {"question 2", "question 5", "and 5", "question 6", "question 9", "and 9"}
 
 
-def test_too_many_failures_end_as_a_failed_run(tmp_path: Path, server: StandIn, chats: Jsonl) -> None:
+def test_too_many_failures_end_as_a_failed_run(tmp_path: Path, server: StandIn, chats: JsonlReader) -> None:
     """Above max_failed the run fails in the end, with every other row in place."""
     server.misbehave = lambda question, attempt: (400, "no", {}) if question.endswith(("1", "2", "3")) else None
     with pytest.raises(RunError, match=r"4 of 12 conversations failed.*retry_failed=true"):
         make(tmp_path / "out", server, chats)
-    assert len(rows(tmp_path / "out")) == LIMIT - 4 and not Shards(tmp_path / "out").faults()
+    assert len(rows(tmp_path / "out")) == LIMIT - 4 and not ShardSet(tmp_path / "out").find_faults()
 
 
-def test_a_server_that_dies_is_not_held_against_the_rows(tmp_path: Path, server: StandIn, chats: Jsonl) -> None:
+def test_a_server_that_dies_is_not_held_against_the_rows(tmp_path: Path, server: StandIn, chats: JsonlReader) -> None:
     """Failures one after another stop the run; the same command asks for what is missing and for nothing else."""
     server.misbehave = lambda question, attempt: (503, "gone", {}) if len(server.asked) > 7 else None
     with pytest.raises(RunError, match=r"3 conversations failed one after another.*gone.*same command"):
@@ -226,7 +228,7 @@ def test_a_server_that_dies_is_not_held_against_the_rows(tmp_path: Path, server:
     assert len(answered - set(server.asked)) >= len(answered) - 1  # the last may have been in its second turn
 
 
-def test_stopped_in_flight(tmp_path: Path, server: StandIn, chats: Jsonl) -> None:
+def test_stopped_in_flight(tmp_path: Path, server: StandIn, chats: JsonlReader) -> None:
     """SIGTERM drops what is in flight at once and keeps what is finished."""
     stopped = threading.Event()
 
@@ -256,7 +258,7 @@ WRONG: dict[str, tuple[dict[str, Any], Reply | None, str]] = {
 
 
 @pytest.mark.parametrize("kind", list(WRONG))
-def test_a_wrong_server_stops_at_once(kind: str, tmp_path: Path, server: StandIn, chats: Jsonl) -> None:
+def test_a_wrong_server_stops_at_once(kind: str, tmp_path: Path, server: StandIn, chats: JsonlReader) -> None:
     """One sentence, before the folder exists and before any conversation is asked."""
     settings, models, message = WRONG[kind]
     server.models = models or server.models
@@ -267,7 +269,7 @@ def test_a_wrong_server_stops_at_once(kind: str, tmp_path: Path, server: StandIn
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists() and not server.bodies
 
 
-def test_a_key_that_expires_stops_at_once(tmp_path: Path, server: StandIn, chats: Jsonl) -> None:
+def test_a_key_that_expires_stops_at_once(tmp_path: Path, server: StandIn, chats: JsonlReader) -> None:
     """A refusal of the key is nobody's row: the run stops, keeps what it has and holds nothing against the others."""
     server.misbehave = lambda question, attempt: (401, "expired", {}) if len(server.asked) > 5 else None
     with pytest.raises(UserError, match="expired"):
@@ -276,7 +278,7 @@ def test_a_key_that_expires_stops_at_once(tmp_path: Path, server: StandIn, chats
 
 
 def test_the_key_comes_from_the_environment(
-    tmp_path: Path, server: StandIn, chats: Jsonl, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, server: StandIn, chats: JsonlReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is sent and written down nowhere; a variable that is not set is named."""
     monkeypatch.setenv("LITTLE_KEY", "s3cret")
@@ -290,7 +292,7 @@ def test_the_key_comes_from_the_environment(
         make(tmp_path / "other", server, chats, api_key_variable="NO_KEY")
 
 
-def test_the_server_says_how_long_to_wait(tmp_path: Path, server: StandIn, chats: Jsonl, monkeypatch: Any) -> None:
+def test_the_server_says_how_long_to_wait(tmp_path: Path, server: StandIn, chats: JsonlReader, monkeypatch: Any) -> None:
     """Retry-After is waited for, however long it is up to two minutes; where it asks for more, the attempts end."""
     pauses: list[float] = []
 
@@ -309,7 +311,7 @@ def test_the_server_says_how_long_to_wait(tmp_path: Path, server: StandIn, chats
     assert lost(tmp_path / "out")[4] == ("failed", "1 attempts, the last: status 429: busy")
 
 
-def test_attempts_are_counted_over_errors_and_nonsense(tmp_path: Path, server: StandIn, chats: Jsonl) -> None:
+def test_attempts_are_counted_over_errors_and_nonsense(tmp_path: Path, server: StandIn, chats: JsonlReader) -> None:
     """A server that errs, then talks nonsense, then errs again is asked `retries` times more and not once above."""
     server.misbehave = lambda question, attempt: (
         GARBAGE["no choices" if attempt % 2 else "500"] if question == "question 2" else None
@@ -318,10 +320,10 @@ def test_attempts_are_counted_over_errors_and_nonsense(tmp_path: Path, server: S
     assert server.asked["question 2"] == 5 and lost(tmp_path / "out")[2][1].startswith("5 attempts, the last: ")
 
 
-def test_what_the_server_alone_knows_is_recorded(tmp_path: Path, server: StandIn, chats: Jsonl) -> None:
+def test_what_the_server_alone_knows_is_recorded(tmp_path: Path, server: StandIn, chats: JsonlReader) -> None:
     """The model and further fields of the requests are settings of the set; its address is not, for a server may move."""
     make(tmp_path / "out", server, chats, extra={"min_p": 0.1})
-    settings = Shards(tmp_path / "out").manifest["settings"]
+    settings = ShardSet(tmp_path / "out").manifest["settings"]
     assert (settings["writer"], settings["writer.model"], settings["writer.extra"]) == ("openai", "little", {"min_p": 0.1})
     with pytest.raises(UserError, match=r"writer\.extra=\{\}: the set in .* was begun with"):
         make(tmp_path / "out", server, chats)

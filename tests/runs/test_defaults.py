@@ -9,15 +9,15 @@ import torch
 from hydra import compose, initialize_config_module
 from safetensors.torch import save_file
 
+from spectrain.config.check import check_config
+from spectrain.config.keys import TRAIN_KEYS
 from spectrain.errors import UserError
-from spectrain.runs.defaults import complete
-from spectrain.settings.check import check_config
-from spectrain.settings.keys import TRAIN_KEYS
+from spectrain.runs.defaults import resolve_eval_config
 
 
 def completed(*overrides: str) -> Any:
     with initialize_config_module("spectrain.conf", version_base="1.3"):
-        whole, folder = complete(compose("eval", overrides=list(overrides)))
+        whole, folder = resolve_eval_config(compose("eval", overrides=list(overrides)))
         return check_config(whole, TRAIN_KEYS), folder
 
 

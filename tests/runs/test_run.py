@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from spectrain.cli.main import dispatch, main
+from spectrain.cli.main import dispatch_command, main
 from tests import commands
 
 QUICK = ["target=tiny", "recipe=eagle3", "drafter.vocab_size=256", "drafter.ttt_steps=3", "data.limit=12", "data.max_length=64",
@@ -34,7 +34,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("runs") / "whole"
     argv = sys.argv
     try:
-        dispatch(["train", *QUICK, "trainer.max_steps=4", "trainer.save_every=2", f"run={run}"])
+        dispatch_command(["train", *QUICK, "trainer.max_steps=4", "trainer.save_every=2", f"run={run}"])
     finally:
         sys.argv = argv
     return run

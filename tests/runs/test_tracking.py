@@ -19,22 +19,22 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 
+from spectrain.config.check import check_config
+from spectrain.config.keys import TRAIN_KEYS
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import UserError
-from spectrain.features.live import Live
+from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
 from spectrain.runs import tracking
-from spectrain.runs.defaults import complete
+from spectrain.runs.defaults import resolve_eval_config
 from spectrain.runs.score import evaluate
 from spectrain.runs.tracking import TensorBoard, Wandb, flatten, headline, tracked
 from spectrain.runs.train import train
 from spectrain.runs.wandb_file import records
-from spectrain.settings.check import check_config
-from spectrain.settings.keys import TRAIN_KEYS
-from spectrain.training.checkpoints import latest_checkpoint, step_of
-from spectrain.training.metrics import MetricsFile, Tracker, last_step
+from spectrain.training.checkpoints import checkpoint_step, latest_checkpoint
+from spectrain.training.metrics import MetricsFile, Tracker, read_last_step
 from spectrain.training.trainer import Trainer
 
 CONFIG = {
@@ -171,8 +171,8 @@ def fit(
     drafter.prepare(target, torch.arange(target.head.vocab_size, 0, -1))
     begun = latest_checkpoint(run)
     trainer = Trainer(lr=1e-3, max_steps=6, save_every=2, log_every=1, batch_tokens=32)
-    with tracked(tracker, run, CONFIG, step=0 if begun is None else step_of(begun)):
-        trainer.fit(drafter, target, dataset, Live(), run, tracker, on_step=on_step)
+    with tracked(tracker, run, CONFIG, step=0 if begun is None else checkpoint_step(begun)):
+        trainer.fit(drafter, target, dataset, LiveSource(), run, tracker, on_step=on_step)
         then(tracker)
 
 
@@ -189,7 +189,7 @@ def folder(tmp_path: Path) -> Path:
 def test_wandb_holds_what_metrics_and_summary_hold(shallow: Target, tmp_path: Path, folder: Path) -> None:
     """Every number of metrics.jsonl and every setting is in the offline file, exactly; so is what an evaluation found."""
     run = tmp_path / "run"
-    fit(shallow, run, Wandb(), then=lambda tracker: tracker.scored(SUMMARY, folder))
+    fit(shallow, run, Wandb(), then=lambda tracker: tracker.log_evaluation(SUMMARY, folder))
     assert len(curves(run)) == 6 and wandb_curves(run) == curves(run)
     (begun,) = [record.run for record in wandb_records(run) if record.HasField("run")]
     assert {k: v for k, v in items(begun.config.update).items() if k != "_wandb"} == CONFIG
@@ -222,7 +222,7 @@ def test_wandb_goes_on_in_the_same_run(shallow: Target, tmp_path: Path, kept: in
     (run / "drafter").mkdir()
     (run / "drafter" / "config.json").write_text("{}")
     (run / "drafter" / "model.safetensors").write_bytes(b"weights")
-    fit(shallow, run, Wandb(checkpoints=True), then=lambda tracker: tracker.drafter(run / "drafter"))
+    fit(shallow, run, Wandb(checkpoints=True), then=lambda tracker: tracker.log_drafter(run / "drafter"))
     known = json.loads((run / "tracker.json").read_text())["train"]
     found = wandb_records(run)
     assert {record.run.run_id for record in found if record.HasField("run")} == {known}
@@ -240,14 +240,14 @@ def test_wandb_goes_on_in_the_same_run(shallow: Target, tmp_path: Path, kept: in
 def test_wandb_shows_a_comparison_around_its_runs(tmp_path: Path, folder: Path) -> None:
     """A comparison stays open while its families train; one row for each way of drafting, the report and the advice."""
     whole, inner, runs = Wandb(), Wandb(), tmp_path / "all"
-    whole.start(runs, {"target": CONFIG["target"]}, "compare")
-    inner.start(runs / "eagle3", CONFIG)
-    inner.log({"loss": 0.5}, 1)
-    inner.finish()
+    whole.start_run(runs, {"target": CONFIG["target"]}, "compare")
+    inner.start_run(runs / "eagle3", CONFIG)
+    inner.log_metrics({"loss": 0.5}, 1)
+    inner.finish_run()
     folder = folder.rename(runs / "result")
     (folder / "comparison.json").write_text(json.dumps(COMPARISON))
-    whole.compared(COMPARISON, folder)
-    whole.finish()
+    whole.log_comparison(COMPARISON, folder)
+    whole.finish_run()
     (begun,) = [record.run for record in wandb_records(runs) if record.HasField("run")]
     assert (begun.run_group, begun.job_type) == ("tiny", "compare")
     assert wandb_curves(runs / "eagle3") == [{"step": 1, "loss": 0.5}]
@@ -328,9 +328,9 @@ def test_tensorboard_shows_scores_and_comparisons(tmp_path: Path, folder: Path) 
     """What an evaluation or a comparison found is scalars and tables, in a folder of its own."""
     for _ in range(2):
         tracker = TensorBoard()
-        tracker.start(tmp_path, CONFIG, "eval")
-        tracker.scored(SUMMARY, folder)
-        tracker.finish()
+        tracker.start_run(tmp_path, CONFIG, "eval")
+        tracker.log_evaluation(SUMMARY, folder)
+        tracker.finish_run()
     for number in (1, 2):
         found = {tag: points[0][1] for tag, points in scalars(tmp_path / "tensorboard" / f"eval-{number}").items()}
         expected = {**HEADLINE, **DEPTHS}
@@ -340,9 +340,9 @@ def test_tensorboard_shows_scores_and_comparisons(tmp_path: Path, folder: Path) 
         "| ngram | n-gram lookup | 1.5 |"
     )
     tracker = TensorBoard()
-    tracker.start(tmp_path, {}, "compare")
-    tracker.compared(COMPARISON, folder)
-    tracker.finish(failed=True)
+    tracker.start_run(tmp_path, {}, "compare")
+    tracker.log_comparison(COMPARISON, folder)
+    tracker.finish_run(failed=True)
     said = texts(tmp_path / "tensorboard" / "compare-1")
     assert len(said["comparison"].splitlines()) == 2 + 4 and "it is fastest" in said["recommendations"]
     assert said["caveats"] == "- 2 prompts" and said["status"] == "failed"
@@ -368,7 +368,7 @@ def test_later_and_broken_lines_are_dropped(tmp_path: Path) -> None:
     """Steps that will be done again, and a line that a kill cut short, go; earlier ones stay."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 2}\n{"step": 2, "loss": 1}\n{"step": 3, "lo')
-    assert last_step(path) == 2 and last_step(tmp_path / "none.jsonl") == 0
+    assert read_last_step(path) == 2 and read_last_step(tmp_path / "none.jsonl") == 0
     MetricsFile(path, 1).write({"step": 2, "loss": 0.5})
     assert path.read_text() == '{"step": 1, "loss": 2}\n{"step": 2, "loss": 0.5}\n'
 
@@ -378,25 +378,25 @@ class Recorder(Tracker):
 
     told: ClassVar[list[Any]] = []
 
-    def start(self, run: Path, config: dict[str, Any], kind: str = "train", step: int = 0) -> None:
+    def start_run(self, run: Path, config: dict[str, Any], kind: str = "train", step: int = 0) -> None:
         self.told.append(("start", kind, step))
 
-    def log(self, metrics: dict[str, Any], step: int) -> None:
+    def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
         self.told.append(("log", step))
 
-    def scored(self, summary: dict[str, Any], folder: Path) -> None:
+    def log_evaluation(self, summary: dict[str, Any], folder: Path) -> None:
         assert json.loads((folder / "summary.json").read_text()) == json.loads(json.dumps(summary))
         self.told.append(("scored", folder.name))
 
-    def checkpoint(self, path: Path, step: int) -> None:
+    def log_checkpoint(self, path: Path, step: int) -> None:
         assert (path / "model.safetensors").exists()
         self.told.append(("checkpoint", step))
 
-    def drafter(self, path: Path) -> None:
+    def log_drafter(self, path: Path) -> None:
         assert (path / "model.safetensors").exists()
         self.told.append("drafter")
 
-    def finish(self, failed: bool = False) -> None:
+    def finish_run(self, failed: bool = False) -> None:
         self.told.append(("finish", failed))
 
 
@@ -416,12 +416,12 @@ def test_a_run_tells_its_tracker_everything(tmp_path: Path, monkeypatch: pytest.
         trained = [("start", "train", 0), ("log", 1), ("checkpoint", 1), ("log", 2), "drafter"]
         assert told == [*trained, ("scored", "heldout"), ("finish", False)]
         told.clear()
-        again, _ = complete(compose("eval", overrides=[f"run={run}", "tracker=tensorboard", "++eval.name=again"]))
+        again, _ = resolve_eval_config(compose("eval", overrides=[f"run={run}", "tracker=tensorboard", "++eval.name=again"]))
         evaluate(check_config(again, TRAIN_KEYS), run)
         assert told == [("start", "eval", 0), ("scored", "again"), ("finish", False)]
     told.clear()
     shutil.rmtree(run / "drafter")
-    monkeypatch.setattr(Trainer, "fit", lambda *given: 1 / 0)
+    monkeypatch.setattr(Trainer, "fit_policy", lambda *given: 1 / 0)
     config.trainer.resume = "auto"
     with pytest.raises(ZeroDivisionError):
         train(config, [])

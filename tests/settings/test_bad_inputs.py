@@ -15,25 +15,25 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
 import spectrain
-from spectrain.cli.chat import Chat, Talk
-from spectrain.cli.main import quietly
-from spectrain.data.readers import Jsonl
+from spectrain.cli.chat import Chat, TerminalChat
+from spectrain.cli.main import with_exit_codes
+from spectrain.config.build import build
+from spectrain.config.check import check_overrides
+from spectrain.config.schema import load_schema
+from spectrain.data.readers import JsonlReader
 from spectrain.drafters.causal import Causal
 from spectrain.errors import RunError, UserError
 from spectrain.eval.prompts import read_prompts
-from spectrain.export.card import card, row
+from spectrain.export.card import format_row, render_card
 from spectrain.export.converter import read_drafter
-from spectrain.export.layouts import layout_for
+from spectrain.export.layouts import select_layout
 from spectrain.export.linter import lint
 from spectrain.export.targets import TargetFiles
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import load_drafter, save_drafter
 from spectrain.runs.folder import open_run
-from spectrain.settings.build import build
-from spectrain.settings.check import check_given
-from spectrain.settings.schema import schema
-from spectrain.training.checkpoints import resuming
+from spectrain.training.checkpoints import resume_advice
 
 NUMBERS = {
     "trainer.lr=nan": "finite", "trainer.lr=-1": "above 0", "trainer.clip=nan": "more than 0", "trainer.clip=-1": "more than 0",
@@ -56,7 +56,7 @@ def test_numbers_out_of_bounds_are_refused(word: str, tiny: Target) -> None:
     targets = {"trainer": "spectrain.training.trainer.Trainer", "tree": "spectrain.trees.Eagle2",
                "acceptance": "spectrain.decoding.acceptance.Match", "drafter": "spectrain.drafters.eagle3.Eagle3"}  # fmt: skip
     with pytest.raises(UserError) as told:
-        check_given(schema("train"), words)
+        check_overrides(load_schema("train"), words)
         build({"_target_": targets[group], name: json.loads(value)}, **({"target": tiny} if group == "drafter" else {}))
     assert str(told.value).startswith(f"{group}.{name}") and NUMBERS[word] in str(told.value)
 
@@ -165,11 +165,11 @@ def test_values_of_wrong_kinds(case: str, tmp_path: Path) -> None:
 def test_a_score_of_one_prompt_has_a_card(saved: Path, tmp_path: Path) -> None:
     """Where there were too few prompts for an interval, the card gives none."""
     entry = {"acceptance_length": {"pooled": 1.5, "ci95": None}, "speedup": {"ratio": 1.25, "ci95": [None, None]}}
-    assert row(entry) == "1.50 | 1.25 | not checked"
+    assert format_row(entry) == "1.50 | 1.25 | not checked"
     drafter, run = read_drafter(saved), tmp_path / "run"
     (run / "eval" / "heldout").mkdir(parents=True)
     (run / "eval" / "heldout" / "summary.json").write_text(json.dumps({**entry, "setting": {}}))
-    assert "| 1.50 | 1.25 |" in card(drafter, layout_for(drafter.family, "vllm"), TargetFiles("tiny"), "here", run)
+    assert "| 1.50 | 1.25 |" in render_card(drafter, select_layout(drafter.family, "vllm"), TargetFiles("tiny"), "here", run)
 
 
 def line(content: Any) -> str:
@@ -194,19 +194,19 @@ def test_data_that_cannot_be_learnt(case: str, tmp_path: Path) -> None:
     content, sentence = DATA[case]
     (tmp_path / "data.jsonl").write_text(content + "\n")
     with pytest.raises(UserError, match=sentence):
-        Jsonl(str(tmp_path / "data.jsonl")).conversations()
+        JsonlReader(str(tmp_path / "data.jsonl")).load_conversations()
 
 
 def test_folders_without_data(tmp_path: Path) -> None:
     """An empty folder is not a missing file, and a folder is no file whatever its name."""
     with pytest.raises(UserError, match="the folder holds no .jsonl file"):
-        Jsonl(str(tmp_path)).conversations()
+        JsonlReader(str(tmp_path)).load_conversations()
     (tmp_path / "data.jsonl").mkdir()
     with pytest.raises(UserError, match="it cannot be read"):
-        Jsonl(str(tmp_path)).conversations()
+        JsonlReader(str(tmp_path)).load_conversations()
     (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe\n")
     with pytest.raises(UserError, match="UTF-8"):
-        Jsonl(str(tmp_path / "bytes.jsonl")).conversations()
+        JsonlReader(str(tmp_path / "bytes.jsonl")).load_conversations()
 
 
 @pytest.mark.parametrize("content, sentence", [
@@ -234,14 +234,14 @@ def test_chats_that_cannot_be_held() -> None:
 def test_lines_that_are_no_text(line: bytes, errors: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(line), encoding="utf-8", errors=errors))
     with pytest.raises(UserError, match="standard input: it"):
-        Talk.go_on(SimpleNamespace(screen=None))  # type: ignore[arg-type]
+        TerminalChat.answer_lines(SimpleNamespace(screen=None))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("word", ["eval.prompts=", "data.path=", "target.device="])
 def test_values_that_are_empty(word: str) -> None:
     """An empty path is the working folder to Python, and hardly to anybody else."""
     with pytest.raises(UserError, match=f"^{word}: it is empty"):
-        check_given(schema("train"), ["recipe=eagle3", "data=jsonl", "target=tiny", word])
+        check_overrides(load_schema("train"), ["recipe=eagle3", "data=jsonl", "target=tiny", word])
 
 
 def test_what_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,16 +251,16 @@ def test_what_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:
         raise PermissionError(13, "Permission denied", "drafter/config.json")
 
     with pytest.raises(SystemExit) as left:
-        quietly(task)(None)
+        with_exit_codes(task)(None)
     assert left.value.code == 2
     assert capsys.readouterr().err.startswith("spectrain: drafter/config.json: Permission denied; ")
 
 
 def test_a_full_disk_says_what_there_is_to_go_on_with(tmp_path: Path) -> None:
     """Without a checkpoint, it starts anew; and a folder that was only begun is not left."""
-    assert resuming(tmp_path) == "start anew with trainer.resume=auto"
+    assert resume_advice(tmp_path) == "start anew with trainer.resume=auto"
     (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
-    assert resuming(tmp_path) == "go on with trainer.resume=auto"
+    assert resume_advice(tmp_path) == "go on with trainer.resume=auto"
 
 
 def test_a_run_that_no_disk_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

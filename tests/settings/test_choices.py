@@ -9,17 +9,17 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
+from spectrain.config.build import build
+from spectrain.config.check import check_config
+from spectrain.config.choices import FORMER_NAMES, by_choice_name, list_constructors, resolve_choice, set_choice_folders
+from spectrain.config.keys import TRAIN_KEYS
+from spectrain.config.saved import parse_groups
+from spectrain.config.schema import conf_folders
+from spectrain.config.signatures import PACKAGE_ROOT
 from spectrain.errors import UserError
 from spectrain.models.target import Target
-from spectrain.runs.defaults import complete
+from spectrain.runs.defaults import resolve_eval_config
 from spectrain.runs.drafter_files import load_drafter
-from spectrain.settings.build import build
-from spectrain.settings.check import check_config
-from spectrain.settings.choices import FORMER, constructors, look_in, looked_up, named
-from spectrain.settings.keys import TRAIN_KEYS
-from spectrain.settings.saved import saved_groups
-from spectrain.settings.schema import conf_folders
-from spectrain.settings.signatures import ROOT
 
 BEFORE = Path(__file__).parent / "before"
 SAVED = sorted([*BEFORE.glob("*.json"), BEFORE / "kangaroo" / "drafter" / "config.json"])
@@ -28,15 +28,15 @@ SAVED = sorted([*BEFORE.glob("*.json"), BEFORE / "kangaroo" / "drafter" / "confi
 @pytest.fixture(autouse=True)
 def our_choices_alone() -> None:
     """Whatever folder of choices a command of another test has named."""
-    look_in([ROOT / "conf"])
+    set_choice_folders([PACKAGE_ROOT / "conf"])
 
 
 @pytest.mark.parametrize("path", SAVED, ids=lambda path: path.stem if path.stem != "config" else "kangaroo")
 def test_a_drafter_saved_before_is_read(path: Path, tiny: Target) -> None:
     """Descriptions that named constructors where they then stood become the choices of today, which can be built."""
     content = json.loads(path.read_text())
-    found = saved_groups(content, path)
-    assert named(found)["drafter"]["choice"] == {"gkd": "causal", "layerskip": "early_exit", "medusa1": "medusa",
+    found = parse_groups(content, path)
+    assert by_choice_name(found)["drafter"]["choice"] == {"gkd": "causal", "layerskip": "early_exit", "medusa1": "medusa",
                                                 "medusa2": "medusa"}.get(content["recipe"], content["recipe"])  # fmt: skip
     for group in ("drafter", "target", "tree", "acceptance"):
         kept = {key: value for key, value in content[group].items() if key != "_target_"}
@@ -49,7 +49,7 @@ def test_a_drafter_saved_before_is_read(path: Path, tiny: Target) -> None:
 def test_a_run_of_before_loads_whole(tiny: Target) -> None:
     """A run folder of the time before: its settings and its weights."""
     with initialize_config_module("spectrain.conf", version_base="1.3"):
-        config, folder = complete(compose("eval", overrides=[f"run={BEFORE / 'kangaroo'}"]))
+        config, folder = resolve_eval_config(compose("eval", overrides=[f"run={BEFORE / 'kangaroo'}"]))
     checked = check_config(config, TRAIN_KEYS)
     assert (checked.trainer.lr, checked.data.limit, checked.tree.stop_on) == (0.002, 48, "token")
     drafter = load_drafter(checked, folder, tiny)
@@ -59,8 +59,8 @@ def test_a_run_of_before_loads_whole(tiny: Target) -> None:
 
 def test_every_former_name_is_a_choice() -> None:
     """The table of former names knows choices of today only."""
-    for group, names in FORMER.items():
-        assert set(names.values()) <= set(constructors(group)), group
+    for group, names in FORMER_NAMES.items():
+        assert set(names.values()) <= set(list_constructors(group)), group
 
 
 def test_named_and_looked_up_are_inverse() -> None:
@@ -68,32 +68,32 @@ def test_named_and_looked_up_are_inverse() -> None:
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         config = compose("train", overrides=["recipe=eagle3", "target=tiny"])
     checked: Any = OmegaConf.to_container(check_config(config, TRAIN_KEYS))
-    kept = named(checked)
+    kept = by_choice_name(checked)
     assert "spectrain." not in json.dumps(kept) and kept["tree"]["choice"] == "eagle2" and kept["tracker"] == {}
-    assert saved_groups(kept, Path("config.yaml")) == checked
+    assert parse_groups(kept, Path("config.yaml")) == checked
 
 
 def test_that_code_may_run_is_never_saved() -> None:
     """The consent to run a target's code is the command's alone."""
-    node = looked_up("target", {"choice": "hf", "model": "a/b", "trust_remote_code": True}, "here")
-    assert named({"target": node}) == {"target": {"choice": "hf", "model": "a/b"}}
+    node = resolve_choice("target", {"choice": "hf", "model": "a/b", "trust_remote_code": True}, "here")
+    assert by_choice_name({"target": node}) == {"target": {"choice": "hf", "model": "a/b"}}
 
 
 def test_a_choice_of_the_user_s_own_folder(tmp_path: Path) -> None:
     """A family outside the project is saved by its name, and read where --config-dir names its folder."""
     (tmp_path / "drafter").mkdir()
     (tmp_path / "drafter" / "mine.yaml").write_text("_target_: mine.Drafter\n")
-    saved = named({"drafter": {"_target_": "spectrain.drafters.ngram.Ngram"}, "tree": None})
+    saved = by_choice_name({"drafter": {"_target_": "spectrain.drafters.ngram.Ngram"}, "tree": None})
     assert saved == {"drafter": {"choice": "ngram"}, "tree": None}
     with pytest.raises(UserError, match="drafter=mine: there is no such choice; .*--config-dir"):
-        looked_up("drafter", {"choice": "mine"}, "config.json")
+        resolve_choice("drafter", {"choice": "mine"}, "config.json")
     try:
-        look_in(conf_folders(["--config-dir", str(tmp_path)]))
+        set_choice_folders(conf_folders(["--config-dir", str(tmp_path)]))
         node = {"_target_": "mine.Drafter", "size": 3}
-        assert named({"drafter": node})["drafter"] == {"choice": "mine", "size": 3}
-        assert looked_up("drafter", {"choice": "mine", "size": 3}, "config.json") == node
-        assert looked_up("drafter", node, "config.json") == node  # as it was saved before
+        assert by_choice_name({"drafter": node})["drafter"] == {"choice": "mine", "size": 3}
+        assert resolve_choice("drafter", {"choice": "mine", "size": 3}, "config.json") == node
+        assert resolve_choice("drafter", node, "config.json") == node  # as it was saved before
         with pytest.raises(UserError, match="mine.Drafter is not found; PYTHONPATH"):
             build(node)
     finally:
-        look_in([ROOT / "conf"])
+        set_choice_folders([PACKAGE_ROOT / "conf"])

@@ -13,20 +13,20 @@ import torch
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from spectrain.cli.export import export, lint_command
+from spectrain.cli.export import export_command, lint_command
+from spectrain.config.build import build
+from spectrain.config.check import check_config
+from spectrain.config.choices import resolve_choice
+from spectrain.config.keys import TRAIN_KEYS
 from spectrain.drafters.base import Drafter
 from spectrain.errors import RunError, UserError
 from spectrain.eval.comparison import Scored
 from spectrain.export.converter import convert
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
-from spectrain.runs.defaults import complete
+from spectrain.runs.defaults import resolve_eval_config
 from spectrain.runs.drafter_files import load_drafter, save_drafter
-from spectrain.runs.fresh import take_shape
-from spectrain.settings.build import build
-from spectrain.settings.check import check_config
-from spectrain.settings.choices import looked_up
-from spectrain.settings.keys import TRAIN_KEYS
+from spectrain.runs.init_drafter import apply_init_shape
 from tests import commands
 
 TINY = TargetFiles("tiny")
@@ -177,7 +177,7 @@ def settings(name: str, directory: Path) -> Any:
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         config = compose(name, overrides=["run=DIR"])  # the same words for every folder are composed once
         config.run = str(directory)
-        return complete(config)
+        return resolve_eval_config(config)
 
 
 def opened(name: str, directory: Path, tiny: Target) -> None:
@@ -191,16 +191,16 @@ def go(way: str, directory: Path, out: Path, tiny: Target) -> None:
     if way in ("eval", "chat"):
         opened(way, directory, tiny)
     elif way == "train":
-        drafter = {**looked_up("drafter", {"choice": directory.name.split("-")[0]}, ""), "init": str(directory)}
-        config = OmegaConf.create({"drafter": drafter, "target": looked_up("target", {"choice": "tiny"}, "")})
-        take_shape(config, [])
+        drafter = {**resolve_choice("drafter", {"choice": directory.name.split("-")[0]}, ""), "init": str(directory)}
+        config = OmegaConf.create({"drafter": drafter, "target": resolve_choice("target", {"choice": "tiny"}, "")})
+        apply_init_shape(config, [])
         load_drafter(check_config(config, TRAIN_KEYS), directory, tiny)
     elif way == "export":
-        export(OmegaConf.create({"run": str(directory), "format": "spectrain", "out": str(out)}))
+        export_command(OmegaConf.create({"run": str(directory), "format": "spectrain", "out": str(out)}))
     elif way == "convert":
         convert(directory, out, "spectrain", TINY)
     else:
-        target = {"target": looked_up("target", {"choice": "tiny"}, "")} if "--" in way else {}
+        target = {"target": resolve_choice("target", {"choice": "tiny"}, "")} if "--" in way else {}
         lint_command(OmegaConf.create({"run": str(directory), **target}))
 
 
@@ -277,7 +277,7 @@ def test_provenance_is_data(content: str, good: Path, tmp_path: Path) -> None:
     shutil.copytree(good / "run", tmp_path / "run")
     (tmp_path / "run" / "provenance.json").write_text(content)
     with pytest.raises(UserError, match=r"provenance\.json: [^\n]*$"):
-        export(OmegaConf.create({"run": str(tmp_path / "run"), "format": "spectrain", "out": str(tmp_path / "out")}))
+        export_command(OmegaConf.create({"run": str(tmp_path / "run"), "format": "spectrain", "out": str(tmp_path / "out")}))
     assert not (tmp_path / "out").exists()
 
 
@@ -299,7 +299,7 @@ def test_what_no_yaml_names_is_never_imported(tmp_path: Path, canary: Path, monk
         with pytest.raises(UserError, match="no choice of conf/ names it"):
             build(node)
     with pytest.raises(UserError, match=r"data\.limit\._target_ is an order"):
-        build({"_target_": "spectrain.data.readers.Embedded", "limit": order(canary)})
+        build({"_target_": "spectrain.data.readers.EmbeddedReader", "limit": order(canary)})
     assert not canary.exists()
 
 

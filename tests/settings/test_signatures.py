@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
+from spectrain.config import values
+from spectrain.config.build import import_constructor
+from spectrain.config.check import check_node, check_overrides, describe_type
+from spectrain.config.choices import _read_constructors
+from spectrain.config.schema import load_schema
+from spectrain.config.signatures import PACKAGE_ROOT, list_choices, list_keys
 from spectrain.errors import UserError
-from spectrain.settings import values
-from spectrain.settings.build import constructor
-from spectrain.settings.check import check_given, check_node, said
-from spectrain.settings.choices import _constructors
-from spectrain.settings.schema import schema
-from spectrain.settings.signatures import ROOT, choices_of, keys
 
-FOUND = sorted({path for group in _constructors((ROOT / "conf",)).values() for path in group.values()})
+FOUND = sorted({path for group in _read_constructors((PACKAGE_ROOT / "conf",)).values() for path in group.values()})
 PLAIN = (int, float, str, bool, type(None), list, tuple, dict, Any)
 
 
@@ -48,14 +48,14 @@ def hints_of(found: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("target", FOUND)
 def test_settings_are_those_that_python_finds(target: str) -> None:
     """Names in their order, types with their bounds, which must be given, and the values that may be chosen."""
-    found = constructor({"_target_": target})
+    found = import_constructor({"_target_": target})
     hints = hints_of(found)
     expected = {name: p for name, p in inspect.signature(found).parameters.items() if is_plain(hints.get(name))}
-    assert [key.name for key in keys(target)] == list(expected)
-    for key in keys(target):
+    assert [key.name for key in list_keys(target)] == list(expected)
+    for key in list_keys(target):
         assert key.hint == hints[key.name], key.name
         assert (key.default is None) == (expected[key.name].default is inspect.Parameter.empty)
-        assert key.choices == choices_of(hints[key.name])
+        assert key.choices == list_choices(hints[key.name])
 
 
 WRONG = {
@@ -78,7 +78,7 @@ WRONG = {
 def test_a_wrong_setting_is_told_by_its_word_alone(word: str) -> None:
     """What the sources of constructors show needs no composition."""
     with pytest.raises(UserError) as told:
-        check_given(schema("train"), ["recipe=eagle3", word])
+        check_overrides(load_schema("train"), ["recipe=eagle3", word])
     assert str(told.value).startswith(word.split("=")[0]) and WRONG[word] in str(told.value)
 
 
@@ -88,7 +88,7 @@ def test_a_wrong_setting_is_told_by_its_word_alone(word: str) -> None:
 )  # fmt: skip
 def test_what_may_be_right_is_left_to_the_composition(word: str) -> None:
     """Sweeps, references and values that fit pass."""
-    check_given(schema("train"), ["recipe=eagle3", word])
+    check_overrides(load_schema("train"), ["recipe=eagle3", word])
 
 
 def test_mistakes_are_told_before_torch_is_imported() -> None:
@@ -101,7 +101,9 @@ def test_mistakes_are_told_before_torch_is_imported() -> None:
         "    except ValueError as error:\n"
         "        print(error, {'torch', 'transformers'} & sys.modules.keys())\n"
     )
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=Path(ROOT).parent)
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=Path(PACKAGE_ROOT).parent
+    )
     key, *places = ran.stdout.splitlines()
     assert key.startswith("trainer.lrr: there is no such key") and key.endswith("set()"), ran.stdout + ran.stderr
     no_drafter = "=none: there is no drafter in it; give a run folder or a drafter directory set()"
@@ -110,7 +112,7 @@ def test_mistakes_are_told_before_torch_is_imported() -> None:
 
 def test_bounds_are_told_as_one_writes_them() -> None:
     """A bound broken is said by what to write; a wrong type by the type without its bounds."""
-    assert said(values.Count | None) == "int | null" and said(typing.Literal["a", "b"]) == "Literal['a', 'b']"
+    assert describe_type(values.Count | None) == "int | null" and describe_type(typing.Literal["a", "b"]) == "Literal['a', 'b']"
     node = {"_target_": "spectrain.eval.run.Evaluation", "name": "a/b"}
     with pytest.raises(UserError, match="eval.name=a/b: use the name of one folder, without slashes"):
         check_node("eval", node)

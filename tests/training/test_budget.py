@@ -13,12 +13,13 @@ from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import UserError
-from spectrain.features.live import Live
+from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
-from spectrain.training import budget, job
-from spectrain.training import held_out as held_out_look
-from spectrain.training.job import Trained
+from spectrain.training import budget
+from spectrain.training import run as job
+from spectrain.training import validation as held_out_look
 from spectrain.training.optimizers import Muon
+from spectrain.training.run import TrainingResult
 from spectrain.training.schedules import Wsd
 from spectrain.training.trainer import Trainer
 
@@ -38,7 +39,7 @@ def drafter(target: Target) -> Eagle3:
 @pytest.fixture(autouse=True)
 def short_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tokens of every answer."""
-    monkeypatch.setattr(held_out_look, "ANSWER", 4)
+    monkeypatch.setattr(held_out_look, "ANSWER_TOKENS", 4)
 
 
 class Killed(Exception):
@@ -47,7 +48,7 @@ class Killed(Exception):
 
 def fit(
     target: Target, run: Path, kill_at: int = 0, held_out: int = 0, on_step: Callable[[Any], None] | None = None, **options: Any
-) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]], Trained]:
+) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]], TrainingResult]:
     """Weights, metrics and facts of a training that may be killed once and gone on with."""
     trainer = Trainer(**{"lr": 1e-3, "max_steps": 8, "batch_tokens": 32, "log_every": 1, "save_every": 3, **options})
     data = Dataset(examples(12, 5), 12, 0, 0, held_out=examples(held_out, 6))
@@ -61,9 +62,9 @@ def fit(
 
     if kill_at:
         with pytest.raises(Killed):
-            trainer.fit(made, target, data, Live(), run, on_step=after)
+            trainer.fit(made, target, data, LiveSource(), run, on_step=after)
         return fit(target, run, 0, held_out, on_step, **options)
-    trained = trainer.fit(made, target, data, Live(), run, on_step=after)
+    trained = trainer.fit(made, target, data, LiveSource(), run, on_step=after)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {name: value.clone() for name, value in made.state_dict().items()}, lines, trained
 
@@ -75,7 +76,7 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 def forecasts(monkeypatch: pytest.MonkeyPatch, values: list[float]) -> None:
     """Looks find these by step, whatever the drafter is."""
     steps = iter(values)
-    monkeypatch.setattr(job, "held_out_acceptance", lambda *_: {"forecast": next(steps), "acceptance": []})
+    monkeypatch.setattr(job, "measure_acceptance", lambda *_: {"forecast": next(steps), "acceptance": []})
 
 
 class Clock:
@@ -88,7 +89,7 @@ class Clock:
 
 def stepping(clock: Clock) -> Callable[[budget.Budget, Any], None]:
     """A tick before which the clock moves by a step."""
-    tick = budget.Budget.tick
+    tick = budget.Budget.record_time
 
     def moved(self: budget.Budget, shared: Any) -> None:
         clock.now += clock.pace
@@ -110,7 +111,7 @@ def test_resumed_equals_uninterrupted(shallow: Target, tmp_path: Path, options: 
     assert_equal(whole, resumed)
     kept = ("step", "loss", "lr", "held_out")
     assert [[line.get(key) for key in kept] for line in lines] == [[line.get(key) for key in kept] for line in again]
-    assert trained.taken == told.taken
+    assert trained.result_step == told.result_step
 
 
 # By the clock
@@ -123,9 +124,9 @@ def test_minutes_end_a_training_and_plan_its_rate(
     """Machines of different speed take the same time, and at the same time have the same rate, up to a step."""
     clock = Clock(monkeypatch, pace)
     trainer = {"max_minutes": 0.2, "max_steps": None, "save_every": None, "warmup": 0.25}
-    monkeypatch.setattr(budget.Budget, "tick", stepping(clock))
+    monkeypatch.setattr(budget.Budget, "record_time", stepping(clock))
     _, lines, trained = fit(shallow, tmp_path, **trainer)
-    assert abs(clock.now - 12) <= pace and trained.steps == pytest.approx(12 / pace, abs=1)
+    assert abs(clock.now - 12) <= pace and trained.num_steps == pytest.approx(12 / pace, abs=1)
     peak = max(lines, key=lambda line: line["lr"])
     assert abs(peak["step"] * pace - 3) <= 2 * pace
     assert lines[-1]["lr"] < 0.25 * peak["lr"]
@@ -135,25 +136,25 @@ def test_a_resumed_training_goes_on_with_the_time_left(
     shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With steps of one length, killed and resumed is uninterrupted; a pause before a part counts for nothing."""
-    clock, start = Clock(monkeypatch, 1.0), budget.Budget.start
-    monkeypatch.setattr(budget.Budget, "tick", stepping(clock))
+    clock, start = Clock(monkeypatch, 1.0), budget.Budget.resume_from
+    monkeypatch.setattr(budget.Budget, "record_time", stepping(clock))
 
-    def paused(self: budget.Budget, spent: budget.Spent) -> None:
+    def paused(self: budget.Budget, spent: budget.TimeSpent) -> None:
         clock.now += 100
         start(self, spent)
 
     monkeypatch.setattr(budget.Budget, "start", paused)
     found = [fit(shallow, tmp_path / str(at), kill_at=at, max_minutes=0.1, max_steps=None) for at in (0, 5)]
-    assert found[0][2].steps == found[1][2].steps == 6
+    assert found[0][2].num_steps == found[1][2].num_steps == 6
     assert_equal(found[0][0], found[1][0])
 
 
 def test_a_slow_first_step_plans_nothing() -> None:
     """What is compiled in it says nothing of the others: the share of the rest counts."""
     made = budget.Budget(None, 1.0)
-    made.spent = budget.Spent(20.0, 20.0)
-    assert made.num_steps(1) == budget.GUESS
-    made.spent = budget.Spent(24.0, 20.0)
+    made.time_spent = budget.TimeSpent(20.0, 20.0)
+    assert made.num_steps(1) == budget.ASSUMED_STEPS
+    made.time_spent = budget.TimeSpent(24.0, 20.0)
     assert made.num_steps(3) == 1 + 2 * 40 / 4 and not made.is_done(3)
     assert budget.Budget(15, 1.0).num_steps(0) == 15 and budget.Budget(15, None).is_done(15)
 
@@ -167,7 +168,7 @@ def test_the_best_look_is_the_result(shallow: Target, tmp_path: Path, monkeypatc
     seen: list[dict[str, torch.Tensor]] = []
     keep = lambda made: seen.append({name: value.clone() for name, value in made.state_dict().items()})  # noqa: E731
     weights, lines, trained = fit(shallow, tmp_path, on_step=keep, held_out=1, eval_every=2, keep_best=True)
-    assert trained.taken == 4 and trained.steps == 8
+    assert trained.result_step == 4 and trained.num_steps == 8
     assert_equal(seen[3], weights)
     assert [line["step"] for line in lines if "held_out" in line] == [2, 4, 6, 8]
     assert [path.name for path in (tmp_path / "checkpoints").glob("best-*")] == ["best-000004"]
@@ -177,7 +178,7 @@ def test_a_training_that_gains_nothing_stops(shallow: Target, tmp_path: Path, mo
     """After so many looks in a row; a gain begins the count anew."""
     forecasts(monkeypatch, [1.2, 1.1, 1.3, 1.3, 1.2, 1.4])
     _, lines, trained = fit(shallow, tmp_path, held_out=1, eval_every=1, stop_after=2)
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5] and trained.steps == trained.taken == 5
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5] and trained.num_steps == trained.result_step == 5
 
 
 # Averages
@@ -206,7 +207,7 @@ def test_what_is_looked_at_is_the_average(shallow: Target, tmp_path: Path, monke
         seen.append({name: value.clone() for name, value in made.state_dict().items()})
         return {"forecast": 1.0, "acceptance": []}
 
-    monkeypatch.setattr(job, "held_out_acceptance", look)
+    monkeypatch.setattr(job, "measure_acceptance", look)
     weights, *_ = fit(shallow, tmp_path, held_out=1, ema=0.5, eval_every=4)
     assert_equal(weights, seen[-1])
     kept = load_file(tmp_path / "checkpoints" / "step-000006" / "optimizer.safetensors")

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from spectrain.training.checkpoints import load_tensors, tensors_of
+from spectrain.training.checkpoints import collect_tensors, load_tensors
 
 
 class Tied(nn.Module):
@@ -32,9 +32,9 @@ NAMES = {"embed.weight", "other.weight", "other.bias", "one", "two"}
 def test_tied_tensors_are_kept_once(tmp_path: Path) -> None:
     """Of tied tensors the first is saved, all others are, and the reloaded module is equal and still tied."""
     saved, loaded = Tied(), Tied()
-    assert tensors_of(saved).keys() == NAMES
-    assert tensors_of(Tied(tied=False)).keys() == NAMES | {"output.weight"}
-    save_file(tensors_of(saved), tmp_path / "file.safetensors")
+    assert collect_tensors(saved).keys() == NAMES
+    assert collect_tensors(Tied(tied=False)).keys() == NAMES | {"output.weight"}
+    save_file(collect_tensors(saved), tmp_path / "file.safetensors")
     load_tensors(loaded, load_file(tmp_path / "file.safetensors"))
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in saved.state_dict().items())
     with torch.no_grad():
@@ -45,7 +45,7 @@ def test_tied_tensors_are_kept_once(tmp_path: Path) -> None:
 def test_either_name_of_a_tied_tensor_is_enough() -> None:
     """A file that holds the tied tensor under its second name loads as well."""
     saved, loaded = Tied(), Tied()
-    weights = tensors_of(saved)
+    weights = collect_tensors(saved)
     weights["output.weight"] = weights.pop("embed.weight")
     load_tensors(loaded, weights)
     assert torch.equal(saved.embed.weight, loaded.embed.weight)
@@ -56,21 +56,21 @@ def test_tensors_that_only_share_memory_are_all_kept() -> None:
     module, whole = nn.Module(), torch.arange(6.0)
     module.register_buffer("whole", whole)
     module.register_buffer("part", whole[:3])
-    assert tensors_of(module).keys() == {"whole", "part"}
+    assert collect_tensors(module).keys() == {"whole", "part"}
 
 
 def test_tensors_are_contiguous_copies_of_their_values() -> None:
     """A transposed weight is kept by its values, contiguous and without a gradient."""
     module = nn.Linear(3, 5)
     module.weight = nn.Parameter(torch.randn(3, 5).t())
-    found = tensors_of(module)["weight"]
+    found = collect_tensors(module)["weight"]
     assert found.is_contiguous() and not found.requires_grad and torch.equal(found, module.weight)
 
 
 @pytest.mark.parametrize("name", ["other.bias", "embed.weight"])
 def test_a_missing_tensor_is_named(name: str) -> None:
     """Nothing tied to it was loaded, so a missing tensor is an error."""
-    weights = tensors_of(Tied())
+    weights = collect_tensors(Tied())
     del weights[name]
     with pytest.raises(RuntimeError, match=name):
         load_tensors(Tied(), weights)
@@ -79,12 +79,12 @@ def test_a_missing_tensor_is_named(name: str) -> None:
 def test_a_tensor_tied_when_saved_is_missing_where_it_is_not_tied() -> None:
     """Weights of a tied module do not fill an untied one."""
     with pytest.raises(RuntimeError, match=r"output\.weight"):
-        load_tensors(Tied(tied=False), tensors_of(Tied()))
+        load_tensors(Tied(tied=False), collect_tensors(Tied()))
 
 
 def test_unknown_and_misshapen_tensors_are_named() -> None:
     """A name that the module lacks and a shape that differs are errors with the name."""
     with pytest.raises(RuntimeError, match=r"extra\.weight"):
-        load_tensors(Tied(), {**tensors_of(Tied()), "extra.weight": torch.zeros(1)})
+        load_tensors(Tied(), {**collect_tensors(Tied()), "extra.weight": torch.zeros(1)})
     with pytest.raises(RuntimeError, match=r"embed\.weight"):
-        load_tensors(Tied(), {**tensors_of(Tied()), "embed.weight": torch.zeros(6, 3)})
+        load_tensors(Tied(), {**collect_tensors(Tied()), "embed.weight": torch.zeros(6, 3)})

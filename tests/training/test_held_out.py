@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from spectrain.data.chat import Example
-from spectrain.data.dataset import Dataset, split
+from spectrain.data.dataset import Dataset, split_held_out
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
-from spectrain.features.live import Live
+from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
-from spectrain.training import held_out
-from spectrain.training.held_out import ANSWER, DEPTH, held_out_acceptance
+from spectrain.training import validation as held_out
 from spectrain.training.progress import TrainingProgress
 from spectrain.training.trainer import Trainer
+from spectrain.training.validation import ANSWER_TOKENS, DRAFT_DEPTH, measure_acceptance
 
 
 def conversations(count: int, size: int = 1) -> list[list[Example]]:
@@ -31,7 +31,7 @@ def conversations(count: int, size: int = 1) -> list[list[Example]]:
 
 
 def keys(examples: list[Example]) -> set[str]:
-    return {example.key for example in examples}
+    return {example.content_hash for example in examples}
 
 
 # Which
@@ -43,19 +43,19 @@ def keys(examples: list[Example]) -> set[str]:
 def test_a_share_is_held_out(count: int, share: float, least: int, most: int) -> None:
     """About the share, one at least and never all; whole conversations, in every order the same, and no other is lost."""
     every = conversations(count, size=2)
-    kept, apart = split(every, share)
+    kept, apart = split_held_out(every, share)
     assert 2 * least <= len(apart) <= 2 * most and len(kept) + len(apart) == 2 * count
     assert not keys(kept) & keys(apart) and all(len(keys(found) & keys(apart)) in (0, 2) for found in every)
     Random(1).shuffle(every)
-    assert keys(split(every, share)[1]) == keys(apart)
+    assert keys(split_held_out(every, share)[1]) == keys(apart)
 
 
 def test_more_data_holds_out_what_was_and_twins_go_together() -> None:
     """A conversation stays where it was when others join, and one that is there twice is on one side."""
     every = conversations(300)
-    few, many = split(every[:200], 0.1)[1], split(every, 0.1)[1]
+    few, many = split_held_out(every[:200], 0.1)[1], split_held_out(every, 0.1)[1]
     assert keys(few) == keys(many) & keys([example for found in every[:200] for example in found])
-    kept, apart = split([*every, *every], 0.1)
+    kept, apart = split_held_out([*every, *every], 0.1)
     assert len(apart) == 2 * len(many) and not keys(kept) & keys(apart)
 
 
@@ -68,21 +68,22 @@ def test_acceptance_is_that_of_the_targets_own_answers(shallow: Target, monkeypa
     monkeypatch.setattr(held_out, "MOST", 8)
     drafter = Causal(shallow, num_layers=1)
     examples = [example for found in conversations(3) for example in found]
-    hits, overlaps, counts = ([0.0] * DEPTH for _ in range(3))
+    hits, overlaps, counts = ([0.0] * DRAFT_DEPTH for _ in range(3))
     for example in examples:
-        answer = decode(shallow, [example.prompt], Greedy(), ANSWER)[0].output
+        answer = decode(shallow, [example.prompt], Greedy(), ANSWER_TOKENS)[0].output
         text = torch.tensor([example.prompt + answer])
         p, q = (
-            model.head.logits(model.features(text, ("final",)).at("final"))[0].softmax(-1) for model in (shallow, drafter.model)
+            model.head.logits(model.features(text, ("final",)).at_layer("final"))[0].softmax(-1)
+            for model in (shallow, drafter.model)
         )
         for place in range(len(answer) - 1):
-            depth = place % (DEPTH + 1)
-            if depth < DEPTH:
+            depth = place % (DRAFT_DEPTH + 1)
+            if depth < DRAFT_DEPTH:
                 at = len(example.prompt) + place
                 hits[depth] += float(p[at].argmax() == q[at].argmax())
                 overlaps[depth] += float(torch.minimum(p[at], q[at]).sum())
                 counts[depth] += 1
-    found = held_out_acceptance(drafter.train(), shallow, examples)
+    found = measure_acceptance(drafter.train(), shallow, examples)
     assert drafter.training
     acceptance = [total / count for total, count in zip(overlaps, counts)]
     assert found["agreement"] == pytest.approx([total / count for total, count in zip(hits, counts)], abs=1e-4)
@@ -93,9 +94,9 @@ def test_acceptance_is_that_of_the_targets_own_answers(shallow: Target, monkeypa
 def test_really_decoding_keeps_what_is_forecast_where_every_draft_is_right(shallow: Target, shallow_folder: Path) -> None:
     """A drafter that is the whole target: each round keeps the chain and one token more."""
     drafter = Causal(shallow, model=str(shallow_folder))
-    found = held_out_acceptance(drafter, shallow, [example for found in conversations(2) for example in found])
-    assert found["agreement"] == [1.0] * DEPTH
-    assert found["acceptance_length"] == found["forecast"] == pytest.approx(DEPTH + 1, abs=1e-3)
+    found = measure_acceptance(drafter, shallow, [example for found in conversations(2) for example in found])
+    assert found["agreement"] == [1.0] * DRAFT_DEPTH
+    assert found["acceptance_length"] == found["forecast"] == pytest.approx(DRAFT_DEPTH + 1, abs=1e-3)
 
 
 class Killed(Exception):
@@ -117,7 +118,7 @@ def fit(
         torch.manual_seed(0)
         drafter = Eagle3(target, ttt_steps=2, vocab_size=256)
         drafter.prepare(target, torch.arange(target.head.vocab_size))
-        trainer.fit(drafter, target, data, Live(), run, on_step=kill)
+        trainer.fit(drafter, target, data, LiveSource(), run, on_step=kill)
         return drafter
 
     if dies:

@@ -17,7 +17,7 @@ from spectrain.drafters.gated_lora import GatedLora
 from spectrain.errors import RunError, UserError
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
-from spectrain.features.live import Live
+from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
 from spectrain.training import checkpoints
 from spectrain.training.trainer import Trainer
@@ -53,16 +53,16 @@ class Killed(Exception):
 def test_resumed_equals_uninterrupted(shallow: Target, tmp_path: Path, step: int, capsys: pytest.CaptureFixture[str]) -> None:
     """A run killed after any step and gone on with says so, ends in the same weights and metrics, and repeats no step."""
     whole = drafter(shallow)
-    trainer().fit(whole, shallow, dataset(), Live(), tmp_path / "whole")
+    trainer().fit(whole, shallow, dataset(), LiveSource(), tmp_path / "whole")
 
     def kill(at: int) -> None:
         if at == step:
             raise Killed
 
     with pytest.raises(Killed):
-        trainer().fit(drafter(shallow), shallow, dataset(), Live(), tmp_path / "cut", on_step=kill)
+        trainer().fit(drafter(shallow), shallow, dataset(), LiveSource(), tmp_path / "cut", on_step=kill)
     resumed = drafter(shallow)
-    trainer().fit(resumed, shallow, dataset(), Live(), tmp_path / "cut")
+    trainer().fit(resumed, shallow, dataset(), LiveSource(), tmp_path / "cut")
     assert (f"going on from {tmp_path / 'cut'}" in capsys.readouterr().out) == (step >= 3)
     for key, value in whole.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[key]), key
@@ -79,7 +79,7 @@ def test_accumulation_equals_one_large_batch(shallow: Target, tmp_path: Path) ->
     for name, options in (("many", {"batch_tokens": 32, "accumulate": 4}), ("one", {"batch_tokens": 128})):
         made = drafter(shallow)
         (tmp_path / name).mkdir()
-        trainer(max_steps=1, warmup=0.0, save_every=None, **options).fit(made, shallow, data, Live(), tmp_path / name)
+        trainer(max_steps=1, warmup=0.0, save_every=None, **options).fit(made, shallow, data, LiveSource(), tmp_path / name)
         found.append(made)
     for key, value in found[0].state_dict().items():
         # Adam's first step is the sign of the gradient, so compare what it moved by, loosely where that is near zero
@@ -92,7 +92,7 @@ def test_kept_features_equal_live_ones(shallow: Target, tmp_path: Path) -> None:
     for keep in (0.0, 1.0):
         run = tmp_path / str(keep)
         run.mkdir()
-        trainer().fit(drafter(shallow), shallow, dataset(), Live(keep_gb=keep), run)
+        trainer().fit(drafter(shallow), shallow, dataset(), LiveSource(keep_gb=keep), run)
         losses.append(torch.tensor([m["loss"] for m in metrics(run)]))
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-4)
 
@@ -109,37 +109,37 @@ def test_full_disk_keeps_the_previous_checkpoint(shallow: Target, tmp_path: Path
 
     monkeypatch.setattr(checkpoints, "save_file", full)
     with pytest.raises(UserError, match=r"step-000006.*disk is full.*resume=auto"):
-        trainer().fit(drafter(shallow), shallow, dataset(), Live(), tmp_path)
+        trainer().fit(drafter(shallow), shallow, dataset(), LiveSource(), tmp_path)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000003"]
     monkeypatch.setattr(checkpoints, "save_file", save)
-    trainer().fit(drafter(shallow), shallow, dataset(), Live(), tmp_path)
+    trainer().fit(drafter(shallow), shallow, dataset(), LiveSource(), tmp_path)
     assert [m["step"] for m in metrics(tmp_path)] == list(range(1, 10))
 
 
 def test_old_checkpoints_are_dropped(shallow: Target, tmp_path: Path) -> None:
     """Only the newest `keep_checkpoints` stay."""
-    trainer(save_every=2, keep_checkpoints=2).fit(drafter(shallow), shallow, dataset(), Live(), tmp_path)
+    trainer(save_every=2, keep_checkpoints=2).fit(drafter(shallow), shallow, dataset(), LiveSource(), tmp_path)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000006", "step-000008"]
 
 
 def test_broken_checkpoint_is_named(shallow: Target, tmp_path: Path) -> None:
     """A truncated checkpoint stops the resume with its path and the way out."""
-    trainer(max_steps=4).fit(drafter(shallow), shallow, dataset(), Live(), tmp_path)
+    trainer(max_steps=4).fit(drafter(shallow), shallow, dataset(), LiveSource(), tmp_path)
     weights = tmp_path / "checkpoints" / "step-000003" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(UserError, match=r"step-000003.*cannot be read.*delete it"):
-        trainer().fit(drafter(shallow), shallow, dataset(), Live(), tmp_path)
+        trainer().fit(drafter(shallow), shallow, dataset(), LiveSource(), tmp_path)
 
 
-class Poisoned(Live):
+class Poisoned(LiveSource):
     """Features that are not numbers, at some steps."""
 
     def __init__(self, steps: set[int]) -> None:
         super().__init__()
         self.steps = steps
 
-    def batch(self, request: BatchRequest) -> Batch:
-        batch = super().batch(request)
+    def make_batch(self, request: BatchRequest) -> Batch:
+        batch = super().make_batch(request)
         assert batch.features is not None
         hidden = batch.features.hidden * (float("nan") if request.step in self.steps else 1.0)
         return replace(batch, features=replace(batch.features, hidden=hidden))
@@ -187,7 +187,7 @@ def test_gradient_checkpointing_changes_no_bit(shallow: Target, tmp_path: Path, 
 
         setattr(part, name, counted)
         folder = tmp_path / f"{again}"
-        trainer(max_steps=2, gradient_checkpointing=again, save_every=None).fit(made, shallow, dataset(), Live(), folder)
+        trainer(max_steps=2, gradient_checkpointing=again, save_every=None).fit(made, shallow, dataset(), LiveSource(), folder)
         found.append((runs, {key: value.clone() for key, value in made.state_dict().items()}))
     assert found[1][0] == 2 * found[0][0] > 0
     assert all(torch.equal(value, found[1][1][key]) for key, value in found[0][1].items())
@@ -196,7 +196,7 @@ def test_gradient_checkpointing_changes_no_bit(shallow: Target, tmp_path: Path, 
 def test_gradient_checkpointing_is_refused_where_it_would_be_wrong(shallow: Target, tmp_path: Path) -> None:
     """Mask tokens add to the target's layers by hooks that are gone in the backward pass."""
     with pytest.raises(UserError, match=r"trainer.gradient_checkpointing=true.*leave it out"):
-        trainer(gradient_checkpointing=True).fit(GatedLora(shallow, num_masks=2), shallow, dataset(), Live(), tmp_path)
+        trainer(gradient_checkpointing=True).fit(GatedLora(shallow, num_masks=2), shallow, dataset(), LiveSource(), tmp_path)
 
 
 def test_learning_rate_warms_up_and_decays() -> None:
@@ -220,17 +220,17 @@ def test_wrong_settings_are_named(key: str, value: Any) -> None:
 def test_what_a_training_took_adds_up(shallow: Target, tmp_path: Path) -> None:
     """Tokens are those of the batches, parameters those that learn; a resumed run counts the tokens before and after."""
     one = drafter(shallow)
-    told = trainer().fit(one, shallow, dataset(), Live(), tmp_path / "whole")
-    assert (told.steps, told.parameters) == (9, sum(p.numel() for p in one.parameters() if p.requires_grad))
-    stream = dataset().stream(Batching(60, 0))
-    assert told.tokens == sum(len(example.tokens) for _ in range(9) for example in next(stream))
+    told = trainer().fit(one, shallow, dataset(), LiveSource(), tmp_path / "whole")
+    assert (told.num_steps, told.num_parameters) == (9, sum(p.numel() for p in one.parameters() if p.requires_grad))
+    stream = dataset().stream_batches(Batching(60, 0))
+    assert told.num_tokens == sum(len(example.tokens) for _ in range(9) for example in next(stream))
 
     def kill(at: int) -> None:
         if at == 5:
             raise Killed
 
     with pytest.raises(Killed):
-        trainer().fit(drafter(shallow), shallow, dataset(), Live(), tmp_path / "cut", on_step=kill)
-    resumed = trainer().fit(drafter(shallow), shallow, dataset(), Live(), tmp_path / "cut")
-    assert (resumed.steps, resumed.tokens) == (told.steps, told.tokens)
+        trainer().fit(drafter(shallow), shallow, dataset(), LiveSource(), tmp_path / "cut", on_step=kill)
+    resumed = trainer().fit(drafter(shallow), shallow, dataset(), LiveSource(), tmp_path / "cut")
+    assert (resumed.num_steps, resumed.num_tokens) == (told.num_steps, told.num_tokens)
     assert [line["tokens"] for line in metrics(tmp_path / "cut")] == [line["tokens"] for line in metrics(tmp_path / "whole")]

@@ -9,19 +9,21 @@ from torch import Tensor
 
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
-from spectrain.decoding.acceptance import Greedy, Interleaved, VerifiedTree
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.acceptance.sequential import VerifiedTree
+from spectrain.decoding.acceptance.typical import InterleavedSampling
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
-from spectrain.decoding.replay import Recorder
+from spectrain.decoding.replay import DraftRecorder
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest, Source
 from spectrain.features.batch import Batch
-from spectrain.features.live import Live
+from spectrain.features.live_source import LiveSource
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
-from spectrain.training.on_policy import Generated, evaluating
+from spectrain.training.on_policy import GeneratedSource, evaluation_mode
 from spectrain.training.trainer import Trainer
 from spectrain.trees import Chain
 
@@ -75,34 +77,36 @@ def greedy(target: Target, prompts: list[list[int]], limit: int = ANSWER) -> lis
 def test_without_a_fraction_it_is_the_data(shallow: Target, by: Any) -> None:
     """fraction=0 gives the tokens, the mask and the features of source=live; by=replay, nothing of it rejected."""
     layers = ("final",)
-    mine = Generated(0.0, by, max_new_tokens=10).batch(
+    mine = GeneratedSource(0.0, by, max_new_tokens=10).make_batch(
         BatchRequest(dataset()[EVERY], shallow, layers, step=3, drafter=make(shallow))
     )
-    theirs = Live().batch(BatchRequest(dataset()[EVERY], shallow, layers))
+    theirs = LiveSource().make_batch(BatchRequest(dataset()[EVERY], shallow, layers))
     assert torch.equal(mine.tokens, theirs.tokens) and torch.equal(mine.loss_mask, theirs.loss_mask)
     assert mine.features is not None and theirs.features is not None
     assert torch.equal(mine.features.hidden, theirs.features.hidden)
-    assert (mine.distance is None) == (by != "replay") and (mine.distance is None or bool((mine.distance == -1).all()))
+    assert (mine.tokens_past_error is None) == (by != "replay") and (
+        mine.tokens_past_error is None or bool((mine.tokens_past_error == -1).all())
+    )
 
 
 @pytest.mark.parametrize("by", ["target", "drafter", "interleaved"])
 def test_a_cold_writer_writes_greedily(shallow: Target, by: Any) -> None:
     """Near temperature 0 each writes its greedy text; interleaved with top_k=1, that is the target's."""
     drafter = make(shallow)
-    batch = Generated(1.0, by, temperature=COLD, top_k=1, max_new_tokens=10).batch(
+    batch = GeneratedSource(1.0, by, temperature=COLD, top_k=1, max_new_tokens=10).make_batch(
         BatchRequest(dataset()[EVERY], shallow, (), step=2, drafter=drafter)
     )
     assert [row[:length] for row, length in zip(batch.tokens.tolist(), LENGTHS)] == PROMPTS
     assert written(batch) == greedy(drafter.model if by == "drafter" else shallow, PROMPTS)
     assert greedy(drafter.model, PROMPTS) != greedy(shallow, PROMPTS)
-    assert batch.features is None and batch.distance is None
+    assert batch.features is None and batch.tokens_past_error is None
 
 
 @pytest.mark.sweep(1, free=("by",))
 @pytest.mark.parametrize("by", [*WAYS, "replay"])
 def test_features_are_those_of_the_new_tokens(shallow: Target, by: Any) -> None:
     """A drafter that reads features gets the target's over what was written."""
-    batch = Generated(1.0, by, max_new_tokens=10).batch(
+    batch = GeneratedSource(1.0, by, max_new_tokens=10).make_batch(
         BatchRequest(dataset()[EVERY], shallow, (2, "final"), step=2, drafter=make(shallow))
     )
     assert batch.features is not None and torch.equal(batch.features.tokens, batch.tokens)
@@ -116,7 +120,7 @@ def test_features_are_those_of_the_new_tokens(shallow: Target, by: Any) -> None:
 @pytest.mark.parametrize(("answers", "most", "expected"), [((4, 4, 4, 4), 7, 7), ((9, 9, 9, 9), 3, 3)])
 def test_answers_have_a_limit(shallow: Target, by: Any, answers: tuple[int, ...], most: int, expected: int) -> None:
     """An answer has max_new_tokens, whatever the data's length, unless it ends before."""
-    batch = Generated(1.0, by, max_new_tokens=most).batch(
+    batch = GeneratedSource(1.0, by, max_new_tokens=most).make_batch(
         BatchRequest(dataset(answers)[EVERY], shallow, (), step=1, drafter=make(shallow))
     )
     for answer in written(batch):
@@ -128,16 +132,18 @@ def test_a_prompt_that_nearly_fills_the_context_is_no_accident(shallow: Target, 
     """Training does not stop at a conversation that the data cut right behind its prompt, at the target's longest."""
     length = shallow.max_length
     data = Dataset([Example([5, 6] * (length // 2), [place == length - 1 for place in range(length)])], 1, 0, 0)
-    batch = Generated(1.0, by, max_new_tokens=10).batch(BatchRequest(data[[0]], shallow, (), step=0, drafter=make(shallow)))
+    batch = GeneratedSource(1.0, by, max_new_tokens=10).make_batch(
+        BatchRequest(data[[0]], shallow, (), step=0, drafter=make(shallow))
+    )
     assert batch.tokens[0, : length - 1].tolist() == data.examples[0].tokens[:-1]
 
 
-def rounds_of(shallow: Target, drafter: Causal, source: Generated, step: int) -> tuple[list[Generation], Recorder]:
+def rounds_of(shallow: Target, drafter: Causal, source: GeneratedSource, step: int) -> tuple[list[Generation], DraftRecorder]:
     """The decoding that a source does in a step, with every round on record."""
     seed = source.seed + 1_000_003 * step
-    recorder = Recorder(Chain(source.block, "sampled", source.temperature, seed))
-    rule = Interleaved(source.temperature, source.top_k, seed)
-    rows = [int(example.key[:7], 16) for example in dataset().examples]
+    recorder = DraftRecorder(Chain(source.block, "sampled", source.temperature, seed))
+    rule = InterleavedSampling(source.temperature, source.top_k, seed)
+    rows = [int(example.content_hash[:7], 16) for example in dataset().examples]
     return decode(shallow, PROMPTS, rule, ANSWER, drafter, recorder, rows), recorder
 
 
@@ -146,9 +152,9 @@ def test_interleaved_keeps_what_is_among_the_top_k(shallow: Target, top_k: int) 
     """In every round the drafted tokens are the drafter's as long as they are among the target's top_k, and the one that it
     replaced is not."""
     drafter, replaced, kept = make(shallow).eval(), 0, 0
-    source = Generated(1.0, "interleaved", top_k=top_k, block=3, max_new_tokens=10)
+    source = GeneratedSource(1.0, "interleaved", top_k=top_k, block=3, max_new_tokens=10)
     found, recorder = rounds_of(shallow, drafter, source, 4)
-    assert written(source.batch(BatchRequest(dataset()[EVERY], shallow, (), step=4, drafter=drafter))) == [
+    assert written(source.make_batch(BatchRequest(dataset()[EVERY], shallow, (), step=4, drafter=drafter))) == [
         one.output for one in found
     ]
     for one, rounds in zip(found, recorder.rounds):
@@ -168,12 +174,14 @@ def test_interleaved_keeps_what_is_among_the_top_k(shallow: Target, top_k: int) 
 def test_interleaved_with_every_token_allowed_is_the_drafters_text(shallow: Target) -> None:
     """With top_k the whole vocabulary nothing is replaced: behind the prefill's token all are the drafter's own."""
     drafter, block = make(shallow).eval(), 3
-    source = Generated(1.0, "interleaved", temperature=COLD, top_k=shallow.head.vocab_size, block=block, max_new_tokens=10)
+    source = GeneratedSource(
+        1.0, "interleaved", temperature=COLD, top_k=shallow.head.vocab_size, block=block, max_new_tokens=10
+    )
     found, _ = rounds_of(shallow, drafter, source, 0)
-    answers = written(source.batch(BatchRequest(dataset()[EVERY], shallow, (), step=0, drafter=drafter)))
+    answers = written(source.make_batch(BatchRequest(dataset()[EVERY], shallow, (), step=0, drafter=drafter)))
     assert answers == [one.output for one in found]
     for one in found:
-        assert set(one.accepted) == {block}
+        assert set(one.round_lengths) == {block}
         assert one.output[:1] == greedy(shallow, [one.prompt], 2)[0][:1]
         own = greedy(drafter.model, [one.prompt + one.output[:1]], len(one.output))[0]
         assert one.output[1:] == own[: len(one.output) - 1]
@@ -190,7 +198,7 @@ def test_a_step_repeats_and_steps_differ(shallow: Target, by: Any) -> None:
 
     def tokens(seed: int, step: int) -> list[list[int]]:
         return written(
-            Generated(1.0, by, temperature=2.0, seed=seed, max_new_tokens=10).batch(
+            GeneratedSource(1.0, by, temperature=2.0, seed=seed, max_new_tokens=10).make_batch(
                 BatchRequest(dataset()[EVERY], shallow, (), step=step, drafter=drafter)
             )
         )
@@ -205,21 +213,21 @@ def test_a_step_repeats_and_steps_differ(shallow: Target, by: Any) -> None:
 @pytest.mark.parametrize("by", WAYS)
 def test_an_answer_does_not_depend_on_its_batch(shallow: Target, by: Any) -> None:
     """Each sequence's draws are its own: alone in a batch it is written the same, and no two share their draws."""
-    drafter, source = make(shallow), Generated(1.0, by, temperature=2.0, max_new_tokens=10)
-    together = written(source.batch(BatchRequest(dataset()[EVERY], shallow, (), step=1, drafter=drafter)))
+    drafter, source = make(shallow), GeneratedSource(1.0, by, temperature=2.0, max_new_tokens=10)
+    together = written(source.make_batch(BatchRequest(dataset()[EVERY], shallow, (), step=1, drafter=drafter)))
     for index in EVERY:
-        alone = source.batch(BatchRequest(dataset()[[index]], shallow, (), step=1, drafter=drafter))
+        alone = source.make_batch(BatchRequest(dataset()[[index]], shallow, (), step=1, drafter=drafter))
         assert alone.tokens[0, LENGTHS[index] :].tolist() == together[index]
     one = dataset().examples[1]
     other = Example([*one.tokens[:-1], 5], one.mask)  # the same prompt
-    twins = source.batch(BatchRequest([one, other], shallow, (), step=1, drafter=drafter)).tokens
+    twins = source.make_batch(BatchRequest([one, other], shallow, (), step=1, drafter=drafter)).tokens
     assert not torch.equal(twins[0], twins[1])
 
 
-class Marked(Generated):
+class Marked(GeneratedSource):
     """Writes 7 in place of every answer."""
 
-    def _write(self, examples: list[Example], target: Target, drafter: Any, step: int) -> list[Example]:
+    def _write_answers(self, examples: list[Example], target: Target, drafter: Any, step: int) -> list[Example]:
         return [Example([7] * len(example.tokens), example.mask) for example in examples]
 
 
@@ -227,7 +235,7 @@ class Marked(Generated):
 def test_a_fraction_of_the_sequences_is_new(shallow: Target, fraction: float) -> None:
     """Each sequence is drawn by itself: the number of new ones in a batch of 4 has the binomial's mean and variance."""
     source, data, drafter = Marked(fraction), dataset(), make(shallow)
-    batches = [source.batch(BatchRequest(data[EVERY], shallow, (), step=step, drafter=drafter)) for step in range(400)]
+    batches = [source.make_batch(BatchRequest(data[EVERY], shallow, (), step=step, drafter=drafter)) for step in range(400)]
     new = torch.stack([(batch.tokens[:, 0] == 7) for batch in batches]).float()
     assert new.mean().item() == pytest.approx(fraction, abs=0.04)
     assert new.sum(1).var().item() == pytest.approx(4 * fraction * (1 - fraction), rel=0.25)
@@ -242,10 +250,10 @@ def test_only_what_was_drawn_is_written(shallow: Target) -> None:
     """In a mixed batch the other sequences are the data's, in their order."""
     drafter, data = make(shallow), dataset()
     for step in range(10):
-        batch = Generated(0.5, "target", temperature=COLD, max_new_tokens=10).batch(
+        batch = GeneratedSource(0.5, "target", temperature=COLD, max_new_tokens=10).make_batch(
             BatchRequest(data[EVERY], shallow, (), step=step, drafter=drafter)
         )
-        marked = Marked(0.5).batch(BatchRequest(data[EVERY], shallow, (), step=step, drafter=drafter))
+        marked = Marked(0.5).make_batch(BatchRequest(data[EVERY], shallow, (), step=step, drafter=drafter))
         for row, example in enumerate(data.examples):
             expected = example.tokens
             if marked.tokens[row, 0] == 7:
@@ -263,7 +271,7 @@ def test_the_drafters_mode_is_restored(shallow: Target, by: Any, training: bool)
     """It writes in evaluation mode, and comes back as it was."""
     drafter, modes = make(shallow).train(training), []
     handle = drafter.model.decoder.register_forward_hook(lambda *_: modes.append(drafter.training))
-    Generated(1.0, by, max_new_tokens=10).batch(BatchRequest(dataset()[EVERY], shallow, (), step=0, drafter=drafter))
+    GeneratedSource(1.0, by, max_new_tokens=10).make_batch(BatchRequest(dataset()[EVERY], shallow, (), step=0, drafter=drafter))
     handle.remove()
     assert drafter.training is training and drafter.model.model.training is training
     assert not any(modes) and bool(modes) == (by != "target")
@@ -272,7 +280,7 @@ def test_the_drafters_mode_is_restored(shallow: Target, by: Any, training: bool)
 def test_the_mode_is_restored_after_an_error(shallow: Target) -> None:
     """An error while writing leaves the drafter in training mode."""
     drafter = make(shallow).train()
-    with pytest.raises(KeyError), evaluating(drafter):
+    with pytest.raises(KeyError), evaluation_mode(drafter):
         assert not drafter.training
         raise KeyError
     assert drafter.training
@@ -282,8 +290,10 @@ def test_a_family_that_cannot_write_is_refused(shallow: Target) -> None:
     """source.by=drafter wants a drafter that is a model by itself; the other ways take any."""
     drafter = Eagle3(shallow, vocab_size=2048)
     with pytest.raises(UserError, match=r"source\.by=drafter: this family cannot write"):
-        Generated(1.0, "drafter", max_new_tokens=10).batch(BatchRequest(dataset()[EVERY], shallow, (), step=0, drafter=drafter))
-    batch = Generated(1.0, "interleaved", temperature=COLD, top_k=1, max_new_tokens=10).batch(
+        GeneratedSource(1.0, "drafter", max_new_tokens=10).make_batch(
+            BatchRequest(dataset()[EVERY], shallow, (), step=0, drafter=drafter)
+        )
+    batch = GeneratedSource(1.0, "interleaved", temperature=COLD, top_k=1, max_new_tokens=10).make_batch(
         BatchRequest(dataset()[EVERY], shallow, (), step=0, drafter=drafter)
     )
     assert written(batch) == greedy(shallow, PROMPTS)
@@ -296,7 +306,7 @@ def test_a_family_that_cannot_write_is_refused(shallow: Target) -> None:
 def test_bad_settings_are_refused(key: str, value: Any) -> None:
     """A setting out of range is refused under its own key."""
     with pytest.raises(UserError, match=rf"source\.{key}={value}"):
-        Generated(**{key: value})
+        GeneratedSource(**{key: value})
 
 
 # Training
@@ -323,7 +333,7 @@ def fit(shallow: Target, run: Path, source: Source, kill: int | None = None) -> 
 @pytest.fixture(scope="module")
 def live(shallow: Target, tmp_path_factory: pytest.TempPathFactory) -> Causal:
     """A drafter trained on the data alone."""
-    return fit(shallow, tmp_path_factory.mktemp("live"), Live())
+    return fit(shallow, tmp_path_factory.mktemp("live"), LiveSource())
 
 
 @pytest.mark.sweep(2, free=("by",))
@@ -331,7 +341,8 @@ def live(shallow: Target, tmp_path_factory: pytest.TempPathFactory) -> Causal:
 def test_trainings_repeat_and_resume(shallow: Target, live: Causal, tmp_path: Path, by: Any) -> None:
     """Two runs of one seed end in identical weights, and so does one that was killed on the way."""
     runs = [
-        fit(shallow, tmp_path / str(n), Generated(0.7, by, max_new_tokens=6), kill) for n, kill in enumerate((None, None, 3))
+        fit(shallow, tmp_path / str(n), GeneratedSource(0.7, by, max_new_tokens=6), kill)
+        for n, kill in enumerate((None, None, 3))
     ]
     for name, value in runs[0].state_dict().items():
         assert torch.equal(value, runs[1].state_dict()[name]) and torch.equal(value, runs[2].state_dict()[name]), name
@@ -353,10 +364,10 @@ def row(tokens: list[int], logits: list[list[float]], temperature: float = 1.0) 
 class Likeliest:
     """Dice that always give the likeliest token and never toss a coin."""
 
-    def coin(self, chance: Any, node: int, number: int = 0) -> bool:
+    def flip_coin(self, chance: Any, node: int, number: int = 0) -> bool:
         raise AssertionError("the rule tosses no coin")
 
-    def draw(self, weights: Tensor, node: int) -> int:
+    def draw_token(self, weights: Tensor, node: int) -> int:
         return int(weights.argmax())
 
 
@@ -377,14 +388,14 @@ CASES = [
 @pytest.mark.parametrize(("tokens", "logits", "top_k", "kept", "following"), CASES)
 def test_interleaved_on_rows_by_hand(tokens: list[int], logits: Any, top_k: int, kept: int, following: int) -> None:
     """A path is kept up to the first token outside the top_k, which the target's own draw replaces, or to its end."""
-    assert Interleaved(top_k=top_k).judge(row(tokens, logits), Likeliest()) == (list(range(kept)), following)
+    assert InterleavedSampling(top_k=top_k).select_path(row(tokens, logits), Likeliest()) == (list(range(kept)), following)
 
 
 @pytest.mark.parametrize("temperature", [5.0, 1.0, 0.1, 1e-2, 1e-3])
 def test_interleaved_judges_by_rank_at_any_temperature(temperature: float) -> None:
     """Temperature shapes the target's draw only: what is kept does not depend on it, however small probabilities become."""
     logits = [[20.0, 10.0, 5.0, 0.0]] * 4
-    assert Interleaved(temperature, top_k=2).judge(row([1, 3, 0], logits, temperature), Likeliest())[0] == [0, 1]
+    assert InterleavedSampling(temperature, top_k=2).select_path(row([1, 3, 0], logits, temperature), Likeliest())[0] == [0, 1]
 
 
 def test_interleaved_draws_from_the_tempered_target() -> None:
@@ -392,20 +403,20 @@ def test_interleaved_draws_from_the_tempered_target() -> None:
     seen: list[Tensor] = []
 
     class Asked(Likeliest):
-        def draw(self, weights: Tensor, node: int) -> int:
+        def draw_token(self, weights: Tensor, node: int) -> int:
             seen.append(weights)
             return 0
 
-    Interleaved(2.0, top_k=1).judge(row([1], [FALLING, RISING], 2.0), Asked())
+    InterleavedSampling(2.0, top_k=1).select_path(row([1], [FALLING, RISING], 2.0), Asked())
     torch.testing.assert_close(seen[0], (torch.tensor(FALLING, dtype=torch.float64) / 2).softmax(-1))
-    assert Interleaved(2.0, top_k=1).shape(torch.tensor(FALLING)).isfinite().all()
+    assert InterleavedSampling(2.0, top_k=1).shape_logits(torch.tensor(FALLING)).isfinite().all()
 
 
 def test_interleaved_says_what_it_is() -> None:
     """It is not lossless, judges drawn and deterministic chains, and refuses a tree that branches."""
-    rule = Interleaved()
+    rule = InterleavedSampling()
     assert not rule.lossless
-    rule.check("deterministic", True)
-    rule.check("sampled", True)
+    rule.check_children("deterministic", True)
+    rule.check_children("sampled", True)
     with pytest.raises(UserError, match="judges one path"):
-        rule.check("sampled", False)
+        rule.check_children("sampled", False)

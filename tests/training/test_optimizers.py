@@ -32,7 +32,9 @@ def learn(model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: rang
 
 
 def muon(model: nn.Module) -> torch.optim.Optimizer:
-    return Trainer(lr=0.01, weight_decay=0.1, optimizer=Muon()).made([{"params": [*model.parameters()], "lr_scale": 1.0}])
+    return Trainer(lr=0.01, weight_decay=0.1, optimizer=Muon()).make_optimizer(
+        [{"params": [*model.parameters()], "lr_scale": 1.0}]
+    )
 
 
 def test_muon_moves_matrices_and_adamw_all_else() -> None:
@@ -83,13 +85,13 @@ def test_muon_is_refused_where_weights_are_in_parts(way: str, tmp_path: Path) ->
         shared=SimpleNamespace(plain=False, whole=True, name=way), source=SimpleNamespace(asks_drafter=False)
     )
     with pytest.raises(UserError, match=f"optimizer=muon: .*sharding={way}.*use trainer.sharding=ddp or optimizer=adamw"):
-        Trainer(optimizer=Muon())._refuse(job)
+        Trainer(optimizer=Muon())._validate(job)
 
 
 def test_averages_are_refused_where_weights_are_in_parts() -> None:
     job: Any = SimpleNamespace(shared=SimpleNamespace(plain=False, whole=True, name="zero2"))
     with pytest.raises(UserError, match=r"trainer.ema=0.9: .*sharding=zero2.*use ddp"):
-        Trainer(ema=0.9)._refuse_looks(job, Dataset([], 0, 0, 0))
+        Trainer(ema=0.9)._validate_held_out(job, Dataset([], 0, 0, 0))
 
 
 @pytest.mark.parametrize(("schedule", "expected"), [
@@ -99,7 +101,7 @@ def test_averages_are_refused_where_weights_are_in_parts() -> None:
 ])  # fmt: skip
 def test_schedules_by_their_formula(schedule: Schedule, expected: list[float]) -> None:
     """Heights at the beginning, the middle, 0.8 and the end."""
-    assert [schedule.height(progress) for progress in (0.0, 0.5, 0.8, 1.0)] == pytest.approx(expected)
+    assert [schedule.rate_at(progress) for progress in (0.0, 0.5, 0.8, 1.0)] == pytest.approx(expected)
 
 
 def test_a_schedule_ends_at_the_smallest_rate() -> None:

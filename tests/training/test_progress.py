@@ -64,4 +64,4 @@ def test_time_left_is_said_in_fitting_units(clock: Clock, seconds: float, said: 
     """Of ten parts one is done."""
     pace = Pace(10)
     clock.now = seconds
-    assert pace.left(1) == said and pace.is_due() == (seconds >= 30)
+    assert pace.time_left(1) == said and pace.is_due() == (seconds >= 30)

@@ -22,7 +22,7 @@ from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
-from spectrain.features.live import Live
+from spectrain.features.live_source import LiveSource
 from spectrain.models.loading import load_hf
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer
@@ -67,13 +67,13 @@ def make(family: str, target: Target) -> Drafter:
     return made
 
 
-class Slow(Live):
+class Slow(LiveSource):
     """The second process reads its data slowly."""
 
-    def batch(self, request: BatchRequest) -> Batch:
+    def make_batch(self, request: BatchRequest) -> Batch:
         if os.environ.get("RANK") == "1":
             time.sleep(6)
-        return super().batch(request)
+        return super().make_batch(request)
 
 
 def target_of(model: str, sharding: Any) -> Target:
@@ -108,7 +108,7 @@ def train(job: dict[str, Any]) -> None:
         if [int(os.environ.get("RANK", 0)), step] == job.get("die"):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    source = Slow() if job.get("slow") else Live()
+    source = Slow() if job.get("slow") else LiveSource()
     try:
         trainer.fit(drafter, target, dataset(job.get("count", 8)), source, out, on_step=on_step)
     except Left:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectrain.kernels.counter import gumbel, key
-from spectrain.randomness import DRAFT, generator
+from spectrain.kernels.counter import gumbel_noise, make_key
+from spectrain.randomness import DRAFT, keyed_generator
 from spectrain.trees import Rollout, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
 
@@ -60,13 +60,13 @@ def length(row: int) -> int:
 
 def draws(row: int, seed: int = 0) -> torch.Generator:
     """What a row's children are drawn with, where they are drawn one by one."""
-    return generator(DRAFT, seed, row, length(row))
+    return keyed_generator(DRAFT, seed, row, length(row))
 
 
 def noise(row: int, seed: int, node: int, number: int | None = None) -> Tensor:
     """What a node's children are drawn with, the `number`-th of them alone where they are drawn with replacement."""
     keys = [DRAFT, seed, row, length(row), node] + ([] if number is None else [number])
-    return gumbel(key(*keys), VOCAB)
+    return gumbel_noise(make_key(*keys), VOCAB)
 
 
 class Table(Rollout):
@@ -128,10 +128,10 @@ def grown(make: Callable[[], TreeBuilder], scores: Scores = random_scores) -> To
     """The tree that a fresh builder grows, checked for what holds for all of them."""
     builder, table = make(), Table(scores)
     tree = builder.expand(context(), table)
-    tree.check()
-    assert tree.emitted.all() and tree.valid[:, 0].all() and tree.tokens[:, 0].tolist() == [101, 102]
+    tree.check_structure()
+    assert tree.can_emit.all() and tree.valid[:, 0].all() and tree.tokens[:, 0].tolist() == [101, 102]
     assert tree.tokens.shape[1] <= builder.budget and (tree.depths * tree.valid).max() <= builder.depth
-    assert len(table.given[0]) - 1 <= builder.drafted
+    assert len(table.given[0]) - 1 <= builder.max_drafted
     assert tree.valid.gather(1, tree.parents.clamp(min=0))[tree.valid].all()
     assert tree.draft_ids is not None and set(tree.tokens[:, 1:][tree.valid[:, 1:]].tolist()) <= set(tree.draft_ids.tolist())
     assert tree.children == builder.children and (tree.q is None) == (builder.children == "deterministic")

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from spectrain.trees import Chain, Policy, Thompson
-from spectrain.trees.base import Round
-from spectrain.trees.controlled import Controlled, Episode
+from spectrain.experimental.controllers.builders import AdaptiveChain, Episode, Policy, Thompson
+from spectrain.trees import Chain
+from spectrain.trees.base import RoundResult
 from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import Children, TokenTree
 from tests.trees.tables import ROWS, Table, context, grown, paths, random_scores
@@ -18,7 +18,7 @@ SIZES = (1, 2, 64)
 RATES = [0.9, 0.8, 0.5, 0.3, 0.2, 0.1]  # that a token is kept where those before it are
 
 
-def prepared(builder: Controlled, step: float = 0.3, base: float = 1.0, node: float = 0.02) -> Controlled:
+def prepared(builder: AdaptiveChain, step: float = 0.3, base: float = 1.0, node: float = 0.02) -> AdaptiveChain:
     """A builder that knows what a draft step and a node of verification cost."""
     latency = Latency({0: {n: base + node * n for n in SIZES}}, {0: {n: step * n for n in SIZES}}, step)
     builder.prepare(Calibration(latency=latency))
@@ -34,15 +34,15 @@ def speed(length: int, rates: list[float], step: float = 0.3, base: float = 1.0,
     return tokens / (base + node * (length + 1) + step * length)
 
 
-def observed(builder: Controlled, lengths: list[int], kept: list[int]) -> None:
+def observed(builder: AdaptiveChain, lengths: list[int], kept: list[int]) -> None:
     """Tell a builder of a round in which rows were drafted so far, and so many of their tokens were kept."""
     width = 1 + max(lengths)
     valid = torch.tensor([[n <= length for n in range(width)] for length in lengths])
-    tree = TokenTree.chain(torch.zeros(len(lengths), width, dtype=torch.int64), valid)
-    builder.observe(Round(tree, torch.zeros(0), torch.tensor(kept) + 1, {}))
+    tree = TokenTree.from_chain(torch.zeros(len(lengths), width, dtype=torch.int64), valid)
+    builder.observe(RoundResult(tree, torch.zeros(0), torch.tensor(kept) + 1, {}))
 
 
-def thompson(children: Children, seed: int) -> Controlled:
+def thompson(children: Children, seed: int) -> AdaptiveChain:
     return prepared(Thompson(6, children, seed=seed))
 
 
@@ -71,7 +71,7 @@ def test_thompson_finds_the_fastest_length() -> None:
     fastest = max(speed(length, RATES) for length in range(1, 7))
     chosen = []
     for _ in range(1500):
-        builder.begin(context())
+        builder.begin_round(context())
         chosen.append(builder.length)
         observed(builder, [builder.length], [min(builder.length, survivors(draw, RATES))])
     late = chosen[500:]
@@ -92,7 +92,7 @@ def learnt(step: float = 0.3, hint: float = 1.0) -> Policy:
     """A policy after episodes in which the second number of a state says, in a share `hint` of the places, whether a token is
     kept."""
     draw, builder = random.Random(1), prepared(Policy(4, memory=1024), step)
-    builder.begin(context())
+    builder.begin_round(context())
     for _ in range(600):
         kept = survivors(draw, [0.6] * 4)
         builder.episodes.append(Episode(np.stack([state(draw, level < kept, hint) for level in range(4)]), kept))
@@ -109,9 +109,9 @@ def test_the_policy_goes_on_where_it_pays() -> None:
     costs more than any token is worth, nothing is run."""
     cheap, dear = learnt(step=0.05), learnt(step=3.0)
     for level in range(4):
-        assert np.array([1.0, 1.0]) @ cheap.drawing[level] > 0 > np.array([1.0, 0.0]) @ cheap.drawing[level]
-    assert all(np.array([1.0, 1.0]) @ cheap.running[level] > 0 for level in range(3))
-    assert all(np.array([1.0, 1.0]) @ dear.running[level] < 0 for level in range(3))
+        assert np.array([1.0, 1.0]) @ cheap.draw_weights[level] > 0 > np.array([1.0, 0.0]) @ cheap.draw_weights[level]
+    assert all(np.array([1.0, 1.0]) @ cheap.run_weights[level] > 0 for level in range(3))
+    assert all(np.array([1.0, 1.0]) @ dear.run_weights[level] < 0 for level in range(3))
 
 
 def simulated(hint: float, rounds: int = 4000, step: float = 0.3) -> float:
@@ -123,10 +123,10 @@ def simulated(hint: float, rounds: int = 4000, step: float = 0.3) -> float:
         seconds += step
         while length < 4:
             seen = state(draw, length < kept, hint)
-            if seen @ builder.drawing[length] <= 0:
+            if seen @ builder.draw_weights[length] <= 0:
                 break
             length += 1
-            if length == 4 or seen @ builder.running[length - 1] <= 0:
+            if length == 4 or seen @ builder.run_weights[length - 1] <= 0:
                 break
             seconds += step
         tokens += 1 + min(length, kept)
@@ -172,12 +172,12 @@ def test_a_drafters_own_estimate_ends_a_chain() -> None:
 
     class Knowing(Table):
         def start(self) -> torch.Tensor:
-            self.survival = torch.full((len(self.rows), 1), said[0])
+            self.accept_probs = torch.full((len(self.rows), 1), said[0])
             return super().start()
 
         def extend(self, tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
             found = super().extend(tokens, parents)
-            self.survival = torch.full(tokens.shape, said[len(self.given[0]) - 1])
+            self.accept_probs = torch.full(tokens.shape, said[len(self.given[0]) - 1])
             return found
 
     lengths = {

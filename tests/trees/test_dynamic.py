@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from spectrain.errors import UserError
-from spectrain.randomness import gumbel
+from spectrain.randomness import gumbel_noise
 from spectrain.trees import Beam, Chain, DySpec, Eagle2, Entropy, OptTree, TreeBuilder
 from tests.trees.tables import (
     ROWS,
@@ -90,7 +90,7 @@ def test_eagle2_smaller_than_its_budget() -> None:
 def test_certain_drafter_becomes_a_chain(make: Callable[[], TreeBuilder]) -> None:
     """Where one token is certain, ties with the root and with impossible tokens still give a well formed tree."""
     tree = make().expand(context(), Table(lambda row, path: [0.0] + [float("-inf")] * (VOCAB - 1)))
-    tree.check()
+    tree.check_structure()
     for row in ROWS:
         assert paths(tree, row) == [(to_target(0),) * depth for depth in range(5)]
 
@@ -175,7 +175,7 @@ def dyspec(row: int, builder: DySpec) -> list[Path]:
     while places and len(found) < builder.budget and -places[0][0] >= builder.threshold:
         value, parent = heapq.heappop(places)
         path = found[parent]
-        noise = [0.0] * VOCAB if builder.children == "deterministic" else gumbel((VOCAB,), source).tolist()
+        noise = [0.0] * VOCAB if builder.children == "deterministic" else gumbel_noise((VOCAB,), source).tolist()
         open_ids = [v for v in range(VOCAB) if left[path][v] > 0]
         choice = max(open_ids, key=lambda v: math.log(left[path][v]) + noise[v])
         chance = left[path][choice]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from spectrain.settings.build import build
+from spectrain.config.build import build
 from spectrain.trees import TreeBuilder
 from spectrain.trees.measurements import Calibration, Latency
 from tests.trees.tables import assert_rows_alone, grown, random_scores, shared_scores
@@ -21,8 +21,8 @@ def made(file: Path, temperature: float | None = None) -> TreeBuilder | None:
     """Prepared; with a temperature the one that grows the same trees drawn at it, None where there is none."""
     builder: TreeBuilder | None = build(OmegaConf.load(file))  # type: ignore[arg-type]
     if builder is not None and temperature is not None:
-        builder = builder.drawn(temperature)
-    if builder is not None and builder.needs:
+        builder = builder.sampled_variant(temperature)
+    if builder is not None and builder.requirements:
         builder.prepare(MEASURED)
     return builder
 
@@ -40,4 +40,4 @@ def test_a_choice_grows_trees(file: Path, temperature: float | None) -> None:
     tree = grown(make)  # type: ignore[arg-type]
     assert (tree.q is None) == (builder.children == "deterministic")
     assert temperature is None or tree.q is not None
-    assert_rows_alone(make, shared_scores if builder.goes_by_clock else random_scores)  # type: ignore[arg-type]
+    assert_rows_alone(make, shared_scores if builder.uses_latency else random_scores)  # type: ignore[arg-type]

@@ -124,7 +124,7 @@ def test_the_likeliest_with_one_drawn() -> None:
     shape = [[0], [1], [2], [0, 0], [0, 1], [1, 0]]
     table = Table(lambda row, path: soft_scores(0, path), rows)
     tree = Static(paths=shape, children="top_and_sampled", temperature=0.7).expand(context(rows), table)
-    tree.check()
+    tree.check_structure()
     assert tree.q is not None and tree.valid.all()
     tokens = (tree.tokens[:, 1:] - 3) // 7
     for row in (0, 7, 1234):

@@ -10,8 +10,8 @@ import torch
 
 from spectrain.errors import UserError
 from spectrain.trees import Auto, Cast, Eagle2
-from spectrain.trees.base import Round
-from spectrain.trees.measured import Measured, ReadyTree, walk_up
+from spectrain.trees.base import RoundResult
+from spectrain.trees.measured import CopyTree, LatencyAwareBuilder, choose_size
 from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import TokenTree
 from spectrain.trees.trie import Trie
@@ -61,15 +61,15 @@ def test_walk_up_equals_the_rule(least: float) -> None:
     for _ in range(200):
         gains = np.cumsum([source.random() for _ in range(12)]).tolist()
         costs = np.cumsum([source.choice([0.01, 0.5, 2.0]) for _ in range(12)]).tolist()
-        assert walk_up(gains, costs, least) == walked(gains, costs, least)
-        taken.add(walk_up(gains, costs, least))
+        assert choose_size(gains, costs, least) == walked(gains, costs, least)
+        taken.add(choose_size(gains, costs, least))
     assert len(taken) > 1 or least == 0
 
 
 def cast(builder: Cast, history: list[list[float]], scores: Scores) -> list[list[Path]]:
     """CAST in plain Python over the rows of a batch; `history` holds how u changed, by level, in earlier rounds."""
-    latency = builder._known()
-    unit = latency.verify(1, 9)
+    latency = builder._require_latency()
+    unit = latency.estimate_verify(1, 9)
     nodes: list[list[tuple[Path, float]]] = [[((), 0.0)] for _ in ROWS]
     frontier, last = nodes, 0.0
     for level in range(builder.depth):
@@ -84,7 +84,7 @@ def cast(builder: Cast, history: list[list[float]], scores: Scores) -> list[list
         nodes = [nodes[row] + children[row] for row in ROWS]
         ranked = [sorted(level, key=lambda child: -child[1]) for level in children]
         gains = summed(ranked, builder.top_k)
-        costs = [latency.step(k, 9) / unit for k in range(1, len(gains) + 1)]
+        costs = [latency.estimate_step(k, 9) / unit for k in range(1, len(gains) + 1)]
         width = walked(gains, costs, builder.breadth_gain)
         if level:
             history[level - 1].append(gains[width - 1] / last)
@@ -95,7 +95,7 @@ def cast(builder: Cast, history: list[list[float]], scores: Scores) -> list[list
             break
         frontier = [row[:width] for row in ranked]
     gains = summed([sorted(row, key=lambda node: -node[1]) for row in nodes], builder.budget)
-    size = walked(gains, [latency.verify(k, 9) / unit for k in range(1, len(gains) + 1)], builder.size_gain)
+    size = walked(gains, [latency.estimate_verify(k, 9) / unit for k in range(1, len(gains) + 1)], builder.size_gain)
     return [best(row, max(2, size)) for row in nodes]
 
 
@@ -149,7 +149,7 @@ def test_cast_depth_stops_where_a_level_gains_less_than_it_costs() -> None:
 
 @pytest.mark.parametrize("name", [Cast, Auto])
 @pytest.mark.parametrize("step, node", [(0.0, 0.0), (0.02, 0.03), (0.3, 0.3)])
-def test_measured_trees_are_sound(name: type[Measured], step: float, node: float) -> None:
+def test_measured_trees_are_sound(name: type[LatencyAwareBuilder], step: float, node: float) -> None:
     """Trees are well formed, and equal rows have the tree that each has alone."""
 
     def make() -> Any:
@@ -160,7 +160,7 @@ def test_measured_trees_are_sound(name: type[Measured], step: float, node: float
 
 
 @pytest.mark.parametrize("name", [Cast, Auto])
-def test_untimed_builders_are_refused(name: type[Measured]) -> None:
+def test_untimed_builders_are_refused(name: type[LatencyAwareBuilder]) -> None:
     """A builder that nothing was timed for says so."""
     builder = name()
     with pytest.raises(UserError, match=f"tree={builder.name}: nothing is timed yet"):
@@ -168,7 +168,7 @@ def test_untimed_builders_are_refused(name: type[Measured]) -> None:
 
 
 @pytest.mark.parametrize("name", [Cast, Auto])
-def test_levels_that_cost_time_make_shallower_trees(name: type[Measured]) -> None:
+def test_levels_that_cost_time_make_shallower_trees(name: type[LatencyAwareBuilder]) -> None:
     """Where layers keep a state, every level of a tree takes another step of theirs: the dearer, the shallower."""
     depths = []
     for level in (0.0, 0.1, 10.0):
@@ -210,9 +210,9 @@ def test_auto_drafts_one_level_where_steps_are_dear() -> None:
 
 def observed(builder: Auto, tree: TokenTree, counts: list[int], node: float) -> None:
     """Tell a builder what became of its round, at the costs it was prepared with."""
-    seconds = {"draft": builder.start_seconds + (builder.levels - 1) * builder.step_seconds, "accept": 0.0}
+    seconds = {"draft": builder.start_seconds + (builder.num_levels - 1) * builder.step_seconds, "accept": 0.0}
     seconds["verify"] = 1 + node * tree.tokens.shape[1]
-    builder.observe(Round(tree, torch.zeros(0), torch.tensor(counts), seconds))
+    builder.observe(RoundResult(tree, torch.zeros(0), torch.tensor(counts), seconds))
 
 
 def test_auto_shrinks_where_nothing_is_kept() -> None:
@@ -237,21 +237,21 @@ def test_auto_learns_how_often_each_depth_comes_true() -> None:
         log_q = [dict(likeliest(soft_scores, 0, path[:n]))[path[: n + 1]] for n in range(len(path))]
         expected[len(path)] += math.exp(sum(log_q))
     assert set(map(len, kept)) == {0, 1, 2, 3}
-    assert builder.predicted == pytest.approx(expected[1:]) and builder.observed.tolist() == [1, 0, 0]
+    assert builder.predicted_rates == pytest.approx(expected[1:]) and builder.observed.tolist() == [1, 0, 0]
 
 
 def copies(chances: list[float]) -> Trie:
     """One path of known chances, each given the one before."""
     trie, weight = Trie(), 1.0
-    trie.weights[0], trie.weighs_chances = 1.0, True
-    for node, chance in zip(trie.add([7] * len(chances), 0.0), chances):
+    trie.weights[0], trie.is_calibrated = 1.0, True
+    for node, chance in zip(trie.add_continuation([7] * len(chances), 0.0), chances):
         trie.weights[node] = weight = weight * chance
     return trie
 
 
 @pytest.mark.parametrize("node", [0.001, 0.02, 0.2, 0.5, 1.0])
 @pytest.mark.parametrize("name", [Auto, Cast])
-def test_copies_are_verified_as_far_as_they_pay(name: type[Measured], node: float) -> None:
+def test_copies_are_verified_as_far_as_they_pay(name: type[LatencyAwareBuilder], node: float) -> None:
     """The size is the best by brute force (auto), or CAST's rule over the chances; of mere weights everything is taken."""
     builder = prepared(name(depth=6, budget=7), 0.0, 1.0, node)
     tries = [copies([0.9, 0.8, 0.5, 0.5, 0.1, 0.9]), copies([0.5, 0.5])]
@@ -265,26 +265,26 @@ def test_copies_are_verified_as_far_as_they_pay(name: type[Measured], node: floa
     best = 1 + int(np.argmax([gain / cost for gain, cost in zip(tokens, costs)]))
     unit = builder._known().verify(1, 9)
     assert builder.room(context(), tries) == (best if name is Auto else walked(tokens, [cost / unit for cost in costs], 1.0))
-    tries[0].weighs_chances = False
+    tries[0].is_calibrated = False
     assert builder.room(context(), tries) == 7
 
 
 def a_round(builder: Auto, tries: list[Trie], drafted: list[float], kept: int) -> bool:
     """One in which copies promise so much, and with the drafter, if it is asked, `drafted`, of which so many tokens are kept:
     whether it was asked."""
-    asked = builder.asks(context(), tries)
+    asked = builder.wants_drafter(context(), tries)
     tokens = [[7] * len(drafted), [8] * len(drafted)]
     for path in tokens:
-        tries[0].add(path, 0.0)
+        tries[0].add_continuation(path, 0.0)
     if asked:
-        builder.levels = 2
+        builder.num_levels = 2
         joined = copies(drafted)
         tries[0].weights = joined.weights + [0.0] * (len(tries[0]) - len(joined))
-    builder.room(context(), tries)
-    tree = TokenTree.chain(torch.tensor([[101, *tokens[0]]]))
+    builder.copy_budget(context(), tries)
+    tree = TokenTree.from_chain(torch.tensor([[101, *tokens[0]]]))
     seconds = {"draft": 0.4 if asked else 0.0, "verify": 1 + 0.01 * len(tree.tokens[0]), "accept": 0.0}
     path = torch.arange(kept)[None]
-    builder.observe(Round(tree, torch.zeros(0), torch.tensor([kept]), seconds, path))
+    builder.observe(RoundResult(tree, torch.zeros(0), torch.tensor([kept]), seconds, path))
     return asked
 
 
@@ -318,7 +318,7 @@ def test_tokens_that_copies_had_too_are_not_added() -> None:
         for _ in range(60):
             known = copies([0.3, 0.9])
             if not shared:
-                known.tokens[1:], known.known = [9, 9], {}  # another path
+                known.tokens[1:], known.child_index = [9, 9], {}  # another path
             asked.append(a_round(builder, [known], [0.95, 0.95], 3))
         assert asked[-20:].count(True) == asks
 
@@ -327,10 +327,10 @@ def test_tokens_that_copies_had_too_are_not_added() -> None:
 def test_what_a_drafter_added_is_what_copies_lacked(counts: list[int]) -> None:
     """Tokens kept in a round, less those that a path of the copies' own nodes says, on average over rows."""
     tries = [copies([0.9, 0.9, 0.9]), copies([0.5])]
-    ready = ReadyTree(3, 2.0, 1.0, torch.zeros(2, 5), tries, [{0, 1}, {0}])  # of the first row one, of the second none
-    tree = TokenTree.chain(torch.tensor([[101, 7, 7, 7], [102, 7, 7, 7]]))
+    ready = CopyTree(3, 2.0, 1.0, torch.zeros(2, 5), tries, [{0, 1}, {0}])  # of the first row one, of the second none
+    tree = TokenTree.from_chain(torch.tensor([[101, 7, 7, 7], [102, 7, 7, 7]]))
     path = torch.arange(4).repeat(2, 1)
-    found = ready.added_in(Round(tree, torch.zeros(0), torch.tensor(counts), {}, path))
+    found = ready.drafter_gain(RoundResult(tree, torch.zeros(0), torch.tensor(counts), {}, path))
     assert found == ((counts[0] - 1 - min(counts[0] - 1, 1)) + (counts[1] - 1)) / 2
 
 
@@ -340,7 +340,7 @@ def test_auto_counts_the_time_of_a_larger_tree_against_a_drafter() -> None:
         builder = prepared(Auto(), 0.2, 1.0, 0.0, 0.2)
         for _ in range(4):
             builder.added[2].learn(0.5, 1, verifying, 1.0)
-        assert builder.asks(context(), [copies([])]) is asks
+        assert builder.wants_drafter(context(), [copies([])]) is asks
 
 
 def test_a_slow_spell_changes_no_tree() -> None:
@@ -355,5 +355,5 @@ def test_a_slow_spell_changes_no_tree() -> None:
             factor = slow if 20 <= turn < 40 else 1.0
             draft, verify = 0.1 + (builder.levels - 1) * 0.05, 1 + 0.03 * tree.tokens.shape[1]
             seconds = {"draft": factor * draft, "verify": factor * verify, "accept": 0.0}
-            builder.observe(Round(tree, torch.zeros(0), torch.tensor([2, 1]), seconds))
+            builder.observe(RoundResult(tree, torch.zeros(0), torch.tensor([2, 1]), seconds))
     assert sizes[0] == sizes[1] and len(set(sizes[0])) > 1

@@ -35,27 +35,27 @@ def climb(parents: list[int], node: int) -> list[int]:
 def test_ancestors_depths_and_words_equal_a_climb(shape: str, num_nodes: int) -> None:
     """Every node sees its path to the root, is as deep as that path is long, and its words hold one bit for each step."""
     parents = grow(shape, num_nodes)
-    tree = TokenTree.of(torch.arange(num_nodes).expand(BATCH, -1), parents)
-    tree.check()
-    assert tree.words.shape == (BATCH, num_nodes, (num_nodes + 63) // 64)
-    assert tree.words.dtype == tree.depths.dtype == torch.int64
+    tree = TokenTree.from_parents(torch.arange(num_nodes).expand(BATCH, -1), parents)
+    tree.check_structure()
+    assert tree.ancestor_words.shape == (BATCH, num_nodes, (num_nodes + 63) // 64)
+    assert tree.ancestor_words.dtype == tree.depths.dtype == torch.int64
     for row in range(BATCH):
         for node in range(num_nodes):
             path = climb(parents[row].tolist(), node)
             assert tree.ancestors[row, node].nonzero().flatten().tolist() == sorted(path)
             assert tree.depths[row, node] == len(path) - 1
-            bits = sum((word % 2**64) << 64 * w for w, word in enumerate(tree.words[row, node].tolist()))
+            bits = sum((word % 2**64) << 64 * w for w, word in enumerate(tree.ancestor_words[row, node].tolist()))
             assert bits == sum(1 << ancestor for ancestor in path)
 
 
 @pytest.mark.parametrize("num_nodes", SIZES)
 def test_a_chain_is_a_tree_of_width_one(num_nodes: int) -> None:
     """`chain` gives every token the one before it as parent, all valid and emitted."""
-    tree = TokenTree.chain(torch.full((BATCH, num_nodes), 7))
-    tree.check()
+    tree = TokenTree.from_chain(torch.full((BATCH, num_nodes), 7))
+    tree.check_structure()
     assert torch.equal(tree.parents, grow("chain", num_nodes))
     assert torch.equal(tree.ancestors, torch.ones(BATCH, num_nodes, num_nodes).tril().bool())
-    assert tree.valid.all() and tree.emitted.all()
+    assert tree.valid.all() and tree.can_emit.all()
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_check_catches_a_child_before_its_parent(parents: list[int], reason: str
     batch = torch.tensor([[-1, 0, 1]] * BATCH)
     batch[row] = torch.tensor(parents)
     with pytest.raises(AssertionError, match=reason):
-        TokenTree.of(torch.arange(3).expand(BATCH, -1), batch).check()
+        TokenTree.from_parents(torch.arange(3).expand(BATCH, -1), batch).check_structure()
 
 
 @pytest.mark.parametrize("children", ["deterministic", "without_replacement"])
@@ -82,10 +82,10 @@ def test_check_catches_twin_siblings(children: str) -> None:
     tokens = torch.tensor([[1, 2, 3, 4, 4]]).repeat(BATCH, 1)
     cousins, twins = torch.tensor([[-1, 0, 0, 1, 2]]).repeat(BATCH, 1), torch.tensor([[-1, 0, 0, 1, 1]]).repeat(BATCH, 1)
     every = torch.ones_like(tokens, dtype=torch.bool)
-    TokenTree(tokens, cousins, every, every, children).check()  # type: ignore[arg-type]
-    TokenTree(tokens, twins, every, every, "sampled").check()
+    TokenTree(tokens, cousins, every, every, children).check_structure()  # type: ignore[arg-type]
+    TokenTree(tokens, twins, every, every, "sampled").check_structure()
     padded = every.clone()
     padded[:, 4] = False
-    TokenTree(tokens, twins, padded, every, children).check()  # type: ignore[arg-type]
+    TokenTree(tokens, twins, padded, every, children).check_structure()  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match="distinct"):
-        TokenTree(tokens, twins, every, every, children).check()  # type: ignore[arg-type]
+        TokenTree(tokens, twins, every, every, children).check_structure()  # type: ignore[arg-type]

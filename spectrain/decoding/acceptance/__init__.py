@@ -1,46 +1,28 @@
 """Acceptance rules: which path of a verified tree is kept, and which token follows it."""
 
-from spectrain.trees.token_tree import Accepted
+from spectrain.trees.token_tree import AcceptedPath
 
 from .base import AcceptanceRule, Siblings
-from .blending import Blending, Bounded, Deferral, Sigmoid
-from .judging import Judge
-from .lossy import Interleaved, Typical
 from .matching import Greedy, Match, OpenSampling, SamplingRule
-from .programme import TruncatedProgramme
-from .relaxed import Loose, Relaxed, Rollback
-from .transport import ImportanceSampling, KSeq, SpecHub, Transport
-from .walking import Dice, VerifiedTree, Walking
-from .weighing import Block, Recursive, SpeculativeSampling, Traversal
+from .rejection import Block, RecursiveRejection, SpeculativeSampling, Traversal
+from .sequential import RandomSource, SequentialRule, VerifiedTree
+from .typical import InterleavedSampling, TypicalAcceptance
 
 __all__ = [
     "AcceptanceRule",
-    "Accepted",
-    "Blending",
+    "AcceptedPath",
     "Block",
-    "Bounded",
-    "Deferral",
-    "Dice",
     "Greedy",
-    "ImportanceSampling",
-    "Interleaved",
-    "Judge",
-    "KSeq",
-    "Loose",
+    "InterleavedSampling",
     "Match",
     "OpenSampling",
-    "Recursive",
-    "Relaxed",
-    "Rollback",
+    "RandomSource",
+    "RecursiveRejection",
     "SamplingRule",
+    "SequentialRule",
     "Siblings",
-    "Sigmoid",
-    "SpecHub",
     "SpeculativeSampling",
-    "Transport",
     "Traversal",
-    "TruncatedProgramme",
-    "Typical",
+    "TypicalAcceptance",
     "VerifiedTree",
-    "Walking",
 ]

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from spectrain.errors import UserError
 from spectrain.kernels import counter
-from spectrain.kernels.counter import gumbel, host_key
-from spectrain.kernels.tree_verify import Draws, shape_logits, tree_greedy, tree_match
+from spectrain.kernels.counter import gumbel_noise, host_key
+from spectrain.kernels.tree_verify import SamplingSpec, shape_logits, tree_greedy, tree_match
 from spectrain.randomness import SAMPLE
-from spectrain.trees.token_tree import Accepted, TokenTree
+from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
-from .base import AcceptanceRule, Siblings, nodes_of
+from .base import AcceptanceRule, Siblings, make_nodes
 
 
 class FixedChoice(AcceptanceRule):
@@ -24,7 +24,7 @@ class FixedChoice(AcceptanceRule):
     on_device = True
     fixes_choice = True
 
-    def chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
+    def acceptance_chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
         """Of equal siblings the first is kept."""
         seen: set[int] = set()
         found = []
@@ -39,14 +39,14 @@ class Greedy(FixedChoice):
 
     name = "greedy"
 
-    def distribution(self, logits: Tensor) -> Tensor:
+    def target_distribution(self, logits: Tensor) -> Tensor:
         return torch.zeros_like(logits, dtype=torch.float64).scatter(-1, logits.argmax(-1, keepdim=True), 1)
 
-    def choose(self, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> Tensor:
+    def choose_tokens(self, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> Tensor:
         return logits.argmax(-1)
 
-    def __call__(self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> Accepted:
-        return Accepted(*tree_greedy(nodes_of(tree), logits))
+    def __call__(self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> AcceptedPath:
+        return AcceptedPath(*tree_greedy(make_nodes(tree), logits))
 
 
 class SamplingRule(AcceptanceRule):
@@ -66,26 +66,26 @@ class SamplingRule(AcceptanceRule):
             raise UserError(f"acceptance.top_p={top_p}: use more than 0 and at most 1")
         self.temperature, self.top_k, self.top_p, self.seed = temperature, top_k, top_p, seed
 
-    def shape(self, logits: Tensor) -> Tensor:
+    def shape_logits(self, logits: Tensor) -> Tensor:
         """Logits [..., V] after temperature, top-k and top-p."""
         return shape_logits(logits, self.temperature, self.top_k, self.top_p)
 
-    def distribution(self, logits: Tensor) -> Tensor:
-        return self.shape(logits).double().softmax(-1)
+    def target_distribution(self, logits: Tensor) -> Tensor:
+        return self.shape_logits(logits).double().softmax(-1)
 
     @property
-    def shaping(self) -> tuple[float, int, float, int]:
+    def sampling_settings(self) -> tuple[float, int, float, int]:
         return self.temperature, self.top_k, self.top_p, self.seed
 
-    def matched(self) -> AcceptanceRule:
-        return Match(*self.shaping)
+    def matching_rule(self) -> AcceptanceRule:
+        return Match(*self.sampling_settings)
 
-    def choose(self, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> Tensor:
-        noise = gumbel(counter.key(SAMPLE, self.seed, sequence_ids[:, None], positions), logits.shape[-1])
-        return (self.shape(logits) + noise).argmax(-1)
+    def choose_tokens(self, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> Tensor:
+        noise = gumbel_noise(counter.make_key(SAMPLE, self.seed, sequence_ids[:, None], positions), logits.shape[-1])
+        return (self.shape_logits(logits) + noise).argmax(-1)
 
-    def draws(self, purpose: int, sequence_ids: Tensor, positions: Tensor) -> Draws:
-        return Draws(host_key(purpose, self.seed), sequence_ids, positions, self.temperature, self.top_k, self.top_p)
+    def make_draws(self, purpose: int, sequence_ids: Tensor, positions: Tensor) -> SamplingSpec:
+        return SamplingSpec(host_key(purpose, self.seed), sequence_ids, positions, self.temperature, self.top_k, self.top_p)
 
 
 class Match(FixedChoice, SamplingRule):
@@ -98,8 +98,8 @@ class Match(FixedChoice, SamplingRule):
 
     name = "match"
 
-    def __call__(self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> Accepted:
-        return Accepted(*tree_match(nodes_of(tree), logits, self.draws(SAMPLE, sequence_ids, positions)))
+    def __call__(self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> AcceptedPath:
+        return AcceptedPath(*tree_match(make_nodes(tree), logits, self.make_draws(SAMPLE, sequence_ids, positions)))
 
 
 class OpenSampling(Match):
@@ -107,4 +107,4 @@ class OpenSampling(Match):
     is unsure and the tree's children can be drawn, recursive rejection. The output has the target's distribution either way."""
 
     name = "sample"
-    is_open = True
+    is_unresolved = True

@@ -1,7 +1,7 @@
 """How the processes of a run share the drafter: copies of it (DDP), or each a part (FSDP2, DeepSpeed's ZeRO-2 and ZeRO-3)."""
 
-from .base import Parallel
-from .ddp import Replicated
-from .launch import Sharding, connect, parallel
+from .base import ParallelStrategy
+from .ddp import ReplicatedStrategy
+from .launch import Sharding, connect_processes, make_strategy
 
-__all__ = ["Parallel", "Replicated", "Sharding", "connect", "parallel"]
+__all__ = ["ParallelStrategy", "ReplicatedStrategy", "Sharding", "connect_processes", "make_strategy"]

@@ -12,40 +12,40 @@ from spectrain.drafters.base import Drafter, Losses, TrainingState
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
 
-from ..optimizers import Groups, Made
+from ..optimizers import OptimizerFactory, ParameterGroups
 
 
-class Parallel(ABC):
+class ParallelStrategy(ABC):
     """A drafter in training, as the processes share it."""
 
     name: str
-    in_place = True  # after `release` drafter and target can be used where they are
-    whole = True  # every process holds all of the drafter while it trains, so that it can write too
-    plain = True  # as ordinary tensors, and torch's own optimiser with all of its state
+    is_reusable = True  # after `release` drafter and target can be used where they are
+    unsharded = True  # every process holds all of the drafter while it trains, so that it can write too
+    full_parameters = True  # as ordinary tensors, and torch's own optimiser with all of its state
 
-    def __init__(self, accelerator: Accelerator, copies: int = 1, autocast: torch.dtype | None = None) -> None:
+    def __init__(self, accelerator: Accelerator, num_copies: int = 1, autocast: torch.dtype | None = None) -> None:
         self.accelerator, self.autocast = accelerator, autocast
-        self.rank, self.count = accelerator.process_index, accelerator.num_processes
-        self.copies = copies  # neighbouring processes that see the same data, for they run the target together
-        self.data_rank, self.data_count = self.rank // copies, self.count // copies
+        self.rank, self.num_processes = accelerator.process_index, accelerator.num_processes
+        self.num_copies = num_copies  # neighbouring processes that see the same data, for they run the target together
+        self.data_rank, self.num_data_ranks = self.rank // num_copies, self.num_processes // num_copies
         self.device = accelerator.device
         self.is_main = accelerator.is_main_process
         self.optimizer: torch.optim.Optimizer  # over what this process updates
 
     @abstractmethod
-    def share(self, drafter: Drafter, target: Target) -> None:
+    def set_drafter(self, drafter: Drafter, target: Target) -> None:
         """Take a drafter whose weights are the same on every process."""
 
     @abstractmethod
-    def optimise(self, groups: Groups, clip: float, made: Made) -> None:
+    def start_stage(self, groups: ParameterGroups, clip: float, make_optimizer: OptimizerFactory) -> None:
         """Begin a stage: the optimiser that is `made` of these groups."""
 
     @abstractmethod
-    def loss(self, batch: Batch, state: TrainingState, last: bool) -> Losses:
+    def loss(self, batch: Batch, state: TrainingState, is_last: bool) -> Losses:
         """This process's losses of a batch, which may be the `last` of a step."""
 
     @abstractmethod
-    def backward(self, loss: Tensor, last: bool) -> None:
+    def backward(self, loss: Tensor, is_last: bool) -> None:
         """Add to the gradients; behind the `last` batch of a step they are averaged over processes."""
 
     @abstractmethod
@@ -53,34 +53,34 @@ class Parallel(ABC):
         """Clip the gradients and step, unless they are not finite: then nothing changes, and False is returned."""
 
     @abstractmethod
-    def weights(self, module: nn.Module) -> dict[str, Tensor]:
+    def gather_weights(self, module: nn.Module) -> dict[str, Tensor]:
         """Parameters and buffers of a module, whole and on the CPU, for the main process; every process must call it."""
 
     @abstractmethod
-    def optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
+    def gather_optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         """The optimiser's state, whole and on the CPU, numbered as in `groups`; every process must call it."""
 
     @abstractmethod
     def load_optimizer(self, tensors: dict[str, Tensor], numbers: dict[str, float]) -> None:
         """Undo `optimizer_state`, on any number of processes."""
 
-    def release(self) -> None:
+    def restore_tensors(self) -> None:
         """Called on every process after training: on the main one all tensors are whole again, on the CPU if they were not."""
 
-    def sums(self, *values: float) -> list[float]:
+    def all_reduce(self, *values: float) -> list[float]:
         """These numbers, each added up over the processes that see different data."""
-        if self.count == 1:
+        if self.num_processes == 1:
             return list(values)
         found = self.accelerator.reduce(torch.tensor(values, dtype=torch.float64, device=self.device), "sum")
-        return [value / self.copies for value in found.tolist()]
+        return [value / self.num_copies for value in found.tolist()]
 
-    def gathered(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """What every process says, by rank."""
-        if self.count == 1:
+        if self.num_processes == 1:
             return [value]
-        found: list[Any] = [None] * self.count
+        found: list[Any] = [None] * self.num_processes
         dist.all_gather_object(found, value)
         return found
 
-    def wait(self) -> None:
+    def wait_for_all(self) -> None:
         self.accelerator.wait_for_everyone()

@@ -10,71 +10,71 @@ from spectrain.drafters.base import Drafter, Losses, TrainingState
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
 
-from ..checkpoints import flatten_optimizer, tensors_of, unflatten_optimizer
-from ..optimizers import Groups, Made
-from .base import Parallel
+from ..checkpoints import collect_tensors, flatten_optimizer, unflatten_optimizer
+from ..optimizers import OptimizerFactory, ParameterGroups
+from .base import ParallelStrategy
 
 
-class Replicated(Parallel):
+class ReplicatedStrategy(ParallelStrategy):
     """Every process has the whole drafter; gradients are averaged (DDP)."""
 
     name = "ddp"
 
-    def share(self, drafter: Drafter, target: Target) -> None:
+    def set_drafter(self, drafter: Drafter, target: Target) -> None:
         self.drafter, self.target = drafter.to(self.device), target
         self.model: Any = drafter
 
-    def optimise(self, groups: Groups, clip: float, made: Made) -> None:
+    def start_stage(self, groups: ParameterGroups, clip: float, make_optimizer: OptimizerFactory) -> None:
         self.clip = clip
-        self.optimizer = made(groups)
-        self._wrap()
+        self.optimizer = make_optimizer(groups)
+        self._wrap_model()
 
-    def _wrap(self) -> None:
+    def _wrap_model(self) -> None:
         """DDP holds the parameters that are being trained, so each stage has its own."""
-        if self.count > 1 and any(parameter.requires_grad for parameter in self.drafter.parameters()):
+        if self.num_processes > 1 and any(parameter.requires_grad for parameter in self.drafter.parameters()):
             places = [self.device] if self.device.type == "cuda" else None
             self.model = nn.parallel.DistributedDataParallel(self.drafter, device_ids=places)
 
-    def loss(self, batch: Batch, state: TrainingState, last: bool) -> Losses:
+    def loss(self, batch: Batch, state: TrainingState, is_last: bool) -> Losses:
         wrapped = isinstance(self.model, nn.parallel.DistributedDataParallel)
         autocast = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
-        with autocast, self.model.no_sync() if wrapped and not last else nullcontext():
+        with autocast, self.model.no_sync() if wrapped and not is_last else nullcontext():
             losses: Losses = self.model(
                 batch, self.target, state
             )  # which is where DDP reads whether gradients will be averaged
         return losses
 
-    def backward(self, loss: Tensor, last: bool) -> None:
+    def backward(self, loss: Tensor, is_last: bool) -> None:
         torch.autograd.backward(loss)
 
     @property
-    def trained(self) -> list[Any]:
+    def trained_parameters(self) -> list[Any]:
         """The parameters that this stage trains, in the order of its groups."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def step(self) -> bool:
-        self._average_target()
-        finite = bool(torch.isfinite(self._clip()))
+        self._average_target_gradients()
+        finite = bool(torch.isfinite(self._clip_gradients()))
         if finite:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return finite
 
-    def _clip(self) -> Tensor:
+    def _clip_gradients(self) -> Tensor:
         """Clip the gradients; their norm before, over all processes."""
-        return torch.nn.utils.clip_grad_norm_(self.trained, self.clip)
+        return torch.nn.utils.clip_grad_norm_(self.trained_parameters, self.clip)
 
-    def _average_target(self) -> None:
+    def _average_target_gradients(self) -> None:
         """Average the gradients of the target's own parameters over processes: they are not in what is wrapped.
 
         A parameter that no sequence of this process went through, its layer dropped, has a gradient of zero.
         """
         own = {id(parameter) for parameter in self.drafter.parameters()}
-        theirs = [parameter for parameter in self.trained if id(parameter) not in own]
+        theirs = [parameter for parameter in self.trained_parameters if id(parameter) not in own]
         for parameter in theirs:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        if self.count == 1 or not theirs:
+        if self.num_processes == 1 or not theirs:
             return
         for start in range(0, len(theirs), 64):  # a few large exchanges instead of hundreds of small ones
             part = theirs[start : start + 64]
@@ -82,10 +82,10 @@ class Replicated(Parallel):
             for parameter, mean in zip(part, flat.split([parameter.numel() for parameter in part])):
                 parameter.grad = mean.view_as(parameter)
 
-    def weights(self, module: nn.Module) -> dict[str, Tensor]:
-        return tensors_of(module)
+    def gather_weights(self, module: nn.Module) -> dict[str, Tensor]:
+        return collect_tensors(module)
 
-    def optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
+    def gather_optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         return flatten_optimizer(self.optimizer)
 
     def load_optimizer(self, tensors: dict[str, Tensor], numbers: dict[str, float]) -> None:

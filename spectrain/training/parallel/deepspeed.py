@@ -11,26 +11,26 @@ from spectrain.errors import RunError
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
 
-from ..checkpoints import tensors_of
-from ..optimizers import Groups, Made
-from .base import Parallel
+from ..checkpoints import collect_tensors
+from ..optimizers import OptimizerFactory, ParameterGroups
+from .base import ParallelStrategy
 
 
-class Zero(Parallel):
+class ZeroStrategy(ParallelStrategy):
     """DeepSpeed: optimiser state and gradients are spread over processes (ZeRO-2), and parameters too (ZeRO-3)."""
 
-    in_place = plain = False
+    is_reusable = full_parameters = False
 
-    def __init__(self, accelerator: Accelerator, stage: int, copies: int = 1, autocast: torch.dtype | None = None) -> None:
-        super().__init__(accelerator, copies, autocast)
-        self.name, self.stage, self.whole = f"zero{stage}", stage, stage == 2
+    def __init__(self, accelerator: Accelerator, stage: int, num_copies: int = 1, autocast: torch.dtype | None = None) -> None:
+        super().__init__(accelerator, num_copies, autocast)
+        self.name, self.stage, self.unsharded = f"zero{stage}", stage, stage == 2
 
-    def share(self, drafter: Drafter, target: Target) -> None:
+    def set_drafter(self, drafter: Drafter, target: Target) -> None:
         self.drafter, self.target = drafter.to(self.device), target
         self.engine: Any = None
-        target.in_step = True
+        target.runs_in_lockstep = True
 
-    def optimise(self, groups: Groups, clip: float, made: Made) -> None:
+    def start_stage(self, groups: ParameterGroups, clip: float, make_optimizer: OptimizerFactory) -> None:
         import deepspeed
 
         if self.device.type == "cpu":
@@ -38,9 +38,9 @@ class Zero(Parallel):
             # for which every later one waits for ever
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if self.engine is not None:
-            self._dismantle(everywhere=True)
+            self._destroy_engine(on_every_process=True)
         self.parameters: list[nn.Parameter] = [parameter for group in groups for parameter in group["params"]]
-        plain = made(groups)
+        plain = make_optimizer(groups)
         settings = {
             "train_micro_batch_size_per_gpu": 1,  # what a batch holds is ours to say, and losses are sums
             "gradient_clipping": clip,
@@ -54,38 +54,38 @@ class Zero(Parallel):
             },  # gradients are averaged in float32
             "steps_per_print": 1 << 40,
         }
-        model = _Both(self.drafter, self.target)
+        model = _DrafterWithTarget(self.drafter, self.target)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=plain, config=settings, dist_init_required=False
         )
         self.optimizer.check_grad_overflow = True  # type: ignore[attr-defined]  # it then leaves out a step that is not finite
         held = sum(p.ds_tensor.numel() for p in self.parameters) if self.stage == 3 else 0  # type: ignore[attr-defined]
         whole = sum(p.ds_numel for p in self.parameters) if self.stage == 3 else 0  # type: ignore[attr-defined]
-        if self.engine.zero_optimization_stage() != self.stage or (self.count > 1 and held and held >= whole):
+        if self.engine.zero_optimization_stage() != self.stage or (self.num_processes > 1 and held and held >= whole):
             raise RunError(f"trainer.sharding={self.name}: DeepSpeed did not shard; check its version")
 
-    def loss(self, batch: Batch, state: TrainingState, last: bool) -> Losses:
+    def loss(self, batch: Batch, state: TrainingState, is_last: bool) -> Losses:
         terms, hits, counts = self.engine(batch, state)
         return Losses(terms, hits, counts)
 
-    def backward(self, loss: Tensor, last: bool) -> None:
-        self.engine.set_gradient_accumulation_boundary(last)
+    def backward(self, loss: Tensor, is_last: bool) -> None:
+        self.engine.set_gradient_accumulation_boundary(is_last)
         self.engine.backward(loss)
-        if not last:
+        if not is_last:
             self.engine.step()  # counts the batch; nothing moves
 
     def step(self) -> bool:
         self.engine.step()
         return not self.optimizer.overflow  # type: ignore[attr-defined]
 
-    def weights(self, module: nn.Module) -> dict[str, Tensor]:
+    def gather_weights(self, module: nn.Module) -> dict[str, Tensor]:
         from deepspeed import zero
 
         parameters = list(module.parameters())
         with zero.GatheredParameters(parameters, enabled=self.stage == 3):
-            return {name: tensor.clone() for name, tensor in tensors_of(module).items()}
+            return {name: tensor.clone() for name, tensor in collect_tensors(module).items()}
 
-    def optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
+    def gather_optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         from deepspeed.utils import safe_get_full_optimizer_state
 
         inner: Any = self.optimizer.optimizer  # type: ignore[attr-defined]
@@ -121,18 +121,20 @@ class Zero(Parallel):
         outer._hp_optimizer_states_linked = False
         outer._lazy_init_hp_params_optimizer_state()
 
-    def release(self) -> None:
-        self._dismantle(everywhere=False)
-        self.target.in_step = False
+    def restore_tensors(self) -> None:
+        self._destroy_engine(on_every_process=False)
+        self.target.runs_in_lockstep = False
 
-    def _dismantle(self, everywhere: bool) -> None:
+    def _destroy_engine(self, on_every_process: bool) -> None:
         """Plain parameters in place of DeepSpeed's, whole on every process or on the main one alone."""
         from deepspeed import zero
 
-        module: _Both = self.engine.module
+        module: _DrafterWithTarget = self.engine.module
         parameters = list(module.parameters())
         with zero.GatheredParameters(parameters, enabled=self.stage == 3):
-            whole = [parameter.detach().clone() if everywhere or self.is_main else torch.empty(0) for parameter in parameters]
+            whole = [
+                parameter.detach().clone() if on_every_process or self.is_main else torch.empty(0) for parameter in parameters
+            ]
         self.engine.destroy()
         self.engine.optimizer = (
             None  # else it would be destroyed once more when it is collected, with the next one's links to state
@@ -141,16 +143,16 @@ class Zero(Parallel):
             parameter.data = value
 
 
-class _Both(nn.Module):
+class _DrafterWithTarget(nn.Module):
     """What DeepSpeed takes: one module that owns all that is trained, the target included where it is."""
 
     def __init__(self, drafter: Drafter, target: Target) -> None:
         super().__init__()
         self.drafter = drafter
         if any(parameter.requires_grad for parameter in target.parameters()):
-            self.trained = target.model
-        self.lent = [target]  # in a list, so that it is no submodule
+            self.trained_target = target.model
+        self.borrowed_target = [target]  # in a list, so that it is no submodule
 
     def forward(self, batch: Batch, state: TrainingState) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        losses = self.drafter.loss(batch, self.lent[0], state)
+        losses = self.drafter.loss(batch, self.borrowed_target[0], state)
         return losses.terms, losses.hits, losses.counts  # in the open, for DeepSpeed hangs its hooks on tensors

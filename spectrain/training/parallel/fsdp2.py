@@ -13,22 +13,22 @@ from spectrain.drafters.base import Drafter, Losses
 from spectrain.errors import RunError, UserError
 from spectrain.models.target import Target
 
-from ..checkpoints import gathered, unflatten_optimizer
-from .ddp import Replicated
+from ..checkpoints import gather_tensor, unflatten_optimizer
+from .ddp import ReplicatedStrategy
 
 torch.export.register_dataclass(Losses)  # so that FSDP2 finds the tensors in it
 
 
-class FullyShard(Replicated):
+class FullyShardedStrategy(ReplicatedStrategy):
     """Every process has a part of each of the drafter's tensors, and the whole of a block while it runs (FSDP2)."""
 
     name = "fsdp2"
-    in_place = whole = plain = False
+    is_reusable = unsharded = full_parameters = False
 
-    def share(self, drafter: Drafter, target: Target) -> None:
-        super().share(drafter, target)
-        mesh = dist.device_mesh.init_device_mesh(self.device.type, (self.count,))
-        for block in blocks(drafter):
+    def set_drafter(self, drafter: Drafter, target: Target) -> None:
+        super().set_drafter(drafter, target)
+        mesh = dist.device_mesh.init_device_mesh(self.device.type, (self.num_processes,))
+        for block in find_blocks(drafter):
             fully_shard(block, mesh=mesh)
         fully_shard(drafter, mesh=mesh)
         parameters: list[Any] = list(drafter.parameters())
@@ -39,25 +39,25 @@ class FullyShard(Replicated):
             )
         whole = sum(parameter.numel() for parameter in parameters)
         held = sum(parameter.to_local().numel() for parameter in parameters if isinstance(parameter, DTensor))
-        if self.count > 1 and not 0 < held < whole:
+        if self.num_processes > 1 and not 0 < held < whole:
             raise RunError(f"trainer.sharding=fsdp2: this process holds {held} of {whole} parameters, so nothing was sharded")
 
-    def _wrap(self) -> None:
+    def _wrap_model(self) -> None:
         """The hooks that `share` put in do the work."""
 
-    def backward(self, loss: Tensor, last: bool) -> None:
-        self.drafter.set_requires_gradient_sync(last)  # type: ignore[operator]
+    def backward(self, loss: Tensor, is_last: bool) -> None:
+        self.drafter.set_requires_gradient_sync(is_last)  # type: ignore[operator]
         torch.autograd.backward(loss)
 
-    def _clip(self) -> Tensor:
-        parts = [[p for p in self.trained if isinstance(p, DTensor) == sharded] for sharded in (True, False)]
-        norms = [_norm(part) for part in parts]
+    def _clip_gradients(self) -> Tensor:
+        parts = [[p for p in self.trained_parameters if isinstance(p, DTensor) == sharded] for sharded in (True, False)]
+        norms = [_gradient_norm(part) for part in parts]
         norm = torch.stack([value for value in norms if value is not None]).norm()
         for part in parts:
             torch.nn.utils.clip_grads_with_norm_(part, self.clip, norm)
         return norm
 
-    def weights(self, module: nn.Module) -> dict[str, Tensor]:
+    def gather_weights(self, module: nn.Module) -> dict[str, Tensor]:
         named = module.state_dict(keep_vars=True)
         first = {id(tensor): name for name, tensor in reversed(named.items())}  # of tied ones
         kept = {*first.values()}
@@ -65,7 +65,7 @@ class FullyShard(Replicated):
         return {name: tensor for name, tensor in whole.items() if name in kept}
 
     def load_optimizer(self, tensors: dict[str, Tensor], numbers: dict[str, float]) -> None:
-        parameters, shared = self.trained, {}
+        parameters, shared = self.trained_parameters, {}
         for name, value in tensors.items():
             parameter = parameters[int(name.split(".", 1)[0])]
             fits = isinstance(parameter, DTensor) and value.shape == parameter.shape
@@ -74,22 +74,22 @@ class FullyShard(Replicated):
             )
         unflatten_optimizer(self.optimizer, shared, numbers)
 
-    def release(self) -> None:
+    def restore_tensors(self) -> None:
         done: dict[int, nn.Parameter] = {}  # of tied ones the same again
         for module in self.drafter.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 if id(parameter) not in done:
-                    whole = gathered(parameter)  # on every process, for all of them send
+                    whole = gather_tensor(parameter)  # on every process, for all of them send
                     done[id(parameter)] = nn.Parameter(whole if self.is_main else torch.empty(0))
                 setattr(module, name, done[id(parameter)])
 
 
-def blocks(drafter: nn.Module) -> list[nn.Module]:
+def find_blocks(drafter: nn.Module) -> list[nn.Module]:
     """The parts of a drafter that are sharded by themselves: the layers of a model inside it, each of which runs as a whole."""
     return [layer for module in drafter.modules() if isinstance(module, Target) for layer in module.layers]
 
 
-def _norm(parameters: list[Any]) -> Tensor | None:
+def _gradient_norm(parameters: list[Any]) -> Tensor | None:
     """The norm of the gradients, over all processes."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:

@@ -17,14 +17,14 @@ from accelerate import Accelerator
 
 from spectrain.errors import RunError, UserError
 
-from .base import Parallel
-from .ddp import Replicated
-from .deepspeed import Zero
-from .fsdp2 import FullyShard
+from .base import ParallelStrategy
+from .ddp import ReplicatedStrategy
+from .deepspeed import ZeroStrategy
+from .fsdp2 import FullyShardedStrategy
 
 Sharding = Literal["auto", "ddp", "fsdp2", "zero2", "zero3"]
 # What an accelerate file may say of these; anything else would not be done.
-FOLLOWED: dict[str, tuple[tuple[str, ...], str]] = {
+SUPPORTED_VALUES: dict[str, tuple[tuple[str, ...], str]] = {
     "ACCELERATE_MIXED_PRECISION": (("no", "bf16"), "mixed_precision: bf16"),
     "ACCELERATE_DYNAMO_BACKEND": (("NO",), "dynamo_backend: 'NO'"),
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (("1", "auto"), "trainer.accumulate instead"),
@@ -37,9 +37,9 @@ FOLLOWED: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
-def asked_for(sharding: Sharding) -> Sharding:
+def resolve_sharding(sharding: Sharding) -> Sharding:
     """What the launcher and `trainer.sharding` ask for; they must not disagree, nor ask for what is not done."""
-    for variable, (known, instead) in FOLLOWED.items():
+    for variable, (known, instead) in SUPPORTED_VALUES.items():
         if (said := os.environ.get(variable)) is not None and said.lower() not in [value.lower() for value in known]:
             raise UserError(f"launch: {variable}={said} would not be followed; use {instead}")
     launched: Sharding | None = None
@@ -57,15 +57,15 @@ def asked_for(sharding: Sharding) -> Sharding:
     return launched or ("ddp" if sharding == "auto" else sharding)
 
 
-def connect(sharding: Sharding) -> Accelerator:
+def connect_processes(sharding: Sharding) -> Accelerator:
     """The processes of this launch; stops where they were started but cannot find one another."""
-    asked_for(sharding)
+    resolve_sharding(sharding)
     if "MASTER_ADDR" in os.environ and "RANK" not in os.environ:
         raise UserError(
             "launch: several processes are asked for but this one has no rank, as when accelerate launches on CPUs; use "
             "torchrun --nproc-per-node N -m spectrain train ..."
         )
-    with _without("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):  # or accelerate would set out to do it itself
+    with _hide_variables("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):  # or accelerate would set out to do it itself
         accelerator = Accelerator(mixed_precision="no", cpu=not torch.cuda.is_available())  # autocast is the trainer's
     expected = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != expected:
@@ -73,16 +73,22 @@ def connect(sharding: Sharding) -> Accelerator:
     return accelerator
 
 
-def parallel(accelerator: Accelerator, sharding: Sharding, copies: int = 1, autocast: torch.dtype | None = None) -> Parallel:
+def make_strategy(
+    accelerator: Accelerator, sharding: Sharding, num_copies: int = 1, autocast: torch.dtype | None = None
+) -> ParallelStrategy:
     """The way to share that was asked for; `copies` neighbouring processes see the same data; products are in `autocast`."""
-    way = asked_for(sharding)
+    way = resolve_sharding(sharding)
     if autocast is not None:  # norms in float32 take half-precision states, of which torch warns that it is slower
         warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
     if way != "ddp" and not dist.is_initialized():  # a single process that was started by hand
-        _alone(accelerator.device)
+        _init_single_process(accelerator.device)
     if way == "fsdp2":
-        return FullyShard(accelerator, copies, autocast)
-    return Replicated(accelerator, copies, autocast) if way == "ddp" else Zero(accelerator, int(way[-1]), copies, autocast)
+        return FullyShardedStrategy(accelerator, num_copies, autocast)
+    return (
+        ReplicatedStrategy(accelerator, num_copies, autocast)
+        if way == "ddp"
+        else ZeroStrategy(accelerator, int(way[-1]), num_copies, autocast)
+    )
 
 
 def _is_set(name: str) -> bool:
@@ -90,7 +96,7 @@ def _is_set(name: str) -> bool:
 
 
 @contextmanager
-def _without(*names: str) -> Iterator[None]:
+def _hide_variables(*names: str) -> Iterator[None]:
     """The environment without these variables."""
     kept = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
@@ -99,7 +105,7 @@ def _without(*names: str) -> Iterator[None]:
         os.environ.update(kept)
 
 
-def _alone(device: torch.device) -> None:
+def _init_single_process(device: torch.device) -> None:
     """A process group of one."""
     os.environ.setdefault("LOCAL_RANK", "0")
     store = dist.HashStore()  # type: ignore[attr-defined]

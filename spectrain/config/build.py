@@ -1,0 +1,67 @@
+"""What settings construct: only what a choice names, with settings checked before and given to it as they are."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from spectrain.errors import UserError
+
+from .check import check_node
+from .choices import find_choice, find_group
+
+
+def register_resolvers(device: str = "auto") -> None:
+    """`${cpu_gpu:A,B}` is A on a machine without a GPU and B on one with, or what a named `device` has."""
+    has_gpu = torch.cuda.is_available() if device == "auto" else device == "cuda"
+    OmegaConf.register_new_resolver("cpu_gpu", lambda cpu, gpu: gpu if has_gpu else cpu, replace=True)
+
+
+def build(node: Any, **runtime: Any) -> Any:
+    """Construct what one group names from its settings, checked, or give None where it is empty."""
+    if not node or "_target_" not in node:
+        assert not node or "choice" not in node, "what a file names is looked up first"
+        return None
+    plain = _to_containers(node)
+    checked = check_node(find_group(str(plain["_target_"])), plain)
+    settings = {key: value for key, value in checked.items() if key not in ("_target_", "init")}
+    return import_constructor(checked)(**{**settings, **runtime})
+
+
+def import_constructor(node: Mapping[str, Any]) -> Any:
+    """What a group's choice constructs: a class or a function, which one of the yaml files names."""
+    find_group(str(node["_target_"]))
+    return _import_name(str(node["_target_"]))
+
+
+def _import_name(target: str) -> Any:
+    module, _, name = target.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        group = find_group(target)
+        raise UserError(
+            f"{group}={find_choice(group, target)}: {target} cannot be imported ({error}); PYTHONPATH says "
+            f"where its module lies"
+        ) from error
+
+
+def settings_with_defaults(node: Mapping[str, Any]) -> dict[str, Any]:
+    """One group's settings, defaults included."""
+    parameters = inspect.signature(import_constructor(node)).parameters
+    defaults = {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}
+    return {**defaults, **{str(key): value for key, value in node.items() if not str(key).startswith("_")}}
+
+
+def _to_containers(value: Any) -> Any:
+    """Settings as plain containers; text is not looked into."""
+    if OmegaConf.is_config(value):
+        return OmegaConf.to_container(value, resolve=True)
+    if isinstance(value, Mapping):
+        return {str(key): _to_containers(inner) for key, inner in value.items()}
+    return [_to_containers(inner) for inner in value] if isinstance(value, list) else value

@@ -1,0 +1,174 @@
+"""Settings against the constructors that they are for, whose sources are read: nothing of them is imported."""
+
+from __future__ import annotations
+
+import math
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import TypeAdapter, ValidationError
+
+from spectrain.errors import UserError, suggest_nearest
+
+from .choices import find_choice
+from .saved import find_directives
+from .schema import CommandSchema, choice_files, conf_folders, find_owners, load_yaml, select_choices
+from .signatures import SettingKey, has_source, list_keys
+
+BOUND_TEXTS = {"greater_than_equal": "use {ge} or more", "greater_than": "use more than {gt}",
+    "less_than_equal": "use {le} or less",
+          "less_than": "use less than {lt}"}  # fmt: skip
+"""What is said of a number out of bounds, by pydantic's name of it."""
+
+
+def check_config(config: DictConfig, allowed_keys: Iterable[str]) -> DictConfig:
+    """The resolved configuration; stops at an unknown key, a missing one or a value of the wrong type."""
+    allowed_keys = list(allowed_keys)
+    for key in map(str, config):
+        if key not in allowed_keys:
+            raise UserError(f"{key}: there is no such key; {suggest_nearest(key, allowed_keys)}")
+    try:
+        plain: Any = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        where = str(error.full_key or "configuration")
+        raise UserError(f"{where}: {str(error).splitlines()[0]}") from error
+    for group, node in plain.items():
+        if isinstance(node, dict) and "_target_" in node:
+            plain[group] = check_node(str(group), node)
+    return OmegaConf.create(plain)
+
+
+def check_node(group: str, node: Mapping[str, Any]) -> dict[str, Any]:
+    """One group's settings against the constructor that its choice names, values converted to the declared types."""
+    target = str(node["_target_"])
+    if find_choice(group, target) is None:
+        raise UserError(f"{group}._target_={target}: no choice of this group names it; write {group}=CHOICE")
+    if not has_source(target):
+        raise UserError(
+            f"{group}={find_choice(group, target)}: {target} is not found; PYTHONPATH says where the folder of its module lies"
+        )
+    known = settings_by_name(target)
+    checked: dict[str, Any] = {"_target_": target}
+    for name, value in node.items():
+        if name == "init" and group == "drafter":
+            checked[name] = value
+        elif name != "_target_":
+            checked[name] = check_value(group, name, value, known)
+    for name, key in known.items():
+        if key.default is None and name not in checked:
+            raise UserError(f"{group}.{name}: it must be given, as in {group}.{name}=VALUE")
+    return checked
+
+
+def settings_by_name(target: str) -> dict[str, SettingKey]:
+    """A constructor's settings by name."""
+    return {key.name: key for key in list_keys(target)}
+
+
+def check_value(group: str, name: str, value: Any, allowed_keys: Mapping[str, SettingKey]) -> Any:
+    """A setting's value as its declared type has it; nothing in it is an order, and every number is a finite one."""
+    full = f"{group}.{name}"
+    if name not in allowed_keys:
+        raise UserError(f"{full}: there is no such key; {suggest_owner(group, name) or suggest_nearest(name, allowed_keys)}")
+    if value == "" and allowed_keys[name].default != "":
+        raise UserError(f"{full}=: it is empty; write {full}=VALUE, or leave it out")
+    if value == "???":
+        raise UserError(f"{full}: it must be given, as in {full}=VALUE")
+    order = next(find_directives(value, full), None)
+    if order is not None:
+        raise UserError(f"{order}; delete it")
+    hint = allowed_keys[name].hint
+    try:
+        found = TypeAdapter(hint).validate_python(value)
+    except ValidationError as error:
+        raise UserError(f"{full}={value}: {violation_text(error, hint)}{suggest_remedy(value, hint)}") from error
+    if not is_finite(found):
+        raise UserError(f"{full}={value}: use a finite number")
+    return found
+
+
+def check_overrides(schema: CommandSchema, words: list[str]) -> None:
+    """Stop at the first setting among a command's words that its constructor does not know, or whose value is wrong.
+
+    What only hydra can tell, references and sweeps, is left to it.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    choices, folders, parser = select_choices(schema, words), conf_folders(words), OverridesParser.create()
+    for word in words:
+        setting = re.fullmatch(r"(?:\+\+|\+)?(\w+)\.(\w+)=(.*)", word, re.DOTALL)
+        if setting is None:
+            continue
+        group, name, value = setting.groups()
+        path = choice_files(group, folders).get(choices.get(group, ""))
+        target = schema.nodes.get(group) or (load_yaml(path).get("_target_") if path else None)
+        if target is None or not list_keys(target) or (group, name) == ("drafter", "init"):
+            continue
+        try:
+            override = parser.parse_override(f"{group}.{name}={value}")
+            if override.is_sweep_override():
+                continue
+            given: Any = override.value()
+        except HydraException:
+            given = value
+        if "${" not in value:
+            check_value(group, name, given, settings_by_name(target))
+
+
+def is_finite(value: Any) -> bool:
+    """Whether no number in a value is infinite or none at all."""
+    if isinstance(value, Mapping):
+        return all(map(is_finite, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def violation_text(error: ValidationError, hint: Any) -> str:
+    """What is wrong with a value: the bounds that it should keep, else the type that it should have."""
+    first = error.errors()[0]
+    if first["type"] in BOUND_TEXTS:
+        return BOUND_TEXTS[first["type"]].format(**{key: f"{bound:.10g}" for key, bound in first["ctx"].items()})
+    if first["type"] == "predicate_failed":
+        return f"use {find_predicate(hint).__doc__}"
+    return f"{first['msg'][0].lower() + first['msg'][1:]} ({describe_type(hint)})"
+
+
+def find_predicate(hint: Any) -> Any:
+    """The function of ours that a value was to satisfy."""
+    return next(note.func for note in getattr(hint, "__metadata__", ()) if hasattr(note, "func"))
+
+
+def describe_type(hint: Any) -> str:
+    """A type as one writes it, without bounds."""
+    origin = typing.get_origin(hint)
+    if origin is typing.Annotated:
+        return describe_type(typing.get_args(hint)[0])
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(map(describe_type, typing.get_args(hint)))
+    if hint is types.NoneType:
+        return "null"
+    if origin in (tuple, list, dict):
+        return f"{origin.__name__}[{', '.join(map(describe_type, typing.get_args(hint)))}]"
+    return hint.__name__ if isinstance(hint, type) and origin is None else str(hint).replace("typing.", "")
+
+
+def suggest_owner(group: str, key: str) -> str:
+    """Which choices of a group have a setting that this one has not; empty where none has."""
+    owners_of_key = find_owners(group, key)
+    return f"it is a setting of {group}={', '.join(owners_of_key)}" if owners_of_key else ""
+
+
+def suggest_remedy(value: Any, hint: Any) -> str:
+    """How a value of the wrong type is mended, where that can be told."""
+    if value == "None" and "null" in describe_type(hint):
+        return "; write null"
+    if isinstance(value, str) and re.fullmatch(r"[-+]?[\d.,_]+\s*[A-Za-z%]+", value):
+        return "; write a plain number, without a unit"
+    return ""

@@ -1,0 +1,129 @@
+"""Choices: the constructors that a group can be set to. A yaml of conf/, or of the folder that --config-dir names, gives each.
+
+Nothing else is ever constructed: a name that no yaml knows is refused before anything of it is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import get_object
+
+from spectrain.errors import UserError, suggest_nearest
+
+from .schema import choice_files, load_yaml
+from .signatures import PACKAGE_ROOT
+
+# The names of classes as drafters of earlier versions saved them; nothing new belongs here.
+FORMER_NAMES = {
+    "acceptance": {"Block": "block", "Greedy": "greedy", "Match": "match", "Recursive": "recursive",
+                   "SpeculativeSampling": "chain", "Traversal": "traversal", "Typical": "typical"},
+    "data": {"Embedded": "embedded", "Hub": "hub", "Jsonl": "jsonl", "ShareGpt": "sharegpt", "Prepared": "speculators",
+             "Stream": "stream"},
+    "drafter": {"Causal": "causal", "Eagle3": "eagle3", "EarlyExit": "early_exit", "GatedLora": "gated_lora",
+                "Hydra": "hydra", "Kangaroo": "kangaroo", "LayerSkipping": "layer_skip", "Lookahead": "lookahead",
+                "Medusa": "medusa", "Ngram": "ngram", "Pard": "pard"},
+    "eval": {"Evaluation": "default"},
+    "source": {"Generated": "generated", "Live": "live", "Stored": "store"},
+    "target": {"load_hf": "hf", "load_smollm2": "smollm2", "load_tiny": "tiny"},
+    "tracker": {"TensorBoard": "tensorboard", "Wandb": "wandb"},
+    "trainer": {"Trainer": "default"},
+    "tree": {"Auto": "auto", "Cartesian": "cartesian", "Cast": "cast", "Chain": "chain", "DySpec": "dyspec",
+             "Eagle2": "eagle2", "Entropy": "entropy", "OptTree": "opt", "Sequoia": "sequoia", "Static": "static"},
+}  # fmt: skip
+"""Group -> what its choices' constructors were called when files still named them, wherever in spectrain they stood."""
+
+_choice_folders: list[Path] = [PACKAGE_ROOT / "conf"]
+
+
+def set_choice_folders(folders: Iterable[Path]) -> None:
+    """Say where choices are found: conf/ and what the command names by --config-dir."""
+    _choice_folders[:] = [folder.resolve() for folder in folders]
+
+
+def list_constructors(group: str) -> dict[str, str]:
+    """Choice -> the import path of its constructor, those of conf/ first; choices that are empty have none."""
+    return _read_constructors(tuple(_choice_folders)).get(group, {})
+
+
+@cache
+def _read_constructors(folders: tuple[Path, ...]) -> dict[str, dict[str, str]]:
+    """Group -> choice -> path. A node that a command's own yaml constructs, such as chat, is a group too."""
+    found: dict[str, dict[str, str]] = {}
+    for folder in folders:
+        nodes = [
+            (path.stem, group, node) for path in sorted(folder.glob("*.yaml")) for group, node in _load_mapping(path).items()
+        ]
+        for group in sorted(entry.name for entry in folder.iterdir() if entry.is_dir()):
+            nodes += [(name, group, _load_mapping(path)) for name, path in choice_files(group, [folder]).items()]
+        for name, group, node in nodes:
+            if isinstance(node, dict) and "_target_" in node and group not in ("recipe", "accelerate"):
+                found.setdefault(group, {}).setdefault(name, str(node["_target_"]))
+    return found
+
+
+def _load_mapping(path: Path) -> dict[str, Any]:
+    content = load_yaml(path)
+    return content if isinstance(content, dict) else {}
+
+
+def find_constructor(group: str, name: str) -> Any | None:
+    """Import the constructor that a choice of a group names, such as a rule that lives outside of the core; None where no yaml
+    has this choice."""
+    path = list_constructors(group).get(name)
+    return None if path is None else get_object(path)
+
+
+def find_choice(group: str, target: str) -> str | None:
+    """The choice that a constructor's import path stands for."""
+    return next((choice for choice, path in list_constructors(group).items() if path == target), None)
+
+
+def find_group(target: str) -> str:
+    """The group that has a choice of this constructor; refuses one that no yaml names."""
+    for group, known in _read_constructors(tuple(_choice_folders)).items():
+        if target in known.values():
+            return group
+    raise UserError(f"_target_={target}: no choice of conf/ names it; what is constructed has a yaml, there or in --config-dir")
+
+
+def resolve_choice(group: str, saved: Mapping[str, Any], location: str) -> dict[str, Any]:
+    """A group's settings as a file keeps them, `choice` or an earlier version's `_target_` first, as a node to construct."""
+    settings = {str(key): value for key, value in saved.items() if key not in ("choice", "_target_")}
+    known = list_constructors(group)
+    if not known:
+        raise UserError(f"{location}: {group} names a choice and is no group of settings; delete it")
+    name = choice_name(group, saved)
+    if name not in known:
+        raise UserError(
+            f"{location}: {group}={name}: there is no such choice; {suggest_nearest(name, known)}, and what is "
+            f"outside the project is "
+            "found by --config-dir FOLDER"
+        )
+    return {"_target_": known[name], **settings}
+
+
+def choice_name(group: str, node: Mapping[str, Any]) -> str:
+    """The name of what a group's settings construct, as the command line says it; what no choice stands for keeps its path."""
+    if "choice" in node:
+        return str(node["choice"])
+    path = str(node.get("_target_"))
+    former = FORMER_NAMES.get(group, {}).get(path.rpartition(".")[2]) if path.startswith("spectrain.") else None
+    return find_choice(group, path) or former or path
+
+
+def by_choice_name(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as files keep them: every group by the name of its choice. That the target's code may run, no file says."""
+    unsaid = ("_target_", "trust_remote_code")
+    return {
+        str(group): {
+            "choice": choice_name(str(group), node),
+            **{key: value for key, value in node.items() if key not in unsaid},
+        }
+        if isinstance(node, Mapping) and "_target_" in node
+        else node
+        for group, node in config.items()
+    }

@@ -1,0 +1,137 @@
+"""What is read from a drafter, a run, an export or another project: data. Nothing in a file says what is run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from spectrain.errors import UserError
+
+from .choices import resolve_choice
+
+HYDRA_DIRECTIVES = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")  # hydra's
+REMOTE_CODE_KEYS = ("auto_map", "trust_remote_code")  # transformers', which lead to code beside the weights
+MAX_FILE_BYTES = 16_000_000  # bytes; settings of whole models are a few thousand
+MAX_NESTING = 64  # levels of settings within settings
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file; one sentence where it cannot be read."""
+    return _read_file(path, json.loads, "JSON")
+
+
+def read_yaml(path: Path) -> Any:
+    """A YAML file of plain values."""
+    return _read_file(path, lambda text: yaml.load(text, _PlainLoader), "YAML")
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """A JSON file that holds settings by name."""
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: it holds no settings; copy the file again")
+    return found
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """In Python, for the one in C dies of deep nesting; no value is said twice, so that small files stay small."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it refers to a value by an alias")
+        return super().compose_node(parent, index)
+
+
+def _read_file(path: Path, parse: Callable[[str], Any], kind: str) -> Any:
+    try:
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path}: this is no file; copy it again")
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise UserError(
+                f"{path}: it has more than {MAX_FILE_BYTES // 1_000_000} MB, which no settings need; copy the file again"
+            )
+        return parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: it cannot be read ({error.strerror}); see that it is there and yours") from error
+    except UserError:
+        raise
+    except RecursionError as error:
+        raise UserError(f"{path}: its values are nested too deeply; copy the file again") from error
+    except (ValueError, yaml.YAMLError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"{path}: this is not {kind} ({reason[0]}); copy the file again") from error
+
+
+def find_directives(content: Any, key_path: str = "") -> Iterator[str]:
+    """What in a file's content would be an order rather than data, each as one sentence without its end."""
+    if key_path.count(".") > MAX_NESTING:
+        yield f"{key_path.split('.')[0]} is nested too deeply"
+    elif isinstance(content, dict):
+        for key, value in content.items():
+            yield from _check_key(str(key), value, f"{key_path}.{key}" if key_path else str(key))
+    elif isinstance(content, list):
+        for number, value in enumerate(content):
+            yield from find_directives(value, f"{key_path}.{number}")
+    elif isinstance(content, str) and "${" in content:
+        yield f"{key_path} refers to other values by ${{..}}, and a file holds only values of its own"
+
+
+def _check_key(key: str, value: Any, key_path: str) -> Iterator[str]:
+    if key in HYDRA_DIRECTIVES:
+        yield f"{key_path} is an order to construct something, and a file holds only data"
+    elif key in REMOTE_CODE_KEYS and _references_code(key, value):
+        yield f"{key_path} leads to code that would be run, and a file cannot allow that"
+    elif key.endswith("attn_implementation") and "/" in str(value):
+        yield f"{key_path}={value} leads to code on the hub, and a file cannot allow that"
+    elif key == "parent_library" and value and not str(value).startswith("transformers"):
+        yield f"{key_path}={value} leads to a package that would be imported, and a file cannot allow that"
+    else:
+        yield from find_directives(value, key_path)
+
+
+def _references_code(key: str, value: Any) -> bool:
+    own = key == "auto_map" and isinstance(value, dict) and value.keys() == {""}  # of speculators: its class is in the library
+    return bool(value) and not own
+
+
+def check_no_directives(content: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The content of a file, in which nothing is an order."""
+    found = next(find_directives(content), None)
+    if found is not None:
+        raise UserError(f"{path}: {found}; delete it")
+    return content
+
+
+def parse_description(content: Any, path: Path) -> dict[str, Any]:
+    """A drafter's own description: `drafter`, and where they are said `target`, `tree` and `acceptance`, as nodes."""
+    found = parse_groups(content, path)
+    for group in ("drafter", "target", "tree", "acceptance"):
+        node, optional = found.get(group), group != "drafter"
+        if not (isinstance(node, dict) and "_target_" in node) and not (optional and node is None):
+            raise UserError(f"{path}: this is not a drafter's description: it names no {group}; copy the file again")
+    return found
+
+
+def parse_groups(content: Any, path: Path) -> dict[str, Any]:
+    """Settings by group as `choices.named` wrote them, as nodes to construct; a group that names no choice stays as it is.
+
+    Versions before named constructors, at the top of a group: these are looked up by their name, and nowhere else read.
+    """
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: it holds no settings; copy the file again")
+    found: dict[str, Any] = {}
+    bare = {
+        group: {key: value for key, value in node.items() if key != "_target_"}
+        if isinstance(node, dict) and "choice" not in node
+        else node
+        for group, node in content.items()
+    }
+    check_no_directives(bare, path)
+    for group, node in content.items():
+        names = isinstance(node, dict) and ("choice" in node or "_target_" in node)
+        found[str(group)] = resolve_choice(str(group), node, str(path)) if names else node
+    return found

@@ -1,0 +1,172 @@
+"""Rules that weigh the target's p against the drafter's q: lossless for children that were drawn from q. V vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from spectrain.kernels.tree_verify import tree_recursive
+from spectrain.randomness import ACCEPT
+from spectrain.trees.token_tree import AcceptedPath, TokenTree
+
+from .base import DRAWN_CHILDREN, Siblings, Vector, make_nodes
+from .sequential import (
+    RandomSource,
+    SequentialRule,
+    VerifiedTree,
+    acceptance_ratio,
+    iterate_siblings,
+    normalize_weights,
+    remove_token,
+    residual_rate,
+)
+
+
+class RecursiveRejection(SequentialRule):
+    """Recursive rejection sampling (SpecInfer, Miao et al., 2023; RSD, Jeon et al., 2024; Sequoia, Chen et al., 2024).
+
+    Children in the order they were drawn: keep x with probability min(1, P(x) / Q(x)), else P becomes the normalised
+    max(P - Q, 0) and, drawn without replacement, Q loses x. Where none is kept, the next token is drawn from P.
+    """
+
+    name = "recursive"
+    lossless = True
+    children = DRAWN_CHILDREN
+    on_device = True
+
+    def __call__(self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> AcceptedPath:
+        """What `judge` decides one by one, of all sequences at once, with the same random numbers."""
+        if tree.tokens.shape[1] == 1:  # nothing to weigh
+            q, ids, without_replacement = logits.new_ones(len(sequence_ids), 1, 1), None, False
+        else:
+            self.check_children(tree.children, not self.chains_only or tree.is_chain)
+            assert tree.q is not None, "a tree with drawn children says what they were drawn from"
+            q, ids, without_replacement = tree.q, tree.draft_ids, tree.children == "without_replacement"
+        draws = self.make_draws(ACCEPT, sequence_ids, positions)
+        return AcceptedPath(*tree_recursive(make_nodes(tree), logits, q, ids, without_replacement, draws))
+
+    def select_path(self, tree: VerifiedTree, random: RandomSource) -> tuple[list[int], int]:
+        path = [0]
+        while True:
+            node = path[-1]
+            p = tree.p(node)
+            q: Vector = tree.q(node) if tree.children[node] else None
+            for number, child in enumerate(tree.children[node]):
+                token = tree.tokens[child]
+                if random.flip_coin(acceptance_ratio(p[token], q[token]), node, number):
+                    path.append(child)
+                    break
+                p = normalize_weights((p - q).clip(0), p)
+                if tree.without_replacement:
+                    q = remove_token(q, token)
+            else:
+                return path, random.draw_token(p, node)
+
+    def acceptance_chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
+        p, q, found, left = siblings.p, siblings.q, [], 1
+        for token in siblings.tokens:
+            keep = acceptance_ratio(p[token], q[token])
+            found.append(left * keep)
+            left = left * (1 - keep)
+            p = normalize_weights((p - q).clip(0), p)
+            if siblings.without_replacement:
+                q = remove_token(q, token)
+        return found
+
+
+class SpeculativeSampling(RecursiveRejection):
+    """Speculative sampling (Leviathan et al., 2023; Chen et al., 2023): recursive rejection where each node has one child."""
+
+    name = "chain"
+    chains_only = True
+
+
+class PathRule(SequentialRule):
+    """A rule that judges a path as a whole. A node's rate is the chance that it or a node below it is kept, over what is drawn
+    below it; where a node has failed, its next sibling is visited with what is left of their parent's p and rate."""
+
+    lossless = True
+    children = DRAWN_CHILDREN
+
+    def acceptance_chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
+        p, tokens, left, of_parent = siblings.p, siblings.tokens, 1, rate
+        found: list[Any] = [0] * len(tokens)
+        for place, q in iterate_siblings(tokens, siblings.q, siblings.without_replacement):
+            keep = self.child_rate(p, q, tokens[place], rate)
+            found[place] = left * keep / of_parent if of_parent else 0  # 0: the parent is never kept
+            left = left * (1 - keep)
+            residual = (rate * p - q).clip(0)
+            p, rate = normalize_weights(residual, p), residual_rate(residual.sum(), rate)
+        return found
+
+    def child_rate(self, p: Vector, q: Vector, token: int, rate: Any = 1) -> Any:
+        return acceptance_ratio(rate * p[token], q[token])
+
+
+class Block(PathRule):
+    """Block verification (Sun et al., 2024, algorithm 2): a path is judged as a whole and keeps no less than token by token.
+
+    Of one drawn path no lossless rule keeps more in a round (theorem 2): it is the transport of the whole path.
+
+    b_i = min(1, b_{i-1} p_i / q_i); the longest prefix i is kept whose coin h_i = r_i / (r_i + 1 - b_i) falls, where r_i is
+    the mass of max(b_i p - q, 0) after it, and h of the whole path is its b. The next token is drawn from that residual.
+    """
+
+    name = "block"
+    chains_only = True
+
+    def select_path(self, tree: VerifiedTree, random: RandomSource) -> tuple[list[int], int]:
+        path, rates = [0], [1]
+        while tree.children[path[-1]]:
+            (child,) = tree.children[path[-1]]
+            token = tree.tokens[child]
+            rates.append(self.child_rate(tree.p(path[-1]), tree.q(path[-1]), token, rates[-1]))
+            path.append(child)
+        if random.flip_coin(rates[-1], path[-1]):
+            return path, random.draw_token(tree.p(path[-1]), path[-1])
+        for last in range(len(path) - 2, -1, -1):
+            node, rate = path[last], rates[last]
+            residual = (rate * tree.p(node) - tree.q(node)).clip(0)
+            if last == 0 or random.flip_coin(residual_rate(residual.sum(), rate), node):
+                return path[: last + 1], random.draw_token(normalize_weights(residual, tree.p(node)), node)
+        raise AssertionError("the root is always kept")
+
+
+class Traversal(PathRule):
+    """Traversal verification (Weng et al., 2025): from the leaves to the root, so a node counts with all that is below it.
+
+    A node has a rate (the root 1) and a residual P (at first p). Each child, in the order drawn, is visited with rate
+    min(1, rate P(x) / Q(x)); where it fails, the mass S of max(rate P - Q, 0) gives the new residual and the new rate
+    S / (S + 1 - rate). With no child left the node is kept with its rate. On a chain it is block verification.
+
+    The likeliest children of a node are visited after the one that was drawn, as if each were drawn from itself alone. With
+    them it is the optimal transport of a whole round where only the last level branches: above it there is one path, of which
+    block verification is the optimum, and the last nodes keep what `Transport` does, the optimum of a node. Where an earlier
+    level branches, what lies below one child could be weighed against what lies below another, which no rule here does.
+    """
+
+    name = "traversal"
+    children = (*DRAWN_CHILDREN, "top_and_sampled")
+
+    def select_path(self, tree: VerifiedTree, random: RandomSource) -> tuple[list[int], int]:
+        found = self._visit_node(tree, random, 0, 1)
+        assert found is not None, "the root is always kept"
+        return found
+
+    def _visit_node(self, tree: VerifiedTree, random: RandomSource, node: int, rate: Any) -> tuple[list[int], int] | None:
+        p, children = tree.p(node), tree.children[node]
+        offered = (
+            iterate_siblings([tree.tokens[child] for child in children], tree.q(node), tree.without_replacement)
+            if children
+            else ()
+        )
+        for place, q in offered:
+            child = children[place]
+            found = self._visit_node(tree, random, child, self.child_rate(p, q, tree.tokens[child], rate))
+            if found is not None:
+                return [node, *found[0]], found[1]
+            residual = (rate * p - q).clip(0)
+            p = normalize_weights(residual, p)
+            rate = 1 if node == 0 else residual_rate(residual.sum(), rate)
+        return ([node], random.draw_token(p, node)) if node == 0 or random.flip_coin(rate, node, number=node) else None

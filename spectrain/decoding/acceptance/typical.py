@@ -1,0 +1,103 @@
+"""Rules whose output is not the target's, and which say so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spectrain.errors import UserError
+
+from .base import Siblings
+from .sequential import RandomSource, SequentialRule, VerifiedTree
+
+
+def lossy_warning(rule: str) -> str:
+    """What every table, card and chat says of such a rule."""
+    return f"LOSSY: acceptance={rule} changes what the target would say"
+
+
+class TypicalAcceptance(SequentialRule):
+    """Typical acceptance (Cai et al., 2024, section 3.3.1): keep what the target finds likely enough. NOT lossless.
+
+    A child is kept where p(x) > min(epsilon, delta exp(-H(p))), H the entropy; the longest kept path wins, then the
+    likeliest. The next token is drawn from p.
+    """
+
+    name = "typical"
+    lossless = False
+
+    def __init__(
+        self,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        epsilon: float = 0.09,  # what is always likely enough
+        delta: float = 0.3,  # how much less that is where the target is unsure
+    ) -> None:
+        super().__init__(temperature, top_k, top_p, seed)
+        for key, value in (("epsilon", epsilon), ("delta", delta)):
+            if not 0 < value <= 1:
+                raise UserError(f"acceptance.{key}={value}: use more than 0 and at most 1")
+        self.epsilon, self.delta = epsilon, delta
+
+    def select_path(self, tree: VerifiedTree, random: RandomSource) -> tuple[list[int], int]:
+        best = (1, 0.0, [0])
+        open_paths = [(0.0, [0])]
+        while open_paths:
+            likelihood, path = open_paths.pop()
+            best = max(best, (len(path), likelihood, path))
+            p = tree.p(path[-1])
+            least = self._min_probability(p)
+            for child in tree.children[path[-1]]:
+                if (chance := float(p[tree.tokens[child]])) > least:
+                    open_paths.append((likelihood + torch.tensor(chance).log().item(), [*path, child]))
+        path = best[2]
+        return path, random.draw_token(tree.p(path[-1]), path[-1])
+
+    def _min_probability(self, p: Tensor) -> float:
+        """What a token's chance must exceed."""
+        entropy = -(p * (p + 1e-5).log()).sum()
+        return min(self.epsilon, self.delta * float((-entropy).exp()))
+
+    def acceptance_chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
+        """Of those that are likely enough the likeliest is kept, of equal ones the last."""
+        found = [float(siblings.p[token]) for token in siblings.tokens]
+        best = max(range(len(found)), key=lambda place: (found[place], place))
+        return [float(place == best and found[place] > self._min_probability(siblings.p)) for place in range(len(found))]
+
+
+class InterleavedSampling(SequentialRule):
+    """Interleaved sampling (speculative knowledge distillation, Xu et al., 2024), which writes training text. NOT lossless.
+
+    A drawn token is kept while it is among the target's `top_k` likeliest; the first that is not is replaced by a draw of the
+    target, and what was drafted behind it is dropped. Temperature shapes the target's draw; `top_k` only judges. A block that
+    is wholly kept is followed by the drafter's next token, not by one of the target: its last token ends the round.
+    """
+
+    name = "interleaved"
+    lossless = False
+    chains_only = True
+
+    def __init__(self, temperature: float = 1.0, top_k: int = 25, seed: int = 0) -> None:
+        super().__init__(temperature, 0, 1.0, seed)
+        self.num_candidates = top_k
+
+    def select_path(self, tree: VerifiedTree, random: RandomSource) -> tuple[list[int], int]:
+        path = [0]
+        while tree.children[path[-1]]:
+            (child,) = tree.children[path[-1]]
+            scores = (tree.scores or tree.p)(path[-1])
+            if int((scores > scores[tree.tokens[child]]).sum()) >= self.num_candidates:
+                break
+            path.append(child)
+        if len(path) > 1 and not tree.children[path[-1]]:
+            return path[:-1], tree.tokens[path[-1]]
+        return path, random.draw_token(tree.p(path[-1]), path[-1])
+
+    def acceptance_chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
+        """The first that is kept; a chain has but one."""
+        kept = [int((siblings.p > siblings.p[token]).sum()) < self.num_candidates for token in siblings.tokens]
+        return [float(good and not any(kept[:place])) for place, good in enumerate(kept)]

@@ -1,0 +1,79 @@
+"""EAGLE's layer in few calls, as it drafts on a CPU: what its modules compute, in float32, on packed linears.
+
+A level of a tree is a few rows, and of a drafter's small layer they cost less than the hundred operations and calls of modules
+around its products. Shapes: B batch, F nodes, D width, H query heads, K key-value heads, d head size, V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spectrain.models.attention import causal_attention
+from spectrain.models.fused_cpu_layers import CachedRotation, shared_product
+from spectrain.models.kv_cache import TreeCache
+from spectrain.models.packed_linears import PackedLinear, is_packed
+
+from .layers import Attention
+
+if TYPE_CHECKING:
+    from .eagle_layers import EagleDrafter
+
+
+def uses_fused_cpu(drafter: EagleDrafter) -> bool:
+    """Whether a drafter is one plain layer on packed linears, and nothing learns."""
+    if not is_packed(drafter.lm_head) or torch.is_grad_enabled() or drafter.lm_head.weight.device.type != "cpu":
+        return False
+    attention, mlp = drafter.self_attn, drafter.mlp
+    if len(drafter.later) or drafter.norm_before_residual or drafter.norm_output or drafter.lm_down is not None:
+        return False
+    if type(attention) is not Attention or attention.window is not None or torch.compiler.is_compiling():
+        return False
+    return all(isinstance(linear.forward, PackedLinear) and linear.forward.shared for linear in (attention.q_proj, mlp.up_proj))
+
+
+def run_layer(
+    drafter: EagleDrafter, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: TreeCache, visible: Tensor | None
+) -> Tensor:
+    """What `EagleDrafter.run` gives, [B, F, D]."""
+    attention, hidden = drafter.self_attn, hidden.float()
+    embedded = _apply_norm(drafter.input_layernorm, drafter.embed_inputs(tokens).float())
+    x = torch.cat([embedded, _apply_norm(drafter.hidden_norm, hidden)], dim=-1)
+    heads = shared_product(attention.q_proj, x).unflatten(-1, (-1, attention.head_dim))
+    num_keys = attention.k_proj.out_features // attention.head_dim
+    rotated = CachedRotation()(heads[:, :, :-num_keys], drafter.rotary(x, positions)).transpose(1, 2)
+    q, k, v = rotated[:, :-num_keys], rotated[:, -num_keys:], heads[:, :, -num_keys:].transpose(1, 2)
+    hidden = hidden + _packed_product(attention.o_proj, _attend_cached(q, k, v, cache, visible).transpose(1, 2).flatten(2))
+    cache.add_uncommitted(tokens.shape[1])
+    mlp = drafter.mlp
+    inner = shared_product(mlp.gate_proj, _apply_norm(drafter.post_attention_layernorm, hidden))
+    gate, up = inner.chunk(2, dim=-1)
+    return hidden + _packed_product(mlp.down_proj, F.silu(gate) * up)
+
+
+def log_q(drafter: EagleDrafter, hidden: Tensor) -> Tensor:
+    """What `EagleDrafter.log_q` gives, [B, F, V]."""
+    return _packed_product(drafter.lm_head, _apply_norm(drafter.norm, hidden.float())).log_softmax(-1)
+
+
+def _apply_norm(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    return F.rms_norm(x, norm.normalized_shape, norm.weight.float(), norm.eps)
+
+
+def _packed_product(linear: nn.Linear, x: Tensor) -> Tensor:
+    product: Tensor = linear.forward.weights.product(x)  # type: ignore[attr-defined]
+    return product
+
+
+def _attend_cached(q: Tensor, k: Tensor, v: Tensor, cache: TreeCache, visible: Tensor | None) -> Tensor:
+    """[B, H, F, d], as `Attention.cached`."""
+    if visible is None and cache.is_empty:
+        cache.append(0, k, v)
+        return causal_attention(q, k, v)
+    if visible is None:
+        length = q.shape[2]
+        visible = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().expand(len(q), -1, -1)
+    return cache.attend_new(0, q, k, v, visible)

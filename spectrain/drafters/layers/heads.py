@@ -1,0 +1,180 @@
+"""What drafters with heads on the target's last state are made of.
+
+Shapes: B batch, T tokens, R rows, D target width, K heads or slots, V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spectrain.kernels.fused_attention import fused_attention
+from spectrain.models.kv_cache import TreeCache
+
+from .layers import Attention, Mlp, ResBlock, llama_config, make_rotary
+from .output_layer import make_output_layer, project_down
+
+if TYPE_CHECKING:
+    from spectrain.models.target import Target
+
+
+class MedusaHead(nn.Module):
+    """W2 (SiLU(W1 h) + h), with W1 zero at first: it starts as the target's own head."""
+
+    def __init__(self, width: int, vocab_size: int, num_layers: int, rank: int | None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ResBlock(width) for _ in range(num_layers))
+        self.lm_down, self.lm_head = make_output_layer(width, vocab_size, rank)
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        """The state [.., D] behind its blocks."""
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def head_inputs(self, x: Tensor) -> Tensor:
+        """What its output layer reads."""
+        return project_down(self.lm_down, self.run_blocks(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lm_head(self.head_inputs(x))
+
+
+class PrefixAttention(nn.Module):
+    """Hydra++ (Ankner et al., 2024, section 4.3): a decoder layer over the target's states, so that heads see more than the
+    last one.
+
+    Its output projections are zero at first, so it starts as the identity.
+    """
+
+    def __init__(self, target: Target) -> None:
+        super().__init__()
+        config = llama_config(target)
+        self.input_layernorm = nn.RMSNorm(target.width, eps=config.rms_norm_eps)
+        self.self_attn = Attention(config, target.width)
+        self.post_attention_layernorm = nn.RMSNorm(target.width, eps=config.rms_norm_eps)
+        self.mlp = Mlp(config)
+        self.rotary = make_rotary(config)
+        nn.init.zeros_(self.self_attn.o_proj.weight)
+        nn.init.zeros_(self.mlp.down_proj.weight)
+
+    def forward(
+        self,
+        final: Tensor,
+        positions: Tensor,
+        cache: TreeCache | None = None,
+        lengths: tuple[int, ...] | None = None,
+        layer: int = 0,
+    ) -> Tensor:
+        """[B, T, D] -> [B, T, D], causal, in each of packed documents of these lengths; with a cache, behind what its layer
+        holds, which the caller advances."""
+        q, k, v = self.self_attn.project_qkv(self.input_layernorm(final), self.rotary(final, positions))
+        if cache is None:
+            attended = self.self_attn.attend_causal(q, k, v, lengths)
+        else:
+            attended = self.self_attn.attend_cached(q, k, v, cache, None, layer)
+        hidden = final + attended
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Sampler(nn.Module):
+    """A mask's state and what it lacks, given the token before: two layers beside it that add nothing at first.
+
+    The authors put the two layers, each with a norm behind it, in the state's place: they must first learn to pass it on.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.first_norm = nn.Linear(2 * width, width), nn.LayerNorm(width)
+        self.second = nn.Linear(width, width)
+        nn.init.zeros_(self.second.weight)
+        nn.init.zeros_(self.second.bias)
+
+    def forward(self, state: Tensor, previous: Tensor) -> Tensor:
+        """States and embeddings [..., D] -> what the target's head reads [..., D]."""
+        previous = F.rms_norm(previous, previous.shape[-1:])  # an embedding is some 20 times smaller than a normed state
+        x = torch.cat([state, previous], dim=-1).to(self.first.weight.dtype)
+        return state + self.second(self.first_norm(F.silu(self.first(x))))
+
+
+class HeadAttention(nn.Module):
+    """An encoder layer over the states of all heads at one index: each sees all (Amphista, section 3.2). Its output projections
+    are zero at first, so it starts as the identity."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__()
+        config = llama_config(target)
+        self.head_dim = config.head_dim
+        self.input_layernorm = nn.RMSNorm(target.width, eps=config.rms_norm_eps)
+        self.qkv_proj = nn.Linear(target.width, 3 * config.num_attention_heads * config.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, target.width, bias=False)
+        self.post_attention_layernorm = nn.RMSNorm(target.width, eps=config.rms_norm_eps)
+        self.mlp = Mlp(config)
+        nn.init.zeros_(self.o_proj.weight)
+        nn.init.zeros_(self.mlp.down_proj.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[R, K, D] -> [R, K, D]"""
+        parts = self.qkv_proj(self.input_layernorm(x)).unflatten(-1, (3, -1, self.head_dim))
+        q, k, v = parts.permute(2, 0, 3, 1, 4)  # [R, H, K, head size]
+        attended = fused_attention(q, k, v)
+        x = x + self.o_proj(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class HeadMixer(nn.Module):
+    """Heads' states told apart by a learned place, zero at first, and mixed by attention; without layers as they are."""
+
+    def __init__(self, target: Target, num_heads: int, num_layers: int) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.zeros(num_heads, target.width)) if num_layers else None
+        self.layers = nn.ModuleList(HeadAttention(target) for _ in range(num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[R, K, D] -> [R, K, D]"""
+        if self.places is not None:
+            x = x + self.places
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@torch.no_grad()
+def make_state_projection(width: int) -> nn.Linear:
+    """A projection of a state beside an embedding [.., 2 D] that passes the state on, at first."""
+    fuse = nn.Linear(2 * width, width, bias=False)
+    fuse.weight.zero_()
+    fuse.weight[:, :width].fill_diagonal_(1.0)
+    return fuse
+
+
+class StagedAdapter(nn.Module):
+    """Layers over the target's states and the embedding of the token after each, one stage behind another (Amphista, section
+    3.3): each stage is where some heads begin. It starts as the identity."""
+
+    def __init__(self, target: Target, num_stages: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(target.width) if num_stages else None
+        self.fuse = nn.ModuleList(make_state_projection(target.width) for _ in range(num_stages))
+        self.layers = nn.ModuleList(PrefixAttention(target) for _ in range(num_stages))
+
+    def forward(
+        self,
+        final: Tensor,
+        embedded: Tensor,
+        positions: Tensor,
+        cache: TreeCache | None = None,
+        lengths: tuple[int, ...] | None = None,
+    ) -> list[Tensor]:
+        """The states [B, T, D] of every stage, the target's own where there is none."""
+        states, x = [], final
+        beside = embedded if self.norm is None else self.norm(embedded)
+        for number, (fuse, layer) in enumerate(zip(self.fuse, self.layers)):
+            x = layer(fuse(torch.cat([x, beside], dim=-1)), positions, cache, lengths, number)
+            states.append(x)
+        if cache is not None:
+            cache.add_uncommitted(final.shape[1])
+        return states or [final]

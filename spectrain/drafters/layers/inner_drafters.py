@@ -1,0 +1,58 @@
+"""Drafters inside a drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from spectrain.config.build import build
+from spectrain.config.choices import resolve_choice
+from spectrain.drafters.base import Drafter, Losses, Stage, TrainingState
+from spectrain.errors import UserError
+from spectrain.features.batch import Batch
+from spectrain.models.features import Layer
+
+if TYPE_CHECKING:
+    from spectrain.models.target import Target
+
+
+class DrafterWrapper(Drafter):
+    """A drafter around another, `inner`: trained, it trains that one."""
+
+    inner: Drafter
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        return self.inner.stages
+
+    def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
+        return self.inner.loss(batch, target, state)
+
+    def prepare(self, target: Target, token_counts: Tensor) -> None:
+        self.inner.prepare(target, token_counts)
+
+
+def build_inner(choice: str | dict[str, Any], key: str, target: Target) -> tuple[Drafter, dict[str, Any]]:
+    """What `drafter.KEY` names, a choice alone or with settings, and its description for a file."""
+    settings: dict[str, Any] = {"choice": choice} if isinstance(choice, str) else choice
+    drafter: Drafter = build(resolve_choice("drafter", settings, f"drafter.{key}"), target=target)
+    return drafter, {**settings, **drafter.saved.settings(drafter)}
+
+
+def build_nestable(choice: str | dict[str, Any], key: str, target: Target) -> tuple[Drafter, dict[str, Any]]:
+    """The same, of those alone whose drafts can be made by one drafter and verified by another's means."""
+    drafter, description = build_inner(choice, key, target)
+    if not drafter.abilities.plain:
+        raise UserError(
+            f"drafter.{key}={description['choice']}: it runs the target, looks at how its drafts are "
+            "verified or adds nodes of its own, so it drafts alone; name one that does not, such as causal, eagle3 or ngram"
+        )
+    return drafter, description
+
+
+def union_layers(drafters: Sequence[Drafter]) -> tuple[Layer, ...]:
+    """The features that any of them reads."""
+    found = {layer for drafter in drafters for layer in drafter.layers}
+    return (*sorted(layer for layer in found if isinstance(layer, int)), *(("final",) if "final" in found else ()))

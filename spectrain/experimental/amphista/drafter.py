@@ -1,0 +1,106 @@
+"""Amphista (Li et al., 2024, arXiv 2406.13170): Medusa's heads that see each other before they speak.
+
+Shapes: B batch, T tokens, R rows, D target width, V draft vocabulary, K heads.
+Head k, from 0, at index t reads the target's states up to t and the embeddings of the tokens up to t + 1, and predicts token
+t + 2 + k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from spectrain.config.values import Count, Number, Share, Steps, VocabularySize
+from spectrain.drafters.abilities import Capture, DraftingCost, SavedFiles
+from spectrain.drafters.base import Losses, Stage, TrainingState
+from spectrain.drafters.context import Context
+from spectrain.drafters.layers.heads import HeadMixer, MedusaHead, StagedAdapter
+from spectrain.drafters.layers.losses import LossName
+from spectrain.drafters.layers.output_layer import project_down
+from spectrain.drafters.layers.vocabulary import HeadsDrafter, Supervision
+from spectrain.features.batch import Batch
+from spectrain.models.features import Layer
+from spectrain.models.kv_cache import TreeCache
+from spectrain.trees.base import Draft, MarginalRollout
+
+if TYPE_CHECKING:
+    from spectrain.models.target import Target
+
+
+class Amphista(HeadsDrafter):
+    """Staged adaptation layers over the target's states (section 3.3), heads that each begin at one of the stages, the nearer
+    ones at the earlier, and attention over the heads in both directions (the auto-embedding block, section 3.2). The loss is
+    sum_k head_decay^k L_k, k from 1. Without either kind of layer these are Medusa's heads.
+
+        s_i = layer_i(fc_i([s_(i-1); E(x_(t+1))])), s_0 = h_t        x_k = MLP_k(s of head k) + place_k
+        x = x + attention(x), x = x + MLP(x), over the heads         p_k = softmax(W_k x_k)
+
+    The tokens before those of a head are not known to it: a node's distribution is that of its depth, all said in one pass.
+    """
+
+    layers: tuple[Layer, ...] = ("final",)
+    saved = SavedFiles(
+        shape=("num_heads", "num_layers", "attention_layers", "adaptation_layers", "vocab_size", "head_rank"),
+    )
+    abilities = replace(HeadsDrafter.abilities, capture=Capture(carried=("cache",)))
+    cost = DraftingCost(passes=lambda drafter, depth: min(1.0, depth))
+
+    def __init__(
+        self,
+        target: Target,
+        num_heads: Steps = 5,
+        num_layers: Number = 1,  # residual blocks of a head
+        attention_layers: Number = 1,  # over the heads of one index
+        adaptation_layers: Number = 2,  # over the target's states: the stages
+        vocab_size: VocabularySize = 32000,
+        loss: LossName = "forward_kl",
+        head_decay: Share = 0.8,
+        head_rank: Count | None = None,  # of the heads' output layers (SlimSpec); None: full
+    ) -> None:
+        super().__init__()
+        self.divergence, self.head_decay, self.head = loss, head_decay, target.head
+        vocab_size = min(vocab_size, target.head.vocab_size)
+        self.adaptation = StagedAdapter(target, adaptation_layers)
+        self.heads = nn.ModuleList(MedusaHead(target.width, vocab_size, num_layers, head_rank) for _ in range(num_heads))
+        self.exchange = HeadMixer(target, num_heads, attention_layers)
+        self.add_vocabulary(vocab_size, target.head.vocab_size)
+        self.cache: TreeCache | None = None
+
+    @property
+    def stages(self) -> list[Stage]:
+        """A head without adaptation reads one state; with it, all before."""
+        return [Stage.whole(self, self.layers, final_reach=None if self.adaptation.layers else len(self.heads))]
+
+    def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
+        assert batch.features is not None
+        supervision = Supervision(self, batch)
+        asked = torch.stack([supervision.is_supervised(k) for k in range(len(self.heads))], dim=-1)  # [B, T, K]
+        rows = asked.any(-1)
+        final = batch.features.at_layer("final").to(next(self.parameters()).dtype)
+        stages = self.adaptation(final, self.embed(batch.tokens.roll(-1, dims=1)), batch.positions, lengths=batch.lengths)
+        mixed = state.checkpointed(self.mixed, *(stage[rows] for stage in stages))
+
+        def read(k: int) -> Tensor:
+            return project_down(self.heads[k].lm_down, mixed[asked[rows][:, k], k])
+
+        return Losses(*self.heads_loss(supervision, read))
+
+    def mixed(self, *stages: Tensor) -> Tensor:
+        """The states [R, K, D] of all heads, from those of every stage [R, D]."""
+        count = len(self.heads)
+        return self.exchange(
+            torch.stack([head.mixed(stages[k * len(stages) // count]) for k, head in enumerate(self.heads)], 1)
+        )
+
+    def draft(self, context: Context) -> Draft:
+        """Read the states of what was just accepted; then all heads speak at the last of them."""
+        self.cache = context.drafting_cache(self.cache, len(self.adaptation.layers), 0)
+        final = context.fresh.at_layer("final").to(next(self.parameters()).dtype)
+        stages = self.adaptation(final, self.embed(context.following), self.cache.next_slots(final.shape[1]), self.cache)
+        self.cache.commit(None, context.counts)
+        states = self.mixed(*(context.newest(stage)[:, 0] for stage in stages))
+        said = [head.lm_head(project_down(head.lm_down, states[:, k])) for k, head in enumerate(self.heads)]
+        return Draft(MarginalRollout(context.root, torch.stack(said, dim=1).float().log_softmax(-1), self.draft_ids))

@@ -1,0 +1,241 @@
+"""Chains whose length is decided while decoding. Shapes: B batch, D depth, E episodes, F features of a place.
+
+A length is decided before the token that it would add is drawn: by rounds that are over, and by what the drafter says of
+this one's places so far. Tokens that were drawn are always verified, so drawn chains stay lossless; the proof is in
+tests/decoding/test_lossless.py.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spectrain.trees.base import GrowingTree, Prefix, RoundResult
+from spectrain.trees.chain import Chain
+from spectrain.trees.measured import LatencyAwareBuilder
+from spectrain.trees.token_tree import Children
+
+
+class AdaptiveChain(LatencyAwareBuilder, Chain):
+    """A chain of up to `depth` tokens, and what its rounds cost. It is rehearsed on prompts that are not scored."""
+
+    requirements = ("latency", "rehearsal")
+    learns_from_trees = True
+
+    def __init__(
+        self, depth: int = 8, children: Children = "deterministic", temperature: float = 1.0, seed: int = 0, memory: int = 512
+    ) -> None:
+        super().__init__(depth, children, temperature, seed)
+        self._check_settings(memory=(memory, 1))
+        self.memory = memory  # rows that are remembered
+        self.decides_length, self.is_fixed = True, False
+        self.chain_lengths: list[int] = []  # of every round's longest chain
+
+    def estimate_seconds(self, length: int) -> tuple[float, np.ndarray, np.ndarray]:
+        """Behind a text so long: a round without a token, what each token [D] adds to verification, and what each takes to
+        draft, the first of them nothing: the drafter has run the root before anything is decided."""
+        latency = self._require_latency()
+        verify = np.array(
+            [latency.estimate_verify(nodes, length) + latency.estimate_levels(nodes - 1) for nodes in range(1, self.depth + 2)]
+        )
+        steps = np.array([0.0, *[latency.estimate_step(1, length)] * (self.depth - 1)])
+        return latency.start_seconds + float(verify[0]), np.diff(verify), steps
+
+    def observe(self, round: RoundResult) -> None:
+        drafted = (round.tree.valid & round.tree.can_emit).sum(1) - 1
+        self.chain_lengths.append(int(drafted.max()))
+        for row, (length, count) in enumerate(zip(drafted.tolist(), round.counts.tolist())):
+            if count:
+                self.learn_row(row, length, count - 1)
+
+    @abstractmethod
+    def learn_row(self, row: int, drafted: int, kept: int) -> None:
+        """A row's chain was so long, and so many of its tokens were kept."""
+
+    def report_settings(self) -> dict[str, object]:
+        mean = round(sum(self.chain_lengths) / len(self.chain_lengths), 2) if self.chain_lengths else None
+        return {**super().report_settings(), "memory": self.memory, "mean_length": mean}
+
+
+class Thompson(AdaptiveChain):
+    """The length that maximises tokens a second for chances drawn from what is believed of them (Thompson, 1933).
+
+    That token d + 1 is kept where d are has a Beta belief, by counts of the last `memory` rows, each of which fades. For a draw
+    theta of it, a chain of L promises 1 + sum_{l <= L} prod_{d <= l} theta_d tokens in the time measured for L: lengths that
+    were seldom tried draw wide, so they are tried.
+    """
+
+    name = "thompson"
+
+    def __init__(
+        self, depth: int = 8, children: Children = "deterministic", temperature: float = 1.0, seed: int = 0, memory: int = 512
+    ) -> None:
+        super().__init__(depth, children, temperature, seed, memory)
+        self.accepted_counts, self.rejected_counts = np.zeros(depth), np.zeros(depth)  # rows, fading, by depth
+        self.rng = np.random.default_rng(seed)
+        self.round_length = depth  # in this round
+
+    def sampled_variant(self, temperature: float) -> Thompson:
+        return Thompson(self.depth, "sampled", temperature, self.seed, self.memory)
+
+    def begin_round(self, prefix: Prefix) -> None:
+        super().begin_round(prefix)
+        self.round_length = self.choose_length(
+            self.rng.beta(self.accepted_counts + 1, self.rejected_counts + 1), prefix.longest
+        )
+
+    def choose_length(self, chances: np.ndarray, length: int) -> int:
+        """The best number of tokens, from 1, where depths are kept at these rates [D]."""
+        start, verify, steps = self.estimate_seconds(length)
+        return int(((1 + chances.cumprod().cumsum()) / (start + (verify + steps).cumsum())).argmax()) + 1
+
+    def should_draw(self, draft: GrowingTree, level: int) -> Tensor:
+        return torch.full_like(self.confidence, level < self.round_length, dtype=torch.bool)
+
+    def should_run(self, draft: GrowingTree, level: int) -> Tensor:
+        return self.should_draw(draft, level + 1)
+
+    def learn_row(self, row: int, drafted: int, kept: int) -> None:
+        fade = 1 - 1 / self.memory
+        self.accepted_counts, self.rejected_counts = self.accepted_counts * fade, self.rejected_counts * fade
+        self.accepted_counts[:kept] += 1
+        if kept < drafted:
+            self.rejected_counts[kept] += 1
+
+
+@dataclass(frozen=True)
+class Episode:
+    """A row that was drafted to its full depth."""
+
+    states: np.ndarray  # [D, F] what was known before each token was drawn
+    num_accepted: int  # tokens
+
+
+class Policy(AdaptiveChain):
+    """Whether to go on is a small policy's to say, learnt by reward (RADAR, Ma et al., 2025: a Markov decision process).
+
+    Its state is what the drafter says of a place: how likely its first choice is, by how much it leads, the entropy, the path's
+    probability, and the drafter's own estimate where it has one. Before every token it decides whether to draw it, which costs
+    a node of verification, and after it whether the drafter runs it, which costs a draft step. A kept token earns 1, a second
+    costs the tokens that the best policy so far decodes in it.
+
+    Chains that were drafted to their full depth say what every decision would have earned, so the advantage of going on is
+    fitted backwards from the last token, by ridge regression on the state, as fitted Q iteration does from a batch of
+    episodes. Such chains are all of the rehearsal's first `trials` rows, or `memory` where that is less, and every
+    `explore`-th round afterwards.
+    """
+
+    name = "policy"
+    min_episodes = 96  # episodes before the first fit
+    refit_interval = 32  # episodes from one fit to the next
+
+    def __init__(
+        self,
+        depth: int = 8,
+        children: Children = "deterministic",
+        temperature: float = 1.0,
+        seed: int = 0,
+        memory: int = 512,
+        explore: int = 64,
+    ) -> None:
+        super().__init__(depth, children, temperature, seed, memory)
+        self._check_settings(explore=(explore, 1))
+        self.explore, self.num_rounds, self.text_length = explore, 0, 0
+        self.episodes: deque[Episode] = deque(maxlen=memory)
+        self.num_new_episodes = 0  # episodes that no fit has seen
+        self.draw_weights: list[np.ndarray] = []  # by level, the weights [F] of the advantage of drawing a token ...
+        self.run_weights: list[np.ndarray] = []  # ... and of running it
+        self.is_full = True  # this round is drafted to its full depth
+        self.states: list[np.ndarray] = []  # by level, [B, F] of this round
+
+    def sampled_variant(self, temperature: float) -> Policy:
+        return Policy(self.depth, "sampled", temperature, self.seed, self.memory, self.explore)
+
+    def begin_round(self, prefix: Prefix) -> None:
+        super().begin_round(prefix)
+        self.is_full = not self.draw_weights or self.num_rounds % self.explore == 0
+        self.num_rounds, self.states, self.text_length = self.num_rounds + 1, [], prefix.longest
+
+    def should_draw(self, draft: GrowingTree, level: int) -> Tensor:
+        self.states.append(self.compute_state(draft))
+        return self.decide_rows(self.draw_weights, level)
+
+    def should_run(self, draft: GrowingTree, level: int) -> Tensor:
+        return self.decide_rows(self.run_weights, level)
+
+    def decide_rows(self, weights: list[np.ndarray], level: int) -> Tensor:
+        """[B] where the advantage of going on is positive; beyond what was fitted nothing is known of it."""
+        if self.is_full or level >= len(weights):
+            return torch.full_like(self.confidence, self.is_full, dtype=torch.bool)
+        return torch.from_numpy(self.states[level] @ weights[level] > 0).to(self.confidence.device)
+
+    def compute_state(self, draft: GrowingTree) -> np.ndarray:
+        """[B, F] of the place below the newest token."""
+        log_q = (draft.log_q[:, 0] / self.temperature).log_softmax(-1)
+        first, second = log_q.topk(2, dim=-1).values.clamp(min=-20).unbind(-1)
+        entropy = -(log_q.exp() * log_q.clamp(min=-1e4)).sum(-1)
+        numbers = [torch.ones_like(first), first.exp(), first, first - second, entropy, draft.scores[:, -1].clamp(min=-20)]
+        if draft.rollout.accept_probs is not None:
+            numbers.append(draft.rollout.accept_probs[:, 0])
+        return torch.stack(numbers, dim=-1).double().cpu().numpy()
+
+    def learn_row(self, row: int, drafted: int, kept: int) -> None:
+        if not self.is_full:
+            return
+        self.episodes.append(Episode(np.stack([seen[row] for seen in self.states]), kept))
+        self.num_new_episodes += 1
+        if len(self.episodes) >= min(self.min_episodes, self.memory) and (
+            not self.draw_weights or self.num_new_episodes >= self.refit_interval
+        ):
+            self.fit_policy()
+
+    def fit_policy(self) -> None:
+        """Both decisions at every level, for the speed that these very decisions reach: a few rounds settle it (Dinkelbach)."""
+        self.num_new_episodes, depth = 0, min(len(episode.states) for episode in self.episodes)
+        seen = np.stack([episode.states[:depth] for episode in self.episodes])  # [E, D, F]
+        kept = np.array([episode.num_accepted for episode in self.episodes])[:, None] > np.arange(depth)  # [E, D]
+        start, verify, steps = self.estimate_seconds(self.text_length)
+        fixed = (1 + kept.mean(0).cumsum()) / (start + (verify + steps)[:depth].cumsum())
+        speed = float(fixed.max())
+        for _ in range(4):
+            drafts, runs = self.fit_decisions(seen, kept - speed * verify[:depth], speed * steps[:depth])
+            tokens = 1 + (kept * drafts).sum(1).mean()
+            speed = tokens / (start + (drafts * verify[:depth]).sum(1).mean() + (runs[:, :-1] * steps[1:depth]).sum(1).mean())
+
+    def fit_decisions(self, seen: np.ndarray, gains: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Fit the decisions to states [E, D, F] where a token gains [E, D] and a draft step costs [D]; which tokens of every
+        episode are then drawn [E, D], and which run."""
+        episodes, depth, _ = seen.shape
+        draws, runs = np.zeros((episodes, depth), dtype=bool), np.zeros((episodes, depth), dtype=bool)
+        self.draw_weights, self.run_weights = [], []
+        beyond = np.zeros(episodes)  # what the levels below earn under the decisions there
+        for level in range(depth - 1, -1, -1):
+            if level + 1 < depth:
+                going = beyond - steps[level + 1]
+                self.run_weights.insert(0, ridge_regression(seen[:, level], going))
+                runs[:, level] = seen[:, level] @ self.run_weights[0] > 0
+                beyond = np.where(runs[:, level], going, 0.0)
+            else:
+                self.run_weights.insert(0, np.zeros(seen.shape[-1]))
+            drawing = gains[:, level] + beyond
+            self.draw_weights.insert(0, ridge_regression(seen[:, level], drawing))
+            draws[:, level] = seen[:, level] @ self.draw_weights[0] > 0
+            beyond = np.where(draws[:, level], drawing, 0.0)
+        drafted = np.ones(episodes, dtype=bool)
+        for level in range(depth):
+            draws[:, level] &= drafted
+            runs[:, level] &= draws[:, level]
+            drafted = runs[:, level]
+        return draws, runs
+
+
+def ridge_regression(x: np.ndarray, y: np.ndarray, strength: float = 1e-2) -> np.ndarray:
+    """The weights [F] that give y [E] of x [E, F], small where few episodes say otherwise."""
+    scale = (x * x).mean(0)
+    found: np.ndarray = np.linalg.solve(x.T @ x + strength * len(x) * np.diag(scale + 1e-9), x.T @ y)
+    return found

@@ -1,0 +1,151 @@
+"""Gumiho (Li et al., 2025, arXiv 2503.10135): the first drafts one by one, by layers, the later ones in one go, by heads.
+
+Shapes: B batch, T tokens, D target width, V draft vocabulary, S serial steps, F frontier nodes.
+Index t pairs the target's features at t with the embedding of token t + 1; serial step i says token t + 2 + i, parallel head j
+token t + 2 + S + j.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spectrain.config.values import Count, Number, Share, Steps, VocabularySize
+from spectrain.drafters.abilities import DraftingCost, SavedFiles
+from spectrain.drafters.base import Losses, TrainingState
+from spectrain.drafters.context import Context
+from spectrain.drafters.layers.eagle_layers import NORM_VARIANTS, EagleSettings, check_architecture
+from spectrain.drafters.layers.eagle_unrolled import UnrolledEagle
+from spectrain.drafters.layers.layers import ResBlock
+from spectrain.drafters.layers.losses import LossName
+from spectrain.drafters.layers.vocabulary import Supervision
+from spectrain.features.batch import Batch
+from spectrain.models.kv_cache import TreeCache
+from spectrain.models.target import Target
+from spectrain.trees.base import BranchVisibility, Draft, Rollout
+
+
+class ParallelHead(nn.Module):
+    """What a head says from all serial steps: the last of their states, and what an MLP adds to it, nothing at first."""
+
+    def __init__(self, width: int, num_steps: int, num_blocks: int) -> None:
+        super().__init__()
+        self.mix, self.add = nn.Linear(2 * num_steps * width, width), nn.Linear(width, width)
+        self.blocks = nn.ModuleList(ResBlock(width) for _ in range(num_blocks))
+        nn.init.zeros_(self.add.weight)
+        nn.init.zeros_(self.add.bias)
+
+    def forward(self, pairs: Tensor, last: Tensor) -> Tensor:
+        """Of each serial step its state and the embedding of the token it said [.., 2 S D], and the last state [.., D]."""
+        hidden = last + self.add(F.silu(self.mix(pairs)))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+class Gumiho(UnrolledEagle):
+    """EAGLE's layers say the first `num_serial` tokens, which decide most, one by one; `num_parallel` heads say the rest in one
+    go from what these steps have read and said (section 3.2). The loss is that of all steps, weighted by step_decay^i.
+
+        h_i = layers(E(x_(t+1+i)), h_(i-1)), i < S        head j: h_(S-1) + MLP_j([E(x_(t+2)); h_0; ..; E(x_(t+1+S)); h_(S-1)])
+
+    Layers, features and divergence are `eagle3`'s, where the authors have EAGLE-1's regression to the target's features. Their
+    full tree attention, shorter candidates that go on as longer ones do, is what a tree builder does here with every head.
+    """
+
+    saved = SavedFiles(
+        shape=("num_serial", "num_parallel", "num_blocks", "vocab_size", "layers", "num_layers", "head_rank"),
+    )
+    cost = DraftingCost(passes=lambda drafter, depth: min(depth, drafter.num_serial + 1.0))
+
+    def __init__(
+        self,
+        target: Target,
+        num_serial: Steps = 2,
+        num_parallel: Number = 5,
+        num_blocks: Number = 5,  # residual blocks of a parallel head
+        vocab_size: VocabularySize = 32000,
+        layers: list[int] | None = None,
+        num_layers: Count = 2,
+        loss: LossName = "forward_kl",
+        step_decay: Share = 0.8,  # weight of each draft's loss against the one before it
+        start: Literal["target", "random"] = "target",  # the head and fc start as the target's, or at random
+        head_rank: Count | None = None,  # of the output layer (SlimSpec); None: full
+    ) -> None:
+        said = check_architecture({}, NORM_VARIANTS)
+        super().__init__(target, EagleSettings(num_layers, layers, vocab_size, None, start, False, head_rank, said))
+        self.num_serial, self.num_steps, self.divergence, self.step_decay = (
+            num_serial,
+            num_serial + num_parallel,
+            loss,
+            step_decay,
+        )
+        self.parallel = nn.ModuleList(ParallelHead(target.width, num_serial, num_blocks) for _ in range(num_parallel))
+
+    # Training
+
+    def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
+        """Unroll the serial steps over their own states, with the true tokens as input; then every head reads them all."""
+        supervision = Supervision(self, batch)
+        states: list[Tensor] = []  # of the supervised indices of every step
+        pairs: list[Tensor] = []  # [B, T, 2 D] of every serial step
+        for step, hidden in enumerate(self.unroll_steps(batch, self.num_serial, state)):
+            states.append(hidden[supervision.is_supervised(step)])
+            pairs.append(self.attention_inputs(batch.tokens.roll(-2 - step, dims=1), hidden)[0])
+        read = torch.cat(pairs, dim=-1)
+        for number, head in enumerate(self.parallel, self.num_serial):
+            rows = supervision.is_supervised(number)
+            states.append(head(read[rows], hidden[rows]))
+        return self.judge_steps(supervision, states)
+
+    # Decoding
+
+    def draft(self, context: Context) -> Draft:
+        """Read the features of what was just accepted, then draft from the last of them."""
+        root, cache = self.read_accepted(context)
+        return Draft(_SerialThenParallel(self, cache, root, context.builder.drafts_by_level))
+
+
+class _SerialThenParallel(Rollout):
+    """One round: down to depth S - 1 a node is run behind its path, below it heads are asked about the node's path so far."""
+
+    def __init__(self, drafter: Gumiho, cache: TreeCache, root: Tensor, by_level: bool) -> None:
+        self.drafter, self.cache, self.by_level = drafter, cache, by_level
+        self.draft_ids, self.depth_limit = drafter.draft_ids, drafter.num_steps
+        self.hidden = root  # [B, nodes given so far, D], the last serial state of a node's path
+        self.pairs = root.new_zeros(len(root), 1, drafter.num_serial, 2 * root.shape[-1])  # of that path's serial steps
+        self.branches = BranchVisibility(len(root), root.device)  # the root itself is committed
+        self.deepest = 0
+
+    def start(self) -> Tensor:
+        return self.drafter.log_q(self.hidden)
+
+    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        drafter, serial = self.drafter, self.drafter.num_serial
+        self.deepest += 1
+        above = self.hidden.gather(1, parents[..., None].expand(-1, -1, self.hidden.shape[-1]))
+        depth, visible = self.branches.add_nodes(parents)
+        steps = torch.arange(1, serial + 1, device=depth.device)
+        pairs = self.pairs.gather(1, parents[..., None, None].expand(-1, -1, *self.pairs.shape[2:]))
+        own = drafter.attention_inputs(tokens, above)[0]
+        pairs = torch.where((depth[..., None] == steps)[..., None], own[:, :, None], pairs)
+        hidden = above
+        if not (self.by_level and self.deepest >= serial):
+            positions = self.cache.lengths[:, None] - 1 + depth
+            output = drafter.run(tokens, above, positions, self.cache, visible)
+            hidden = torch.where((depth < serial)[..., None], output, above)
+        self.hidden, self.pairs = torch.cat([self.hidden, hidden], dim=1), torch.cat([self.pairs, pairs], dim=1)
+        return drafter.log_q(self._read(depth, hidden, pairs.flatten(2)))
+
+    def _read(self, depth: Tensor, hidden: Tensor, pairs: Tensor) -> Tensor:
+        """[B, F, D] what the output layer reads after nodes of these depths [B, F]; below the last head nothing is asked."""
+        deepest = min(self.deepest, self.drafter.num_steps - 1) - self.drafter.num_serial
+        found = hidden
+        for j in range(deepest if self.by_level else 0, deepest + 1):
+            if j >= 0:
+                said = self.drafter.parallel[j](pairs, hidden)
+                found = torch.where((depth >= self.drafter.num_serial + j)[..., None], said, found)
+        return found

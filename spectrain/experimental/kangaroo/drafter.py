@@ -1,0 +1,114 @@
+"""Kangaroo (Liu et al., 2024): the target's first layers, and an adapter in place of the others, draft.
+
+Shapes: B batch, T tokens, D target width, V vocabulary, R supervised rows, P fresh positions, F frontier nodes.
+Index t of the adapter reads the residual stream entering layer `exit_layer` at t and predicts token t + 1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from spectrain.drafters.abilities import Abilities, Capture, OnPolicy, SavedFiles
+from spectrain.drafters.base import Losses, Stage, TrainingState
+from spectrain.drafters.context import Context
+from spectrain.drafters.layers.layers import Attention, final_norm_scale, llama_config, make_rotary
+from spectrain.drafters.layers.losses import LossName, head_loss
+from spectrain.drafters.layers.self_speculation import SelfDrafter, resolve_exit_layer
+from spectrain.features.batch import Batch
+from spectrain.kernels.linear_divergence import HeadTarget
+from spectrain.models.features import Layer
+from spectrain.models.kv_cache import TreeCache
+from spectrain.models.partial_forward import NodeLevel
+from spectrain.trees.base import Draft
+from spectrain.trees.token_tree import AcceptedPath
+
+if TYPE_CHECKING:
+    from spectrain.models.target import Target
+
+
+class Kangaroo(SelfDrafter):
+    """One attention block with its norms, x + attention(norm(x)), between an exit of the frozen target and its output layer.
+
+    Trained on the target's distribution at every token of the assistant (equation 4). Decoding stops a draft where its most
+    likely token is unlikely, the second exit, which is the tree builder's to do: tree=chain with stop and stop_on=token.
+
+    `exit_layer` is by default behind a fourteenth of the layers, at least one: the authors' 2 of 32 and 3 of 40.
+    """
+
+    saved = SavedFiles(shape=("exit_layer",), settings=lambda drafter: {"exit_layer": drafter.exit_layer})
+    abilities = Abilities(
+        capture=Capture(carried=("cache",), keeps_drafts=True), on_policy=OnPolicy(learns_replays=True), plain=False
+    )
+
+    def __init__(self, target: Target, exit_layer: int | None = None, loss: LossName = "forward_kl") -> None:
+        super().__init__()
+        config = llama_config(target)
+        self.exit_layer, self.divergence = resolve_exit_layer(target, exit_layer, 1 / 14), loss
+        self.layers: tuple[Layer, ...] = (self.exit_layer,)
+        self.head = target.head
+        self.input_layernorm = nn.RMSNorm(target.width, eps=config.rms_norm_eps)
+        self.self_attn = Attention(config, target.width)
+        self.norm = nn.RMSNorm(target.width, eps=config.rms_norm_eps)
+        self.rotary = make_rotary(config)
+        self.cache: TreeCache | None = None
+
+    def prepare(self, target: Target, token_counts: Tensor) -> None:
+        """Start as the target's own early exit: its norm, where that is an RMS norm, and an attention that adds nothing."""
+        scale = final_norm_scale(target)
+        if scale is not None:
+            with torch.no_grad():
+                self.norm.weight.copy_(scale)
+        nn.init.zeros_(self.self_attn.o_proj.weight)
+
+    # Training
+
+    @property
+    def stages(self) -> list[Stage]:
+        """With what the target's head reads, for the loss."""
+        return [Stage.whole(self, (self.exit_layer, "final"), final_reach=0)]
+
+    def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
+        """The divergence from the target after every position whose next token is the assistant's."""
+        assert batch.features is not None
+        predicts = batch.next_is_supervised
+        x = batch.features.at_layer(self.exit_layer).to(self.norm.weight.dtype)
+        normed = self.input_layernorm(x)
+        q, k, v = self.self_attn.project_qkv(normed, self.rotary(normed, batch.positions))
+        states = self.norm(x + self.self_attn.attend_causal(q, k, v, batch.lengths))[predicts]
+        following, head = batch.tokens.roll(-1, dims=1)[predicts], self.head.projection
+        distance, weight = batch.at_next_token(batch.tokens_past_error), batch.at_next_token(batch.weight)
+        theirs = HeadTarget(batch.features.at_layer("final")[predicts], head)
+        judged = head_loss(self.divergence, states, head, following, theirs, distance, row_weight=weight)
+        hits = (judged.predictions == judged.labels).sum()[None].float()
+        return Losses({self.divergence: judged.loss}, hits, torch.full_like(hits, len(following)))
+
+    # Decoding
+
+    def draft(self, context: Context) -> Draft:
+        """Read the exit states of what was just accepted, the last draft's too, then draft from the root on."""
+        self.cache = context.drafting_cache(self.cache, 1, 1 + context.builder.max_drafted)
+        num_new = context.fresh.tokens.shape[1]
+        self._adapt(context.fresh.at_layer(self.exit_layer), self.cache.next_slots(num_new), None)
+        self.cache.commit(None, context.counts)
+        return super().draft(context)
+
+    def commit(self, context: Context, accepted: AcceptedPath) -> None:
+        assert self.cache is not None
+        self.cache.roll_back()
+
+    def log_q(self, level: NodeLevel) -> Tensor:
+        adapted = self._adapt(level.features.at_layer(self.exit_layer), level.positions, level.visible)
+        return self.head.logits(self.norm(adapted).to(self.head.output.weight.dtype)).log_softmax(-1)
+
+    def _adapt(self, x: Tensor, positions: Tensor, visible: Tensor | None) -> Tensor:
+        """[B, F, D] -> [B, F, D], appended to the adapter's cache behind what it holds."""
+        assert self.cache is not None
+        x = x.to(self.norm.weight.dtype)
+        normed = self.input_layernorm(x)
+        q, k, v = self.self_attn.project_qkv(normed, self.rotary(normed, positions))
+        attended = self.self_attn.attend_cached(q, k, v, self.cache, visible)
+        self.cache.add_uncommitted(x.shape[1])
+        return x + attended

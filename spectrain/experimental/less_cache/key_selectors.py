@@ -1,0 +1,156 @@
+"""Which tokens of a text a draft reads, where it does not read all of them.
+
+Shapes: B batch, T tokens, H key-value heads, G query heads of each, Q queries, D head size, S chosen slots, P pages.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+POOL_SIZE = 7  # places over which SnapKV's votes are averaged, so that neighbours are kept together
+INF = float("inf")
+
+
+class SelectionInput(NamedTuple):
+    """What a choice for a layer is made from."""
+
+    keys: Tensor  # [B, T, H, D] of the text and, behind shorter ones, anything
+    lengths: Tensor  # [B]
+    queries: Tensor | None  # [B, H, G, Q, D] of the newest tokens, multiplied as scores are
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token's keys."""
+        return self.keys[0, 0].numel() * self.keys.element_size()
+
+
+class KeySelector(ABC):
+    """Chooses as many tokens in every layer, by head; heads that share keys share a choice."""
+
+    num_queries = 0  # of the newest tokens that it looks at
+    max_extra = 0  # tokens beyond the budget that it may choose
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+
+    def reset(self) -> None:
+        """Other texts begin."""
+
+    def count_selected(self, lengths: Tensor) -> Tensor:
+        """[B] how many tokens are chosen of texts so long."""
+        return lengths.clamp(max=self.budget)
+
+    @abstractmethod
+    def select_keys(self, layer: int, seen: SelectionInput, counts: Tensor) -> Tensor:
+        """[B, H, S] places in each text, the chosen ones first; S is the largest count."""
+
+    def selection_bytes(self, layer: int, seen: SelectionInput) -> int:
+        """Bytes that choosing reads, besides what is chosen; asked before it chooses."""
+        return 0
+
+
+def most_recent(seen: SelectionInput, counts: Tensor, sinks: int = 0) -> Tensor:
+    """[B, H, S] the newest tokens of each text, its first `sinks` in the place of the oldest of them."""
+    slots = torch.arange(int(counts.max()), device=counts.device).expand(len(counts), -1)
+    places = torch.where(slots < sinks, slots, slots + (seen.lengths - counts)[:, None])
+    return places.clamp(max=seen.keys.shape[1] - 1)[:, None].expand(-1, seen.keys.shape[2], -1)
+
+
+class StreamingLLMSelector(KeySelector):
+    """The first tokens, on which attention rests, and the newest (StreamingLLM, Xiao et al., 2024)."""
+
+    def __init__(self, budget: int, sinks: int) -> None:
+        super().__init__(budget)
+        self.sinks = sinks
+
+    def select_keys(self, layer: int, seen: SelectionInput, counts: Tensor) -> Tensor:
+        return most_recent(seen, counts, self.sinks)
+
+
+class SnapKVSelector(KeySelector):
+    """What the newest queries look at most, and the tokens of these queries (SnapKV, Li et al., 2024, section 4): votes are the
+    attention weights, summed over queries and over the heads that share keys, and averaged over neighbours."""
+
+    def __init__(self, budget: int, num_queries: int) -> None:
+        super().__init__(budget)
+        self.num_queries = num_queries
+
+    def select_keys(self, layer: int, seen: SelectionInput, counts: Tensor) -> Tensor:
+        keys, lengths, queries = seen
+        assert queries is not None
+        places, asking = torch.arange(keys.shape[1], device=keys.device), queries.shape[3]
+        own = lengths[:, None] - asking + torch.arange(asking, device=keys.device)  # [B, Q]
+        scores = queries.float() @ keys.float().permute(0, 2, 3, 1)[:, :, None]  # [B, H, G, Q, T]
+        later = places > own[..., None]  # [B, Q, T]
+        votes = scores.masked_fill(later[:, None, None], -INF).softmax(-1).sum((2, 3))
+        votes = F.avg_pool1d(votes, POOL_SIZE, 1, POOL_SIZE // 2)
+        votes = votes.masked_fill((places >= lengths[:, None] - asking)[:, None], INF)
+        votes = votes.masked_fill((places >= lengths[:, None])[:, None], -INF)
+        return votes.topk(int(counts.max()), dim=-1).indices
+
+    def selection_bytes(self, layer: int, seen: SelectionInput) -> int:
+        return int(seen.lengths.sum()) * seen.token_bytes
+
+
+class QuestSelector(KeySelector):
+    """Whole pages of `page` tokens by an upper bound of the newest token's scores, sum_d max(q_d low_d, q_d high_d) over the
+    least and largest keys of a page, summed over the heads that share them; the newest full page and what follows it always
+    (Quest, Tang et al., 2024, algorithm 1, asked once for the drafts of some rounds)."""
+
+    num_queries = 1
+
+    def __init__(self, budget: int, page: int) -> None:
+        super().__init__(budget)
+        self.page_size, self.max_extra = page, page - 1
+        self.page_bounds: dict[int, Tensor] = {}  # layer -> [2, B, P, H, D] of pages that are full in every text
+
+    def reset(self) -> None:
+        self.page_bounds = {}
+
+    def count_selected(self, lengths: Tensor) -> Tensor:
+        return self._count_pages(lengths) * self.page_size + lengths % self.page_size
+
+    def _count_pages(self, lengths: Tensor) -> Tensor:
+        """[B] pages that are read."""
+        return (lengths // self.page_size).clamp(max=self.budget // self.page_size)
+
+    def select_keys(self, layer: int, seen: SelectionInput, counts: Tensor) -> Tensor:
+        full, chosen = seen.lengths // self.page_size, self._count_pages(seen.lengths)
+        if not int(full.max()):
+            return most_recent(seen, counts)
+        assert seen.queries is not None
+        low, high = self._update_bounds(layer, seen)
+        asking = seen.queries[:, :, :, -1].float()  # [B, H, G, D]
+        most = torch.einsum("bhgd,bphd->bhp", asking.clamp(min=0), high)
+        most = most + torch.einsum("bhgd,bphd->bhp", asking.clamp(max=0), low)
+        number = torch.arange(low.shape[1], device=low.device)
+        most = most.masked_fill((number == full[:, None] - 1)[:, None], INF)
+        most = most.masked_fill((number >= full[:, None])[:, None], -INF)
+        pages = most.topk(int(chosen.max()), dim=-1).indices
+        tokens = (pages[..., None] * self.page_size + torch.arange(self.page_size, device=low.device)).flatten(-2)
+        slots = torch.arange(int(counts.max()), device=low.device).expand(len(low), -1)
+        behind = slots - (chosen * self.page_size)[:, None]  # which of the tokens behind the last full page
+        ends = ((full * self.page_size)[:, None] + behind).clamp(0, seen.keys.shape[1] - 1)
+        return torch.where((behind < 0)[:, None], F.pad(tokens, (0, self.page_size))[..., : slots.shape[1]], ends[:, None])
+
+    def _update_bounds(self, layer: int, seen: SelectionInput) -> tuple[Tensor, Tensor]:
+        """[B, P, H, D] the least and largest keys of all pages that are full in some text."""
+        done, full = self._num_bounded(layer), int(seen.lengths.max()) // self.page_size
+        new = seen.keys[:, done * self.page_size : full * self.page_size].unflatten(1, (-1, self.page_size)).float()
+        found = torch.stack([new.amin(2), new.amax(2)])
+        found = torch.cat([self.page_bounds[layer], found], dim=2) if done else found
+        self.page_bounds[layer] = found[:, :, : int(seen.lengths.min()) // self.page_size]
+        return found[0], found[1]
+
+    def _num_bounded(self, layer: int) -> int:
+        return self.page_bounds[layer].shape[2] if layer in self.page_bounds else 0
+
+    def selection_bytes(self, layer: int, seen: SelectionInput) -> int:
+        full = seen.lengths // self.page_size
+        new = int((full - self._num_bounded(layer)).clamp(min=0).sum()) * self.page_size * seen.token_bytes
+        return new + int(full.sum()) * 2 * seen.keys[0, 0].numel() * 4

@@ -1,0 +1,183 @@
+"""Rules that sample from something between the target's p and the drafter's q, and so keep more. None is lossless. V
+vocabulary.
+
+Speculative sampling towards any distribution pi, in p's place, emits pi exactly: each child drawn from q is kept with
+probability min(1, pi / q), else the next one is judged by the normalised max(pi - q, 0). What a rule chooses is pi, wherever
+something was drafted; after a node without children the token is the target's own.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import replace
+from typing import Any, Literal
+
+from torch import Tensor
+
+from spectrain.decoding.acceptance.base import DRAWN_CHILDREN, Siblings, Vector
+from spectrain.decoding.acceptance.rejection import RecursiveRejection
+from spectrain.decoding.acceptance.sequential import (
+    RandomSource,
+    SequentialRule,
+    VerifiedTree,
+    acceptance_ratio,
+    normalize_weights,
+)
+from spectrain.errors import UserError
+
+Criterion = Literal["chow", "diff", "opt", "token"]
+
+
+class BlendingRule(SequentialRule):
+    """Recursive rejection sampling towards `blend(p, q)`."""
+
+    lossless = False
+    children = DRAWN_CHILDREN
+
+    def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> None:
+        super().__init__(temperature, top_k, top_p, seed)
+        self.rejection_rule = RecursiveRejection(temperature, top_k, top_p, seed)
+
+    @abstractmethod
+    def blend_distributions(self, p: Vector, q: Vector) -> Vector:
+        """The distribution [V] that is sampled from, of the target's and the drafter's."""
+
+    def select_path(self, tree: VerifiedTree, random: RandomSource) -> tuple[list[int], int]:
+        def pi(node: int) -> Vector:
+            return self.blend_distributions(tree.p(node), tree.q(node)) if tree.children[node] else tree.p(node)
+
+        return self.rejection_rule.select_path(replace(tree, p=pi), random)
+
+    def acceptance_chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
+        return self.rejection_rule.acceptance_chances(
+            replace(siblings, p=self.blend_distributions(siblings.p, siblings.q)), rate
+        )
+
+
+def total_variation(p: Vector, q: Vector) -> Any:
+    """TV(p, q), the sum of max(p - q, 0)."""
+    return (p - q).clip(0).sum()
+
+
+class Deferral(BlendingRule):
+    """Speculative cascades (Narasimhan et al., 2025, arXiv 2405.19261): q where the drafter may be trusted, else p. NOT
+    lossless.
+
+    The target is deferred to, pi = p, where
+      chow:  max q < 1 - alpha
+      diff:  max q < max p - alpha
+      opt:   max q < max p - alpha TV(p, q), their plug-in estimate of the optimal rule
+    and elsewhere pi = q. Token by token (their equation 15), v is the drafter's where p(v) >= (1 - alpha) max p:
+      token: pi(v) = q(v) [v is the drafter's] + p(v) sum of q over the others.
+    The more alpha, the more is left to the drafter, at any place for the first three; with alpha < -1, nothing is. Both p and q
+    are as they are sampled: at the rule's temperature, top-k and top-p, and at the tree's temperature.
+    """
+
+    name = "deferral"
+
+    def __init__(
+        self,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        defer: Criterion = "opt",  # when to the target
+        alpha: float = 0.3,  # how much worse the drafter may be
+    ) -> None:
+        super().__init__(temperature, top_k, top_p, seed)
+        if not math.isfinite(alpha):
+            raise UserError(f"acceptance.alpha={alpha}: use a number, as in acceptance.alpha=0.3")
+        self.defer, self.alpha = defer, alpha
+
+    def blend_distributions(self, p: Vector, q: Vector) -> Vector:
+        if self.defer == "token":
+            drafted = q * (p >= p.max() * (1 - self.alpha))
+            return drafted + p * (1 - drafted.sum())
+        if self.defer == "chow":
+            least = 1 - self.alpha
+        elif self.defer == "diff":
+            least = p.max() - self.alpha
+        else:
+            least = p.max() - self.alpha * total_variation(p, q)
+        return q if q.max() >= least else p
+
+
+class BoundedSampling(BlendingRule):
+    """Sampling within a bounded distance of the target (Yin et al., 2024, arXiv 2411.00841). NOT lossless.
+
+    pi = p + min(1, bias / TV(p, q)) (q - p), so that TV(pi, p) = min(bias, TV(p, q)) at every place, whatever was drafted.
+    Where one child is drafted it is rejected with probability TV(p, q) - TV(pi, p): no rule rejects less often with as little
+    bias, for rejection and bias add up to TV(p, q) at least.
+    """
+
+    name = "bounded"
+
+    def __init__(
+        self,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        bias: float = 0.1,  # total variation from the target that a place may have
+    ) -> None:
+        super().__init__(temperature, top_k, top_p, seed)
+        if not 0 <= bias <= 1:
+            raise UserError(f"acceptance.bias={bias}: it is a total variation; use 0 to 1")
+        self.bias = bias
+
+    def blend_distributions(self, p: Vector, q: Vector) -> Vector:
+        distance = total_variation(p, q)
+        share = 1 if distance <= self.bias else self.bias / distance
+        return (1 - share) * p + share * q
+
+
+class Sigmoid(SequentialRule):
+    """Speculative sampling with a sigmoid of each logit in place of the softmax (Wagner et al., 2024, arXiv 2406.11016). NOT
+    lossless, for what takes the place of p and q is not normalised.
+
+    p' = sigmoid((log p - low) / (high - low)), q' alike; a drafted x is kept with probability min(1, p'(x) / q'(x)), and where
+    it is not, the next token is drawn from the normalised max(p' - q', 0), or from p where that is 0 everywhere. With low = 0
+    and high = 1, p' = p / (1 + p); the higher `high` is, the more alike p' and q' are, and the more is kept: with their range,
+    -1000 to 1000, nearly everything. low far above 0 with high = low + 1 is the lossless end, where p' is p up to a factor.
+    Theirs are the models' own logits; these are log p and log q, the same up to a constant. It is here for what it does to the
+    output: the time that it saves is that of a fused kernel.
+    """
+
+    name = "sigmoid"
+    lossless = False
+    children = DRAWN_CHILDREN
+    chains_only = True
+
+    def __init__(
+        self,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        low: float = 0.0,  # the logit that becomes 1/2
+        high: float = 1.0,  # the logit that becomes 0.73
+    ) -> None:
+        super().__init__(temperature, top_k, top_p, seed)
+        if not low < high < math.inf:
+            raise UserError(f"acceptance.high={high}: use more than acceptance.low={low}")
+        self.low, self.high = low, high
+
+    def select_path(self, tree: VerifiedTree, random: RandomSource) -> tuple[list[int], int]:
+        path = [0]
+        while tree.children[path[-1]]:
+            node = path[-1]
+            (child,) = tree.children[node]
+            p, q = self._apply_sigmoid(tree.p(node)), self._apply_sigmoid(tree.q(node))
+            if not random.flip_coin(acceptance_ratio(p[tree.tokens[child]], q[tree.tokens[child]]), node):
+                return path, random.draw_token(normalize_weights((p - q).clip(0), tree.p(node)), node)
+            path.append(child)
+        return path, random.draw_token(tree.p(path[-1]), path[-1])
+
+    def _apply_sigmoid(self, weights: Tensor) -> Tensor:
+        return ((weights.log() - self.low) / (self.high - self.low)).sigmoid()
+
+    def acceptance_chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
+        """That of the first; a chain has but one."""
+        p, q = self._apply_sigmoid(siblings.p), self._apply_sigmoid(siblings.q)
+        return [acceptance_ratio(p[token], q[token]) if place == 0 else 0 for place, token in enumerate(siblings.tokens)]

@@ -1,0 +1,243 @@
+"""Drafting while the target verifies, in a second process (PEARL, Liu et al., 2024, arXiv 2408.11850; AMUSD, McDanel, 2024,
+arXiv 2410.17375; SSD, Kumar et al., 2026, arXiv 2603.03251). On a CPU: no process is forked from one that uses a GPU, where
+streams.py drafts on a stream of its own instead, and two threads cannot run forwards at once, for which forward a compiled
+layer belongs to is known by the process alone.
+
+The loop stays what it is; what is wrapped around its drafter asks a worker for the next draft before it lets the target verify
+this one. While the target judges d_1 .. d_k behind a text, the worker drafts on as if all of them were kept: first the token
+that it expects then, and k more behind it. If they are kept and that token follows, the next draft is there; else it is asked
+for anew, and with `pre_verify` the target takes a step of its own meanwhile, which the draft may then begin with. With
+`outcomes` the worker drafts behind several texts at once that the verification may leave, all kept or not, the likeliest by
+its own chances, instead of the likeliest of all kept alone; what it has not foreseen it drafts anew. A draft follows from
+its text alone and the rule's tokens do not depend on drafts, so the output is the plain loop's, and without `pre_verify` so
+is every round.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import weakref
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import torch
+
+from spectrain.decoding.acceptance import AcceptanceRule
+from spectrain.decoding.loop import EagerRunner, Request
+from spectrain.decoding.session import Session
+from spectrain.drafters.base import Drafter
+from spectrain.drafters.context import Context
+from spectrain.errors import RunError, UserError
+from spectrain.models.features import Features
+from spectrain.models.target import Target
+from spectrain.trees.base import Draft, TreeBuilder
+from spectrain.trees.token_tree import AcceptedPath, TokenTree
+from spectrain.trees.trie import Trie
+
+from .follower import STOP_DRAFTING, DraftRequest, Follower
+from .streams import StreamWorker
+
+
+@dataclass
+class Overlap:
+    """How drafting overlaps with verification, and what came of it."""
+
+    pre_verify: bool = False  # where a draft must be made anew, the target takes a step meanwhile (PEARL)
+    uses_streams: bool = False  # in one process, on two streams, as on a GPU
+    num_outcomes: int = (
+        0  # of a verification, behind which drafts are made meanwhile (SSD); 0: the one that keeps all, as expected
+    )
+    num_ready: int = 0  # rounds whose draft had been made while the target worked
+    num_missed: int = 0  # the others
+
+    @property
+    def setting(self) -> str:
+        return "eval.overlap"
+
+    @property
+    def capture_blocker(self) -> str:
+        return "eval.overlap asks another process for drafts"
+
+    def connect(self, session: Session) -> Callable[[], EagerRunner]:
+        """Start the worker that drafts ahead; each request gets a runner that asks it."""
+        check_overlap(session.drafter, session.builder, session.rule, self.num_outcomes)
+        drafter, builder = session.drafter, session.builder
+        assert drafter is not None and builder is not None
+        aside = StreamWorker if self.uses_streams or session.target.device.type == "cuda" else ProcessWorker
+        worker = aside(drafter, session.target)
+        return lambda: OverlappedRunner(session.target, session.rule, worker, builder, self)
+
+
+def check_overlap(drafter: Drafter | None, builder: TreeBuilder | None, rule: AcceptanceRule, num_outcomes: int = 0) -> None:
+    """Refuse what cannot draft ahead, and rules whose tokens would depend on it."""
+    if drafter is None or drafter.abilities.ahead is None:
+        raise UserError("eval.overlap: this drafter reads what the target computes, so it cannot draft ahead of it; use "
+                        "drafter=causal, universal or ngram")  # fmt: skip
+    if num_outcomes and not drafter.abilities.follows_at_once:
+        raise UserError("eval.overlap=outcomes: this drafter's own chances do not say what follows; use eval.overlap=post, or "
+                        "drafter=causal")  # fmt: skip
+    if builder is None or not builder.is_chain or not builder.is_fixed or builder.children != "deterministic":
+        raise UserError("eval.overlap: it drafts chains of one length ahead; use tree=chain without tree.stop or tree.children")
+    if not rule.fixes_choice:
+        raise UserError(f"acceptance={rule.name}: what it keeps depends on what was drafted; use greedy or match to overlap")
+
+
+@torch.inference_mode()
+def serve_drafts(connection: Connection, parent_end: Connection, drafter: Drafter, target: Target) -> None:
+    """Draft what is asked for, always the newest wish, until nobody is there to ask."""
+    parent_end.close()
+    torch.set_num_threads(1)  # the parent's threads are not there
+    follower = Follower(drafter, target)
+    with closing(connection), suppress(EOFError, OSError):
+        wish = connection.recv()
+        while True:
+            wish = handle_request(wish, follower, connection)
+
+
+def handle_request(request: DraftRequest, follower: Follower, connection: Connection) -> DraftRequest:
+    """Do what is wanted; the next wish."""
+    if request.max_length is not None:
+        follower.start_text(request.max_length, request.num_tokens, request.num_outcomes)
+    if request.num_tokens == STOP_DRAFTING or (not request.num_outcomes and connection.poll()):
+        return connection.recv()
+    if not request.num_outcomes:
+        connection.send((request.number, follower.draft(request.text, request.num_tokens, connection.poll), False))
+        return connection.recv()
+    drafted: list[int] | None = None if request.with_draft else []
+    while True:
+        number = request.number
+        foreseen = follower.predict_outcomes(request, drafted, lambda tokens: connection.send((number, tokens, False)))  # noqa: B023
+        foreseen.extend_drafts(connection.poll)
+        request = connection.recv()
+        drafted = foreseen.finish_draft(request.text) if request.max_length is None else None
+        foreseen.end_draft()
+        if drafted is None:
+            return request
+        connection.send((request.number, drafted, True))
+
+
+class ProcessWorker:
+    """Who drafts: a process forked from this one, which has its weights."""
+
+    def __init__(self, drafter: Drafter, target: Target) -> None:
+        self.connection, theirs = multiprocessing.Pipe()
+        self.request_number = 0
+        start = multiprocessing.get_context("fork").Process
+        start(target=serve_drafts, args=(theirs, self.connection, drafter, target), daemon=True).start()
+        theirs.close()
+        weakref.finalize(self, self.connection.close)
+
+    def request_draft(
+        self, text: list[int], num_tokens: int, max_length: int | None = None, num_outcomes: int = 0, with_draft: bool = True
+    ) -> None:
+        """Want so many tokens after a text, and no other any more; a text that begins has room for `begins` tokens."""
+        self.request_number += 1
+        try:
+            self.connection.send(DraftRequest(self.request_number, text, num_tokens, max_length, num_outcomes, with_draft))
+        except OSError as error:
+            raise RunError("eval.overlap: the process that drafts has ended") from error
+
+    def receive_draft(self) -> tuple[list[int], bool]:
+        """The tokens that were asked for last, as soon as they are there, and whether they had been foreseen."""
+        try:
+            while True:
+                number, tokens, foreseen = self.connection.recv()
+                if number == self.request_number:
+                    return list(tokens), foreseen
+        except (EOFError, OSError) as error:
+            raise RunError("eval.overlap: the process that drafts has ended") from error
+
+    def run_pending(self) -> None:
+        """It works by itself."""
+
+
+class AheadDrafter:
+    """What the loop asks for drafts of one text, in place of the drafter."""
+
+    def __init__(self, worker: ProcessWorker | StreamWorker, depth: int, overlap: Overlap) -> None:
+        self.worker, self.depth, self.overlap = worker, depth, overlap
+        self.pending_text: list[int] | None = None  # the text behind which tokens were asked for
+        self.text: list[int] = []
+
+    def start_text(self, request: Request) -> None:
+        """Let the worker read the prompt while the target does."""
+        (prompt,) = request.prompts
+        room = len(prompt) + request.max_new_tokens + 3 * (self.depth + 2)
+        self.worker.request_draft(prompt, self.depth + 1, room)
+        self.pending_text = prompt
+
+    def draft(self, context: Context) -> Draft:
+        self.text = context.tokens[0, : int(context.lengths[0]) + 1].tolist()
+        if self.pending_text == self.text[:-1]:
+            found, _ = self.worker.receive_draft()
+            self.pending_text = None
+            if found[:1] == self.text[-1:]:
+                self.overlap.num_ready += 1
+                return _make_draft(found[1:])
+        self.overlap.num_missed += 1
+        if self.overlap.pre_verify:
+            self.worker.request_draft(self.text, self.depth + 1)
+            self.pending_text = self.text
+            return Draft()
+        self.worker.request_draft(self.text, self.depth)
+        return _make_draft(self.worker.receive_draft()[0])
+
+    def verify(self, context: Context, tree: TokenTree) -> Features:
+        if self.pending_text is None:
+            ahead = [*self.text, *tree.tokens[0, 1:].tolist()]
+            self.worker.request_draft(ahead, self.depth + 1)
+            self.pending_text = ahead
+        seen = context.verify(tree)
+        self.worker.run_pending()
+        return seen
+
+    def commit(self, context: Context, accepted: AcceptedPath) -> None:
+        if not bool(context.active.any()):
+            self.worker.request_draft([], STOP_DRAFTING)
+            self.pending_text = None
+
+
+class OutcomeDrafter(AheadDrafter):
+    """The same where the worker foresees outcomes: it is told which one came, and has its draft or makes it."""
+
+    def start_text(self, request: Request) -> None:
+        (prompt,) = request.prompts
+        room = len(prompt) + request.max_new_tokens + 3 * (self.depth + 2)
+        self.worker.request_draft(prompt, self.depth, room, self.overlap.num_outcomes, with_draft=False)
+
+    def draft(self, context: Context) -> Draft:
+        text = context.tokens[0, : int(context.lengths[0]) + 1].tolist()
+        self.worker.request_draft(text, self.depth, num_outcomes=self.overlap.num_outcomes)
+        found, foreseen = self.worker.receive_draft()
+        self.overlap.num_ready += foreseen
+        self.overlap.num_missed += not foreseen
+        return _make_draft(found)
+
+    def verify(self, context: Context, tree: TokenTree) -> Features:
+        seen = context.verify(tree)
+        self.worker.run_pending()
+        return seen
+
+
+def _make_draft(tokens: list[int]) -> Draft:
+    return Draft(continuations=[Trie.from_continuations([tokens])])
+
+
+class OverlappedRunner(EagerRunner):
+    """Runs one round after another of one text at a time; what drafts has a process, or a stream, of its own."""
+
+    def __init__(
+        self, target: Target, rule: AcceptanceRule, worker: ProcessWorker | StreamWorker, builder: TreeBuilder, overlap: Overlap
+    ) -> None:
+        super().__init__(target, rule)
+        self.builder = builder
+        ahead = OutcomeDrafter if overlap.num_outcomes else AheadDrafter
+        self.round_drafter = self.ahead_drafter = ahead(worker, builder.depth, overlap)
+
+    def prefill(self, request: Request) -> list[int]:
+        if len(request.prompts) != 1:
+            raise UserError(f"eval.overlap: {len(request.prompts)} texts at once; use eval.batch_size=1")
+        self.ahead_drafter.start_text(request)
+        return super().prefill(request)

@@ -1,0 +1,91 @@
+"""Drafting while the target verifies on one GPU: in the same process, on a CUDA stream of its own.
+
+A forward of the target is launched and returns before it has run; what drafts then drafts on its stream, and waits for that
+stream alone when it reads its tokens. The two share nothing that either writes: the follower reads the text, which the host
+knows, and the weights. On a CPU, where nothing runs by itself, the same happens one after the other, for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from spectrain.drafters.base import Drafter
+from spectrain.models.target import Target
+
+from .follower import STOP_DRAFTING, DraftRequest, Follower, LikelyOutcomes
+
+
+class StreamWorker:
+    """Who drafts, asked as a process of its own is."""
+
+    def __init__(self, drafter: Drafter, target: Target) -> None:
+        self.follower = Follower(drafter, target)
+        self.stream: torch.cuda.Stream | None = None
+        if target.device.type == "cuda":
+            self.stream = torch.cuda.Stream(target.device)
+            self.stream.wait_stream(torch.cuda.current_stream(target.device))  # weights are there
+        self.request_number = 0
+        self.request: DraftRequest | None = None  # not fulfilled yet
+        self.result: tuple[list[int], bool] = ([], False)
+        self.likely_outcomes: LikelyOutcomes | None = None
+
+    def request_draft(
+        self, text: list[int], num_tokens: int, max_length: int | None = None, num_outcomes: int = 0, with_draft: bool = True
+    ) -> None:
+        """Want so many tokens after a text, and no other any more; a text that begins has room for `begins` tokens."""
+        self.request_number += 1
+        self.request = DraftRequest(self.request_number, text, num_tokens, max_length, num_outcomes, with_draft)
+        with self._use_stream():
+            if max_length is not None or num_tokens == STOP_DRAFTING:
+                self._drop_outcomes()
+            if max_length is not None:
+                self.follower.start_text(max_length, num_tokens, num_outcomes)
+
+    def receive_draft(self) -> tuple[list[int], bool]:
+        """The tokens that were asked for last, and whether they had been foreseen."""
+        with self._use_stream():
+            self._run_request()
+        return self.result
+
+    def run_pending(self) -> None:
+        """Draft what is wanted while what was launched for the target runs, and behind outcomes until it has run."""
+        with self._use_stream() as is_verified:
+            self._run_request()
+            if self.likely_outcomes is not None:
+                self.likely_outcomes.extend_drafts(is_verified)
+
+    @contextmanager
+    def _use_stream(self) -> Iterator[Callable[[], bool]]:
+        """On the stream of its own; what it gives says whether all that was launched on the other one by now has run."""
+        if self.stream is None:
+            yield lambda: False
+            return
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            yield event.query
+
+    def _run_request(self) -> None:
+        wish, self.request = self.request, None
+        if wish is None or wish.num_tokens == STOP_DRAFTING:
+            return
+        if not wish.num_outcomes:
+            self.result = self.follower.draft(wish.text, wish.num_tokens, lambda: False), False
+            return
+        drafted: list[int] | None = None if wish.with_draft else []
+        if self.likely_outcomes is not None and wish.with_draft:
+            drafted = self.likely_outcomes.finish_draft(wish.text)
+        self._drop_outcomes()
+        self.result = drafted or [], drafted is not None
+        self.likely_outcomes = self.follower.predict_outcomes(wish, drafted, self._set_result)
+
+    def _set_result(self, tokens: list[int]) -> None:
+        self.result = tokens, False
+
+    def _drop_outcomes(self) -> None:
+        if self.likely_outcomes is not None:
+            self.likely_outcomes.end_draft()
+            self.likely_outcomes = None

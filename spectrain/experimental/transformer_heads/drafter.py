@@ -1,0 +1,86 @@
+"""Heads that are transformer layers over the target's states (Gloeckle et al., 2024, arXiv 2404.19737).
+
+Shapes: B batch, T tokens, D target width, V draft vocabulary, K heads.
+Head k, from 0, at index t reads the target's states up to t and predicts token t + 2 + k; token t + 1 is the target's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from spectrain.config.values import Count, Share, Steps, VocabularySize
+from spectrain.drafters.abilities import Capture, DraftingCost, SavedFiles
+from spectrain.drafters.base import Losses, Stage, TrainingState
+from spectrain.drafters.context import Context
+from spectrain.drafters.layers.heads import PrefixAttention
+from spectrain.drafters.layers.losses import LossName
+from spectrain.drafters.layers.output_layer import make_output_layer, project_down
+from spectrain.drafters.layers.vocabulary import SharedHeadDrafter, Supervision
+from spectrain.errors import UserError
+from spectrain.features.batch import Batch
+from spectrain.models.features import Layer
+from spectrain.models.kv_cache import TreeCache
+from spectrain.trees.base import Draft, MarginalRollout
+
+if TYPE_CHECKING:
+    from spectrain.models.target import Target
+
+
+class TransformerHeads(SharedHeadDrafter):
+    """One causal decoder layer for each of the next tokens, all over the same trunk and under one output layer (section 2). The
+    trunk is the frozen target's last state, where the authors train it with its heads. The loss is sum_k head_decay^k L_k.
+
+        p_k = softmax(W f_k(h_1 .. h_t)[t])
+    """
+
+    layers: tuple[Layer, ...] = ("final",)
+    saved = SavedFiles(shape=("num_heads", "vocab_size", "head_rank"))
+    abilities = replace(SharedHeadDrafter.abilities, capture=Capture(carried=("cache",)))
+    cost = DraftingCost(passes=lambda drafter, depth: min(1.0, depth))
+
+    def __init__(
+        self,
+        target: Target,
+        num_heads: Steps = 3,
+        vocab_size: VocabularySize = 32000,
+        loss: LossName = "forward_kl",
+        head_decay: Share = 0.8,  # weight of each head's loss against the one before it
+        head_rank: Count | None = None,  # of the output layer (SlimSpec); None: full
+    ) -> None:
+        super().__init__()
+        if num_heads < 1:
+            raise UserError(f"drafter.num_heads={num_heads}: use 1 or more")
+        self.divergence, self.head_decay, self.head = loss, head_decay, target.head
+        vocab_size = min(vocab_size, target.head.vocab_size)
+        self.heads = nn.ModuleList(PrefixAttention(target) for _ in range(num_heads))
+        self.lm_down, self.lm_head = make_output_layer(target.width, vocab_size, head_rank)
+        self.add_vocabulary(vocab_size, target.head.vocab_size)
+        self.cache: TreeCache | None = None
+
+    @property
+    def stages(self) -> list[Stage]:
+        return [Stage.whole(self, self.layers)]
+
+    def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
+        assert batch.features is not None
+        supervision, states = Supervision(self, batch), []
+        final = batch.features.at_layer("final").to(self.lm_head.weight.dtype)
+        for number, head in enumerate(self.heads):
+            hidden = state.checkpointed(head, final, batch.positions, None, batch.lengths)
+            states.append(project_down(self.lm_down, hidden[supervision.is_supervised(number)]))
+        return supervision.judge_steps(states, self.lm_head, self.head_decay, len(self.heads))
+
+    def draft(self, context: Context) -> Draft:
+        """Read the states of what was just accepted; then all heads speak at the last of them."""
+        self.cache = context.drafting_cache(self.cache, len(self.heads), 0)
+        final = context.fresh.at_layer("final").to(self.lm_head.weight.dtype)
+        slots = self.cache.next_slots(final.shape[1])
+        states = [context.newest(head(final, slots, self.cache, None, number)) for number, head in enumerate(self.heads)]
+        self.cache.add_uncommitted(final.shape[1])
+        self.cache.commit(None, context.counts)
+        logits = self.lm_head(project_down(self.lm_down, torch.cat(states, dim=1)))
+        return Draft(MarginalRollout(context.root, logits.float().log_softmax(-1), self.draft_ids))

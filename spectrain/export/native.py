@@ -1,0 +1,232 @@
+"""Our own layout: config.json names the class with its settings, model.safetensors holds what the class calls its tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spectrain.config.build import build, settings_with_defaults
+from spectrain.config.check import check_node
+from spectrain.config.choices import by_choice_name, choice_name
+from spectrain.config.saved import parse_description, parse_groups
+from spectrain.drafters.base import Drafter
+from spectrain.drafters.eagle3 import VARIANTS
+from spectrain.drafters.layers.block_drafter import default_layers
+from spectrain.drafters.peagle import NUM_DRAFTS
+from spectrain.errors import UserError
+from spectrain.provenance import package_versions
+
+from .block_families import FAMILIES
+from .eagle3 import complete_layer, complete_settings, eagle3_shapes
+from .fused_settings import FusedConfig
+from .layout import (
+    DESCRIPTION_KEYS,
+    MALFORMED_ERRORS,
+    DrafterCheckpoint,
+    DrafterFiles,
+    ExpectedTensors,
+    Finding,
+    Layout,
+    write_json,
+    write_tensors,
+)
+from .peft import adapter_shape
+from .targets import TargetFiles
+
+ARCHITECTURE_SIZES = (
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)  # of an architecture, without a target
+
+
+class NativeLayout(Layout):
+    name = "spectrain"
+    title = "spectrain's own layout"
+    families = (
+        "eagle3", "peagle", "medusa", "hydra", "kangaroo", "causal", "pard", "gated_lora", "early_exit", "dflash", "dspark",
+        "dflash2", "mtp", "amphista", "ctc", "eagle1", "gumiho", "redrafter",
+        "transformer_heads",
+    )  # fmt: skip
+    covers_all = True
+
+    def matches_files(self, files: DrafterFiles) -> bool:
+        return "drafter" in files.config
+
+    def check_data(self, files: DrafterFiles) -> None:
+        parse_description(files.config, files.directory / "config.json")
+
+    def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
+        held = self.as_fused(files)
+        if held is None:
+            return self._expected_from_config(files) or ExpectedTensors(
+                {name: (None,) * tensor.dim() for name, tensor in files.tensors.items()}
+            )
+        said, vocab = held[0], held[0].layer_config["vocab_size"]
+        return ExpectedTensors(eagle3_shapes(said, min(said.draft_vocab_size or vocab, vocab), vocab))
+
+    def as_fused(self, files: DrafterFiles) -> tuple[FusedConfig, dict[str, Tensor]] | None:
+        drafter = self._resolve_settings(files)
+        if choice_name("drafter", drafter) != "eagle3" or drafter.get("head_rank"):
+            return None
+        target = self._target_files(files)
+        width = files.tensors["fc.weight"].shape[0] if "fc.weight" in files.tensors else 0
+        vocab = len(files.tensors["t2d"]) if "t2d" in files.tensors else 0
+        if target is not None:
+            width, vocab = target.config.hidden_size, target.vocab_size
+        architecture = drafter["architecture"]
+        layer = {**architecture, "hidden_size": width, "vocab_size": vocab, "num_hidden_layers": drafter["num_layers"]}
+        variants = {key: bool(architecture.get(key, False)) for key in VARIANTS}
+        return FusedConfig(layer, drafter.get("layers"), variants, drafter.get("vocab_size", 32000)), dict(files.tensors)
+
+    def _expected_from_config(self, files: DrafterFiles) -> ExpectedTensors | None:
+        """The tensors of the drafter that config.json describes, built without data; None where it cannot be built, which
+        other findings tell, or where its target would have to be downloaded."""
+        target = self._target_files(files)
+        if target is None or not target.is_local:
+            return None
+        try:
+            with torch.device("meta"), torch.random.fork_rng(devices=[]):
+                drafter: Drafter = build(self._resolve_settings(files), target=target.build_meta_target())
+        except (UserError, *MALFORMED_ERRORS, KeyError):
+            return None
+        places = drafter.saved.layout(drafter)
+        shapes = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+        first = dict([*drafter.named_parameters(), *drafter.named_buffers()])  # of tied ones, the only one that is saved
+        there = {name: places.get(name, ("", name))[1] for name in shapes}
+        return ExpectedTensors(
+            {there[name]: shape for name, shape in shapes.items() if name in first},
+            {there[name]: shape for name, shape in shapes.items() if name not in first},
+        )
+
+    def _target_files(self, files: DrafterFiles) -> TargetFiles | None:
+        settings = files.read_group("target")
+        return TargetFiles.from_settings(settings) if settings else None
+
+    def _resolve_settings(self, files: DrafterFiles) -> dict[str, Any]:
+        """The settings, with everything said that shapes the weights."""
+        drafter: dict[str, Any] = copy.deepcopy(files.read_group("drafter") or {})
+        shaped = SHAPE_READERS.get(choice_name("drafter", drafter))
+        if shaped is not None:
+            drafter |= shaped(drafter, files, self._target_files(files))
+        if "d2t" in files.tensors:
+            drafter["vocab_size"] = len(files.tensors["d2t"])
+        return drafter
+
+    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
+        for group in ("drafter", "tree", "acceptance"):
+            node = files.read_group(group)
+            try:
+                if node is not None:
+                    check_node(group, node)
+            except UserError as error:
+                yield Finding(
+                    "malformed", "error", f"config.json: {error}", "no command can use it",
+                    "write it as it was when the drafter was trained",
+                )  # fmt: skip
+
+    def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
+        target_files = self._target_files(files)
+        said = None if target_files is None else target_files.reference
+        places = (files.directory / "target", files.directory.parent / "target")
+        trained = next((place for place in places if place.is_dir()), None)
+        path = files.directory / "config.json"
+        kept = parse_groups({k: files.config[k] for k in (*DESCRIPTION_KEYS, "target") if files.config.get(k)}, path)
+        if adapter := files.read_sidecar("adapter_config.json"):
+            kept["adapter_config"] = adapter
+        return DrafterCheckpoint(self._resolve_settings(files), dict(files.tensors), said, trained, kept)
+
+    def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
+        self._check_id_order(drafter)
+        settings = drafter.description.get("target") if target is None else target.settings
+        if settings is None and drafter.target is not None:
+            settings = TargetFiles(drafter.target).settings
+        description = {
+            "drafter": drafter.drafter,
+            "target": settings,
+            **{key: drafter.description.get(key) for key in DESCRIPTION_KEYS},
+            "spectrain_version": package_versions().get("spectrain"),
+        }
+        adapters = {name: tensor for name, tensor in drafter.tensors.items() if name.startswith("base_model.")}
+        rest = {name: tensor for name, tensor in drafter.tensors.items() if name not in adapters}
+        if adapters:
+            write_tensors(directory / "adapter_model.safetensors", adapters)
+            write_json(directory / "adapter_config.json", drafter.description["adapter_config"])
+        write_tensors(directory / "model.safetensors", rest)
+        write_json(directory / "config.json", by_choice_name(description))
+
+    def _check_id_order(self, drafter: DrafterCheckpoint) -> None:
+        ids = drafter.tensors.get("d2t")
+        if ids is not None and len(ids) > 1 and bool((ids[1:] < ids[:-1]).any()):
+            raise UserError("d2t: its ids do not ascend, as drafter=eagle3 and drafter=medusa want; sort the rows of lm_head")
+
+
+def shape_of_eagle3(drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None) -> dict[str, Any]:
+    """What the description leaves to its weights, how many layers there are, and to the target: what these are, and which
+    features it reads."""
+    count = 1 + len({name.split(".")[1] for name in files.tensors if name.startswith("later.")})
+    said = {"num_layers": count, **drafter}
+    if drafter.get("layers") and set(ARCHITECTURE_SIZES) <= set(drafter.get("architecture") or {}):
+        return said
+    return complete_settings(said, require_named_target(target, files))
+
+
+def shape_of_eagle1(drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None) -> dict[str, Any]:
+    """The layer, which a description may leave to the target, and whether fc has a bias."""
+    asked = drafter.get("architecture")
+    whole = asked if set(ARCHITECTURE_SIZES) <= set(asked or {}) else complete_layer(asked, require_named_target(target, files))
+    return {"architecture": whole, "bias": "fc.bias" in files.tensors}
+
+
+def shape_of_peagle(drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None) -> dict[str, Any]:
+    """The same, with how many tokens it drafts and whether its weights hold an embedding."""
+    own = {"num_drafts": NUM_DRAFTS, "own_embedding": "embed_tokens.weight" in files.tensors}
+    return {**own, **shape_of_eagle3(drafter, files, target)}
+
+
+def shape_of_block(drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None) -> dict[str, Any]:
+    """Every setting that other layouts say too, the layer and the fused ones among them."""
+    whole = settings_with_defaults(drafter)
+    if not whole["layers"] or not whole["architecture"]:
+        target = require_named_target(target, files)
+        layers = whole["layers"] or default_layers(target.num_layers, whole["num_layers"])
+        whole |= {"layers": sorted(set(layers)), "architecture": complete_layer(whole["architecture"], target)}
+    return {key: whole[key] for key in (*BLOCK_SETTINGS, *FAMILIES[choice_name("drafter", drafter)].config_keys)}
+
+
+def require_named_target(target: TargetFiles | None, files: DrafterFiles) -> TargetFiles:
+    """The target that settings are left to."""
+    if target is None:
+        raise UserError(f"{files.directory / 'config.json'}: it names no target and leaves settings to it; write target")
+    return target
+
+
+def shape_of_medusa(drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None) -> dict[str, Any]:
+    heads = {name.split(".")[1] for name in files.tensors if name.startswith("heads.")}
+    blocks = {name.split(".")[3] for name in files.tensors if name.startswith("heads.0.blocks.")}
+    return {"num_heads": len(heads), "num_layers": len(blocks)}
+
+
+def shape_of_adapter(drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None) -> dict[str, Any]:
+    adapter = files.read_sidecar("adapter_config.json")
+    return adapter_shape(files.tensors, adapter or {"r": 0, "lora_alpha": drafter.get("alpha", 32.0)})
+
+
+BLOCK_SETTINGS = (
+    "block_size", "num_layers", "layers", "sample_from_anchor", "causal", "window", "own_embedding", "architecture",
+)  # fmt: skip
+SHAPE_READERS = {
+    "eagle1": shape_of_eagle1,
+    "eagle3": shape_of_eagle3,
+    "peagle": shape_of_peagle,
+    "medusa": shape_of_medusa,
+    "gated_lora": shape_of_adapter,
+    **dict.fromkeys(FAMILIES, shape_of_block),
+}
+"""Family -> the settings that a description may leave unsaid and its weights or its target fix."""

@@ -1,0 +1,142 @@
+"""Attention over two kinds of keys, each attended to apart and joined by their log-sum-exps: exact, and nothing is masked.
+
+A drafter that rolls over its own states gives each token, behind the causal keys of the first step, one key of every later
+step. With l = log sum exp of the causal scores and s_i the scores of the later keys, of all L = log(e^l + sum_i e^s_i):
+
+    out = e^(l - L) out_causal + sum_i e^(s_i - L) v_i
+
+Backward, the causal kernel given the joint `out` and L computes the gradients of its part exactly, for all it takes of its own
+forward are these two (Dao, arXiv 2307.08691, section 3.1.2: dS = P (dP - rowsum(dO O)), P = exp(S - L)).
+
+Shapes: B batch, H query heads, K key-value heads, G = H / K, T tokens, S later steps, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spectrain.kernels.fused_attention import document_starts, supports_flash
+
+aten = torch.ops.aten
+
+
+def is_mergeable(q: Tensor, v: Tensor) -> bool:
+    """Whether a causal kernel that tells its log-sum-exp takes these: on a CPU, and flash attention on a GPU."""
+    if q.shape[-1] != v.shape[-1]:
+        return False
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    return q.device.type == "cpu" or (q.device.type == "cuda" and half and supports_flash(q))
+
+
+def merged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    later_keys: Tensor,
+    later_values: Tensor,
+    scale: float | None = None,
+    lengths: tuple[int, ...] | None = None,
+) -> Tensor:
+    """[B, H, T, D]: queries [B, H, T, D] see causally k and v [B, K, T, D], and of the later steps' keys and values
+    [B, K, S, T, D] those at their own index; on a GPU in each of the documents of these `lengths` that are packed into one
+    row."""
+    joined: Tensor = _MergedAttention.apply(
+        q, k, v, later_keys, later_values, q.shape[-1] ** -0.5 if scale is None else scale, lengths
+    )
+    return joined
+
+
+class _MergedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        later_keys: Tensor,
+        later_values: Tensor,
+        scale: float,
+        lengths: tuple[int, ...] | None,
+    ) -> Tensor:
+        batch, num_heads, length, size = q.shape
+        groups, ctx.scale = num_heads // k.shape[1], scale
+        first, lse, ctx.kept = _causal_forward(q, _repeat_heads(k, groups), _repeat_heads(v, groups), scale, lengths)
+        shape = batch, -1, groups, length
+        scores = (q.unflatten(1, (-1, groups))[:, :, :, None].float() * later_keys[:, :, None]).sum(
+            -1
+        ) * scale  # [B, K, G, S, T]
+        own = lse.view(shape)[:, :, :, None]
+        total = torch.cat([own, scores], dim=3).logsumexp(dim=3, keepdim=True)
+        share = (scores - total).exp()
+        out = first.view(*shape, size) * (own - total).exp()[:, :, :, 0, :, None]
+        out = (out + (share[..., None] * later_values[:, :, None]).sum(3)).to(q.dtype).view(q.shape)
+        ctx.save_for_backward(q, k, v, later_keys, later_values, out, total.view(batch, num_heads, length), share)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, later_keys, later_values, out, total, share = ctx.saved_tensors
+        groups, scale = q.shape[1] // k.shape[1], ctx.scale
+        whole = _repeat_heads(k, groups), _repeat_heads(v, groups)
+        of_q, of_k, of_v = _causal_backward(grad.contiguous(), q, *whole, out, total, ctx.kept, scale)
+        of_k, of_v = (part.unflatten(1, (-1, groups)).sum(2) for part in (of_k, of_v))
+        grad, out, q = (part.float().unflatten(1, (-1, groups))[:, :, :, None] for part in (grad, out, q))
+        of_scores = share * ((grad * later_values[:, :, None]).sum(-1) - (grad * out).sum(-1)) * scale
+        of_q = of_q + (of_scores[..., None] * later_keys[:, :, None]).sum(3).flatten(1, 2)
+        of_later_keys = (of_scores[..., None] * q).sum(2)
+        of_later_values = (share[..., None] * grad).sum(2)
+        found = of_q, of_k, of_v, of_later_keys, of_later_values
+        return (*(part.to(k.dtype) for part in found), None, None)
+
+
+def _repeat_heads(heads: Tensor, groups: int) -> Tensor:
+    """Key-value heads [B, K, T, D] as every query head finds its own."""
+    return heads if groups == 1 else heads.repeat_interleave(groups, dim=1)
+
+
+def _causal_forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, lengths: tuple[int, ...] | None
+) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+    """Causal attention, its log-sum-exps [B, H, T], and what its backward wants besides."""
+    if lengths is not None:
+        starts, longest = document_starts(lengths, q.device), max(lengths)
+        q, k, v = (_flatten_heads(x) for x in (q, k, v))
+        where = starts, starts, longest, longest
+        out, lse, seed, offset, _ = aten._flash_attention_forward(q, k, v, *where, 0.0, True, False, scale=scale)
+        return out[None].transpose(1, 2), lse[None], (*where, seed, offset, True)
+    if q.device.type == "cpu":
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, attn_mask=None, scale=scale)
+        return out, lse if lse.shape[1] == q.shape[1] else lse.transpose(1, 2), ()
+    out, lse, *kept, _ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)
+    return out, lse, (*kept, False)
+
+
+def _flatten_heads(heads: Tensor) -> Tensor:
+    """[1, H, T, D] as [T, H, D]"""
+    return heads[0].transpose(0, 1)
+
+
+def _causal_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: tuple[Any, ...], scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values [B, H, T, D], with the outputs and log-sum-exps of all keys."""
+    found: tuple[Tensor, Tensor, Tensor]
+    if kept and kept[-1]:
+        grad, q, k, v, out = (_flatten_heads(x) for x in (grad, q, k, v, out))
+        *where, seed, offset, _ = kept
+        of_flat = aten._flash_attention_backward(grad, q, k, v, out, lse[0], *where, 0.0, True, seed, offset, scale=scale)
+        of_q, of_k, of_v = (part[None].transpose(1, 2) for part in of_flat)
+        return of_q, of_k, of_v
+    if q.device.type == "cpu":
+        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, True, attn_mask=None, scale=scale
+        )
+        return found
+    starts_q, starts_k, most_q, most_k, seed, offset, _ = kept
+    found = aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, lse, starts_q, starts_k, most_q, most_k, 0.0, True, seed, offset, scale=scale
+    )
+    return found

@@ -1,0 +1,45 @@
+"""Drafters that come with the package, trained and ready for the target that each was trained for."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from spectrain.config.build import build
+from spectrain.config.choices import choice_name
+from spectrain.drafters.base import Drafter
+from spectrain.errors import UserError
+from spectrain.models.target import Target
+
+from .drafter_files import load_description, load_weights
+from .paths import SHIPPED_FOLDER
+
+SHIPPED_BY_TARGET = {"smollm2-135m-q4_1": "smollm2-eagle3"}  # by the name of the target
+
+
+def find_shipped_drafter(target: Target) -> str | None:
+    """The drafter that comes for a target."""
+    return SHIPPED_BY_TARGET.get(target.name)
+
+
+def smollm2_eagle3(target: Target) -> Drafter:
+    """EAGLE-3 for SmolLM2-135M-Instruct; its config.json says what its training took."""
+    return load_shipped_drafter("smollm2-eagle3", target)
+
+
+def is_shipped(node: Mapping[str, Any]) -> bool:
+    """Whether a drafter's settings name one of them."""
+    return (SHIPPED_FOLDER / choice_name("drafter", node)).is_dir()
+
+
+def load_shipped_drafter(name: str, target: Target) -> Drafter:
+    """The drafter of this name, with its weights; refuses a target that these do not fit."""
+    description = load_description(SHIPPED_FOLDER / name, None)
+    drafter: Drafter = build(description["drafter"], target=target)
+    try:
+        load_weights(drafter, SHIPPED_FOLDER / name, target)
+    except UserError as error:
+        wanted, family = choice_name("target", description["target"]), choice_name("drafter", description["drafter"])
+        raise UserError(
+            f"drafter={name}: it is for target={wanted}, and {target.name} is another model; train one for it, as in "
+            f"spectrain train recipe={family}"
+        ) from error
+    return drafter

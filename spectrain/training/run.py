@@ -1,0 +1,366 @@
+"""A training under way: where it stands, its steps, and what is saved of it."""
+
+import signal
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import Tensor, nn
+
+from spectrain.data.chat import Example
+from spectrain.data.dataset import BatchStream, Dataset
+from spectrain.drafters.base import Drafter, TrainingState, stage_at
+from spectrain.errors import RunError, RunInterrupted, UserError
+from spectrain.features.base import BatchRequest, Source
+from spectrain.features.batch import Batch
+from spectrain.models.packed_linears import pack_linears
+from spectrain.models.target import Target
+
+from .averages import WeightAverages
+from .best_weights import ValidationHistory, best_weights_path, delete_best_except, load_best, save_best
+from .budget import Budget, TimeSpent
+from .checkpoints import checkpoint_path, latest_checkpoint, load_checkpoint, save_checkpoint
+from .monitor import WAITING, ProcessMonitor
+from .parallel import ParallelStrategy
+from .state import (
+    Tally,
+    gather_trained_weights,
+    get_random_state,
+    load_trained_weights,
+    select_trained_groups,
+    set_random_state,
+)
+from .validation import measure_acceptance
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+class TrainingRun:
+    """What one training works on, and how far it is. `begin` shares the drafter; then one `train_step` follows another."""
+
+    run: Path
+    stream: BatchStream  # of the data, on this process
+
+    def __init__(
+        self,
+        trainer: "Trainer",
+        drafter: Drafter,
+        target: Target,
+        source: Source,
+        parallel: ParallelStrategy,
+        num_steps: int | None,
+    ) -> None:
+        self.trainer, self.drafter, self.target = trainer, drafter, target
+        self.source, self.parallel, self.monitor = source, parallel, ProcessMonitor(parallel, trainer.patience)
+        self.budget = Budget(num_steps, trainer.max_minutes)
+        self.accumulate = trainer.accumulate  # batches of a step, on this process
+        self.step = 0  # steps done
+        self.stage = self.stage_start = 0  # the stage of the optimiser, and its first step
+        self.averages = None if trainer.ema is None else WeightAverages(trainer.ema)
+        self.validation_history = ValidationHistory()  # at held-out data
+        self.saved_step = self.saved_best_step = 0  # the step of the newest checkpoint, and of the best look up to there
+        self.skipped = self.skipped_in_a_row = 0  # steps that changed nothing, because something was not finite
+        self.tally = Tally()  # since the last line of metrics
+        self.tokens, self.seconds = 0, 0.0  # up to there, on all processes
+        self.data_position: dict[str, Any] | None = None  # where this process stands in the data
+        self.trained_ids: set[int] = set()  # parameters of this stage and those before it,
+        self.num_trained = 0  # and their numbers
+
+    @property
+    def num_steps(self) -> float:
+        """Steps of the whole run; by the clock, as many as the time will do for."""
+        return self.budget.num_steps(self.step)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to do, or nothing is gained any more."""
+        stop_after = self.trainer.stop_after
+        return self.budget.is_done(self.step) or (stop_after is not None and self.validation_history.without_gain >= stop_after)
+
+    # Beginning
+
+    def start_training(self) -> None:
+        """Share the drafter between the processes, with the optimiser of the stage of the last step."""
+        pack_linears(self.drafter)
+        self.parallel.set_drafter(self.drafter, self.target)
+        self.enter_stage(self.stage, self.stage_start)
+
+    def restore_or_start(self, run: Path, dataset: Dataset) -> Path | None:
+        """Begin, with the newest checkpoint of a run where there is one, and open the data; that checkpoint."""
+        self.run, checkpoint = run, latest_checkpoint(run)
+        tensors: dict[str, Tensor] = {}
+        numbers: dict[str, float] = {}
+        if checkpoint is not None:
+            weights, tensors, progress = load_checkpoint(checkpoint)
+            load_trained_weights(self.drafter, self.target, weights)
+            tensors, numbers = self._restore_progress(progress, tensors), progress["optimizer"]
+        self.start_training()
+        if checkpoint is not None:
+            self.parallel.load_optimizer(tensors, numbers)
+        self.stream = dataset.stream_batches(
+            self.trainer.batch_settings, self.parallel.data_rank, self.parallel.num_data_ranks, self.data_position
+        )
+        self.data_position = self.stream.state_dict()
+        return checkpoint
+
+    def _restore_progress(self, progress: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Where a checkpoint stood; of its tensors those of the optimiser."""
+        shared = self.parallel
+        self.stage, self.stage_start = progress["stage"], progress["stage_began"]
+        self.budget.resume_from(TimeSpent(**progress["spent"]))
+        self.validation_history = ValidationHistory(**progress["looks"])
+        if self.trainer.keep_best and not best_weights_path(self.run, self.validation_history.best_step).exists():
+            self.validation_history = ValidationHistory()  # its weights are gone
+        self.saved_best_step = self.validation_history.best_step
+        if shared.is_main:
+            delete_best_except(self.run, {self.saved_best_step})
+        self.step, self.data_position, self.skipped = progress["step"], progress["stream"], progress["skipped"]
+        if self.trainer.max_steps is None and self.trainer.max_minutes is None:
+            self.budget.max_steps = progress["num_steps"]
+        self.accumulate = self._batches_per_process(progress["batches_a_step"])
+        self.tally = Tally.from_saved(progress["tallies"], shared.rank, shared.num_processes)
+        self.saved_step, self.tokens, self.seconds = self.step, progress["tokens"], progress["seconds"]
+        drawn = {name for name in tensors if name.startswith("rng.")}
+        set_random_state({name: tensors[name] for name in drawn}, shared.rank)
+        averaged = {name for name in tensors if name.startswith("ema.")}
+        if self.averages is not None:
+            self.averages.load({name.removeprefix("ema."): tensors[name] for name in averaged}, shared.device)
+        return {name: tensor for name, tensor in tensors.items() if name not in drawn | averaged}
+
+    def _batches_per_process(self, batches: int) -> int:
+        """How many batches each process accumulates, so that a step goes on taking so many in all."""
+        count = self.parallel.num_data_ranks
+        if batches % count:
+            raise UserError(
+                f"trainer.resume=auto: a step of this run takes {batches} batches, which {count} processes cannot share "
+                "equally; start a number of processes that divides it"
+            )
+        if batches // count != self.accumulate and self.parallel.is_main:
+            print(f"{count} processes accumulate {batches // count} batches each, so that a step takes {batches} as before")
+        return batches // count
+
+    # Steps
+
+    def train_step(self, example_batches: list[list[Example]], stop_signal: int | None = None) -> bool:
+        """One optimiser step over this process's share of batches; False, and no step, where a process was `asked` to stop."""
+        self._prepare_step()
+        now, began = Tally(steps=1), time.perf_counter()
+        batches = [self._make_batch(examples) for examples in example_batches]
+        now.target_seconds = time.perf_counter() - began
+        self.monitor.report_status(self.step, WAITING)
+        supervised, stops = self.parallel.all_reduce(
+            sum(batch.num_supervised for batch in batches), float(stop_signal is not None)
+        )
+        if stops:
+            return False
+        self.monitor.report_status(self.step, "computing")
+        began = time.perf_counter()
+        scale = self.parallel.num_data_ranks / max(1, supervised)  # gradients are averaged over processes
+        self.drafter.train()
+        for number, (batch, examples) in enumerate(zip(batches, example_batches), 1):
+            now.add_tally(self._add_gradients(batch, examples, scale, is_last=number == len(batches)))
+        finite = self.parallel.step()
+        now.drafter_seconds = time.perf_counter() - began
+        now.supervised = int(supervised)
+        self._finish_step(now, finite)
+        return True
+
+    def _stage_number(self, step: int) -> int:
+        return stage_at(self.drafter.stages, step, self.num_steps)
+
+    def enter_stage(self, stage: int, first_step: int) -> None:
+        """An optimiser of what a stage trains; every other parameter is frozen."""
+        self.stage, self.stage_start = stage, first_step
+        groups = select_trained_groups(self.drafter, self.target, stage)
+        new = [p for group in groups for p in group["params"] if id(p) not in self.trained_ids]
+        self.trained_ids |= {id(parameter) for parameter in new}
+        self.num_trained += sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in new)
+        self.parallel.start_stage(groups, self.trainer.clip, self.trainer.make_optimizer)
+
+    def _prepare_step(self) -> None:
+        """The stage, learning rate and state of the step to come."""
+        stage = self._stage_number(self.step)
+        if stage != self.stage:
+            self.enter_stage(stage, self.step)
+        self.lr = self.trainer.lr_at(self.step, self.num_steps, self.stage_start)
+        for group in self.parallel.optimizer.param_groups:
+            group["lr"] = self.lr * group["lr_scale"]
+
+    def _make_batch(self, examples: list[Example]) -> Batch:
+        layers = self.drafter.stages[self.stage].layers
+        return self.source.make_batch(
+            BatchRequest(examples, self.target, layers, self.trainer.packing, self.step, self.drafter)
+        )
+
+    def _add_gradients(self, batch: Batch, examples: list[Example], scale: float, is_last: bool) -> Tally:
+        """Add a batch to the gradients, as the `last` of a step or not; what it adds to the tally."""
+        state = TrainingState(self.step, self.step / self.num_steps, self.trainer.gradient_checkpointing)
+        losses = self.parallel.loss(batch, state, is_last)
+        total = losses.total * scale
+        if is_last:
+            self.monitor.report_status(self.step, WAITING)
+        self.parallel.backward(total, is_last)
+        share = self.parallel.num_data_ranks
+        terms = {name: float(term.detach()) * scale / share for name, term in losses.terms.items()}
+        tokens = sum(len(example.tokens) for example in examples)
+        hits, counts = losses.hits.detach().float().tolist(), losses.counts.detach().float().tolist()
+        return Tally(float(total.detach()) / share, tokens=tokens, terms=terms, hits=hits, counts=counts)
+
+    def _finish_step(self, step_tally: Tally, is_finite: bool) -> None:
+        """A step is done, or left out because its gradient is not finite."""
+        self.step += 1
+        if is_finite:
+            self.skipped_in_a_row = 0
+            if self.averages is not None:
+                self.averages.update_averages(self.named_parameters(), self.step)
+            self.tally.add_tally(step_tally)
+            return
+        self.skipped, self.skipped_in_a_row = self.skipped + 1, self.skipped_in_a_row + 1
+        if self.parallel.is_main:
+            print(f"spectrain: training: step {self.step} is left out: its gradient is not finite", file=sys.stderr)
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """All of drafter and target, by the names that a checkpoint gives them."""
+        named = {f"drafter.{name}": parameter for name, parameter in self.drafter.named_parameters()}
+        own = {id(parameter) for parameter in named.values()}
+        theirs = {f"target.{name}": p for name, p in self.target.named_parameters() if id(p) not in own}
+        return named | theirs
+
+    def validate(self, held_out: list[Example]) -> dict[str, Any]:
+        """What the drafter, of averaged weights where there are any, promises and does on held-out data."""
+        self.monitor.report_status(self.step, "drafting for what was held out")
+        with nullcontext() if self.averages is None else self.averages.swap_weights(self.named_parameters()):
+            seen = measure_acceptance(self.drafter, self.target, held_out)
+            is_best = self.validation_history.add_forecast(self.parallel.all_gather(seen["forecast"])[0], self.step)
+            if is_best and self.trainer.keep_best:
+                weights = gather_trained_weights(self.drafter, self.target, self.parallel)
+                if self.parallel.is_main:
+                    save_best(self.run, self.step, weights)
+                    delete_best_except(self.run, {self.step, self.saved_best_step})
+        return seen
+
+    def collect_metrics(self) -> dict[str, Any]:
+        """The means since the last time over all processes, and where the run is in the data; every process must call this."""
+        shared, tally = self.parallel, self.tally
+        self.tally = Tally()
+        names, depths = sorted(tally.terms), len(tally.hits)
+        own = tally.target_seconds + tally.drafter_seconds
+        values = [tally.loss, tally.tokens, own, tally.target_seconds, *(tally.terms[name] for name in names), *tally.hits]
+        loss, tokens, busy, target_busy, *rest = shared.all_reduce(*values, *tally.counts)
+        hits, counts = rest[len(names) : len(names) + depths], rest[len(names) + depths :]
+        if tally.steps and counts and not any(counts) and shared.is_main:
+            print(f"spectrain: training: nothing was judged up to step {self.step}: the answers are shorter than what the "
+                  "drafter is trained on; use longer ones, or let it look less far ahead", file=sys.stderr)  # fmt: skip
+        steps, seconds = max(1, tally.steps), max(tally.seconds, 1e-9)
+        terms = {name: value / steps for name, value in zip(names, rest)}
+        self.tokens += int(tokens)
+        self.seconds += tally.seconds
+        target, drafter = target_busy / shared.num_data_ranks / seconds, (busy - target_busy) / shared.num_data_ranks / seconds
+        return {
+            "step": self.step,
+            "loss": loss / steps if tally.steps else None,
+            **({"losses": terms} if len(terms) > 1 else {}),
+            "agreement": [round(hit / max(1.0, count), 4) for hit, count in zip(hits, counts)],
+            "lr": self.lr,
+            "skipped": self.skipped,
+            "tokens": self.tokens,
+            "seconds": round(self.seconds, 3),
+            "tokens_per_second": tokens / seconds,
+            "supervised_per_second": tally.supervised / seconds,
+            "time_share": {
+                "target": round(target, 3), "drafter": round(drafter, 3), "rest": round(max(0.0, 1 - target - drafter), 3),
+            },
+            **self.stream.data_metrics(self._merge_positions()),
+        }  # fmt: skip
+
+    def _merge_positions(self) -> dict[str, Any]:
+        """Where the run stands in the data, from what all processes say; every process must call this."""
+        return self.stream.merge_states(self.parallel.all_gather(self.data_position)[:: self.parallel.num_copies])
+
+    # Ending
+
+    def save(self) -> None:
+        """A checkpoint of the whole run, written by the main process; every process must call this."""
+        shared = self.parallel
+        self.source.flush()
+        weights = gather_trained_weights(self.drafter, self.target, shared)
+        tensors, numbers = shared.gather_optimizer_state()
+        tallies, drawn = shared.all_gather(asdict(self.tally)), shared.all_gather(get_random_state())
+        position = self._merge_positions()
+        if shared.is_main:
+            for rank, own in enumerate(drawn):
+                tensors |= {f"rng.{name}.{rank}": tensor for name, tensor in own.items()}
+            if self.averages is not None:
+                tensors |= {f"ema.{name}": tensor.cpu() for name, tensor in self.averages.averages.items()}
+            progress = {
+                "step": self.step, "stream": position, "skipped": self.skipped, "tallies": tallies, "tokens": self.tokens,
+                "seconds": self.seconds, "optimizer": numbers, "num_steps": self.num_steps,
+                "stage": self.stage, "stage_began": self.stage_start, "spent": asdict(self.budget.time_spent),
+                "looks": asdict(self.validation_history),
+                "batches_a_step": self.accumulate * shared.num_data_ranks,
+            }  # fmt: skip
+            place = checkpoint_path(self.run, self.step)
+            save_checkpoint(place, weights, tensors, progress, self.trainer.keep_checkpoints)
+            delete_best_except(self.run, {self.validation_history.best_step})
+        self.saved_step, self.saved_best_step = self.step, self.validation_history.best_step
+        shared.wait_for_all()
+
+    def save_and_stop(self, stop_signal: int | None) -> NoReturn:
+        """Save and leave, because a signal asked for it, on this process or another."""
+        if self.step > self.saved_step:
+            self.save()
+        signals = [number for number in self.parallel.all_gather(stop_signal) if number is not None]
+        name = signal.Signals(signals[0]).name
+        after = f"after step {self.step}, which is saved" if self.step else "in the first step"
+        how = f"stopped by {name} {after}; go on with the same command, trainer.resume=auto run={self.run}"
+        raise RunInterrupted(how if self.parallel.is_main else "", 0 if signals[0] == signal.SIGTERM else 1)
+
+    def abort(self) -> NoReturn:
+        """Leave, because too many steps in a row changed nothing."""
+        kept = latest_checkpoint(self.run)
+        where = f"the last good checkpoint is {kept}" if kept is not None else "no checkpoint was saved yet"
+        raise RunError(
+            f"training: the gradient was not finite in {self.skipped_in_a_row} steps in a row, up to step {self.step}; {where}"
+            "; lower trainer.lr or trainer.clip"
+        )
+
+    def finish(self) -> "TrainingResult":
+        """The drafter whole on the main process, and the target an ordinary model again."""
+        if self.averages is not None:
+            self.averages.copy_to(self.named_parameters())
+        self.parallel.restore_tensors()
+        best = self.validation_history.best_step if self.trainer.keep_best else 0
+        if best and (self.parallel.is_reusable or self.parallel.is_main):
+            load_trained_weights(self.drafter, self.target, load_best(self.run, best))
+        changes = self.drafter.abilities.target_training
+        if changes is not None and (self.parallel.is_reusable or self.parallel.is_main):
+            changes.finish_training(self.target)
+        return TrainingResult(
+            self.step, self.tokens, self.seconds, self.num_trained, self.parallel.is_reusable, best or self.step
+        )
+
+    def explain_failure(self, error: RuntimeError) -> Exception:
+        """The error, or where another process is what failed, one that says which."""
+        text = str(error)
+        if isinstance(error, (UserError, RunError)) or self.parallel.num_processes == 1:
+            return error
+        if not any(sign in text for sign in ("onnection", "peer", "NCCL", "gloo", "Gloo", "imed out", "imeout", "ocket")):
+            return error
+        gone = self.monitor.find_dead_process()
+        return error if gone is None else RunError(f"training: {gone}; go on with trainer.resume=auto run={self.run}")
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What a training took, of all its parts where it was resumed, and where the drafter is now."""
+
+    num_steps: int
+    num_tokens: int  # seen, on all processes, padding left out
+    seconds: float  # of steps, until the end of the last
+    num_parameters: int  # that learnt, in any stage
+    is_reusable: bool  # the main process holds the drafter whole in its place
+    result_step: int  # the step whose weights are the result

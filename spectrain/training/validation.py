@@ -1,0 +1,64 @@
+"""How much of its drafts would be kept, while a drafter trains: on conversations that it does not train on."""
+
+import math
+from itertools import accumulate
+from operator import mul
+from typing import Any, NamedTuple
+
+import torch
+
+from spectrain.data.chat import Example
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.calibration import run_teacher_forced
+from spectrain.decoding.loop import decode
+from spectrain.drafters.base import Drafter
+from spectrain.models.target import Target
+from spectrain.trees import Chain
+
+from .on_policy import evaluation_mode
+
+MAX_CONVERSATIONS = 8  # conversations that are looked at
+ANSWER_TOKENS = 32  # tokens of the target's own answer to each
+DRAFT_DEPTH = 4  # drafts at each of its places, or as many as the drafter makes
+
+
+def select_prompts(examples: list[Example], max_length: int) -> list[list[int]]:
+    """The prompts that a look asks for answers to, of a target for texts so long."""
+    return [example.prompt for example in examples if len(example.prompt) + ANSWER_TOKENS <= max_length][:MAX_CONVERSATIONS]
+
+
+class ValidationRows(NamedTuple):
+    """Rows that a look runs, at most: an answer is drafted and nothing of it kept, then drafted again and all is."""
+
+    num_prompt: int  # of prompts, whose logits nobody asks for but the last one's
+    num_verified: int
+    num_drafted: int
+
+
+def count_validation_rows(prompts: list[list[int]]) -> ValidationRows:
+    """Of these prompts, as `looked_at` gives them."""
+    rounds = len(prompts) * (ANSWER_TOKENS - 1 + math.ceil((ANSWER_TOKENS - 1) / (DRAFT_DEPTH + 1)))
+    return ValidationRows(2 * sum(map(len, prompts)), rounds * (DRAFT_DEPTH + 1), rounds * DRAFT_DEPTH)
+
+
+def measure_acceptance(drafter: Drafter, target: Target, examples: list[Example]) -> dict[str, Any]:
+    """Over the target's own answers to the prompts of these examples, by depth, with every draft before it right: `agreement`,
+    how often the most likely draft is the target's most likely token, and `acceptance`, the mean sum of min(p, q), how often
+    a drawn draft is kept, over so many `places`. `forecast` is the tokens a forward that the acceptance promises a chain:
+    1 + a_1 + a_1 a_2 + ... `acceptance_length` are those of the chains that the answers were really drafted with, greedily.
+
+    Nothing learns from it, and the random numbers of the training stay as they are.
+    """
+    prompts = select_prompts(examples, target.max_length)
+    with evaluation_mode(drafter), torch.random.fork_rng():
+        answers = [decode(target, [prompt], Greedy(), ANSWER_TOKENS, drafter, Chain(DRAFT_DEPTH))[0] for prompt in prompts]
+        forced = run_teacher_forced(target, drafter, Chain(DRAFT_DEPTH), Greedy(), prompts, ANSWER_TOKENS, answers)
+    rounds = [emitted for answer in answers for emitted in answer.complete_round_lengths]
+    acceptance = forced.mean_overlap
+    return {
+        "agreement": [round(share, 4) for share in forced.top1_agreement],
+        "acceptance": [round(share, 4) for share in acceptance],
+        "places": [count for count in forced.counts if count],
+        "acceptance_length": round(sum(rounds) / len(rounds), 4) if rounds else None,
+        "forecast": round(1 + sum(accumulate(acceptance, mul)), 4),
+    }

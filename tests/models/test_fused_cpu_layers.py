@@ -1,0 +1,116 @@
+"""Layers in few calls compute what transformers' own do, bit by bit, and step aside where something else is to run."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import spectrain.models.target as targets
+from spectrain.models.forward_plan import ForwardPlan, LayerSpan, Sublayer
+from spectrain.models.fused_cpu_layers import fuse_cpu_layers
+from spectrain.models.packed_linears import packable_dtypes, unpack_linears
+from spectrain.models.target import Target
+from spectrain.trees.token_tree import TokenTree
+
+SIZE: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+SCALED = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 1e4,
+          "original_max_position_embeddings": 32}  # fmt: skip
+CONFIGS: dict[str, Any] = {
+    "llama": hf.LlamaConfig(**SIZE),
+    "llama with biases": hf.LlamaConfig(**SIZE, attention_bias=True, mlp_bias=True, head_dim=16, rope_parameters=SCALED),
+    "qwen2": hf.Qwen2Config(**SIZE, use_sliding_window=True, sliding_window=5, max_window_layers=1),
+    "qwen3": hf.Qwen3Config(**SIZE, head_dim=16),
+    "qwen3 in bfloat16": hf.Qwen3Config(**SIZE, head_dim=16, dtype="bfloat16"),
+}
+
+pytestmark = pytest.mark.skipif(not packable_dtypes(), reason="torch has no oneDNN here")
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def target(request: pytest.FixtureRequest, tiny: Target) -> Target:
+    """A target with random weights, norms and biases among them, on packed linears."""
+    torch.manual_seed(0)
+    config = copy.deepcopy(CONFIGS[request.param])
+    if config.dtype == torch.bfloat16 and torch.bfloat16 not in packable_dtypes():
+        pytest.skip("oneDNN does not multiply bfloat16 here")
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="spectrain", dtype=config.dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    found = Target(model, tiny.tokenizer, request.param, "")
+    found.pack_weights()
+    return found
+
+
+@torch.inference_mode()
+def prompt_and_tree(target: Target) -> list[Tensor]:
+    """What two padded prompts and a tree behind each give: states of every layer, and logits."""
+    prompts, lengths = torch.randint(3, 64, (2, 9)), torch.tensor([9, 6])
+    cache = target.new_cache(2, 64)
+    layers = (0, 1, 3, "final")
+    seen = target.prefill(prompts, lengths, cache, layers)
+    tree = TokenTree.from_parents(torch.randint(3, 64, (2, 5)), torch.tensor([[-1, 0, 0, 1, 2]]).expand(2, -1))
+    found = target.verify(tree, cache, layers)
+    assert seen.logits is not None and found.logits is not None
+    return [seen.hidden, seen.logits, found.hidden, found.logits]
+
+
+@torch.inference_mode()
+def packed_texts(target: Target) -> list[Tensor]:
+    """The features of three texts in one row."""
+    return [target.features(torch.randint(3, 64, (1, 20)), (2, "final"), (7, 4, 9)).hidden]
+
+
+@torch.inference_mode()
+def halves_skipped(target: Target) -> list[Tensor]:
+    """A layer without its attention, another without its feed-forward, a third that does not run."""
+    skipped = (Sublayer(0, "attention"), Sublayer(1, "mlp"), 2)
+    return [target.run(torch.randint(3, 64, (2, 8)), ForwardPlan(layers=("final",), span=LayerSpan(skipped=skipped))).hidden]
+
+
+@pytest.mark.parametrize("ask", [prompt_and_tree, packed_texts, halves_skipped])
+def test_bits_are_those_of_transformers_layers(
+    target: Target, ask: Callable[[Target], list[Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same with the layers' own forwards, to the last bit."""
+    torch.manual_seed(1)
+    lean = ask(target)
+    monkeypatch.setattr(targets, "fuse_cpu_layers", lambda layers: [])
+    torch.manual_seed(1)
+    for one, other in zip(lean, ask(target), strict=True):
+        assert one.isfinite().all() and one.std() > 0.1 and torch.equal(one, other)
+
+
+def test_it_steps_aside(target: Target) -> None:
+    """A layer runs by itself where a hook listens inside, where something runs in its place or a part's, and unpacked."""
+    every = list(target.layers)
+    assert [layer for layer, _ in fuse_cpu_layers(every)] == every
+    first = every[0]
+    hook = first.self_attn.o_proj.register_forward_hook(lambda *_: None)
+    assert [layer for layer, _ in fuse_cpu_layers(every)] == every[1:]
+    hook.remove()
+    for module in (first, first.self_attn, first.mlp):
+        module.forward = module.forward
+        assert [layer for layer, _ in fuse_cpu_layers(every)] == every[1:]
+        del module.forward
+    assert [layer for layer, _ in fuse_cpu_layers(every)] == every
+    unpack_linears(first.mlp)
+    assert [layer for layer, _ in fuse_cpu_layers(every)] == every[1:]
+    target.pack_weights()
+    assert [layer for layer, _ in fuse_cpu_layers(every)] == every
+
+
+def test_other_layers_are_left_alone(tiny: Target) -> None:
+    """Nothing is guessed of classes that are not known, however alike they look."""
+    model = AutoModelForCausalLM.from_config(hf.GemmaConfig(**SIZE, head_dim=8), attn_implementation="spectrain").eval()
+    target = Target(model, tiny.tokenizer, "gemma", "")
+    target.pack_weights()
+    assert not list(fuse_cpu_layers(target.layers)) and len(list(fuse_cpu_layers(tiny.layers))) == tiny.num_layers
