@@ -1,4 +1,4 @@
-"""Where kernels run: on a GPU, or for tests in Triton's interpreter. SPECTRAIN_KERNELS=reference or =triton overrules it."""
+"""Where kernels run: on a GPU, or for tests in Triton's interpreter. SPECTRAIN_KERNELS=reference or =triton overrides it."""
 
 import inspect
 import os
@@ -10,18 +10,18 @@ import torch
 
 try:
     import triton
-except ImportError:  # not on Linux: the references are all there is
+except ImportError:  # not on Linux: only the references exist
     triton = None
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """triton.jit, where there is one. Counts and random keys change from call to call, so none of them is compiled in."""
+    """Apply triton.jit where Triton is installed. Counts and random keys vary by call and are not specialised."""
     changing = [name for name in inspect.signature(function).parameters if name == "key" or name.startswith("num_")]
     return function if triton is None else triton.jit(function, do_not_specialize=changing)
 
 
 def kernels_enabled(device: torch.device) -> bool:
-    """Whether kernels are to run on a device if they can: on a CPU only where they are asked for and interpreted."""
+    """Tell whether kernels are enabled on a device: on a CPU only where they are requested and interpreted."""
     asked = os.environ.get("SPECTRAIN_KERNELS")
     if triton is None or asked == "reference":
         return False
@@ -29,13 +29,13 @@ def kernels_enabled(device: torch.device) -> bool:
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether they are, and the device is one that configurations were made for."""
+    """Tell whether kernels are enabled and the device is one that they were configured for."""
     return kernels_enabled(device) and (device.type == "cpu" or _is_supported(device))
 
 
 @cache
 def _is_supported(device: torch.device) -> bool:
-    """An NVIDIA GPU from Ampere on; "meta" stands for one where launches are counted. `plan` may ask where there is none."""
+    """Tell whether this is an NVIDIA GPU from Ampere on; "meta" counts as one. `plan` calls it on machines without a GPU."""
     if device.type == "meta":
         return True
     if device.type != "cuda" or not torch.cuda.is_available():

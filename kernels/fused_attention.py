@@ -1,11 +1,11 @@
-"""torch's fused attention, by kernels that take any shape as it comes and store no scores.
+"""Fused attention of torch, by kernels that need no plan per shape and store no scores.
 
 Shapes: B batch, H query heads, K key-value heads, T queries, S keys, D head size.
-On Hopper torch prefers cuDNN, which plans anew for every shape: prompts, documents and unrolled steps have a new one each time.
-Without it a mask leads to the memory-efficient kernel, which knows no grouped heads and would leave them to a product that
-stores all scores [B, H, T, S]; so keys and values are repeated for it.
-Documents packed into one row are one launch of flash attention, told where each begins, in place of one a document, whose few
-programs would leave most of a GPU idle; and windows are its own, where torch's front has only masks.
+On Hopper torch prefers cuDNN, which plans again for every shape; prompts, documents and unrolled steps each have a new one.
+Without cuDNN a mask selects the memory-efficient kernel, which has no grouped heads; they would fall back to a product that
+stores all scores [B, H, T, S]. So keys and values are repeated for it.
+Documents packed into one row are one launch of flash attention with their start offsets. A launch per document has too few
+programs and would leave most of a GPU idle. Flash attention also has windows, where torch's front end has only masks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SDPA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 def fused_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """softmax(q k^T * scale) v over what `mask`, [B, 1, T, S] or [T, S], bool or added, lets be seen, [B, H, T, D]."""
+    """Compute softmax(q k^T * scale) v, [B, H, T, D]; `mask` is [B, 1, T, S] or [T, S], bool or additive."""
     if q.device.type == "cpu":
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=True)
     return sdpa_without_cudnn(q, k, v, mask, is_causal, scale)
@@ -32,7 +32,7 @@ def fused_attention(
 def sdpa_without_cudnn(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """The same as a GPU runs it."""
+    """Compute the same without cuDNN, as on a GPU."""
     groups = q.shape[1] // k.shape[1]
     if groups > 1 and (mask is not None or not _can_use_flash(q)):
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
@@ -42,12 +42,12 @@ def sdpa_without_cudnn(
 
 
 def supports_documents(q: Tensor, v: Tensor) -> bool:
-    """Whether flash attention takes queries and values like these as `document_attention` gives them to it, on a GPU."""
+    """Tell whether `document_attention` can run on these queries and values, which needs a GPU."""
     return q.device.type == "cuda" and supports_flash(q) and q.shape[-1] == v.shape[-1]
 
 
 def supports_flash(q: Tensor) -> bool:
-    """Whether flash attention takes queries like these where it is called by itself, without the padding of torch's front."""
+    """Tell whether flash attention takes these queries directly, without the padding of torch's front end."""
     return _can_use_flash(q) and q.shape[-1] % 8 == 0
 
 
@@ -59,10 +59,12 @@ def document_attention(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """[B, H, T, D]: each token sees those up to its own, of its document, in the last `window` positions. With `lengths` the
-    documents are packed into one row, and are one launch."""
+    """Compute causal attention within documents, [B, H, T, D]; a token attends to the last `window` positions.
+
+    With `lengths` the documents are packed into one row and take one launch.
+    """
     q, k, v = (x.to(_flash_dtype(q)).transpose(1, 2) for x in (q, k, v))
-    back = None if window is None else window - 1  # positions before its own that a token sees
+    back = None if window is None else window - 1  # earlier positions that a token attends to
     starts, longest = None, q.shape[1]
     if lengths is not None:
         starts, longest = document_starts(lengths, q.device), max(lengths)
@@ -74,25 +76,27 @@ def document_attention(
 
 
 def document_starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Where each document begins, and the last one ends; the host waits for nothing."""
+    """Return where each document begins and the last one ends, without a host-device synchronisation."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
 
 
 def _can_use_flash(q: Tensor) -> bool:
-    """Whether flash attention takes queries like these: in half precision, autocast's included, on a GPU that has it."""
+    """Tell whether flash attention takes these queries: half precision, autocast included, on a GPU that has it."""
     return _flash_dtype(q) in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256 and _has_flash(q.device)
 
 
 def _has_flash(device: torch.device) -> bool:
-    """NVIDIA's from Ampere on; AMD's gives the log-sum-exps of packed documents in another shape. Where there is none, one that
-    has it is planned for."""
+    """Tell whether a GPU has flash attention: NVIDIA from Ampere on. A machine without a GPU plans for one that has it.
+
+    AMD's returns the log-sum-exps of packed documents in another shape.
+    """
     if device.type != "cuda" or not torch.cuda.is_available():
         return True
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _flash_dtype(q: Tensor) -> torch.dtype:
-    """What queries are attended in."""
+    """Return the dtype in which attention runs, autocast included."""
     kind = q.device.type
     cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if cast else q.dtype

@@ -1,7 +1,7 @@
-"""New keys and values of one layer, written behind a row's committed and pending tokens in one launch.
+"""Append one layer's new keys and values after a row's committed and uncommitted tokens, in one launch.
 
 Shapes: B batch, T slots, H key-value heads, D head size, N new nodes. The reference in torch comes first; it is also the path
-on a CPU. It takes two indexed writes and the arithmetic of their slots, in every layer of every forward; the kernel one launch.
+on a CPU. It takes two indexed writes and the arithmetic of their slots per layer and forward; the kernel takes one launch.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ except ImportError:  # no triton for this platform
 
 
 def kv_append_reference(store: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, pending: int) -> None:
-    """Node i of keys and values [B, H, N, D] goes to slot lengths[b] + pending + i of `store` [2, B, T, H, D]."""
+    """Write node i of keys and values [B, H, N, D] to slot lengths[b] + pending + i of `store` [2, B, T, H, D]."""
     batch, _, num_nodes, _ = keys.shape
     rows = torch.arange(batch, device=keys.device)[:, None]
     slots = lengths[:, None] + (pending + torch.arange(num_nodes, device=keys.device))
@@ -36,7 +36,7 @@ if triton is not None:
         keys_stride_b, keys_stride_h, keys_stride_n, values_stride_b, values_stride_h, values_stride_n,
         HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
     ):  # fmt: skip
-        """One node's keys or values; grid [N, B, 2]."""
+        """Write the keys or values of one node; grid [N, B, 2]."""
         node, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
         head, dim = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
         inside = (head < HEADS) & (dim < HEAD_SIZE)
@@ -73,7 +73,7 @@ def _(*args: Any) -> None:
 
 
 def kv_append(store: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, pending: int) -> None:
-    """What `kv_append_reference` does, in one launch where the kernel runs."""
+    """Do what `kv_append_reference` does, in one launch where the kernel runs."""
     if runs_on(store.device):
         _launch_append(store, keys, values, lengths, pending)
     else:

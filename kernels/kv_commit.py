@@ -1,9 +1,9 @@
-"""What a round leaves behind: the accepted path's keys, values and captured features, moved to their places in one launch.
+"""Commit a round: move the accepted path's keys, values and captured features to their slots in one launch.
 
 Shapes: L layers, B batch, T slots, H key-value heads, D head size, N nodes of a tree, P steps of the longest path, L' captured
-layers of width D'. A row's tree lies in the slots behind its committed tokens, node i in slot lengths + i. The reference in
-torch comes first; it is also the path on a CPU. In the kernel a program owns some columns of one layer's keys or values
-of one row, or of its features, so nothing that it reads is written by another program.
+layers of width D'. A row's tree lies in the slots after its committed tokens, node i in slot lengths + i. The reference in
+torch comes first; it is also the path on a CPU. In the kernel a program owns some columns of one row's keys, values or
+features in one layer, so no other program writes what it reads.
 """
 
 from typing import Any
@@ -23,14 +23,14 @@ except ImportError:  # no triton for this platform
 def kv_commit_reference(
     storage: Tensor, lengths: Tensor, path: Tensor, counts: Tensor, hidden: Tensor | None = None, fresh: Tensor | None = None
 ) -> None:
-    """Keep the first `counts` [B] nodes of `path` [B, P] in `storage` [L, 2, B, T, H, D]; `lengths` [B] grow by as many.
+    """Commit the first `counts` [B] nodes of `path` [B, P] in `storage` [L, 2, B, T, H, D]; `lengths` [B] grow by `counts`.
 
-    `fresh` [B, P, L', D'] gets the features `hidden` [B, N, L', D'] of every entry of the path, kept or not. A path
-    ascends, so that path[b, i] >= i: in the kernel a node is never written over before it is read because of that.
+    `fresh` [B, P, L', D'] receives the features `hidden` [B, N, L', D'] of every entry of the path, accepted or not.
+    A path ascends, so path[b, i] >= i, and the kernel never overwrites a node before it is read.
     """
     batch, num_steps = path.shape
     steps = torch.arange(num_steps, device=path.device)
-    slots = (lengths[:, None] + steps).clamp(max=storage.shape[3] - 1)  # behind the counts a slot is copied to itself
+    slots = (lengths[:, None] + steps).clamp(max=storage.shape[3] - 1)  # past the counts a slot is copied to itself
     sources = torch.where(steps < counts[:, None], lengths[:, None] + path, slots)
     rows = torch.arange(batch, device=path.device)[:, None]
     storage[:, :, rows, slots] = storage[:, :, rows, sources]
@@ -54,9 +54,9 @@ if triton is not None:
         source_ptr, target_ptr, path_ptr, num_moved, source_stride, target_stride, columns,
         WIDTH: tl.constexpr, NODES: tl.constexpr, IN_PLACE: tl.constexpr,
     ):  # fmt: skip
-        """target[i] = source[path[i]] for i < num_moved, some columns of rows of WIDTH.
+        """Set target[i] = source[path[i]] for i < num_moved, in some columns of rows of WIDTH.
 
-        In place, NODES rows are read before any of them is written; later rows are read from further behind.
+        In place, NODES rows are read before any of them is written; later rows are read from later slots.
         """
         for start in range(0, num_moved, NODES):
             step = start + tl.arange(0, NODES)
@@ -67,7 +67,7 @@ if triton is not None:
             moved = moved[:, None] & (columns < WIDTH)[None, :]
             rows = tl.load(source_ptr + node[:, None] * source_stride + columns[None, :], mask=moved)
             if IN_PLACE:
-                tl.debug_barrier()  # every thread has read its part
+                tl.debug_barrier()  # all threads have read their part
             tl.store(target_ptr + step[:, None].to(tl.int64) * target_stride + columns[None, :], rows, mask=moved)
 
     @triton.jit(do_not_specialize=["num_halves", "num_steps"])  # type: ignore[untyped-decorator]
@@ -77,7 +77,7 @@ if triton is not None:
         num_halves, num_steps,
         WIDTH: tl.constexpr, FEATURES: tl.constexpr, COLUMNS: tl.constexpr, NODES: tl.constexpr,
     ):  # fmt: skip
-        """Some columns of the keys or values (a half) of one layer and row, and behind the halves of the features.
+        """Move some columns of the keys or values (a half) of one layer and row; programs past the halves move features.
 
         Grid [halves * blocks of WIDTH columns + blocks of FEATURES columns, B].
         """
@@ -132,7 +132,7 @@ def _(*args: Any) -> None:
 def kv_commit(
     storage: Tensor, lengths: Tensor, path: Tensor, counts: Tensor, hidden: Tensor | None = None, fresh: Tensor | None = None
 ) -> None:
-    """What `kv_commit_reference` does, in place and without waiting for the device, in one launch where the kernel runs."""
+    """Do what `kv_commit_reference` does, in place, without synchronisation, in one launch where the kernel runs."""
     if runs_on(storage.device):
         _launch_commit(storage, lengths, path, counts, hidden, fresh)
     else:

@@ -31,7 +31,7 @@ except ImportError:  # no triton for this platform
 
 
 CHUNK_ROWS = 2048
-"""Rows whose logits exist at one time, unless a call says otherwise."""
+"""Rows whose logits exist at one time by default."""
 
 
 MAX_CPU_PRODUCTS = 1 << 23
@@ -54,16 +54,16 @@ class Projection:
     softcap: float | None = None
 
     def select_entries(self, chosen: Tensor | slice) -> "Projection":
-        """Of these vocabulary entries only."""
+        """Return the projection onto these vocabulary entries only."""
         return replace(self, weight=self.weight[chosen], bias=None if self.bias is None else self.bias[chosen])
 
     def at_temperature(self, temperature: float) -> "Projection":
-        """With its logits divided by a temperature."""
+        """Return the projection with its logits divided by a temperature."""
         softcap = None if self.softcap is None else self.softcap / temperature
         return replace(self, scale=self.scale / temperature, softcap=softcap)
 
     def compute_products(self, x: Tensor) -> Tensor:
-        """x weight^T + bias, [r, D] -> [r, V], in the weight's dtype or autocast's."""
+        """Compute x weight^T + bias, [r, D] -> [r, V], in the weight's dtype or autocast's."""
         dtype = _product_dtype(self.weight)
         bias = None if self.bias is None else self.bias.to(dtype)
         return fast_linear(x.to(dtype), self.weight.to(dtype), bias)
@@ -77,7 +77,7 @@ SOFTMAX_ROWS = 256  # rows at once
 
 
 class TargetLogits(NamedTuple):
-    """Products of a target's states and output layer, before anything is made of them: z = cap(scale * product), and
+    """Unnormalised products of a target's states and output layer: z = cap(scale * product), and
     log p = z - log_z, or z - log sum exp z without one."""
 
     products: Tensor  # [r, V]
@@ -86,7 +86,7 @@ class TargetLogits(NamedTuple):
     log_z: Tensor | None = None  # [r]
 
     def select_rows(self, rows: slice | Tensor) -> "TargetLogits":
-        """Of these rows, which may repeat."""
+        """Select these rows, which may repeat."""
         return self._replace(products=self.products[rows], log_z=None if self.log_z is None else self.log_z[rows])
 
     def log_p(self, spent: bool = False) -> Tensor:
@@ -104,7 +104,7 @@ class TargetLogits(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadTarget:
-    """A target known by its final states: what its output layer says of the rows that are asked for, and no others.
+    """A target given by its final states; logits are computed for the requested rows only.
 
     `head` holds the entries that the drafter has. p is renormalised over them, or with `log_z`, the log-sum-exp over the
     whole vocabulary, as `most_likely` finds it, carries the target's own mass.
@@ -121,17 +121,17 @@ class HeadTarget:
 
     @torch.no_grad()
     def target_logits(self, rows: slice) -> TargetLogits:
-        """The same before it is normalised."""
+        """Return the unnormalised logits of these rows."""
         log_z = None if self.log_z is None else self.log_z[rows]
         return TargetLogits(self.head.compute_products(self.final[rows]), self.head.scale, self.head.softcap, log_z)
 
     def select_rows(self, rows: Tensor) -> "HeadTarget":
-        """The target of these rows, which may repeat."""
+        """Select these rows, which may repeat."""
         return replace(self, final=self.final[rows], log_z=None if self.log_z is None else self.log_z[rows])
 
 
 class TopK(NamedTuple):
-    """A target of which a few tokens were kept; the others count as p = 0."""
+    """A target stored as its top-k tokens; the others count as p = 0."""
 
     ids: Tensor  # [R, K] int64, distinct in a row
     p: Tensor  # [R, K]
@@ -140,7 +140,7 @@ class TopK(NamedTuple):
 class DivergenceResult(NamedTuple):
     loss: Tensor  # scalar, the sum over rows; the only one with a gradient
     predictions: Tensor  # [R] the drafter's most likely entry
-    labels: Tensor  # [R] the target's among the same entries, or the token
+    labels: Tensor  # [R] the target's most likely of the same entries, or the token
 
 
 TargetChunk = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -151,7 +151,7 @@ has a method `products` besides, which gives `Said`, is read as it is by the ker
 
 
 def _product_dtype(weight: Tensor) -> torch.dtype:
-    """What a matrix product runs in: the weight's dtype, or autocast's."""
+    """Return the dtype of a matrix product: the weight's, or autocast's."""
     kind = weight.device.type
     cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and weight.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if cast else weight.dtype
@@ -489,7 +489,7 @@ def _can_run_kernel(product: Tensor) -> bool:
 
 
 def argmax_and_log_z(final: Tensor, head: Projection, chunk: int | None = None) -> tuple[Tensor, Tensor]:
-    """The most likely token of every state [R, D], and the log-sum-exp of its logits, each [R]; one pass, a chunk at a time."""
+    """Return the most likely token of every state [R, D] and the log-sum-exp of its logits, each [R], by chunks."""
     best = torch.empty(len(final), dtype=torch.int64, device=final.device)
     log_z = torch.empty(len(final), dtype=torch.promote_types(head.weight.dtype, torch.float32), device=final.device)
     with torch.no_grad():
@@ -504,7 +504,7 @@ def argmax_and_log_z(final: Tensor, head: Projection, chunk: int | None = None) 
 def restrict_target(
     final: Tensor, head: Projection, entries: Tensor, own_mass: bool, chunk: int | None = None
 ) -> tuple[Tensor, "HeadTarget | CachedTarget"]:
-    """The most likely token [R] of a target's whole vocabulary, and what the target says of these entries of it.
+    """Return the most likely token [R] of a target's full vocabulary, and the target restricted to these entries.
 
     Of the rows that are asked for, renormalised unless it shall carry its `own_mass`. Rows that are one chunk are multiplied
     once, for the products that tell the most likely token hold those entries.
@@ -529,7 +529,7 @@ def restrict_target(
 
 @dataclass(frozen=True)
 class CachedTarget:
-    """A target whose products of all rows are known already."""
+    """A target whose products of all rows are computed already."""
 
     logits: TargetLogits
 
@@ -544,7 +544,7 @@ class CachedTarget:
 
 @torch.no_grad()
 def total_entropy(log_probs: Callable[[slice], Tensor], count: int, chunk: int | None = None) -> Tensor | float:
-    """-sum p log p over the `count` rows of a target, from log p [r, V] of a chunk at a time."""
+    """Sum -p log p over the `count` rows of a target, a chunk of log p [r, V] at a time."""
     total: Tensor | float = 0.0
     for rows in split_rows(count, chunk):
         log_p = log_probs(rows)
@@ -553,7 +553,7 @@ def total_entropy(log_probs: Callable[[slice], Tensor], count: int, chunk: int |
 
 
 def split_rows(count: int, chunk: int | None = None) -> list[slice]:
-    """Rows whose logits may exist at one time, of so many."""
+    """Split `count` rows into slices whose logits may exist at one time."""
     chunk = CHUNK_ROWS if chunk is None else chunk
     if chunk < 1:
         raise ValueError(f"chunk={chunk}: use 1 or more")
@@ -569,9 +569,9 @@ def linear_divergence(
     per_row: tuple[Tensor, ...] = (),
     chunk: int | None = None,
 ) -> DivergenceResult:
-    """sum_r row_weight[r] divergence(p_r, q_r), q = softmax(head(hidden)), and the most likely entries.
+    """Compute sum_r row_weight[r] divergence(p_r, q_r), q = softmax(head(hidden)), and the most likely entries.
 
-    Without a `divergence` this is KL(p || q), which of tokens is their cross-entropy. Otherwise it is a function (log p,
+    Without a `divergence` this is KL(p || q), which for tokens is their cross-entropy. Otherwise it is a function (log p,
     log q, *per_row) of a chunk, [r, V] and the rows' own [r, ...], to losses [r]. Gradients reach hidden [R, D] and the
     head's weight and bias, where these ask for any. Rows of weight 0 add nothing, to the loss or to a gradient.
     """
@@ -647,7 +647,7 @@ class _DivergenceTask:
 
 
 class _LinearDivergence(torch.autograd.Function):
-    """Keeps the gradients that its forward pass has found."""
+    """Stores the gradients that its forward pass computes."""
 
     @staticmethod
     def forward(

@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x weight^T + bias by oneDNN; the weight may be packed, and nothing learns."""
+    """Compute x weight^T + bias by oneDNN, without gradients; the weight may be packed."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x weight^T + bias, by whichever is faster here."""
+    """Compute x weight^T + bias by oneDNN where it is faster, otherwise by torch."""
     operands = [x, weight] if bias is None else [x, weight, bias]
     learns = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
     plain = any(operand.dtype != torch.float32 or operand.device.type != "cpu" or not operand.numel() for operand in operands)

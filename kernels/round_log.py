@@ -1,8 +1,8 @@
-"""A round's line in a log that stays on the device until the host looks.
+"""A log of rounds that stays on the device until the host reads it.
 
-Shapes: K lines, B batch, P tokens that a round may emit, N nodes of a tree. A line is what was emitted, how much of it counts,
-how deep the tree was, the nodes that the target ran, and those among them that only drafted. The reference in torch comes
-first; it is also the path on a CPU. The kernel is one launch, a program a text.
+Shapes: K lines, B batch, P tokens that a round may emit, N nodes of a tree. A line holds the emitted tokens, their number,
+the depth of the tree, the nodes that the target ran, and those among them that cannot be emitted. The reference in torch comes
+first; it is also the path on a CPU. The kernel is one launch with a program per text.
 """
 
 from typing import Any
@@ -20,15 +20,17 @@ except ImportError:  # no triton for this platform
 
 
 def tree_stats(depths: Tensor, valid: Tensor, emitted: Tensor) -> Tensor:
-    """[B, 3] of trees [B, N]: the depth of what can be emitted, nodes that run, nodes that only draft."""
+    """Return [B, 3] of trees [B, N]: the depth of emittable nodes, nodes that run, nodes that cannot be emitted."""
     return torch.stack([(depths * (valid & emitted)).amax(1), valid.sum(1), (valid & ~emitted).sum(1)], dim=1)
 
 
 def round_log_reference(
     lines: Tensor, slot: Tensor, tokens: Tensor, counts: Tensor, depths: Tensor, valid: Tensor, emitted: Tensor
 ) -> None:
-    """Write line `slot` [1], counted from 0 again after the last one, of `lines` [K, B, P + 4]: `tokens` [B, P], of which
-    `counts` [B] count, and the numbers of trees of nodes of `depths` [B, N], `valid` and, unless they only draft, `emitted`."""
+    """Write line `slot` [1], modulo K, of `lines` [K, B, P + 4].
+
+    It holds `tokens` [B, P], of which `counts` [B] are real, and `tree_stats` of `depths`, `valid` and `emitted` [B, N].
+    """
     line = torch.cat([tokens, counts[:, None], tree_stats(depths, valid, emitted)], dim=1)
     lines.index_copy_(0, slot % len(lines), line[None])
 
@@ -38,7 +40,7 @@ def _log_kernel(  # type: ignore[no-untyped-def]
     lines_ptr, slot_ptr, tokens_ptr, counts_ptr, depths_ptr, valid_ptr, emitted_ptr, num_lines, num_steps, num_nodes,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One text; grid [B]."""
+    """Write the line of one text; grid [B]."""
     batch, node, step = tl.cast(tl.program_id(0), tl.int64), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_P)
     place = tl.load(slot_ptr) % num_lines * tl.num_programs(0) + batch
     lines_ptr += place * (num_steps + 4)
@@ -75,7 +77,7 @@ def _(*args: Any) -> None:
 def round_log(
     lines: Tensor, slot: Tensor, tokens: Tensor, counts: Tensor, depths: Tensor, valid: Tensor, emitted: Tensor
 ) -> None:
-    """What `round_log_reference` does, in one launch where the kernel runs."""
+    """Do what `round_log_reference` does, in one launch where the kernel runs."""
     if runs_on(lines.device):
         _launch_log(lines, slot, *(x.contiguous() for x in (tokens, counts, depths, valid, emitted)))
     else:

@@ -1,7 +1,7 @@
-"""What a round emits, written behind each text, and whether the text goes on: what else a commit does than moving keys.
+"""Append the emitted tokens of a round to each text, and decide whether the text continues.
 
 Shapes: B batch, N nodes of a tree, P steps of the longest path, T slots of a text, S stop tokens. The reference in torch, some
-twenty operations on a few numbers each, comes first; it is also the path on a CPU. The kernel is one launch, a program a text.
+twenty small operations, comes first; it is also the path on a CPU. The kernel is one launch with a program per text.
 """
 
 from typing import Any, NamedTuple
@@ -19,17 +19,17 @@ except ImportError:  # no triton for this platform
 
 
 class TextBatch(NamedTuple):
-    """The texts of a batch, of which a commit changes all but the lengths and the stop tokens."""
+    """The texts of a batch; a commit changes all but the lengths and the stop tokens."""
 
-    tokens: Tensor  # [B, T] int64, the committed ones and, behind them, the root
-    lengths: Tensor  # [B] int64, the root left out
-    active: Tensor  # [B] bool, False where a text is done
-    tokens_left: Tensor  # [B] int64, tokens that it may still emit
+    tokens: Tensor  # [B, T] int64, the committed tokens, then the root
+    lengths: Tensor  # [B] int64, without the root
+    active: Tensor  # [B] bool, False where a text has finished
+    tokens_left: Tensor  # [B] int64, tokens that a text may still emit
     stop_ids: Tensor  # [S] int64
 
 
 def gather_emitted(nodes: Tensor, path: Tensor, counts: Tensor, bonus: Tensor) -> Tensor:
-    """[B, P] the tokens of a round: of the kept nodes [B, N] after the root, then the bonus [B], then padding."""
+    """Gather the tokens of a round [B, P]: those of accepted nodes after the root, the bonus [B], then padding."""
     following = torch.cat([path[:, 1:], path[:, -1:]], dim=1)
     return nodes.gather(1, following).scatter(1, (counts - 1)[:, None], bonus[:, None])
 
@@ -37,10 +37,10 @@ def gather_emitted(nodes: Tensor, path: Tensor, counts: Tensor, bonus: Tensor) -
 def token_commit_reference(
     nodes: Tensor, path: Tensor, counts: Tensor, bonus: Tensor, texts: TextBatch
 ) -> tuple[Tensor, Tensor]:
-    """Write the first `counts` [B] of the tokens [B, P] along `path` [B, P], and the bonus, behind every text that is not done.
+    """Append the first `counts` [B] tokens along `path` [B, P] to every active text, the bonus included.
 
-    What was emitted, [B, P], and how much of it counts, [B]: nothing of a text that is done. One that has emitted a stop token
-    or its last one is done from then on.
+    Returns the emitted tokens [B, P] and their number [B], 0 for a finished text. A text that has emitted a stop token or its
+    last allowed token is finished from then on.
     """
     emitted, kept = gather_emitted(nodes, path, counts, bonus), counts * texts.active
     steps = torch.arange(emitted.shape[1], device=emitted.device)
@@ -58,7 +58,7 @@ def _emit_kernel(  # type: ignore[no-untyped-def]
     nodes_ptr, path_ptr, counts_ptr, bonus_ptr, tokens_ptr, lengths_ptr, active_ptr, left_ptr, stops_ptr, emitted_ptr, kept_ptr,
     num_nodes, num_steps, num_slots, num_stops, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """One text; grid [B]."""
+    """Append to one text; grid [B]."""
     batch = tl.cast(tl.program_id(0), tl.int64)
     step, stop = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_S)
     inside = step < num_steps
@@ -113,7 +113,7 @@ def _empty_outputs(nodes: Tensor, path: Tensor, counts: Tensor, *others: Any) ->
 
 
 def token_commit(nodes: Tensor, path: Tensor, counts: Tensor, bonus: Tensor, texts: TextBatch) -> tuple[Tensor, Tensor]:
-    """What `token_commit_reference` does, in place and without waiting for the device, in one launch where the kernel runs."""
+    """Do what `token_commit_reference` does, in place, without synchronisation, in one launch where the kernel runs."""
     if not runs_on(texts.tokens.device):
         return token_commit_reference(nodes, path, counts, bonus, texts)
     found: tuple[Tensor, Tensor] = _launch_emit(*(x.contiguous() for x in (nodes, path, counts, bonus)), *texts)

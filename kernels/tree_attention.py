@@ -3,11 +3,11 @@
 Shapes: B batch, N query nodes, M appended nodes (the N new ones last), W 64-bit words of M bits, T key slots, H query heads,
 K key-value heads, D head size. First the reference in torch, which is also the path on a CPU; then the Triton kernels:
 - a program takes BLOCK_M rows, each a (node, query head) pair of one key-value head, over one split of the key blocks: whole
-  blocks of the prefix, which all nodes see, in a loop without a mask; then what must be masked, the ends of a window and of
-  the prefix, and the appended nodes, which are seen as the packed words say;
-- where the keys are split, each split leaves its normalised output and the base-2 logarithm of its sum of weights, and
+  blocks of the prefix, which all nodes see, in a loop without a mask; then the masked blocks: the edge of a window, the end of
+  the prefix, and the appended nodes, whose visibility is in the packed words;
+- where the keys are split, each split stores its normalised output and the base-2 logarithm of its sum of weights, and
   a second kernel averages them. Scores are in base 2 throughout.
-Lengths stay on the device. `tree_attention` chooses the path; SPECTRAIN_KERNELS=reference or =triton overrules it.
+Lengths stay on the device. `tree_attention` chooses the path; SPECTRAIN_KERNELS=reference or =triton overrides it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ except ImportError:  # not on Linux: the reference is all there is
 
 
 def pack_words(mask: Tensor) -> Tensor:
-    """[..., M] bool -> [..., W] int64, entry 64 w + j in bit j of word w."""
+    """Pack [..., M] bool into [..., W] int64: entry 64 w + j is bit j of word w."""
     padded = F.pad(mask.to(torch.uint8), (0, -mask.shape[-1] % 64))
     shifts = torch.arange(8, dtype=torch.uint8, device=mask.device)
     packed = (padded.unflatten(-1, (-1, 8)) << shifts).sum(-1, dtype=torch.uint8)  # the low byte of a word is first
@@ -43,40 +43,39 @@ def pack_words(mask: Tensor) -> Tensor:
 class Visibility:
     """What each of N new nodes sees: the committed prefix, and the appended nodes that `tree` marks."""
 
-    lengths: Tensor  # [B] committed tokens a row
+    lengths: Tensor  # [B] committed tokens per row
     longest: int  # the largest of them
     tree: Tensor  # [B, N, M] bool over the M appended nodes, the N new ones last
     query_positions: Tensor  # [B, N] position ids of the new nodes
     key_positions: Tensor | None  # [B, M] position ids of the appended nodes; needed by sliding windows only
-    is_exact: bool = True  # `longest` is the largest length, not only a bound of it
-    chunk_size: int | None = None  # positions are in chunks of so many, and a node sees those of its own chunk only
+    is_exact: bool = True  # `longest` is the largest length, not an upper bound
+    chunk_size: int | None = None  # positions per chunk; a node sees its own chunk only
     _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
     _biases: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
     _words: Tensor | None = None
     _chunked: dict[int, Visibility] = field(default_factory=dict)
 
     def attention_mask(self, window: int | None) -> Tensor | None:
-        """[B, 1, N, T] bool, or None where every new node sees every slot; built once and shared by all layers."""
+        """Return [B, 1, N, T] bool, or None where every new node sees every slot; built once for all layers."""
         if window not in self._masks:
             self._masks[window] = self._build_mask(window)
         return self._masks[window]
 
     def attention_bias(self, mask: Tensor, window: int | None, group: int) -> Tensor:
-        """The mask of a single row for `group` query heads at a time, [1, group * N, T], as what is added to scores in float64;
-        built once and shared by all layers."""
+        """Return a single row's mask for `group` query heads as a float64 bias [1, group * N, T]; built once for all layers."""
         if (window, group) not in self._biases:
             bias = torch.zeros(mask.shape[1:], dtype=torch.float64, device=mask.device).masked_fill_(~mask[0], float("-inf"))
             self._biases[window, group] = bias.repeat(1, group, 1)
         return self._biases[window, group]
 
     def packed_words(self) -> Tensor:
-        """[B, N, W] int64: bit j of word w is set where the new node sees appended node 64 w + j; built once."""
+        """Return [B, N, W] int64: bit j of word w is set where a new node sees appended node 64 w + j; built once."""
         if self._words is None:
             self._words = pack_words(self.tree)
         return self._words
 
     def in_chunks(self, size: int) -> Visibility:
-        """The same for layers that see no further back than to the start of a chunk; built once."""
+        """Return the visibility of layers that attend within chunks of `size` positions; built once."""
         if size not in self._chunked:
             self._chunked[size] = replace(self, chunk_size=size, _masks={}, _biases={}, _chunked={})
         return self._chunked[size]
@@ -106,7 +105,7 @@ class Visibility:
         return None if self.is_exact and num_new == 1 and bool(mask.all()) else mask[:, None]
 
 
-MAX_BATCHED_SCORES = 1 << 21  # of a row, in float64: 16 MB
+MAX_BATCHED_SCORES = 1 << 21  # float64 scores of a row: 16 MB
 
 
 def tree_attention_reference(
@@ -119,7 +118,7 @@ def tree_attention_reference(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q k^T * scale) v over the slots that each node sees, [B, H, N, D]."""
+    """Compute softmax(q k^T * scale) v over the slots that each node sees, [B, H, N, D]."""
     mask = visibility.attention_mask(window)
     if softcap is None and sinks is None:
         batch, num_heads, num_nodes, _ = q_BHND.shape
@@ -132,10 +131,10 @@ def tree_attention_reference(
 
 
 def _attend_batched(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """The same of a single row: the query heads of a key-value head are rows of one product, and scores are whole.
+    """Compute the same for a single row, with the query heads of a key-value head as rows of one product.
 
-    In float64, in which a CPU attends for targets in half precision, SDPA multiplies head by head: 8 nodes, 9 query heads on
-    3 key-value heads and 150 keys took it 149 microseconds and take this 120, of 600 keys 536 and 406 (EPYC, one thread).
+    In float64, in which a CPU attends for targets in half precision, SDPA multiplies head by head. With 8 nodes, 9 query heads
+    on 3 key-value heads and 150 keys it took 149 microseconds and this takes 120; with 600 keys 536 and 406 (EPYC, one thread).
     """
     _, num_heads, num_nodes, size = q.shape
     rows = q.reshape(k.shape[1], -1, size)
@@ -152,8 +151,11 @@ def eager_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention whose scores pass through softcap * tanh(score / softcap), as in Gemma 2, or that may look away from all
-    keys: a head's sink [H] is the score of one more key, whose value is 0, as in gpt-oss."""
+    """Compute attention with capped scores or sinks, storing all scores.
+
+    Scores pass through softcap * tanh(score / softcap), as in Gemma 2. A head's sink [H] is the score of one more key, whose
+    value is 0, as in gpt-oss.
+    """
     group = q.shape[1] // k.shape[1]
     wide = torch.promote_types(q.dtype, torch.float32)
     k, v = k.repeat_interleave(group, 1).to(wide), v.repeat_interleave(group, 1).to(wide)
@@ -171,13 +173,13 @@ def eager_attention(
 
 @dataclass(frozen=True)
 class AttentionTiles:
-    """How a kernel is cut: rows and keys a block, warps a program, blocks of keys in flight."""
+    """Tile sizes of a kernel: rows and keys per block, warps per program, blocks of keys in flight."""
 
     block_m: int
     block_n: int  # keys of a block that is masked; divides 64, so that a block of appended nodes lies in one word
     num_warps: int
     num_stages: int
-    block_p: int  # keys of a block that every row sees whole; a multiple of block_n
+    block_p: int  # keys of an unmasked block; a multiple of block_n
 
 
 # The largest blocks that compile for sm_90 without spilling a register, windows and softcaps included, and fit the 99 KB of
@@ -198,15 +200,15 @@ HOPPER_TILE_CONFIGS = TILE_CONFIGS | {
 # Exact float32 products have no tensor cores, and keep whole rows of both operands in registers; larger blocks spill a lot.
 FLOAT32_TILE_CONFIGS = (AttentionTiles(16, 16, 4, 2, 16), AttentionTiles(32, 16, 8, 2, 16))
 
-DEFAULT_MULTIPROCESSORS = 132  # of an H100 or H200; what splits are chosen for where there is no GPU
+DEFAULT_MULTIPROCESSORS = 132  # of an H100 or H200; used to choose splits without a GPU
 MAX_SPLITS = 64
-MIN_SPLIT_KEYS = 64  # a split, where rows are few
+MIN_SPLIT_KEYS = 64  # keys per split, where rows are few
 COMBINED_ROWS = 8  # of 256 float32 at most a program of 128 threads: 16 registers for the sum, as many for a split
 
 
 @cache
 def is_hopper(device: torch.device) -> bool:
-    """Whether it is an H100 or H200, or stands for one."""
+    """Tell whether a device is an H100 or H200; devices other than CUDA count as one."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
 
 
@@ -216,7 +218,7 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 def choose_tiles(num_rows: int, head_size: int, dtype: torch.dtype, on_hopper: bool = True) -> AttentionTiles:
-    """The first block that holds all rows, or the largest."""
+    """Return the tiles of the first block that holds all rows, or of the largest."""
     if dtype == torch.float32:
         return FLOAT32_TILE_CONFIGS[num_rows > 16 and head_size <= 256]
     table = HOPPER_TILE_CONFIGS if on_hopper else TILE_CONFIGS
@@ -225,7 +227,7 @@ def choose_tiles(num_rows: int, head_size: int, dtype: torch.dtype, on_hopper: b
 
 
 def rows_per_combine(head_size: int) -> int:
-    """How many rows a program averages the splits of."""
+    """Return the rows whose splits one program averages."""
     return COMBINED_ROWS if head_size <= 256 else COMBINED_ROWS // 2
 
 
@@ -233,7 +235,7 @@ def rows_per_combine(head_size: int) -> int:
 def choose_splits(
     config: AttentionTiles, num_rows: int, num_groups: int, num_keys: int, processors: int = DEFAULT_MULTIPROCESSORS
 ) -> int:
-    """The number of splits, any, with which the last wave of programs is through first; of equal ones the fewest.
+    """Return the number of splits with which the last wave of programs ends first; of equal ones the fewest.
 
     `num_groups` are rows of the batch times key-value heads, each with `num_rows` rows. A program takes as long as its keys,
     in whole blocks, and a key more for every row of its own, which it reads, writes and leaves to be averaged (by bytes, ten a
@@ -279,7 +281,7 @@ def _attend_block(  # type: ignore[no-untyped-def]
 
 @jit
 def _load_block(ptrs, present, dims, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[BLOCK, D] of keys or values, 0 where none is: what lies in the other slots may be NaN."""
+    """Load [BLOCK, D] of keys or values, 0 where a slot is empty: empty slots may hold NaN."""
     if present is not None:
         mask = present[:, None]
         if dims.shape[0] != SIZE:
@@ -300,11 +302,11 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows over one split of the keys; grid [tiles, B * K, splits]. Writes [splits, B, N, H, D]."""
+    """Attend with one tile of rows over one split of the keys; grid [tiles, B * K, splits]. Writes [splits, B, N, H, D]."""
     tile, pair, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, kv_head = pair // num_kv_heads, pair % num_kv_heads
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    node = tl.minimum(row // GROUP, num_nodes - 1)  # rows past the end repeat the last node and are not stored
+    node = tl.minimum(row // GROUP, num_nodes - 1)  # rows past the end repeat the last node, unstored
     head = kv_head * GROUP + row % GROUP
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     q_ptr += tl.cast(batch, tl.int64) * q_stride_b
@@ -468,18 +470,18 @@ def _launch_attention(
 
 @_launch_attention.register_fake
 def _empty_output(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    """The output before it is written: laid out as [B, N, H, D], so that the output projection reads it as it is."""
+    """Allocate the output, laid out as [B, N, H, D], so that the output projection reads it without a copy."""
     batch, num_heads, num_nodes, _ = q.shape
     return q.new_empty(batch, num_nodes, num_heads, v.shape[-1]).transpose(1, 2)
 
 
 def _can_run_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the kernels can run here and are wanted; they have no backward pass."""
+    """Tell whether the kernels are enabled and can run here; they have no backward pass."""
     if max(q.shape[-1], v.shape[-1]) > max(TILE_CONFIGS) or (
         torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     ):
         return False
-    if q.dtype == torch.bfloat16 and q.device.type == "cpu":  # interpreted, it comes out wrong without a word (Triton 3.9)
+    if q.dtype == torch.bfloat16 and q.device.type == "cpu":  # the interpreter is silently wrong (Triton 3.9)
         return False
     return runs_on(q.device) and q.dtype in (torch.float32, torch.float16, torch.bfloat16)
 
@@ -494,8 +496,11 @@ def tree_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """What `tree_attention_reference` gives, by the kernels where they run: on a GPU, or interpreted for tests. They know no
-    chunks, and no scale that turns the order of scores around. Keys may be held wider than queries come: then both are so."""
+    """Compute `tree_attention_reference` by the kernels where they run: on a GPU, or interpreted for tests.
+
+    The kernels support neither chunks nor a scale of 0 or less. Where keys have a wider dtype than queries, both are computed
+    in that dtype.
+    """
     if q_BHND.dtype != k_BKTD.dtype:
         wide = tree_attention(q_BHND.to(k_BKTD.dtype), k_BKTD, v_BKTD, visibility, scale, window, softcap, sinks)
         return wide.to(q_BHND.dtype)

@@ -1,4 +1,4 @@
-"""Which path of a verified tree is kept, and which token follows it, decided on the device.
+"""Verify token trees on the device: which path is accepted, and which token follows it.
 
 Shapes: B batch, N nodes, V vocabulary, U draft vocabulary, S parts of a row. First the references in torch, which are also
 the path on a CPU; then the Triton kernels:
@@ -12,7 +12,7 @@ the path on a CPU; then the Triton kernels:
 - recursive: one program for each tree visits, normalises and rejects; the residual is written where a child was rejected. The
   token that follows is drawn by Gumbel-max, a part of a row a program.
 The size of the vocabulary is compiled in as far as 16 divides it: only then are loads of a row vectors.
-Nothing waits for the host and every shape is fixed beforehand. SPECTRAIN_KERNELS=reference or =triton overrules the path.
+Nothing waits for the host and every shape is fixed beforehand. SPECTRAIN_KERNELS=reference or =triton overrides the path.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ except ImportError:  # not on Linux: the references are all there is
 
 @dataclass(frozen=True)
 class TreeNodes:
-    """The trees: parents before children, siblings in the order they were drawn."""
+    """Token trees: parents before children, siblings in the order they were drawn."""
 
     tokens: Tensor  # [B, N] int64
     parents: Tensor  # [B, N] int64, -1 at the root
@@ -47,7 +47,7 @@ class TreeNodes:
 
 @dataclass(frozen=True)
 class SamplingSpec:
-    """How tokens are drawn: from which keys and from which distribution."""
+    """How tokens are drawn: their random keys and their distribution."""
 
     key: int  # of purpose and seed: counter.host_key
     sequence_keys: Tensor  # [B] int64, the sequences' own keys
@@ -57,7 +57,7 @@ class SamplingSpec:
     top_p: float = 1.0
 
     def node_keys(self, nodes: Tensor) -> Tensor:
-        """[B] the keys at one node of each tree."""
+        """Return the keys [B] at one node of each tree."""
         return fold_key(fold_key(self.key, self.sequence_keys), self.positions.gather(1, nodes[:, None])[:, 0])
 
     def shape_logits(self, logits: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class SamplingSpec:
 
 
 def shape_logits(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """Logits [..., V] after temperature, top-k and top-p, -inf where a token is cut. Tokens that tie are cut together."""
+    """Apply temperature, top-k and top-p to logits [..., V]: -inf where a token is cut. Tokens that tie are cut together."""
     scores = logits.float() / temperature
     if top_k > 0:
         kth = scores.topk(min(top_k, scores.shape[-1]), dim=-1).values[..., -1:]
@@ -79,20 +79,20 @@ def shape_logits(logits: Tensor, temperature: float, top_k: int = 0, top_p: floa
 
 
 class Verdict(NamedTuple):
-    """What is kept of each tree."""
+    """The accepted path of each tree."""
 
     path: Tensor  # [B, height + 1] int64 nodes, ascending, the root first, padded with the last one
-    counts: Tensor  # [B] int64 nodes kept, the root included
+    counts: Tensor  # [B] int64 accepted nodes, the root included
     bonus: Tensor  # [B] int64, the token that follows
 
 
 def tree_greedy_reference(nodes: TreeNodes, logits: Tensor) -> Verdict:
-    """Keep the nodes that carry the most likely token of logits [B, N, V] after their parent, the first of equal ones."""
+    """Accept the nodes that carry the most likely token of logits [B, N, V] after their parent, the first of equal ones."""
     return _walk_tree(nodes, lambda visited: _select_row(logits, visited).argmax(-1))
 
 
 def tree_match_reference(nodes: TreeNodes, logits: Tensor, draws: SamplingSpec) -> Verdict:
-    """Keep the nodes that carry the token drawn by Gumbel-max from logits [B, N, V], shaped, at their parent."""
+    """Accept the nodes that carry the token drawn by Gumbel-max from logits [B, N, V], shaped, at their parent."""
 
     def choose(visited: Tensor) -> Tensor:
         scores = draws.shape_logits(_select_row(logits, visited))
@@ -137,7 +137,7 @@ def tree_recursive_reference(
 def _try_children(
     nodes: TreeNodes, here: Tensor, scores: Tensor, q: Tensor, without_replacement: bool, key: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The child [B] of nodes `here` [B] that is kept, N where none is, and the logarithm [B, V] of what is left of P."""
+    """Return the accepted child [B] of nodes `here` [B], N where there is none, and the log of the residual of P [B, V]."""
     num_nodes = nodes.tokens.shape[1]
     index = torch.arange(num_nodes, device=here.device)
     children = (nodes.parents == here[:, None]) & nodes.can_accept
@@ -165,19 +165,19 @@ def _try_children(
 
 
 def _none_left(rows: Tensor) -> bool:
-    """Whether no row is left, where asking costs nothing: on a CPU."""
+    """Tell whether no row is left; always False on a GPU, where reading it would synchronise."""
     return rows.device.type == "cpu" and not rows.any()
 
 
 def _select_row(x: Tensor, nodes: Tensor) -> Tensor:
-    """x [B, N, V] at one node [B] of each tree, [B, V]."""
+    """Select x [B, N, V] at one node [B] of each tree: [B, V]."""
     return x[torch.arange(len(x), device=x.device), nodes]
 
 
 def _walk_tree(nodes: TreeNodes, choose: Callable[[Tensor], Tensor]) -> Verdict:
-    """Visit kept nodes from the root on, parents first; `choose` names the token [B] that the target wants after nodes [B].
+    """Visit accepted nodes from the root on, parents first; `choose` returns the target's token [B] after nodes [B].
 
-    Twins, drawn with replacement, are both kept: the deepest path counts, and of equal ones the first.
+    Siblings with equal tokens, drawn with replacement, are all accepted: the deepest path counts, of equal ones the first.
     """
     batch, num_nodes = nodes.tokens.shape
     index = torch.arange(num_nodes, device=nodes.tokens.device)
@@ -206,7 +206,7 @@ def _walk_tree(nodes: TreeNodes, choose: Callable[[Tensor], Tensor]) -> Verdict:
 
 @dataclass(frozen=True)
 class VerifyTiles:
-    """How a pass over a row is cut: tokens a block and warps a program."""
+    """Tile sizes of a pass over a row: tokens per block and warps per program."""
 
     block: int
     num_warps: int
@@ -460,7 +460,7 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
     CUT: tl.constexpr, SHIFT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """Visit the kept nodes of one tree; grid [B]. `best` and `place` are of parts: the best score and its token, or, where
+    """Visit the accepted nodes of one tree; grid [B]. `best` and `place` are of parts: the best score and its token, or, where
     tokens are cut, the largest logit and the mass."""
     batch = tl.program_id(0)
     index, parts = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_S)
@@ -613,7 +613,7 @@ def _find_candidates(logits: Tensor, temperature: float, top_k: int | None) -> _
 def _empty_verdict(
     tokens: Tensor, parents: Tensor, allowed: Tensor, logits: Tensor, height: int, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The answer before it is written."""
+    """Allocate the outputs."""
     batch = len(tokens)
     return tokens.new_empty(batch, height + 1), tokens.new_empty(batch), tokens.new_empty(batch)
 
@@ -810,7 +810,7 @@ EMPTY_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # of a n
 
 
 def _can_run_kernel(logits: Tensor) -> bool:
-    """Whether the kernels can run here and are wanted; bfloat16 interpreted too, for it is only read."""
+    """Tell whether the kernels are enabled and can run here, also on interpreted bfloat16, which is only read."""
     return runs_on(logits.device) and logits.dtype in EMPTY_BITS
 
 
@@ -828,14 +828,14 @@ def _sampling_arguments(draws: SamplingSpec, logits: Tensor) -> tuple[Any, ...]:
 
 
 def tree_greedy(nodes: TreeNodes, logits: Tensor) -> Verdict:
-    """What `tree_greedy_reference` gives, by the kernels where they run: on a GPU, or interpreted for tests."""
+    """Compute `tree_greedy_reference` by the kernels where they run: on a GPU, or interpreted for tests."""
     if not _can_run_kernel(logits):
         return tree_greedy_reference(nodes, logits)
     return Verdict(*_launch_match(*_tree_arguments(nodes, logits), None, None, 0, 1.0, None, None))
 
 
 def tree_match(nodes: TreeNodes, logits: Tensor, draws: SamplingSpec) -> Verdict:
-    """What `tree_match_reference` gives, by the kernels where they run: on a GPU, or interpreted for tests."""
+    """Compute `tree_match_reference` by the kernels where they run: on a GPU, or interpreted for tests."""
     if not _can_run_kernel(logits):
         return tree_match_reference(nodes, logits, draws)
     return Verdict(*_launch_match(*_tree_arguments(nodes, logits), *_sampling_arguments(draws, logits)))
@@ -844,7 +844,7 @@ def tree_match(nodes: TreeNodes, logits: Tensor, draws: SamplingSpec) -> Verdict
 def tree_recursive(
     nodes: TreeNodes, logits: Tensor, q: Tensor, draft_ids: Tensor | None, without_replacement: bool, draws: SamplingSpec
 ) -> Verdict:
-    """What `tree_recursive_reference` gives, by the kernels where they run: on a GPU, or interpreted for tests."""
+    """Compute `tree_recursive_reference` by the kernels where they run: on a GPU, or interpreted for tests."""
     if not _can_run_kernel(logits):
         return tree_recursive_reference(nodes, logits, q, draft_ids, without_replacement, draws)
     return Verdict(

@@ -1,6 +1,6 @@
-"""Train drafters for speculative decoding and prove what they gain.
+"""Train drafters for speculative decoding, and measure their speedup.
 
-The Python interface is loaded when it is asked for: `Target`, `Drafter`, `Answer`, `train`, `generate` and `evaluate`.
+The Python interface loads on first use: `Target`, `Drafter`, `Answer`, `train`, `generate` and `evaluate`.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""The exceptions that end a command with one sentence instead of a traceback, and how they name what was meant."""
+"""Exceptions that end a command with one sentence instead of a traceback, and suggestions of valid names."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """Something the user can mend. The message is one sentence: what, where and how; the command exits with 2."""
+    """A mistake that the user can correct. The message is one sentence: what, where and how; the exit status is 2."""
 
 
 class RunError(RuntimeError):
-    """A run that failed through no mistake in its settings; one sentence too, and the command exits with 1."""
+    """A run that failed although its settings are valid. The message is one sentence; the exit status is 1."""
 
 
 class RunInterrupted(Exception):
-    """A run that was asked to stop by a signal, and has saved itself; `status` is what to exit with."""
+    """A run that a signal stopped, after it saved itself; `status` is the exit status."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -21,19 +21,19 @@ class RunInterrupted(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """What another library or the system says of its error, for a sentence of ours."""
+    """Return the first line of another library's or the system's error, for use in a message."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def describe_error(error: BaseException) -> str:
-    """What went wrong, in one line, for a row or a word of ours."""
+    """Describe an error in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def suggest_nearest(name: str, options: Iterable[str]) -> str:
-    """The valid names closest to a wrong one, for an error message."""
+    """Name the valid options closest to a wrong name, for an error message."""
     options = sorted(options)
     if not options:
         return "there are none at all"

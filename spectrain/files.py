@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all, whatever ends the program: a kill, a full disk, lost power."""
+"""Atomic writes: a file or folder is complete or absent, after a kill, a full disk or a power failure."""
 
 import errno
 import os
@@ -11,15 +11,17 @@ from pathlib import Path
 from .errors import UserError
 
 REPEAT_COMMAND = "give the same command again"
-PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")  # files of weights that reading could run code from
+# Weight files that can run code when they are read.
+PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
 @contextmanager
 def atomic_write(destination: Path, folder: bool = False, remedy: str = REPEAT_COMMAND) -> Iterator[Path]:
-    """A scratch path beside `place`, of a file or, with `folder`, of an empty folder, which takes that name once it is complete
-    and on the disk. On any failure nothing of it is left, and what was there before is as it was.
+    """Yield a scratch path next to `destination`, which replaces it once it is complete and on disk.
 
-    Of a file every process has its own scratch. A folder is written by one process, so what a kill has left of it goes first.
+    The path is that of a file or, with `folder`, of an empty folder. After any failure nothing of it is left, and the
+    earlier content is unchanged. For a file, every process has its own scratch path. A folder is written by one process, so
+    what a kill has left of it is removed first.
     """
     scratch = destination.with_name(f"{destination.name}.part" if folder else f"{destination.name}.{secrets.token_hex(4)}.part")
     made = [above for above in scratch.parents if not above.exists()] if folder else []  # the innermost first
@@ -29,7 +31,8 @@ def atomic_write(destination: Path, folder: bool = False, remedy: str = REPEAT_C
             if folder:
                 scratch.mkdir(parents=True)
             yield scratch
-            for path in [*scratch.rglob("*"), scratch]:  # before it has its name, or losing power would leave a husk
+            # Sync before the rename, or a power failure would leave an empty file.
+            for path in [*scratch.rglob("*"), scratch]:
                 _sync_to_disk(path)
             _replace_path(scratch, destination)
             _sync_to_disk(destination.parent)
@@ -41,14 +44,14 @@ def atomic_write(destination: Path, folder: bool = False, remedy: str = REPEAT_C
 
 
 def write_text(destination: Path, text: str, remedy: str = REPEAT_COMMAND) -> None:
-    """Write or replace a text file as a whole."""
+    """Write or replace a text file atomically."""
     with atomic_write(destination, remedy=remedy) as scratch:
         scratch.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def explain_full_disk(destination: Path, remedy: str = REPEAT_COMMAND) -> Iterator[None]:
-    """A full disk as one sentence that names what could not be written; other errors as they are."""
+    """Report a full disk in one sentence that names what could not be written; other errors pass unchanged."""
     try:
         yield
     except Exception as error:  # safetensors says so in an exception of its own
@@ -62,7 +65,7 @@ def explain_full_disk(destination: Path, remedy: str = REPEAT_COMMAND) -> Iterat
 
 
 def _replace_path(scratch: Path, destination: Path) -> None:
-    """Put the scratch in its place. A folder takes no other's place, so one that is there steps aside first."""
+    """Move the scratch path to its destination. A folder cannot replace another, so an existing one is moved away first."""
     if not destination.is_dir():
         scratch.replace(destination)
         return

@@ -1,4 +1,4 @@
-"""The facts that every number carries: commit, versions, hardware, command."""
+"""The facts recorded with every result: commit, versions, hardware, command."""
 
 import datetime
 import importlib.metadata
@@ -25,13 +25,14 @@ REPORTED_PACKAGES = (
 
 
 def collect_provenance() -> dict[str, Any]:
-    """Everything a number should carry: commit, versions, hardware, command."""
+    """Return the facts to record with a result: commit, versions, hardware, command."""
     root = Path(__file__).resolve().parents[1]
-    commit = os.environ.get("SPECTRAIN_COMMIT")  # where a checkout travels without its .git
+    # Set where a checkout has no .git.
+    commit = os.environ.get("SPECTRAIN_COMMIT")
     if (root / ".git").exists():
-        found = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        revision = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
         dirty = subprocess.run(["git", "-C", str(root), "status", "--porcelain"], capture_output=True, text=True, check=False)
-        commit = found.stdout.strip() + ("+changes" if dirty.stdout.strip() else "") if found.returncode == 0 else None
+        commit = revision.stdout.strip() + ("+changes" if dirty.stdout.strip() else "") if revision.returncode == 0 else None
     return {
         "commit": commit,
         "versions": {"python": platform.python_version(), **package_versions()},
@@ -43,18 +44,18 @@ def collect_provenance() -> dict[str, Any]:
 
 
 def package_versions() -> dict[str, str]:
-    """The installed packages that a result depends on; spectrain itself may run from a checkout, uninstalled."""
-    found = {}
+    """Return the versions of the packages that a result depends on; spectrain itself may run uninstalled, from a checkout."""
+    result = {}
     for package in REPORTED_PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            result[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return result
 
 
 def processor_name() -> str:
-    """The processor's own name, where the system tells it."""
+    """Return the name of the processor, if the system reports it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

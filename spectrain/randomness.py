@@ -1,4 +1,4 @@
-"""Random numbers that depend on nothing but their keys, so that a run repeats whatever is batched with what."""
+"""Random numbers that depend only on their keys, so that a run repeats whatever the batches are."""
 
 import zlib
 
@@ -14,18 +14,21 @@ FEATURE_NOISE, TRAJECTORY = 21, 22
 
 
 def keyed_generator(purpose: int, seed: int, row: int, position: int) -> torch.Generator:
-    """A generator for one purpose at one position of one sequence."""
+    """Return a generator for one purpose at one position of one sequence."""
     key = sum(part * factor for part, factor in zip((seed, row, position, purpose), KEY_MULTIPLIERS)) % (1 << 63)
     return torch.Generator().manual_seed(key)
 
 
 def sequence_generator(purpose: int, seed: int, tokens: Tensor, step: int) -> torch.Generator:
-    """A generator for a training sequence [T] at a step, keyed by its own tokens without padding: the same draws however
-    sequences are batched, on whichever process."""
+    """Return a generator for a training sequence [T] at a step, keyed by its tokens without padding.
+
+    The draws are the same however sequences are batched, and on any process.
+    """
     length = int(tokens.nonzero()[-1]) + 1 if tokens.any() else 0
     return keyed_generator(purpose, seed, zlib.crc32(tokens[:length].cpu().numpy().tobytes()), step)
 
 
 def gumbel_noise(shape: tuple[int, ...], source: torch.Generator) -> Tensor:
-    """Standard Gumbel noise: the argmax of log-probabilities plus it is a draw, its k largest are k without replacement."""
+    """Return standard Gumbel noise. The argmax of log-probabilities plus noise is a sample; the k largest are k samples
+    without replacement."""
     return -torch.empty(shape).exponential_(generator=source).log()

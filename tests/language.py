@@ -281,7 +281,7 @@ def function_names(paths: Iterable[Path]) -> set[str]:
 def identifiers(path: Path) -> list[str]:
     """List every identifier of a file, in order, keywords left out."""
     tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
-    return [token.string for token in tokens if token.type == tokenize.ADAPTER_TENSOR and not keyword.iskeyword(token.string)]
+    return [token.string for token in tokens if token.type == tokenize.NAME and not keyword.iskeyword(token.string)]
 
 
 def dialect_per_thousand(paths: Iterable[Path]) -> float:

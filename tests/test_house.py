@@ -15,7 +15,7 @@ CODE = ("spectrain", "eval", "kernels")
 ROOMS = (
     ("kernels",),
     ("errors", "files", "randomness", "provenance"),
-    ("settings",),
+    ("config",),
     ("trees",),
     ("models",),
     ("data",),
@@ -26,6 +26,7 @@ ROOMS = (
     ("export",),
     ("runs", "regeneration", "planning", "bench"),
     ("eval",),
+    ("experimental",),
     ("cli",),
     ("__init__", "__main__"),
 )
@@ -41,10 +42,10 @@ ONE_PROGRAM = {
 """Triton kernels of more than 60 lines: one program for the device is one function here."""
 IMPOSED = {
     "models/attention.py:layer_attention",  # transformers calls it, by these names
-    "models/compiled_layers.py:_attend_behind",  # an operation that torch traces takes no objects
+    "models/compiled_layers.py:_attend_with_cache",  # an operation that torch traces takes no objects
 }
 CONFIGURED = {
-    "data/stream.py:Stream",
+    "data/stream.py:StreamReader",
     "experimental/amphista/drafter.py:Amphista",
     "drafters/dflash.py:DFlash",
     "drafters/dflash2.py:DFlash2",
@@ -59,7 +60,7 @@ CONFIGURED = {
     "drafters/pard.py:Pard",
     "drafters/peagle.py:PEagle",
     "experimental/less_cache/drafter.py:SelfDraft",
-    "training/on_policy.py:Generated",
+    "training/on_policy.py:GeneratedSource",
 }
 """Classes whose constructors mirror a yaml of more than eight settings."""
 
@@ -191,8 +192,9 @@ def test_functions_take_few_parameters() -> None:
 
 
 def test_functions_fit_on_a_screen() -> None:
-    """None has more than 60 lines, and one in a hundred at most more than 45."""
-    lengths = {name: (node.end_lineno or 0) - node.lineno + 1 for name, node in functions()}
+    """None has more than 60 lines, and one in a hundred at most more than 45; descriptions of settings in a signature are not
+    counted."""
+    lengths = {name: (node.end_lineno or 0) - node.body[0].lineno + 2 for name, node in functions()}
     long = {name for name, length in lengths.items() if length > 60}
     assert long == ONE_PROGRAM, sorted(long ^ ONE_PROGRAM)
     lengthy = {name for name, length in lengths.items() if length > 45}

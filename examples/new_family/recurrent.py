@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from spectrain.drafters.abilities import SavedFiles
 from spectrain.drafters.base import Losses, Stage, TrainingState
 from spectrain.drafters.context import Context
-from spectrain.drafters.layers.losses import LossName
+from spectrain.drafters.layers.losses import LossName as Loss
 from spectrain.drafters.layers.vocabulary import Supervision, VocabularyDrafter
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
@@ -29,12 +29,7 @@ class Recurrent(VocabularyDrafter):
     saved = SavedFiles(shape=("vocab_size",))  # the settings that weights fix
 
     def __init__(
-        self,
-        target: Target,
-        num_steps: int = 4,
-        vocab_size: int = 32000,
-        loss: LossName = "forward_kl",
-        step_decay: float = 0.8,
+        self, target: Target, num_steps: int = 4, vocab_size: int = 32000, loss: Loss = "forward_kl", step_decay: float = 0.8
     ) -> None:
         super().__init__()
         if num_steps < 1:
@@ -83,9 +78,8 @@ class Recurrent(VocabularyDrafter):
         for step in range(self.num_steps):
             hidden = state.checkpointed(self.read, batch.tokens.roll(-1 - step, dims=1), hidden)  # never judged past the end
             rows = supervision.is_supervised(step)
-            found, right = supervision.judge_states(
-                self.hidden(final[rows], hidden[rows]), self.lm_head, supervision.label_index(step)
-            )
+            states = self.hidden(final[rows], hidden[rows])
+            found, right = supervision.judge_states(states, self.lm_head, supervision.label_index(step))
             terms[f"step{step}"] = self.step_decay**step * found
             hits[step], counts[step] = right.sum(), len(right)
         return Losses(terms, hits, counts)

@@ -1,7 +1,7 @@
-"""Tree attention against its floor and against what else computes it, on the same tensors.
+"""Tree attention against its floor and against other implementations, on the same tensors.
 
-Shapes: B batch, N tree nodes, P prefix, T = P + N slots, H query heads, K key-value heads, D head size.
-A system turns a problem into work. Those that need a mask get the tree's, as a dense one or in their own form.
+Shapes: B batch, N tree nodes, P prefix, T = P + N slots, H query heads, K key-value heads, D head size. A system turns a
+problem into work. A system that needs a mask gets the tree's, dense or in its own form.
 """
 
 import importlib
@@ -24,16 +24,16 @@ from spectrain.trees.token_tree import TokenTree
 
 from .measure import ResultFile, TimedWork, Work, check_alive, paired_ratio, relative_error, summarize_times, time_interleaved
 
-MIN_ROTATION_BYTES = 120_000_000  # bytes of keys and values in rotation, twice the L2 of an H200
-H200_CEILINGS = {
-    "bytes_per_second": 4.3e12,
-    "flops_per_second": 790e12,
-}  # of an H200: copying, and bf16 products of random data
-REACHABLE_PRODUCT_SHARE = (
-    0.60  # of a large product's rate: Triton's flash attention, 477 of 790 TFLOP/s (H100, head size 128, 16k)
-)
-FIXED_SECONDS = 5e-6  # seconds of any shape: two launches, the first loads, joining the splits
-MAX_DIFFERENCE = 0.05  # relative difference to ours above which a system computes something else
+MIN_ROTATION_BYTES = 120_000_000
+"""Bytes of keys and values in rotation: twice the L2 cache of an H200."""
+H200_CEILINGS = {"bytes_per_second": 4.3e12, "flops_per_second": 790e12}
+"""Rates of an H200: copying, and bf16 products of random data."""
+REACHABLE_PRODUCT_SHARE = 0.60
+"""Share of a large product's rate: Triton's flash attention reaches 477 of 790 TFLOP/s (H100, head size 128, 16k)."""
+FIXED_SECONDS = 5e-6
+"""Seconds of any shape: two launches, the first loads, and the merge of the splits."""
+MAX_DIFFERENCE = 0.05
+"""Relative difference to tree attention's output above which a system computes something else."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,16 @@ class Geometry:
 
 @dataclass(frozen=True)
 class AttentionCell:
-    """One row of the table."""
+    """A row of the table."""
 
     batch: int
     prefix: int
     nodes: int
-    heads: tuple[int, int, int] | None = None  # query heads, key-value heads, head size, where they are not the table's
+    heads: tuple[int, int, int] | None = None  # query heads, key-value heads, head size; None for the table's
 
     @property
-    def name(self) -> str:  # of its row in the results
+    def name(self) -> str:
+        """The name of its row in the results."""
         heads = "" if self.heads is None else " heads={}:{}x{}".format(*self.heads)
         return f"table/B={self.batch} prefix={self.prefix} N={self.nodes}{heads}"
 
@@ -68,16 +69,16 @@ class AttentionCell:
 
 
 def random_tree(batch: int, num_nodes: int, device: torch.device, seed: int = 0) -> TokenTree:
-    """Trees whose nodes have any of the nodes before them for a parent."""
-    draw = torch.Generator().manual_seed(seed)
-    parents = (torch.rand(batch, num_nodes, generator=draw) * torch.arange(num_nodes)).long()
+    """Return trees in which the parent of a node is any of the nodes before it."""
+    generator = torch.Generator().manual_seed(seed)
+    parents = (torch.rand(batch, num_nodes, generator=generator) * torch.arange(num_nodes)).long()
     parents[:, 0] = -1
     parents = parents.to(device)
     return TokenTree.from_parents(torch.zeros_like(parents), parents)
 
 
 class AttentionProblem:
-    """Queries, keys and values enough that each launch finds its own outside the cache, laid out as in a TreeCache."""
+    """Queries, keys and values in so many buffers that no launch finds its own in the cache, laid out as in a TreeCache."""
 
     def __init__(self, cell: AttentionCell, geometry: Geometry, num_buffers: int | None = None) -> None:
         self.cell, self.geometry = cell, geometry
@@ -95,19 +96,19 @@ class AttentionProblem:
         self.visibility.packed_words()
 
     def launch_inputs(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, H, N, D], keys and values [B, K, T, D] of one launch."""
+        """Return queries [B, H, N, D], keys and values [B, K, T, D] of one launch."""
         i %= self.num_buffers
         keys, values = self.storage[i].transpose(2, 3)
         return self.queries[i], keys, values
 
     @cached_property
     def candidate_output(self) -> Tensor:
-        """Ours for the first launch."""
+        """The output of tree attention for the first launch."""
         return tree_attention(*self.launch_inputs(0), self.visibility, self.scale)
 
     @cached_property
     def dense_mask(self) -> Tensor | None:
-        """[B, 1, N, T] bool, or None for a single node, which sees every slot."""
+        """The mask [B, 1, N, T] bool, or None for a single node, which attends to every slot."""
         tree = self.visibility.tree
         if tree.shape[1] == 1:
             return None
@@ -115,7 +116,7 @@ class AttentionProblem:
 
 
 def count_cost(cell: AttentionCell, geometry: Geometry) -> tuple[int, int]:
-    """Bytes that must move, keys and values once with queries and output; operations of both products."""
+    """Return the bytes that must move (keys, values, queries, output, once each) and the operations of both products."""
     batch, nodes, slots = cell.batch, cell.nodes, cell.prefix + cell.nodes
     heads, width = geometry.num_heads, geometry.head_size
     elements = 2 * batch * (slots * geometry.num_kv_heads + nodes * heads) * width
@@ -125,15 +126,15 @@ def count_cost(cell: AttentionCell, geometry: Geometry) -> tuple[int, int]:
 class TimeBounds(NamedTuple):
     """Microseconds of a cell."""
 
-    floor: float  # nothing can beat it: all bytes at the rate of a copy, or all products at that of a large one
-    goal: float  # what our kernel is to take at most
+    floor: float  # all bytes at the rate of a copy, or all products at that of a large product
+    goal: float  # upper limit for tree attention
 
 
 def time_bounds(cell: AttentionCell, geometry: Geometry, ceilings: dict[str, float] = H200_CEILINGS) -> TimeBounds:
-    """The floor of a cell, and its goal: 5 us and the longer of its bytes and its products.
+    """Return the floor of a cell, and its goal: 5 us plus the longer of its bytes and its products.
 
-    Products are to reach 0.60 of a large product's rate, bytes the whole rate of a copy, which is measured. With four query
-    heads a key-value head behind 32k tokens, products bind from 28 nodes on (H200), and bytes below.
+    The goal allows products 0.60 of a large product's rate, and bytes the full rate of a copy, as measured. With four query
+    heads a key-value head and a prefix of 32k tokens, products bind from 28 nodes on (H200), and bytes below.
     """
     size, operations = count_cost(cell, geometry)
     by_bytes, by_products = size / ceilings["bytes_per_second"], operations / ceilings["flops_per_second"]
@@ -146,13 +147,13 @@ def candidate_work(problem: AttentionProblem, notes: dict[str, Any]) -> Work:
 
 
 def sdpa_work(problem: AttentionProblem, notes: dict[str, Any]) -> Work:
-    """torch's, with a dense mask and its own treatment of grouped heads."""
+    """Return torch's attention with a dense mask and its own treatment of grouped heads."""
     options: dict[str, Any] = {"attn_mask": problem.dense_mask, "scale": problem.scale, "enable_gqa": True}
     return lambda i: F.scaled_dot_product_attention(*problem.launch_inputs(i), **options)
 
 
 def repeated_sdpa_work(problem: AttentionProblem, notes: dict[str, Any]) -> Work:
-    """The same with keys and values repeated for every query head, as transformers does where there is a mask."""
+    """Return torch's attention with keys and values repeated for every query head, as transformers does under a mask."""
     group = problem.geometry.num_heads // problem.geometry.num_kv_heads
 
     def attend(i: int) -> Tensor:
@@ -164,30 +165,32 @@ def repeated_sdpa_work(problem: AttentionProblem, notes: dict[str, Any]) -> Work
 
 
 def flex_work(problem: AttentionProblem, notes: dict[str, Any]) -> Work:
-    """FlexAttention, compiled on a GPU, reading the tree from its words; its block mask is built beforehand."""
+    """Return FlexAttention, compiled on a GPU, which reads the tree from its words; its block mask is built beforehand."""
     words, prefix, nodes = problem.visibility.packed_words(), problem.cell.prefix, problem.cell.nodes
 
-    def sees(b: Tensor, h: Tensor, q: Tensor, slot: Tensor) -> Tensor:
+    def is_visible(b: Tensor, h: Tensor, q: Tensor, slot: Tensor) -> Tensor:
         node = (slot - prefix).clamp(0, nodes - 1)
         return (slot < prefix) | ((words[b, q, node // 64] >> (node % 64)) & 1 != 0)
 
-    def build() -> Any:
-        return create_block_mask(sees, problem.cell.batch, None, nodes, prefix + nodes, device=str(problem.geometry.device))
+    def build_mask() -> Any:
+        return create_block_mask(
+            is_visible, problem.cell.batch, None, nodes, prefix + nodes, device=str(problem.geometry.device)
+        )
 
-    build()
+    build_mask()
     began = time.perf_counter()
-    mask = build()
+    mask = build_mask()
     synchronize_device(problem.geometry.device)
     notes["mask_build_us"] = (time.perf_counter() - began) * 1e6
     attend: Any = flex_attention
     if problem.geometry.device.type == "cuda":
-        torch.compiler.reset()  # else the ninth shape would run uncompiled
+        torch.compiler.reset()  # otherwise the ninth shape would run uncompiled
         attend = torch.compile(flex_attention, dynamic=False)
     return lambda i: attend(*problem.launch_inputs(i), block_mask=mask, scale=problem.scale, enable_gqa=True)
 
 
 def flashinfer_work(problem: AttentionProblem, notes: dict[str, Any]) -> Work:
-    """FlashInfer's prefill kernel for ragged batches with a custom mask, planned beforehand."""
+    """Return FlashInfer's prefill kernel for ragged batches with a custom mask, planned beforehand."""
     library = importlib.import_module("flashinfer")
     notes["version"] = getattr(library, "__version__", None)
     geometry, cell, mask = problem.geometry, problem.cell, problem.dense_mask
@@ -208,7 +211,7 @@ def flashinfer_work(problem: AttentionProblem, notes: dict[str, Any]) -> Work:
 
 
 def unmasked_work(problem: AttentionProblem, notes: dict[str, Any]) -> Work:
-    """FlashAttention over every slot: a wrong answer from the right bytes, which a masked kernel can hardly beat."""
+    """Return FlashAttention over every slot: a wrong output from the same bytes, which a masked kernel can hardly beat."""
 
     def attend(i: int) -> Tensor:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
@@ -226,39 +229,40 @@ SYSTEMS: dict[str, System] = {
     "flashinfer": flashinfer_work,
     "unmasked": unmasked_work,
 }
-"""What is timed. Each is handed the problem and a dictionary for what else it wants noted."""
+"""The systems that are timed; each receives the problem and a dictionary for its notes."""
 
 
 def prepare_system(name: str, problem: AttentionProblem, launches: int, notes: dict[str, Any]) -> TimedWork:
-    """A system ready to be timed; raises where it cannot run here, or where it computes something else."""
+    """Return a system ready to be timed; raise where it cannot run here or computes something else."""
     work = SYSTEMS[name](problem, notes)
     if name not in ("ours", "unmasked"):
         error = relative_error(work(0), problem.candidate_output)
         if error > MAX_DIFFERENCE:
-            raise ValueError(f"its output differs from ours by {error:.2g} of its size")
+            raise ValueError(f"its output differs from tree attention's by {error:.2g} of its size")
     return TimedWork(work, problem.geometry.device, launches)
 
 
 def prepare_systems(
     problem: AttentionProblem, results: ResultFile, launches: int, notes: dict[str, dict[str, Any]], failed: dict[str, str]
 ) -> dict[str, TimedWork]:
-    """Every system that runs here, ready to be timed; why another does not is left in `failed`.
+    """Return every system that runs here, ready to be timed; `failed` receives why another does not run.
 
-    A system that leaves the device unusable ends the process, and is left out of every cell from then on; so is one that was
-    under way twice when a process ended otherwise. Only ours is tried in every cell.
+    A system that leaves the device unusable ends the process and is skipped in every later cell; so is one that was running
+    when a process ended twice otherwise. Only tree attention is tried in every cell.
     """
     replays: dict[str, TimedWork] = {}
     for name in SYSTEMS:
         attempt = f"{problem.cell.name}/{name}"
         if name != "ours" and results.count_crashes(name) > 1:
-            failed[name] = "RuntimeError: it left the device unusable, or a process ended twice while it ran"
+            failed[name] = "RuntimeError: it left the device unusable, or the process ended twice while it ran"
             continue
         results.begin_attempt(attempt)
         try:
             replays[name] = prepare_system(name, problem, launches, notes[name])
         except Exception as error:
             failed[name] = describe_error(error)
-            results.begin_attempt(attempt)  # counted twice: where the next line raises, it is known what ended the process
+            # Counted twice, so that the file shows what ended the process if the next line raises.
+            results.begin_attempt(attempt)
             check_alive(problem.geometry.device)
         results.end_attempt(attempt)
     return replays
@@ -268,7 +272,7 @@ def prepare_systems(
 def table_row(
     cell: AttentionCell, geometry: Geometry, results: ResultFile, ceilings: dict[str, float], launches: int, repeats: int
 ) -> dict[str, Any]:
-    """Times of every system, interleaved; our share of the floor; how many times as long the others take."""
+    """Measure every system, interleaved; return the times, the share of the floor, and the ratios to tree attention."""
     problem = AttentionProblem(cell, geometry)
     failed: dict[str, str] = {}
     notes: dict[str, dict[str, Any]] = {name: {} for name in SYSTEMS}
@@ -290,5 +294,5 @@ def table_row(
         return {**row, "failed": failed["ours"]}
     median = systems["ours"]["median"]
     row |= {"share_of_floor": row["floor_us"] / median, "share_of_constant_floor": row["constant_floor_us"] / median}
-    row["times_ours"] = {name: paired_ratio(samples["ours"], theirs) for name, theirs in samples.items() if name != "ours"}
+    row["times_ours"] = {name: paired_ratio(samples["ours"], baseline) for name, baseline in samples.items() if name != "ours"}
     return row

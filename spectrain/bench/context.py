@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from spectrain.config.choices import load_constructor
 from spectrain.data.chat import render_chat
 from spectrain.data.readers import load_embedded
 from spectrain.decoding.acceptance import Greedy
@@ -22,7 +23,6 @@ from spectrain.decoding.loop import EagerRunner, make_request, prefill_context
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
-from spectrain.experimental.less_cache.drafter import SelfDraft
 from spectrain.files import write_text
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
@@ -56,18 +56,18 @@ class ContextBench:
         if not self.lengths or min(self.lengths) < 2:
             raise UserError(f"bench.lengths={list(self.lengths)}: name lengths of 2 or more tokens")
 
-    def build_drafters(self, target: Target) -> dict[str, SelfDraft]:
+    def build_drafters(self, target: Target) -> dict[str, Any]:
         """What is measured."""
-        budget = self.budget
+        make, budget = load_constructor("drafter", "self"), self.budget
         return {
-            "window": SelfDraft(target, "window", budget),
-            "snap": SelfDraft(target, "snap", budget),
-            "quest": SelfDraft(target, "quest", budget),
-            "int8 cache": SelfDraft(target, "int8"),
-            "int4 cache": SelfDraft(target, "int4"),
-            "int4 weights": SelfDraft(target, "full", weights="int4"),
-            "quest, int4 weights": SelfDraft(target, "quest", budget, weights="int4"),
-            "quest, 3 guesses": SelfDraft(target, "quest", budget, guesses=3),
+            "window": make(target, "window", budget),
+            "snap": make(target, "snap", budget),
+            "quest": make(target, "quest", budget),
+            "int8 cache": make(target, "int8"),
+            "int4 cache": make(target, "int4"),
+            "int4 weights": make(target, "full", weights="int4"),
+            "quest, int4 weights": make(target, "quest", budget, weights="int4"),
+            "quest, 3 guesses": make(target, "quest", budget, guesses=3),
         }
 
     @torch.inference_mode()
@@ -89,7 +89,7 @@ class ContextBench:
             Console(width=140).print(table)
         print(f"written: {self.out} and {Path(self.out).with_suffix('.svg')}")
 
-    def measure_length(self, target: Target, drafters: dict[str, SelfDraft], text: list[int], length: int) -> dict[str, Any]:
+    def measure_length(self, target: Target, drafters: dict[str, Any], text: list[int], length: int) -> dict[str, Any]:
         """All drafters on all prompts of a length."""
         builder = Chain(self.depth)
         generations: dict[str, list[Generation]] = {name: [] for name in drafters}

@@ -1,7 +1,7 @@
-"""`spectrain bench kernels`: what the machine can do, whether the kernels are right, and how near they come.
+"""`spectrain bench kernels`: the machine's limits, the kernels' correctness, and how close they come to the limits.
 
-Parts: ceilings (copy bandwidth and a large matrix product, which every part wants first), correctness, table (tree attention
-and what else computes it, at the shape of Llama-3.1-8B), tuning (the same by other tiles) and divergence (the fused loss).
+Parts: ceilings (copy bandwidth and a large matrix product, which every part measures first), correctness, table (tree attention
+and its alternatives at the shape of Llama-3.1-8B), tuning (tree attention with other tiles) and divergence (the fused loss).
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ KernelPart = Literal["all", "ceilings", "correctness", "table", "tuning", "diver
 
 @dataclass(frozen=True)
 class KernelSizes:
-    """What is measured, and how often."""
+    """The shapes to measure, and the numbers of samples."""
 
     copied_bytes: int = 2 << 30
     product_width: int = 8192
@@ -42,7 +42,7 @@ class KernelSizes:
     other_heads: tuple[tuple[int, int, int], ...] = ((28, 4, 128), (64, 8, 64), (16, 2, 256))  # Qwen2-7B, gpt-oss, Qwen3-Next
 
     def table_cells(self) -> list[AttentionCell]:
-        """The rows of the table, the largest trees first, and behind them the largest one of a single row by other heads."""
+        """Return the rows of the table: the largest trees first, then the largest tree of one sequence with other heads."""
         most, *fewer = [
             [AttentionCell(*shape) for shape in product(self.batches, self.prefixes, (nodes,))] for nodes in self.nodes
         ]
@@ -51,7 +51,7 @@ class KernelSizes:
         return [*most, *others, *(cell for cells in fewer for cell in cells)]
 
     def tuned_cells(self) -> list[AttentionCell]:
-        """Cells by which tiles are chosen: the largest trees that have goals, a small one, and a single node."""
+        """Return the cells by which tiles are chosen: the largest trees that have goals, a small tree, and a single node."""
         middle, longest = self.prefixes[len(self.prefixes) // 2], self.prefixes[-1]
         shapes = [(middle, self.nodes[0]), (longest, self.nodes[0]), (middle, self.nodes[len(self.nodes) // 2]), (middle, 1)]
         return [AttentionCell(self.batches[0], *shape) for shape in dict.fromkeys(shapes)]
@@ -64,53 +64,56 @@ class KernelSizes:
 
 
 TOY = KernelSizes(1 << 16, 32, (4, 2, 16), (1, 2), (33,), (9, 1), (6,), 16, (40,), 2, 3, 3, ((3, 1, 8),))
-"""Every line of it in seconds, on any machine; the numbers mean nothing."""
+"""Sizes that run every line in seconds on any machine; the numbers mean nothing."""
 
 
 @dataclass
 class KernelBench(Bench):
-    """Measure `part` and write each row into `out` as it comes; nothing new is begun after `seconds`."""
+    """Measure `part` and write each row into `out` as soon as it is measured."""
 
+    # Part to measure: all, ceilings, correctness, table, tuning or divergence.
     part: KernelPart = "all"
+    # JSON file of the results; rows that it holds are not measured again unless their code changed.
     out: str = "eval/results/kernels.json"
+    # Whether to run every line at a small size, on any machine; the numbers then mean nothing.
     toy: bool = False
-    seconds: float = 420  # the slowest row may take a minute more
+    # Seconds after which no new row is begun; the slowest row may take a minute more.
+    seconds: float = 420
 
     @property
     def sizes(self) -> KernelSizes:
         return TOY if self.toy else KernelSizes()
 
     def plan_measurements(self) -> Iterator[Measurement]:
-        """Everything that the part asks for, what is worth most first: the ceilings, a case of every kernel, the table's first
-        sizes, which have goals; the rest."""
+        """Yield the part's rows by their worth: ceilings, a case of every kernel, the sizes that have goals, then the rest."""
         parts = {
             "correctness": self.plan_correctness,
             "table": self.plan_table,
             "tuning": self.plan_tuning,
             "divergence": self.plan_divergence,
         }
-        asked = {name: list(steps()) for name, steps in parts.items() if self.part in ("all", name)}
-        cases, table = asked.get("correctness", []), asked.get("table", [])
+        measurements = {name: list(plan()) for name, plan in parts.items() if self.part in ("all", name)}
+        cases, table = measurements.get("correctness", []), measurements.get("table", [])
         first = [*self.first_cases(cases), *table[: len(self.sizes.batches) * len(self.sizes.prefixes)]]
         yield from self.plan_ceilings()
         yield from first
-        known = {step.name for step in first}
+        planned = {step.name for step in first}
         yield from (
             step
             for name in ("tuning", "table", "divergence", "correctness")
-            for step in asked.get(name, ())
-            if step.name not in known
+            for step in measurements.get(name, ())
+            if step.name not in planned
         )
 
     def first_cases(self, cases: list[Measurement]) -> list[Measurement]:
-        """Of every kernel the first case in the type that is served."""
+        """Return the first case of every kernel in the dtype that engines serve."""
         dtype = str(self.dtype).removeprefix("torch.")
-        found: dict[str, Measurement] = {}
+        cases_by_kernel: dict[str, Measurement] = {}
         for step in cases:
-            _, kernel, of, _ = step.name.split("/", 3)
-            if of == dtype:
-                found.setdefault(kernel, step)
-        return list(found.values())
+            _, kernel, case_dtype, _ = step.name.split("/", 3)
+            if case_dtype == dtype:
+                cases_by_kernel.setdefault(kernel, step)
+        return list(cases_by_kernel.values())
 
     def plan_correctness(self) -> Iterator[Measurement]:
         for name, check, case, dtype in iterate_cases(self.toy):
@@ -120,10 +123,10 @@ class KernelBench(Bench):
         for cell in self.sizes.table_cells():
             yield Measurement(cell.name, source_digest(tree_attention), partial(self.cell_row, table_row, cell))
 
-    def cell_row(self, measured: Callable[..., dict[str, Any]], cell: AttentionCell) -> dict[str, Any]:
-        """A row of the table, or of the tuning, at this cell."""
+    def cell_row(self, measure: Callable[..., dict[str, Any]], cell: AttentionCell) -> dict[str, Any]:
+        """Measure a row of the table or of the tuning at a cell."""
         geometry = self.sizes.cell_geometry(cell, self.dtype, self.device)
-        return measured(cell, geometry, self.results, self.machine_rates(), self.sizes.launches, self.sizes.repeats)
+        return measure(cell, geometry, self.results, self.machine_rates(), self.sizes.launches, self.sizes.repeats)
 
     def plan_tuning(self) -> Iterator[Measurement]:
         for cell in self.sizes.tuned_cells():

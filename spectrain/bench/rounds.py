@@ -246,7 +246,7 @@ class ScriptedRun:
         finally:
             torch.cuda.set_sync_debug_mode("default")
             for cache in [self.state.context.cache, *self._drafter_caches]:
-                cache.forget()
+                cache.roll_back()
         return None
 
 

@@ -114,7 +114,7 @@ def training_throughput(config: DictConfig, steps: int = 12) -> None:
     target.pack_weights()
     data = build(config.data)
     data.limit = min(data.limit or 200, 200)
-    dataset = data.dataset(target.tokenizer, target.vision)
+    dataset = data.make_dataset(target.tokenizer, target.vision)
     drafter = init_drafter(config, target, dataset)
     with TemporaryDirectory() as folder:
         trainer.fit(drafter, target, dataset, build(config.source), Path(folder))

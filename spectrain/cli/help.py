@@ -1,4 +1,4 @@
-"""What `--help` says: examples first, then every key with its default and its meaning, then where results go."""
+"""The text of `--help`: examples first, then every key with its default and description, then where results go."""
 
 from __future__ import annotations
 
@@ -27,33 +27,39 @@ HELP_WORDS = ("-h", "--help", "help")
 
 @dataclass(frozen=True)
 class Command:
-    """What a command is for, in a line; examples, each with what it does; where its results go; its configuration in conf/."""
+    """A command: its purpose in one line, examples with explanations, where its results go, and its configuration in conf/."""
 
     about: str
     examples: dict[str, str]
     results: str
-    config: str | None = None  # None: it takes its words as they are
+    # The configuration in conf/; None passes the words unchanged.
+    config: str | None = None
     flags: dict[str, str] = field(default_factory=dict)
     note: str = ""
-    stands: dict[str, str] = field(default_factory=dict)  # flag -> a setting, or the key whose value follows it
-    places: list[str] = field(default_factory=list)  # keys of words without one
-    drafter: str | None = None  # the key of the drafter that it reads, where no drafter=CHOICE is said
-    implied: dict[str, list[str]] = field(default_factory=dict)  # setting -> groups of which one makes it needless
+    # Flag -> a setting, or the key whose value follows it.
+    stands: dict[str, str] = field(default_factory=dict)
+    # Keys of positional words.
+    places: list[str] = field(default_factory=list)
+    # The key of the drafter that the command reads unless drafter=CHOICE is given.
+    drafter: str | None = None
+    # Setting that is implied -> groups, any of which replaces it.
+    implied: dict[str, list[str]] = field(default_factory=dict)
 
 
 HELP_DATA = load_yaml(Path(__file__).with_suffix(".yaml"))
-COMMANDS = {name: Command(**entry) for name, entry in HELP_DATA["commands"].items()}  # in the order of a project
+# In the order of a project.
+COMMANDS = {name: Command(**entry) for name, entry in HELP_DATA["commands"].items()}
 
 
 def format_overview() -> str:
-    """All commands, a line each."""
+    """List all commands, one line each."""
     width = max(map(len, COMMANDS)) + 2
     lines = [f"  spectrain {name:{width}}{command.about}" for name, command in COMMANDS.items()]
     return str(HELP_DATA["overview"]).format(commands="\n".join(lines).strip()).rstrip()
 
 
 def explain_command(name: str, words: list[str]) -> str:
-    """The help of one command; choices and a recipe among its other `words` say whose keys are shown."""
+    """Return the help of one command; the choices and the recipe among `words` decide whose keys are shown."""
     command = COMMANDS[name]
     examples = [f"  spectrain {name} {words}".rstrip() + f"\n      {meaning}" for words, meaning in command.examples.items()]
     parts = [f"spectrain {name}: {command.about}", format_section("Examples", "\n".join(examples))]
@@ -66,57 +72,57 @@ def explain_command(name: str, words: list[str]) -> str:
 
 
 def describe_config(name: str, command: Command, words: list[str]) -> list[str]:
-    """The groups with their choices, and every key with the value that it has, of the recipe or of its constructor."""
-    asked, folders, note = load_schema(command.config or ""), conf_folders(words), command.note
-    choices, parts = select_choices(asked, words), []
-    if "recipe" in asked.groups and not {"recipe", "drafter"} & choices.keys():
+    """Describe the groups with their choices, and every key with its value, from the recipe or the constructor."""
+    schema, folders, note = load_schema(command.config or ""), conf_folders(words), command.note
+    choices, parts = select_choices(schema, words), []
+    if "recipe" in schema.groups and not {"recipe", "drafter"} & choices.keys():
         recipe = next(word for word in " ".join(command.examples).split() if word.startswith("recipe="))
         words, note = [*words, recipe], f"values are those of {recipe}; spectrain {name} recipe=NAME --help has another's"
-    if asked.groups:
-        found = []
-        for group in sorted(asked.groups, key=lambda group: group != "recipe"):
-            found.append(f"  {group}={choices.get(group, '')}")
+    if schema.groups:
+        lines = []
+        for group in sorted(schema.groups, key=lambda group: group != "recipe"):
+            lines.append(f"  {group}={choices.get(group, '')}")
             files = choice_files(group, folders)
-            found.append(format_list({choice: first_sentence(read_header(path)) for choice, path in files.items()}, "    "))
-        parts.append(format_section("Groups: GROUP=CHOICE, each with what it is now", "\n".join(found)))
+            lines.append(format_list({choice: first_sentence(read_header(path)) for choice, path in files.items()}, "    "))
+        parts.append(format_section("Groups: GROUP=CHOICE, each with what it is now", "\n".join(lines)))
     if note:
         parts.append(wrap_text(f"{note[0].upper()}{note[1:]}.", ""))
-    if asked.keys:
-        parts.append(format_section("Keys: KEY=VALUE", format_keys({key.name: key for key in asked.keys})))
-    choices, values = select_choices(asked, words), settings_by_group(asked, words)
+    if schema.keys:
+        parts.append(format_section("Keys: KEY=VALUE", format_keys({key.name: key for key in schema.keys})))
+    choices, values = select_choices(schema, words), settings_by_group(schema, words)
     for group, keys in values.items():
         whose = f" ({group}={choices[group]})" if group in choices and len(choice_files(group, folders)) > 1 else ""
         named = {f"{group}.{key.name}": replace(key, default=resolve_reference(key.default, values)) for key in keys}
         parts += [format_section(f"{group}.KEY=VALUE{whose}", format_keys(named))] if keys else []
-    if "drafter" in asked.groups and "drafter" not in choices:
+    if "drafter" in schema.groups and "drafter" not in choices:
         parts.append(f"The keys of a drafter: spectrain {name} drafter=ngram --help")
     return parts
 
 
 def resolve_reference(default: str | None, values: Mapping[str, list[SettingKey]]) -> str | None:
-    """What a value is that a recipe takes from another key."""
+    """Return the value of a default that refers to another key."""
     other = re.fullmatch(r"\$\{(\w+)\.(\w+)\}", default or "")
     keys = values.get(other[1], []) if other else []
     return next((key.default for key in keys if other and key.name == other[2]), default)
 
 
 def format_keys(keys: Mapping[str, SettingKey]) -> str:
-    """Keys, each with its value and what it means."""
-    found = {}
+    """List keys, each with its value and description."""
+    entries = {}
     for name, key in keys.items():
         values = " | ".join(key.choices) if key.choices and key.choices != ("true", "false") else ""
-        said = ("must be given" if key.default is None else "", describe_key(key), values)
-        found[f"{name}={'???' if key.default is None else key.default}"] = "; ".join(filter(None, said))
-    return format_list(found)
+        description = ("must be given" if key.default is None else "", describe_key(key), values)
+        entries[f"{name}={'???' if key.default is None else key.default}"] = "; ".join(filter(None, description))
+    return format_list(entries)
 
 
 def describe_key(key: SettingKey) -> str:
-    """A line on a key, from where most is said of it."""
+    """Return the description of a key from the most specific source."""
     return key.description or HELP_DATA["keys"].get(key.name) or key.shared_description
 
 
 def format_list(entries: Mapping[str, str], indent: str = "  ") -> str:
-    """Names with what they mean beside them, or below where a name is long."""
+    """List names with their descriptions in a column; the description of a long name goes below it."""
     column = min(30, max((len(name) for name in entries), default=0) + 2)
     lines = []
     for name, meaning in entries.items():
@@ -138,25 +144,25 @@ def format_section(title: str, body: str) -> str:
 
 
 def first_sentence(text: str) -> str:
-    """Up to the first full stop that ends one."""
+    """Return a text up to its first full stop."""
     return text.partition(". ")[0]
 
 
 def recipe_advice(text: str) -> str:
-    """The sentence that says when to choose a recipe."""
+    """Return the sentence that says when to choose a recipe."""
     return "".join(text.partition("Choose it")[1:])
 
 
 def describe_recipes(words: list[str]) -> str:
-    """What every recipe is for, or all about one."""
+    """Describe every recipe in a line, or one recipe in full."""
     files = choice_files("recipe", conf_folders(words))
     if not words:
-        found = {
+        entries = {
             name: f"{first_sentence(read_header(path))}. {recipe_advice(read_header(path))}".strip()
             for name, path in files.items()
         }
         return (
-            f"{format_section('recipe', format_list(found))}\n\nspectrain recipes NAME says more; spectrain compare measures."
+            f"{format_section('recipe', format_list(entries))}\n\nspectrain recipes NAME says more; spectrain compare measures."
         )
     name = words[0].removeprefix("recipe=")
     if name not in files:
@@ -167,7 +173,7 @@ def describe_recipes(words: list[str]) -> str:
 
 
 def format_value(value: Any, recipe: Mapping[str, Mapping[str, Any]]) -> str:
-    """A recipe's value as one writes it, where it refers to another key that key's."""
+    """Format a recipe's value as the command line writes it; a reference is replaced by the value that it refers to."""
     other = re.fullmatch(r"\$\{(\w+)\.(\w+)\}", str(value))
     if other and other[2] in recipe.get(other[1], {}):
         value = recipe[other[1]][other[2]]
@@ -175,7 +181,7 @@ def format_value(value: Any, recipe: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def package_version() -> str:
-    """spectrain's own version."""
+    """Return the version of spectrain."""
     import importlib.metadata
 
     try:

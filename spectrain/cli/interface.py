@@ -1,4 +1,4 @@
-"""The Python interface: what the command line does, as functions. Each composes the configuration that the command would."""
+"""The Python interface: the commands as functions. Each composes the configuration that its command would compose."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ Prompt = str | list[dict[str, str]]
 
 
 def train(recipe: str, run: str | Path | None = None, **settings: Any) -> Path:
-    """Train a recipe's drafter and, unless eval="none", score it; the run folder.
+    """Train a recipe's drafter and, unless eval="none", score it; return the run folder.
 
-    Settings are those of `spectrain train`: groups by keyword, dotted keys through a dictionary. A UserError says what is wrong
-    with one, a RunError what went wrong in training.
+    Settings are those of `spectrain train`: groups by keyword, dotted keys through a dictionary. A UserError reports a
+    wrong setting, a RunError a failure in training.
     """
     with hydra_context():
         config, words = compose_config("train", {"recipe": recipe, **({} if run is None else {"run": run}), **settings})
@@ -61,7 +61,8 @@ def hydra_context() -> Iterator[None]:
 
 
 def compose_config(command: str, settings: Mapping[str, Any]) -> tuple[DictConfig, list[str]]:
-    """The configuration that a command composes from such settings, and these as words; to be called while `composing`."""
+    """Compose a command's configuration from settings; return it with the settings as words. Call it inside
+    `hydra_context`."""
     words = [f"{key}={'null' if value is None else value}" for key, value in settings.items()]
     check_words(command, words)
     groups = list_config_groups(words)
@@ -74,24 +75,27 @@ def compose_config(command: str, settings: Mapping[str, Any]) -> tuple[DictConfi
 
 @dataclass
 class PretrainedDrafter:
-    """A drafter with the tree and the rule that it is used with: `spectrain.Drafter`."""
+    """A drafter with its tree and its acceptance rule: `spectrain.Drafter`."""
 
     module: Drafter
     builder: TreeBuilder
     rule: AcceptanceRule
-    config: DictConfig  # its description: drafter, target, tree, acceptance
+    # The description of the drafter: drafter, target, tree, acceptance.
+    config: DictConfig
 
     @classmethod
     def from_pretrained(cls, name: str | Path, target: Target, **settings: Any) -> PretrainedDrafter:
-        """The drafter of a run folder, a drafter directory, an export, another project's checkpoint, or of such a repository
-        on the hub, or the one of this name that comes with the package. Settings change its tree or rule, as in tree="chain"
-        and **{"tree.depth": 4}."""
-        place = Path(name).expanduser()
-        if not place.exists() and find_drafter_directory(place) is None:
-            place = Path(snapshot_download(str(name)))
+        """Load a drafter from a run folder, a drafter directory, an export, another project's checkpoint, or a hub
+        repository of one of these; or load a drafter that ships with the package, by name.
+
+        Settings change its tree or rule, as in tree="chain" and **{"tree.depth": 4}.
+        """
+        path = Path(name).expanduser()
+        if not path.exists() and find_drafter_directory(path) is None:
+            path = Path(snapshot_download(str(name)))
         with hydra_context():
-            asked, _ = compose_config("eval", {"run": place, "target": "hf", "target.model": target.path, **settings})
-            config, folder = resolve_eval_config(asked)
+            requested, _ = compose_config("eval", {"run": path, "target": "hf", "target.model": target.path, **settings})
+            config, folder = resolve_eval_config(requested)
         config = check_config(config, TRAIN_KEYS)
         module = load_drafter(config, folder, target)
         trained = find_trained_target(folder)
@@ -104,7 +108,7 @@ class PretrainedDrafter:
         save_drafter(Path(directory), self.module, self.config)
 
     def push_to_hub(self, name: str, private: bool = False) -> str:
-        """Upload it to a repository of the hub, made where there is none; its address."""
+        """Upload the drafter to a hub repository, which is created if it does not exist; return its address."""
         with TemporaryDirectory() as scratch:
             self.save_pretrained(Path(scratch) / "drafter")
             return push(Path(scratch) / "drafter", name, private)
@@ -112,23 +116,24 @@ class PretrainedDrafter:
 
 @dataclass(frozen=True)
 class Answer:
-    """What decoding one prompt gave."""
+    """The result of decoding one prompt."""
 
     text: str  # without what ends it
-    tokens: list[int]  # the one that ends it included
+    # The tokens of the answer, the stop token included.
+    tokens: list[int]
     statistics: dict[str, float]  # rounds, acceptance_length, tokens_per_second
 
     @classmethod
     def from_generation(cls, generation: Generation, target: Target) -> Answer:
-        """An answer as text, with what its rounds gave and took."""
-        kept = [token for token in generation.output if token not in target.stop_ids]
+        """Return a generation as text, with the statistics of its rounds."""
+        tokens = [token for token in generation.output if token not in target.stop_ids]
         rounds, seconds = generation.complete_round_lengths, generation.finish_seconds
         statistics = {
             "rounds": float(len(generation.round_lengths)),
             "acceptance_length": sum(rounds) / len(rounds) if rounds else 1.0,
             "tokens_per_second": (len(generation.output) - 1) / seconds if seconds else 0.0,
         }
-        return cls(str(target.tokenizer.decode(kept)), generation.output, statistics)
+        return cls(str(target.tokenizer.decode(tokens)), generation.output, statistics)
 
 
 def generate(
@@ -140,9 +145,9 @@ def generate(
     seed: int = 0,
     batch_size: int = 1,
 ) -> list[Answer]:
-    """Answers to prompts, through a drafter or, with None, without one: the same text either way.
+    """Answer prompts, with a drafter or, if it is None, without one; the text is the same.
 
-    At a temperature above 0 each place of a text draws one token of the target's distribution by `seed`, drafted or not.
+    At a temperature above 0, each position draws one token of the target's distribution by `seed`, drafted or not.
     """
     if isinstance(prompts, str):
         raise UserError("prompts: this is one text; give a list of them")
@@ -151,29 +156,30 @@ def generate(
         if number < 1:
             raise UserError(f"{key}={number}: use 1 or more")
     tokens = [tokenize_prompt(target.tokenizer, to_chat(prompt, f"prompts[{at}]")) for at, prompt in enumerate(prompts)]
-    for at, one in enumerate(tokens):
-        if len(one) + max_new_tokens > target.max_length:
+    for at, prompt_ids in enumerate(tokens):
+        if len(prompt_ids) + max_new_tokens > target.max_length:
             raise UserError(
-                f"prompts[{at}]: its {len(one)} tokens and max_new_tokens={max_new_tokens} do not fit the context of "
+                f"prompts[{at}]: its {len(prompt_ids)} tokens and max_new_tokens={max_new_tokens} do not fit the context of "
                 f"{target.name} ({target.max_length}); shorten one of them"
             )
     if drafter is None:
-        target.pack_weights()  # as a drafter's session does, so that speeds compare
+        # A drafter's session packs them too, so speeds compare.
+        target.pack_weights()
         session = Session(target, rule, engine="auto")
     else:
         session = Session.from_drafter(target, drafter.module, drafter.builder, rule, lambda: tokens[:8])
     answers: list[Answer] = []
     for first in range(0, len(tokens), batch_size):
         batch = tokens[first : first + batch_size]
-        found = session.decode(batch, max_new_tokens, list(range(first, first + len(batch))))
-        answers += [Answer.from_generation(generation, target) for generation in found]
+        generations = session.decode(batch, max_new_tokens, list(range(first, first + len(batch))))
+        answers += [Answer.from_generation(generation, target) for generation in generations]
     return answers
 
 
 def to_chat(prompt: Prompt, location: str) -> list[dict[str, str]]:
-    """A text as the first thing that a user says; stops at what is neither text nor chat."""
+    """Return a text as the user's first message; raise a UserError for what is neither text nor chat."""
     chat: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not isinstance(chat, list) or not all(isinstance(one, dict) and isinstance(one.get("content"), str) for one in chat):
+    if not isinstance(chat, list) or not all(isinstance(turn, dict) and isinstance(turn.get("content"), str) for turn in chat):
         raise UserError(f'{location}: it is no prompt; give a text, or messages [{{"role": .., "content": ..}}, ..]')
     for message in chat:
         check_text(message["content"], location)
@@ -181,18 +187,19 @@ def to_chat(prompt: Prompt, location: str) -> list[dict[str, str]]:
 
 
 def evaluate(target: Target, drafter: PretrainedDrafter, out: str | Path | None = None, **settings: Any) -> dict[str, Any]:
-    """Score a drafter by really decoding, with settings of the group eval, as in limit=20; what summary.json holds.
+    """Score a drafter by really decoding, with settings of the group eval, as in limit=20; return the content of
+    summary.json.
 
-    Everything that `spectrain eval` writes goes to the folder `out`, if one is named.
+    If `out` names a folder, everything that `spectrain eval` writes goes there.
     """
     with TemporaryDirectory() as scratch:
-        asked = {f"eval.{key}": value for key, value in settings.items()}
+        overrides = {f"eval.{key}": value for key, value in settings.items()}
         with hydra_context():
-            config, _ = compose_config("train", {"drafter": "ngram", **asked})
+            config, _ = compose_config("train", {"drafter": "ngram", **overrides})
         evaluation = build(check_config(OmegaConf.create({"eval": config.eval}), ("eval",)).eval)
         evaluation.check_prompts(target)
         setting = {"target": target.name, "target_path": target.path, "recipe": recipe_name(drafter.config),
                    "dtype": str(target.dtype).removeprefix("torch."), "device": str(target.device)}  # fmt: skip
         candidate = Candidate(target, drafter.module, drafter.builder, drafter.rule, setting)
-        found: dict[str, Any] = evaluation.score(candidate, Path(scratch) if out is None else Path(out))
-        return found
+        summary: dict[str, Any] = evaluation.score(candidate, Path(scratch) if out is None else Path(out))
+        return summary

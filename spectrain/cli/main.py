@@ -1,6 +1,6 @@
 """The command line: it composes a configuration, checks it, and calls one function. Logic lives elsewhere.
 
-Exit status: 0 success, 1 a failed run, 2 the user's mistake, told in one sentence.
+Exit status: 0 for success, 1 for a failed run, 2 for a mistake of the user, which one sentence reports.
 """
 
 import importlib
@@ -19,8 +19,9 @@ Task = Callable[[Any], Any]
 
 
 def main() -> None:
-    """Run the command in sys.argv; never shows a traceback for a mistake in the settings."""
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # lets errors through to us; hydra would exit with 1
+    """Run the command in sys.argv; a mistake in the settings never shows a traceback."""
+    # Errors reach us; otherwise hydra would exit with 1.
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     arguments = sys.argv[1:]
     try:
@@ -39,7 +40,7 @@ def print_failure(message: str, status: int) -> int:
 
 
 def dispatch_command(arguments: list[str]) -> None:
-    """Find the command that the first words name and run it with the others, or show help."""
+    """Run the command that the first words name with the other words, or show help."""
     from spectrain.errors import UserError, suggest_nearest
 
     from .help import COMMANDS, HELP_WORDS, explain_command, format_overview, package_version
@@ -55,9 +56,9 @@ def dispatch_command(arguments: list[str]) -> None:
     count = 2 if arguments[0] in ("data", "bench") else 1
     name, words = " ".join(arguments[:count]), arguments[count:]
     if name not in COMMANDS:
-        inside = [one for one in COMMANDS if one.startswith(f"{arguments[0]} ")]
+        inside = [command for command in COMMANDS if command.startswith(f"{arguments[0]} ")]
         if inside and (len(arguments) == 1 or arguments[1] in HELP_WORDS):
-            raise UserError(f"{arguments[0]}: say which, as in {', '.join(f'spectrain {one}' for one in inside)}")
+            raise UserError(f"{arguments[0]}: say which, as in {', '.join(f'spectrain {command}' for command in inside)}")
         raise UserError(f"{name}: there is no such command; {suggest_nearest(name, COMMANDS)}")
     if any(word in HELP_WORDS[:2] for word in words):
         return print(explain_command(name, to_settings(name, [word for word in words if word not in HELP_WORDS[:2]])))
@@ -70,7 +71,7 @@ def dispatch_command(arguments: list[str]) -> None:
 
 
 def compose_and_call(config_name: str, task: Task, words: list[str]) -> None:
-    """Let hydra compose the configuration and call `task` with it, once or, with -m, for every point of a sweep."""
+    """Compose the configuration with hydra and call `task` with it, once or, with -m, for every point of a sweep."""
     import hydra
 
     from spectrain.config.build import register_resolvers
@@ -86,7 +87,7 @@ def compose_and_call(config_name: str, task: Task, words: list[str]) -> None:
 
 
 def disable_progress_bars() -> None:
-    """No progress bars where nobody watches, so that a mistake is one line in a log."""
+    """Disable progress bars without a terminal, so that a mistake is one line in a log."""
     if not sys.stderr.isatty():
         import transformers
 
@@ -94,7 +95,7 @@ def disable_progress_bars() -> None:
 
 
 def with_exit_codes(task: Task) -> Task:
-    """The task, leaving by SystemExit where it fails: hydra would print a line of its own about any other exception."""
+    """Return the task with errors turned into SystemExit; hydra would print a line of its own for any other exception."""
 
     def run(config: Any) -> None:
         from spectrain.errors import RunError, RunInterrupted, UserError
@@ -106,9 +107,9 @@ def with_exit_codes(task: Task) -> Task:
         except (UserError, RunError) as error:
             sys.exit(print_failure(str(error), 2 if isinstance(error, UserError) else 1))
         except PermissionError as error:
-            place = f"{error.filename}: " if error.filename else ""
+            path = f"{error.filename}: " if error.filename else ""
             sys.exit(
-                print_failure(f"{place}{error.strerror or error}; see that it is yours to read or write, or name another", 2)
+                print_failure(f"{path}{error.strerror or error}; see that it is yours to read or write, or name another", 2)
             )
         except Exception as error:
             if (message := explain_hydra_error(error)) is None:
@@ -119,42 +120,42 @@ def with_exit_codes(task: Task) -> Task:
 
 
 def lazy_import(path: str) -> Any:
-    """A function of the package by its place, imported when it is needed."""
+    """Import a function of the package by its path, only when it is needed."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(f"spectrain.{module}"), name)
 
 
 def call_task(path: str, allowed_keys: tuple[str, ...], passes_overrides: bool = False) -> Task:
-    """The task of calling a function with the checked configuration and, where it wants that, what the command itself set."""
+    """Return the task that calls a function with the checked configuration and, with `passes_overrides`, the command's
+    overrides."""
     return lambda config: lazy_import(path)(
         check_command_config(config, allowed_keys), *([command_overrides()] if passes_overrides else [])
     )
 
 
 def build_task(group: str, resolves_run: bool = False) -> Task:
-    """The task of running what a group constructs; `completed`, with the whole configuration of the run that is named."""
+    """Return the task that runs what a group constructs; `resolves_run` passes the complete configuration of the named run."""
 
     def run(config: Any) -> None:
         if not resolves_run:
-            return lazy_import("settings.build.build")(check_command_config(config, (group,))[group]).run()
-        whole, folder = lazy_import("runs.defaults.complete")(config)
-        whole = check_command_config(whole, (*TRAIN_KEYS, group))
-        lazy_import("settings.build.build")(whole[group]).run(whole, folder)
+            return lazy_import("config.build.build")(check_command_config(config, (group,))[group]).run()
+        complete, folder = lazy_import("runs.defaults.resolve_eval_config")(config)
+        complete = check_command_config(complete, (*TRAIN_KEYS, group))
+        lazy_import("config.build.build")(complete[group]).run(complete, folder)
 
     return run
 
 
 def plan_command(config: Any) -> None:
-    lazy_import("settings.build.register_resolvers")(
-        str(config.plan.get("device", "auto"))
-    )  # a recipe's, for the planned device
+    # Recipes depend on the planned device.
+    lazy_import("config.build.register_resolvers")(str(config.plan.get("device", "auto")))
     complete = check_command_config(config, (*TRAIN_KEYS, "plan"))
-    lazy_import("runs.fresh.take_shape")(complete, command_overrides())
-    lazy_import("settings.build.build")(complete.plan).run(complete)
+    lazy_import("runs.init_drafter.apply_init_shape")(complete, command_overrides())
+    lazy_import("config.build.build")(complete.plan).run(complete)
 
 
 def evaluate_command(config: Any) -> None:
-    completed, folder = lazy_import("runs.defaults.complete")(config)
+    completed, folder = lazy_import("runs.defaults.resolve_eval_config")(config)
     lazy_import("runs.score.evaluate")(check_command_config(completed, TRAIN_KEYS), folder)
 
 
@@ -176,33 +177,33 @@ COMMAND_TASKS: Mapping[str, Task] = {
     "eval": evaluate_command,
     "compare": call_task("eval.compare.compare", COMPARE_KEYS, passes_overrides=True),
     "chat": build_task("chat", resolves_run=True),
-    "data inspect": call_task("data.inspect.show", ("target", "data", "index")),
-    "data index": call_task("data.index.index", ("target", "data", "out")),
-    "data regenerate": call_task("regeneration.regenerate.regenerate", REGENERATE_KEYS),
-    "data store": call_task("features.capture.capture", TRAIN_KEYS),
-    "data verify": call_task("features.capture.verify", ("path", "drop")),
+    "data inspect": call_task("data.inspect.inspect_command", ("target", "data", "index")),
+    "data index": call_task("data.index.index_command", ("target", "data", "out")),
+    "data regenerate": call_task("regeneration.regenerate.regenerate_command", REGENERATE_KEYS),
+    "data store": call_task("features.capture.capture_features", TRAIN_KEYS),
+    "data verify": call_task("features.capture.verify_store", ("path", "drop")),
     "bench decode": call_task("bench.throughput.decode_table", TRAIN_KEYS),
     "bench train": call_task("bench.throughput.training_throughput", TRAIN_KEYS),
     **dict.fromkeys(("bench context", "bench kernels", "bench engine", "bench report"), build_task("bench")),
-    "export": call_task("cli.export.export", ("run", "format", "out", "push", "private", "target")),
+    "export": call_task("cli.export.export_command", ("run", "format", "out", "push", "private", "target")),
     "convert": call_task("cli.export.convert_command", ("run", "format", "out", "target")),
     "lint": call_task("cli.export.lint_command", ("run", "target")),
-    "recipes": lambda words: print(lazy_import("cli.help.recipes")(words)),
-    "doctor": lambda words: sys.exit(lazy_import("cli.doctor.examine")(words)),
+    "recipes": lambda words: print(lazy_import("cli.help.describe_recipes")(words)),
+    "doctor": lambda words: sys.exit(lazy_import("cli.doctor.run_doctor")(words)),
     "completion": completion_command,
 }
 """What each command of help.yaml does, with its configuration or, where it has none, with its words."""
 
 
 def command_overrides() -> list[str]:
-    """The settings that the command gave itself, as opposed to those of a recipe."""
+    """Return the settings of the command itself, as opposed to those of a recipe."""
     from hydra.core.hydra_config import HydraConfig
 
     return list(HydraConfig.get().overrides.task)
 
 
 def check_command_config(config: Any, allowed_keys: tuple[str, ...]) -> Any:
-    """The configuration after the schema check, with the recipe's name noted in it."""
+    """Return the checked configuration, with the name of the recipe in it."""
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import open_dict
 
@@ -216,7 +217,7 @@ def check_command_config(config: Any, allowed_keys: tuple[str, ...]) -> Any:
 
 
 def explain_hydra_error(error: Exception) -> str | None:
-    """One sentence for a mistake that hydra or omegaconf found; None for any other error."""
+    """Return one sentence for a mistake that hydra or omegaconf reports; None for any other error."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 

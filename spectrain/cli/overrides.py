@@ -1,6 +1,6 @@
-"""The words of a command: made settings, looked at before hydra sees them, and written as hydra reads them.
+"""The words of a command: turned into settings, checked before hydra reads them, and written in hydra's form.
 
-Each mistake has one sentence, with what was meant.
+Each mistake is reported in one sentence, with a suggestion.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ BARE_FLAGS, VALUE_FLAGS = HELP_DATA["hydra"]["alone"], HELP_DATA["hydra"]["value
 CFG_PARTS = ("job", "hydra", "all")
 SETTING_PATTERN = re.compile(r"(?:\+\+|\+|~)?([\w./@:]*)=(.*)", re.DOTALL)
 
-EXAMPLE_CHOICES = {"recipe": "eagle3"}  # the choice to begin with, where it is not the first of its group
+# The choice that messages suggest, if it is not the first of its group.
+EXAMPLE_CHOICES = {"recipe": "eagle3"}
 
 
 def to_settings(name: str, words: list[str]) -> list[str]:
-    """The words of a command with what stands for a setting written as one, and with what goes without saying."""
-    command, found, rest = COMMANDS[name], list[str](), iter(words)
-    stands, places = command.stands, list(command.places)
+    """Return the words of a command with flags and positional words written as settings, and with implied settings added."""
+    command, settings, rest = COMMANDS[name], list[str](), iter(words)
+    stands, positional = command.stands, list(command.places)
     for word in rest:
         flag, equals, value = word.partition("=")
         if flag in stands and "=" not in stands[flag]:
@@ -36,20 +37,20 @@ def to_settings(name: str, words: list[str]) -> list[str]:
             if following is None:
                 example = next(example for example in command.examples if flag in example)
                 raise UserError(f"{flag}: say what, as in spectrain {name} {example}")
-            found += to_setting(stands[flag], following)
+            settings += to_setting(stands[flag], following)
         elif word in VALUE_FLAGS:
-            found += [word, *islice(rest, 1)]
-        elif places and not word.startswith("-") and ("=" not in word or Path(word).exists()):
-            found += to_setting(places.pop(0), word)
+            settings += [word, *islice(rest, 1)]
+        elif positional and not word.startswith("-") and ("=" not in word or Path(word).exists()):
+            settings += to_setting(positional.pop(0), word)
         else:
-            found.append(stands.get(word, word))
-    found = compare_settings(found) if name == "compare" else found
-    said = {word.partition("=")[0] for word in found}
-    return [*(setting for setting, groups in command.implied.items() if not said & {*groups}), *found]
+            settings.append(stands.get(word, word))
+    settings = compare_settings(settings) if name == "compare" else settings
+    keys_given = {word.partition("=")[0] for word in settings}
+    return [*(setting for setting, groups in command.implied.items() if not keys_given & {*groups}), *settings]
 
 
 def to_setting(key: str, value: str) -> list[str]:
-    """A key with a text, whatever is in it; a target by its choice, or else by the model's place or name."""
+    """Return a key with any text as its value; a target is a choice, or else the path or name of a model."""
     if key != "target":
         return [f"{key}={quote_text(value)}"]
     return (
@@ -60,28 +61,28 @@ def to_setting(key: str, value: str) -> list[str]:
 
 
 def compare_settings(words: list[str]) -> list[str]:
-    """Folders of finished runs as runs=[..], and recipes=a,b, which hydra would take for a sweep, as a list."""
+    """Write folders of finished runs as runs=[..], and recipes=a,b as a list, which hydra would take for a sweep."""
     runs = [word for word in words if "=" not in word and not word.startswith("-")]
     rest = [re.sub(r"^(recipes|runs)=([^\[].*,.*)$", r"\1=[\2]", word) for word in words if word not in runs]
     return [*rest, f"runs=[{','.join(json.dumps(run) for run in runs)}]"] if runs else rest
 
 
 def list_config_groups(words: list[str]) -> set[str]:
-    """The names of configuration groups: ours, and those below --config-dir."""
+    """Return the names of configuration groups, ours and those below --config-dir."""
     return {entry.name for folder in conf_folders(words) for entry in folder.iterdir() if entry.is_dir()}
 
 
 def allow_new_keys(word: str, groups: set[str]) -> str:
-    """`a.b=c` as hydra's `++a.b=c`: a default lives in its constructor, so a key need not stand in a yaml to be set.
+    """Write `a.b=c` as hydra's `++a.b=c`: defaults live in constructors, so a key need not stand in a yaml.
 
-    Unknown keys are caught afterwards, by `check_config`, which knows the constructors.
+    `check_config`, which knows the constructors, reports unknown keys later.
     """
     match = re.match(r"([A-Za-z_][\w.]*)=(.*)", word, re.DOTALL)
     return f"++{match[1]}={quote_if_needed(match[2])}" if match and match[1] not in groups else word
 
 
 def quote_if_needed(value: str) -> str:
-    """A value as hydra reads it: what its grammar refuses, such as a sentence, is text, which its shell quotes said."""
+    """Quote a value that hydra's grammar refuses, such as a sentence."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -93,52 +94,52 @@ def quote_if_needed(value: str) -> str:
 
 
 def quote_text(value: str) -> str:
-    """A text in hydra's quotes."""
-    return "'" + re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value) + "'"
+    """Return a text in hydra's quotes."""
+    return "'" + re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), value) + "'"
 
 
 def check_words(command: str, words: list[str]) -> None:
-    """Raise a UserError at the first word that no configuration could be composed with, or that its constructor refuses."""
+    """Raise a UserError for the first word that fits no configuration, or that its constructor refuses."""
     from spectrain.config.check import check_overrides
 
-    asked, folders = load_schema(COMMANDS[command].config or ""), conf_folders(words)
-    asked.groups |= {name: None for name in list_config_groups(words) - list_config_groups([])}
-    known = [*asked.groups, *asked.nodes, *(key.name for key in asked.keys)]
+    schema, folders = load_schema(COMMANDS[command].config or ""), conf_folders(words)
+    schema.groups |= {name: None for name in list_config_groups(words) - list_config_groups([])}
+    allowed = [*schema.groups, *schema.nodes, *(key.name for key in schema.keys)]
     sweeps = any(word in ("-m", "--multirun") for word in words)
     rest = iter(words)
     for word in rest:
         if word.startswith("-"):
-            check_flag(word, next(rest, None) if word in VALUE_FLAGS else None, known, asked, COMMANDS[command])
+            check_flag(word, next(rest, None) if word in VALUE_FLAGS else None, allowed, schema, COMMANDS[command])
             continue
         setting = SETTING_PATTERN.fullmatch(word)
         if setting is None or not setting[1]:
             if not word.startswith("~"):
-                raise UserError(f"{word}: settings are KEY=VALUE without spaces{suggest_word(command, word, known, folders)}")
+                raise UserError(f"{word}: settings are KEY=VALUE without spaces{suggest_word(command, word, allowed, folders)}")
             continue
         name, value = setting[1], setting[2]
-        if not value and any(key.name == name for key in asked.keys):
+        if not value and any(key.name == name for key in schema.keys):
             raise UserError(f"{name}=: it is empty; write {name}=VALUE, or leave it out")
         head = re.split(r"[./@]", name)[0]
-        if name in asked.groups and not word.startswith("~"):
+        if name in schema.groups and not word.startswith("~"):
             check_choice(name, value, folders, sweeps)
-        elif head not in known and head != "hydra":
-            raise UserError(f"{head}: there is no such key{suggest_key(setting[1], head, asked, known)}")
-    check_overrides(asked, words)
+        elif head not in allowed and head != "hydra":
+            raise UserError(f"{head}: there is no such key{suggest_key(setting[1], head, schema, allowed)}")
+    check_overrides(schema, words)
 
 
 def check_drafters(name: str, words: list[str]) -> None:
-    """A folder that a drafter is to be read from holds one: told before anything heavy is imported."""
+    """Raise a UserError if a folder from which a drafter is to be read holds none, before anything heavy is imported."""
     command = COMMANDS[name]
-    said = {match[1]: match[2] for word in words if (match := SETTING_PATTERN.fullmatch(word))}
-    read = [] if command.drafter is None or "drafter" in said else [command.drafter]
-    for key in {*read, "drafter.init"} & said.keys():
-        place = said[key].strip("'\"")
-        if not {",", "$"} & {*place}:  # of a sweep, or of another key
-            require_drafter_directory(key, place)
+    settings = {match[1]: match[2] for word in words if (match := SETTING_PATTERN.fullmatch(word))}
+    read = [] if command.drafter is None or "drafter" in settings else [command.drafter]
+    for key in {*read, "drafter.init"} & settings.keys():
+        folder = settings[key].strip("'\"")
+        if not {",", "$"} & {*folder}:  # of a sweep, or of another key
+            require_drafter_directory(key, folder)
 
 
 def check_flag(word: str, following: str | None, allowed_keys: list[str], schema: CommandSchema, command: Command) -> None:
-    """A flag is hydra's, or the user meant a setting."""
+    """Raise a UserError for a flag that is neither hydra's nor the command's."""
     name, equals, value = word.partition("=")
     value = value if equals else following or ""
     if name in ("--config-dir", "-cd") and not Path(value).is_dir():
@@ -158,16 +159,16 @@ def check_flag(word: str, following: str | None, allowed_keys: list[str], schema
 
 
 def check_choice(group: str, value: str, folders: list[Path], sweeps: bool) -> None:
-    """A choice is one of the group's files, or in a sweep several."""
+    """Raise a UserError unless the choice is one of the group's files or, in a sweep, several of them."""
     files = choice_files(group, folders)
     if value.startswith("[") or value in (*files, "null", "None"):
         return
     chosen = value.split(",")
-    if len(chosen) > 1 and not sweeps and all(one in files for one in chosen):
+    if len(chosen) > 1 and not sweeps and all(entry in files for entry in chosen):
         raise UserError(f"{group}={value}: several values are a sweep, which wants -m; or choose one")
     if re.search(r"\s\w+[\w.]*=", value):
         raise UserError(f"{group}={value}: these are several settings in one pair of quotes; quote them one by one")
-    unknown = next((one.strip() for one in chosen if one.strip() not in files), None)
+    unknown = next((entry.strip() for entry in chosen if entry.strip() not in files), None)
     if unknown is None or re.search(r"[()*]", value):  # hydra's own ways of writing a sweep
         return
     if group in ("target", "data") and re.search(r"[./]", unknown):
@@ -178,7 +179,7 @@ def check_choice(group: str, value: str, folders: list[Path], sweeps: bool) -> N
 
 
 def suggest_word(command: str, word: str, allowed_keys: list[str], folders: list[Path]) -> str:
-    """What a word without = may have been."""
+    """Suggest the setting that a word without = may mean."""
     if word in allowed_keys:
         example = EXAMPLE_CHOICES.get(word) or next(iter(choice_files(word, folders)), "VALUE")
         return f", as in {word}={example}"
@@ -189,18 +190,18 @@ def suggest_word(command: str, word: str, allowed_keys: list[str], folders: list
 
 
 def suggest_key(name: str, head: str, schema: CommandSchema, allowed_keys: list[str]) -> str:
-    """Which key may have been meant by one whose first part is unknown."""
-    close, found = get_close_matches(head, allowed_keys, n=3, cutoff=0.6), find_full_names(name.rpartition(".")[2], schema)
-    near = [one for one in found if one.partition(".")[0] in close]
+    """Suggest the key that one with an unknown first part may mean."""
+    close, matches = get_close_matches(head, allowed_keys, n=3, cutoff=0.6), find_full_names(name.rpartition(".")[2], schema)
+    near = [match for match in matches if match.partition(".")[0] in close]
     if near and "." in name:
         return f"; write {near[0]}"
-    if not found or (close and "." not in name):
+    if not matches or (close and "." not in name):
         return f"; {suggest_nearest(head, allowed_keys)}"
-    return f"; write {' or '.join(found[:3])}"
+    return f"; write {' or '.join(matches[:3])}"
 
 
 def find_full_names(name: str, schema: CommandSchema) -> list[str]:
-    """The full names of a key: the groups whose choices have one of this name."""
-    found = [node for node, target in schema.nodes.items() if any(key.name == name for key in list_keys(target))]
-    found += [group for group in schema.groups if find_owners(group, name)]
-    return [f"{group}.{name}" for group in dict.fromkeys(found)]
+    """Return the full names of a key, with the groups whose choices have it."""
+    names = [node for node, target in schema.nodes.items() if any(key.name == name for key in list_keys(target))]
+    names += [group for group in schema.groups if find_owners(group, name)]
+    return [f"{group}.{name}" for group in dict.fromkeys(names)]

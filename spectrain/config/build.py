@@ -1,4 +1,4 @@
-"""What settings construct: only what a choice names, with settings checked before and given to it as they are."""
+"""Construction of objects from settings: only what a choice names, with settings that are checked first."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .choices import find_choice, find_group
 
 
 def register_resolvers(device: str = "auto") -> None:
-    """`${cpu_gpu:A,B}` is A on a machine without a GPU and B on one with, or what a named `device` has."""
+    """Register `${cpu_gpu:A,B}`: A on a machine without a GPU and B on one with a GPU, or according to `device`."""
     has_gpu = torch.cuda.is_available() if device == "auto" else device == "cuda"
     OmegaConf.register_new_resolver("cpu_gpu", lambda cpu, gpu: gpu if has_gpu else cpu, replace=True)
 
 
 def build(node: Any, **runtime: Any) -> Any:
-    """Construct what one group names from its settings, checked, or give None where it is empty."""
+    """Construct what a group's settings name, after a check of the settings; None for an empty group."""
     if not node or "_target_" not in node:
         assert not node or "choice" not in node, "what a file names is looked up first"
         return None
@@ -34,7 +34,7 @@ def build(node: Any, **runtime: Any) -> Any:
 
 
 def import_constructor(node: Mapping[str, Any]) -> Any:
-    """What a group's choice constructs: a class or a function, which one of the yaml files names."""
+    """Import the class or function that a group's choice constructs; a yaml must name it."""
     find_group(str(node["_target_"]))
     return _import_name(str(node["_target_"]))
 
@@ -52,14 +52,14 @@ def _import_name(target: str) -> Any:
 
 
 def settings_with_defaults(node: Mapping[str, Any]) -> dict[str, Any]:
-    """One group's settings, defaults included."""
+    """Return the settings of one group, defaults included."""
     parameters = inspect.signature(import_constructor(node)).parameters
     defaults = {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}
     return {**defaults, **{str(key): value for key, value in node.items() if not str(key).startswith("_")}}
 
 
 def _to_containers(value: Any) -> Any:
-    """Settings as plain containers; text is not looked into."""
+    """Return settings as plain containers; strings are not parsed."""
     if OmegaConf.is_config(value):
         return OmegaConf.to_container(value, resolve=True)
     if isinstance(value, Mapping):

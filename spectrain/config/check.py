@@ -1,4 +1,4 @@
-"""Settings against the constructors that they are for, whose sources are read: nothing of them is imported."""
+"""Checks of settings against their constructors, whose sources are parsed but not imported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BOUND_TEXTS = {"greater_than_equal": "use {ge} or more", "greater_than": "use mo
 
 
 def check_config(config: DictConfig, allowed_keys: Iterable[str]) -> DictConfig:
-    """The resolved configuration; stops at an unknown key, a missing one or a value of the wrong type."""
+    """Return the resolved configuration; raise a UserError for an unknown or missing key, or a value of the wrong type."""
     allowed_keys = list(allowed_keys)
     for key in map(str, config):
         if key not in allowed_keys:
@@ -44,7 +44,7 @@ def check_config(config: DictConfig, allowed_keys: Iterable[str]) -> DictConfig:
 
 
 def check_node(group: str, node: Mapping[str, Any]) -> dict[str, Any]:
-    """One group's settings against the constructor that its choice names, values converted to the declared types."""
+    """Check one group's settings against its constructor, and return them converted to the declared types."""
     target = str(node["_target_"])
     if find_choice(group, target) is None:
         raise UserError(f"{group}._target_={target}: no choice of this group names it; write {group}=CHOICE")
@@ -52,26 +52,26 @@ def check_node(group: str, node: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(
             f"{group}={find_choice(group, target)}: {target} is not found; PYTHONPATH says where the folder of its module lies"
         )
-    known = settings_by_name(target)
+    settings = settings_by_name(target)
     checked: dict[str, Any] = {"_target_": target}
     for name, value in node.items():
         if name == "init" and group == "drafter":
             checked[name] = value
         elif name != "_target_":
-            checked[name] = check_value(group, name, value, known)
-    for name, key in known.items():
+            checked[name] = check_value(group, name, value, settings)
+    for name, key in settings.items():
         if key.default is None and name not in checked:
             raise UserError(f"{group}.{name}: it must be given, as in {group}.{name}=VALUE")
     return checked
 
 
 def settings_by_name(target: str) -> dict[str, SettingKey]:
-    """A constructor's settings by name."""
+    """Return a constructor's settings: name -> setting."""
     return {key.name: key for key in list_keys(target)}
 
 
 def check_value(group: str, name: str, value: Any, allowed_keys: Mapping[str, SettingKey]) -> Any:
-    """A setting's value as its declared type has it; nothing in it is an order, and every number is a finite one."""
+    """Return a setting's value in its declared type; directives and numbers that are not finite raise a UserError."""
     full = f"{group}.{name}"
     if name not in allowed_keys:
         raise UserError(f"{full}: there is no such key; {suggest_owner(group, name) or suggest_nearest(name, allowed_keys)}")
@@ -84,18 +84,18 @@ def check_value(group: str, name: str, value: Any, allowed_keys: Mapping[str, Se
         raise UserError(f"{order}; delete it")
     hint = allowed_keys[name].hint
     try:
-        found = TypeAdapter(hint).validate_python(value)
+        checked = TypeAdapter(hint).validate_python(value)
     except ValidationError as error:
         raise UserError(f"{full}={value}: {violation_text(error, hint)}{suggest_remedy(value, hint)}") from error
-    if not is_finite(found):
+    if not is_finite(checked):
         raise UserError(f"{full}={value}: use a finite number")
-    return found
+    return checked
 
 
 def check_overrides(schema: CommandSchema, words: list[str]) -> None:
-    """Stop at the first setting among a command's words that its constructor does not know, or whose value is wrong.
+    """Raise a UserError for the first override whose constructor does not have the setting, or whose value is wrong.
 
-    What only hydra can tell, references and sweeps, is left to it.
+    References and sweeps are left to hydra, which alone can resolve them.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -122,7 +122,7 @@ def check_overrides(schema: CommandSchema, words: list[str]) -> None:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether no number in a value is infinite or none at all."""
+    """Tell whether all numbers in a value are finite."""
     if isinstance(value, Mapping):
         return all(map(is_finite, value.values()))
     if isinstance(value, (list, tuple)):
@@ -131,7 +131,7 @@ def is_finite(value: Any) -> bool:
 
 
 def violation_text(error: ValidationError, hint: Any) -> str:
-    """What is wrong with a value: the bounds that it should keep, else the type that it should have."""
+    """Describe what is wrong with a value: the bounds that it violates, or else the type that it needs."""
     first = error.errors()[0]
     if first["type"] in BOUND_TEXTS:
         return BOUND_TEXTS[first["type"]].format(**{key: f"{bound:.10g}" for key, bound in first["ctx"].items()})
@@ -141,12 +141,12 @@ def violation_text(error: ValidationError, hint: Any) -> str:
 
 
 def find_predicate(hint: Any) -> Any:
-    """The function of ours that a value was to satisfy."""
+    """Return our predicate that a value must satisfy."""
     return next(note.func for note in getattr(hint, "__metadata__", ()) if hasattr(note, "func"))
 
 
 def describe_type(hint: Any) -> str:
-    """A type as one writes it, without bounds."""
+    """Format a type for a message, without its bounds."""
     origin = typing.get_origin(hint)
     if origin is typing.Annotated:
         return describe_type(typing.get_args(hint)[0])
@@ -160,13 +160,13 @@ def describe_type(hint: Any) -> str:
 
 
 def suggest_owner(group: str, key: str) -> str:
-    """Which choices of a group have a setting that this one has not; empty where none has."""
+    """Name the choices of a group that have this setting; an empty text if none has it."""
     owners_of_key = find_owners(group, key)
     return f"it is a setting of {group}={', '.join(owners_of_key)}" if owners_of_key else ""
 
 
 def suggest_remedy(value: Any, hint: Any) -> str:
-    """How a value of the wrong type is mended, where that can be told."""
+    """Say how to correct a value of the wrong type, if that is clear."""
     if value == "None" and "null" in describe_type(hint):
         return "; write null"
     if isinstance(value, str) and re.fullmatch(r"[-+]?[\d.,_]+\s*[A-Za-z%]+", value):

@@ -1,6 +1,6 @@
-"""Choices: the constructors that a group can be set to. A yaml of conf/, or of the folder that --config-dir names, gives each.
+"""Choices: the constructors that a group can be set to. A yaml in conf/, or in the folder of --config-dir, defines each.
 
-Nothing else is ever constructed: a name that no yaml knows is refused before anything of it is imported.
+Nothing else is ever constructed: a name without a yaml is refused before anything of it is imported.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ _choice_folders: list[Path] = [PACKAGE_ROOT / "conf"]
 
 
 def set_choice_folders(folders: Iterable[Path]) -> None:
-    """Say where choices are found: conf/ and what the command names by --config-dir."""
+    """Set the folders of choices: conf/ and those that the command names with --config-dir."""
     _choice_folders[:] = [folder.resolve() for folder in folders]
 
 
 def list_constructors(group: str) -> dict[str, str]:
-    """Choice -> the import path of its constructor, those of conf/ first; choices that are empty have none."""
+    """Return choice -> import path of its constructor, those of conf/ first; empty choices are left out."""
     return _read_constructors(tuple(_choice_folders)).get(group, {})
 
 
 @cache
 def _read_constructors(folders: tuple[Path, ...]) -> dict[str, dict[str, str]]:
-    """Group -> choice -> path. A node that a command's own yaml constructs, such as chat, is a group too."""
-    found: dict[str, dict[str, str]] = {}
+    """Return group -> choice -> path. A node that a command's own yaml constructs, such as chat, is a group too."""
+    paths: dict[str, dict[str, str]] = {}
     for folder in folders:
         nodes = [
             (path.stem, group, node) for path in sorted(folder.glob("*.yaml")) for group, node in _load_mapping(path).items()
@@ -61,8 +61,8 @@ def _read_constructors(folders: tuple[Path, ...]) -> dict[str, dict[str, str]]:
             nodes += [(name, group, _load_mapping(path)) for name, path in choice_files(group, [folder]).items()]
         for name, group, node in nodes:
             if isinstance(node, dict) and "_target_" in node and group not in ("recipe", "accelerate"):
-                found.setdefault(group, {}).setdefault(name, str(node["_target_"]))
-    return found
+                paths.setdefault(group, {}).setdefault(name, str(node["_target_"]))
+    return paths
 
 
 def _load_mapping(path: Path) -> dict[str, Any]:
@@ -77,37 +77,44 @@ def find_constructor(group: str, name: str) -> Any | None:
     return None if path is None else get_object(path)
 
 
+def load_constructor(group: str, name: str) -> Any:
+    """Import the constructor of a choice that ships with the project."""
+    constructor = find_constructor(group, name)
+    assert constructor is not None, f"conf/{group}/{name}.yaml names no constructor"
+    return constructor
+
+
 def find_choice(group: str, target: str) -> str | None:
-    """The choice that a constructor's import path stands for."""
+    """Return the choice whose constructor has this import path, or None."""
     return next((choice for choice, path in list_constructors(group).items() if path == target), None)
 
 
 def find_group(target: str) -> str:
-    """The group that has a choice of this constructor; refuses one that no yaml names."""
-    for group, known in _read_constructors(tuple(_choice_folders)).items():
-        if target in known.values():
+    """Return the group that has a choice with this constructor; raise a UserError if no yaml names it."""
+    for group, paths in _read_constructors(tuple(_choice_folders)).items():
+        if target in paths.values():
             return group
     raise UserError(f"_target_={target}: no choice of conf/ names it; what is constructed has a yaml, there or in --config-dir")
 
 
 def resolve_choice(group: str, saved: Mapping[str, Any], location: str) -> dict[str, Any]:
-    """A group's settings as a file keeps them, `choice` or an earlier version's `_target_` first, as a node to construct."""
+    """Turn a group's saved settings, with `choice` or an earlier version's `_target_`, into a node to construct."""
     settings = {str(key): value for key, value in saved.items() if key not in ("choice", "_target_")}
-    known = list_constructors(group)
-    if not known:
+    paths = list_constructors(group)
+    if not paths:
         raise UserError(f"{location}: {group} names a choice and is no group of settings; delete it")
     name = choice_name(group, saved)
-    if name not in known:
+    if name not in paths:
         raise UserError(
-            f"{location}: {group}={name}: there is no such choice; {suggest_nearest(name, known)}, and what is "
+            f"{location}: {group}={name}: there is no such choice; {suggest_nearest(name, paths)}, and what is "
             f"outside the project is "
             "found by --config-dir FOLDER"
         )
-    return {"_target_": known[name], **settings}
+    return {"_target_": paths[name], **settings}
 
 
 def choice_name(group: str, node: Mapping[str, Any]) -> str:
-    """The name of what a group's settings construct, as the command line says it; what no choice stands for keeps its path."""
+    """Return the choice that a group's settings construct; without a choice, the import path."""
     if "choice" in node:
         return str(node["choice"])
     path = str(node.get("_target_"))
@@ -116,7 +123,7 @@ def choice_name(group: str, node: Mapping[str, Any]) -> str:
 
 
 def by_choice_name(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as files keep them: every group by the name of its choice. That the target's code may run, no file says."""
+    """Return settings in their saved form, every group by its choice. No file grants permission to run a target's code."""
     unsaid = ("_target_", "trust_remote_code")
     return {
         str(group): {

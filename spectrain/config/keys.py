@@ -1,4 +1,4 @@
-"""What the configuration of a command may hold at its top."""
+"""The top-level keys of each command's configuration."""
 
 TRAIN_KEYS = (
     "target",

@@ -1,4 +1,4 @@
-"""What is read from a drafter, a run, an export or another project: data. Nothing in a file says what is run."""
+"""Reading of files of a drafter, a run, an export or another project as data: no file decides which code runs."""
 
 from __future__ import annotations
 
@@ -14,31 +14,34 @@ from spectrain.errors import UserError
 from .choices import resolve_choice
 
 HYDRA_DIRECTIVES = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")  # hydra's
-REMOTE_CODE_KEYS = ("auto_map", "trust_remote_code")  # transformers', which lead to code beside the weights
-MAX_FILE_BYTES = 16_000_000  # bytes; settings of whole models are a few thousand
-MAX_NESTING = 64  # levels of settings within settings
+# Keys of transformers that refer to code stored with the weights.
+REMOTE_CODE_KEYS = ("auto_map", "trust_remote_code")
+# Bytes; the settings of a model take a few thousand.
+MAX_FILE_BYTES = 16_000_000
+# Levels of nested settings.
+MAX_NESTING = 64
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file; one sentence where it cannot be read."""
+    """Read a JSON file; a UserError says why it cannot be read."""
     return _read_file(path, json.loads, "JSON")
 
 
 def read_yaml(path: Path) -> Any:
-    """A YAML file of plain values."""
+    """Read a YAML file of plain values."""
     return _read_file(path, lambda text: yaml.load(text, _PlainLoader), "YAML")
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """A JSON file that holds settings by name."""
-    found = read_json(path)
-    if not isinstance(found, dict):
+    """Read a JSON file that holds settings by name."""
+    content = read_json(path)
+    if not isinstance(content, dict):
         raise UserError(f"{path}: it holds no settings; copy the file again")
-    return found
+    return content
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """In Python, for the one in C dies of deep nesting; no value is said twice, so that small files stay small."""
+    """The Python loader, because the C loader crashes on deep nesting. It refuses aliases, so that small files stay small."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -67,7 +70,7 @@ def _read_file(path: Path, parse: Callable[[str], Any], kind: str) -> Any:
 
 
 def find_directives(content: Any, key_path: str = "") -> Iterator[str]:
-    """What in a file's content would be an order rather than data, each as one sentence without its end."""
+    """Yield each directive (an instruction instead of data) in a file's content, as a sentence without its end."""
     if key_path.count(".") > MAX_NESTING:
         yield f"{key_path.split('.')[0]} is nested too deeply"
     elif isinstance(content, dict):
@@ -99,31 +102,32 @@ def _references_code(key: str, value: Any) -> bool:
 
 
 def check_no_directives(content: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The content of a file, in which nothing is an order."""
-    found = next(find_directives(content), None)
-    if found is not None:
-        raise UserError(f"{path}: {found}; delete it")
+    """Return the content of a file; raise a UserError if it holds a directive."""
+    directive = next(find_directives(content), None)
+    if directive is not None:
+        raise UserError(f"{path}: {directive}; delete it")
     return content
 
 
 def parse_description(content: Any, path: Path) -> dict[str, Any]:
-    """A drafter's own description: `drafter`, and where they are said `target`, `tree` and `acceptance`, as nodes."""
-    found = parse_groups(content, path)
+    """Return a drafter's description as nodes: `drafter` and, if present, `target`, `tree` and `acceptance`."""
+    groups = parse_groups(content, path)
     for group in ("drafter", "target", "tree", "acceptance"):
-        node, optional = found.get(group), group != "drafter"
+        node, optional = groups.get(group), group != "drafter"
         if not (isinstance(node, dict) and "_target_" in node) and not (optional and node is None):
             raise UserError(f"{path}: this is not a drafter's description: it names no {group}; copy the file again")
-    return found
+    return groups
 
 
 def parse_groups(content: Any, path: Path) -> dict[str, Any]:
-    """Settings by group as `choices.named` wrote them, as nodes to construct; a group that names no choice stays as it is.
+    """Return saved settings as nodes to construct; a group without a choice is returned unchanged.
 
-    Versions before named constructors, at the top of a group: these are looked up by their name, and nowhere else read.
+    Earlier versions saved the constructor at the top of a group. Such names are looked up as choices and used for nothing
+    else.
     """
     if not isinstance(content, dict):
         raise UserError(f"{path}: it holds no settings; copy the file again")
-    found: dict[str, Any] = {}
+    groups: dict[str, Any] = {}
     bare = {
         group: {key: value for key, value in node.items() if key != "_target_"}
         if isinstance(node, dict) and "choice" not in node
@@ -133,5 +137,5 @@ def parse_groups(content: Any, path: Path) -> dict[str, Any]:
     check_no_directives(bare, path)
     for group, node in content.items():
         names = isinstance(node, dict) and ("choice" in node or "_target_" in node)
-        found[str(group)] = resolve_choice(str(group), node, str(path)) if names else node
-    return found
+        groups[str(group)] = resolve_choice(str(group), node, str(path)) if names else node
+    return groups

@@ -1,4 +1,4 @@
-"""The settings of constructors, read from their sources, which is fast, as nothing of them is imported."""
+"""The settings of constructors. Their sources are parsed instead of imported, which is fast."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ class SettingKey:
     default: str | None  # None: it must be given
     choices: tuple[str, ...] = ()
     description: str = ""
-    shared_description: str = ""  # a sentence that speaks of it and of others
+    # A sentence of the docstring that names this setting and others.
+    shared_description: str = ""
     hint: Any = None  # the type itself
 
 
 def format_literal(value: Any) -> str:
-    """A value as one writes it on the command line; of two, which depend on the machine, that of a CPU and that of a GPU."""
+    """Format a value as the command line writes it; a value that depends on the machine shows its CPU and its GPU form."""
     if isinstance(value, str) and (both := re.fullmatch(r"\$\{cpu_gpu:(\[[^]]*\]|[^,]*),(.*)\}", value)):
         return f"{both[1]} (GPU: {both[2]})" if both[1] != both[2] else both[1]
     if value is None or isinstance(value, bool):
@@ -49,12 +50,12 @@ def format_literal(value: Any) -> str:
 
 
 def list_keys(target: str) -> list[SettingKey]:
-    """The settings of the constructor that `target` names, in its order; none where it cannot be found."""
+    """Return the settings of the constructor that `target` names, in order; none if it does not exist."""
     return _read_keys(target) if has_source(target) else []
 
 
 def has_source(target: str) -> bool:
-    """Whether there is a source of this constructor."""
+    """Tell whether the source of this constructor exists."""
     module, _, name = target.rpartition(".")
     return _find_definition(module, name) is not None
 
@@ -62,14 +63,14 @@ def has_source(target: str) -> bool:
 @cache
 def _read_keys(target: str) -> list[SettingKey]:
     module, _, name = target.rpartition(".")
-    found = _find_definition(module, name)
-    assert found is not None, "what is not found may be later, so it is not remembered"
-    return _constructor_keys(*found, _collect_docs(*found))
+    definition = _find_definition(module, name)
+    assert definition is not None, "what is not found may be later, so it is not remembered"
+    return _constructor_keys(*definition, _collect_docs(*definition))
 
 
 @dataclass(frozen=True)
 class ParsedModule:
-    """A module's text."""
+    """The source of a module."""
 
     name: str
     is_package: bool
@@ -93,7 +94,7 @@ def _parse_module(module: str, path: Path) -> ParsedModule:
 
 
 def _find_definition(module: str, name: str) -> tuple[ParsedModule, ast.stmt] | None:
-    """Where a name of a module is defined, followed through imports."""
+    """Return the definition of a module's name, followed through imports."""
     source = _find_module(module)
     if source is None:
         return None
@@ -112,38 +113,38 @@ def _find_definition(module: str, name: str) -> tuple[ParsedModule, ast.stmt] | 
 
 def _find_bases(source: ParsedModule, node: ast.stmt) -> list[tuple[ParsedModule, ast.stmt]]:
     named = [base.id for base in getattr(node, "bases", ()) if isinstance(base, ast.Name)]
-    return [found for name in named if (found := _find_definition(source.name, name)) is not None]
+    return [definition for name in named if (definition := _find_definition(source.name, name)) is not None]
 
 
 def _collect_docs(source: ParsedModule, node: ast.stmt) -> str:
-    """What a class and those it is made from say of themselves."""
+    """Join the docstrings of a class and its bases."""
     own = ast.get_docstring(node) if isinstance(node, (ast.ClassDef, ast.FunctionDef)) else None
     return "\n\n".join(filter(None, [own, *(_collect_docs(*base) for base in _find_bases(source, node))]))
 
 
 def _constructor_keys(source: ParsedModule, node: ast.stmt, docs: str) -> list[SettingKey]:
-    """The settings of a function, of a class by its __init__, or of a dataclass and what it inherits."""
-    found: list[SettingKey | None] = []
+    """Return the settings of a function, of a class by its __init__, or of a dataclass with inherited fields."""
+    result: list[SettingKey | None] = []
     body = getattr(node, "body", ())
     made = next((item for item in body if isinstance(item, ast.FunctionDef) and item.name == "__init__"), None)
     if isinstance(node, ast.ClassDef) and made is None:
-        found += [
+        result += [
             key for base in reversed(_find_bases(source, node)) for key in _constructor_keys(*base, docs)
         ]  # as a dataclass has them
         is_data = any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
         for item in body:
             if is_data and isinstance(item, ast.AnnAssign) and "init=False" not in ast.unparse(item):
-                found.append(_make_key(source, ast.arg(ast.unparse(item.target), item.annotation), item.value, item, docs))
+                result.append(_make_key(source, ast.arg(ast.unparse(item.target), item.annotation), item.value, item, docs))
     elif isinstance(function := made or node, ast.FunctionDef):
         given = function.args
         defaults = [*[None] * (len(given.args) - len(given.defaults)), *given.defaults, *given.kw_defaults]
-        for one, default in zip([*given.args, *given.kwonlyargs], defaults):
-            found += [_make_key(source, one, default, one, docs)] if one.annotation else []
-    return [key for key in found if key is not None]
+        for parameter, default in zip([*given.args, *given.kwonlyargs], defaults):
+            result += [_make_key(source, parameter, default, parameter, docs)] if parameter.annotation else []
+    return [key for key in result if key is not None]
 
 
 def _make_key(source: ParsedModule, one: ast.arg, default: ast.expr | None, node: Any, docs: str) -> SettingKey | None:
-    """A setting; None where the annotation stands for a runtime object."""
+    """Return a setting; None if the annotation is the type of a runtime object."""
     hint = _resolve_hint(source, one.annotation)
     if hint is None:
         return None
@@ -153,13 +154,13 @@ def _make_key(source: ParsedModule, one: ast.arg, default: ast.expr | None, node
     if not meaning:
         meaning = comment if comment and not TOOL_COMMENT.search(comment) else _find_sentence(one.arg, docs, is_only_name=True)
     value = None if default is None else _format_default(default)
-    beside = _find_sentence(one.arg, docs, is_only_name=False)
+    shared = _find_sentence(one.arg, docs, is_only_name=False)
     written_type = ast.unparse(one.annotation) if one.annotation else ""
-    return SettingKey(one.arg, written_type, value, list_choices(hint), meaning, beside, hint)
+    return SettingKey(one.arg, written_type, value, list_choices(hint), meaning, shared, hint)
 
 
 def _comment_above(source: ParsedModule, node: Any) -> str:
-    """The comment lines directly above a parameter or a field, joined: the description of the setting."""
+    """Join the comment lines directly above a parameter or a field: the description of the setting."""
     lines: list[str] = []
     for line in reversed(source.lines[: node.lineno - 1]):
         text = line.strip()
@@ -178,18 +179,18 @@ def _format_default(default: ast.expr) -> str:
 
 
 def _find_sentence(name: str, docs: str, is_only_name: bool) -> str:
-    """The first sentence of a docstring that speaks of a name, alone or among others."""
+    """Return the first sentence of a docstring that names a setting, alone or together with others."""
     for paragraph in docs.split("\n\n"):
         for sentence in re.split(r"(?<=[.;])\s+", " ".join(paragraph.split())):
             named = set(re.findall(r"`(\w+)`|\b(\w+)=", sentence))
-            names = {one or other for one, other in named}
+            names = {quoted or other for quoted, other in named}
             if name in names and (names == {name}) == is_only_name:
                 return sentence.replace("`", "").rstrip(".;")
     return ""
 
 
 def _resolve_hint(source: ParsedModule, annotation: ast.expr | None) -> Any:
-    """The type that an annotation names, made without importing its module; None where it is a runtime object's."""
+    """Return the type of an annotation without importing its module; None for the type of a runtime object."""
     if annotation is None:
         return Any
     if isinstance(annotation, ast.Constant):
@@ -203,20 +204,20 @@ def _resolve_hint(source: ParsedModule, annotation: ast.expr | None) -> Any:
     if isinstance(annotation, ast.Subscript):
         inner = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
         if name == "Literal":
-            return typing.Literal[tuple(ast.literal_eval(one) for one in inner)]
+            return typing.Literal[tuple(ast.literal_eval(element) for element in inner)]
         kind = CONTAINER_TYPES.get(name)
-        parts = [_resolve_hint(source, one) for one in inner]
+        parts = [_resolve_hint(source, element) for element in inner]
         return None if kind is None or None in parts else kind[tuple(parts)]
     if name in PLAIN_TYPES:
         return PLAIN_TYPES[name]
-    found = _find_definition(source.name, name)
-    if found is None or not isinstance(found[1], ast.Assign):
+    definition = _find_definition(source.name, name)
+    if definition is None or not isinstance(definition[1], ast.Assign):
         return None
-    return getattr(values, name) if found[0].name == values.__name__ else _resolve_hint(found[0], found[1].value)
+    return getattr(values, name) if definition[0].name == values.__name__ else _resolve_hint(definition[0], definition[1].value)
 
 
 def list_choices(hint: Any) -> tuple[str, ...]:
-    """The values that a type allows, where it lists them."""
+    """Return the values that a type allows, if it lists them."""
     if hint is bool:
         return ("true", "false")
     if typing.get_origin(hint) is typing.Literal:

@@ -1,4 +1,4 @@
-"""What numbers and names may be, beyond their type: declared at the constructor that takes them, told in one place."""
+"""Types of settings with bounds, declared at the constructor that takes them and reported in one place."""
 
 from typing import Annotated
 

@@ -1,6 +1,6 @@
-"""Chat templates and loss masks: which tokens of a rendered conversation the assistant wrote.
+"""Chat templates and loss masks: which tokens of a rendered conversation belong to the assistant.
 
-Few templates mark the assistant's part, so it is found by rendering growing prefixes of the conversation.
+Few templates mark the assistant's turns, so this module finds them by rendering growing prefixes of the conversation.
 """
 
 import os
@@ -22,26 +22,26 @@ Message = dict[str, Any]  # "role", and "content": a text, or parts of which som
 
 @dataclass(frozen=True)
 class Example:
-    """One training sequence: token ids, and for each whether it carries loss."""
+    """A training sequence: its token ids and, for each token, whether the loss counts it."""
 
     tokens: list[int]
     mask: list[bool]
 
     @cached_property
     def content_hash(self) -> str:
-        """A hash of the tokens: what is kept of a sequence is found by it, in whatever order or company it comes."""
+        """A hash of the tokens and images; it identifies the sequence in a feature store, in any order and batch."""
         images = get_images(self.tokens)
-        seen = b"" if images is None else images.digest
-        return blake2b(array("q", self.tokens).tobytes() + seen, digest_size=16).hexdigest()
+        image_digest = b"" if images is None else images.digest
+        return blake2b(array("q", self.tokens).tobytes() + image_digest, digest_size=16).hexdigest()
 
     @property
     def prompt(self) -> list[int]:
-        """The tokens before the first that carries loss."""
+        """The tokens before the first supervised token."""
         return self.tokens[: self.mask.index(True)]
 
 
 def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message], for_generation: bool = False) -> str:
-    """The conversation as text; with `prompt`, up to where the assistant would go on."""
+    """Render a conversation as text; `for_generation` ends the text where the assistant's next turn begins."""
     try:
         return str(
             tokenizer.apply_chat_template(to_template_messages(messages), tokenize=False, add_generation_prompt=for_generation)
@@ -54,7 +54,7 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message], for
 def tokenize_prompt(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], vision: ImageProcessor | None = None
 ) -> list[int]:
-    """The token ids after which the assistant goes on; images are read by a target's `sight`."""
+    """Return the token ids after which the assistant's turn begins; `vision` processes the images of the conversation."""
     text, paths = render_chat(tokenizer, messages, for_generation=True), image_paths(messages)
     if paths:
         return _require_vision(vision).tokenize_text(text, paths)
@@ -70,12 +70,12 @@ def _require_vision(vision: ImageProcessor | None) -> ImageProcessor:
 def find_assistant_spans(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message]
 ) -> list[tuple[str, list[tuple[int, int]]]]:
-    """Texts to train on, each with the character spans that the assistant wrote, end-of-turn token included.
+    """Return the texts to train on, each with the character spans of the assistant's turns, end-of-turn token included.
 
-    One text for the whole conversation where every turn stays as it was rendered when it was the last one; else, as with
-    reasoning models that drop earlier thoughts, one text for each assistant turn.
+    The whole conversation is one text if no turn renders differently once later turns follow it. Otherwise, as with
+    reasoning models whose templates drop earlier thoughts, each assistant turn has a text of its own.
     """
-    whole = render_chat(tokenizer, messages)
+    conversation_text = render_chat(tokenizer, messages)
     shared: list[tuple[int, int]] = []
     apart: list[tuple[str, list[tuple[int, int]]]] = []
     for index, message in enumerate(messages):
@@ -89,17 +89,18 @@ def find_assistant_spans(
             start = min(start, len(os.path.commonprefix([other, text])))  # noqa: RUF071
         span = (start, max(start, len(text.rstrip())))  # the line break after the end of turn is the template's
         apart.append((text, [span]))
-        if whole.startswith(text[: span[1]]):
+        if conversation_text.startswith(text[: span[1]]):
             shared.append(span)
-    return [(whole, shared)] if len(shared) == len(apart) else apart
+    return [(conversation_text, shared)] if len(shared) == len(apart) else apart
 
 
 def tokenize_conversation(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message] | Example, vision: ImageProcessor | None = None
 ) -> list[Example]:
-    """Token ids and loss masks of a conversation; stops where a mask comes out all zero or all one.
+    """Return the examples (token ids and loss masks) of a conversation.
 
-    One that another project has tokenised stays as it is. Images are read by a target's `sight`.
+    An `Example`, which another project has tokenized, is returned unchanged. `vision` processes the images. A UserError is
+    raised if a mask supervises no token or every token.
     """
     if isinstance(messages, Example):
         return [messages]

@@ -1,4 +1,4 @@
-"""Tokenised conversations, how they become batches, and the order in which these are trained on."""
+"""Tokenized conversations, the batches that they form, and the order in which training reads these batches."""
 
 from __future__ import annotations
 
@@ -23,41 +23,48 @@ from .chat import Example, Message, tokenize_conversation
 if TYPE_CHECKING:
     from .readers import ConversationReader
 
-StreamState = dict[str, Any]  # of a stream of batches, as a checkpoint keeps it
+# The state of a stream of batches in a checkpoint.
+StreamState = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Batching:
-    """How examples become batches."""
+    """How examples form batches."""
 
-    batch_tokens: int  # of a batch at most, with padding where there is any
+    # Maximum number of tokens in a batch, padding included.
+    batch_tokens: int
     seed: int  # of the order
-    packed: bool = False  # one after another in one row, without padding
+    # Whether examples share one row without padding.
+    packed: bool = False
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Examples to train on, and what was left out."""
+    """The examples to train on, with counts of what was cut or left out."""
 
     examples: list[Example]
     num_conversations: int
-    num_cut: int  # examples cut to max_length
-    num_dropped: int  # examples without a supervised token after the cut
-    held_out: list[Example] = field(default_factory=list, kw_only=True)  # not to be trained on, but measured meanwhile
+    # Number of examples cut to max_length.
+    num_cut: int
+    # Number of examples without a supervised token after the cut.
+    num_dropped: int
+    # Examples for validation.
+    held_out: list[Example] = field(default_factory=list, kw_only=True)
     extra_texts: Callable[[], list[list[int]]] = field(
         default=list, kw_only=True
     )  # answers that only a vocabulary is chosen from
 
-    is_sample: ClassVar[bool] = False  # there is more to train on than the examples
+    # Whether the examples are only a sample of the training data.
+    is_sample: ClassVar[bool] = False
 
     @classmethod
     def from_data(
         cls, data: ConversationReader, tokenizer: PreTrainedTokenizerBase, vision: ImageProcessor | None = None
     ) -> Dataset:
-        """Tokenise every conversation; images are read by a target's `sight`."""
+        """Tokenize every conversation of `data`; `vision` processes the images."""
         conversations = data.load_conversations()
         tokenized = [make_examples(tokenizer, messages, data.max_length, vision) for messages in conversations]
-        examples, held_out = split_held_out([found for found, _, _ in tokenized], data.held_out)
+        examples, held_out = split_held_out([conversation_examples for conversation_examples, _, _ in tokenized], data.held_out)
         if not examples:
             raise UserError(f"data.max_length={data.max_length}: it cuts off every answer; raise it")
         cut, dropped = sum(cut for _, cut, _ in tokenized), sum(none for _, _, none in tokenized)
@@ -75,27 +82,27 @@ class Dataset:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of every token and mask."""
+        """A hash of all tokens and masks."""
         digest = hashlib.sha256()
         for example in self.examples:
             digest.update(repr((example.tokens, example.mask)).encode())
         return digest.hexdigest()[:16]
 
     def token_counts(self, vocab_size: int) -> Tensor:
-        """[V] how often each token is the assistant's, in the examples and in what lies beyond them."""
+        """Count how often each token occurs in assistant turns, those of `extra_texts` included: [V]."""
         counts = torch.zeros(vocab_size, dtype=torch.int64)
         for example in self.examples:
-            kept = torch.tensor(example.tokens)[torch.tensor(example.mask)]
-            counts += torch.bincount(kept, minlength=vocab_size)
+            supervised = torch.tensor(example.tokens)[torch.tensor(example.mask)]
+            counts += torch.bincount(supervised, minlength=vocab_size)
         beyond = [token for answer in self.extra_texts() for token in answer]
         return counts + torch.bincount(torch.tensor(beyond, dtype=torch.int64), minlength=vocab_size)
 
     def __getitem__(self, indices: list[int]) -> list[Example]:
-        """The examples of these numbers."""
+        """Return the examples at these indices."""
         return [self.examples[index] for index in indices]
 
     def make_batches(self, epoch: int, batching: Batching) -> list[list[int]]:
-        """The batches of one epoch, shuffled, by the numbers of their examples."""
+        """Return the shuffled batches of an epoch, each a list of example indices."""
         random = Random(f"{batching.seed}/{epoch}")
         order = list(range(len(self.examples)))
         random.shuffle(order)
@@ -104,29 +111,30 @@ class Dataset:
         for start in range(0, len(order), size):
             window = order[start : start + size]
             lengths = [len(self.examples[index].tokens) for index in window]
-            batches += [[window[place] for place in batch] for batch in group_by_length(lengths, batching)]
+            batches += [[window[position] for position in batch] for batch in group_by_length(lengths, batching)]
         random.shuffle(batches)
         return batches
 
     def num_batches(self, batching: Batching) -> int:
-        """Batches of the first epoch."""
+        """Return the number of batches in the first epoch."""
         return len(self.make_batches(0, batching))
 
     def measure_efficiency(self, batching: Batching) -> BatchingEfficiency:
-        """How well batches of the first epoch are used."""
+        """Measure how well the batches of the first epoch are filled."""
         batches = [[len(example.tokens) for example in self[batch]] for batch in self.make_batches(0, batching)]
         run = [sum(lengths) if batching.packed else len(lengths) * max(lengths) for lengths in batches]
-        room = sum(max(batching.batch_tokens, slots) for slots in run)  # an example longer than a batch has one of its own
+        # An example longer than a batch forms a batch of its own.
+        room = sum(max(batching.batch_tokens, slots) for slots in run)
         return BatchingEfficiency(len(batches), self.num_tokens / room, self.num_tokens / sum(run))
 
     def stream_batches(
         self, batching: Batching, rank: int = 0, num_processes: int = 1, state: StreamState | None = None
     ) -> BatchStream:
-        """One process's batches, of one epoch after another without end, from a saved `state` on where there is one."""
+        """Return the batches of one process over endless epochs; a saved `state` continues where it was saved."""
         return EpochBatchStream(self, batching, rank, num_processes, state)
 
     def summary_line(self) -> str:
-        """What there is, and what of it was cut or left out, for the run's opening line."""
+        """Describe the data, and what of it was cut or left out, for the first line that a run prints."""
         return (
             f"{self.num_conversations} conversations, {self.num_tokens} tokens, {self.num_supervised} supervised"
             + (f", {self.num_cut} cut to data.max_length" if self.num_cut else "")
@@ -135,34 +143,35 @@ class Dataset:
         )
 
     def provenance_facts(self) -> dict[str, Any]:
-        """What the run's provenance says of its data."""
+        """Return the facts about the data that provenance.json holds."""
         return {"fingerprint": self.fingerprint, "tokens": self.num_tokens}
 
 
 def make_examples(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], max_length: int, vision: ImageProcessor | None = None
 ) -> tuple[list[Example], int, int]:
-    """A conversation's examples, how many were cut to `max_length`, and how many of these had no answer left, or not all of an
-    image."""
-    found = tokenize_conversation(tokenizer, messages, vision)
-    cut = [Example(example.tokens[:max_length], example.mask[:max_length]) for example in found]
-    kept = [example for example in cut if any(example.mask) and has_complete_images(example.tokens)]
-    return kept, sum(len(example.tokens) > max_length for example in found), len(cut) - len(kept)
+    """Return a conversation's examples, the number that were cut to `max_length`, and the number that were dropped because
+    the cut left no answer or only a part of an image."""
+    tokenized = tokenize_conversation(tokenizer, messages, vision)
+    cut = [Example(example.tokens[:max_length], example.mask[:max_length]) for example in tokenized]
+    usable = [example for example in cut if any(example.mask) and has_complete_images(example.tokens)]
+    return usable, sum(len(example.tokens) > max_length for example in tokenized), len(cut) - len(usable)
 
 
 def split_held_out(conversations: list[list[Example]], share: float) -> tuple[list[Example], list[Example]]:
-    """The examples to train on, and those held out: a share of the conversations, at least one where there are two.
+    """Split the examples into those to train on and those held out for validation.
 
-    They are chosen by a hash of what they say, so in any order the same, and one that occurs twice is never in both.
+    The held-out part is a share of the conversations, and at least one of them if there are two. A hash of the content
+    decides, so the order of the conversations does not matter, and a duplicate never lands in both parts.
     """
-    chance = {found[0].content_hash: Random(f"held out/{found[0].content_hash}").random() for found in conversations if found}
+    chance = {group[0].content_hash: Random(f"held out/{group[0].content_hash}").random() for group in conversations if group}
     count = min(max(1, sum(drawn < share for drawn in chance.values())), len(chance) - 1) if share else 0
     chosen = set(sorted(chance, key=chance.__getitem__)[: max(0, count)])
-    kept: list[Example] = []
+    training: list[Example] = []
     apart: list[Example] = []
-    for found in conversations:
-        (apart if found and found[0].content_hash in chosen else kept).extend(found)
-    return kept, apart
+    for group in conversations:
+        (apart if group and group[0].content_hash in chosen else training).extend(group)
+    return training, apart
 
 
 # How examples become batches
@@ -174,8 +183,11 @@ BATCHING_WINDOW, PACKED_BATCHING_WINDOW = (
 
 
 def group_by_length(lengths: list[int], batching: Batching) -> list[list[int]]:
-    """Groups of a window's examples, by number. Padded, these are buckets of like length, which keeps padding low; packed, they
-    fill up `batch_tokens` (best fit decreasing: the longest first, each where it leaves the least room)."""
+    """Group the examples of a window into batches, by index.
+
+    Padded batches are buckets of similar length, which keeps padding low. Packed batches fill `batch_tokens` by best fit
+    decreasing: the longest example first, each into the batch where it leaves the least room.
+    """
     if not batching.packed:
         buckets: list[list[int]] = []
         for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
@@ -184,11 +196,12 @@ def group_by_length(lengths: list[int], batching: Batching) -> list[list[int]]:
             buckets[-1].append(index)
         return buckets
     packs: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # what is left of each, ascending, and its number
+    # Free tokens of each batch, ascending, and its index.
+    rooms: list[tuple[int, int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        place = bisect_left(rooms, (lengths[index], 0))
-        if place < len(rooms):
-            room, number = rooms.pop(place)
+        position = bisect_left(rooms, (lengths[index], 0))
+        if position < len(rooms):
+            room, number = rooms.pop(position)
         else:
             room, number = batching.batch_tokens, len(packs)
             packs.append([])
@@ -199,11 +212,13 @@ def group_by_length(lengths: list[int], batching: Batching) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class BatchingEfficiency:
-    """How well batches are used."""
+    """How well batches are filled."""
 
     num_batches: int
-    filled_share: float  # tokens over the tokens that the batches may hold
-    real_share: float  # tokens over the places that are computed, padding included
+    # Tokens divided by the capacity of the batches.
+    filled_share: float
+    # Tokens divided by the computed positions, padding included.
+    real_share: float
 
     def __str__(self) -> str:
         padding = f"{1 - self.real_share:.1%} padding" if self.real_share < 1 else "no padding"
@@ -214,9 +229,9 @@ class BatchingEfficiency:
 
 
 class BatchStream(ABC, Iterator[list[Example]]):
-    """One process's share of the batches, which have the same numbers and order on any number of processes.
+    """One process's share of the batches; their numbers and order do not depend on the number of processes.
 
-    Of the batches that follow those done, the j-th goes to process j % processes, whether a step takes one of them or more.
+    Of the batches after `batches_done`, the j-th goes to process j % num_processes, whether a step takes one batch or more.
     """
 
     def __init__(self, rank: int, num_processes: int, state: StreamState | None) -> None:
@@ -230,30 +245,31 @@ class BatchStream(ABC, Iterator[list[Example]]):
 
     @abstractmethod
     def take_batch(self, number: int) -> list[Example]:
-        """The batch of this number, which is larger than any before."""
+        """Return the batch of this number; numbers only increase from call to call."""
 
     def state_dict(self) -> StreamState:
-        """Where this process stands, in JSON's types; `merged` with those of the others it serves any number of processes."""
+        """Return the position of this process in JSON types; `merge_states` makes one state for any number of processes."""
         return {"batches_done": self.batches_done}
 
     @staticmethod
     def merge_states(states: list[StreamState]) -> StreamState:
-        """The state of all processes, which have taken equally many batches."""
+        """Merge the states of all processes, which have taken equally many batches."""
         return states[0]
 
     @staticmethod
     def data_metrics(state: StreamState) -> dict[str, int]:
-        """What metrics say of the data read so far, from the state of all processes."""
+        """Return the metrics of the data read so far, from the merged state of all processes."""
         return {}
 
 
 class EpochBatchStream(BatchStream):
-    """The batches of a data set that is there whole: the next epoch's follow those of the one before."""
+    """The batches of a data set in memory, one epoch after another."""
 
     def __init__(self, dataset: Dataset, batching: Batching, rank: int, num_processes: int, state: StreamState | None) -> None:
         super().__init__(rank, num_processes, state)
         self.dataset, self.batching = dataset, batching
-        self.epoch, self.first_batch = 0, 0  # the epoch that was last asked for, and the number of its first batch
+        # The current epoch, and the number of its first batch.
+        self.epoch, self.first_batch = 0, 0
         self.batches = dataset.make_batches(0, batching)
 
     def take_batch(self, number: int) -> list[Example]:

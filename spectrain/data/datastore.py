@@ -1,6 +1,6 @@
-"""A store of texts that drafts are copied from: its tokens, their suffix array, and hashes of what was asked and answered.
+"""A store of texts that drafters copy from: tokens, their suffix array, and hashes of the questions and answers.
 
-N tokens. Everything is memory-mapped, and nothing that is read is run.
+N is the number of tokens. All arrays are memory-mapped, and nothing that is read is executed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from spectrain.config.saved import read_json_object
 from spectrain.errors import UserError
 from spectrain.files import atomic_write
 
-MAX_MATCH = 16  # tokens that suffixes are sorted by, so that no longer match can be looked for
+# Number of tokens by which suffixes are sorted, which limits the length of a match.
+MAX_MATCH = 16
 TEXT_END = -1  # between two texts
 ARRAY_DTYPES = {"tokens": np.int32, "suffixes": np.int32, "questions": np.uint64, "answers": np.uint64, "phrases": np.uint64}
 PHRASE_WORDS = 5  # words
@@ -27,9 +28,9 @@ INDEX_FILE = "index.json"
 
 
 def build_suffix_array(tokens: np.ndarray, max_match: int = MAX_MATCH) -> np.ndarray:
-    """[N] all places, in the order of the `longest` tokens from there on and, where these are equal, of the text.
+    """Return all positions [N], sorted by the `max_match` tokens that start there; equal ones keep the order of the text.
 
-    Prefix doubling: the order by 2k tokens is that of the ranks by k tokens here and k further on.
+    Prefix doubling: the order by 2k tokens follows from the ranks by k tokens here and k tokens later.
     """
     rank = np.unique(tokens, return_inverse=True)[1].astype(np.int64) + 1
     size = 1
@@ -46,18 +47,18 @@ def split_words(text: str) -> list[str]:
 
 
 def hash_text(text: str) -> int:
-    """Of a text's words: case, spaces and signs make no difference."""
+    """Hash the words of a text; case, spaces and punctuation make no difference."""
     return int.from_bytes(blake2b(" ".join(split_words(text)).encode(), digest_size=8).digest())
 
 
 def hash_phrases(text: str) -> set[int]:
-    """Of every phrase of five words in a text; of the whole text, where it has fewer."""
-    said = split_words(text)
-    return {hash_text(" ".join(said[at : at + PHRASE_WORDS])) for at in range(max(1, len(said) - PHRASE_WORDS + 1))}
+    """Hash every phrase of five words in a text; a shorter text gives one hash."""
+    text_words = split_words(text)
+    return {hash_text(" ".join(text_words[at : at + PHRASE_WORDS])) for at in range(max(1, len(text_words) - PHRASE_WORDS + 1))}
 
 
 class Datastore:
-    """A store as `spectrain data index` wrote it."""
+    """A store that `spectrain data index` wrote."""
 
     def __init__(self, folder: str, tokenizer: Any) -> None:
         self.folder = Path(folder).expanduser()
@@ -68,7 +69,8 @@ class Datastore:
             raise UserError(
                 f"drafter.store={folder}: its texts were cut by another tokenizer; index them again with this target"
             )
-        self.spans: dict[int, tuple[int, int]] = {}  # of tokens that were asked for: their suffixes
+        # First token -> its range of suffixes.
+        self.spans: dict[int, tuple[int, int]] = {}
         self.tokens, self.suffixes, self.questions, self.answers, self.phrases = map(self._load_array, ARRAY_DTYPES)
         size = len(self.tokens)
         sound = len(self.suffixes) == size and (not size or (self.suffixes.min() >= 0 and self.suffixes.max() < size))
@@ -78,40 +80,44 @@ class Datastore:
     def _load_array(self, name: str) -> np.ndarray:
         path = self.folder / f"{name}.npy"
         try:
-            found: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+            array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError) as error:
             raise UserError(f"{path}: it cannot be read ({error}); index the data again") from error
-        if found.dtype != ARRAY_DTYPES[name] or found.ndim != 1:
+        if array.dtype != ARRAY_DTYPES[name] or array.ndim != 1:
             raise UserError(f"{path}: it is no list of {np.dtype(ARRAY_DTYPES[name])}; index the data again")
-        return np.asarray(found)  # still mapped; cut as an array, which takes a tenth of the time
+        # It stays memory-mapped; slicing a plain array takes a tenth of the time.
+        return np.asarray(array)
 
     def find_continuations(
         self, text: list[int], depth: int, max_matches: int, min_matches: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """How many of a text's last tokens match, [P], and what followed, [P, depth], END behind a text's end: the longest
-        matches first, shorter ones until there are `enough`, of too many of one length evenly spread ones, at most `most` in
-        all, each place once."""
+        """Return how many of a text's last tokens match, [P], and the tokens that follow each match, [P, depth].
+
+        TEXT_END fills the positions after the end of a stored text. The longest matches come first; shorter ones follow
+        until there are `min_matches`. If one length has too many matches, evenly spaced ones are taken. There are at most
+        `max_matches`, each position once.
+        """
         length = self.match_length(text)
-        seen: set[int] = set()
+        unique_ends: set[int] = set()
         ends: list[int] = []
         lengths: list[int] = []
-        while length and len(seen) < min_matches:
+        while length and len(unique_ends) < min_matches:
             low, high = self._find_suffixes(text[-length:])
-            room = max_matches - len(seen)
+            room = max_matches - len(unique_ends)
             spread = slice(low, high) if high - low <= room else np.linspace(low, high - 1, room).astype(np.int64)
-            new = sorted(set((self.suffixes[spread] + length).tolist()) - seen)
-            seen.update(new)
+            new = sorted(set((self.suffixes[spread] + length).tolist()) - unique_ends)
+            unique_ends.update(new)
             ends += new
             lengths += [length] * len(new)
             length -= 1
-        places = np.asarray(ends, dtype=np.int64)[:, None] + np.arange(depth)
-        tokens = np.where(places < len(self.tokens), self.tokens[np.minimum(places, len(self.tokens) - 1)], TEXT_END)
+        positions = np.asarray(ends, dtype=np.int64)[:, None] + np.arange(depth)
+        tokens = np.where(positions < len(self.tokens), self.tokens[np.minimum(positions, len(self.tokens) - 1)], TEXT_END)
         tokens = np.where(np.logical_or.accumulate(tokens == TEXT_END, axis=1), TEXT_END, tokens)
         real = tokens[:, 0] != TEXT_END
         return np.asarray(lengths, dtype=np.int64)[real], tokens[real]
 
     def match_length(self, text: list[int]) -> int:
-        """How many of a text's last tokens stand together somewhere in the store, at most 16: if n do, fewer do."""
+        """Return how many of a text's last tokens occur together in the store, at most 16; if n tokens occur, fewer do too."""
         low, high = 0, min(MAX_MATCH, len(text))
         while low < high:
             middle = (low + high + 1) // 2
@@ -119,30 +125,31 @@ class Datastore:
         return low
 
     def contains_tokens(self, tokens: list[int]) -> bool:
-        """Whether tokens, of any number, stand together somewhere in the store."""
+        """Tell whether a sequence of any length occurs in the store."""
         low, high = self._find_suffixes(tokens[:MAX_MATCH])
         if len(tokens) <= MAX_MATCH:
             return low < high
         return any(self.tokens[start : start + len(tokens)].tolist() == tokens for start in self.suffixes[low:high].tolist())
 
     def _find_suffixes(self, tokens: list[int]) -> tuple[int, int]:
-        """Where in the order of suffixes those stand that begin with these tokens, up to 16."""
+        """Return the range of suffixes that begin with these tokens, of which the first 16 count."""
         first, others = tokens[0], tokens[1:]
         if first not in self.spans:
             self.spans[first] = self._narrow_suffixes(0, len(self.suffixes), [first], 0)
         return self._narrow_suffixes(*self.spans[first], others, 1) if others else self.spans[first]
 
     def _narrow_suffixes(self, low: int, high: int, wanted: list[int], skip: int) -> tuple[int, int]:
-        """The part of suffixes low to high, which are alike in their first `skip` tokens, that goes on with `wanted`."""
+        """Return the part of suffixes low to high that continues with `wanted`; these suffixes share their first `skip`
+        tokens."""
         end = skip + len(wanted)
 
-        def said(start: int) -> list[int]:
+        def tokens_at(start: int) -> list[int]:
             return self.tokens[int(start) + skip : int(start) + end].tolist()
 
-        low = bisect_left(self.suffixes, wanted, low, high, key=said)
-        if low == high or said(self.suffixes[low]) != wanted:
+        low = bisect_left(self.suffixes, wanted, low, high, key=tokens_at)
+        if low == high or tokens_at(self.suffixes[low]) != wanted:
             return low, low
-        return low, bisect_right(self.suffixes, wanted, low, high, key=said)
+        return low, bisect_right(self.suffixes, wanted, low, high, key=tokens_at)
 
 
 def hash_vocabulary(tokenizer: Any) -> str:
@@ -152,7 +159,7 @@ def hash_vocabulary(tokenizer: Any) -> str:
 def write_store(
     folder: Path, texts: Iterable[list[int]], questions: Iterable[str], answers: Iterable[str], facts: dict[str, Any]
 ) -> int:
-    """Write a store, whole or not at all; the number of its tokens."""
+    """Write a store atomically and return the number of its tokens."""
     tokens = np.fromiter((token for text in texts for token in (*text, TEXT_END)), dtype=np.int32)
     questions = list(questions)
     phrases = sorted(set().union(*map(hash_phrases, questions)))

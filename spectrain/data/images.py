@@ -1,7 +1,7 @@
-"""Images in conversations, in the hub's form: a turn's content is a list of parts, texts and images.
+"""Images in conversations, in the form of the Hugging Face hub: the content of a turn is a list of texts and images.
 
-{"type": "text", "text": ..} and {"type": "image", "path": ..}, or {"type": "image"} with the paths in the row's `images`.
-Images are files: a path is one from the folder of the data's file, or a whole one.
+The parts are {"type": "text", "text": ..} and {"type": "image", "path": ..}, or {"type": "image"} with the paths in the
+row's `images`. Images are files; a path is relative to the folder of the data file, or absolute.
 """
 
 from collections.abc import Iterator
@@ -18,22 +18,22 @@ MessageContent = str | list[dict[str, str]]
 
 
 class RowImages:
-    """The images of a row, found as its turns name them."""
+    """The images of a row, resolved in the order in which its turns name them."""
 
     def __init__(self, row: Any, where: str, folder: Path | None) -> None:
         listed = row.get("images") if isinstance(row, dict) else None
         self.listed_paths: Iterator[Any] = iter(listed if isinstance(listed, list) else [])
         self.location, self.folder = where, folder
 
-    def parse_content(self, said: Any) -> MessageContent | None:
-        """A turn's content in our form; None where it is neither a text nor a list of texts and images."""
-        if not isinstance(said, list):
-            return said if isinstance(said, str) else None
-        parts = [self._parse_part(part) for part in said]
-        found = [part for part in parts if part is not None]
-        if not found or len(found) < len(parts):
+    def parse_content(self, content: Any) -> MessageContent | None:
+        """Return a turn's content in our form; None if it is neither a text nor a list of texts and images."""
+        if not isinstance(content, list):
+            return content if isinstance(content, str) else None
+        parts = [self._parse_part(part) for part in content]
+        valid = [part for part in parts if part is not None]
+        if not valid or len(valid) < len(parts):
             return None
-        return found if any(part["type"] == "image" for part in found) else "".join(part["text"] for part in found)
+        return valid if any(part["type"] == "image" for part in valid) else "".join(part["text"] for part in valid)
 
     def _parse_part(self, part: Any) -> dict[str, str] | None:
         if not isinstance(part, dict):
@@ -54,40 +54,42 @@ class RowImages:
                 f"path as seen from "
                 "the data's folder"
             )
-        place = Path(named).expanduser()
-        place = place if self.folder is None else self.folder / place
-        if not place.is_file():
-            raise UserError(f"{self.location}: there is no image {place}; give paths as seen from the data's folder")
-        return str(place)
+        path = Path(named).expanduser()
+        path = path if self.folder is None else self.folder / path
+        if not path.is_file():
+            raise UserError(f"{self.location}: there is no image {path}; give paths as seen from the data's folder")
+        return str(path)
 
 
 def content_text(content: MessageContent) -> str:
-    """What is said in words."""
+    """Return the text of a turn's content, images left out."""
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def image_paths(messages: list[dict[str, Any]]) -> list[str]:
-    """The images of a conversation, in their order."""
+    """Return the image paths of a conversation, in order."""
     parts = [part for message in messages if not isinstance(message["content"], str) for part in message["content"]]
     return [part["path"] for part in parts if part["type"] == "image"]
 
 
 def to_template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as chat templates want them, which ask for no path."""
+    """Return the messages without image paths, in the form that chat templates read."""
 
-    def shown(content: MessageContent) -> Any:
+    def strip_path(content: MessageContent) -> Any:
         if isinstance(content, str):
             return content
         return [{key: value for key, value in part.items() if key != "path"} for part in content]
 
-    return [{**message, "content": shown(message["content"])} for message in messages]
+    return [{**message, "content": strip_path(message["content"])} for message in messages]
 
 
 def tokenize_with_images(
     tokenizer: PreTrainedTokenizerBase, vision: ImageProcessor, text: str, mask: list[bool], paths: list[str]
 ) -> tuple[TextWithImages, list[bool]]:
-    """The tokens of a text, every placeholder replaced by those of its image, and the `mask` of its own tokens spread over
-    them: no token of an image carries loss."""
+    """Return the tokens of a text with every placeholder expanded to the tokens of its image, and the expanded mask.
+
+    No token of an image is supervised.
+    """
     plain = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     shown = plain.count(vision.placeholder_id)
     if not 0 < shown <= len(paths):
@@ -95,29 +97,30 @@ def tokenize_with_images(
             f"data: a conversation has {len(paths)} images, of which the chat template tells {shown}; mend the template, "
             "or leave such conversations out"
         )
-    found = vision.tokenize_text(text, paths[:shown])
-    return found, expand_mask(plain, mask, list(found), vision.placeholder_id)
+    expanded = vision.tokenize_text(text, paths[:shown])
+    return expanded, expand_mask(plain, mask, list(expanded), vision.placeholder_id)
 
 
-def expand_mask(plain: list[int], mask: list[bool], whole: list[int], placeholder: int) -> list[bool]:
-    """A mask of `plain` tokens over the `whole` of them, in which more than one token stands for each placeholder."""
+def expand_mask(plain: list[int], mask: list[bool], expanded: list[int], placeholder: int) -> list[bool]:
+    """Expand a mask of the text's tokens to the processor's tokens, in which several tokens replace each placeholder."""
     result: list[bool] = []
     start = 0
     while start < len(plain):
         end = start
         while end < len(plain) and plain[end] == placeholder:
             end += 1
-        behind = next((at for at in range(end, len(plain)) if plain[at] == placeholder), len(plain))
-        words = plain[end:behind]
-        place, least = len(result), len(result) + end - start
-        while whole[least : least + len(words)] != words and least < len(whole):
+        next_placeholder = next((at for at in range(end, len(plain)) if plain[at] == placeholder), len(plain))
+        words = plain[end:next_placeholder]
+        position, least = len(result), len(result) + end - start
+        while expanded[least : least + len(words)] != words and least < len(expanded):
             least += 1
-        if end == start and least > place:
-            break  # the text itself is told otherwise
-        result += [False] * (least - place) + mask[end:behind]
-        start = behind
-    if len(result) > len(whole) or start < len(plain):
+        if end == start and least > position:
+            # The processor changed the text itself.
+            break
+        result += [False] * (least - position) + mask[end:next_placeholder]
+        start = next_placeholder
+    if len(result) > len(expanded) or start < len(plain):
         raise UserError(
             "data: the target's processor changes the text around images, so it is not known which tokens are answers"
         )
-    return result + [False] * (len(whole) - len(result))
+    return result + [False] * (len(expanded) - len(result))

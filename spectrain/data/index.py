@@ -1,4 +1,5 @@
-"""`spectrain data index`: the answers of a data set as a store that drafter=retrieval and drafter=hybrid copy from."""
+"""`spectrain data index`: writes the answers of a data set as a store, from which drafter=retrieval and drafter=hybrid
+copy."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from .readers import ConversationReader
 
 
 def index_command(config: DictConfig) -> None:
-    """Write the store, and say what is in it."""
+    """Write the store and print its size."""
     if not config.out:
         raise UserError("out: say where the store goes, as in out=DIR")
     if Path(config.out).exists():
@@ -29,12 +30,12 @@ def index_command(config: DictConfig) -> None:
 
 
 def index_dataset(data: ConversationReader, dataset: Dataset, tokenizer: Any, folder: Path) -> int:
-    """Write the answers of `data`, which are cut in `dataset`, as a store; the number of its tokens."""
+    """Write the answers of `data`, tokenized in `dataset`, as a store, and return the number of its tokens."""
     texts = [example.tokens[max(0, example.mask.index(True) - MAX_MATCH) :] for example in dataset.examples]
-    said: dict[str, list[str]] = {"user": [], "assistant": []}
+    texts_by_role: dict[str, list[str]] = {"user": [], "assistant": []}
     for messages in data.load_conversations():
         for message in messages:
-            said.get(message["role"], []).append(content_text(message["content"]))
+            texts_by_role.get(message["role"], []).append(content_text(message["content"]))
     facts = {
         "data": data.name,
         "fingerprint": dataset.fingerprint,
@@ -42,4 +43,4 @@ def index_dataset(data: ConversationReader, dataset: Dataset, tokenizer: Any, fo
         "tokenizer": hash_vocabulary(tokenizer),
         **collect_provenance(),
     }
-    return write_store(folder, texts, said["user"], said["assistant"], facts)
+    return write_store(folder, texts, texts_by_role["user"], texts_by_role["assistant"], facts)

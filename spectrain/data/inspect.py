@@ -1,4 +1,4 @@
-"""`spectrain data inspect`: one conversation as the trainer sees it, supervised tokens in colour."""
+"""`spectrain data inspect`: prints one conversation as the trainer reads it, supervised tokens in colour."""
 
 from typing import Any
 
@@ -13,9 +13,9 @@ from .chat import tokenize_conversation
 
 
 def inspect_command(config: DictConfig) -> None:
-    """Print one conversation, then what the whole data set holds."""
+    """Print one conversation, then a summary of the whole data set."""
     data = build(config.data)
-    conversations = data.conversations()
+    conversations = data.load_conversations()
     if not 0 <= config.index < len(conversations):
         raise UserError(
             f"index={config.index}: the data holds {len(conversations)} conversations; use 0 to {len(conversations) - 1}"

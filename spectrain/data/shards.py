@@ -1,9 +1,9 @@
-"""A set of conversations in shards, made in any order by any number of processes, and whole whenever one of them is killed.
+"""A set of conversations in shards, written in any order by any number of processes, and consistent after a kill.
 
-DIR/manifest.json             the settings it was begun with, and of every finished shard its rows and checksum
+DIR/manifest.json             the settings of the set, and the rows and checksum of every finished shard
 DIR/part-00000.jsonl ..       the conversations
-DIR/failed/part-00000.jsonl   those of a shard that could not be had, each with the reason
-DIR/unfinished/               rows of shards that are being made
+DIR/failed/part-00000.jsonl   the conversations of a shard that failed, each with its reason
+DIR/unfinished/               rows of shards in progress
 """
 
 import hashlib
@@ -27,7 +27,7 @@ FailureKind = Literal["failed", "too_long", "cut"]
 
 @dataclass(frozen=True)
 class Row:
-    """A conversation with answers of the target's own; `finish_reason` and `num_tokens` are of each answer that it gave."""
+    """A conversation with answers of the target; `finish_reason` and `num_tokens` hold one entry per generated answer."""
 
     id: int  # the conversation's number in the source
     messages: list[Message]
@@ -37,7 +37,7 @@ class Row:
 
 @dataclass(frozen=True)
 class FailedRow:
-    """A conversation that could not be had, and why; the messages are the source's."""
+    """A conversation that could not be answered, and why; the messages are those of the source."""
 
     id: int
     messages: list[Message]
@@ -47,7 +47,7 @@ class FailedRow:
 
 @dataclass(frozen=True)
 class PendingRow:
-    """A conversation to be answered anew, up to its last assistant turn; `key` is that of its random draws."""
+    """A conversation to answer, up to its last assistant turn; `key` seeds its random draws."""
 
     id: int
     messages: list[Message]
@@ -56,24 +56,25 @@ class PendingRow:
 
 @dataclass
 class Shard:
-    """A shard while it is made: each row is on the disk as soon as it is there."""
+    """A shard in progress; each row is on disk as soon as it is finished."""
 
     name: str
     pending: list[PendingRow]
-    path: Path  # where finished rows are kept until all are there
+    # Holds finished rows until the shard is complete.
+    path: Path
     lock: FileLock
     rows: dict[int, Row] = field(default_factory=dict)
     failed: dict[int, FailedRow] = field(default_factory=dict)
     journal: TextIO | None = None
 
     def release_lock(self) -> None:
-        """Leave it, finished or not, to other processes."""
+        """Release the shard, finished or not, to other processes."""
         if self.journal is not None:
             self.journal.close()
         self.lock.release()
 
     def restore_rows(self, finished_rows: Iterable[Row]) -> None:
-        """Take what is finished already: the rows of an earlier attempt, without a line that a kill has torn."""
+        """Restore the rows of an earlier attempt, without a line that a kill has truncated."""
         ids = {wanted.id for wanted in self.pending}
         self.rows = {row.id: row for row in [*finished_rows, *read_rows(self.path)] if row.id in ids}
         write_text(self.path, to_json_lines(self.rows.values()))
@@ -98,7 +99,7 @@ class Shard:
 
 
 class ShardSet:
-    """The directory of such a set."""
+    """The directory of a set of shards."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -110,7 +111,7 @@ class ShardSet:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """What manifest.json says now."""
+        """The current content of manifest.json."""
         path = self.folder / MANIFEST
         try:
             manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -126,12 +127,12 @@ class ShardSet:
 
     @property
     def shard_names(self) -> list[str]:
-        """Every shard there is to be, made or not."""
+        """The names of all shards, written or not."""
         manifest = self.manifest
         return [shard_name(number) for number in range(-(-manifest["conversations"] // manifest["shard_size"]))]
 
     def begin_or_resume(self, settings: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Begin the set, or go on with it where it was begun with the same settings."""
+        """Begin the set, or resume it if it was begun with the same settings; otherwise raise a UserError."""
         if not self.is_begun and (stray := next(self.folder.glob("*.jsonl*"), None)):
             raise UserError(f"out={self.folder}: it holds {stray.name} but no {MANIFEST}; choose an empty folder")
         try:
@@ -151,13 +152,13 @@ class ShardSet:
                 )
 
     def find_faults(self) -> dict[str, str]:
-        """Shards that are not whole: unfinished, missing or corrupt, by name."""
+        """Return the shards that are unfinished, missing or corrupt: name -> fault."""
         records = self.manifest["shards"]
-        found = {name: self._check_shard(name, records.get(name)) for name in self.shard_names}
-        return {name: fault for name, fault in found.items() if fault is not None}
+        faults = {name: self._check_shard(name, records.get(name)) for name in self.shard_names}
+        return {name: fault for name, fault in faults.items() if fault is not None}
 
     def find_fault(self, name: str) -> str | None:
-        """What is wrong with a shard now."""
+        """Return the current fault of one shard, or None."""
         return self._check_shard(name, self.manifest["shards"].get(name))
 
     def _check_shard(self, name: str, record: dict[str, Any] | None) -> str | None:
@@ -169,7 +170,8 @@ class ShardSet:
         return None if hash_content(path.read_bytes()) == record["sha256"] else "corrupt"
 
     def claim_shard(self, name: str, pending: list[PendingRow]) -> Shard | None:
-        """A shard to make; None while another process is at it. It is freed when it is finished or this process ends."""
+        """Return a shard to write, or None while another process holds it. The claim ends with `finish_shard` or with this
+        process."""
         lock = FileLock(self.folder / ".locks" / f"{name}.lock", timeout=0)
         try:
             lock.acquire()
@@ -179,12 +181,12 @@ class ShardSet:
         return self.open_shards[-1]
 
     def release_shard(self, shard: Shard) -> None:
-        """Leave a shard to other processes."""
+        """Release a shard to other processes."""
         self.open_shards.remove(shard)
         shard.release_lock()
 
     def finish_shard(self, shard: Shard) -> None:
-        """Write a shard whose rows are all there or lost, in the order of the source, and note it in the manifest."""
+        """Write a shard whose rows are all finished or failed, in the order of the source, and record it in the manifest."""
         text = to_json_lines(shard.rows[number] for number in sorted(shard.rows))
         failed = self.folder / "failed" / shard.name
         if shard.failed:
@@ -208,7 +210,7 @@ class ShardSet:
         self.release_shard(shard)
 
     def remove_leftovers(self) -> None:
-        """Remove what a kill between the last two steps of `finish` has left."""
+        """Remove what a kill between the last two steps of `finish_shard` has left."""
         for path in (self.folder / "unfinished").glob("*.jsonl"):
             shard = self.claim_shard(path.name, [])
             if shard is not None:
@@ -217,11 +219,11 @@ class ShardSet:
                 self.release_shard(shard)
 
     def read_shard(self, name: str) -> list[Row]:
-        """The rows of a finished shard."""
+        """Return the rows of a finished shard."""
         return list(read_rows(self.folder / name))
 
     def complete_files(self) -> list[Path]:
-        """The files of a set in which nothing is missing."""
+        """Return the files of a complete set; raise a UserError if a shard is faulty."""
         if faults := self.find_faults():
             name, fault = next(iter(faults.items()))
             more = f", and {len(faults) - 1} more are not whole" if len(faults) > 1 else ""
@@ -233,7 +235,7 @@ class ShardSet:
 
     @contextmanager
     def _manifest_lock(self) -> Iterator[None]:
-        """While this process reads and writes the manifest, no other does."""
+        """Lock the manifest while this process reads and writes it."""
         with FileLock(self.folder / ".locks" / "manifest.lock"):
             yield
 
@@ -247,7 +249,7 @@ def hash_content(content: bytes) -> str:
 
 
 def to_json_lines(rows: Iterable[Row | FailedRow]) -> str:
-    """A JSON object a line."""
+    """Format rows as JSON Lines."""
     return "".join(json.dumps(asdict(row)) + "\n" for row in rows)
 
 
@@ -256,7 +258,7 @@ def format_manifest(manifest: dict[str, Any]) -> str:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """The rows of a file that may be missing or end in mid-line; what is no row is left out."""
+    """Yield the rows of a file that may be missing or truncated; invalid lines are skipped."""
     if not path.is_file():
         return
     for line in path.read_bytes().split(b"\n"):

@@ -1,9 +1,10 @@
-"""Conversations that are read, tokenised and batched while training: for sets that are never there whole.
+"""Conversations that are read, tokenized and batched during training, for data sets that do not fit into memory.
 
-The rows of every epoch are cut into windows of `window` rows, numbered on through the epochs. Window w belongs to shard w % S
-of S, which takes its windows one by one: it shuffles one, and makes batches of it. Batch k of the run is the next of
-shard k % S. So the order of batches depends on no process, only on the settings; a process tokenises the windows of the shards
-whose batches are its own, every n-th where n processes divide S; and S windows are open at a time, which mixes their rows.
+The rows of every epoch are cut into windows of `window` rows, which are numbered across epochs. Window w belongs to shard w
+% S of S shards. A shard takes its windows in order: it shuffles one and makes batches of it. Batch k of the run is the next
+batch of shard k % S. The order of batches therefore depends only on the settings, not on the number of processes. A process
+tokenizes only the windows of the shards whose batches it takes, every n-th window where n processes divide S. S windows are
+open at a time, which mixes their rows.
 """
 
 from __future__ import annotations
@@ -34,28 +35,37 @@ if TYPE_CHECKING:
     import datasets
     import pyarrow
 
-MAX_EMPTY_WINDOWS = 64  # one after another without a usable conversation end the run
+# Number of consecutive windows without a usable conversation that ends the run.
+MAX_EMPTY_WINDOWS = 64
 
 
 class StreamReader(ConversationReader):
     """Any data set that `datasets` can stream: a name on the hub, a directory, or .jsonl, .jsonl.gz or .parquet files, by
     path or pattern.
 
-    A row without a usable conversation is left out and counted. What wants to know the data beforehand, such as a draft
-    vocabulary, is given the first `sample` conversations; a share of these is `held_out`. Use a multiple of the number of
-    processes as `shards`.
+    Rows without a usable conversation are skipped and counted. Whatever reads the data before training, such as the choice
+    of a draft vocabulary, reads the first `sample` conversations.
     """
 
     def __init__(
         self,
+        # Name of a data set on the Hugging Face hub, a directory, or a file or pattern of .jsonl, .jsonl.gz or .parquet files.
         path: str,
+        # Split of the data set.
         split: str = "train",
+        # Subset (configuration) of the data set; null uses its default.
         subset: str | None = None,
+        # Number of rows to read in each epoch at most; null reads all of them.
         limit: int | None = None,
+        # Number of tokens at which a tokenized conversation is cut.
         max_length: int = 2048,
+        # Number of shards whose windows are read in turn; use a multiple of the number of processes.
         shards: int = 16,
-        window: int = 512,  # conversations that are shuffled together
+        # Number of conversations that are shuffled and batched together.
+        window: int = 512,
+        # Number of first conversations that are read before training, for example to choose a draft vocabulary.
         sample: int = 2000,
+        # Share of the sampled conversations that is used for validation instead of training; 0 uses none.
         held_out: Below1 = 0.0,
     ) -> None:
         super().__init__(limit, max_length, held_out)
@@ -65,13 +75,14 @@ class StreamReader(ConversationReader):
         self.path, self.split, self.subset = path, split, subset
         self.shards, self.window, self.sample = shards, window, sample
         self.name = path
-        self.first_skip_reason = ""  # why the first row was left out that was
+        # The reason for the first skipped row.
+        self.first_skip_reason = ""
 
     def num_bytes(self) -> float:
         return math.inf
 
     def open_rows(self) -> datasets.IterableDataset:
-        """The rows, none of them read yet."""
+        """Open the rows without reading any of them."""
         import datasets
 
         local = Path(self.path).expanduser()
@@ -88,7 +99,7 @@ class StreamReader(ConversationReader):
         return datasets.load_dataset(kinds.pop(), data_files=files, split="train", streaming=True)
 
     def iterate_tables(self, size: int, skip: int = 0) -> Iterator[pyarrow.Table]:
-        """The rows of an epoch from row `skip` on, `size` at a time; what is passed over is not decoded."""
+        """Yield the rows of an epoch from row `skip` on, `size` at a time; skipped rows are not decoded."""
         try:
             rows = self.open_rows() if self.limit is None else self.open_rows().take(self.limit)
             yield from rows.skip(skip).with_format("arrow").iter(batch_size=size)
@@ -102,7 +113,7 @@ class StreamReader(ConversationReader):
             ) from error
 
     def try_parse(self, row: dict[str, Any]) -> list[Message] | None:
-        """The conversation of a row, a line of JSON where files hold lines; None where there is none to use."""
+        """Return the conversation of a row, which may be a line of JSON; None if it has no usable one."""
         try:
             return parse_conversation(json.loads(row["text"]) if row.keys() == {"text"} else row, "the row")
         except (UserError, ValueError) as error:
@@ -112,7 +123,7 @@ class StreamReader(ConversationReader):
     def try_tokenize(
         self, tokenizer: PreTrainedTokenizerBase, messages: list[Message] | None
     ) -> tuple[list[Example], int, int] | None:
-        """A conversation's examples, how many were cut, and how many had no answer left; None where it is of no use."""
+        """Return a conversation's examples, the number cut and the number dropped; None if it is unusable."""
         try:
             return None if messages is None else make_examples(tokenizer, messages, self.max_length)
         except UserError as error:
@@ -120,13 +131,13 @@ class StreamReader(ConversationReader):
             return None
 
     def _report_first(self, error: Exception) -> None:
-        """Tell of the first row that is left out; the others are counted."""
+        """Print the reason for the first skipped row; further rows are only counted."""
         if not self.first_skip_reason:
             self.first_skip_reason = str(error)
             print(f"data.path={self.path}: rows are left out and counted; the first: {error}", file=sys.stderr, flush=True)
 
     def read_conversations(self) -> Iterator[list[Message]]:
-        """The usable conversations among the first `sample` rows."""
+        """Yield the usable conversations among the first `sample` rows."""
         for table in islice(self.iterate_tables(self.sample), 1):
             for row in table.to_pylist():
                 messages = self.try_parse(row)
@@ -145,15 +156,15 @@ class StreamReader(ConversationReader):
             raise UserError(f"{read}; of the first: {self.first_skip_reason}") from error
 
     def make_dataset(self, tokenizer: PreTrainedTokenizerBase, vision: ImageProcessor | None = None) -> StreamedDataset:
-        """The stream, with a sample of what it holds; conversations with images are left out of it."""
+        """Return the stream with a sample of its content; conversations with images are skipped."""
         conversations = self.load_conversations()
-        found = [self.try_tokenize(tokenizer, messages) for messages in conversations]
-        usable = [one for one in found if one is not None]
-        examples, apart = split_held_out([kept for kept, _, _ in usable], self.held_out)
+        results = [self.try_tokenize(tokenizer, messages) for messages in conversations]
+        usable = [result for result in results if result is not None]
+        examples, apart = split_held_out([row_examples for row_examples, _, _ in usable], self.held_out)
         if not examples:
             reason = self.first_skip_reason or f"data.max_length={self.max_length} cuts off every answer"
             raise UserError(f"data.path={self.path}: its first {len(conversations)} conversations teach nothing; {reason}")
-        self.num_left_out += len(found) - len(usable)
+        self.num_left_out += len(results) - len(usable)
         cut, dropped = sum(cut for _, cut, _ in usable), sum(dropped for _, _, dropped in usable)
         return StreamedDataset(examples, len(usable), cut, dropped, self, tokenizer, held_out=apart)
 
@@ -185,23 +196,25 @@ class StreamedDataset(Dataset):
 
 
 class WindowReader:
-    """The windows of a stream, in their order and decoded only where they are wanted.
+    """The windows of a stream in order, decoded only where they are needed.
 
-    One that is passed over because another shard is ahead is kept until it is asked for.
+    A window that is read early because another shard is ahead stays in the buffer until it is taken.
     """
 
     def __init__(self, data: StreamReader, start: int, is_needed: Callable[[int], bool], per_epoch: int | None) -> None:
         self.data, self.is_needed, self.per_epoch = data, is_needed, per_epoch
-        self.next_window = start  # the window that is read next
-        self.epoch_window = start % per_epoch if per_epoch else start  # and where it lies in its epoch
+        # The next window to read.
+        self.next_window = start
+        # Its index in the epoch.
+        self.epoch_window = start % per_epoch if per_epoch else start
         self.table_iterator = data.iterate_tables(data.window, self.epoch_window * data.window)
         self.buffered_tables: dict[int, pyarrow.Table] = {}
 
     def take_rows(self, window: int) -> list[dict[str, Any]]:
         while window not in self.buffered_tables:
             self._read_table()
-        found: list[dict[str, Any]] = self.buffered_tables.pop(window).to_pylist()
-        return found
+        rows: list[dict[str, Any]] = self.buffered_tables.pop(window).to_pylist()
+        return rows
 
     def _read_table(self) -> None:
         table = next(self.table_iterator, None)
@@ -218,17 +231,22 @@ class WindowReader:
 
 @dataclass
 class StreamShard:
-    """Where a shard stands."""
+    """The position of a shard."""
 
-    window: int  # the one it takes batches from
-    first_batch: int  # how many batches the windows before it gave
-    num_left_out: int  # and how many of their rows were of no use
-    num_unusable: int  # and of this one, once it is read
-    batches: list[list[tuple[array[int], bytes]]] | None = None  # of this window: tokens and loss masks, kept small
+    # The current window.
+    window: int
+    # Number of batches from earlier windows.
+    first_batch: int
+    # Number of unusable rows in earlier windows.
+    num_left_out: int
+    # Number of unusable rows in the current window.
+    num_unusable: int
+    # The batches of the current window: tokens and loss masks in compact form.
+    batches: list[list[tuple[array[int], bytes]]] | None = None
 
 
 class ShardBatchStream(BatchStream):
-    """The batches of a stream; a process reads on in its own shards only."""
+    """The batches of a stream; a process reads only its own shards."""
 
     def __init__(
         self, dataset: StreamedDataset, batching: Batching, rank: int, num_processes: int, state: StreamState | None
@@ -238,8 +256,8 @@ class ShardBatchStream(BatchStream):
         self.held_out = {example.content_hash for example in dataset.held_out}
         count = self.data.shards
         self.shard_states: list[list[int]] = state["shards"] if state else [[number, 0, 0, 0] for number in range(count)]
-        mine = {(self.batches_done + rank + taken * num_processes) % count for taken in range(count)}
-        self.shards = {number: StreamShard(*self.shard_states[number]) for number in sorted(mine)}
+        own_shards = {(self.batches_done + rank + taken * num_processes) % count for taken in range(count)}
+        self.shards = {number: StreamShard(*self.shard_states[number]) for number in sorted(own_shards)}
         start = min(shard.window for shard in self.shards.values())
         self.windows = WindowReader(self.data, start, self._is_needed, state["windows"] if state else None)
 
@@ -248,12 +266,12 @@ class ShardBatchStream(BatchStream):
         return shard is not None and window >= shard.window
 
     def take_batch(self, number: int) -> list[Example]:
-        """The next batch of its shard."""
-        shard, place = self.shards[number % self.data.shards], number // self.data.shards
+        """Return the next batch of the shard that this number belongs to."""
+        shard, position = self.shards[number % self.data.shards], number // self.data.shards
         if shard.batches is None:
             shard.batches = self._read_window(shard)
         empty = 0
-        while place - shard.first_batch >= len(shard.batches):
+        while position - shard.first_batch >= len(shard.batches):
             empty = 0 if shard.batches else empty + 1
             if empty == MAX_EMPTY_WINDOWS:
                 raise RunError(
@@ -266,39 +284,41 @@ class ShardBatchStream(BatchStream):
             )
             shard.window += self.data.shards
             shard.batches = self._read_window(shard)
-        return [Example(list(tokens), list(map(bool, mask))) for tokens, mask in shard.batches[place - shard.first_batch]]
+        return [Example(list(tokens), list(map(bool, mask))) for tokens, mask in shard.batches[position - shard.first_batch]]
 
     def _read_window(self, shard: StreamShard) -> list[list[tuple[array[int], bytes]]]:
-        """The batches of a shard's window."""
+        """Return the batches of a shard's current window."""
         try:
             rows = self.windows.take_rows(shard.window)
         except UserError as error:
             raise RunError(f"{error}, and go on with trainer.resume=auto") from error
-        found = [self.data.try_tokenize(self.dataset.tokenizer, self.data.try_parse(row)) for row in rows]
-        shard.num_unusable = sum(one is None for one in found)
-        kept = [example for one in found if one is not None for example in one[0] if example.content_hash not in self.held_out]
+        results = [self.data.try_tokenize(self.dataset.tokenizer, self.data.try_parse(row)) for row in rows]
+        shard.num_unusable = sum(item is None for item in results)
+        examples = [
+            example for item in results if item is not None for example in item[0] if example.content_hash not in self.held_out
+        ]
         random = Random(f"{self.batching.seed}/{shard.window}")
-        random.shuffle(kept)
-        small = [(array("i", example.tokens), bytes(example.mask)) for example in kept]
-        lengths = [len(example.tokens) for example in kept]
+        random.shuffle(examples)
+        small = [(array("i", example.tokens), bytes(example.mask)) for example in examples]
+        lengths = [len(example.tokens) for example in examples]
         batches = [[small[index] for index in batch] for batch in group_by_length(lengths, self.batching)]
         random.shuffle(batches)
         return batches
 
     def state_dict(self) -> StreamState:
-        places = [list(place) for place in self.shard_states]
+        shard_states = [list(shard_state) for shard_state in self.shard_states]
         for number, shard in self.shards.items():
-            places[number] = [shard.window, shard.first_batch, shard.num_left_out, shard.num_unusable]
-        return {**super().state_dict(), "windows": self.windows.per_epoch, "shards": places}
+            shard_states[number] = [shard.window, shard.first_batch, shard.num_left_out, shard.num_unusable]
+        return {**super().state_dict(), "windows": self.windows.per_epoch, "shards": shard_states}
 
     @staticmethod
     def merge_states(states: list[StreamState]) -> StreamState:
-        """Every shard as far as any process has read in it."""
+        """Merge the states: every shard is as far as any process has read it."""
         per_epoch = max(state["windows"] or 0 for state in states) or None
-        shards = [max(places) for places in zip(*(state["shards"] for state in states))]
+        shards = [max(shard_states) for shard_states in zip(*(state["shards"] for state in states))]
         return {**states[0], "windows": per_epoch, "shards": shards}
 
     @staticmethod
     def data_metrics(merged: StreamState) -> dict[str, int]:
-        """Rows of no use in the windows read so far."""
+        """Return the number of unusable rows in the windows read so far."""
         return {"left_out": sum(before + here for _, _, before, here in merged["shards"])}

@@ -1,6 +1,6 @@
-"""What tree builders are prepared with, measured on this machine with this target and drafter: what is kept, what it costs.
+"""Calibration of tree builders on this machine with this target and drafter: acceptance by depth, and latency by size.
 
-Shapes: B batch, D depth, K children of a node, V vocabulary. Both are measured by builders that decode like any other one.
+Shapes: B batch, D depth, K children of a node, V vocabulary. Both are measured by special builders during ordinary decoding.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def calibrate_builders(
     *,
     max_text_tokens: int = LONG_TEXT_TOKENS,
 ) -> Calibration | None:
-    """Measure what builders need, on prompts that are not those of the evaluation, and prepare them. None: they need nothing.
+    """Measure what builders need, on prompts outside of the evaluation, and prepare them. Returns None if they need nothing.
 
-    They share the measurement, so they must choose children in the same way. `longest` is how many tokens the longest text
-    has that they are to decode behind.
+    The builders share the measurement, so they must choose children in the same way. `max_text_tokens` is the length of the
+    longest text that they will decode after.
     """
     needs = {need for builder in builders for need in builder.requirements}
     if not needs:
@@ -77,7 +77,7 @@ def calibrate_builders(
 def resolve_rule(
     target: Target, drafter: Drafter, builder: TreeBuilder, rule: AcceptanceRule, prompts: Callable[[], list[list[int]]]
 ) -> tuple[AcceptanceRule, TreeBuilder, RuleForecast | None]:
-    """The rule and builder to decode with; where the rule leaves that open, what would be kept of the target's own answers."""
+    """Return the rule and builder to decode with. For an unresolved rule, also return the forecast that decided."""
     if not rule.is_unresolved:
         return rule, builder, None
     assert rule.sampling_settings is not None, "a rule that is open samples"
@@ -104,7 +104,7 @@ def run_teacher_forced(
     max_new_tokens: int,
     answers: list[Generation] | None = None,
 ) -> TeacherForcedBuilder:
-    """Decode prompts with every draft right: by the target's `answers`, which are otherwise decoded autoregressively first."""
+    """Decode prompts with every draft correct: taken from `answers`, which are otherwise decoded autoregressively first."""
     forced = TeacherForcedBuilder({}, builder, rule)
     for row, prompt in enumerate(prompts):
         if answers is None:
@@ -117,9 +117,9 @@ def run_teacher_forced(
 
 
 class TeacherForcedBuilder(TreeBuilder):
-    """Proposes a chain of what is known to follow, running the drafter over it, and notes what it would have proposed.
+    """Proposes the correct tokens as a chain, runs the drafter over them and records what the drafter would have proposed.
 
-    All of it is kept, so its speed is the ceiling that a better drafter could reach with this depth.
+    All drafts are accepted, so its speed is the upper bound for any drafter at this depth.
     """
 
     name = "forced"
@@ -175,19 +175,19 @@ class TeacherForcedBuilder(TreeBuilder):
 
     @property
     def top1_agreement(self) -> list[float]:
-        """How often the drafter's most likely token is the target's most likely one, at each depth."""
+        """Return the share of positions, by depth, where drafter and target have the same most likely token."""
         return [hits / count for hits, count in zip(self.top1_sums, self.counts) if count]
 
     @property
     def rule_forecast(self) -> RuleForecast | None:
-        """Sample-and-match beside weighing drawn children."""
+        """Compare sample-and-match with rejection sampling of drawn children; None where nothing was measured."""
         if self.rejection_rule is None or not any(self.counts):
             return None
         weighed = [total / count for total, count in zip(self.rejection_sums, self.counts) if count]
         return RuleForecast(self.num_siblings, [sum(hits[: self.num_siblings]) for hits in self.hit_rates], weighed)
 
     def observe(self, round: RoundResult) -> None:
-        """Add each child's chance of being kept at every place that was really reached."""
+        """Add the acceptance chance of each child at every position that was reached."""
         for b in range(len(round.counts) if self.rollout is not None else 0):  # None: the drafter drafts by itself
             drafted = int((round.tree.valid & round.tree.can_emit)[b].sum()) > 1  # else nothing was ready to draft
             rate: Any = 1
@@ -205,7 +205,7 @@ class TeacherForcedBuilder(TreeBuilder):
                 self.counts[level] += 1
 
     def _add_chances(self, siblings: Siblings, q: Tensor, logits: Tensor, level: int, rate: Any) -> None:
-        """Add what the rule says of siblings, and how alike p and q are."""
+        """Add the rule's acceptance chances of siblings and the overlap of p and q."""
         chances = [float(chance) for chance in self.rule.acceptance_chances(siblings, rate)]
         self.hit_sums[level, : len(chances)] += torch.tensor(chances, dtype=torch.float64)
         p = siblings.p if self.rule.is_random else logits.double().softmax(-1)
@@ -213,7 +213,7 @@ class TeacherForcedBuilder(TreeBuilder):
         self.top1_sums[level] += int(q.argmax() == logits.argmax())
 
     def _make_siblings(self, logits: Tensor, log_q: Tensor, level: int, draw_method: DrawMethod) -> tuple[Siblings, Tensor]:
-        """Children as a builder would choose or draw them, and the drafter's whole distribution over target ids."""
+        """Return children as a builder would choose or draw them, and q [V] over target ids."""
         assert self.rollout is not None
         children, temperature = draw_method
         p = self.rule.target_distribution(logits)
@@ -237,7 +237,7 @@ class TeacherForcedBuilder(TreeBuilder):
 
 
 class PresetChainBuilder(TreeBuilder):
-    """The same chain for rounds that ask the device nothing: what is known is there beforehand, and nothing is noted."""
+    """Proposes the same chain without a host synchronization: the tokens are loaded beforehand, and nothing is recorded."""
 
     name = "known"
     is_chain = True
@@ -273,8 +273,8 @@ class PresetChainBuilder(TreeBuilder):
 def measure_latency(
     target: Target, drafter: Drafter, prompts: list[list[int]], builder: TreeBuilder, max_text_tokens: int, repeats: int = 5
 ) -> Latency:
-    """Time verification and draft steps over up to the builder's budget of nodes, behind the shortest prompt, and behind the
-    longest one said again and again until it has `longest` tokens: attention over a long text costs more for every node."""
+    """Time verification and draft steps over up to the builder's budget of nodes, after the shortest prompt, and after the
+    longest one repeated up to `max_text_tokens` tokens: attention over a long text costs more for every node."""
     sizes = [size for size in TIMED_TREE_SIZES if size < builder.budget] + [builder.budget]
     verify: dict[int, dict[int, float]] = {}
     step: dict[int, dict[int, float]] = {}
@@ -361,7 +361,7 @@ class LatencyProbe(TreeBuilder):
         return torch.stack(ids).to(prefix.root.device)
 
     def _make_tree(self, prefix: Prefix, tokens: Tensor) -> TokenTree:
-        """All of them below the root."""
+        """Make a tree with all tokens as children of the root."""
         nodes = torch.cat([prefix.root[:, None], tokens[:, : self.tree_size - 1]], dim=1)
         parents = torch.zeros_like(nodes)
         parents[:, 0] = -1

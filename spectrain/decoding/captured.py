@@ -1,6 +1,6 @@
-"""Rounds without a host-device synchronisation: of one fixed shape, replayed as CUDA graphs, looked at every few rounds.
+"""Captured rounds: rounds of fixed shape without a host synchronization, replayed as CUDA graphs and read every few rounds.
 
-Shapes: B batch, P tokens that a round may emit, K rounds between two looks of the host.
+Shapes: B batch, P tokens that a round may emit, K rounds between two reads by the host.
 It runs the round of `loop.play`, part by part. Three graphs hold it (draft, verify, accept), with an event between them, so
 that a round's time splits without a synchronisation. Autoregressive decoding is the round whose tree is the root alone. On a
 CPU the same rounds run without graphs, which is how tests see them.
@@ -44,12 +44,12 @@ from .loop import (
     slots_per_round,
 )
 
-WARM_UP_ROUNDS = 2  # rounds of the final shapes before a capture, in which kernels are loaded
-MAX_CACHED_STATES = 4  # sizes of batches whose caches and graphs are kept
+WARM_UP_ROUNDS = 2  # rounds of the final shapes before a capture, which load kernels
+MAX_CACHED_STATES = 4  # batch sizes with caches and graphs in memory
 
 
 def capture_blocker(target: Target, rule: AcceptanceRule, drafter: Drafter | None, builder: TreeBuilder | None) -> str | None:
-    """Why such rounds cannot be held in a graph; None where they can."""
+    """Return the reason why rounds cannot be captured in a graph, or None where they can."""
     rope: Any = getattr(target.config, "rope_parameters", None) or {}
     if any(kind.get("rope_type") == "dynamic" for kind in (rope, *rope.values()) if isinstance(kind, dict)):
         return f"target {target.name} asks the device how long a text is, for its rotary embedding (rope_type=dynamic)"
@@ -75,7 +75,7 @@ def capture_blocker(target: Target, rule: AcceptanceRule, drafter: Drafter | Non
 
 @dataclass
 class StaticContext(Context):
-    """A context whose tensors stay in their place from round to round, and from prompt to prompt."""
+    """A context whose tensors keep their addresses from round to round and from prompt to prompt."""
 
     keeps_features: bool = True  # by a drafter
     feature_buffers: tuple[Features, Tensor] | None = None  # where what was committed goes, [B, P], and how much of it is real
@@ -97,7 +97,7 @@ class StaticContext(Context):
 
 
 class RoundLog:
-    """The lines of up to K rounds, kept on the device until the host looks: tokens, how many of them count, other numbers."""
+    """Records of up to K rounds, held on the device until the host reads them: tokens, their number, sizes of the tree."""
 
     def __init__(self, rounds: int, emitted: Tensor) -> None:
         batch, self.width = emitted.shape
@@ -113,14 +113,14 @@ class RoundLog:
         self.next_slot += 1
 
     def read(self, rounds: int) -> list[list[RoundRecord]]:
-        """The rounds since the last look, a line a row: the one place where the host waits for the device."""
+        """Return the records of the rounds since the last read, by row. Only here does the host wait for the device."""
         found = self.records[:rounds].tolist()
         self.next_slot.zero_()
         return [[RoundRecord(line[: line[self.width]], *line[self.width + 1 :]) for line in lines] for lines in found]
 
 
 class RoundTimer:
-    """When the parts of rounds began and ended: events of a GPU, or the time on a CPU."""
+    """Times the parts of rounds: by events on a GPU, by the clock on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.is_gpu = device.type == "cuda"
@@ -135,7 +135,7 @@ class RoundTimer:
             self.events.append(time.perf_counter())
 
     def read_seconds(self) -> list[dict[str, float]]:
-        """Seconds of every round by part, once the device has done them."""
+        """Return the seconds of every round by part, after the device has finished them."""
         rounds = [self.events[first : first + len(ROUND_PARTS)] for first in range(0, len(self.events), len(ROUND_PARTS))]
         return [dict(zip(ROUND_PARTS, (self.elapsed_seconds(a, b) for a, b in zip(marks, marks[1:])))) for marks in rounds]
 
@@ -145,18 +145,18 @@ class RoundTimer:
 
 @dataclass
 class BatchState:
-    """The tensors of a batch of one size, and the graphs that were captured over them."""
+    """The tensors of a batch of one size and the graphs captured over them."""
 
     context: StaticContext
-    log: RoundLog | None = None  # made when the first round tells how many tokens a round may emit
-    drafter_state: dict[str, Any] = field(default_factory=dict)  # what the drafter keeps between rounds, such as its cache
+    log: RoundLog | None = None  # made after the first round, whose width it needs
+    drafter_state: dict[str, Any] = field(default_factory=dict)  # state between rounds, such as its cache
     static_tensors: dict[str, Tensor] = field(default_factory=dict)  # the place of each tensor among them
     num_warm_rounds: int = 0  # rounds run in the shapes that will be captured
     graphs: list[Any] = field(default_factory=list)  # a torch.cuda.CUDAGraph a part
 
 
 class CompiledProposer:
-    """Drafter and builder as one compiled function: it drafts and grows, and what it has grown is handed on."""
+    """Drafts and grows the tree in one compiled function; its draft hands over the finished tree."""
 
     def __init__(self, drafter: Drafter, builder: TreeBuilder, backend: str) -> None:
         self.drafter, self.builder = drafter, builder
@@ -173,9 +173,9 @@ def _propose_tree(context: Context, drafter: Drafter, builder: TreeBuilder) -> T
 
 
 class CapturedRunner:
-    """Runs batch after batch with one drafter, tree and rule; what is captured for a batch serves the next of its size.
+    """Runs batches with one drafter, tree builder and rule. A capture serves all batches of its size.
 
-    The host looks every `every` rounds, or as soon as all texts may have reached their limit. On a GPU, layers and a drafter
+    The host reads every `every` rounds, or as soon as all texts may have reached their limit. On a GPU, layers and a drafter
     that runs no model are compiled, by a `backend` of torch.compile; None is for none. Graphs hold the addresses of weights:
     these may be written to, but not replaced by others, as a change of dtype or merged adapters do.
     """
@@ -226,7 +226,7 @@ class CapturedRunner:
         )
 
     def decode_steps(self, request: Request) -> DecodingSteps:
-        """Continue what is asked for; it pauses after the prompts and after every look."""
+        """Continue the prompts of a request; yield the generations after prefill and after every read."""
         device = self.target.device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # where events and graphs are made
             self._select_state(request)  # what is refused changes nothing
@@ -236,12 +236,12 @@ class CapturedRunner:
                 self.state.drafter_state = {name: getattr(self.drafter, name) for name in self._state_names}
 
     def is_ready(self, prompts: list[list[int]], max_new_tokens: int) -> bool:
-        """Whether such a batch would begin with what it is decoded with: no compilation, capture or allocation is to come."""
+        """Tell whether such a batch needs no further compilation, capture or allocation."""
         state = self.states.get(self._state_key(prompts, max_new_tokens))
         return self.target.device.type != "cuda" or (state is not None and bool(state.graphs))
 
     def ensure_captured(self, request: Request) -> None:
-        """Run a batch of a size that has not run here until it is compiled and captured: an error comes before anything is
+        """Run a batch of a new size until it is compiled and captured, so that an error is raised before any token is
         emitted."""
         size = self._state_key(request.prompts, request.max_new_tokens)
         if size in self.checked_sizes or self.is_ready(request.prompts, request.max_new_tokens):
@@ -260,7 +260,7 @@ class CapturedRunner:
         return self.state.context.root.tolist()
 
     def start_batch(self, request: Request) -> None:
-        """Read the prompts into the tensors of a batch of this size."""
+        """Run the prompts into the tensors of a batch of this size."""
         state = self._select_state(request)
         if state.log is not None:
             state.log.next_slot.zero_()  # a decode that was interrupted has left it anywhere
@@ -268,7 +268,7 @@ class CapturedRunner:
         run_prompts(state.context, self.drafter, self.rule, request)
 
     def _select_state(self, request: Request) -> BatchState:
-        """The tensors of a batch of this size, and what the drafter keeps beside them."""
+        """Select the tensors of a batch of this size and restore the drafter's state."""
         check_context_length(self.target, request)
         self.state = self.get_state(*self._state_key(request.prompts, request.max_new_tokens))
         for name, value in self.state.drafter_state.items():  # others may have decoded with the drafter in between
@@ -276,7 +276,7 @@ class CapturedRunner:
         return self.state
 
     def run_rounds(self, tokens_left: int) -> list[tuple[list[RoundRecord], dict[str, float]]]:
-        """Rounds up to the host's next look; those that served somebody share the time that no part took."""
+        """Run rounds up to the next read. Rounds that emitted tokens share the time that belongs to no part."""
         began = time.perf_counter()
         marks = RoundTimer(self.target.device)
         count = self._advance_rounds(marks, tokens_left)
@@ -304,7 +304,7 @@ class CapturedRunner:
         return count
 
     def run_uncaptured_round(self, timer: RoundTimer) -> None:
-        """Run one round, not a replay."""
+        """Run one round eagerly, without a graph."""
         reads_prompt = self.drafter is not None and self.state.context.round == 0  # so it has other shapes
         timer()
         with self.use_compiled_layers():
@@ -319,7 +319,7 @@ class CapturedRunner:
             timer()
 
     def _capture_graphs(self) -> None:
-        """Record a round without running it, a graph a part; all of them share one pool of memory."""
+        """Capture a round without running it, one graph per part; the graphs share one memory pool."""
         pool, graphs = torch.cuda.graph_pool_handle(), []
         with self.use_compiled_layers():
             parts = self.run_parts()
@@ -331,7 +331,7 @@ class CapturedRunner:
         self.state.graphs = graphs
 
     def run_parts(self) -> Iterator[None]:
-        """One round, part by part; the last also notes what it gave, and keeps what the drafter carries in its place."""
+        """Run one round part by part; the last part also logs the outcome and copies the drafter's state to static tensors."""
         state = self.state
         plays = self.round_drafter if self._current_backend() is None else self._compiled_drafter
         for outcome in run_round(state.context, plays, self.builder, self.rule):
@@ -352,11 +352,11 @@ class CapturedRunner:
         state.log.write_round(outcome)
 
     def _current_backend(self) -> str | None:
-        """What compiles: nothing where a drafter reads a prompt, whose length is its own."""
+        """Return the compiler backend; None in a drafter's first round, whose shapes depend on the prompt."""
         return self.backend if self.drafter is None or self.state.context.round > 0 else None
 
     def use_compiled_layers(self) -> AbstractContextManager[None]:
-        """Compiled layers, of the drafter's own model too."""
+        """Run with compiled layers of the target and of the drafter's own model."""
         backend = self._current_backend()
         layers = [layer for model in (self.target, *self._drafter_models) for layer in model.layers]
         return nullcontext() if backend is None else compile_layers(layers, backend)
@@ -365,7 +365,7 @@ class CapturedRunner:
         return len(prompts), round_up_length(max(map(len, prompts)) + max_new_tokens + 1)
 
     def get_state(self, batch: int, bound: int) -> BatchState:
-        """Made once for a batch of so many texts of at most `bound` tokens; of several sizes the latest are kept."""
+        """Return the state of a batch of texts of at most `bound` tokens; the latest few sizes stay in memory."""
         if (batch, bound) in self.states:
             self.states[batch, bound] = self.states.pop((batch, bound))
             return self.states[batch, bound]
@@ -382,6 +382,6 @@ class CapturedRunner:
 
 
 def round_up_length(length: int) -> int:
-    """The power of two, 256 at least, that a cache's bound is rounded up to: it decides how keys are split, so that one capture
+    """Round a length up to a power of two, at least 256. The bound of a cache decides how keys are split, so one capture then
     serves many prompts."""
     return max(256, 1 << (length - 1).bit_length())

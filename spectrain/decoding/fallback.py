@@ -1,6 +1,6 @@
-"""How rounds run: compiled and captured, captured as they are, or one by one; where one way fails the next, with a word.
+"""Execution modes of rounds: compiled and captured, captured only, or eager. A mode that fails is replaced by the next one.
 
-One place for what is scored, chatted with and measured, so that all of them fall in the same order.
+Scoring, chat and benchmarks share this module, so that all of them fall back in the same order and print the reason.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Result = TypeVar("Result")
 
 
 class Fallback:
-    """The way that everything that shares this runs by, so that what is compared goes on alike."""
+    """Holds the execution mode of all sessions that share it, so that compared sessions run in the same mode."""
 
     def __init__(self, device: torch.device, last_mode: ExecutionMode = "eager", reports_failures: bool = True) -> None:
         self.device, self.last_mode, self.reports_failures = device, last_mode, reports_failures
         self.mode: ExecutionMode = EXECUTION_MODES[0]
-        self.failures: dict[ExecutionMode, str] = {}  # why each way that was left did not run
+        self.failures: dict[ExecutionMode, str] = {}  # reasons
 
     def run(self, attempt: Callable[[ExecutionMode], Result]) -> Result:
-        """What an attempt gives, by the first way from here on that runs. What the user can mend is raised, and so is what the
-        last way fails with; an error that has left the GPU unusable is raised by waiting for it."""
+        """Return the result of an attempt in the first mode, from the current one on, that runs. A UserError and the error of
+        the last mode are raised. Waiting for the device raises an error that has left the GPU unusable."""
         while True:
             try:
                 return attempt(self.mode)

@@ -1,4 +1,4 @@
-"""What decoding gives, prompt by prompt, and how long its parts took."""
+"""The results of decoding by prompt, and the time of its parts."""
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -14,19 +14,19 @@ ROUND_PARTS = ("draft", "verify", "accept", "other")
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """What one round gave one text."""
+    """What one round emitted for one text, with the sizes of its tree."""
 
     tokens: list[int]
-    depth: int  # of the proposal, pruned branches included
-    num_nodes: int  # that the target ran, padding left out
-    num_idle: int  # of these only draft, such as mask tokens
-    num_pruned: int = 0  # further nodes that its first layers ran only, where branches are pruned
-    num_judged: int = 0  # nodes whose children an early exit judged for that
+    depth: int  # of the tree, pruned branches included
+    num_nodes: int  # nodes that the target ran, without padding
+    num_idle: int  # mask nodes among them, which only draft
+    num_pruned: int = 0  # further nodes that only the first layers ran, because they were pruned
+    num_judged: int = 0  # nodes at which an early exit decided what to prune
 
 
 @dataclass
 class Generation:
-    """What decoding one prompt gave."""
+    """The decoding of one prompt: its tokens, and lists with one entry per round."""
 
     prompt: list[int]
     output: list[int] = field(default_factory=list)  # EOS included, nothing past it or the limit
@@ -45,7 +45,7 @@ class Generation:
     batch_size: int = 1  # prompts decoded together
 
     def record_round(self, record: RoundRecord, seconds: dict[str, float]) -> None:
-        """Add the numbers of a round."""
+        """Append the numbers of a round."""
         self.round_lengths.append(len(record.tokens))
         self.depths.append(record.depth)
         self.node_counts.append(record.num_nodes)
@@ -55,7 +55,7 @@ class Generation:
         self.round_seconds.append(seconds)
 
     def emit_tokens(self, tokens: list[int], stop_ids: frozenset[int], limit: int) -> None:
-        """Add a round's tokens, up to EOS or the limit."""
+        """Append the tokens of a round, up to EOS or the limit."""
         for position, token in enumerate(tokens, 1):
             self.output.append(token)
             if token in stop_ids or len(self.output) >= limit:
@@ -68,30 +68,30 @@ class Generation:
 
     @property
     def finish_seconds(self) -> float:
-        """Decoding time until this text was done."""
+        """Return the seconds of decoding until this text was done."""
         return sum(sum(times.values()) for times in self.round_seconds)
 
     @property
     def complete_round_lengths(self) -> list[int]:
-        """Tokens a round, without a last round that EOS or the limit cut short."""
+        """Return the tokens of each round, without a last round that EOS or the limit cut short."""
         return self.round_lengths[:-1] if self.is_cut else self.round_lengths
 
 
 OnRound = Callable[[list[Generation]], None]
-"""Told of the generations of a batch, as they stand after prefill and after every round; what it raises ends the decoding."""
+"""Receives the generations of a batch after prefill and after every round. What it raises ends the decoding."""
 
 
 def no_callback(generations: list[Generation]) -> None:
-    """Nobody watches."""
+    """Ignore the generations."""
 
 
 DecodingSteps = Generator[list[Generation], None, None]
-"""A decoding that pauses after prefill and after every look of the host, with the generations as they stand; they are whole,
-and timed, when it is over."""
+"""A decoding that yields its generations after prefill and after every host synchronization. They are complete and timed
+at its end."""
 
 
 def run_to_end(steps: DecodingSteps, on_round: OnRound) -> list[Generation]:
-    """Go through a decoding to its end."""
+    """Run a decoding to its end, call `on_round` at every pause, and return the generations."""
     generations: list[Generation] = []
     with closing(steps):  # at once where the watcher raises
         for generations in steps:
@@ -100,7 +100,7 @@ def run_to_end(steps: DecodingSteps, on_round: OnRound) -> list[Generation]:
 
 
 def interleave(decodings: Sequence[DecodingSteps]) -> list[list[Generation]]:
-    """Decode side by side: whatever has emitted least goes on, so that what slows the machine for a while slows all of them."""
+    """Interleave decodings: always advance the one with the fewest tokens, so that a slow moment affects all of them."""
     found = [next(one) for one in decodings]
     left = set(range(len(found)))
     while left:
@@ -111,7 +111,7 @@ def interleave(decodings: Sequence[DecodingSteps]) -> list[list[Generation]]:
 
 
 class PartTimer:
-    """Wall time of a round by part; on a GPU each part ends with a synchronisation."""
+    """Measures the wall time of a round by part. On a GPU each part ends with a synchronization."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -126,7 +126,7 @@ class PartTimer:
         self.seconds[part] = time.perf_counter() - began
 
     def finish_round(self) -> dict[str, float]:
-        """The seconds of the round that ends here."""
+        """End the round and return its seconds by part."""
         now = time.perf_counter()
         seconds = {part: self.seconds.get(part, 0.0) for part in ROUND_PARTS[:-1]}
         seconds["other"] = now - self.round_start - sum(seconds.values())
@@ -135,7 +135,7 @@ class PartTimer:
 
 
 def record_seconds(generations: list[Generation], prefill_seconds: float) -> None:
-    """Note the seconds that a batch took as a whole."""
+    """Record the total seconds of a batch in each of its generations."""
     longest = max((generation.round_seconds for generation in generations), key=len)
     total = {part: sum(times[part] for times in longest) for part in ROUND_PARTS}
     for generation in generations:

@@ -1,4 +1,4 @@
-"""Never much slower: drafting stops while it does not pay, and is tried again later."""
+"""A guard that switches drafting off while it does not pay and tries it again later, so that decoding is never much slower."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ STEP_WINDOW = 9  # of the last plain rounds the median is a step: half of them m
 
 
 class Guard:
-    """Decides before every round whether to draft, from what drafted rounds gained and cost so far, over all prompts.
+    """Decides before every round whether to draft, from the gains and costs of drafted rounds so far, over all prompts.
 
-    Everything is in autoregressive steps, the time of a round without a draft, which is measured again now and then: the first
-    ones may have been slow, and prompts differ in length. A drafted round gains the tokens it emits and costs its time. While
-    the running mean of the last `window` rounds is not positive, decoding is autoregressive and saves up for a try: each of its
-    tokens may be followed by `allowance` / 2 steps of loss, so that what is lost to tries stays below half the allowance; the
-    other half covers the start of a stream that never pays: `window` rounds, or fewer that lose `window` steps.
+    The unit is an autoregressive step: the time of a round without a draft. It is measured again at intervals, because the
+    first rounds may be slow and prompts differ in length. A drafted round gains its tokens and costs its time. While the
+    running mean over the last `window` rounds is not positive, decoding is autoregressive and saves for another try: each token
+    saves `allowance` / 2 steps, so that tries lose at most half of the allowance. The other half covers the start of a stream
+    that never pays: `window` rounds, or fewer that lose `window` steps.
     """
 
     def __init__(self, allowance: float = 0.05, window: int = 8, cost: Callable[[int], float] | None = None) -> None:
@@ -44,7 +44,7 @@ class Guard:
         )
 
     def should_draft(self) -> bool:
-        """Whether the next round drafts. The first two do not, and then one after every 32 that do: they measure a step."""
+        """Tell whether the next round drafts. The first two do not, nor does one after 32 that do: they measure a step."""
         if self.num_undrafted < INITIAL_STEPS:
             return False
         if self.deferred_round is not None:
@@ -52,9 +52,9 @@ class Guard:
         return self.savings >= self.expected_loss if self.is_stopped else self.rounds_since_step < STEP_INTERVAL
 
     def record_round(self, was_drafted: bool, tokens: float, cost: float, has_proposal: bool = True) -> None:
-        """A round emitted `tokens` a sequence and cost so much, in any unit that is the same for all rounds.
+        """Record a round that emitted `tokens` per sequence at a cost in any unit that is the same for all rounds.
 
-        A drafter that had nothing to propose may have been getting ready, so its round is judged together with the next one.
+        A drafter that proposed nothing may have been preparing, so its round counts together with the next one.
         """
         if was_drafted and not has_proposal and self.deferred_round is None:
             self.deferred_round = (tokens, cost)
@@ -80,12 +80,12 @@ class Guard:
             self.is_stopped, self.savings = True, 0.0
 
     def summarize_rounds(self) -> dict[str, int | bool]:
-        """What it did, for a report."""
+        """Return counts for a report."""
         return {"drafted_rounds": self.num_drafted, "plain_rounds": self.num_undrafted, "fallen_back": self.is_stopped}
 
 
 class GuardedDrafter(SkippableDrafter):
-    """A drafter that is asked only while its guard says so."""
+    """Drafts only while its guard allows it."""
 
     def __init__(self, drafter: Drafts, guard: Guard) -> None:
         super().__init__(drafter)
@@ -93,13 +93,13 @@ class GuardedDrafter(SkippableDrafter):
 
     def draft(self, context: Context) -> Draft:
         if self.guard.should_draft():
-            return self.draft(context)
+            return super().draft(context)
         self.skip(context)
         return Draft()
 
 
 class GuardedBuilder(WrappedBuilder):
-    """Tells a guard what every round cost and gave."""
+    """Reports the cost and the tokens of every round to a guard."""
 
     def __init__(self, builder: TreeBuilder, drafter: GuardedDrafter) -> None:
         super().__init__(builder)

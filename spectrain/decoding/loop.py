@@ -1,8 +1,8 @@
-"""The round, and the loop around it: draft, verify, accept, commit. Shapes: B batch, N nodes, P path length.
+"""The round and the loop around it: draft, verify, accept, commit. Shapes: B batch, N nodes, P path length, V vocabulary.
 
-Autoregressive decoding is the same loop with a tree of one node, so a speedup compares like with like. What else happens is
-wrapped around it: a runner times the parts of a round or captures them in CUDA graphs, a guard wraps the drafter, pruning and
-recording wrap the tree builder, and watchers look at the generations between rounds.
+Autoregressive decoding is the same loop with a tree of one node, so a speedup compares two runs of one engine. Everything else
+wraps this loop: a runner times the parts of a round or captures them in CUDA graphs, a guard and pruning wrap the drafter, a
+recorder wraps the tree builder, and a callback reads the generations between rounds.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from .acceptance import AcceptanceRule
 from .generation import ROUND_PARTS, DecodingSteps, Generation, PartTimer, RoundRecord, no_callback, record_seconds, run_to_end
 
-NO_TOKEN = -1  # what no token equals
+# Pads the stop tokens; it equals no token.
+NO_TOKEN = -1
 
 
 @dataclass(frozen=True)
 class RoundOutcome:
-    """What a round gave."""
+    """The results of one round."""
 
     tree: TokenTree
     logits: Tensor  # [B, N, V]
     emitted_tokens: Tensor  # [B, P]
-    num_emitted: Tensor  # [B] how many of these each text really emitted
-    path: Tensor  # [B, P] the nodes that were kept
+    num_emitted: Tensor  # [B] valid tokens of each row
+    path: Tensor  # [B, P] accepted nodes
 
 
 def run_round(context: Context, drafter: Drafts, builder: TreeBuilder, rule: AcceptanceRule) -> Iterator[RoundOutcome | None]:
-    """One round of speculative decoding. It pauses where a part ends, so that a runner can time or capture each of them."""
+    """Run one round of speculative decoding. It yields at the end of each part, so that a runner can time or capture it."""
     draft = drafter.draft(context)
     tree = builder.grow(context, draft)
     yield None
@@ -60,7 +61,7 @@ def run_round(context: Context, drafter: Drafts, builder: TreeBuilder, rule: Acc
 
 @torch.inference_mode()
 def decode_steps(runner: Runner, request: Request) -> DecodingSteps:
-    """Continue every prompt, round after round; it pauses after the prompts and after every look of the host."""
+    """Continue every prompt round by round; yield the generations after prefill and after every host synchronization."""
     stop_ids, limit = request.stop_ids, request.max_new_tokens
     generations = [Generation(prompt, batch_size=len(request.prompts)) for prompt in request.prompts]
     began = time.perf_counter()
@@ -80,7 +81,7 @@ def decode_steps(runner: Runner, request: Request) -> DecodingSteps:
 
 
 class NullDrafter:
-    """Autoregressive decoding."""
+    """Drafts nothing, so that the loop decodes autoregressively."""
 
     def draft(self, context: Context) -> Draft:
         return Draft()
@@ -89,17 +90,17 @@ class NullDrafter:
         return context.verify(tree)
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no draft state."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be continued."""
+    """The prompts to continue and their limits."""
 
     prompts: list[list[int]]
     max_new_tokens: int
-    sequence_ids: list[int]  # the key of each text's random draws
-    stop_ids: frozenset[int]  # tokens that end a text
+    sequence_ids: list[int]  # keys of the random draws of each text
+    stop_ids: frozenset[int]  # tokens that end a text, such as EOS
 
     @property
     def longest_prompt(self) -> int:
@@ -107,17 +108,17 @@ class Request:
 
 
 class Runner(Protocol):
-    """How rounds are run: one by one, or several between two looks of the host."""
+    """Runs rounds one by one, or several between two host synchronizations."""
 
     def prefill(self, request: Request) -> list[int]:
-        """Read the prompts; the first new token of each, which belongs to no round."""
+        """Run the prompts and return the first new token of each, which belongs to no round."""
 
     def run_rounds(self, tokens_left: int) -> list[tuple[list[RoundRecord], dict[str, float]]]:
         """The next rounds, at least one: a line a text, and seconds by part. No text emits more than `left` tokens more."""
 
 
 class EagerRunner:
-    """Runs and times one round after another."""
+    """Runs and times one round after the other, from Python."""
 
     def __init__(
         self, target: Target, rule: AcceptanceRule, drafter: Drafter | None = None, builder: TreeBuilder | None = None
@@ -125,7 +126,7 @@ class EagerRunner:
         self.target, self.rule, self.drafter = target, rule, drafter
         self.builder = RootOnlyBuilder() if drafter is None or builder is None else builder
         self.round_drafter: Drafts = NullDrafter() if drafter is None else drafter
-        self.extra_slots = 0  # beyond those that a round needs
+        self.extra_slots = 0  # cache slots beyond those that a round needs
 
     def prefill(self, request: Request) -> list[int]:
         self.context = prefill_context(self.target, self.rule, request, self.drafter, self.builder, self.extra_slots)
@@ -159,7 +160,7 @@ def decode(
     sequence_ids: list[int] | None = None,
     ignore_eos: bool = False,
 ) -> list[Generation]:
-    """Continue every prompt; without a drafter, autoregressively. `sequence_ids` key each text's random draws."""
+    """Continue every prompt, without a drafter autoregressively. `sequence_ids` key the random draws of each text."""
     request = make_request(target, prompts, max_new_tokens, sequence_ids, ignore_eos)
     return run_to_end(decode_steps(EagerRunner(target, rule, drafter, builder), request), no_callback)
 
@@ -171,7 +172,7 @@ def make_request(
     sequence_ids: list[int] | None = None,
     ignore_eos: bool = False,
 ) -> Request:
-    """A request; texts are numbered where nothing is said."""
+    """Make a request. Without `sequence_ids`, the texts are numbered from 0."""
     stop_ids: frozenset[int] = frozenset() if ignore_eos else target.stop_ids
     return Request(prompts, max_new_tokens, list(range(len(prompts))) if sequence_ids is None else sequence_ids, stop_ids)
 
@@ -179,7 +180,7 @@ def make_request(
 def prefill_context(
     target: Target, rule: AcceptanceRule, request: Request, drafter: Drafter | None, builder: TreeBuilder, extra_slots: int = 0
 ) -> Context:
-    """A context for these prompts, run."""
+    """Make a context with room for the request and run its prompts."""
     check_context_length(target, request)
     capacity = request.longest_prompt + request.max_new_tokens + 3 + slots_per_round(drafter, builder) + extra_slots
     cache = target.new_cache(len(request.prompts), capacity)
@@ -189,7 +190,7 @@ def prefill_context(
 
 
 def check_context_length(target: Target, request: Request) -> None:
-    """Refuse a prompt that leaves no room for its answer."""
+    """Raise a UserError where a prompt and its answer exceed the target's context length."""
     if request.longest_prompt + request.max_new_tokens > target.max_length:
         raise UserError(
             f"prompt of {request.longest_prompt} tokens: with {request.max_new_tokens} new ones it is longer "
@@ -199,19 +200,19 @@ def check_context_length(target: Target, request: Request) -> None:
 
 
 def slots_per_round(drafter: Drafter | None, builder: TreeBuilder) -> int:
-    """Slots that a round needs behind the committed tokens: a path of them, the tree, beside it what a drafter that drafts in
-    the target's cache gives to a rollout, and nodes that only draft."""
+    """Count the cache slots that a round needs after the committed tokens: a path, the tree, the nodes that a drafter runs in
+    the target's cache, and mask nodes."""
     nodes = builder.depth + builder.budget + builder.max_drafted
     return nodes if drafter is None else nodes + drafter.cost.extra_nodes(drafter, builder)
 
 
 def required_layers(drafter: Drafter | None, rule: AcceptanceRule) -> tuple[Layer, ...]:
-    """The features that a round needs of the target: the drafter's, which come first, and the rule's."""
+    """List the features that a round needs of the target: first those of the drafter, then those of the rule."""
     return tuple(dict.fromkeys((*(() if drafter is None else drafter.layers), *rule.layers)))
 
 
 def make_context(target: Target, builder: TreeBuilder, cache: TreeCache, layers: tuple[Layer, ...], num_stops: int) -> Context:
-    """A context over an empty cache, with room for as many tokens and for so many stop tokens."""
+    """Make a context over an empty cache, with as many token slots as the cache has and with `num_stops` stop tokens."""
     numbers = torch.zeros_like(cache.lengths)
     tokens = numbers.new_zeros(len(numbers), cache.max_length)
     nothing = Features(tokens[:, :0], layers, torch.zeros(0, device=target.device))
@@ -232,7 +233,7 @@ def make_context(target: Target, builder: TreeBuilder, cache: TreeCache, layers:
 
 
 def run_prompts(context: Context, drafter: Drafter | None, rule: AcceptanceRule, request: Request) -> None:
-    """Run the prompts into the empty cache, with the first new token, which is chosen from their last logits, behind them."""
+    """Run the prompts into the empty cache and append the first new token, which the rule chooses from their last logits."""
     device, longest = context.target.device, request.longest_prompt
     context.sequence_ids.copy_(torch.tensor(request.sequence_ids))
     context.stops.copy_(torch.tensor([*sorted(request.stop_ids), *[NO_TOKEN] * (len(context.stops) - len(request.stop_ids))]))

@@ -1,4 +1,4 @@
-"""Early pruning (ProPD, Zhong et al., 2024): branches leave a tree while it is verified.
+"""Early pruning (ProPD, Zhong et al., 2024): unlikely branches are dropped from a tree during verification.
 
 Shapes: B batch, N nodes, V vocabulary, D target width, T tokens, r rank.
 """
@@ -28,14 +28,14 @@ ANSWER_TOKENS = 64  # tokens of the target's own answer to each prompt that an e
 
 @dataclass(frozen=True)
 class EarlyHead:
-    """What the target will say, read off a layer's states through r numbers: r (D + V) multiply-adds a node, for D V."""
+    """Predicts the target's logits from a layer's states through rank r: r (D + V) multiply-adds per node instead of D V."""
 
     down: Tensor  # [D, r]
     up: Tensor  # [V, r]
     bias: Tensor | None  # [V]
 
     def __call__(self, normed: Tensor) -> Tensor:
-        """Logits [.., V], without the head's scale and cap, of normed states [.., D]: their order is all that is asked for."""
+        """Return logits [.., V] of normed states [.., D], without the head's scale and cap: only their order is used."""
         logits = normed @ self.down @ self.up.T
         return logits if self.bias is None else logits + self.bias
 
@@ -55,8 +55,8 @@ class EarlyHead:
 
 
 def fit_early_heads(target: Target, prunings: Sequence[Pruning], prompts: list[list[int]], rank: int) -> None:
-    """Give each pruning a head of this rank, fitted on the target's own answers to prompts; where it names the target's token
-    less often than the target's own head does, on every fourth answer, which it was not fitted on, that one stays."""
+    """Fit a head of this rank for each pruning on the target's own answers to prompts. The target's head stays in use where it
+    predicts the target's token more often, on every fourth answer, which is left out of the fit."""
     answers = decode(target, prompts, Greedy(), ANSWER_TOKENS)
     layers = tuple({pruning.layer for pruning in prunings})
     read: list[tuple[dict[int, Tensor], Tensor]] = []
@@ -99,14 +99,14 @@ class Pruning:
         self.head: EarlyHead | None = None  # None: the target's own
 
     def check_settings(self, rule: AcceptanceRule, target: Target) -> None:
-        """Raise where a pruned tree would change the output's distribution, or there is no such layer."""
+        """Raise a UserError where pruning would change the output's distribution, or where the target has no such layer."""
         if self.layer >= target.num_layers:
             raise UserError(f"eval.prune_layer={self.layer}: {target.name} has {target.num_layers} layers; use fewer")
         if not rule.fixes_choice:
             raise UserError(f"acceptance={rule.name}: it is not valid for pruned trees; use acceptance=greedy or match")
 
     def __call__(self, context: Context, tree: TokenTree) -> TokenTree:
-        """The tree that is left; `context.partial` then holds its nodes, run through the first layers."""
+        """Return the pruned tree. `context.partial` then holds its nodes, run through the first layers."""
         if not tree.can_emit.all():
             raise UserError("eval.prune_layer: trees of this drafter hold nodes that only draft, which pruning would break")
         partial = context.partial or PartialForward(context.target, context.cache, self.layer, layers=context.layers)
@@ -141,21 +141,21 @@ class Pruning:
         return likely.gather(1, places[..., None].expand(-1, -1, likely.shape[-1])), judged
 
     def select_top(self, logits: Tensor) -> Tensor:
-        """[.., K] the tokens that stay, of logits [.., V]."""
+        """Return the tokens [.., K] that are not pruned, from logits [.., V]."""
         return logits.topk(min(self.top_k, logits.shape[-1]), dim=-1).indices
 
     def count_multiply_adds(self, target: Target) -> int:
-        """Multiply-adds of judging what follows a node."""
+        """Count the multiply-adds of the early exit at one node."""
         own = target.head.output.weight.numel()
         return own if self.head is None else self.head.down.numel() + self.head.up.numel()
 
     def report_settings(self) -> dict[str, int]:
-        """What a report says about it."""
+        """Return the settings for a report."""
         return {"layer": self.layer, "top_k": self.top_k, "rank": 0 if self.head is None else self.head.down.shape[1]}
 
 
 class PrunedDrafter:
-    """A drafter whose trees are pruned before the rest of the target runs."""
+    """Wraps a drafter and prunes its trees before the rest of the target runs."""
 
     def __init__(self, drafter: Drafts, pruning: Pruning) -> None:
         self.drafter, self.pruning = drafter, pruning

@@ -1,9 +1,9 @@
-"""What was drafted, as sequences to learn from: rejected drafts (Draft-OPD, 2026), and windows with what they brought (PPOW,
-2026). Shapes: B batch, T tokens.
+"""Training sequences from drafts: rejected drafts (Draft-OPD, 2026) and windows with their rewards (PPOW, 2026). Shapes: B
+batch, T tokens.
 
-A rejected draft goes on for a while behind its first wrong token. What the target would have said there depends on the
-drafted tokens, so the draft is replayed: the text so far and the whole draft become one sequence, and each drafted token
-knows how far behind the first wrong one it lies.
+A rejected draft continues after its first wrong token. The target's distribution there depends on the drafted tokens, so the
+draft is replayed: the text so far and the draft become one sequence, and each drafted token has its distance from the first
+wrong one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NOT_PAST_ERROR = -1  # the distance of a token that was kept, or never drafted
 
 @dataclass(frozen=True)
 class Replay:
-    """A sequence whose last tokens are a draft."""
+    """A sequence that ends with a draft."""
 
     example: Example  # the answer so far and the draft carry loss
     tokens_past_error: list[int]  # of each token behind the first wrong one of the draft; KEPT for all others
@@ -37,7 +37,7 @@ class Replay:
 
 @dataclass(frozen=True)
 class BranchedAnswer:
-    """An answer, and behind it the wrong part of each of its drafts, which sees the text that it was drafted behind."""
+    """An answer, followed by the wrong part of each of its drafts, which attends to the text before that draft."""
 
     replay: Replay
     position_ids: list[int]  # of every token in its text
@@ -45,7 +45,7 @@ class BranchedAnswer:
 
     @property
     def visibility(self) -> Tensor:
-        """[T, T] what every token sees: the text before it, and in a branch the earlier ones of its own."""
+        """Return the mask [T, T]: a token attends to the text before it, and in a branch to that branch's earlier tokens."""
         length = len(self.position_ids)
         found = torch.ones(length, length, dtype=torch.bool).tril()
         end = length - sum(size for size, _ in self.branches)
@@ -57,7 +57,7 @@ class BranchedAnswer:
 
 @dataclass(frozen=True)
 class DraftWindow:
-    """A sequence whose last tokens are what was kept of a drawn draft and the first that was not."""
+    """A sequence that ends with the accepted part of a sampled draft and its first rejected token."""
 
     example: Example  # all but the prompt carry loss
     advantage: list[float]  # of each token of the draft, what it brought beyond what was to be expected; 0 for all others
@@ -65,7 +65,7 @@ class DraftWindow:
 
 
 class DraftRecorder(WrappedBuilder):
-    """Another builder, whose chains are remembered with how much of them was kept."""
+    """Wraps a builder and records its chains with the number of tokens that each round emitted."""
 
     def __init__(self, builder: TreeBuilder) -> None:
         super().__init__(builder)
@@ -90,13 +90,13 @@ class DraftedRound:
     num_accepted: int  # tokens of the draft
 
     def make_example(self, draft: list[int]) -> Example:
-        """The text and some of the draft's tokens, where all but the prompt carry loss."""
+        """Make an example of the text and these draft tokens; all but the prompt carry loss."""
         prompt = len(self.text) - self.answer_length
         return Example(self.text + draft, [False] * prompt + [True] * (self.answer_length + len(draft)))
 
 
 def iterate_drafts(generation: Generation, rounds: list[tuple[list[int], int]]) -> Iterator[DraftedRound]:
-    """The drafts of one decoding, in their order, as far as the text before them is in its output."""
+    """Yield the drafts of one decoding in order, as long as the text before them is in its output."""
     drafts = iter([drafted for drafted, _ in rounds if drafted])
     end = 1  # the answer's tokens before the round, root included
     for count, depth in zip(generation.round_lengths, generation.depths):
@@ -108,7 +108,7 @@ def iterate_drafts(generation: Generation, rounds: list[tuple[list[int], int]]) 
 
 
 def select_replays(generation: Generation, rounds: list[tuple[list[int], int]], limit: int, random: Random) -> list[Replay]:
-    """Up to `limit` drafts of one decoding, rejected ones first."""
+    """Return up to `limit` drafts of one decoding as replays, rejected ones first."""
     found = []
     for one in iterate_drafts(generation, rounds):
         wrong = len(one.draft) - one.num_accepted
@@ -122,7 +122,7 @@ def join_branches(generation: Generation, rounds: list[tuple[list[int], int]], m
 
     What was rejected is judged where it was drafted: the first wrong token in the text, whose next token is the target's, and
     the others in its branch, of which the first token has nothing to be judged by and the last nothing to say. Texts have
-    `longest` tokens at most.
+    `max_length` tokens at most.
     """
     text, answer = generation.prompt + generation.output, len(generation.output)
     distance, tokens, places = [NOT_PAST_ERROR] * len(text), list(text), list(range(len(text)))
@@ -144,12 +144,12 @@ def join_branches(generation: Generation, rounds: list[tuple[list[int], int]], m
 
 
 def make_unbranched(example: Example) -> BranchedAnswer:
-    """A text without a branch, of which nothing is rejected."""
+    """Make an answer without branches and without rejected tokens."""
     return BranchedAnswer(Replay(example, [NOT_PAST_ERROR] * len(example.tokens)), list(range(len(example.tokens))), [])
 
 
 def balance_weights(replay: Replay) -> list[float]:
-    """What every token counts where those that were kept and those that were not count half each, as in Draft-OPD."""
+    """Return the weight of every token where accepted and rejected tokens carry half of the loss each, as in Draft-OPD."""
     wrong = sum(place != NOT_PAST_ERROR for place in replay.tokens_past_error)
     supervised = sum(replay.example.mask)
     right = supervised - wrong
@@ -158,7 +158,7 @@ def balance_weights(replay: Replay) -> list[float]:
 
 
 def round_reward(num_accepted: int, num_drafted: int, draft_cost: float) -> float:
-    """PPOW's: tokens that a round emits, the target's own among them, over its time in forwards of the target."""
+    """Return PPOW's reward: tokens emitted by a round, the bonus included, over its time in forwards of the target."""
     return (num_accepted + 1) / (1 + draft_cost * num_drafted)
 
 
@@ -184,7 +184,7 @@ def make_windows(generation: Generation, rounds: list[tuple[list[int], int]], dr
 
 
 def collate_replays(replays: list[Replay], packed: bool = False, balanced: bool = False) -> Batch:
-    """Replays as one batch, padded on the right or packed."""
+    """Collate replays into one batch, padded on the right or packed."""
     batch = collate([replay.example for replay in replays], packed)
     weight = pad_or_pack([torch.tensor(balance_weights(replay)) for replay in replays], packed) if balanced else None
     distance = pad_or_pack([torch.tensor(replay.tokens_past_error) for replay in replays], packed, padding=NOT_PAST_ERROR)
@@ -192,7 +192,7 @@ def collate_replays(replays: list[Replay], packed: bool = False, balanced: bool 
 
 
 def collate_branched(answers: list[BranchedAnswer], packed: bool = False, balanced: bool = False) -> Batch:
-    """Answers with their branches as one batch, padded on the right or packed."""
+    """Collate answers with their branches into one batch, padded on the right or packed."""
     batch = collate_replays([one.replay for one in answers], packed, balanced)
     places = pad_or_pack([torch.tensor(one.position_ids) for one in answers], packed)
     if packed:
@@ -205,6 +205,6 @@ def collate_branched(answers: list[BranchedAnswer], packed: bool = False, balanc
 
 
 def collate_windows(windows: list[DraftWindow], packed: bool = False) -> Batch:
-    """Windows as one batch, padded on the right or packed."""
+    """Collate windows into one batch, padded on the right or packed."""
     batch = collate([window.example for window in windows], packed)
     return replace(batch, advantage=pad_or_pack([torch.tensor(window.advantage) for window in windows], packed))

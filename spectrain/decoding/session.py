@@ -1,4 +1,4 @@
-"""A target with a drafter, a tree builder and a rule, ready to decode: what is scored, chatted with and regenerated with."""
+"""A session: a target with a drafter, a tree builder and a rule, ready to decode. Scoring, chat and regeneration use it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .loop import EagerRunner, decode, decode_steps, make_request
 from .pruning import PrunedDrafter, Pruning
 
 EngineChoice = Literal["auto", "captured", "eager"]
-"""auto: captured where there is a GPU; captured: also without one, where it is slower and gives the same."""
+"""auto captures rounds on a GPU; captured does so also on a CPU, where it is slower and gives the same; eager never does."""
 
 PromptLoader = Callable[[], list[list[int]]]
-"""Prompts that are not scored, read when they are asked for."""
+"""Loads prompts that are not scored, when they are needed."""
 
 
 class RunnerSource(Protocol):
@@ -47,17 +47,20 @@ class RunnerSource(Protocol):
 
 @dataclass(frozen=True)
 class Session:
-    """Decodes prompts; without a drafter, autoregressively. What is captured for a batch serves the next of its size."""
+    """Decodes prompts, without a drafter autoregressively. A capture serves all batches of its size."""
 
     target: Target
     rule: AcceptanceRule
     drafter: Drafter | None = None
     builder: TreeBuilder | None = None
-    guard: Guard | None = None  # decode autoregressively while drafting does not pay
-    pruning: Pruning | None = None  # drop branches that the target's first layers find unlikely
+    # Switches drafting off while it does not pay.
+    guard: Guard | None = None
+    # Drops branches that the target's first layers find unlikely.
+    pruning: Pruning | None = None
     engine: EngineChoice = "eager"
-    runner_source: RunnerSource | None = None  # makes another runner than the eager loop
-    fallback: Fallback | None = None  # shared with what this is compared with; otherwise one of its own
+    runner_source: RunnerSource | None = None  # in place of the eager loop
+    # Shared by sessions that are compared with each other; null makes one for this session.
+    fallback: Fallback | None = None
 
     @classmethod
     def from_drafter(
@@ -69,7 +72,7 @@ class Session:
         prompts: PromptLoader,
         engine: EngineChoice = "auto",
     ) -> Session:
-        """A session whose drafter is on the target's device, tuned and, where the builder needs that, calibrated."""
+        """Make a session: move the drafter to the target's device, tune it, and calibrate the builder where it needs that."""
         check_compatibility(drafter, builder, rule)
         target.pack_weights()
         prepare_for_decoding(drafter, target)
@@ -87,7 +90,7 @@ class Session:
         ignore_eos: bool = False,
         on_round: OnRound = no_callback,
     ) -> list[Generation]:
-        """Continue every prompt; `sequence_ids` key each text's random draws."""
+        """Continue every prompt. `sequence_ids` key the random draws of each text."""
         return run_to_end(self.decode_steps(prompts, max_new_tokens, sequence_ids, ignore_eos), on_round)
 
     def decode_steps(
@@ -97,7 +100,7 @@ class Session:
         sequence_ids: list[int] | None = None,
         ignore_eos: bool = False,
     ) -> DecodingSteps:
-        """The same, pausing after the prompts and after every look of the host."""
+        """Continue every prompt; yield the generations after prefill and after every host synchronization."""
         request = make_request(self.target, prompts, max_new_tokens, sequence_ids, ignore_eos)
         if self.eager_reason is not None or have_images(prompts):
             return decode_steps(self._make_eager_runner(max_new_tokens), request)
@@ -112,7 +115,7 @@ class Session:
         return self._shared_fallback.run(begin)
 
     def warm_up(self, prompts: list[list[int]], max_new_tokens: int, sequence_ids: list[int] | None = None) -> None:
-        """Compile and capture what such a batch runs, where that is to come, so that decoding it can be timed."""
+        """Compile and capture what such a batch needs, so that its decoding can be timed."""
         if self.eager_reason is not None or have_images(prompts):
             return
 
@@ -128,7 +131,7 @@ class Session:
 
     @property
     def eager_reason(self) -> str | None:
-        """Why rounds are run one by one; None where they are captured."""
+        """Return the reason why rounds run eagerly, or None where they are captured."""
         if self._capture_blocker is None and self._shared_fallback.mode == "eager":
             return f"captured, they failed: {self._shared_fallback.failures['captured']}"
         return self._capture_blocker
@@ -152,7 +155,7 @@ class Session:
         return {}
 
     def _captured_runner(self, mode: ExecutionMode) -> CapturedRunner:
-        """The engine of this way; one that failed is let go, with what it holds of the device."""
+        """Return the captured runner of this mode; drop one that failed, with its memory on the device."""
         if mode not in self._captured_runners:
             self._captured_runners.clear()
             self._captured_runners[mode] = CapturedRunner(
@@ -183,12 +186,12 @@ class Session:
 
 
 def make_fallback(target: Target, engine: EngineChoice) -> Fallback:
-    """What decides how rounds run where one way fails; capture that was asked for by name is not given up."""
+    """Make what decides how rounds run after a failure. Capture that the user requested by name has no eager fallback."""
     return Fallback(target.device, last_mode="captured" if engine == "captured" else "eager")
 
 
 def check_compatibility(drafter: Drafter, builder: TreeBuilder, rule: AcceptanceRule) -> None:
-    """Refuse a rule that would be wrong about such trees."""
+    """Raise a UserError where the rule is not valid for the trees of this drafter and builder."""
     if drafter.abilities.undrawn and "deterministic" not in rule.children:
         raise UserError(
             f"acceptance={rule.name}: it weighs p against the q that a child was drawn from, and copied tokens have none, nor "
@@ -201,14 +204,14 @@ def check_compatibility(drafter: Drafter, builder: TreeBuilder, rule: Acceptance
 
 
 def prepare_for_decoding(drafter: Drafter, target: Target) -> Drafter:
-    """The drafter as it decodes: on the target's device, in its dtype, on the faster linears."""
+    """Move the drafter to the target's device and dtype, set it to evaluation and pack its linear layers."""
     drafter = drafter.to(target.device, target.dtype).eval()
     pack_linears(drafter, low_precision=True)  # its drafts are checked by the target, whatever they are
     return drafter
 
 
 def tune_drafter(drafter: Drafter, target: Target, prompts: PromptLoader, depth: int) -> None:
-    """Let a drafter search its settings for trees so deep, where it has any to search."""
+    """Let a drafter that has settings to search search them, for trees of this depth."""
     tuning = drafter.abilities.tuning
     if tuning is None or not tuning.is_open(drafter):
         return
@@ -220,6 +223,6 @@ def tune_drafter(drafter: Drafter, target: Target, prompts: PromptLoader, depth:
 
 
 def require_capture(session: Session, key: str) -> None:
-    """Refuse where capture was asked for by name and cannot be."""
+    """Raise a UserError where the user requested capture by name and rounds cannot be captured."""
     if session.engine == "captured" and session.eager_reason is not None:
         raise UserError(f"{key}=captured: {session.eager_reason}; use {key}=eager")

@@ -29,17 +29,20 @@ from .context import Context
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Where a training stands: what the trainer says to every loss."""
+    """The progress of a training run, which the trainer passes to every loss."""
 
-    step: int = 0  # optimiser steps done
-    progress: float = 0.0  # how much of the training is done, from 0 to 1
-    recompute: bool = False  # gradient checkpointing
+    # Number of optimiser steps done.
+    step: int = 0
+    # Share of the training that is done, from 0 to 1.
+    progress: float = 0.0
+    # Whether gradient checkpointing is on.
+    recompute: bool = False
 
     def checkpointed(self, part: Callable[..., Any], *inputs: Any) -> Any:
-        """part(*inputs); with gradient checkpointing only the inputs are kept until the backward pass, which runs it again.
+        """Return part(*inputs); with gradient checkpointing only the inputs are stored and the backward pass runs it again.
 
-        A family calls what repeats in its loss, a draft step or a layer, through this. torch's `checkpoint_wrapper` does the
-        same for a whole module and for good, renaming it; a draft step is a function, and is run again in training only.
+        A family calls each repeated part of its loss, a draft step or a layer, through this method. torch's
+        `checkpoint_wrapper` would rename the module; a draft step is a function and is recomputed in training only.
         """
         if not self.recompute or not torch.is_grad_enabled():
             return part(*inputs)
@@ -48,21 +51,25 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a training: who learns in it, and from which features."""
+    """One stage of a training: the parameters that it updates and the features that its loss reads."""
 
-    groups: list[dict[str, Any]]  # each has `params` and, where it differs, `lr_scale`
-    layers: tuple[Layer, ...]  # features that the loss wants of a batch: none where it runs the target itself
-    share: float = 1.0  # of the training's steps
-    final_reach: int | None = None  # the loss reads "final" where the next token carries loss and so far before; None: anywhere
+    # Parameter groups; each has `params` and optionally `lr_scale`.
+    groups: list[dict[str, Any]]
+    # Features that the loss reads from a batch; empty if it runs the target itself.
+    layers: tuple[Layer, ...]
+    # Share of the training steps.
+    share: float = 1.0
+    # The loss reads "final" only where the next token is supervised and this many positions before; None reads it anywhere.
+    final_reach: int | None = None
 
     @classmethod
     def whole(cls, module: nn.Module, layers: tuple[Layer, ...], final_reach: int | None = None) -> Stage:
-        """A training of one stage, in which all open parameters of a module learn."""
+        """Return a single stage that trains all parameters of a module that require gradients."""
         return cls([{"params": [p for p in module.parameters() if p.requires_grad]}], layers, final_reach=final_reach)
 
 
 def stage_at(stages: Sequence[Stage], step: int, num_steps: float) -> int:
-    """The number of the stage that a training step belongs to."""
+    """Return the index of the stage that a training step belongs to."""
     return sum(step >= end * num_steps for end in accumulate(stage.share for stage in stages[:-1]))
 
 
@@ -76,7 +83,7 @@ class Losses:
 
     @classmethod
     def by_depth(cls, terms: dict[str, Tensor], right: Tensor, depths: Tensor, num_steps: int) -> Losses:
-        """Of drafts [R] of these draft steps, which are right or not."""
+        """Sum correct drafts and judged drafts per draft step, from R supervised rows."""
         hits = torch.zeros(num_steps, device=right.device).index_add(0, depths, right.float())
         counts = torch.zeros_like(hits).index_add(0, depths, torch.ones_like(right, dtype=hits.dtype))
         return cls(terms, hits, counts)
@@ -87,7 +94,7 @@ class Losses:
 
 
 class Drafts(Protocol):
-    """What a round asks of a drafter, or of what is wrapped around one."""
+    """The methods of a drafter, or of a wrapper around one, that a round calls."""
 
     def draft(self, context: Context) -> Draft: ...
 
@@ -97,46 +104,46 @@ class Drafts(Protocol):
 
 
 class Drafter(nn.Module, ABC):
-    """Guesses what its target will say next. Runtime objects enter the constructor by one keyword, `target`.
+    """A model that proposes its target's next tokens. The constructor takes runtime objects by one keyword, `target`.
 
-    What only some families have is declared as an object: a value of the class, or of an instance where it depends on its
-    settings.
+    A family declares optional features as objects: class attributes, or instance attributes if they depend on settings.
     """
 
-    layers: tuple[Layer, ...] = ()  # the features it reads, in training and decoding; none for an independent model
+    # Features that it reads in training and decoding; empty for an independent model.
+    layers: tuple[Layer, ...] = ()
     abilities = Abilities()
     cost = DraftingCost()
     saved = SavedFiles()
 
     @property
     def stages(self) -> Sequence[Stage]:
-        """What is trained, one stage after another; by default the drafter's own parameters, on the features in `layers`."""
+        """The training stages in order; by default one stage for the drafter's own parameters, on the features in `layers`."""
         return [Stage.whole(self, self.layers)]
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
-        """Training losses of a batch, which holds the features that the stage names. Training-free families have none."""
+        """Return the training losses of a batch with the stage's features. A training-free family raises UserError."""
         name = find_choice("drafter", f"{type(self).__module__}.{type(self).__name__}") or type(self).__name__
         raise UserError(f"drafter={name}: it has nothing to train; score it with spectrain eval drafter={name}")
 
     @abstractmethod
     def draft(self, context: Context) -> Draft:
-        """How to draft from `context.root` on, or what may follow it. Caches are renewed where `context.round` is 0."""
+        """Return a rollout from `context.root`, or continuations of it. Caches are reset when `context.round` is 0."""
 
     def verify(self, context: Context, tree: TokenTree) -> Features:
-        """The target's logits and features at every node."""
+        """Return the target's logits and features at every node."""
         return context.verify(tree)
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
-        """Forget what was rejected; the context already holds the accepted tokens and their features."""
+        """Discard rejected nodes; the context already holds the accepted tokens and their features."""
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
-        """Called once before a fresh training, with how often each token [V] is the assistant's in the data."""
+        """Initialise a new training, given how often each token [V] occurs in the assistant's turns; called once."""
 
     def forward(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
-        """What a data-parallel wrapper calls: the loss."""
+        """Return the loss; data-parallel wrappers call `forward`."""
         return self.loss(batch, target, state)
 
 
 def has_weights(drafter: Drafter) -> bool:
-    """Whether it has parameters of its own."""
+    """Return whether the drafter has parameters of its own."""
     return any(True for _ in drafter.parameters())

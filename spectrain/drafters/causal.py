@@ -53,13 +53,21 @@ class Causal(Drafter):
     def __init__(
         self,
         target: Target,
+        # Number of the target's layers to copy, evenly spaced with the first and the last; null when model or architecture
+        # gives the drafter.
         num_layers: int | None = None,
+        # Directory or hub name of a small causal model to start from; null when num_layers or architecture gives the drafter.
         model: str | None = None,
+        # Transformers configuration of a new, random model; null when num_layers or model gives the drafter.
         architecture: dict[str, Any] | None = None,
+        # Divergence between the target's and the drafter's next-token distributions.
         loss: LossName = "forward_kl",
+        # Interpolation weight of the generalised Jensen-Shannon loss, between 0 and 1; other losses ignore it.
         beta: float = 0.5,
+        # Temperature of both distributions in the loss, above 0.
         loss_temperature: float = 1.0,
-        stop_head: int | None = None,  # hidden layers of a head that says how likely a token is kept; null: there is none
+        # Number of hidden layers of a head that predicts whether a token is accepted (SpecDec++); null trains no such head.
+        stop_head: int | None = None,
     ) -> None:
         super().__init__()
         if not 0 < beta < 1:

@@ -35,23 +35,41 @@ class DFlash(BlockDrafter):
     def __init__(
         self,
         target: Target,
-        block_size: Steps = 16,  # slots of a block, the anchor's among them
+        # Number of slots in a block, the anchor's slot included.
+        block_size: Steps = 16,
+        # Number of decoder layers of the drafter.
         num_layers: Count = 5,
+        # Layers of the target whose hidden states are fused; null uses the family's default layers.
         layers: list[int] | None = None,
-        vocab_size: VocabularySize | None = None,  # None: the target's whole vocabulary
+        # Draft vocabulary in tokens; null uses the target's whole vocabulary.
+        vocab_size: VocabularySize | None = None,
+        # Loss of each draft token: a cross-entropy or a divergence from the target.
         loss: LossName = "cross_entropy",
-        labels: Literal["data", "target"] = "data",  # of a cross-entropy: the data's tokens, or the target's likeliest
-        slot_weights: Literal["decay", "dpace"] = "decay",  # later drafts count less, or by how likely they are reached
-        decay: NotNegative = 7.0,  # in slots; 0 weighs all alike
-        dpace_alpha: Share = 0.5,  # how little the chances of the drafts before it matter
-        num_anchors: Count = 512,  # of a document
+        # Labels of a cross-entropy: the data's tokens (data), or the target's most likely tokens (target).
+        labels: Literal["data", "target"] = "data",
+        # Loss weights of a block's drafts: exponential decay (decay), or D-PACE's probability of reaching each draft (dpace).
+        slot_weights: Literal["decay", "dpace"] = "decay",
+        # Decay length of the loss weights in slots: draft d, from 0, weighs exp(-d / decay); 0 weighs all drafts alike.
+        decay: NotNegative = 7.0,
+        # Smoothing of D-PACE from 0 to 1; at 1 the probabilities of earlier drafts have no effect.
+        dpace_alpha: Share = 0.5,
+        # Number of anchors that are trained per document.
+        num_anchors: Count = 512,
+        # Whether each slot drafts the token after its own position, instead of the token at it.
         sample_from_anchor: bool = False,
-        causal: bool = False,  # inside the block
-        window: Count | None = None,  # how many positions back a slot sees; None: all
-        mask_token_id: int | None = None,  # None: one that no text of the target holds
-        own_embedding: bool = False,  # trained, the mask's row with it; otherwise the target's, frozen
-        architecture: dict[str, Any] | None = None,  # of its layers, where they differ from the target's
-        start: Literal["target", "random"] = "target",  # fc and the final norm start as the target's, or at random
+        # Whether attention inside a block is causal.
+        causal: bool = False,
+        # Number of preceding positions that a slot attends to; null attends to all of them.
+        window: Count | None = None,
+        # Token id of the mask; null picks an id that no text of the target holds.
+        mask_token_id: int | None = None,
+        # True trains an input embedding of the drafter's own, with the mask token's row; false uses the target's, frozen.
+        own_embedding: bool = False,
+        # Configuration keys of the drafter's layers that differ from the target's; null copies the target's.
+        architecture: dict[str, Any] | None = None,
+        # Initial values of fc and the final norm: the target's (target), or random ones (random).
+        start: Literal["target", "random"] = "target",
+        # Seed of the drafter's random choices.
         seed: Seed = 0,
     ) -> None:
         super().__init__(

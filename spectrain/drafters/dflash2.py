@@ -110,25 +110,45 @@ class DFlash2(BlockDrafter):
     def __init__(
         self,
         target: Target,
-        block_size: Steps = 16,  # slots of a block, the anchor's among them
+        # Number of slots in a block, the anchor's slot included.
+        block_size: Steps = 16,
+        # Number of decoder layers of the drafter.
         num_layers: Count = 5,
+        # Layers of the target whose hidden states are fused; null uses the family's default layers.
         layers: list[int] | None = None,
-        vocab_size: VocabularySize | None = None,  # None: the target's whole vocabulary, as engines ask for
-        conv_kernel_size: Count = 2,  # slots that a convolution sees, its own and those before it
-        conv_group_size: Count = 16,  # channels that share a dynamic kernel
-        selector_rank: Count = 256,  # of the codebooks
+        # Draft vocabulary in tokens; null uses the target's whole vocabulary.
+        vocab_size: VocabularySize | None = None,
+        # Number of slots that a convolution covers: a slot and those before it.
+        conv_kernel_size: Count = 2,
+        # Number of channels that share a dynamic kernel; it must divide the target's width.
+        conv_group_size: Count = 16,
+        # Rank of the candidate selector's codebooks.
+        selector_rank: Count = 256,
+        # Number of candidate tokens that the selector ranks per slot.
         selector_top_k: Count = 16,
+        # Weight of the candidate selector's loss.
         selector_weight: NotNegative = 1.0,
+        # Loss of each draft token: a cross-entropy or a divergence from the target.
         loss: LossName = "forward_kl",
-        decay: NotNegative = 7.0,  # in slots; 0 weighs all alike
-        num_anchors: Count = 512,  # of a document
-        sample_from_anchor: bool = False,  # slots draft the token after their own place
-        causal: bool = False,  # inside the block
-        window: Count | None = None,  # how many positions back a slot sees; None: all
-        mask_token_id: int | None = None,  # None: one that no text of the target holds
-        own_embedding: bool = False,  # trained, the mask's row with it; otherwise the target's, frozen
-        architecture: dict[str, Any] | None = None,  # of its layers, where they differ from the target's
-        start: Literal["target", "random"] = "target",  # fc and the final norm start as the target's, or at random
+        # Decay length of the loss weights in slots: draft d, from 0, weighs exp(-d / decay); 0 weighs all drafts alike.
+        decay: NotNegative = 7.0,
+        # Number of anchors that are trained per document.
+        num_anchors: Count = 512,
+        # Whether each slot drafts the token after its own position, instead of the token at it.
+        sample_from_anchor: bool = False,
+        # Whether attention inside a block is causal.
+        causal: bool = False,
+        # Number of preceding positions that a slot attends to; null attends to all of them.
+        window: Count | None = None,
+        # Token id of the mask; null picks an id that no text of the target holds.
+        mask_token_id: int | None = None,
+        # True trains an input embedding of the drafter's own, with the mask token's row; false uses the target's, frozen.
+        own_embedding: bool = False,
+        # Configuration keys of the drafter's layers that differ from the target's; null copies the target's.
+        architecture: dict[str, Any] | None = None,
+        # Initial values of fc and the final norm: the target's (target), or random ones (random).
+        start: Literal["target", "random"] = "target",
+        # Seed of the drafter's random choices.
         seed: Seed = 0,
     ) -> None:
         if target.width % conv_group_size:

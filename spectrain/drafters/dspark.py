@@ -61,7 +61,7 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """The logit of how often a draft is kept, from its slot's state and the token before it."""
+    """Predicts the logit of a draft's acceptance probability from its slot's state and the previous token."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -84,25 +84,46 @@ class DSpark(BlockDrafter):
     def __init__(
         self,
         target: Target,
-        block_size: Steps = 7,  # slots of a block, the anchor's among them
+        # Number of slots in a block, the anchor's slot included.
+        block_size: Steps = 7,
+        # Number of decoder layers of the drafter.
         num_layers: Count = 5,
+        # Layers of the target whose hidden states are fused; null uses the family's default layers.
         layers: list[int] | None = None,
-        vocab_size: VocabularySize | None = None,  # None: the target's whole vocabulary
-        markov_head: Kind = "vanilla",  # what the token before a draft adds: as it is, gated, or through a cell
+        # Draft vocabulary in tokens; null uses the target's whole vocabulary.
+        vocab_size: VocabularySize | None = None,
+        # How the Markov head reads the previous token: its embedding (vanilla), gated by the slot's state (gated), or through
+        # a recurrent cell (rnn).
+        markov_head: Kind = "vanilla",
+        # Rank of the Markov head.
         rank: Count = 256,
-        confidence: bool = True,  # a head that says how often a draft is kept
+        # Whether to train a head that predicts how often a draft is accepted.
+        confidence: bool = True,
+        # Predicted acceptance probability below which a draft and all later ones are cut; 0 cuts none.
         confidence_threshold: Share = 0.0,
-        ce: NotNegative = 0.1,  # weight of the cross-entropy with the data
-        tv: NotNegative = 0.9,  # weight of the total variation from the target
-        decay: NotNegative = 4.0,  # in slots; 0 weighs all alike
-        num_anchors: Count = 512,  # of a document
-        sample_from_anchor: bool = True,  # slots draft the token after their own place
-        causal: bool = False,  # inside the block
-        window: Count | None = None,  # how many positions back a slot sees; None: all
-        mask_token_id: int | None = None,  # None: one that no text of the target holds
-        own_embedding: bool = False,  # trained, the mask's row with it; otherwise the target's, frozen
-        architecture: dict[str, Any] | None = None,  # of its layers, where they differ from the target's
-        start: Literal["target", "random"] = "target",  # fc and the final norm start as the target's, or at random
+        # Weight of the cross-entropy with the data.
+        ce: NotNegative = 0.1,
+        # Weight of the total variation distance from the target.
+        tv: NotNegative = 0.9,
+        # Decay length of the loss weights in slots: draft d, from 0, weighs exp(-d / decay); 0 weighs all drafts alike.
+        decay: NotNegative = 4.0,
+        # Number of anchors that are trained per document.
+        num_anchors: Count = 512,
+        # Whether each slot drafts the token after its own position, instead of the token at it.
+        sample_from_anchor: bool = True,
+        # Whether attention inside a block is causal.
+        causal: bool = False,
+        # Number of preceding positions that a slot attends to; null attends to all of them.
+        window: Count | None = None,
+        # Token id of the mask; null picks an id that no text of the target holds.
+        mask_token_id: int | None = None,
+        # True trains an input embedding of the drafter's own, with the mask token's row; false uses the target's, frozen.
+        own_embedding: bool = False,
+        # Configuration keys of the drafter's layers that differ from the target's; null copies the target's.
+        architecture: dict[str, Any] | None = None,
+        # Initial values of fc and the final norm: the target's (target), or random ones (random).
+        start: Literal["target", "random"] = "target",
+        # Seed of the drafter's random choices.
         seed: Seed = 0,
     ) -> None:
         super().__init__(

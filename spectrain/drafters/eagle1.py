@@ -59,18 +59,31 @@ class Eagle1(VocabularyDrafter):
     def __init__(
         self,
         target: Target,
-        num_steps: Steps = 1,  # draft steps that are trained, each behind the one before it
+        # Number of draft steps that are unrolled in training.
+        num_steps: Steps = 1,
+        # Divergence between the token distributions that the target's head computes from the two features.
         loss: LossName = "forward_kl",
-        regression_weight: NotNegative = 1.0,  # of SmoothL1 to the target's next feature
-        token_weight: NotNegative = 0.1,  # of the divergence between what the head makes of both
-        top_k_weight: NotNegative = 0.0,  # of the cross-entropy over the target's ten likeliest tokens
-        step_decay: Share = 1.0,  # weight of each draft step's loss against the one before it
-        detach: bool = True,  # whether a step's input is what the one before it gave, without its gradient
-        noise: NotNegative = 0.2,  # how wide is what is drawn and added to the first features of a text of 512 tokens
-        start: Literal["target", "random"] = "target",  # fc passes the feature on, or is random
-        bias: bool = False,  # of fc: EAGLE's and SGLang's have one, vLLM's has none
-        architecture: dict[str, Any] | None = None,  # what differs from the target's layer
-        seed: Seed = 0,  # of the noise
+        # Weight of the smooth L1 distance to the target's next feature.
+        regression_weight: NotNegative = 1.0,
+        # Weight of the divergence between the two token distributions.
+        token_weight: NotNegative = 0.1,
+        # Weight of the cross-entropy over the target's ten most likely tokens.
+        top_k_weight: NotNegative = 0.0,
+        # Factor from 0 to 1 between the loss weights of successive draft steps.
+        step_decay: Share = 1.0,
+        # Whether to stop gradients between successive draft steps.
+        detach: bool = True,
+        # Width of the uniform noise added to the input features of a text of 512 tokens; longer texts get proportionally
+        # less.
+        noise: NotNegative = 0.2,
+        # Initial value of fc: pass the target's feature through (target), or random (random).
+        start: Literal["target", "random"] = "target",
+        # Whether fc has a bias; EAGLE and SGLang have one, vLLM has none.
+        bias: bool = False,
+        # Configuration keys of the layer that differ from the target's; null copies the target's.
+        architecture: dict[str, Any] | None = None,
+        # Seed of the feature noise.
+        seed: Seed = 0,
     ) -> None:
         super().__init__()
         if not regression_weight and not token_weight and not top_k_weight:
@@ -102,13 +115,13 @@ class Eagle1(VocabularyDrafter):
         return [Stage.whole(self, self.layers)]
 
     def inputs(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """What the layer reads [B, T, D], of tokens [B, T] and the features [B, T, D] before them."""
+        """Return the layer's input [B, T, D] from tokens [B, T] and the features [B, T, D] before them."""
         with torch.no_grad():
             embedded = self.head.embed(tokens).to(self.fc.weight.dtype)
         return self.fc(torch.cat([embedded, hidden.to(self.fc.weight.dtype)], dim=-1))
 
     def outputs(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The predicted feature [B, T, D]."""
+        """Return the predicted features [B, T, D]."""
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x))
 

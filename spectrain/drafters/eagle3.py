@@ -44,15 +44,25 @@ class Eagle3(UnrolledEagle):
     def __init__(
         self,
         target: Target,
+        # Number of draft steps that are unrolled in training (training-time test).
         ttt_steps: Steps = 7,
+        # Draft vocabulary in tokens; larger values are capped at the target's vocabulary.
         vocab_size: VocabularySize = 32000,
+        # Layers of the target whose hidden states are fused; null uses the family's default layers.
         layers: list[int] | None = None,
+        # Number of decoder layers of the drafter.
         num_layers: Count = 1,
-        window: Count | None = None,  # how many positions back a token sees; None: all
+        # Number of preceding positions that a token attends to; null attends to all of them.
+        window: Count | None = None,
+        # Divergence between the target's and the drafter's token distributions.
         loss: LossName = "forward_kl",
-        step_decay: Share = 0.8,  # weight of each draft step's loss against the one before it
-        start: Literal["target", "random"] = "target",  # the head and fc start as the target's, or at random
-        head_rank: Count | None = None,  # of the output layer (SlimSpec); None: full
+        # Factor from 0 to 1 between the loss weights of successive draft steps.
+        step_decay: Share = 0.8,
+        # Initial values of the output layer and fc: the target's (target), or random ones (random).
+        start: Literal["target", "random"] = "target",
+        # Rank of the factorised output layer (SlimSpec); null uses a full-rank layer.
+        head_rank: Count | None = None,
+        # Configuration keys and variants of the layers that differ from the target's; null copies the target's.
         architecture: dict[str, Any] | None = None,
     ) -> None:
         asked = check_architecture(architecture or {}, VARIANTS)

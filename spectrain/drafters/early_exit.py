@@ -53,16 +53,28 @@ class EarlyExit(SelfDrafter):
     def __init__(
         self,
         target: Target,
+        # Number of the target's layers that draft; null uses a quarter of them.
         exit_layer: int | None = None,
-        max_dropout: float = 0.1,  # how often the last layers are left out in training
+        # Probability with which training skips the last layer; earlier layers are skipped less often.
+        max_dropout: float = 0.1,
+        # Layer dropout over the training: unchanged (constant), or growing from zero for pre-training (exponential).
         dropout_schedule: Literal["constant", "exponential"] = "constant",
-        exit_scale: float = 1.0,  # how much earlier exits weigh in the loss
-        curriculum: Curriculum = "rotational",  # which exits are trained at a step
+        # Weight of the earlier exits relative to the last exit in the loss.
+        exit_scale: float = 1.0,
+        # Exits trained at a step: every rotate-th one in turn (rotational), opening from the last downwards (gradual), or all
+        # of them (all).
+        curriculum: Curriculum = "rotational",
+        # Spacing of the exits that a rotational curriculum trains at one step.
         rotate: int = 4,
+        # How training changes the target: all its weights (full), or LoRA adapters (lora).
         adapt: Literal["full", "lora"] = "full",
+        # Rank of the LoRA adapters.
         rank: int = 32,
+        # Scale of the LoRA adapters; their output is multiplied by alpha / rank.
         alpha: float = 32.0,
+        # Whether the labels are the original target's distributions instead of the data's tokens.
         self_distillation: bool = False,
+        # Seed of layer dropout.
         seed: int = 0,
     ) -> None:
         super().__init__()

@@ -83,20 +83,38 @@ class GatedLora(MaskDrafter):
     def __init__(
         self,
         target: Target,
+        # Number of mask tokens behind a prefix, which is the number of drafts.
         num_masks: Steps = 4,
-        rank: int = 16,  # of LoRA; 0: what stands at masks alone learns, with the sampler
+        # Rank of LoRA at the mask tokens; 0 trains no LoRA.
+        rank: int = 16,
+        # Scale of LoRA; its output is multiplied by alpha / rank.
         alpha: float = 32.0,
-        strategy: Strategy = "quadratic",  # masks behind every node, the deepest, or before
-        num_hosts: Count | None = None,  # nodes that masks stand behind with quadratic; None: all
-        sampler: bool = True,  # a head that reads the token before, too
-        noise: Noise = "masks",  # learned vectors, random tokens, the prompt's mean embedding, or made in the middle
-        transfer_layer: Count | None = None,  # where masks get their states with transfer and streams; None: the middle
-        ensembles: Count = 1,  # chains of learned vectors, whose states are averaged
+        # Where masks run: behind every tree node (quadratic), behind one deepest node (linear), or in a forward of their own
+        # before verification (apart).
+        strategy: Strategy = "quadratic",
+        # Number of tree nodes with masks behind them under quadratic; null puts masks behind all nodes.
+        num_hosts: Count | None = None,
+        # Whether to train a sampler head that also reads the previous token.
+        sampler: bool = True,
+        # Input of the masks: learned vectors (masks), random tokens (uniform), the prompt's mean embedding (mean), or states
+        # made inside the target (transfer, streams).
+        noise: Noise = "masks",
+        # Layer of the target at which transfer and streams create the masks' states; null uses the middle layer.
+        transfer_layer: Count | None = None,
+        # Number of chains of learned mask vectors whose states are averaged.
+        ensembles: Count = 1,
+        # Loss of each mask: a cross-entropy with the data or a divergence from the target.
         loss: LossName = "cross_entropy",
+        # Weight of the latent consistency loss, the mean squared difference from the ordinary token's state.
         consistency: float = 1.0,
-        step_decay: Share = 1.0,  # weight of each mask's loss against the one before it
+        # Factor from 0 to 1 between the loss weights of successive masks.
+        step_decay: Share = 1.0,
+        # Number of mask tokens per ordinary token in a training batch.
         mask_ratio: float = 1.0,
+        # Block lengths for successive equal parts of the training, which tile the text; null places blocks behind random
+        # prefixes.
         tiles: list[int] | None = None,
+        # Seed of the prefixes and of random mask tokens.
         seed: int = 0,
     ) -> None:
         super().__init__()

@@ -83,11 +83,11 @@ class Merged(DrafterWrapper):
         self.resting.commit(context, accepted)
 
     def _joined(self, tree: TokenTree) -> list[Trie]:
-        """What is known of every text, the drafter's nodes [B, N] among it."""
+        """Return the tries of every text, with the drafter's nodes [B, N] added."""
         assert tree.scores is not None
         nodes = (tree.tokens, tree.parents, tree.scores, tree.valid)
         for proposal, *row in zip(self.copying.proposals, *(part.tolist() for part in nodes)):
-            proposal.draft(*row)
+            proposal.add_draft(*row)
         return self._tries()
 
     def _tries(self) -> list[Trie]:
@@ -95,18 +95,23 @@ class Merged(DrafterWrapper):
 
 
 class Hybrid(Merged):
-    """A drafter and copies in one tree; the copies are those of drafter=retrieval, with its settings."""
+    """Combines a drafter with the copies of drafter=retrieval, with its settings, in one tree."""
 
     saved = SavedFiles(inner=("inner",), settings=lambda drafter: {"inner": drafter.description})
 
     def __init__(
         self,
         target: Target,
-        inner: str | dict[str, Any] = "eagle3",  # a run folder or drafter directory, or a choice, alone or with settings
-        store: str | None = None,  # a folder that spectrain data index wrote; null: the text alone
-        longest: int = 6,  # tokens of the text's end that are looked for in the text itself
-        matches: int = 200,  # places of each source that are read at most
-        enough: int = 64,  # with fewer places in the store, shorter ends of the text are looked for
+        # Drafter to combine with copies: a run folder, a drafter directory, or a choice, alone or with settings.
+        inner: str | dict[str, Any] = "eagle3",
+        # Folder that spectrain data index wrote, to copy from; null copies from the current text only.
+        store: str | None = None,
+        # Largest number of final tokens of the text that are matched in the text itself.
+        longest: int = 6,
+        # Largest number of matching positions that are read per source.
+        matches: int = 200,
+        # Number of matches in the store below which shorter endings of the text are matched too.
+        enough: int = 64,
     ) -> None:
         drafter, description = build_inner(inner, "inner", target)
         if drafter.abilities.copies_text or drafter.abilities.undrawn:

@@ -49,20 +49,34 @@ class Medusa(HeadsDrafter):
     def __init__(
         self,
         target: Target,
+        # Number of heads, which is the number of drafts.
         num_heads: Steps = 3,
+        # Number of residual blocks per head.
         num_layers: Steps = 1,
+        # Draft vocabulary in tokens; larger values are capped at the target's vocabulary.
         vocab_size: VocabularySize = 32000,
+        # Loss of each head: a cross-entropy with the data or a divergence from the target.
         loss: LossName = "cross_entropy",
+        # Factor from 0 to 1 between the loss weights of successive heads.
         head_decay: Share = 0.8,
+        # How Medusa-2 trains the target: LoRA adapters (lora) or all weights (full); null freezes the target (Medusa-1).
         adapt: Literal["lora", "full"] | None = None,
+        # Share of the training steps in which the heads train alone, from 0 to below 1.
         heads_first: float = 0.5,
-        heads_coefficient: float = 0.2,  # weight of the heads' loss once the target trains with them
-        schedule: Literal["constant", "linear", "sine"] = "constant",  # how that weight grows
+        # Weight of the heads' loss when the target trains with them.
+        heads_coefficient: float = 0.2,
+        # Growth of the heads' weight over the second stage: none (constant), linear, or a quarter sine (sine).
+        schedule: Literal["constant", "linear", "sine"] = "constant",
+        # Whether the target learns from its original distributions instead of the data; this needs adapt=lora.
         self_distillation: bool = False,
+        # Learning rate of the target as a multiple of trainer.lr.
         target_lr_scale: float = 0.25,
+        # Rank of the LoRA adapters.
         rank: int = 32,
+        # Scale of the LoRA adapters; their output is multiplied by alpha / rank.
         alpha: float = 16.0,
-        head_rank: Count | None = None,  # of the heads' output layers (SlimSpec); None: full
+        # Rank of the heads' factorised output layers (SlimSpec); null uses full-rank layers.
+        head_rank: Count | None = None,
     ) -> None:
         super().__init__()
         for key, value, least in (("num_heads", num_heads, 1), ("num_layers", num_layers, 1), ("rank", rank, 1)):
@@ -120,7 +134,7 @@ class Medusa(HeadsDrafter):
         """All heads read the same state. Gradients flow into `final`; labels have none."""
         supervision = Supervision(self, batch, final.detach())
         dtype = next(self.parameters()).dtype
-        return self.heads_loss(supervision, lambda k: self.heads[k].hidden(final[supervision.is_supervised(k)].to(dtype)))
+        return self.heads_loss(supervision, lambda k: self.heads[k].head_inputs(final[supervision.is_supervised(k)].to(dtype)))
 
     def _scheduled(self, progress: float) -> float:
         """The schedule's factor, from 0 to 1 over the second stage; constant is 1."""
@@ -128,7 +142,7 @@ class Medusa(HeadsDrafter):
         return {"constant": 1.0, "linear": done, "sine": math.sin(math.pi / 2 * done)}[self.schedule]
 
     def _language_model_loss(self, batch: Batch, final: Tensor, target: Target) -> Tensor:
-        """What keeps the target good, summed over supervised tokens."""
+        """Return the language model loss, summed over supervised tokens."""
         predicts, head = batch.next_is_supervised, self.head.projection
         tokens, theirs = batch.tokens.roll(-1, dims=1)[predicts], None
         if self.self_distillation:
@@ -149,7 +163,7 @@ class Medusa(HeadsDrafter):
 
 
 class _Heads(DepthRollout):
-    """One round: what head k says does not depend on the path, only on its depth."""
+    """Drafts one round: the prediction of head k depends on the depth only, not on the path."""
 
     def __init__(self, drafter: Medusa, root: Tensor, final: Tensor) -> None:
         super().__init__(root, len(drafter.heads))

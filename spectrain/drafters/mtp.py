@@ -59,9 +59,13 @@ class Mtp(VocabularyDrafter):
     def __init__(
         self,
         target: Target,
+        # Number of draft steps that are unrolled in training.
         num_steps: Steps = 3,
+        # Divergence between the target's and the drafter's token distributions.
         loss: LossName = "forward_kl",
-        step_decay: Share = 0.6,  # weight of each step's loss against the one before it
+        # Factor from 0 to 1 between the loss weights of successive draft steps.
+        step_decay: Share = 0.6,
+        # Origin of the layer: the target's checkpoint (shipped), a new layer (new), or the checkpoint's if it has one (auto).
         start: Literal["auto", "shipped", "new"] = "auto",
     ) -> None:
         super().__init__()

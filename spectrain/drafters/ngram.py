@@ -18,14 +18,23 @@ if TYPE_CHECKING:
 
 
 class Ngram(Drafter):
-    """Copies what followed earlier occurrences of the text's last tokens, `shortest` to `longest` of them.
+    """Copies the continuations of earlier occurrences of the text's last `shortest` to `longest` tokens.
 
-    All of them, up to `matches`, are one weighted trie: a chain takes its likeliest path, other trees its heaviest nodes.
+    Up to `matches` occurrences form one weighted trie: a chain takes its most likely path, other trees its heaviest nodes.
     """
 
-    abilities = Abilities(copies_text=True, ahead=lambda drafter, lengths: drafter.texts.forget())
+    abilities = Abilities(copies_text=True, ahead=lambda drafter, lengths: drafter.texts.reset_texts())
 
-    def __init__(self, target: Target, longest: int = 3, shortest: int = 1, matches: int = 64) -> None:
+    def __init__(
+        self,
+        target: Target,
+        # Largest number of final tokens of the text that are matched.
+        longest: int = 3,
+        # Smallest number of final tokens of the text that are matched.
+        shortest: int = 1,
+        # Largest number of earlier occurrences that are read.
+        matches: int = 64,
+    ) -> None:
         super().__init__()
         if longest < 1:
             raise UserError(f"drafter.longest={longest}: use 1 or more")

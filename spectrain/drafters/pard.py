@@ -63,16 +63,28 @@ class Pard(Drafter):
     def __init__(
         self,
         target: Target,
+        # Number of draft tokens that one forward proposes.
         num_drafts: Steps = 8,
+        # Number of the target's layers to copy, evenly spaced with the first and the last; null when model or architecture
+        # gives the drafter.
         num_layers: int | None = None,
+        # Directory or hub name of a small causal model to start from; null when num_layers or architecture gives the drafter.
         model: str | None = None,
+        # Transformers configuration of a new, random model; null when num_layers or model gives the drafter.
         architecture: dict[str, Any] | None = None,
+        # Loss of each draft: a cross-entropy with the data or a divergence from the target.
         loss: LossName = "cross_entropy",
-        keep: float = 0.7,  # share of the prefixes that each further mask is trained behind
-        keep_least: float = 0.2,  # the least such share
-        confidence: bool = False,  # drafts count as much as those before them are likely to be kept
-        layers: list[int] | None = None,  # of the target, whose features are added to the embeddings
-        without: float = 0.2,  # share of the sequences that train without these features
+        # Factor from 0 to 1 by which the share of trained prefixes falls with each further mask.
+        keep: float = 0.7,
+        # Smallest share of the prefixes that any mask is trained behind.
+        keep_least: float = 0.2,
+        # Whether to weigh a draft's loss by the target's probability of the drafts before it (PARD-2).
+        confidence: bool = False,
+        # Layers of the target whose features are added to the embeddings (PARD-2); null adds none.
+        layers: list[int] | None = None,
+        # Share of the sequences that are trained without the target's features.
+        without: float = 0.2,
+        # Seed of the conditional drop of masks and of the sequences without features.
         seed: int = 0,
     ) -> None:
         super().__init__()

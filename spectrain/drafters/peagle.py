@@ -55,19 +55,33 @@ class PEagle(EagleDrafter):
     def __init__(
         self,
         target: Target,
+        # Number of draft tokens that one forward proposes, at least 2.
         num_drafts: Steps = NUM_DRAFTS,
+        # Draft vocabulary in tokens; larger values are capped at the target's vocabulary.
         vocab_size: VocabularySize = 32000,
+        # Layers of the target whose hidden states are fused; null uses the family's default layers.
         layers: list[int] | None = None,
+        # Number of decoder layers of the drafter.
         num_layers: Count = 4,
-        window: Count | None = None,  # how many positions back a token sees; None: all
+        # Number of preceding positions that a token attends to; null attends to all of them.
+        window: Count | None = None,
+        # Divergence between the target's and the drafter's token distributions.
         loss: LossName = "forward_kl",
-        keep: Share = 0.7,  # share of the places that each further mask is trained behind
-        keep_least: Share = 0.2,  # the least such share
-        mask_token_id: int | None = None,  # None: one that no text of the target holds
-        own_embedding: bool = True,  # trained, the mask's row with it; otherwise the target's, frozen
-        start: Literal["target", "random"] = "target",  # the head and fc start as the target's, or at random
-        head_rank: Count | None = None,  # of the output layer (SlimSpec); None: full
+        # Factor from 0 to 1 by which the share of trained positions falls with each further mask.
+        keep: Share = 0.7,
+        # Smallest share of the positions that any mask is trained behind.
+        keep_least: Share = 0.2,
+        # Token id of the mask; null picks an id that no text of the target holds.
+        mask_token_id: int | None = None,
+        # True trains an input embedding of the drafter's own, with the mask token's row; false uses the target's, frozen.
+        own_embedding: bool = True,
+        # Initial values of the output layer and fc: the target's (target), or random ones (random).
+        start: Literal["target", "random"] = "target",
+        # Rank of the factorised output layer (SlimSpec); null uses a full-rank layer.
+        head_rank: Count | None = None,
+        # Configuration keys and norm variants of the layers that differ from the target's; null copies the target's.
         architecture: dict[str, Any] | None = None,
+        # Seed of the conditional drop of masks.
         seed: Seed = 0,
     ) -> None:
         asked = check_architecture(architecture or {}, NORM_VARIANTS)

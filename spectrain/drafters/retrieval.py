@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class Retrieval(Drafter):
-    """What followed elsewhere where the text read as it does now, merged into one tree by calibrated chance.
+    """Merges continuations of earlier matches of the text's end into one tree, weighted by calibrated probability.
 
-    In the text itself up to `longest` of its last tokens are looked for, in the `store` up to 16; where those that match are
-    fewer than `enough`, fewer tokens are, up to `matches` places of each source; REST stops at the longest match. How far a
-    saying is trusted is learnt while decoding, by its source, how many tokens match, and which share of the matches says so.
+    Up to `longest` final tokens are matched in the text itself and up to 16 in the `store`. With fewer than `enough` matches,
+    shorter endings are matched too, up to `matches` positions per source; REST stops at the longest match. The acceptance
+    probability of a copy is learned while decoding, from its source, the matched length and the share of agreeing matches.
     """
 
     abilities = Abilities(copies_text=True, undrawn=True, datastore=lambda drafter: drafter.copying.store)
@@ -29,10 +29,14 @@ class Retrieval(Drafter):
     def __init__(
         self,
         target: Target,
-        store: str | None = None,  # a folder that spectrain data index wrote; null: the text alone
-        longest: int = 6,  # tokens of the text's end that are looked for in the text itself
-        matches: int = 200,  # places of each source that are read at most
-        enough: int = 64,  # with fewer places in the store, shorter ends of the text are looked for
+        # Folder that spectrain data index wrote, to copy from; null copies from the current text only.
+        store: str | None = None,
+        # Largest number of final tokens of the text that are matched in the text itself.
+        longest: int = 6,
+        # Largest number of matching positions that are read per source.
+        matches: int = 200,
+        # Number of matches in the store below which shorter endings of the text are matched too.
+        enough: int = 64,
     ) -> None:
         super().__init__()
         known = None if store is None else Datastore(store, target.tokenizer)

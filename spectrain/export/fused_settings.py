@@ -1,4 +1,4 @@
-"""What configurations say of a drafter that fuses layers of its target, wherever they say it."""
+"""The settings of a drafter that fuses layers of its target, as configurations hold them, whatever the layout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from spectrain.drafters.layers.eagle_layers import LAYER_KEYS
 
 
 def read_rope(config: dict[str, Any]) -> dict[str, Any]:
-    """The rotary embedding as `rope_parameters` says it, wherever a configuration keeps it."""
+    """Return a configuration's rotary embedding in the form of `rope_parameters`."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = rope.pop("type", None)
     rope.setdefault("rope_type", kind or "default")
@@ -19,18 +19,18 @@ def read_rope(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def flat_rope(rope: dict[str, Any]) -> dict[str, Any]:
-    """The same as flat configurations say it."""
-    plain = set(rope) <= {"rope_type", "rope_theta"} and rope.get("rope_type") == "default"
-    scaling = None if plain else {key: value for key, value in rope.items() if key != "rope_theta"}
+    """Return a rotary embedding in the form of flat configurations."""
+    is_default = set(rope) <= {"rope_type", "rope_theta"} and rope.get("rope_type") == "default"
+    scaling = None if is_default else {key: value for key, value in rope.items() if key != "rope_theta"}
     return {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
 
 
 @dataclass
 class FusedConfig:
-    """A drafter's settings as a layout's config.json says them, in our terms."""
+    """A drafter's settings from a layout's config.json, in spectrain's terms."""
 
     layer_config: dict[str, Any]  # a Llama configuration
-    layers: list[int] | None  # fused, the residual stream entering them; None where the file leaves it to the engine
+    layers: list[int] | None  # fused streams, by the layer that they enter; None for the engine's default
     variants: dict[str, bool]
     draft_vocab_size: int | None
 
@@ -44,20 +44,22 @@ class FusedConfig:
 
     @property
     def attention_kinds(self) -> set[str]:
-        """How its layers attend: sliding_attention, full_attention or, where they differ, both."""
+        """The attention kinds of its layers: sliding_attention, full_attention, or both."""
         return set(self.layer_config.get("layer_types") or ["full_attention"])
 
     @property
     def window(self) -> int | None:
-        """How many positions back its tokens see."""
+        """The number of positions back that its layers attend to; None for all."""
         return int(self.layer_config["sliding_window"]) if self.attention_kinds == {"sliding_attention"} else None
 
     @property
     def architecture(self) -> dict[str, Any]:
-        """What the constructor of our class takes: everything said but variants that are off."""
+        """The constructor's `architecture`, complete except for variants that are off."""
         heads = self.layer_config["num_attention_heads"]
-        whole = {"head_dim": self.width // heads, "num_key_value_heads": heads, "rms_norm_eps": 1e-6, **self.layer_config}
-        whole["head_dim"] = whole["head_dim"] or self.width // heads
-        whole["num_key_value_heads"] = whole["num_key_value_heads"] or heads
-        whole["rope_parameters"] = read_rope(self.layer_config)
-        return {key: whole[key] for key in LAYER_KEYS if key in whole} | {k: True for k, on in self.variants.items() if on}
+        values = {"head_dim": self.width // heads, "num_key_value_heads": heads, "rms_norm_eps": 1e-6, **self.layer_config}
+        values["head_dim"] = values["head_dim"] or self.width // heads
+        values["num_key_value_heads"] = values["num_key_value_heads"] or heads
+        values["rope_parameters"] = read_rope(self.layer_config)
+        return {key: values[key] for key in LAYER_KEYS if key in values} | {
+            k: True for k, is_on in self.variants.items() if is_on
+        }

@@ -1,4 +1,4 @@
-"""Uploading an export to the Hugging Face hub: only where it is asked for, and what goes up is said before."""
+"""Uploads of exports to the Hugging Face hub, only on request, with a list of the files first."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from spectrain.errors import RunError, UserError
 
 
 def push(directory: Path, repo: str, private: bool) -> str:
-    """Upload every file of a folder but scores made in it to a model repository, made where there is none; its address."""
+    """Upload a folder without the scores in it to a model repository, which is created if new; return its address."""
     scores = directory / "eval"
     files = sorted(path for path in directory.rglob("*") if path.is_file() and scores not in path.parents)
     size = sum(path.stat().st_size for path in files)
@@ -22,7 +22,7 @@ def push(directory: Path, repo: str, private: bool) -> str:
         api.upload_folder(repo_id=repo, folder_path=directory, ignore_patterns=["eval/*"],
                           commit_message="Drafter exported by spectrain")  # fmt: skip
     except HFValidationError as error:
-        raise UserError(f"push={repo}: this is no repository's name; write ORG/NAME") from error
+        raise UserError(f"push={repo}: this is not the name of a repository; write ORG/NAME") from error
     except (HfHubHTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise RunError(

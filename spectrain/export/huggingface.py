@@ -1,4 +1,4 @@
-"""Whole models in transformers format: GKD drafts, PARD, and targets that were trained to exit early (LayerSkip)."""
+"""The layout of transformers for complete models: distilled drafters, PARD, and targets trained to exit early (LayerSkip)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .targets import TargetFiles
 
 CAUSAL_CLASS = "spectrain.drafters.causal.Causal"
 PARD_CLASS = "spectrain.drafters.pard.Pard"
-MODEL_PREFIX = "model.model."  # a drafter's name of the model inside of it
+MODEL_PREFIX = "model.model."  # of the inner model's tensors in a drafter
 STOP_HEAD_PREFIX = "stop_head."
 
 
 class HuggingFaceLayout(Layout):
-    """A directory for AutoModelForCausalLM; `spd_type` and `pard_token` say that one row of its embedding is PARD's mask."""
+    """A directory for AutoModelForCausalLM; `spd_type` and `pard_token` name the embedding row of PARD's mask."""
 
     name = "hf"
     title = "transformers"
@@ -40,7 +40,7 @@ class HuggingFaceLayout(Layout):
             config = AutoConfig.from_pretrained(files.directory, trust_remote_code=False)
             with init_empty_weights():
                 state = AutoModelForCausalLM.from_config(config, trust_remote_code=False).state_dict()
-        except Exception as error:  # of any kind: these are a stranger's settings
+        except Exception as error:  # unknown settings may raise anything
             raise UserError(
                 f"{files.directory / 'config.json'}: transformers cannot build this model ({first_line(error)}); copy the file "
                 "again"
@@ -56,31 +56,31 @@ class HuggingFaceLayout(Layout):
         token, rows = files.config.get("pard_token"), files.config.get("vocab_size", 0)
         if files.config.get("spd_type") == "pard" and not (isinstance(token, int) and 0 <= token < rows):
             yield Finding(
-                "pard-token", "error", f"pard_token={token} is no row of the embedding, which has {rows}",
-                "engines put that token where drafts are asked for", "write the id of the mask token",
+                "pard-token", "error", f"pard_token={token} is outside the embedding, which has {rows} rows",
+                "engines put that token into every slot to draft", "write the id of the mask token",
             )  # fmt: skip
 
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
-        kept = files.read_metadata()
-        if kept.early_exits is not None:
+        metadata = files.read_metadata()
+        if metadata.early_exits is not None:
             raise UserError(
-                f"{files.directory}: this is a target that exits early, no drafter; use it as target=hf "
+                f"{files.directory}: this is a target that exits early, not a drafter; use it as target=hf "
                 f"target.model={files.directory} drafter=early_exit"
             )
         architecture = {key: value for key, value in files.config.items() if key not in ("spd_type", "pard_token")}
         tensors = {MODEL_PREFIX + name: tensor for name, tensor in files.tensors.items()}
-        drafter: dict[str, Any] = {"_target_": CAUSAL_CLASS, **kept.drafter}
+        drafter: dict[str, Any] = {"_target_": CAUSAL_CLASS, **metadata.drafter}
         drafter |= {"architecture": architecture, "num_layers": None, "model": None}
         if files.config.get("spd_type") == "pard":
             drafter["_target_"] = PARD_CLASS
             name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
             token = files.config["pard_token"]
             tensors["mask"] = tensors[name][token : token + 1].clone()
-            row = kept.mask_row
-            if row is not None:  # what the mask stands in for
+            row = metadata.mask_row
+            if row is not None:  # the row that the mask replaced
                 tensors[name] = tensors[name].clone()
                 tensors[name][token] = torch.tensor(row, dtype=tensors[name].dtype)
-        return DrafterCheckpoint(drafter, tensors, kept.target, description=kept.description)
+        return DrafterCheckpoint(drafter, tensors, metadata.target, description=metadata.description)
 
     def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
         if drafter.is_target:
@@ -88,17 +88,17 @@ class HuggingFaceLayout(Layout):
             return
         if "features.weight" in drafter.tensors:
             raise UserError(
-                f"drafter.layers={drafter.drafter.get('layers')}: no engine gives PARD features of its target; score it with "
+                f"drafter.layers={drafter.drafter.get('layers')}: no engine passes target features to PARD; score it with "
                 "spectrain eval, or train it with drafter.layers=null"
             )
-        target = require_target(target, "its tokenizer is the drafter's too")
+        target = require_target(target, "its tokenizer is also the drafter's")
         if any(name.startswith(STOP_HEAD_PREFIX) for name in drafter.tensors):
-            print("drafter.stop_head: left out, for no engine asks a drafter when to stop")
+            print("drafter.stop_head: left out, because no engine lets a drafter decide when to stop")
         architecture = dict(drafter.drafter["architecture"])
         kind = architecture.setdefault("model_type", "llama")
         architecture.setdefault("architectures", [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]])
-        kept = {name: tensor for name, tensor in drafter.tensors.items() if not name.startswith(STOP_HEAD_PREFIX)}
-        tensors = {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in kept.items()}
+        exported = {name: tensor for name, tensor in drafter.tensors.items() if not name.startswith(STOP_HEAD_PREFIX)}
+        tensors = {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in exported.items()}
         architecture["dtype"] = drafter.dtype
         if "mask" in drafter.tensors:
             mask = tensors.pop("mask")
@@ -144,7 +144,7 @@ class HuggingFaceLayout(Layout):
 
 
 def generate_snippet(model: str, option: str, classes: str = "AutoModelForCausalLM, AutoTokenizer") -> str:
-    """The lines of Python that decode with transformers."""
+    """Return the lines of Python that decode with transformers."""
     return (
         f"from transformers import {classes}\n"
         f'tokenizer, model = AutoTokenizer.from_pretrained("{model}"), AutoModelForCausalLM.from_pretrained("{model}")\n'
@@ -154,7 +154,7 @@ def generate_snippet(model: str, option: str, classes: str = "AutoModelForCausal
 
 
 def find_mask_token(target: TargetFiles, rows: int) -> int:
-    """A token that no text holds: a row behind the tokenizer's, a special token that nothing uses, or the padding."""
+    """Return a token that no text holds: an unused embedding row, an unused special token, or the padding token."""
     tokenizer = target.tokenizer
     if rows > len(tokenizer):
         return len(tokenizer)
@@ -165,10 +165,10 @@ def find_mask_token(target: TargetFiles, rows: int) -> int:
         if token.special and token.content not in template and token.content not in (tokenizer.bos_token, tokenizer.eos_token)
     }
     last = [spare.pop(token) for token in (tokenizer.pad_token, tokenizer.unk_token) if token in spare]
-    chosen = [*spare.values(), *last]
-    if not chosen:
+    candidates = [*spare.values(), *last]
+    if not candidates:
         raise UserError(
-            f"pard_token: {target.reference} has no token to spare for the mask, and engines want the target's vocabulary; "
+            f"pard_token: {target.reference} has no unused token for the mask, and engines need the target's vocabulary; "
             "use drafter=causal, or a target whose embedding has rows without a token"
         )
-    return chosen[0]
+    return candidates[0]

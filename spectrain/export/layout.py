@@ -1,7 +1,7 @@
-"""What every layout shares: the files of a directory, a drafter on its way between two of them, and the contract.
+"""The contract of an export layout: the files of a directory, a drafter between two layouts, and the `Layout` class.
 
-A layout is one class in one file. `read` gives a drafter in our own terms and `write` takes one, so that converting is the two
-of them, and a new layout is one file and one line in layouts.py.
+A layout is one class in one file. `read` returns a drafter in spectrain's own terms and `write` takes one, so a conversion is
+one `read` and one `write`. A new layout is one file and one line in layouts.py.
 """
 
 from __future__ import annotations
@@ -25,20 +25,15 @@ from spectrain.files import PICKLE_SUFFIXES
 from .fused_settings import FusedConfig
 from .targets import TargetFiles
 
-DESCRIPTION_KEYS = ("tree", "acceptance", "recipe")  # of a saved description, whatever the layout
-MALFORMED_ERRORS = (
-    TypeError,
-    ValueError,
-    AttributeError,
-    IndexError,
-    RuntimeError,
-    ArithmeticError,
-)  # of settings of wrong kinds
+DESCRIPTION_KEYS = ("tree", "acceptance", "recipe")
+"""Groups of a saved description that every layout keeps."""
+MALFORMED_ERRORS = (TypeError, ValueError, AttributeError, IndexError, RuntimeError, ArithmeticError)
+"""Exceptions that settings of a wrong type raise."""
 
 
 @dataclass
 class DrafterFiles:
-    """A directory as it lies on disk: its config.json and every tensor of its safetensors files."""
+    """The contents of a drafter's directory: config.json and every tensor of its safetensors files."""
 
     directory: Path
     config: dict[str, Any]
@@ -46,25 +41,25 @@ class DrafterFiles:
 
     @staticmethod
     def from_directory(directory: Path) -> DrafterFiles:
-        """Stops at a directory without config.json or safetensors; nothing is unpickled."""
+        """Read a directory without unpickling; raise UserError where config.json or the weights are missing."""
         config: dict[str, Any] = {}
         if (directory / "config.json").exists():
             config = read_json_object(directory / "config.json")
-        elif not (directory / "adapter_config.json").exists():  # peft has no other
+        elif not (directory / "adapter_config.json").exists():  # a peft directory has no config.json
             raise UserError(f"{directory}: there is no config.json in it; give the directory of a drafter")
-        found = sorted(directory.glob("*.safetensors"))
+        weight_files = sorted(directory.glob("*.safetensors"))
         pickled = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLE_SUFFIXES)
-        if not found and pickled:
+        if not weight_files and pickled:
             raise UserError(
                 f"{directory / pickled[0]}: a pickled file can run any code, so it is not read; where you trust it, make it "
                 f'safetensors: python -c "import torch; from safetensors.torch import save_file; '
                 f"save_file({{k: v.contiguous().clone() for k, v in torch.load('{pickled[0]}', weights_only=True).items()}}, "
                 f"'{Path(pickled[0]).stem}.safetensors')\""
             )
-        if not found:
+        if not weight_files:
             raise UserError(f"{directory}: there are no weights (*.safetensors) in it; give the directory of a drafter")
         tensors: dict[str, Tensor] = {}
-        for path in found:
+        for path in weight_files:
             try:
                 tensors |= load_file(path)
             except (OSError, SafetensorError) as error:
@@ -72,12 +67,12 @@ class DrafterFiles:
         return DrafterFiles(directory, config, tensors)
 
     def read_sidecar(self, name: str) -> dict[str, Any]:
-        """A JSON file beside config.json, in which nothing is an order; empty where there is none."""
+        """Read another JSON file of the directory and refuse directives in it; return {} where it does not exist."""
         path = self.directory / name
         return check_no_directives(read_json_object(path), path) if path.exists() else {}
 
     def read_metadata(self) -> ExportMetadata:
-        """What spectrain.json keeps, where there is one."""
+        """Read spectrain.json; every field is empty where the file does not exist."""
         path = self.directory / "spectrain.json"
         content = read_json_object(path) if path.exists() else {}
         description = parse_groups(content.pop("description", {}), path)
@@ -85,54 +80,54 @@ class DrafterFiles:
         drafter, target = content.get("drafter", {}), content.get("target", {})
         if not isinstance(drafter, dict) or not isinstance(target, dict) or "choice" in drafter:
             raise UserError(f"{path}: drafter and target hold no settings; copy the file again")
-        said = {key: str(target[key]) for key in ("said", "tokenizer") if target.get(key)}
+        names = {key: str(target[key]) for key in ("said", "tokenizer") if target.get(key)}
         return ExportMetadata(
-            drafter, description, said.get("said"), said.get("tokenizer"), content.get("exits"), content.get("mask_row")
+            drafter, description, names.get("said"), names.get("tokenizer"), content.get("exits"), content.get("mask_row")
         )
 
     def read_group(self, group: str) -> dict[str, Any] | None:
-        """A group of our own config.json, as a node to construct."""
+        """Return a group of spectrain's own config.json as a node to construct, or None."""
         path = self.directory / "config.json"
-        found: dict[str, Any] | None = parse_groups({group: self.config.get(group)}, path)[group]
-        if found is not None and (not isinstance(found, dict) or "_target_" not in found):
-            raise UserError(f"{path}: {group} names no choice; copy the file again")
-        return found
+        node: dict[str, Any] | None = parse_groups({group: self.config.get(group)}, path)[group]
+        if node is not None and (not isinstance(node, dict) or "_target_" not in node):
+            raise UserError(f"{path}: {group} is not a choice; copy the file again")
+        return node
 
 
 @dataclass(frozen=True)
 class ExportMetadata:
-    """What an export says beside its layout, in spectrain.json."""
+    """What spectrain.json holds of an export: all that its layout has no key for."""
 
-    drafter: dict[str, Any]  # settings that the layout has no words for
-    description: dict[str, Any]  # tree, acceptance and recipe, as a saved description has them
-    target: str | None  # the target
-    tokenizer_hash: str | None  # its hash
+    drafter: dict[str, Any]  # settings without a key in the layout
+    description: dict[str, Any]  # tree, acceptance and recipe of a saved description
+    target: str | None  # name or directory
+    tokenizer_hash: str | None
     early_exits: Any = None  # of a target that was trained to exit early
-    mask_row: Any = None  # what PARD's mask stands in for
+    mask_row: Any = None  # embedding row that PARD's mask token replaces
 
 
 @dataclass
 class DrafterCheckpoint:
-    """A drafter between two layouts: our settings, everything that shapes its weights said, and tensors under our names."""
+    """A drafter between two layouts: complete settings in spectrain's terms, and tensors under spectrain's names."""
 
-    drafter: dict[str, Any]  # as `drafter` in a saved description, `_target_` included
+    drafter: dict[str, Any]  # the group `drafter` of a saved description, `_target_` included
     tensors: dict[str, Tensor]
-    target: str | None = None  # a name on the hub or a directory, where the files say which target it is for
-    trained_target: Path | None = None  # the directory of the target that was trained with it
-    description: dict[str, Any] = field(default_factory=dict)  # what else a saved description holds: tree, acceptance, recipe
+    target: str | None = None  # hub name or directory, None where the files name no target
+    trained_target: Path | None = None  # directory of the target that was trained with it
+    description: dict[str, Any] = field(default_factory=dict)  # tree, acceptance, recipe
 
     @property
     def family(self) -> str:
-        """The choice that drafts with it."""
+        """The choice of `drafter` that constructs it."""
         return choice_name("drafter", self.drafter)
 
     @property
     def is_target(self) -> bool:
-        """Whether it has no weights beside its target's, which was trained to draft with its own layers."""
+        """Whether it has no weights of its own because its target was trained to draft with its own layers."""
         return not self.tensors
 
     def expand_heads(self) -> DrafterCheckpoint:
-        """With output layers of low rank multiplied out: the same logits, to rounding, where only plain ones are known."""
+        """Multiply low-rank output layers out, for layouts that have full ones only; logits are equal up to rounding."""
         tensors = dict(self.tensors)
         for name in [name for name in tensors if name.endswith("lm_down.weight")]:
             down, head = tensors.pop(name), name.replace("lm_down", "lm_head")
@@ -141,16 +136,16 @@ class DrafterCheckpoint:
 
     @property
     def dtype(self) -> str:
-        """The type of most of its weights, as configurations name it."""
-        kinds = [str(tensor.dtype) for tensor in self.tensors.values() if tensor.is_floating_point()]
-        return max(set(kinds), key=kinds.count).removeprefix("torch.") if kinds else "float32"
+        """The dtype of most of its weights, as configurations name it."""
+        dtypes = [str(tensor.dtype) for tensor in self.tensors.values() if tensor.is_floating_point()]
+        return max(set(dtypes), key=dtypes.count).removeprefix("torch.") if dtypes else "float32"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something wrong with a drafter's files."""
+    """A fault in a drafter's files."""
 
-    name: str  # stable
+    name: str  # stable identifier
     level: Literal["error", "warning"]
     problem: str
     consequence: str
@@ -159,66 +154,66 @@ class Finding:
 
 @dataclass(frozen=True)
 class ExpectedTensors:
-    """The tensors that a layout's readers look for: shapes by name, where None stands for any size."""
+    """The tensors that readers of a layout look for: shapes by name, where None stands for any size."""
 
     required: dict[str, tuple[int | None, ...]]
     optional: dict[str, tuple[int | None, ...]] = field(default_factory=dict)
-    ignored: tuple[str, ...] = ()  # read past by every engine without harm
+    ignored: tuple[str, ...] = ()  # every engine ignores these without harm
 
 
 class Layout(ABC):
-    """One project's way to lay a drafter down in files."""
+    """The way in which one project writes a drafter to files."""
 
-    name: ClassVar[str]  # as --to says it
+    name: ClassVar[str]  # its format
     title: ClassVar[str]
-    families: ClassVar[tuple[str, ...]]  # which of our drafters it can hold
-    covers_all: ClassVar[bool] = False  # there is nothing to keep beside it
-    holds_target: ClassVar[bool] = False  # its directory is a whole target, which holds the drafter
+    families: ClassVar[tuple[str, ...]]  # of spectrain's families, those that it can hold
+    covers_all: ClassVar[bool] = False  # it needs no spectrain.json
+    holds_target: ClassVar[bool] = False  # its directory is a target that contains the drafter
 
     @property
     def covers(self) -> tuple[str, ...]:
-        """Settings that its files say, of those that not every layout does."""
+        """The family's own settings that this layout's files hold, so that spectrain.json need not."""
         return ()
 
     @abstractmethod
     def matches_files(self, files: DrafterFiles) -> bool:
-        """Whether a directory is laid out so, whatever may be wrong with it otherwise."""
+        """Tell whether a directory has this layout, whatever its faults."""
 
     @abstractmethod
     def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
-        """Which tensors there should be, by what config.json says."""
+        """Return the tensors that config.json implies."""
 
     def check_data(self, files: DrafterFiles) -> None:
-        """Stop at a config.json in which something is an order."""
+        """Raise UserError where config.json holds a directive that would run or construct something."""
         check_no_directives(files.config, files.directory / "config.json")
 
     def findings(self, files: DrafterFiles) -> Iterator[Finding]:
-        """What is wrong with the files in ways that only this layout knows."""
+        """Yield the faults of the files that only this layout can recognize."""
         return iter(())
 
     def findings_with_target(self, files: DrafterFiles, target: TargetFiles) -> Iterator[Finding]:
-        """What of it shows only beside the target's files."""
+        """Yield the faults that only a comparison with the target's files shows."""
         return iter(())
 
     def as_fused(self, files: DrafterFiles) -> tuple[FusedConfig, dict[str, Tensor]] | None:
-        """The settings and tensors of the files in our terms, where they hold a drafter that fuses layers of the target."""
+        """Return settings and tensors in spectrain's terms where the files hold a drafter that fuses target layers."""
         return None
 
     @abstractmethod
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
-        """The drafter in our terms; refuses by name what our classes cannot represent."""
+        """Return the drafter in spectrain's terms; raise UserError naming what spectrain's classes cannot represent."""
 
     @abstractmethod
     def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
-        """Lay it down in an existing folder; refuses by name what the layout cannot hold."""
+        """Write the drafter into an existing folder; raise UserError naming what the layout cannot hold."""
 
     def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
-        """The command of every engine that reads it, by engine; `target` is what the engine loads, `place` the drafter."""
+        """Return, by engine, the command that serves it; `target` is the path that the engine loads."""
         return {}
 
 
 def require_target(target: TargetFiles | None, purpose: str) -> TargetFiles:
-    """The target's files, or one sentence on what they are needed for."""
+    """Return the target's files, or raise UserError saying what they are needed for."""
     if target is None:
         raise UserError(f"--target: {purpose}; say which target the drafter is for, a directory or a name on the hub")
     return target
@@ -229,5 +224,5 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Tensors in the order of their names, so that equal drafters are equal files."""
+    """Write tensors sorted by name, so that equal drafters give equal files."""
     save_file({name: tensors[name].contiguous() for name in sorted(tensors)}, path, metadata={"format": "pt"})

@@ -1,7 +1,8 @@
-"""Medusa as its authors (FasterDecoding) write it. Sizes: H width of the target, V its vocabulary, K heads, L blocks a head.
+"""The layouts of Medusa by its authors (FasterDecoding) and vLLM. Sizes: H width of the target, V its vocabulary, K heads, L
+blocks a head.
 
-`{head}.{block}.linear.weight` and `.bias`, then the head's output layer as `{head}.{L}.weight`, which version 2 leaves out:
-there every head ends in the target's own output layer.
+The authors' tensors are `{head}.{block}.linear.weight` and `.bias`, then the head's output layer as `{head}.{L}.weight`.
+Version 2 lacks the latter: every head ends in the target's own output layer.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ MEDUSA_CLASS = "spectrain.drafters.medusa.Medusa"
 
 
 class OriginalMedusa(Layout):
+    """The authors' layout."""
+
     name = "medusa"
     title = "Medusa, original layout"
     families = ("medusa",)
@@ -58,22 +61,22 @@ class OriginalMedusa(Layout):
         if self._shares_head(files):
             if target is None:
                 raise UserError(
-                    f"{files.directory}: 0.{layers}.weight is not there, for heads of version 2 end in the target's output "
-                    "layer; say which target that is"
+                    f"{files.directory}: 0.{layers}.weight is missing, because heads of version 2 end in the target's "
+                    "output layer; give --target"
                 )
             shared = target.load_head()
-        ours = {}
+        native = {}
         for head in range(heads):
             for layer in range(layers):
                 for kind in ("weight", "bias"):
-                    ours[f"heads.{head}.blocks.{layer}.linear.{kind}"] = tensors[f"{head}.{layer}.linear.{kind}"]
-            last = (
+                    native[f"heads.{head}.blocks.{layer}.linear.{kind}"] = tensors[f"{head}.{layer}.linear.{kind}"]
+            head_weight = (
                 tensors[f"{head}.{layers}.weight"]
                 if shared is None
-                else shared.to(ours["heads.0.blocks.0.linear.weight"].dtype, copy=True)
+                else shared.to(native["heads.0.blocks.0.linear.weight"].dtype, copy=True)
             )
-            ours[f"heads.{head}.lm_head.weight"] = last
-        return medusa_checkpoint(files, ours, heads, layers, None, config.get("base_model_name_or_path"))
+            native[f"heads.{head}.lm_head.weight"] = head_weight
+        return medusa_checkpoint(files, native, heads, layers, None, config.get("base_model_name_or_path"))
 
     def findings(self, files: DrafterFiles) -> Iterator[Finding]:
         config, tensors = files.config, self._strip_prefix(files)
@@ -81,7 +84,7 @@ class OriginalMedusa(Layout):
         if heads and len(heads) != config["medusa_num_heads"]:
             yield Finding(
                 "head-count", "error", f"medusa_num_heads={config['medusa_num_heads']} and there are {len(heads)} heads",
-                "the original loader leaves heads that it does not find as they start, and says nothing",
+                "the original loader silently leaves missing heads at their initialization",
                 f"write medusa_num_heads={len(heads)}, or add the heads",
             )  # fmt: skip
 
@@ -90,31 +93,31 @@ class OriginalMedusa(Layout):
         rows, vocab = len(tensors["d2t"]), len(tensors["t2d"])
         if rows != vocab:
             raise UserError(
-                f"d2t: the heads draft {rows} of {vocab} tokens and the original layout knows no map; use --to vllm, or train "
-                f"with drafter.vocab_size={vocab}"
+                f"d2t: the heads draft {rows} of {vocab} tokens, and the original layout has no token map; use --to vllm, or "
+                f"train with drafter.vocab_size={vocab}"
             )
         heads, layers = settings["num_heads"], settings["num_layers"]
-        theirs = {}
+        renamed = {}
         for head in range(heads):
             for layer in range(layers):
                 for kind in ("weight", "bias"):
-                    theirs[f"{head}.{layer}.linear.{kind}"] = tensors[f"heads.{head}.blocks.{layer}.linear.{kind}"]
-            theirs[f"{head}.{layers}.weight"] = tensors[f"heads.{head}.lm_head.weight"]
+                    renamed[f"{head}.{layer}.linear.{kind}"] = tensors[f"heads.{head}.blocks.{layer}.linear.{kind}"]
+            renamed[f"{head}.{layers}.weight"] = tensors[f"heads.{head}.lm_head.weight"]
         config = {
             "medusa_num_heads": heads,
             "medusa_num_layers": layers,
             "base_model_name_or_path": target.engine_path if target is not None else drafter.target,
         }
         write_json(directory / "config.json", config)
-        write_tensors(directory / "medusa_lm_head.safetensors", theirs)
+        write_tensors(directory / "medusa_lm_head.safetensors", renamed)
 
 
 class VllmMedusa(Layout):
-    """`blocks.{head}.layers.{block}` and `lm_heads.{head}`, or one `lm_head` for all of them.
+    """vLLM's layout: `blocks.{head}.layers.{block}` and `lm_heads.{head}`, or a single `lm_head` for all heads.
 
-    vLLM (0.32) knows a part of the vocabulary, with ids in `token_map`, only for the one head; heads of their own need all V
-    rows. Ours are filled up with the mean of their rows, whose logit is the mean of the others and so never the largest: vLLM
-    drafts what we draft. Which rows were trained is kept in `d2t`, which vLLM reads past.
+    vLLM (0.32) supports a draft vocabulary, with ids in `token_map`, only for the single head; separate heads need all V rows.
+    Spectrain's heads are filled up with the mean of their rows. Its logit is the mean of the others and so never the largest:
+    vLLM drafts what spectrain drafts. `d2t`, which vLLM ignores, holds which rows were trained.
     """
 
     name = "vllm"
@@ -156,21 +159,23 @@ class VllmMedusa(Layout):
             raise UserError(f"{files.directory}: logit_scale={config['logit_scale']}: heads of drafter=medusa have no scale")
         heads, layers, width = config["num_heads"], config["num_hidden_layers"], config["hidden_size"]
         shared = tensors.get("lm_head.weight", tensors.get("lm_heads.0.weight")) if config.get("original_lm_head") else None
-        ours = {}
+        native = {}
         for head in range(heads):
             for layer in range(layers):
                 weight = tensors[f"blocks.{head}.layers.{layer}.weight"]
-                ours[f"heads.{head}.blocks.{layer}.linear.weight"] = weight
+                native[f"heads.{head}.blocks.{layer}.linear.weight"] = weight
                 bias = tensors.get(f"blocks.{head}.layers.{layer}.bias")
-                ours[f"heads.{head}.blocks.{layer}.linear.bias"] = weight.new_zeros(width) if bias is None else bias
-            last = tensors[f"lm_heads.{head}.weight"] if shared is None else shared.clone()
-            ours[f"heads.{head}.lm_head.weight"] = last if "d2t" not in tensors else last[target_ids(tensors["d2t"])]
+                native[f"heads.{head}.blocks.{layer}.linear.bias"] = weight.new_zeros(width) if bias is None else bias
+            head_weight = tensors[f"lm_heads.{head}.weight"] if shared is None else shared.clone()
+            native[f"heads.{head}.lm_head.weight"] = (
+                head_weight if "d2t" not in tensors else head_weight[target_ids(tensors["d2t"])]
+            )
         if "d2t" in tensors:
-            ours["d2t"] = tensors["d2t"]
+            native["d2t"] = tensors["d2t"]
         elif "token_map" in tensors:
             ids = tensors["token_map"].to(torch.int64)
-            ours["d2t"] = ids - torch.arange(len(ids))
-        return medusa_checkpoint(files, ours, heads, layers, int(config["vocab_size"]), None)
+            native["d2t"] = ids - torch.arange(len(ids))
+        return medusa_checkpoint(files, native, heads, layers, int(config["vocab_size"]), None)
 
     def findings(self, files: DrafterFiles) -> Iterator[Finding]:
         config, tensors = files.config, files.tensors
@@ -179,19 +184,19 @@ class VllmMedusa(Layout):
             if remapped:
                 yield Finding(
                     "num-attention-heads" if "attention" in key else "count-key", "error", f"config.json holds {key}",
-                    "vLLM takes every key with num and heads or layers for the number of Medusa heads or blocks",
+                    "vLLM reads every key with num and heads or layers as the number of Medusa heads or blocks",
                     f"delete {key}",
                 )  # fmt: skip
         if any(name.endswith(".bias") for name in tensors) and not config.get("medusa_fc_bias"):
             yield Finding(
                 "medusa-bias", "error", "medusa_fc_bias is not true and the blocks have biases",
-                "vLLM drops them without a word", 'write "medusa_fc_bias": true',
+                "vLLM silently drops them", 'write "medusa_fc_bias": true',
             )  # fmt: skip
         rows = config.get("truncated_vocab_size") or config.get("vocab_size")
         if not config.get("original_lm_head") and rows != config.get("vocab_size"):
             yield Finding(
                 "short-heads", "error", f"truncated_vocab_size={rows} is below vocab_size and every head has an output layer",
-                "vLLM gives such heads vocab_size rows and stops while it loads them",
+                "vLLM allocates vocab_size rows for such heads and stops while it loads them",
                 "fill them up: spectrain convert DIR OUT --to vllm",
             )  # fmt: skip
         ids = tensors.get("token_map")
@@ -202,12 +207,13 @@ class VllmMedusa(Layout):
             )  # fmt: skip
         elif ids is not None and len(ids.unique()) < len(ids):
             yield Finding(
-                "token-map-offsets", "error", "token_map says one id twice: offsets, as EAGLE-3 has, in place of ids?",
-                "drafts are other tokens than were meant", "write the target's id of every row of lm_heads",
+                "token-map-offsets", "error",
+                "token_map holds the same id twice; perhaps it holds offsets, as EAGLE-3's maps do",
+                "drafts are other tokens than intended", "write the target's id of every row of lm_heads",
             )  # fmt: skip
         if ids is not None and rows == config.get("vocab_size"):
             yield Finding(
-                "truncated-vocab-size", "error", "there is a token_map and truncated_vocab_size is not below vocab_size",
+                "truncated-vocab-size", "error", "the files hold token_map, but truncated_vocab_size is not below vocab_size",
                 "vLLM ignores the map", f'write "truncated_vocab_size": {len(ids)}',
             )  # fmt: skip
 
@@ -215,18 +221,18 @@ class VllmMedusa(Layout):
         tensors, settings = drafter.tensors, drafter.drafter
         rows, vocab = len(tensors["d2t"]), len(tensors["t2d"])
         heads, layers = settings["num_heads"], settings["num_layers"]
-        theirs = {}
+        renamed = {}
         for head in range(heads):
             for layer in range(layers):
                 for kind in ("weight", "bias"):
-                    theirs[f"blocks.{head}.layers.{layer}.{kind}"] = tensors[f"heads.{head}.blocks.{layer}.linear.{kind}"]
-            theirs[f"lm_heads.{head}.weight"] = fill_rows(tensors[f"heads.{head}.lm_head.weight"], tensors["d2t"], vocab)
+                    renamed[f"blocks.{head}.layers.{layer}.{kind}"] = tensors[f"heads.{head}.blocks.{layer}.linear.{kind}"]
+            renamed[f"lm_heads.{head}.weight"] = fill_rows(tensors[f"heads.{head}.lm_head.weight"], tensors["d2t"], vocab)
         if rows < vocab:
-            theirs["d2t"] = tensors["d2t"]
+            renamed["d2t"] = tensors["d2t"]
         config = {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
-            "hidden_size": head_width(theirs),
+            "hidden_size": head_width(renamed),
             "vocab_size": vocab,
             "truncated_vocab_size": vocab,
             "num_heads": heads,
@@ -237,7 +243,7 @@ class VllmMedusa(Layout):
             "torch_dtype": drafter.dtype,
         }
         write_json(directory / "config.json", config)
-        write_tensors(directory / "model.safetensors", theirs)
+        write_tensors(directory / "model.safetensors", renamed)
 
     def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
         heads = drafter.drafter["num_heads"]
@@ -245,41 +251,41 @@ class VllmMedusa(Layout):
 
 
 def as_original(files: DrafterFiles) -> DrafterFiles:
-    """vLLM's config.json beside tensors under their authors' names, which vLLM reads as well."""
+    """Return the files of vLLM's config.json with tensors under their authors' names, which vLLM reads as well."""
     config = {"medusa_num_heads": files.config["num_heads"], "medusa_num_layers": files.config["num_hidden_layers"]}
     return DrafterFiles(files.directory, config, files.tensors)
 
 
 def target_ids(d2t: Tensor) -> Tensor:
-    """The target's id of every drafted token."""
+    """Return the target's id of every draft token."""
     return d2t + torch.arange(len(d2t))
 
 
 def fill_rows(head: Tensor, d2t: Tensor, vocab: int) -> Tensor:
-    """An output layer of all V rows that drafts the same tokens: the rest hold the mean of the rows."""
+    """Return an output layer of all V rows that drafts the same tokens: the other rows hold the mean of the rows."""
     if len(head) == vocab:
         return head
-    whole = head.float().mean(0).to(head.dtype).repeat(vocab, 1)
-    whole[target_ids(d2t)] = head
-    return whole
+    full = head.float().mean(0).to(head.dtype).repeat(vocab, 1)
+    full[target_ids(d2t)] = head
+    return full
 
 
 def head_width(tensors: dict[str, Tensor]) -> int:
-    """H, from any of the blocks."""
+    """Return H, from any of the blocks."""
     return next((tensor.shape[-1] for name, tensor in tensors.items() if name.endswith("weight") and tensor.dim() == 2), 0)
 
 
 def medusa_checkpoint(
     files: DrafterFiles, tensors: dict[str, Tensor], heads: int, layers: int, vocab: int | None, target: str | None
 ) -> DrafterCheckpoint:
-    """Our drafter of these tensors; without d2t the heads draft every token."""
+    """Return spectrain's drafter of these tensors; without d2t the heads draft every token."""
     rows = tensors["heads.0.lm_head.weight"].shape[0]
     vocab = vocab or rows
     tensors.setdefault("d2t", torch.zeros(rows, dtype=torch.int64))
     ids = target_ids(tensors["d2t"])
     tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
-    kept = files.read_metadata()
-    drafter: dict[str, Any] = {"_target_": MEDUSA_CLASS, **kept.drafter}
+    metadata = files.read_metadata()
+    drafter: dict[str, Any] = {"_target_": MEDUSA_CLASS, **metadata.drafter}
     drafter |= {"num_heads": heads, "num_layers": layers, "vocab_size": rows}
-    said = kept.target if target is None else target
-    return DrafterCheckpoint(drafter, tensors, said, description=kept.description)
+    reference = metadata.target if target is None else target
+    return DrafterCheckpoint(drafter, tensors, reference, description=metadata.description)

@@ -1,4 +1,5 @@
-"""A copy of the target's own checkpoint with its MTP layers replaced, or with one added: what engines load as the target."""
+"""The layout of MTP: a copy of the target's own checkpoint with its MTP layers replaced or added, which engines load as the
+target."""
 
 from __future__ import annotations
 
@@ -32,11 +33,12 @@ from .targets import TargetFiles
 
 MTP_CLASS = "spectrain.drafters.mtp.Mtp"
 MTP_SHARD = "model-mtp.safetensors"
-SKIPPED_FILES = ("README.md", ".gitattributes", INDEX_FILE, "config.json")  # of the target's files, those that are not copied
+SKIPPED_FILES = ("README.md", ".gitattributes", INDEX_FILE, "config.json")
+"""Files of the target that are not copied."""
 
 
 class MtpTargetLayout(Layout):
-    """The target's files with the trained layer in the place of every MTP layer; new tensors lie in a shard of their own."""
+    """The target's files with the trained layer in place of every MTP layer; the new tensors are in a separate shard."""
 
     name = "mtp"
     title = "target with MTP layers"
@@ -44,36 +46,38 @@ class MtpTargetLayout(Layout):
     holds_target = True
 
     def matches_files(self, files: DrafterFiles) -> bool:
-        named = any(
+        has_architecture = any(
             name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in files.config.get("architectures") or []
         )
-        return named and find_layout(files.tensors) is not None
+        return has_architecture and find_layout(files.tensors) is not None
 
     def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
         return ExpectedTensors({name: tuple(tensor.shape) for name, tensor in files.tensors.items()})
 
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
-        kept = files.read_metadata()
+        metadata = files.read_metadata()
         checkpoint = CheckpointReader(files.directory)
         layout = find_layout(files.tensors)
         assert layout is not None
         prefix = checkpoint.layer_prefixes(layout)[0]
         tensors = {name.removeprefix(prefix): files.tensors[name] for name in checkpoint.layer_tensor_names(layout, prefix)}
-        drafter: dict[str, Any] = {"_target_": MTP_CLASS, **kept.drafter, "start": "new"}
-        said = kept.target or str(files.directory)
-        return DrafterCheckpoint(drafter, layout.to_internal(tensors), said, description=kept.description)
+        drafter: dict[str, Any] = {"_target_": MTP_CLASS, **metadata.drafter, "start": "new"}
+        reference = metadata.target or str(files.directory)
+        return DrafterCheckpoint(drafter, layout.to_internal(tensors), reference, description=metadata.description)
 
     def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
-        target = require_target(target, "its checkpoint is what the layer is stitched into")
+        target = require_target(target, "the layer is written into a copy of its checkpoint")
         source = CheckpointReader(target.directory)
-        kind = str(target.full_config.model_type)
-        layout = source.mtp_layout or next((one for one in MTP_LAYOUTS if ENGINE_LAYOUTS.get(kind) == one.title), None)
+        model_type = str(target.full_config.model_type)
+        layout = source.mtp_layout or next(
+            (candidate for candidate in MTP_LAYOUTS if ENGINE_LAYOUTS.get(model_type) == candidate.title), None
+        )
         if layout is None:
             raise UserError(
-                f"format=mtp: no engine drafts with MTP layers for {kind} models, and {target.reference} ships none; use "
+                f"format=mtp: no engine drafts with MTP layers for {model_type} models, and {target.reference} ships none; use "
                 "recipe=eagle3"
             )
-        found = stitch_layer(drafter.tensors, source, layout, target)
+        stitched = stitch_layer(drafter.tensors, source, layout, target)
         for path in sorted(source.directory.iterdir()):
             if (
                 path.is_file()
@@ -81,9 +85,11 @@ class MtpTargetLayout(Layout):
                 and path.suffix not in (".safetensors", ".gguf", *PICKLE_SUFFIXES)
             ):
                 shutil.copy2(path, directory / path.name)
-        files = copy_without(source, {*found}, directory)
-        save_file({name: found[name].contiguous() for name in sorted(found)}, directory / MTP_SHARD, metadata={"format": "pt"})
-        write_index(directory, files | dict.fromkeys(found, MTP_SHARD))
+        files = copy_without(source, {*stitched}, directory)
+        save_file(
+            {name: stitched[name].contiguous() for name in sorted(stitched)}, directory / MTP_SHARD, metadata={"format": "pt"}
+        )
+        write_index(directory, files | dict.fromkeys(stitched, MTP_SHARD))
         config = json.loads((source.directory / "config.json").read_text())
         write_json(directory / "config.json", config if source.mtp_layout else add_mtp_layer(config))
 
@@ -99,32 +105,32 @@ class MtpTargetLayout(Layout):
 def stitch_layer(
     tensors: dict[str, Tensor], source: CheckpointReader, layout: MtpLayout, target: TargetFiles
 ) -> dict[str, Tensor]:
-    """The trained layer's tensors by the names and in the types that the checkpoint has, or would have, for each MTP layer."""
+    """Return the trained layer's tensors for each MTP layer, named and typed as in the checkpoint."""
     prefixes = source.layer_prefixes(layout) or [layout.prefix.format(layer=target.num_layers, index=0)]
-    beside = [name for name in source.tensor_files if name.startswith(prefixes[0])] or [*source.tensor_files]
-    theirs = layout.to_checkpoint(tensors, by_expert=not any(name.endswith(FUSED_EXPERTS) for name in beside))
-    found = {prefix + name: tensor for prefix in prefixes for name, tensor in theirs.items()}
+    neighbours = [name for name in source.tensor_files if name.startswith(prefixes[0])] or [*source.tensor_files]
+    renamed = layout.to_checkpoint(tensors, by_expert=not any(name.endswith(FUSED_EXPERTS) for name in neighbours))
+    stitched = {prefix + name: tensor for prefix in prefixes for name, tensor in renamed.items()}
     if source.mtp_layout is not None:
-        lacking = sorted({*source.layer_tensor_names(layout, prefixes[0])} ^ {prefixes[0] + name for name in theirs})
-        if lacking:
+        differing = sorted({*source.layer_tensor_names(layout, prefixes[0])} ^ {prefixes[0] + name for name in renamed})
+        if differing:
             raise UserError(
-                f"format=mtp: {target.reference} and the drafter differ in {lacking[0]}; it was trained for another target"
+                f"format=mtp: {target.reference} and the drafter differ in {differing[0]}; it was trained for another target"
             )
-    return {name: tensor.to(tensor_dtype(name, source)) for name, tensor in found.items()}
+    return {name: tensor.to(tensor_dtype(name, source)) for name, tensor in stitched.items()}
 
 
 def tensor_dtype(name: str, source: CheckpointReader) -> torch.dtype:
-    """In which type the checkpoint holds a tensor, or would: that of one called alike, or of the attention's output."""
+    """Return the dtype of a tensor in the checkpoint; if absent, that of a namesake or of the attention's output."""
     if name in source.tensor_files:
         return source.read_tensor(name).dtype
-    alike = [".".join(name.split(".")[-2:]), "o_proj.weight", "norm.weight"]
-    found = next(known for ending in alike for known in source.tensor_files if known.endswith(f".{ending}"))
-    return source.read_tensor(found).dtype
+    endings = [".".join(name.split(".")[-2:]), "o_proj.weight", "norm.weight"]
+    namesake = next(other for ending in endings for other in source.tensor_files if other.endswith(f".{ending}"))
+    return source.read_tensor(namesake).dtype
 
 
 def copy_without(source: CheckpointReader, replaced: set[str], directory: Path) -> dict[str, str]:
-    """Copy the checkpoint's shards, those that hold what is replaced without it; which file each tensor is in."""
-    kept: dict[str, str] = {}
+    """Copy the checkpoint's shards without the replaced tensors; return the file of each tensor."""
+    files_by_name: dict[str, str] = {}
     shards = sorted({*source.tensor_files.values()})
     for number, shard in enumerate(shards, 1):
         names = [name for name, file in source.tensor_files.items() if file == shard and name not in replaced]
@@ -137,12 +143,12 @@ def copy_without(source: CheckpointReader, replaced: set[str], directory: Path) 
             save_file({name: tensors[name] for name in names}, directory / out, metadata={"format": "pt"})
         else:
             shutil.copy2(source.directory / shard, directory / out)
-        kept |= dict.fromkeys(names, out)
-    return kept
+        files_by_name |= dict.fromkeys(names, out)
+    return files_by_name
 
 
 def write_index(directory: Path, files: dict[str, str]) -> None:
-    """Which file every tensor is in, as transformers and engines read it."""
+    """Write the index of the file that each tensor is in, which transformers and engines read."""
     size = 0
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
@@ -158,8 +164,8 @@ DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16
 
 
 def add_mtp_layer(config: dict[str, Any]) -> dict[str, Any]:
-    """The target's configuration, which says that there is one MTP layer, by the names that engines and transformers know, and
-    of what kind it is where layers are of several."""
+    """Return the target's configuration with one MTP layer, under the keys of engines and transformers, and its kind if layers
+    have kinds."""
     text = config.get("text_config", config)
     text |= {"num_nextn_predict_layers": 1, **mtp_layer_types(text)}
     if str(text.get("model_type")).startswith("qwen3_5"):

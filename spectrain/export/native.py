@@ -1,4 +1,4 @@
-"""Our own layout: config.json names the class with its settings, model.safetensors holds what the class calls its tensors."""
+"""Spectrain's own layout: config.json names the class with its settings, model.safetensors holds the class's tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from spectrain.drafters.peagle import NUM_DRAFTS
 from spectrain.errors import UserError
 from spectrain.provenance import package_versions
 
-from .block_families import FAMILIES
+from .block_families import FAMILIES, Shapes
 from .eagle3 import complete_layer, complete_settings, eagle3_shapes
 from .fused_settings import FusedConfig
 from .layout import (
@@ -38,15 +38,13 @@ from .layout import (
 from .peft import adapter_shape
 from .targets import TargetFiles
 
-ARCHITECTURE_SIZES = (
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-)  # of an architecture, without a target
+ARCHITECTURE_SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+"""Keys of an `architecture` that needs no target."""
 
 
 class NativeLayout(Layout):
+    """The layout of a run's drafter directory."""
+
     name = "spectrain"
     title = "spectrain's own layout"
     families = (
@@ -63,13 +61,12 @@ class NativeLayout(Layout):
         parse_description(files.config, files.directory / "config.json")
 
     def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
-        held = self.as_fused(files)
-        if held is None:
-            return self._expected_from_config(files) or ExpectedTensors(
-                {name: (None,) * tensor.dim() for name, tensor in files.tensors.items()}
-            )
-        said, vocab = held[0], held[0].layer_config["vocab_size"]
-        return ExpectedTensors(eagle3_shapes(said, min(said.draft_vocab_size or vocab, vocab), vocab))
+        fused = self.as_fused(files)
+        if fused is None:
+            present: Shapes = {name: (None,) * tensor.dim() for name, tensor in files.tensors.items()}
+            return self._expected_from_config(files) or ExpectedTensors(present)
+        config, vocab = fused[0], fused[0].layer_config["vocab_size"]
+        return ExpectedTensors(eagle3_shapes(config, min(config.draft_vocab_size or vocab, vocab), vocab))
 
     def as_fused(self, files: DrafterFiles) -> tuple[FusedConfig, dict[str, Tensor]] | None:
         drafter = self._resolve_settings(files)
@@ -86,8 +83,10 @@ class NativeLayout(Layout):
         return FusedConfig(layer, drafter.get("layers"), variants, drafter.get("vocab_size", 32000)), dict(files.tensors)
 
     def _expected_from_config(self, files: DrafterFiles) -> ExpectedTensors | None:
-        """The tensors of the drafter that config.json describes, built without data; None where it cannot be built, which
-        other findings tell, or where its target would have to be downloaded."""
+        """Return the tensors of the drafter that config.json describes, built on the device "meta".
+
+        Return None where it cannot be built, which other findings report, or where its target would have to be downloaded.
+        """
         target = self._target_files(files)
         if target is None or not target.is_local:
             return None
@@ -96,13 +95,14 @@ class NativeLayout(Layout):
                 drafter: Drafter = build(self._resolve_settings(files), target=target.build_meta_target())
         except (UserError, *MALFORMED_ERRORS, KeyError):
             return None
-        places = drafter.saved.layout(drafter)
+        saved_names = drafter.saved.layout(drafter)
         shapes = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
-        first = dict([*drafter.named_parameters(), *drafter.named_buffers()])  # of tied ones, the only one that is saved
-        there = {name: places.get(name, ("", name))[1] for name in shapes}
+        # Of tied tensors, named_parameters lists the first, and only that one is saved.
+        required = dict([*drafter.named_parameters(), *drafter.named_buffers()])
+        file_names = {name: saved_names.get(name, ("", name))[1] for name in shapes}
         return ExpectedTensors(
-            {there[name]: shape for name, shape in shapes.items() if name in first},
-            {there[name]: shape for name, shape in shapes.items() if name not in first},
+            {file_names[name]: shape for name, shape in shapes.items() if name in required},
+            {file_names[name]: shape for name, shape in shapes.items() if name not in required},
         )
 
     def _target_files(self, files: DrafterFiles) -> TargetFiles | None:
@@ -110,11 +110,11 @@ class NativeLayout(Layout):
         return TargetFiles.from_settings(settings) if settings else None
 
     def _resolve_settings(self, files: DrafterFiles) -> dict[str, Any]:
-        """The settings, with everything said that shapes the weights."""
+        """Return the drafter's settings with everything filled in that shapes its weights."""
         drafter: dict[str, Any] = copy.deepcopy(files.read_group("drafter") or {})
-        shaped = SHAPE_READERS.get(choice_name("drafter", drafter))
-        if shaped is not None:
-            drafter |= shaped(drafter, files, self._target_files(files))
+        read_shape = SHAPE_READERS.get(choice_name("drafter", drafter))
+        if read_shape is not None:
+            drafter |= read_shape(drafter, files, self._target_files(files))
         if "d2t" in files.tensors:
             drafter["vocab_size"] = len(files.tensors["d2t"])
         return drafter
@@ -133,14 +133,16 @@ class NativeLayout(Layout):
 
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
         target_files = self._target_files(files)
-        said = None if target_files is None else target_files.reference
-        places = (files.directory / "target", files.directory.parent / "target")
-        trained = next((place for place in places if place.is_dir()), None)
-        path = files.directory / "config.json"
-        kept = parse_groups({k: files.config[k] for k in (*DESCRIPTION_KEYS, "target") if files.config.get(k)}, path)
+        reference = None if target_files is None else target_files.reference
+        candidates = (files.directory / "target", files.directory.parent / "target")
+        trained_target = next((path for path in candidates if path.is_dir()), None)
+        config_path = files.directory / "config.json"
+        description = parse_groups(
+            {k: files.config[k] for k in (*DESCRIPTION_KEYS, "target") if files.config.get(k)}, config_path
+        )
         if adapter := files.read_sidecar("adapter_config.json"):
-            kept["adapter_config"] = adapter
-        return DrafterCheckpoint(self._resolve_settings(files), dict(files.tensors), said, trained, kept)
+            description["adapter_config"] = adapter
+        return DrafterCheckpoint(self._resolve_settings(files), dict(files.tensors), reference, trained_target, description)
 
     def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
         self._check_id_order(drafter)
@@ -164,46 +166,48 @@ class NativeLayout(Layout):
     def _check_id_order(self, drafter: DrafterCheckpoint) -> None:
         ids = drafter.tensors.get("d2t")
         if ids is not None and len(ids) > 1 and bool((ids[1:] < ids[:-1]).any()):
-            raise UserError("d2t: its ids do not ascend, as drafter=eagle3 and drafter=medusa want; sort the rows of lm_head")
+            raise UserError(
+                "d2t: its ids do not ascend, as drafter=eagle3 and drafter=medusa require; sort the rows of lm_head"
+            )
 
 
 def shape_of_eagle3(drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None) -> dict[str, Any]:
-    """What the description leaves to its weights, how many layers there are, and to the target: what these are, and which
-    features it reads."""
+    """Fill in the number of layers from the weights, and the layer and the fused features from the target."""
     count = 1 + len({name.split(".")[1] for name in files.tensors if name.startswith("later.")})
-    said = {"num_layers": count, **drafter}
+    settings = {"num_layers": count, **drafter}
     if drafter.get("layers") and set(ARCHITECTURE_SIZES) <= set(drafter.get("architecture") or {}):
-        return said
-    return complete_settings(said, require_named_target(target, files))
+        return settings
+    return complete_settings(settings, require_named_target(target, files))
 
 
 def shape_of_eagle1(drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None) -> dict[str, Any]:
-    """The layer, which a description may leave to the target, and whether fc has a bias."""
-    asked = drafter.get("architecture")
-    whole = asked if set(ARCHITECTURE_SIZES) <= set(asked or {}) else complete_layer(asked, require_named_target(target, files))
-    return {"architecture": whole, "bias": "fc.bias" in files.tensors}
+    """Return the layer, from the target where the settings lack it, and whether fc has a bias."""
+    architecture = drafter.get("architecture")
+    if not set(ARCHITECTURE_SIZES) <= set(architecture or {}):
+        architecture = complete_layer(architecture, require_named_target(target, files))
+    return {"architecture": architecture, "bias": "fc.bias" in files.tensors}
 
 
 def shape_of_peagle(drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None) -> dict[str, Any]:
-    """The same, with how many tokens it drafts and whether its weights hold an embedding."""
-    own = {"num_drafts": NUM_DRAFTS, "own_embedding": "embed_tokens.weight" in files.tensors}
-    return {**own, **shape_of_eagle3(drafter, files, target)}
+    """Fill in what EAGLE-3 has, the number of drafts, and whether the weights hold an embedding."""
+    peagle_settings = {"num_drafts": NUM_DRAFTS, "own_embedding": "embed_tokens.weight" in files.tensors}
+    return {**peagle_settings, **shape_of_eagle3(drafter, files, target)}
 
 
 def shape_of_block(drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None) -> dict[str, Any]:
-    """Every setting that other layouts say too, the layer and the fused ones among them."""
-    whole = settings_with_defaults(drafter)
-    if not whole["layers"] or not whole["architecture"]:
+    """Return every setting that other layouts hold, too, with the layer and the fused features filled in."""
+    settings = settings_with_defaults(drafter)
+    if not settings["layers"] or not settings["architecture"]:
         target = require_named_target(target, files)
-        layers = whole["layers"] or default_layers(target.num_layers, whole["num_layers"])
-        whole |= {"layers": sorted(set(layers)), "architecture": complete_layer(whole["architecture"], target)}
-    return {key: whole[key] for key in (*BLOCK_SETTINGS, *FAMILIES[choice_name("drafter", drafter)].config_keys)}
+        layers = settings["layers"] or default_layers(target.num_layers, settings["num_layers"])
+        settings |= {"layers": sorted(set(layers)), "architecture": complete_layer(settings["architecture"], target)}
+    return {key: settings[key] for key in (*BLOCK_SETTINGS, *FAMILIES[choice_name("drafter", drafter)].config_keys)}
 
 
 def require_named_target(target: TargetFiles | None, files: DrafterFiles) -> TargetFiles:
-    """The target that settings are left to."""
+    """Return the target that settings depend on, or raise UserError where config.json names none."""
     if target is None:
-        raise UserError(f"{files.directory / 'config.json'}: it names no target and leaves settings to it; write target")
+        raise UserError(f"{files.directory / 'config.json'}: it names no target, and settings depend on it; write target")
     return target
 
 
@@ -229,4 +233,4 @@ SHAPE_READERS = {
     "gated_lora": shape_of_adapter,
     **dict.fromkeys(FAMILIES, shape_of_block),
 }
-"""Family -> the settings that a description may leave unsaid and its weights or its target fix."""
+"""Family -> the settings that a description may omit because weights or target determine them."""

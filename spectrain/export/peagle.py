@@ -1,4 +1,4 @@
-"""P-EAGLE: EAGLE-3's layouts with `mask_hidden`, a mask token and, mostly, an embedding that was trained."""
+"""The layouts of P-EAGLE: EAGLE-3's with `mask_hidden`, a mask token and, usually, a trained embedding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from .serving import serve_vllm
 from .speculators import SpeculatorsEagle3
 from .targets import TargetFiles
 
-MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # where vLLM looks for the mask token, in this order
+MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+"""Keys that vLLM reads the mask token from, in this order."""
 
 
 class PEagleLayout(Eagle3Layout):
@@ -30,20 +31,20 @@ class PEagleLayout(Eagle3Layout):
 
     @abstractmethod
     def read_num_drafts(self, files: DrafterFiles) -> int | None:
-        """How many tokens the files say that it drafts."""
+        """Return the number of drafts that the files name."""
 
     def mask_token_id(self, files: DrafterFiles) -> Any:
-        """The mask's id, where the files say one."""
+        """Return the id of the mask token, or None where the files name none."""
         return next((files.config[key] for key in MASK_TOKEN_KEYS if files.config.get(key) is not None), None)
 
-    def native_shapes(self, said: FusedConfig, draft_vocab: int) -> dict[str, tuple[int | None, ...]]:
-        found = eagle3_shapes(said, draft_vocab, int(said.layer_config["vocab_size"]))
-        return {**found, "mask_hidden": (1, 1, found["fc.weight"][1])}
+    def native_shapes(self, config: FusedConfig, draft_vocab: int) -> dict[str, tuple[int | None, ...]]:
+        shapes = eagle3_shapes(config, draft_vocab, int(config.layer_config["vocab_size"]))
+        return {**shapes, "mask_hidden": (1, 1, shapes["fc.weight"][1])}
 
-    def family_settings(self, files: DrafterFiles, said: FusedConfig, own_embedding: bool) -> dict[str, Any]:
+    def family_settings(self, files: DrafterFiles, config: FusedConfig, own_embedding: bool) -> dict[str, Any]:
         num_drafts = self.read_num_drafts(files)
         return {
-            "architecture": said.architecture,
+            "architecture": config.architecture,
             "own_embedding": own_embedding,
             "mask_token_id": self.mask_token_id(files),
             **({} if num_drafts is None else {"num_drafts": num_drafts}),
@@ -54,7 +55,7 @@ class PEagleLayout(Eagle3Layout):
         token, rows = self.mask_token_id(files), self.parse_config(files).layer_config["vocab_size"]
         if not isinstance(token, int) or not 0 <= token < rows:
             yield Finding(
-                "mask-token", "error", f"the mask token is {token}, no row of the embedding, which has {rows}",
+                "mask-token", "error", f"the mask token is {token}, outside the embedding, which has {rows} rows",
                 "engines refuse the file, or read another row", "write the id that it was trained with",
             )  # fmt: skip
 
@@ -64,12 +65,13 @@ class PEagleLayout(Eagle3Layout):
 
 
 class SpeculatorsPEagle(PEagleLayout, SpeculatorsEagle3):
-    """As the speculators library writes it and vLLM reads it."""
+    """The layout of P-EAGLE that the speculators library writes and vLLM reads."""
 
     title = "P-EAGLE, speculators layout"
     model_type = "peagle"
     architecture = "PEagleSpeculator"
-    flags = ("norm_before_residual", "norm_before_fc", "fc_norm")  # there is no next step to feed normed states to
+    # Without norm_output: there is no next step to feed normed states to.
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm")
     implied_flags = ()
     trains_embedding = True
 
@@ -87,14 +89,17 @@ class SpeculatorsPEagle(PEagleLayout, SpeculatorsEagle3):
         yield from super().findings(files)
         if files.config.get("fc_norm"):
             yield Finding(
-                "fc-norm-dropped", "warning", "fc_norm is on", "vLLM 0.32 hands this flag on for EAGLE-3 alone, and stops at "
-                "the norms of a P-EAGLE", "serve the flat layout: spectrain convert DIR OUT --to flat --target TARGET",
+                "fc-norm-dropped", "warning", "fc_norm is on", "vLLM 0.32 honours this flag for EAGLE-3 only, and stops "
+                "at the norms of a P-EAGLE", "serve the flat layout: spectrain convert DIR OUT --to flat --target TARGET",
             )  # fmt: skip
 
 
 class FlatPEagle(PEagleLayout, FlatEagle3):
-    """EAGLE-3's flat config.json with `pard_token`, which vLLM alone serves: ids of layers are its own, and the embedding lies
-    beside the layers. `ptd_token_id`, as others call the token, is read too."""
+    """EAGLE-3's flat config.json with `pard_token`, which only vLLM serves.
+
+    Layer ids are vLLM's, which are spectrain's, and the files hold the embedding. `ptd_token_id`, another name of the token, is
+    read, too.
+    """
 
     name = "flat"
     title = "P-EAGLE, flat layout"
@@ -111,7 +116,7 @@ class FlatPEagle(PEagleLayout, FlatEagle3):
     def numbering_findings(self, files: DrafterFiles) -> Iterator[Finding]:
         if self._layer_ids(files.config) is None:
             yield Finding(
-                "layer-ids-missing", "warning", "eagle_aux_hidden_state_layer_ids is missing", "vLLM takes its own default",
+                "layer-ids-missing", "warning", "eagle_aux_hidden_state_layer_ids is missing", "vLLM uses its own default",
                 "write the layers that it was trained on",
             )  # fmt: skip
 
@@ -120,7 +125,7 @@ class FlatPEagle(PEagleLayout, FlatEagle3):
         if self._layer_ids(files.config) == lower:
             yield Finding(
                 "layer-ids-numbering", "warning", f"layer ids are {lower}, the default in SGLang's numbering",
-                "vLLM, which alone serves P-EAGLE, takes them as they are and fuses the layers before those",
+                "vLLM, the only engine of P-EAGLE, uses them unchanged and fuses the preceding layers",
                 f"write {[layer + 1 for layer in lower]}, unless it was trained on these",
             )  # fmt: skip
 
@@ -129,8 +134,8 @@ class FlatPEagle(PEagleLayout, FlatEagle3):
 
     def extra_config(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> dict[str, Any]:
         layers = drafter.drafter.get("layers")
-        said = {} if layers is None else {"eagle_aux_hidden_state_layer_ids": layers}
-        return {**said, "pard_token": drafter.drafter["mask_token_id"]}
+        layer_ids = {} if layers is None else {"eagle_aux_hidden_state_layer_ids": layers}
+        return {**layer_ids, "pard_token": drafter.drafter["mask_token_id"]}
 
     def check_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
-        """Everything of P-EAGLE's can be said."""
+        """Accept every drafter: this layout can hold all of P-EAGLE."""

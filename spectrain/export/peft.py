@@ -1,4 +1,4 @@
-"""Gated LoRA: the adapter as peft reads it, and beside it what peft has no words for: masks, sampler head, gate."""
+"""The peft layout of gated LoRA: peft's own adapter files, and further files for masks, sampler head and gate."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ GATED_LORA_CLASS = "spectrain.drafters.gated_lora.GatedLora"
 
 
 def adapter_shape(tensors: dict[str, Tensor], adapter: dict[str, Any]) -> dict[str, Any]:
-    """The settings that the weights fix, from them and from peft's own."""
+    """Return the settings that weights and peft's own settings determine."""
     shape = {"rank": adapter["r"], "alpha": adapter["lora_alpha"], "sampler": "sampler.first.weight" in tensors}
     return {**shape, "num_masks": tensors["masks"].shape[0]} if "masks" in tensors else {**shape, "noise": "uniform"}
 
 
 class PeftLayout(Layout):
-    """adapter_config.json and adapter_model.safetensors are peft's; gated_lora.json and masks.safetensors are ours."""
+    """The peft layout: adapter_config.json and adapter_model.safetensors are peft's; gated_lora.json and masks.safetensors
+    spectrain's."""
 
     name = "peft"
     title = "gated LoRA, peft layout"
@@ -45,30 +46,28 @@ class PeftLayout(Layout):
         return ExpectedTensors(shapes)
 
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
-        settings, kept = files.read_sidecar("gated_lora.json"), files.read_metadata()
+        settings, metadata = files.read_sidecar("gated_lora.json"), files.read_metadata()
         shape = {key: settings[key] for key in ("num_masks", "rank", "alpha", "sampler")}
-        drafter = {"_target_": GATED_LORA_CLASS, **kept.drafter, **shape}
-        description = {**kept.description, "adapter_config": files.read_sidecar("adapter_config.json")}
-        return DrafterCheckpoint(drafter, dict(files.tensors), kept.target, description=description)
+        drafter = {"_target_": GATED_LORA_CLASS, **metadata.drafter, **shape}
+        description = {**metadata.description, "adapter_config": files.read_sidecar("adapter_config.json")}
+        return DrafterCheckpoint(drafter, dict(files.tensors), metadata.target, description=description)
 
     def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
         adapter = drafter.description.get("adapter_config")
         if adapter is None:
-            raise UserError(
-                "adapter_config.json: it is missing beside the drafter (drafter.rank=0 has none), so peft could not read it"
-            )
+            raise UserError("adapter_config.json: the drafter has none (as with drafter.rank=0), so peft could not read it")
         tensors = drafter.tensors
         if any(name.startswith("transfer.") for name in tensors) or drafter.drafter.get("ensembles", 1) > 1:
             raise UserError(
-                "format=peft: it holds a vector for each mask; this drafter has ensembles of them, or states made inside the "
-                "target; score it with spectrain eval, which needs no engine"
+                "format=peft: it holds one vector for each mask; this drafter has ensembles of vectors, or transferred "
+                "hidden states; score it with spectrain eval, which needs no engine"
             )
         if "masks" not in tensors:
             raise UserError("format=peft: this drafter has no mask vectors (drafter.noise=uniform); use format=uno")
         settings = {
             **adapter_shape(tensors, adapter),
             "width": tensors["masks"].shape[1],
-            "gate": "the adapter acts on mask tokens alone; elsewhere the target is what it was, bit by bit",
+            "gate": "the adapter acts on mask tokens only; elsewhere the target is unchanged, bit by bit",
         }
         write_json(directory / "gated_lora.json", settings)
         write_json(directory / "adapter_config.json", adapter)

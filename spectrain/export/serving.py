@@ -1,4 +1,4 @@
-"""Commands that serve a drafter."""
+"""Shell commands that serve a drafter."""
 
 import json
 import shlex
@@ -15,7 +15,7 @@ def serve_sglang(target: str, algorithm: str, drafter_path: str, num_steps: int)
 
 
 def serve_sglang_mtp(target: str, num_steps: int) -> str:
-    """Of a target that holds its MTP layer itself."""
+    """Return the command for a target that contains its MTP layer."""
     steps = f"--speculative-num-steps {num_steps} --speculative-eagle-topk 1"
     return (
         f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm NEXTN {steps} "
@@ -24,7 +24,7 @@ def serve_sglang_mtp(target: str, num_steps: int) -> str:
 
 
 def serve_sglang_block(target: str, algorithm: str, drafter_path: str, num_tokens: int) -> str:
-    """Of what drafts in one pass; `num_tokens` are those of a block, the newest token too."""
+    """Return the command for a block drafter; `num_tokens` is the size of a block, the last committed token included."""
     return f"{_launch_command(target, algorithm, drafter_path)} --speculative-num-draft-tokens {num_tokens}"
 
 
@@ -33,7 +33,7 @@ def serve_sglang_dspark(target: str, drafter_path: str, num_tokens: int) -> str:
 
 
 def serve_sglang_uno(target: str, adapter_path: str, num_tokens: int) -> str:
-    """`num_tokens` are those of a draft: the target's own next one and the masks'."""
+    """Return the command for Uno; `num_tokens` counts the target's own next token and the masks."""
     return (
         f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm UNO "
         f"--uno-lora-path {shlex.quote(adapter_path)} --speculative-num-draft-tokens {num_tokens}"

@@ -1,4 +1,4 @@
-"""EAGLE-3 as the speculators library writes it and vLLM reads it."""
+"""The layout of EAGLE-3 that the speculators library writes and vLLM reads."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .layout import DrafterCheckpoint, DrafterFiles, Finding, require_target, wr
 from .serving import serve_vllm
 from .targets import TargetFiles
 
-SPECULATORS_VERSION = "0.9.0"  # of the library, whose files these equal
+SPECULATORS_VERSION = "0.9.0"  # of the library, whose files these match
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 class SpeculatorsEagle3(Eagle3Layout):
-    """`layers.0.` names, the drafter's layer under `transformer_layer_config`, the target under `speculators_config`."""
+    """The speculators layout of EAGLE-3: its layer in `transformer_layer_config`, its target in `speculators_config`."""
 
     name = "vllm"
     title = "EAGLE-3, speculators layout"
@@ -29,18 +29,18 @@ class SpeculatorsEagle3(Eagle3Layout):
     model_type = "eagle3"
     architecture = "Eagle3DraftModel"
     flags: tuple[str, ...] = NORM_FLAGS
-    implied_flags: tuple[str, ...] = ("norm_before_residual",)  # flags that vLLM takes to be on where the file does not say
+    implied_flags: tuple[str, ...] = ("norm_before_residual",)  # flags whose default is true in vLLM
     trains_embedding = False
 
     def matches_files(self, files: DrafterFiles) -> bool:
         return files.config.get("speculators_model_type") == self.model_type
 
     def num_drafts(self, drafter: DrafterCheckpoint) -> int:
-        """How many tokens an engine is told to draft."""
+        """Return the number of tokens that an engine is configured to draft."""
         return 3
 
     def extra_config(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
-        """What config.json says beside what every drafter of these layers does."""
+        """Return further entries of config.json."""
         return {}
 
     def parse_config(self, files: DrafterFiles) -> FusedConfig:
@@ -63,26 +63,26 @@ class SpeculatorsEagle3(Eagle3Layout):
         config = files.config
         for flag in (flag for flag in self.implied_flags if flag not in config):
             yield Finding(
-                "norm-flag-implicit", "error", f"config.json does not say {flag}",
-                "vLLM takes true where it is missing and the speculators library false, so one of them drafts with another "
+                "norm-flag-implicit", "error", f"config.json lacks {flag}",
+                "the default is true in vLLM and false in the speculators library, so one of them drafts from another "
                 "residual stream", "write the value that it was trained with",
             )  # fmt: skip
         if config.get("norm_before_fc") and config.get("fc_norm"):
             yield Finding(
                 "norm-flags-exclusive", "error", "norm_before_fc and fc_norm are both on", "engines refuse the file",
-                "leave on the one whose tensors are there",
+                "leave on the flag whose tensors the files hold",
             )  # fmt: skip
         yield from proposal_findings(files)
         if config.get("eagle_aux_hidden_state_layer_ids") is None:
             yield Finding(
                 "layer-ids-missing", "warning", "eagle_aux_hidden_state_layer_ids is missing",
-                "every engine takes its own default", "write the layers that it was trained on",
+                "every engine uses its own default", "write the layers that it was trained on",
             )  # fmt: skip
         embedding = files.tensors.get("embed_tokens.weight")
         if embedding is None:
             yield Finding(
                 "missing-embed-tokens", "error", "embed_tokens.weight is missing",
-                "vLLM borrows the target's, but the speculators library loads zeros in its place and says nothing",
+                "vLLM uses the target's, but the speculators library silently loads zeros",
                 "write the target's embedding: spectrain convert DIR OUT --to vllm --target TARGET",
             )  # fmt: skip
 
@@ -115,15 +115,15 @@ class SpeculatorsEagle3(Eagle3Layout):
         }
         write_json(directory / "config.json", config)
         tensors["t2d"] = tensors["t2d"].to(torch.bool)
-        named = {layout_name(name, self.prefix): tensor for name, tensor in drop_full_maps(tensors).items()}
-        write_tensors(directory / "model.safetensors", named)
+        renamed = {layout_name(name, self.prefix): tensor for name, tensor in drop_full_maps(tensors).items()}
+        write_tensors(directory / "model.safetensors", renamed)
 
     def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
         return {"vLLM": serve_vllm(target, {"method": "eagle3", "model": drafter_path, "num_speculative_tokens": 3})}
 
 
 def common_layer_config(target: TargetFiles) -> dict[str, Any]:
-    """What the library writes of a layer that does not shape it."""
+    """Return the entries that the library writes for a layer and that do not shape it."""
     return {
         "attention_dropout": 0.0,
         "initializer_range": getattr(target.config, "initializer_range", 0.02),
@@ -133,7 +133,7 @@ def common_layer_config(target: TargetFiles) -> dict[str, Any]:
 
 
 def proposal_config(algorithm: str, num_tokens: int, target: TargetFiles) -> dict[str, Any]:
-    """`speculators_config`: so many drafts a round, for this target."""
+    """Return `speculators_config`: the number of drafts a round, and the target."""
     method = {"proposal_type": "greedy", "speculative_tokens": num_tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
         "algorithm": algorithm,
@@ -144,13 +144,13 @@ def proposal_config(algorithm: str, num_tokens: int, target: TargetFiles) -> dic
 
 
 def verifier_name(files: DrafterFiles) -> str | None:
-    """The target that `speculators_config` names."""
-    found: str | None = ((files.config.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
-    return found
+    """Return the target that `speculators_config` names, or None."""
+    name: str | None = ((files.config.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
+    return name
 
 
 def proposal_findings(files: DrafterFiles) -> Iterator[Finding]:
-    """What vLLM refuses a file without."""
+    """Yield the entries without which vLLM refuses a file."""
     methods = (files.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     for key, value in (
         ("speculators_config.verifier.name_or_path", verifier_name(files)),

@@ -37,26 +37,27 @@ class TargetFiles:
 
     @staticmethod
     def from_settings(settings: dict[str, Any]) -> TargetFiles:
-        """The files behind the `target` group of a configuration."""
-        said = choice_name("target", settings)
-        where = settings.get("path") or (said if said in LOADERS else settings.get("model"))
-        if not isinstance(where, str) or not where:
-            raise UserError(f"target.model={where}: this names no target; give a model directory or a name on the hub")
-        found = TargetFiles(where)
-        found.settings = {**settings, **({"model": found.settings["model"]} if "model" in settings else {})}  # a whole path
-        return found
+        """Return the files of a configuration's group `target`."""
+        choice = choice_name("target", settings)
+        reference = settings.get("path") or (choice if choice in LOADERS else settings.get("model"))
+        if not isinstance(reference, str) or not reference:
+            raise UserError(f"target.model={reference}: it does not name a target; give a model directory or a name on the hub")
+        files = TargetFiles(reference)
+        # The path becomes an absolute one.
+        files.settings = {**settings, **({"model": files.settings["model"]} if "model" in settings else {})}
+        return files
 
     @cached_property
     def directory(self) -> Path:
-        """Where the files are; the first use of a hub name downloads them."""
+        """The directory of the files; the first use of a hub name downloads them."""
         if self.reference == "tiny":
             return Path(__file__).parent.parent / "data" / "tiny"
         if self.reference == "smollm2":
             return convert_smollm2()
-        place = Path(self.reference).expanduser()
-        if place.is_dir():
-            return place.resolve()
-        if place.is_absolute() or self.reference.startswith("."):
+        path = Path(self.reference).expanduser()
+        if path.is_dir():
+            return path.resolve()
+        if path.is_absolute() or self.reference.startswith("."):
             raise UserError(f"target {self.reference}: there is no such directory; give a model directory or a name on the hub")
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
@@ -69,12 +70,12 @@ class TargetFiles:
 
     @property
     def name(self) -> str:
-        """What a model card calls it: the default target's weights are not the hub's."""
+        """The name on a model card; the default target's weights differ from the hub's."""
         return "smollm2-135m-q4_1" if self.reference == "smollm2" else self.reference
 
     @property
     def engine_path(self) -> str:
-        """What an engine is given to load it."""
+        """The name or path by which an engine loads it."""
         return self.reference if self.settings.get("model") == self.reference else str(self.directory)
 
     @cached_property
@@ -89,7 +90,7 @@ class TargetFiles:
 
     @property
     def config(self) -> Any:
-        """Of the language model, where it is a part."""
+        """The configuration of the language model, which may be a part of the model."""
         return self.full_config.get_text_config()
 
     @property
@@ -102,35 +103,38 @@ class TargetFiles:
 
     @property
     def is_local(self) -> bool:
-        """Whether reading its configuration downloads nothing."""
+        """Whether reading its configuration needs no download."""
         return self.reference in LOADERS or Path(self.reference).expanduser().is_dir()
 
     def build_meta_target(self) -> Target:
-        """The target without data, on the device "meta": of it only shapes are asked."""
+        """Return the target on the device "meta", without data, for its shapes."""
         with torch.device("meta"):
-            kind, attention = select_auto_class(self.full_config), attn_implementation_for(self.full_config, ATTENTION_NAME)
-            model = kind.from_config(self.full_config, attn_implementation=attention, trust_remote_code=False)
+            model_class, attention = (
+                select_auto_class(self.full_config),
+                attn_implementation_for(self.full_config, ATTENTION_NAME),
+            )
+            model = model_class.from_config(self.full_config, attn_implementation=attention, trust_remote_code=False)
         return Target(model, self.tokenizer, self.reference, str(self.directory))
 
     def load_embedding(self) -> Tensor:
-        """[V, D]"""
+        """Return the embedding [V, D]."""
         return self._load_tensor(("embed_tokens.weight", "wte.weight", "word_embeddings.weight"), "embedding")
 
     def load_head(self) -> Tensor:
-        """The output layer [V, D], which may be the embedding."""
+        """Return the output layer [V, D], which may be the embedding."""
         if self.full_config.tie_word_embeddings:
             return self.load_embedding()
         return self._load_tensor(("lm_head.weight", "embed_out.weight"), "output layer")
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the output layer."""
+        """The number of rows of the output layer."""
         return int(self.config.vocab_size)
 
     def _load_tensor(self, endings: tuple[str, ...], what: str) -> Tensor:
         for path in sorted(self.directory.glob("*.safetensors")):
             with safe_open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118  (it is no dict)
+                for name in file.keys():  # noqa: SIM118  (not a dict)
                     if name.endswith(endings) and not name.startswith("vision"):
                         return file.get_tensor(name)
         raise UserError(
@@ -138,11 +142,11 @@ class TargetFiles:
         )
 
     def template_hash(self) -> str:
-        """Of the tokens and the chat template: equal for targets that write and read the same ids."""
+        """Return a hash of tokens and chat template, equal for targets that use the same ids and text."""
         return tokenizer_hash(self.tokenizer)
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Of every token with its id, the special ones and the chat template."""
+    """Return a hash of every token with its id, the special tokens and the chat template."""
     content = [sorted(tokenizer.get_vocab().items()), sorted(map(str, tokenizer.all_special_tokens)), tokenizer.chat_template]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]

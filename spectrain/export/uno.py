@@ -1,4 +1,5 @@
-"""Uno: gated LoRA over random tokens as a plain PEFT directory, which SGLang loads as it is (--speculative-algorithm UNO)."""
+"""The layout of Uno: gated LoRA over random tokens as a plain PEFT directory, which SGLang loads unchanged
+(--speculative-algorithm UNO)."""
 
 from __future__ import annotations
 
@@ -23,31 +24,32 @@ PLAIN_LORA_VALUES: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",), "bias": ("none",), "use_rslora": (False, None), "use_dora": (False, None),
     "modules_to_save": (None, []), "rank_pattern": (None, {}), "alpha_pattern": (None, {}), "fan_in_fan_out": (False, None),
 }  # fmt: skip
-"""What of peft's settings must be as it is by itself: the update is alpha / r B A x, and nothing else is trained."""
-NUM_MASKS = 7  # where nothing says how many: a draft of 8 tokens, as its authors serve it
+"""peft's settings that must have their defaults, so that the update is alpha / r B A x and nothing else is trained."""
+NUM_MASKS = 7
+"""The default number of masks: a draft of 8 tokens, as the authors serve it."""
 
 
 class UnoLayout(Layout):
-    """adapter_config.json and adapter_model.safetensors, and no tensor more: SGLang draws tokens where masks would be."""
+    """adapter_config.json and adapter_model.safetensors, without mask vectors: SGLang puts random tokens into mask slots."""
 
     name = "uno"
     title = "Uno, PEFT adapter"
     families = ("gated_lora",)
 
     def matches_files(self, files: DrafterFiles) -> bool:
-        alone = not files.config and not (files.directory / "gated_lora.json").exists()
-        return alone and (files.directory / "adapter_config.json").exists()
+        is_plain = not files.config and not (files.directory / "gated_lora.json").exists()
+        return is_plain and (files.directory / "adapter_config.json").exists()
 
     def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
-        """Both factors of every linear that adapter_config.json names, in every layer up to the last that has one."""
+        """Return both factors of every linear that adapter_config.json names, in every layer up to the last adapted one."""
         adapter = files.read_sidecar("adapter_config.json")
-        found = [match for name in files.tensors if (match := ADAPTER_TENSOR.fullmatch(name))]
+        matches = [match for name in files.tensors if (match := ADAPTER_TENSOR.fullmatch(name))]
         shapes: dict[str, tuple[int | None, ...]] = {}
-        for layer in range(1 + max((int(match[1]) for match in found), default=0)):
+        for layer in range(1 + max((int(match[1]) for match in matches), default=0)):
             for linear in adapter["target_modules"]:
-                place = f"base_model.model.model.layers.{layer}.{LINEAR_MODULES.get(linear, '?')}.{linear}"
-                shapes[f"{place}.lora_A.weight"] = (adapter["r"], None)
-                shapes[f"{place}.lora_B.weight"] = (None, adapter["r"])
+                prefix = f"base_model.model.model.layers.{layer}.{LINEAR_MODULES.get(linear, '?')}.{linear}"
+                shapes[f"{prefix}.lora_A.weight"] = (adapter["r"], None)
+                shapes[f"{prefix}.lora_B.weight"] = (None, adapter["r"])
         return ExpectedTensors(shapes)
 
     def findings(self, files: DrafterFiles) -> Iterator[Finding]:
@@ -56,12 +58,12 @@ class UnoLayout(Layout):
             if key in adapter and adapter[key] not in allowed:
                 yield Finding(
                     "adapter-setting", "error", f"adapter_config.json: {key} is {adapter[key]}",
-                    "SGLang adds alpha / r B A x of plain LoRA, so drafts are another model's", "train plain LoRA",
+                    "SGLang adds alpha / r B A x of plain LoRA, so it computes another drafter", "train plain LoRA",
                 )  # fmt: skip
         for name in sorted(set(adapter["target_modules"]) - set(LINEAR_MODULES)):
             yield Finding(
                 "adapter-module", "error", f"adapter_config.json: target_modules names {name}",
-                f"SGLang has Uno's adapter on {', '.join(LINEAR_MODULES)}", "leave it out of training",
+                f"SGLang supports Uno's adapter on {', '.join(LINEAR_MODULES)}", "leave it out of training",
             )  # fmt: skip
 
     def findings_with_target(self, files: DrafterFiles, target: TargetFiles) -> Iterator[Finding]:
@@ -69,7 +71,7 @@ class UnoLayout(Layout):
         if layers != set(range(target.num_layers)):
             yield Finding(
                 "adapter-layers", "error", f"it adapts {len(layers)} layers of the target's {target.num_layers}",
-                "SGLang leaves the others as they are, or stops", "lint with the target it is for",
+                "SGLang leaves the others unchanged, or stops", "lint with the target it is for",
             )  # fmt: skip
         name = f"base_model.model.model.layers.0.self_attn.{next(iter(LINEAR_MODULES))}.lora_A.weight"
         if name in files.tensors and files.tensors[name].shape[1] != target.config.hidden_size:
@@ -80,22 +82,22 @@ class UnoLayout(Layout):
             )  # fmt: skip
 
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
-        adapter, kept = files.read_sidecar("adapter_config.json"), files.read_metadata()
-        said = {"num_masks": NUM_MASKS, "strategy": "apart", **kept.drafter}
+        adapter, metadata = files.read_sidecar("adapter_config.json"), files.read_metadata()
+        settings = {"num_masks": NUM_MASKS, "strategy": "apart", **metadata.drafter}
         shape = {"rank": adapter["r"], "alpha": adapter["lora_alpha"], "sampler": False, "noise": "uniform"}
-        description = {**kept.description, "adapter_config": adapter}
+        description = {**metadata.description, "adapter_config": adapter}
         return DrafterCheckpoint(
-            {"_target_": GATED_LORA_CLASS, **said, **shape}, dict(files.tensors), kept.target, description=description
+            {"_target_": GATED_LORA_CLASS, **settings, **shape}, dict(files.tensors), metadata.target, description=description
         )
 
     def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
         adapter = drafter.description.get("adapter_config")
         if adapter is None:
-            raise UserError("adapter_config.json: it is missing beside the drafter (drafter.rank=0 has none), and Uno is LoRA")
+            raise UserError("adapter_config.json: the drafter has none (as with drafter.rank=0), and Uno needs LoRA")
         rest = sorted({name.split(".")[0] for name in drafter.tensors if not name.startswith("base_model.")})
         if rest:
             raise UserError(
-                f"format=uno: this drafter has {' and '.join(rest)}, for which SGLang has no place; train recipe=uno "
+                f"format=uno: this drafter has {' and '.join(rest)}, which SGLang cannot load; train recipe=uno "
                 "(drafter.noise=uniform drafter.sampler=false), or use format=peft"
             )
         unknown = next(
@@ -103,10 +105,10 @@ class UnoLayout(Layout):
         )
         if unknown is not None:
             raise UserError(
-                f"format=uno: {unknown} is on none of {', '.join(LINEAR_MODULES)}, which SGLang adapts; use format=peft"
+                f"format=uno: {unknown} is not on any of {', '.join(LINEAR_MODULES)}, which SGLang adapts; use format=peft"
             )
-        named = {} if target is None else {"base_model_name_or_path": target.engine_path}
-        write_json(directory / "adapter_config.json", {**adapter, **named})
+        target_entry = {} if target is None else {"base_model_name_or_path": target.engine_path}
+        write_json(directory / "adapter_config.json", {**adapter, **target_entry})
         write_tensors(directory / "adapter_model.safetensors", dict(drafter.tensors))
 
     def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Where features come from: what a source is asked, and what it answers."""
+"""The contract of feature sources: a request for a batch, and the batch with its features."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -15,49 +15,57 @@ from .store import FeatureStore
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """What a batch is wanted of."""
+    """A request for a batch of examples with the target's features."""
 
     examples: list[Example]
     target: Target
-    layers: tuple[Layer, ...] = ()  # features to add; none where the loss runs the target itself
-    packed: bool = False  # all sequences in one row, without padding
-    step: int = 0  # of the training, for what is drawn anew in each
-    drafter: nn.Module | None = None  # that learns, for a source that `asks_drafter`
+    # Layers whose features the batch holds; none where the loss runs the target itself.
+    layers: tuple[Layer, ...] = ()
+    # Whether all sequences stand in one row, without padding.
+    packed: bool = False
+    # The training step, which keys random draws.
+    step: int = 0
+    # The drafter in training, for a source with `uses_drafter`.
+    drafter: nn.Module | None = None
 
     @property
     def texts(self) -> list[list[int]]:
-        """The tokens of each, with the images that they stand for."""
+        """The tokens of every example, with their images."""
         return [example.tokens for example in self.examples]
 
 
 class Source(ABC):
     """Turns examples into batches that hold the features a drafter reads."""
 
-    uses_drafter = False  # it lets the drafter write
-    generates_text = False  # sequences come out that are not in the data
-    stores_features = False  # on disk, so that the target runs over a sequence once at most
-    max_cached_bytes = 0  # of features that it keeps in memory
+    # Whether the drafter generates text.
+    uses_drafter = False
+    # Whether batches hold sequences that are not in the data.
+    generates_text = False
+    # Whether features are stored on disk, so that the target runs at most once over a sequence.
+    stores_features = False
+    # Largest number of bytes of features held in memory.
+    max_cached_bytes = 0
 
     @abstractmethod
     def make_batch(self, request: BatchRequest) -> Batch:
-        """The examples with their features, padded or packed."""
+        """Return the examples with their features, padded or packed."""
 
     def prepare(
         self, target: Target, layers: tuple[Layer, ...], final_reach: int | None, examples: list[Example] | None
     ) -> str | None:
-        """Called once before training, before anything is written; what the user should know of what is to come.
+        """Prepare the source, before the run writes anything; return a message for the user, if there is one.
 
-        The loss reads `layers`, "final" only where the next token carries loss and up to `final_reach` positions before
-        (None: everywhere). `examples` are all there will be, or None where they come as a stream.
+        The loss reads `layers`. It reads "final" only where the next token carries loss and up to `final_reach` positions
+        before, or everywhere if that is None. `examples` are all examples of the training, or None for a stream.
         """
         return None
 
     def begin(self, drafter: nn.Module) -> None:
-        """Called once before training with the drafter that is to learn, as it is before any step, resumed or not."""
+        """Receive the drafter in its state before the first step of the training, resumed or not."""
 
     def writable_store(self) -> FeatureStore | None:
-        """The store, prepared, that its batches add to; None where nothing of them is kept on disk."""
+        """Return the prepared store that batches add to; None if the source writes nothing to disk."""
         return None
 
     def flush(self) -> None:
-        """Write down what would be lost: called before a checkpoint, so that a resumed run finds it, and at the end."""
+        """Write pending features to disk. The trainer calls this before every checkpoint and at the end."""

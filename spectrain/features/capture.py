@@ -1,4 +1,4 @@
-"""`spectrain data store` fills a feature store before training, `spectrain data verify` reads one whole."""
+"""The commands `spectrain data store`, which fills a feature store before training, and `spectrain data verify`."""
 
 import time
 from pathlib import Path
@@ -15,86 +15,88 @@ from .store import FeatureStore, format_layers
 
 
 def capture_features(config: DictConfig) -> None:
-    """Store the features that the recipe's drafter reads, of all its data; go on where an earlier capture stopped.
+    """Store the features that the recipe's drafter reads, for all its data; continue where an earlier capture stopped.
 
-    Sequences are run in the batches of the first epoch, so that a training reads, bit for bit, what it would have computed.
+    The target runs the batches of the first epoch, so that a training reads, bit for bit, what it would have computed.
     """
     source: Source = build(config.source)
     if not source.stores_features:
-        raise UserError("source: data store writes a feature store; say source=store source.path=DIR")
+        raise UserError("source: data store writes a feature store; set source=store source.path=DIR")
     trainer = build(config.trainer)
-    accelerator = trainer.accelerator()
+    accelerator = trainer.make_accelerator()
     data = build(config.data)
-    data.conversations()
+    data.load_conversations()
     target: Target = build(config.target)
-    dataset: Dataset = data.dataset(target.tokenizer, target.vision)
+    dataset: Dataset = data.make_dataset(target.tokenizer, target.vision)
     if dataset.is_sample:
-        raise UserError("data: a stream does not know how much it holds; train with source=store, which captures what it reads")
+        raise UserError("data: the length of a stream is unknown; train with source=store, which captures what it reads")
     if target.sharding != "none":
         raise UserError(
-            f"target.sharding={target.sharding}: data store gives every process its own batches; leave it out, or train with "
-            "source=store, which captures what it reads"
+            f"target.sharding={target.sharding}: data store runs different batches on every process; leave it out, or train "
+            "with source=store, which captures what it reads"
         )
     drafter = build(config.drafter, target=target)
     layers = drafter.stages[0].layers
-    told = source.prepare(target, layers, drafter.stages[0].final_reach, dataset.examples)
+    message = source.prepare(target, layers, drafter.stages[0].final_reach, dataset.examples)
     store = source.writable_store()
     if store is None:
         raise UserError(
-            f"source.path={config.source.path}: this cache is another project's, and nothing is added; choose another folder"
+            f"source.path={config.source.path}: this cache is another project's and is never written; choose another folder"
         )
-    batches = [dataset[batch] for batch in dataset.make_batches(0, trainer.batching)]
-    todo = [batch for batch in batches if not all(example in store for example in batch)]
+    batches = [dataset[batch] for batch in dataset.make_batches(0, trainer.batch_settings)]
+    remaining = [batch for batch in batches if not all(example in store for example in batch)]
     if accelerator.is_main_process:
-        print(told, flush=True)
-    accelerator.wait_for_everyone()  # every process has seen the same to do before any adds to the store
+        print(message, flush=True)
+    # Every process must list the remaining batches before any process adds to the store.
+    accelerator.wait_for_everyone()
     target.pack_weights()
-    mine = todo[accelerator.process_index :: accelerator.num_processes]
-    requests = [BatchRequest(examples, target, layers, trainer.packing) for examples in mine]
+    own_batches = remaining[accelerator.process_index :: accelerator.num_processes]
+    requests = [BatchRequest(examples, target, layers, trainer.packing) for examples in own_batches]
     fill_store(source, requests, shows_progress=accelerator.is_main_process)
     accelerator.wait_for_everyone()
     if missing := sum(example not in store for example in dataset.examples):
-        raise RunError(f"source.path={store.path}: {missing} sequences are still missing; give the same command again")
+        raise RunError(f"source.path={store.path}: {missing} sequences are still missing; run the same command again")
     if accelerator.is_main_process:
         print(f"{store.path}: complete; train with source=store source.path={store.path}")
 
 
 def fill_store(source: Source, requests: list[BatchRequest], shows_progress: bool) -> None:
-    """Let the source store what these batches lack, and tell now and then how far it is."""
-    began = printed = time.monotonic()
+    """Let the source store the missing sequences of these batches, and print the progress every 30 seconds."""
+    start_time = last_print = time.monotonic()
     tokens = 0
     try:
         for number, request in enumerate(requests, 1):
             source.make_batch(request)
             tokens += sum(len(example.tokens) for example in request.examples)
             now = time.monotonic()
-            if shows_progress and now - printed > 30:
-                left = (now - began) / number * (len(requests) - number)
-                printed = now
+            if shows_progress and now - last_print > 30:
+                seconds_left = (now - start_time) / number * (len(requests) - number)
+                last_print = now
                 print(
-                    f"batch {number} of {len(requests)}  {tokens / (now - began):.0f} tokens/s  {left:.0f} s left", flush=True
+                    f"batch {number} of {len(requests)}  {tokens / (now - start_time):.0f} tokens/s  {seconds_left:.0f} s left",
+                    flush=True,
                 )
     finally:
         source.flush()
 
 
 def verify_store(config: DictConfig) -> None:
-    """Compare every shard with its size and SHA-256, and name those that are missing or damaged."""
+    """Compare every shard with its size and SHA-256, and report those that are missing or damaged."""
     if config.path is None:
-        raise UserError("path: say which feature store, as in path=DIR")
+        raise UserError("path: name the feature store, as in path=DIR")
     store = FeatureStore(Path(config.path).expanduser(), repair=bool(config.drop))
     store.verify_shards()
     print(
-        f"{store.path}: {len(store.shards)} whole shards, {store.num_bytes / 1e9:.3g} GB, "
-        f"{len(store.shard_names)} sequences, layers "
-        f"{format_layers(store.layers)} in {store.contents.dtype}"
+        f"{store.path}: {len(store.shards)} intact shards, {store.num_bytes / 1e9:.3g} GB, {len(store.shard_names)} sequences, "
+        f"layers {format_layers(store.layers)} in {store.contents.dtype}"
     )
     if store.damaged_files:
-        mend = (
-            "they are gone; run spectrain data store again"
+        remedy = (
+            "they were deleted; run spectrain data store again"
             if config.drop
-            else "mend it with drop=true, then spectrain data store"
+            else "delete them with drop=true, then run spectrain data store"
         )
         raise RunError(
-            f"{store.path}: {len(store.damaged_files)} files are missing or damaged ({', '.join(store.damaged_files)}); {mend}"
+            f"{store.path}: {len(store.damaged_files)} files are missing or damaged ({', '.join(store.damaged_files)}); "
+            f"{remedy}"
         )

@@ -1,4 +1,4 @@
-"""Features that the target computes while training. Shapes: T tokens, L layers, D target width."""
+"""A source that computes features with the target during training. Shapes: T tokens, L layers, D target width."""
 
 from dataclasses import replace
 
@@ -14,18 +14,22 @@ from .batch import Batch, collate, pad_or_pack
 
 
 class LiveSource(Source):
-    """Runs the target while training and keeps up to `keep_gb` of features in memory for later epochs."""
+    """Runs the target during training, and caches features in memory for later epochs."""
 
-    def __init__(self, keep_gb: float = 0.0) -> None:
+    def __init__(
+        self,
+        # Gigabytes of features that are cached in memory for later epochs; 0 caches none.
+        keep_gb: float = 0.0,
+    ) -> None:
         self.max_cached_bytes = int(keep_gb * 1e9)
-        self.cached_features: dict[str, Tensor] = {}  # an example's key -> [T, L, D]
+        self.cached_features: dict[str, Tensor] = {}  # an example's hash -> [T, L, D]
         self.cached_bytes = 0
 
     def make_batch(self, request: BatchRequest) -> Batch:
         target, layers = request.target, request.layers
         batch = collate(request.examples, request.packed).to(target.device)
         if not layers:
-            refuse_images(request.texts, "source: this family reads no features, it runs the target itself")
+            refuse_images(request.texts, "source: this family reads no features, because it runs the target itself")
             return batch
         if self.max_cached_bytes and not target.runs_in_lockstep:
             hidden = pad_or_pack([self._compute_features(example, request) for example in request.examples], request.packed)
@@ -33,8 +37,11 @@ class LiveSource(Source):
         return replace(batch, features=target.features(batch.tokens, layers, batch.lengths, request.texts))
 
     def _compute_features(self, example: Example, request: BatchRequest) -> Tensor:
-        """[T, L, D] of one example, kept where there is room. It is run alone: its last bits would depend on its company, so a
-        resumed run, which has kept nothing yet, would not have the same features as an undisturbed one."""
+        """Return the features [T, L, D] of one example, and cache them if there is room.
+
+        The example runs by itself, because the last bits depend on the batch: a resumed run, whose cache is empty, would
+        otherwise not compute the same features as an uninterrupted one.
+        """
         if example.content_hash in self.cached_features:
             return self.cached_features[example.content_hash]
         target = request.target

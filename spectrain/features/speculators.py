@@ -1,8 +1,8 @@
-"""What the `speculators` project prepared: tokens and loss masks saved by `datasets`, and cached features.
+"""Data of the `speculators` project: tokens and loss masks saved by `datasets`, and cached features.
 
-Features are in hidden_states/hs_{i}.safetensors, a file a sequence: hidden_states [T, A + 1, D], the residual streams entering
-A layers and then the un-normed output of the last one, and token_ids [T]. Which layers they are is not written anywhere, so
-they are found by running the target. Shapes: T tokens, A captured layers, D width.
+Each sequence has a file hidden_states/hs_{i}.safetensors with token_ids [T] and hidden_states [T, A + 1, D]: the residual
+streams that enter A layers, then the un-normed output of the last layer. No file names these layers, so the cache runs the
+target to identify them. Shapes: T tokens, A captured layers, D width.
 """
 
 from collections.abc import Iterator
@@ -23,14 +23,24 @@ from spectrain.models.target import Target
 from .store import format_layers
 
 MAX_STATE_ERROR = 0.1
-"""How far stored states may lie from the target's own, as a share of their length, at the median token. Measured on tiny and
-SmolLM2: bfloat16 instead of float32 makes at most 0.02, and neighbouring layers lie at least 0.2 apart."""
+"""Largest relative distance of stored states from the target's own at the median token. Measured on tiny and SmolLM2: bfloat16
+instead of float32 causes at most 0.02, and neighbouring layers differ by at least 0.2."""
 
 
 class PreparedData(ConversationReader):
-    """Sequences that speculators tokenised: a directory of `datasets` with input_ids and loss_mask, taken as they are."""
+    """Reads sequences that speculators tokenised, from a `datasets` directory with input_ids and loss_mask."""
 
-    def __init__(self, path: str, limit: int | None = None, max_length: int = 1_000_000, held_out: Below1 = 0.0) -> None:
+    def __init__(
+        self,
+        # Folder that speculators prepared.
+        path: str,
+        # Largest number of sequences to read; null reads all of them.
+        limit: int | None = None,
+        # Number of tokens to which a sequence is cut.
+        max_length: int = 1_000_000,
+        # Share of the sequences that is not trained on but used for validation; 0 uses none.
+        held_out: Below1 = 0.0,
+    ) -> None:
         super().__init__(limit, max_length, held_out)
         self.path = Path(path).expanduser()
         self.name = path
@@ -55,20 +65,20 @@ class PreparedData(ConversationReader):
 
 
 def find_hidden_states(path: Path) -> Path | None:
-    """The folder of such files, at `path` or below it."""
-    found = (folder for folder in (path / "hidden_states", path) if any(folder.glob("hs_*.safetensors")))
-    return next(found, None)
+    """Return the folder of hs_*.safetensors files, `path` itself or a folder in it; None if there is none."""
+    folders = (folder for folder in (path / "hidden_states", path) if any(folder.glob("hs_*.safetensors")))
+    return next(folders, None)
 
 
 class SpeculatorsCache:
-    """Reads such a folder, at `path` or below it; what it lacks is run live each time, for the folder is another project's."""
+    """Reads a folder of cached features. Missing sequences run live each time, because the folder is another project's."""
 
     def __init__(self, path: Path, target: Target) -> None:
         folder = find_hidden_states(path)
-        assert folder is not None, "the caller has looked"
+        assert folder is not None, "the caller has checked that the folder exists"
         self.path, self.folder, self.target = path, folder, target
         self.files: dict[str, Path] = {}
-        self.damaged_files: dict[str, str] = {}  # files that cannot be read, and why
+        self.damaged_files: dict[str, str] = {}  # name -> reason
         first: tuple[int, Tensor, Tensor] | None = None
         for file in sorted(folder.glob("hs_*.safetensors")):
             try:
@@ -91,47 +101,50 @@ class SpeculatorsCache:
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """What it can give: the last state also through the target's final norm."""
+        """The layers that can be read: the stored ones, and "final" by the target's final norm."""
         return (*dict.fromkeys(self.stored_layers), "final")
 
     def _identify_layers(self, tokens: Tensor, stored: Tensor) -> list[int]:
-        """The numbers of the captured layers: those whose states of one sequence are these."""
+        """Return the layers whose states of one sequence match the stored ones, the last stored state left out."""
         target = self.target
         every = (*range(target.num_layers + 1),)
-        own = target.features(tokens[None].to(target.device), every).hidden[0].float().cpu()
-        found = []
+        target_states = target.features(tokens[None].to(target.device), every).hidden[0].float().cpu()
+        layers = []
         for number, states in enumerate(stored.float().unbind(1)):
-            error = ((own - states[:, None]).norm(dim=-1) / own.norm(dim=-1)).nanmedian(0).values  # of every layer
-            layer = int(error.argmin()) if number + 1 < stored.shape[1] else target.num_layers
-            if not error[layer] < MAX_STATE_ERROR:
-                what = f"state {number + 1} of {stored.shape[1]}"
+            errors = (target_states - states[:, None]).norm(dim=-1) / target_states.norm(dim=-1)
+            errors = errors.nanmedian(0).values  # [layers]
+            layer = int(errors.argmin()) if number + 1 < stored.shape[1] else target.num_layers
+            if not errors[layer] < MAX_STATE_ERROR:
+                state = f"state {number + 1} of {stored.shape[1]}"
                 raise UserError(
-                    f"{self.folder}: {what} is not that of {target.name} (nearest, layer {int(error.argmin())}, differs by "
-                    f"{float(error.min()):.0%}; the last must be the last layer's, un-normed); use the target it was made with"
+                    f"{self.folder}: {state} is not that of {target.name} (nearest, layer {int(errors.argmin())}, differs by "
+                    f"{float(errors.min()):.0%}; the last must be the last layer's, un-normed); use the target it was made with"
                 )
-            found.append(layer)
-        return found[:-1]
+            layers.append(layer)
+        return layers[:-1]
 
     def sequence_key(self, example: Example) -> str:
         return example.content_hash
 
     def describe_capture(self, distinct: list[Example], missing: list[Example]) -> str:
-        """What it gives of these sequences, of which some are missing; stops where that is nothing."""
+        """Describe how many of these sequences are cached; raise `UserError` if none is."""
         if len(missing) == len(distinct):
             raise UserError(
-                f"source.path={self.path}: none of the {len(distinct)} sequences is in it, made from other data or with "
-                "another chat template; read that data"
+                f"source.path={self.path}: it holds none of the {len(distinct)} sequences, so it was made from other data or "
+                "with another chat template; train on the data it was made from"
             )
-        told = f"{self.path}: layers {format_layers(self.layers)}, {len(distinct) - len(missing)} of {len(distinct)} sequences"
+        description = (
+            f"{self.path}: layers {format_layers(self.layers)}, {len(distinct) - len(missing)} of {len(distinct)} sequences"
+        )
         for name, reason in self.damaged_files.items():
-            told += f"; {name} cannot be read ({reason})"
-        return told + (f"; the target is run for the other {len(missing)}" if missing else "")
+            description += f"; {name} cannot be read ({reason})"
+        return description + (f"; the target runs for the other {len(missing)}" if missing else "")
 
     def __contains__(self, example: Example) -> bool:
         return example.content_hash in self.files
 
     def read_states(self, example: Example, layers: tuple[Layer, ...], like: Target) -> Tensor | None:
-        """States [T, L, D] of a sequence, of the target's type and device; None where it is not among the files."""
+        """Read the states [T, L, D] of a sequence in the target's type and on its device; None if it has no file."""
         file = self.files.get(example.content_hash)
         if file is None:
             return None
@@ -139,14 +152,14 @@ class SpeculatorsCache:
             with safe_open(file, "pt") as tensors:
                 states = tensors.get_tensor("hidden_states").to(like.device, like.dtype)
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{file}: it cannot be read ({error}); delete it, and the target is run instead") from error
+            raise UserError(f"{file}: it cannot be read ({error}); delete it, and the target runs instead") from error
         final = self.target.apply_final_norm(states[None, :, -1])[0] if "final" in layers else None
-        found = [states[:, self.stored_layers.index(layer)] if layer != "final" else final for layer in layers]
-        return torch.stack([part for part in found if part is not None], dim=1)
+        selected = [states[:, self.stored_layers.index(layer)] if layer != "final" else final for layer in layers]
+        return torch.stack([part for part in selected if part is not None], dim=1)
 
     def put_states(self, example: Example, states: Tensor, layers: tuple[Layer, ...]) -> Tensor:
-        """Of live states [T, L, D] of all its layers, these; nothing is kept."""
+        """Select `layers` of live states [T, L, D] of all cached layers; the cache stores nothing."""
         return states[:, [self.layers.index(layer) for layer in layers]]
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Do nothing: the cache never writes."""

@@ -1,4 +1,4 @@
-"""Features that were captured before and lie on the disk. Shapes: B batch, T tokens, L layers, D target width."""
+"""A source that reads captured features from disk. Shapes: B batch, T tokens, L layers, D target width."""
 
 import hashlib
 from dataclasses import replace
@@ -22,48 +22,53 @@ from .store import FeatureStore, StoreContents, format_layers, hash_weights, rea
 
 
 class FeatureCache(Protocol):
-    """Features on the disk, ours or another project's."""
+    """Features on disk: a store of this project or a cache of another one."""
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """What it can give."""
+        """The layers that can be read."""
 
     def sequence_key(self, example: Example) -> str:
-        """By what a sequence is found."""
+        """Return the key that identifies a sequence."""
 
     def __contains__(self, example: Example) -> bool: ...
 
     def describe_capture(self, distinct: list[Example], missing: list[Example]) -> str:
-        """What a training on these sequences, of which some are missing, takes from it and adds to it, in a sentence."""
+        """Describe in a sentence what a training on these sequences reads, and what it adds for the missing ones."""
 
     def read_states(self, example: Example, layers: tuple[Layer, ...], like: Target) -> Tensor | None:
-        """States [T, L, D] of a sequence, of the target's type and device; None where it cannot give them."""
+        """Read the states [T, L, D] of a sequence in the target's type and on its device; None if they are not stored."""
 
     def put_states(self, example: Example, states: Tensor, layers: tuple[Layer, ...]) -> Tensor:
-        """Of states [T, L, D] of all its layers, what reading `layers` would give; some keep them."""
+        """Take states [T, L, D] of all cached layers and return what reading `layers` gives; a writable cache stores them."""
 
     def flush(self) -> None:
-        """Write down what waits."""
+        """Write the pending states to disk."""
 
 
 class StoredSource(Source):
-    """Reads features from a folder, which `spectrain data store` fills; what it lacks is captured at first use.
+    """Reads features from a folder that `spectrain data store` fills, and captures missing sequences at their first use.
 
-    A new folder holds the layers that the drafter reads, in `dtype` (auto: the target's; fp8 and int8 have a scale a token and
-    layer), with `supervised_only` the last state only where the drafter reads it. No more than `max_gb` are written, in shards
-    of `shard_mb`. With capture=false nothing is, and what is missing stops the training. A cache of the speculators project is
-    read as it is.
+    A new folder holds the layers that the drafter reads. A cache of the speculators project is read, but never written.
     """
 
     stores_features = True
 
     def __init__(
         self,
+        # Folder of the feature store, or of a feature cache of the speculators project.
         path: str,
+        # Type of the stored features; auto takes the target's type or that of an existing store, and fp8 and int8 store one
+        # scale per token and layer.
         dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"] = "auto",
+        # Whether the target's final state is stored only at the positions where the drafter's loss reads it; null follows an
+        # existing store, and a new one holds every position.
         supervised_only: bool | None = None,
+        # Largest size of the store, in gigabytes.
         max_gb: float = 100.0,
+        # Size of one shard, in megabytes.
         shard_mb: float = 512.0,
+        # Whether missing sequences are captured and stored during training; false stops the training instead.
         capture: bool = True,
     ) -> None:
         for key, value in (("max_gb", max_gb), ("shard_mb", shard_mb)):
@@ -72,18 +77,18 @@ class StoredSource(Source):
         self.path, self.dtype, self.supervised_only = Path(path).expanduser(), dtype, supervised_only
         self.max_gb, self.shard_mb, self.capture = max_gb, shard_mb, capture
         self.store: FeatureCache | None = None
-        self.own_store: FeatureStore | None = None  # the store, where it is not another project's
+        self.own_store: FeatureStore | None = None  # None where the store is another project's cache
 
     def prepare(
         self, target: Target, layers: tuple[Layer, ...], final_reach: int | None, examples: list[Example] | None
     ) -> str:
-        """Open the store, and stop where what is missing would not fit the budget or the disk."""
+        """Open the store, and raise `UserError` if the missing sequences would exceed the size limit or the free disk space."""
         if not layers:
-            raise UserError("source=store: this family reads no features, it runs the target itself; use source=live")
+            raise UserError("source=store: this family reads no features, because it runs the target itself; use source=live")
         store = self._open_store(target, layers, final_reach)
         if examples is None:
             return (
-                f"{self.path}: layers {format_layers(store.layers)}; what it lacks of a stream is captured, "
+                f"{self.path}: layers {format_layers(store.layers)}; missing sequences of the stream are captured, "
                 f"up to {self.max_gb:g} GB"
             )
         distinct = list({store.sequence_key(example): example for example in examples}.values())
@@ -91,7 +96,7 @@ class StoredSource(Source):
         if missing and not self.capture:
             raise UserError(
                 f"source.path={self.path}: {len(missing)} of {len(distinct)} sequences are not in it; capture them first with "
-                "spectrain data store, or say source.capture=true"
+                "spectrain data store, or set source.capture=true"
             )
         return store.describe_capture(distinct, missing)
 
@@ -103,63 +108,66 @@ class StoredSource(Source):
             return self.store
         if find_hidden_states(self.path) is not None:
             cache = SpeculatorsCache(self.path, target)
-            lacking = [layer for layer in layers if layer not in cache.layers]
-            if lacking:
+            missing = [layer for layer in layers if layer not in cache.layers]
+            if missing:
                 raise UserError(
                     f"source.path={self.path}: it holds layers {format_layers(cache.layers)}, and the drafter reads "
-                    f"{format_layers(tuple(lacking))} too; give it those of the cache with drafter.layers"
+                    f"{format_layers(tuple(missing))} too; set drafter.layers to layers of the cache"
                 )
             self.store = cache
             return cache
         manifest = self.path / "manifest.json"
         stored = read_manifest(manifest) if manifest.exists() else None
-        wanted = self._requested_contents(target, layers, final_reach, stored)
+        requested = self._requested_contents(target, layers, final_reach, stored)
         if stored is not None:
-            stored.check_serves(wanted, self.path)
+            stored.check_serves(requested, self.path)
         self.store = self.own_store = FeatureStore(
-            self.path, wanted, self.max_gb * 1e9, self.shard_mb * 1e6, repair=self.capture
+            self.path, requested, self.max_gb * 1e9, self.shard_mb * 1e6, repair=self.capture
         )
         if target.sharding == "tensor" and dist.get_rank():
-            self.own_store.is_writer = False  # every process of it sees the same data, and the first keeps them
+            # All processes of a tensor-parallel target see the same data, so only the first one writes.
+            self.own_store.is_writer = False
         return self.store
 
     def _requested_contents(
         self, target: Target, layers: tuple[Layer, ...], final_reach: int | None, stored: StoreContents | None
     ) -> StoreContents:
-        """What is asked of the store; what is left open is as it is stored."""
+        """Return the contents that the settings request; settings left open follow the existing store."""
         if self.supervised_only and (final_reach is None or "final" not in layers):
             raise UserError("source.supervised_only=true: this family reads every position; leave it out")
-        thrifty = self.supervised_only or (
+        stores_supervised_only = self.supervised_only or (
             self.supervised_only is None and stored is not None and stored.final_reach is not None
         )
         dtype: Any = self.dtype
         if dtype == "auto":
             dtype = str(target.dtype).removeprefix("torch.") if stored is None else stored.dtype
         template = hashlib.sha256(str(target.tokenizer.chat_template).encode()).hexdigest()[:16]
-        facts = target.name, target.path, hash_weights(target.model), template
-        return StoreContents(*facts, layers, target.width, dtype, final_reach if thrifty else None)
+        identity = target.name, target.path, hash_weights(target.model), template
+        return StoreContents(*identity, layers, target.width, dtype, final_reach if stores_supervised_only else None)
 
     def make_batch(self, request: BatchRequest) -> Batch:
         target, layers, examples = request.target, request.layers, request.examples
         batch = collate(examples, request.packed).to(target.device)
         if not layers:
-            refuse_images(request.texts, "source: this family reads no features, it runs the target itself")
+            refuse_images(request.texts, "source: this family reads no features, because it runs the target itself")
             return batch
         store = self._open_store(target, layers, None)
         rows = [store.read_states(example, layers, target) for example in examples]
-        absent = sum(row is None for row in rows)
-        if _is_missing_anywhere(absent > 0, target):
-            if absent and not self.capture:
-                raise RunError(f"source.path={self.path}: {absent} sequences of a batch are not in it; say source.capture=true")
-            # The whole batch, as source=live runs it: the last bits of a product depend on what is batched with what.
+        num_missing = sum(row is None for row in rows)
+        if _is_missing_anywhere(num_missing > 0, target):
+            if num_missing and not self.capture:
+                raise RunError(
+                    f"source.path={self.path}: {num_missing} sequences of a batch are not in it; set source.capture=true"
+                )
+            # Run the full batch, as source=live does: the last bits of a product depend on the batch.
             hidden = target.features(batch.tokens, store.layers, batch.lengths, request.texts).hidden
             parts = hidden if batch.lengths is None else hidden[0].split(batch.lengths)
             rows = [
                 store.put_states(example, states[: len(example.tokens)], layers) if row is None else row
                 for example, row, states in zip(examples, rows, parts)
             ]
-        found = pad_or_pack([row for row in rows if row is not None], request.packed)
-        return replace(batch, features=Features(batch.tokens, layers, found))
+        hidden_rows = pad_or_pack([row for row in rows if row is not None], request.packed)
+        return replace(batch, features=Features(batch.tokens, layers, hidden_rows))
 
     def flush(self) -> None:
         if self.store is not None:
@@ -167,9 +175,9 @@ class StoredSource(Source):
 
 
 def _is_missing_anywhere(missing: bool, target: Target) -> bool:
-    """Whether something is missing, on any process where all of them must run the target together."""
+    """Tell whether sequences are missing here, or on any process if all of them must run the target together."""
     if not target.runs_in_lockstep or not dist.is_initialized():
         return missing
-    found = torch.tensor(float(missing), device=target.device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return bool(found)
+    flag = torch.tensor(float(missing), device=target.device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag)

@@ -1,9 +1,9 @@
-"""What the layers of a target attend with: over a tree, or over whole texts, in training: causal, and never from one packed
-document to another.
+"""The attention of the target's layers: over a cached tree, or over texts, in training: causal, and never across packed
+documents.
 
-Shapes: B batch, T tokens, S keys, H query heads, K key-value heads, D head size.
-Documents of a packed row are attended to one by one, or on a GPU by one launch that is told where they begin: no [T, T] mask is
-built, and nothing is computed that a mask would hide.
+Shapes: B batch, T tokens, S keys, H query heads, K key-value heads, D head size. The documents of a packed row are attended to
+one by one, or on a GPU in one launch that knows their boundaries. No [T, T] mask is built, and nothing that a mask would hide
+is computed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ AttentionFunction = Callable[..., Tensor]
 
 
 def attend_per_document(attend: AttentionFunction, lengths: tuple[int, ...] | None, *parts: Tensor) -> Tensor:
-    """attend(*parts) over [B, heads, T, D] each, or document by document where these have `lengths`."""
+    """Apply `attend` to tensors [B, heads, T, D], or separately to each document where `lengths` are given."""
     if lengths is None or len(lengths) == 1:
         return attend(*parts)
     return torch.cat([attend(*part) for part in zip(*(part.split(lengths, dim=2) for part in parts))], dim=2)
@@ -47,7 +47,8 @@ def causal_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """[B, H, T, D], each token seeing those up to its own, of its document, in the last `window` positions."""
+    """Return [B, H, T, D]: each token attends to itself and earlier tokens of its document, within the last `window`
+    positions."""
     by_scores = softcap is not None or sinks is not None
     longest = max(lengths or (q.shape[2],))
     window = None if window is not None and window >= longest else window
@@ -75,8 +76,8 @@ def unrolled_attention(
     lengths: tuple[int, ...] | None = None,
     options: AttentionOptions = DEFAULT_OPTIONS,
 ) -> Tensor:
-    """[B, H, T, D] of a drafter that rolls over its own states: the first keys are causal, and of each later step, token t
-    sees the key of its own index. Each step stands one position further on; a window is of positions."""
+    """Return [B, H, T, D] for a drafter that is unrolled over its own states. The keys of the first step are causal; of each
+    later step, token t sees the key of its own index. Each step is one position later, and a window counts positions."""
     scale, window, softcap, sinks = options
     if len(keys) == 1:
         return causal_attention(q, keys[0], values[0], lengths, *options)
@@ -111,7 +112,7 @@ def unrolled_attention(
 
 
 def uncached_visibility(mask: Tensor | tuple[Tensor, ...], positions: Tensor, lengths: tuple[int, ...] | None) -> Any:
-    """What tokens of trees behind no committed ones see: a Visibility, or one for each of packed documents."""
+    """Return the visibility of tree tokens without committed tokens: one, or one for each packed document."""
     if lengths is None:
         assert isinstance(mask, Tensor)
         return Visibility(positions.new_zeros(len(positions)), 0, mask, positions, positions)
@@ -121,7 +122,7 @@ def uncached_visibility(mask: Tensor | tuple[Tensor, ...], positions: Tensor, le
 
 @dataclass(frozen=True)
 class AttentionRange:
-    """How far back a layer sees: its last `window` positions, or those of its chunk of `chunk` positions."""
+    """How far back a layer attends: over its last `window` positions, or within its chunk of `chunk` positions."""
 
     window: int | None = None
     chunk: int | None = None
@@ -129,7 +130,7 @@ class AttentionRange:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What a layer hands to attention, while a target is checked."""
+    """The arguments of one attention call, recorded while a target is inspected."""
 
     layer: int
     shape: KeyValueShape
@@ -160,10 +161,12 @@ def layer_attention(  # transformers calls it, by these names
     attends: Callable[[Tensor, Tensor, Tensor, AttentionOptions], Tensor] | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What every layer of a target calls: tree attention, or without a `visibility` causal attention of whole texts, which
-    may be packed documents of these `lengths`. `reaches` are of layers that do not say themselves how far back they see.
-    `sights` are for each layer, where layers see unlike things. What a drafter's layer of the same kind sees, the drafter
-    itself computes: `attends`."""
+    """Compute the attention of every target layer: tree attention with a `visibility`, else causal attention over texts, which
+    may be packed documents of these `lengths`.
+
+    `reaches` gives the range of layers that do not pass their own. `sights` gives a visibility per layer where layers differ. A
+    drafter with a layer of the same kind passes `attends` and computes the attention itself.
+    """
     if calls is not None:
         unheeded = tuple(name for name in UNSUPPORTED_ARGUMENTS if others.get(name) is not None)
         shape = KeyValueShape(key.shape[1], key.shape[3], value.shape[3])
@@ -199,7 +202,7 @@ def layer_attention(  # transformers calls it, by these names
 
 
 def _check_keys(are_tokens: bool, layer: int) -> None:
-    """Stop where a layer that reads a text sees more or fewer keys than it has tokens."""
+    """Raise UserError where a layer that reads a text attends to more or fewer keys than it has tokens."""
     if not are_tokens:
         raise UserError(
             f"target: layer {layer} attends to keys that are no tokens, such as compressed ones, which trees cannot take back; "
@@ -208,12 +211,12 @@ def _check_keys(are_tokens: bool, layer: int) -> None:
 
 
 def chunk_lengths(lengths: tuple[int, ...], size: int) -> tuple[int, ...]:
-    """The chunks that documents of these lengths fall into, each from its own start."""
+    """Return the lengths of the chunks that documents of these lengths split into, each from its own start."""
     return tuple(min(size, length - start) for length in lengths for start in range(0, length, size))
 
 
 def attn_implementation_for(config: Any, implementation: str) -> str | dict[str, str]:
-    """What transformers is told so that the decoder attends by `implementation`; what sees images keeps its own."""
+    """Return the transformers setting by which the decoder attends with `implementation`; a vision encoder keeps its own."""
     text = config.get_text_config()
     parts = [name for name in getattr(config, "sub_configs", {}) if getattr(config, name, None) is text]
     return {"": implementation, **dict.fromkeys(parts, implementation)} if parts else implementation

@@ -1,9 +1,9 @@
-"""A target is checked once, when it is loaded: what it computes here must be what transformers computes with it.
+"""Inspection of a target when it is loaded: what it computes here must equal what transformers computes with it.
 
-First what its layers hand to attention: how far back each sees, whatever the length of the text, and arguments that nothing
-here takes heed of. Then a few tokens, both ways: features and logits of a text, the text read in pieces through the cache, and
-its tokens again as one path of a tree, between nodes that it must not see.
-Shapes: B batch, T tokens, N nodes, V vocabulary, D width.
+First, one forward records the attention calls of its layers: how far back each attends, at any length of text, and arguments
+that are not supported here. Then a few tokens run both ways: features and logits of a text, the text read in pieces through the
+cache, and its tokens again as one path of a tree, between nodes that it must not see. Shapes: B batch, T tokens, N nodes, V
+vocabulary, D width.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from .recurrent_nodes import RecurrentModule, StateRecorder
 if TYPE_CHECKING:
     from .target import Target
 
-CHECK_LENGTH = 24  # tokens of the text
-TREE_NODES = 7  # nodes: every other one is the text's
+CHECK_LENGTH = 24  # tokens of the sample text
+TREE_NODES = 7  # nodes; every second node is a token of the text
 MAX_GAP = {torch.float32: 1e-3}  # relative difference of a token's states; of shorter types sums are rounded in another order
 MAX_GAP_HALF = 0.1
-MAX_STEP_GAP = {torch.float32: 1e-4}  # between two ways to compute a token's logits
-MAX_POSITION = 1 << 20  # positions at which windows are looked for
+MAX_STEP_GAP = {torch.float32: 1e-4}  # relative difference of logits, token by token or at once
+MAX_POSITION = 1 << 20  # largest probed position
 
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """What a layer that attends keeps of every token, and how far back it sees."""
+    """The keys and values that an attention layer stores per token, and how far back it attends."""
 
     shape: KeyValueShape
     range: AttentionRange
@@ -52,28 +52,26 @@ class LayerAttention:
 
 @dataclass(frozen=True)
 class ModelTraits:
-    """What the layers of a target are like, as one forward shows."""
+    """The properties of a target's layers, as one forward shows them."""
 
-    output_tuple_size: int = 0  # a layer gives its states in a tuple of so many; 0: alone
-    has_single_stream: bool = True  # between its layers there is one state for each token
-    cache_argument: str = "past_key_values"  # what the decoder calls the cache that it is given
-    accepts_use_cache: bool = True  # it may be told so; else it would take none but one of its own kind
-    attention_indices: tuple[tuple[int, ...], ...] | None = None  # the numbers of what attends in each layer; None: its own
-    kv_shapes: dict[int, KeyValueShape] | None = None  # of these, where they are not all alike or not all
-    attention_ranges: dict[int, AttentionRange] | None = None  # of those that do not say themselves how far back they see
-    recurrent_modules: dict[int, RecurrentModule] = field(
-        default_factory=dict
-    )  # what keeps a state in place of keys and values, by layer
-    attention_layers: dict[int, LayerAttention] = field(default_factory=dict)  # by layer that attends
-    path_policy: PathPolicy = "never"  # whether what keeps a state is run over several tokens behind one
-    masked_attention: MaskedAttention | None = None  # of layers that attend by themselves, and are told by masks
+    output_tuple_size: int = 0  # size of the tuple that a layer returns; 0 is a tensor
+    has_single_stream: bool = True  # one residual stream enters each layer
+    cache_argument: str = "past_key_values"  # argument of the decoder for its cache
+    accepts_use_cache: bool = True  # False: with it, only a cache of its own class would do
+    attention_indices: tuple[tuple[int, ...], ...] | None = None  # cache indices by layer; None: one each
+    kv_shapes: dict[int, KeyValueShape] | None = None  # by attention layer, where shapes differ or not all layers attend
+    attention_ranges: dict[int, AttentionRange] | None = None  # of layers that do not pass their own range
+    recurrent_modules: dict[int, RecurrentModule] = field(default_factory=dict)  # by layer
+    attention_layers: dict[int, LayerAttention] = field(default_factory=dict)  # by attention layer
+    path_policy: PathPolicy = "never"  # when recurrent layers run several nodes at once
+    masked_attention: MaskedAttention | None = None  # of layers that compute attention themselves
 
 
 UNINSPECTED = ModelTraits()
 
 
 def inspect_target(target: Target) -> ModelTraits:
-    """What layers hand to attention; refuse a model where that is not as a tree needs it."""
+    """Return the traits of a target; raise UserError where its attention does not suit tree decoding."""
     if target.config._attn_implementation == MASKED:
         return _inspect_masked(target)
     calls: list[AttentionCall] = []
@@ -90,7 +88,7 @@ def inspect_target(target: Target) -> ModelTraits:
     finally:
         for handle in handles:
             handle.remove()
-    if len(watching.updated_layers) == len(calls):  # modules that layers share have no number of their own
+    if len(watching.updated_layers) == len(calls):  # shared modules have no layer index
         calls = [replace(call, layer=layer) for call, layer in zip(calls, watching.updated_layers)]
     layers = [call.layer for call in calls]
     if not calls and not watching.recurrent_modules:
@@ -117,7 +115,7 @@ def inspect_target(target: Target) -> ModelTraits:
 
 
 def _inspect_masked(target: Target) -> ModelTraits:
-    """What layers that attend by themselves keep, and are to be told."""
+    """Return the traits of a target whose layers compute attention themselves."""
     holding, outputs, told = KVRecorder(), list[Any](), dict[str, Any]()
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=target.device)
     layer, name = target.layers[0], cache_argument(target.decoder)
@@ -156,7 +154,7 @@ def _inspect_masked(target: Target) -> ModelTraits:
 
 
 def _check_calls(target: Target, layers: list[int], recurrent: set[int]) -> None:
-    """Refuse layers that attend more than once, or of which nothing is known."""
+    """Raise UserError for layers that attend more than once, or that neither attend nor keep a state."""
     if len({*layers}) < len(layers):
         what = "its layers attend several times to keys of their own"
     elif layers != sorted(layers) or not {*layers} | recurrent or (not recurrent and len(layers) < target.num_layers):
@@ -173,7 +171,7 @@ def _check_calls(target: Target, layers: list[int], recurrent: set[int]) -> None
 
 
 def _run_decoder(target: Target, told: dict[str, Any]) -> bool:
-    """Run the decoder, given a cache; whether it may be told that it has one."""
+    """Run the decoder with a cache; return whether it accepts `use_cache`."""
     try:
         target.decoder(**told)
     except ValueError:
@@ -186,7 +184,7 @@ def _run_decoder(target: Target, told: dict[str, Any]) -> bool:
 
 @contextmanager
 def explain_incompatibility(target: Target) -> Iterator[None]:
-    """Say in a sentence that a model does not run here, whatever it stumbles over."""
+    """Turn any error of the model's code into a UserError that says that the model does not run here."""
     try:
         yield
     except UserError:
@@ -204,7 +202,7 @@ def explain_incompatibility(target: Target) -> Iterator[None]:
 
 
 def _find_range(target: Target, call: AttentionCall, masks: Sequence[tuple[Tensor, RequestedMask]]) -> AttentionRange | None:
-    """How far back a layer sees by its mask; None where its call says the same, or it has no mask."""
+    """Return the range of a layer by its mask; None where its call gives the same range, or it has no mask."""
     mask = next((mask for given, mask in masks if given is call.mask), None)
     if mask is None:
         return None
@@ -222,14 +220,14 @@ def _find_range(target: Target, call: AttentionCall, masks: Sequence[tuple[Tenso
 
 
 def _probe_positions(size: int | None, device: torch.device) -> Tensor:
-    """Positions around which a mask can change."""
+    """Return positions around which a mask can change."""
     found = {0, 1, 2, 3, *(1 << power for power in range(2, MAX_POSITION.bit_length()))}
     found |= {max(0, turn * size + beside) for turn in range(1, 4) for beside in (-2, -1, 0, 1, 2)} if size else set()
     return torch.tensor(sorted(found), device=device)
 
 
 def _range_mask(reach: AttentionRange, places: Tensor) -> Tensor:
-    """[P, P] what such a layer sees at these positions."""
+    """Return [P, P], what a layer of this range sees at these positions."""
     here, there = places[:, None], places[None]
     seen = there <= here
     if reach.window is not None:
@@ -239,14 +237,12 @@ def _range_mask(reach: AttentionRange, places: Tensor) -> Tensor:
 
 @torch.no_grad()
 def check_exact(target: Target) -> None:
-    """Refuse a target that computes something else here than with transformers' own attention and cache."""
+    """Raise UserError for a target that computes something else here than with the attention and cache of transformers."""
     from .reference_model import reference_model
 
     tokens, layers = _sample_tokens(target), _checked_layers(target)
     with explain_incompatibility(target), reference_model(target) as model:
-        with target.capture_layers(
-            layers
-        ) as captured:  # asked for hidden states, transformers leaves hooks in the model for good
+        with target.capture_layers(layers) as captured:  # output_hidden_states would leave hooks in the model
             logits = model(input_ids=tokens, use_cache=False).logits.float()
         stepped = _stepwise_logits(model, tokens, target) if target.traits.recurrent_modules else logits
     plain = ReferenceOutput(tokens, logits, stepped, layers, captured)
@@ -263,8 +259,8 @@ def check_exact(target: Target) -> None:
 
 
 def _find_path_policy(target: Target, plain: ReferenceOutput) -> PathPolicy:
-    """Whether layers that keep a state make the same of several tokens behind one as of one after another. In half precision on
-    a CPU the same is bit by bit, which it is not."""
+    """Return whether recurrent layers compute the same from several tokens at once as from one after another. In half precision
+    on a CPU that would have to hold bit by bit, which it does not."""
     if attention_dtype(target.dtype, target.device) != target.dtype:
         return "never"
     tried, target.traits = target.traits, replace(target.traits, path_policy="always")
@@ -279,13 +275,13 @@ def _find_path_policy(target: Target, plain: ReferenceOutput) -> PathPolicy:
 
 @dataclass(frozen=True)
 class ReferenceOutput:
-    """What transformers makes of a text."""
+    """What transformers computes for a text."""
 
     tokens: Tensor  # [1, T]
     logits: Tensor  # [1, T, V]
-    stepped_logits: Tensor  # the same, half of the text read at once and the rest token by token
+    stepped_logits: Tensor  # [1, T, V], the second half token by token
     layers: tuple[Layer, ...]
-    states: dict[Layer, Tensor]  # [1, T, D] entering each of the layers
+    states: dict[Layer, Tensor]  # [1, T, D], the input of each layer
 
 
 def _checked_layers(target: Target) -> tuple[Layer, ...]:
@@ -293,7 +289,7 @@ def _checked_layers(target: Target) -> tuple[Layer, ...]:
 
 
 def _sample_tokens(target: Target) -> Tensor:
-    """[1, T] ordinary tokens, none of which stands for an image or the like."""
+    """Return [1, T] ordinary tokens, none of which is special or stands for an image."""
     settings = {**target.model.config.to_dict(), **target.config.to_dict()}  # type: ignore[operator, union-attr]
     special = {value for key, value in settings.items() if "token" in key and isinstance(value, int)}
     size = target.head.vocab_size
@@ -302,8 +298,8 @@ def _sample_tokens(target: Target) -> Tensor:
 
 
 def _relative_gap(ours: Tensor | None, theirs: Tensor) -> float:
-    """How far states or logits [B, T, ..] lie apart, of their size, at three tokens of four: what is wrong is so at many, and
-    where experts are chosen by nearly equal scores rounding alone moves a token."""
+    """Return the relative difference of states or logits [B, T, ..] at the third quartile of tokens. A real error shows at many
+    tokens, while rounding alone can move single tokens where experts have nearly equal scores."""
     assert ours is not None
     if ours.shape != theirs.shape:
         return float("inf")
@@ -313,7 +309,7 @@ def _relative_gap(ours: Tensor | None, theirs: Tensor) -> float:
 
 
 def _measure_gaps(target: Target, plain: ReferenceOutput) -> Iterator[tuple[str, float]]:
-    """What may differ, and how far it does."""
+    """Yield each output that is compared, with its relative difference."""
     seen = target.run(plain.tokens, ForwardPlan(layers=plain.layers, logits=True))
     yield "features", max([0.0, *(_relative_gap(seen.at_layer(layer), plain.states[layer]) for layer in plain.layers)])
     yield "logits", _relative_gap(seen.logits, plain.logits)
@@ -322,8 +318,8 @@ def _measure_gaps(target: Target, plain: ReferenceOutput) -> Iterator[tuple[str,
 
 @torch.no_grad()
 def check_vision(target: Target, text: Sequence[int], images: Images) -> None:
-    """Refuse images where what is made of a text with some is not what transformers makes of it: its last tokens, read at once
-    and behind the cached rest."""
+    """Raise UserError where a text with images gives other logits than with transformers: at its last tokens, read at once and
+    after the cached rest."""
     from .reference_model import reference_model
 
     last = min(CHECK_LENGTH // 4, len(text) - images.end)
@@ -347,7 +343,8 @@ def check_vision(target: Target, text: Sequence[int], images: Images) -> None:
 
 
 def _stepwise_logits(model: Any, tokens: Tensor, target: Target) -> Tensor:
-    """As `generate` steps: recurrent layers read a text at once in other ways, which with some models is not quite the same."""
+    """Return the logits as `generate` computes them, token by token: recurrent layers read a whole text by another algorithm,
+    which for some models is not quite the same."""
     name, parts, cache, done = target.traits.cache_argument, [], None, 0
     has_positions = "position_ids" in inspect.signature(model.forward).parameters
     for part in (tokens[:, : CHECK_LENGTH // 2], *tokens[:, CHECK_LENGTH // 2 :].split(1, dim=1)):
@@ -360,14 +357,15 @@ def _stepwise_logits(model: Any, tokens: Tensor, target: Target) -> Tensor:
 
 
 def _cached_gaps(target: Target, tokens: Tensor, logits: Tensor) -> Iterator[float]:
-    """Half of the text as a prompt, some of it as a path of a tree, the rest behind the committed path."""
+    """Yield the differences for half of the text as a prompt, some of it as a path of a tree, and the rest after the committed
+    path."""
     half, own, device = CHECK_LENGTH // 2, [*range(0, TREE_NODES, 2)], target.device
     cache = target.new_cache(1, CHECK_LENGTH + TREE_NODES)
     prompt = target.prefill(tokens[:, :half], torch.tensor([half], device=device), cache, ())
     yield _relative_gap(prompt.logits, logits[:, half - 1 : half])
     end = half + len(own)
     nodes = tokens[:, half:end].repeat_interleave(2, dim=1)[:, :TREE_NODES].clone()
-    nodes[:, 1::2] = tokens[:, : TREE_NODES // 2]  # strangers: each is a child of the text's node before it
+    nodes[:, 1::2] = tokens[:, : TREE_NODES // 2]  # wrong siblings: each is a child of the text node before it
     parents = torch.tensor([[-1, *(max(0, node - 2 + node % 2) for node in range(1, TREE_NODES))]], device=device)
     tree = target.verify(TokenTree.from_parents(nodes, parents), cache).logits
     yield _relative_gap(None if tree is None else tree[:, own], logits[:, half:end])

@@ -1,9 +1,9 @@
-"""Decoder layers compiled for decoding: one compilation of a shape serves all layers of a model, whose code stays as it is.
+"""Decoder layers compiled for decoding: one compilation of a shape serves all layers of a model, whose code stays unchanged.
 
-Inductor fuses a layer's norms, rotary embedding and activation around its matrix products. Attention is one opaque operation:
-which cache, tree and layer it belongs to is looked up when it runs, so none of them is traced, and the number of a layer, which
-is all that tells one from the next, never enters the compiled code. Nor does a cache's storage: of a tensor that is written to,
-Inductor made a copy for every call (Torch 2.13).
+Inductor fuses the norms, rotary embedding and activation of a layer with its matrix products. Attention is one opaque
+operation: it looks up its cache, tree and layer when it runs, so none of them is traced, and the index of a layer, which is all
+that differs between layers, never enters the compiled code. Nor does the storage of a cache: Inductor copied a tensor that is
+written to at every call (Torch 2.13).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from spectrain.kernels.tree_attention import Visibility, tree_attention
 from .forward_override import override_forwards
 from .kv_cache import DEFAULT_OPTIONS, AttentionOptions, TreeCache, live_caches
 
-MAX_SHAPES = 64  # batch sizes times numbers of nodes that one process may decode with before layers run uncompiled
+MAX_SHAPES = 64  # compiled shapes (batch sizes times numbers of nodes) per process
 
 
 @dataclass
 class ForwardContext:
-    """The forward that runs: what its attention sees, and the layers that are still to come."""
+    """The forward that runs: the visibility of its attention, and the layers that are still to come."""
 
     cache: TreeCache
     visibility: Visibility
@@ -42,7 +42,7 @@ _contexts: list[ForwardContext] = []
 def set_forward_context(
     cache: TreeCache | None, visibility: Visibility | list[Visibility] | None, layers: Iterable[int]
 ) -> Iterator[None]:
-    """Say what compiled layers belong to, while they run in this order."""
+    """Set the cache, tree and layer order of compiled layers while the context is open."""
     if cache is None or visibility is None:
         yield
         return
@@ -55,7 +55,7 @@ def set_forward_context(
 
 
 def mark_layer_done(layer: int) -> None:
-    """Say that a layer attends by itself, uncompiled, so that the compiled ones behind it are not taken for it."""
+    """Record that a layer attended uncompiled, so that the next compiled layer is not mistaken for it."""
     if _contexts:
         following = next(_contexts[-1].layers)
         assert following == layer, f"layer {layer} runs where layer {following} was to run"
@@ -65,7 +65,7 @@ def mark_layer_done(layer: int) -> None:
 def attend_layer(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Append the next layer's keys and values and attend, [B, N, H, D]."""
+    """Append keys and values of the next layer and attend, [B, N, H, D]."""
     now = _contexts[-1]
     held = now.cache.append(next(now.layers), k, v)
     attended = tree_attention(q, *held, now.visibility, scale, window, softcap, sinks)
@@ -88,7 +88,7 @@ def attend_with_cache(
     options: AttentionOptions = DEFAULT_OPTIONS,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """Append a layer's keys and values to a drafter's cache and attend, [B, N, H, D], from code that is being compiled."""
+    """Append keys and values of a layer to a drafter's cache and attend, [B, N, H, D], from compiled code."""
     return _attend_with_cache(q, k, v, visible, cache.lengths, cache.cache_id, layer, cache.uncommitted, *options, positions)
 
 
@@ -108,7 +108,7 @@ def _attend_with_cache(
     sinks: Tensor | None,
     positions: Tensor | None,
 ) -> Tensor:
-    """What the code writes to, lengths and pending nodes, comes as it is at this point: the cache itself is told at the end."""
+    """Attend with the lengths and uncommitted nodes at this point of the code; the cache itself is updated at the end."""
     held = live_caches[int(number)]
     before = held.lengths, held.uncommitted
     held.lengths, held.uncommitted = lengths, pending
@@ -131,7 +131,7 @@ def _compile_layer(backend: str) -> Any:
 
 
 def compile_function(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """The same function compiled, for calls of fixed shapes; with code of its own, so that its compilations count apart."""
+    """Compile a function for calls of fixed shapes. It gets its own code object, so that its compilations count separately."""
     assert isinstance(function, FunctionType)
     mine = FunctionType(function.__code__.replace(), function.__globals__)
     return torch.compile(mine, backend=backend, dynamic=False)
@@ -139,7 +139,7 @@ def compile_function(function: Callable[..., Any], backend: str) -> Callable[...
 
 @contextmanager
 def compile_layers(layers: Iterable[nn.Module], backend: str) -> Iterator[None]:
-    """Run these layers of targets compiled, over a tree or a single node behind a cache."""
+    """Run these layers of targets compiled, over a tree or a single node with a cache, while the context is open."""
     forwards = [(layer, partial(_compile_layer(backend), layer)) for layer in layers]
     assert not any("forward" in vars(layer) for layer, _ in forwards), "something else runs in a layer's place"
     with torch._dynamo.config.patch(recompile_limit=MAX_SHAPES), override_forwards(forwards):

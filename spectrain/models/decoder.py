@@ -1,4 +1,4 @@
-"""Where in a model its decoder layers are."""
+"""Where a model has its decoder layers."""
 
 import inspect
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from torch import nn
 
 LAYER_LIST_NAMES = ("layers", "h", "blocks")
-"""What decoders call their layers."""
+"""The attributes by which decoders name their layers."""
 
 
 def find_decoder(model: Any) -> nn.Module:
-    """The part of a model that holds its decoder layers and no output layer; inside a model of text and images, of the text."""
+    """Return the part of a model that holds the decoder layers but no output layer; in a multimodal model, that of the text."""
     decoder: nn.Module = model.get_decoder()
     if layer_list_name(decoder) is not None:
         return decoder
@@ -21,7 +21,7 @@ def find_decoder(model: Any) -> nn.Module:
 
 
 def layer_list_name(decoder: nn.Module) -> str | None:
-    """What a decoder calls the list of its layers; None where it has none."""
+    """Return the attribute of a decoder that lists its layers; None where it has none."""
     return next((name for name in LAYER_LIST_NAMES if isinstance(getattr(decoder, name, None), nn.ModuleList)), None)
 
 
@@ -31,10 +31,10 @@ def find_layers(decoder: nn.Module) -> nn.ModuleList | None:
 
 
 def cache_argument(decoder: nn.Module) -> str:
-    """What a decoder calls the cache that it is given."""
+    """Return the name of the decoder argument for the cache."""
     return "cache_params" if "cache_params" in inspect.signature(decoder.forward).parameters else "past_key_values"
 
 
 def accepts_argument(decoder: nn.Module, name: str) -> bool:
-    """Whether a decoder knows an argument of this name."""
+    """Return whether the forward of a decoder has an argument of this name."""
     return name in inspect.signature(decoder.forward).parameters

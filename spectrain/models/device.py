@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured: the floor under any decoding step."""
+"""Measured limits of this machine: the lower bound of any decoding step."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -11,14 +11,14 @@ from torch import nn
 
 
 def synchronize_device(device: torch.device) -> None:
-    """Let a GPU finish what it was given, so that a clock sees it."""
+    """Wait until a GPU has finished its work, so that a clock measures it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 @contextmanager
 def capture_graph(graph: Any, pool: Any = None) -> Iterator[None]:
-    """`torch.cuda.graph`, which leaves its own stream the current one where what it records fails."""
+    """Capture with `torch.cuda.graph`, and restore the current stream where the capture fails."""
     stream = torch.cuda.current_stream()
     try:
         with torch.cuda.graph(graph, pool=pool):
@@ -29,27 +29,28 @@ def capture_graph(graph: Any, pool: Any = None) -> Iterator[None]:
 
 @cache
 def measure_bandwidth(device: torch.device, size: int = 1 << 28) -> float:
-    """Bytes a second that can be read, the best of several passes over `size` bytes."""
+    """Return the bytes per second that can be read, the best of several passes over `size` bytes."""
     data = torch.ones(size // 4, device=device)
     return size / min(_time_call(data.sum, device) for _ in range(6))
 
 
 @cache
 def measure_flops(device: torch.device, dtype: torch.dtype, width: int = 1024) -> float:
-    """Floating-point operations a second of a large matrix product, the best of several."""
+    """Return the floating-point operations per second of a large matrix product, the best of several."""
     data = torch.ones(width, width, device=device, dtype=dtype)
     return 2 * width**3 / min(_time_call(lambda: data @ data, device) for _ in range(6))
 
 
 def forward_weights(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that a forward reads whole, shared ones once: an embedding that is no output layer too is looked up."""
+    """Return the parameters that a forward reads completely, shared ones once. An embedding that is no output layer is
+    excluded, because only rows of it are read."""
     looked_up = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
     looked_up -= {id(child.weight) for child in module.modules() if isinstance(child, nn.Linear)}
     return [parameter for parameter in module.parameters() if id(parameter) not in looked_up]
 
 
 def roofline_seconds(module: nn.Module, rows: float, device: torch.device, dtype: torch.dtype) -> float:
-    """Seconds that no forward over so many rows can beat: reading every weight once, or its arithmetic."""
+    """Return the lower bound in seconds of a forward over so many rows: reading every weight once, or its arithmetic."""
     weights = forward_weights(module)
     if not weights:
         return 0.0

@@ -1,4 +1,4 @@
-"""What a forward of the target gives. Shapes: B batch, T tokens, L captured layers, D width, V vocabulary."""
+"""Features: what a forward of the target yields. Shapes: B batch, T tokens, L captured layers, D width, V vocabulary."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -8,37 +8,38 @@ import torch
 from torch import Tensor
 
 Layer = int | Literal["final"]
-"""A place in the target: k is the residual stream entering layer k, `num_layers` the un-normed output of the
+"""A point in the target: k is the residual stream entering layer k, `num_layers` the un-normed output of the
 last one, "final" the output of the final norm, which the head reads."""
 
 
 @dataclass(frozen=True)
 class Features:
-    """Hidden states of the target over some tokens; `hidden[:, t]` has seen `tokens[:, :t + 1]`, or a node's ancestors."""
+    """Hidden states of the target over tokens; `hidden[:, t]` has attended to `tokens[:, :t + 1]`, or to the ancestors of a
+    node."""
 
     tokens: Tensor  # [B, T]
     layers: tuple[Layer, ...]
     hidden: Tensor  # [B, T, L, D]
-    logits: Tensor | None = None  # [B, T, V], only where they were asked for
+    logits: Tensor | None = None  # [B, T, V], where the plan requests logits
 
     def at_layer(self, layer: Layer) -> Tensor:
-        """The hidden states of one layer, [B, T, D]."""
+        """Return the hidden states of one layer, [B, T, D]."""
         return self.hidden[:, :, self.layers.index(layer)]
 
     def fuse_layers(self, layers: tuple[Layer, ...]) -> Tensor:
-        """The hidden states of several layers side by side, [B, T, len(layers) * D]."""
+        """Concatenate the hidden states of several layers, [B, T, len(layers) * D]."""
         if layers == self.layers[: len(layers)]:  # the usual case: one view, one copy at most
             return self.hidden[:, :, : len(layers)].flatten(2)
         return torch.cat([self.at_layer(layer) for layer in layers], dim=-1)
 
     def gather(self, index: Tensor) -> "Features":
-        """The positions `index` [B, P] of every row."""
+        """Return the features at positions `index` [B, P] of every row."""
         hidden = self.hidden.gather(1, index[:, :, None, None].expand(-1, -1, *self.hidden.shape[2:]))
         return Features(self.tokens.gather(1, index), self.layers, hidden)
 
     @staticmethod
     def concat_prefixes(parts: list[tuple["Features", Tensor]]) -> "Features":
-        """The first `counts[b]` positions of every part, one after another; layers are those of the last part."""
+        """Concatenate the first `counts[b]` positions of every part. The result has the layers of the last part."""
         layers = parts[-1][0].layers
         states = [part.hidden if part.layers == layers else torch.stack([part.at_layer(layer) for layer in layers], 2)
                   if layers else part.hidden[:, :, :0] for part, _ in parts]  # fmt: skip
@@ -53,5 +54,5 @@ class Features:
 
 
 def document_positions(lengths: Iterable[int], device: torch.device) -> Tensor:
-    """[1, T] the position of every token in its own document, the documents standing one after another."""
+    """Return [1, T], the position of every token in its own document, for consecutive documents."""
     return torch.cat([torch.arange(length) for length in lengths])[None].to(device)

@@ -1,7 +1,7 @@
-"""Other forwards in the place of modules' own: the one way in which anything here changes what a layer runs.
+"""Overrides of modules' forwards: the only way in which this project changes what a layer runs.
 
-Layers that are skipped, dropped for some sequences, checkpointed or compiled, and linears whose weights lie ready for oneDNN.
-Shapes: B batch, T tokens, D width.
+They serve layers that are skipped, dropped for some sequences, checkpointed or compiled, and linears with weights packed for
+oneDNN. Shapes: B batch, T tokens, D width.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +17,7 @@ Forward = Callable[..., Any]
 
 
 def set_forward(module: nn.Module, forward: Forward | None) -> Forward | None:
-    """Let `forward` run in a module's place, or the forward of its class where it is None; returns what did so before."""
+    """Set the forward of a module, or restore that of its class with None; return the former override."""
     before: Forward | None = vars(module).get("forward")
     if forward is not None:
         module.forward = forward
@@ -28,7 +28,7 @@ def set_forward(module: nn.Module, forward: Forward | None) -> Forward | None:
 
 @contextmanager
 def override_forwards(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
-    """These forwards in the place of the modules', for as long as this lasts."""
+    """Run these forwards instead of the modules' own while the context is open."""
     before: list[tuple[nn.Module, Forward | None]] = []
     try:
         for module, forward in forwards:
@@ -40,12 +40,12 @@ def override_forwards(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator
 
 
 def checkpoint_layer(layer: nn.Module) -> Forward:
-    """Gradient checkpointing: of the layer only the input is kept, and the backward pass runs it again."""
+    """Return a forward with gradient checkpointing: only the input is stored, and the backward pass runs the layer again."""
     return partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def identity(num_returned: int) -> Forward:
-    """In a layer's place, nothing: its input is its output."""
+    """Return a forward whose output is its input."""
 
     def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         return (hidden_states, *[None] * (num_returned - 1)) if num_returned else hidden_states
@@ -54,7 +54,7 @@ def identity(num_returned: int) -> Forward:
 
 
 def zeros(returns_tuple: bool) -> Forward:
-    """In the place of attention or feed-forward, whose output is added to the residual stream: zeros."""
+    """Return a forward that outputs zeros, for attention or feed-forward, whose output is added to the residual stream."""
 
     def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         nothing = torch.zeros_like(hidden_states)
@@ -66,14 +66,15 @@ def zeros(returns_tuple: bool) -> Forward:
 def run_on_subset(
     layer: nn.Module, kept: Tensor, lengths: tuple[int, ...] | None, returns_tuple: bool, device: torch.device
 ) -> Forward:
-    """The layer for the sequences in `kept`, [B] bool, which are rows, or stretches of a packed row; others pass it by."""
+    """Return a forward that runs the layer for the sequences in `kept`, [B] bool (rows, or parts of a packed row); the others
+    skip it."""
     forward = layer.forward
     dim, remaining, kept_tokens = 0, None, kept
     if lengths is not None:
         dim, remaining = 1, tuple(length for length, keep in zip(lengths, kept.tolist()) if keep)
         kept_tokens = kept.repeat_interleave(torch.tensor(lengths))
     index = kept_tokens.nonzero()[:, 0].to(device)
-    if not len(index):  # nothing to run, but others wait for this layer: a sequence that counts for nothing
+    if not len(index):  # other processes run this layer, so run a dummy
         index = index.new_tensor(range(lengths[0]) if lengths is not None else [0])
         remaining = lengths[:1] if lengths is not None else None
 
@@ -91,7 +92,7 @@ def run_on_subset(
 
 
 def _select_sequences(value: Any, index: Tensor, size: int, dim: int) -> Any:
-    """The same arguments for some sequences of the batch, dim 0, or for some tokens, dim 1, of packed ones."""
+    """Select some sequences of every argument, along dim 0, or some tokens of packed ones, along dim 1."""
     if isinstance(value, Tensor):
         return value.index_select(dim, index) if value.dim() > 1 and value.shape[dim] == size else value
     if isinstance(value, (tuple, list)):

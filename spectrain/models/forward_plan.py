@@ -1,4 +1,4 @@
-"""What one forward of the target is asked for. Shapes: B batch, N tokens or nodes, D width."""
+"""The plan of one forward of the target. Shapes: B batch, N tokens or nodes, D width."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ SUBLAYER_KINDS: tuple[SublayerKind, ...] = ("attention", "mlp")
 
 
 class Sublayer(NamedTuple):
-    """The half of a layer that attends, or the feed-forward half."""
+    """The attention or the feed-forward half of a layer."""
 
     layer: int
     kind: SublayerKind
 
 
-SkippedLayer = int | Sublayer  # a whole layer by its number, or a half of one
+SkippedLayer = int | Sublayer  # a layer by its index, or one half of it
 
 
 def layer_index(skipped: SkippedLayer) -> int:
@@ -29,24 +29,24 @@ def layer_index(skipped: SkippedLayer) -> int:
 
 @dataclass(frozen=True)
 class LayerSpan:
-    """The layers that run, `first` to `last` (excluded) without those `skipped`, and for whom.
+    """The layers that run: `first` to `last` (excluded) without those `skipped`, and for which sequences.
 
-    A layer or half of one that does not run passes its input on; so does layer l for sequence b where `dropped` [layers, B] is
-    True (in training: without cache and mask). Neither costs the layer's work.
+    A skipped layer, or half of one, passes its input on. Layer l does the same for sequence b where `dropped` [layers, B] is
+    True (in training, without cache and mask). Neither costs the work of the layer.
     """
 
     first: int = 0
-    last: int | None = None  # None: to the end
+    last: int | None = None  # None is the last layer
     hidden: Tensor | None = None  # [B, N, D] what enters layer `first`, in place of the embedded tokens
     skipped: Collection[SkippedLayer] = ()
     dropped: Tensor | None = None
 
     def active_layers(self, num_layers: int) -> list[int]:
-        """The layers that run, in their order."""
+        """Return the layers that run, in order."""
         return [layer for layer in range(num_layers)[self.first : self.last] if layer not in self.skipped]
 
     def attention_layers(self, num_layers: int) -> list[int]:
-        """Those of them whose attention runs."""
+        """Return the active layers whose attention runs."""
         return [layer for layer in self.active_layers(num_layers) if Sublayer(layer, "attention") not in self.skipped]
 
 
@@ -55,12 +55,11 @@ ALL_LAYERS = LayerSpan()
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """One forward over tokens [B, N]: what is kept of it, what a token sees, which layers run.
+    """One forward over tokens [B, N]: which features it keeps, what each token sees, and which layers run.
 
-    Without a cache, `mask` [B, N, N] says what each token sees; with one it marks, for every new node, the nodes behind the
-    committed tokens that it sees [B, N, pending + N]. None is causal. With `lengths`, the one row [1, N] holds packed
-    documents, which do not see each other: positions start anew in each, `span.dropped` is [layers, documents], and `mask` has
-    one [1, n, n] for each.
+    Without a cache, `mask` [B, N, N] says what each token sees. With a cache, it marks the appended nodes that each new node
+    sees, [B, N, uncommitted + N]. None is causal. With `lengths`, the one row [1, N] holds packed documents that do not see
+    each other: positions start anew in each, `span.dropped` is [layers, documents], and `mask` has one [1, n, n] per document.
     """
 
     layers: tuple[Layer, ...] = ()  # features to keep; "final" is the final norm of whatever layer ran last
@@ -72,7 +71,7 @@ class ForwardPlan:
     mask: Tensor | tuple[Tensor, ...] | None = None
     cache: TreeCache | None = None
     lengths: tuple[int, ...] | None = None
-    texts: Sequence[Sequence[int]] = ()  # of the rows or documents, where any of them has images
+    texts: Sequence[Sequence[int]] = ()  # rows or documents, where any has images
     span: LayerSpan = ALL_LAYERS
 
     def __post_init__(self) -> None:

@@ -1,8 +1,8 @@
-"""Decoder layers in few calls: what transformers' own layers compute, bit by bit, without what costs time beside it.
+"""Fused decoder layers for the CPU: the results of transformers' own layers, bit by bit, in fewer calls.
 
-On a CPU a layer of one row is some fifty small operations and as many calls of modules; here queries, keys and values are
-rotated together, a norm is one operation, and linears that read the same input are one product whose parts are views.
-Shapes: B batch, N tokens or nodes, D width, H query heads, K key-value heads, d head size, I inner width.
+On a CPU a layer of one row is some fifty small operations and as many module calls. Here queries, keys and values are rotated
+together, a norm is one operation, and linears that read the same input are one product, whose parts are views. Shapes: B batch,
+N tokens or nodes, D width, H query heads, K key-value heads, d head size, I inner width.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .attention import ATTENTION_NAME, layer_attention
 from .forward_override import Forward
 from .packed_linears import PackedLinear, SharedInput
 
-LLAMA_LIKE_LAYERS = ("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")  # classes whose arithmetic this is
+LLAMA_LIKE_LAYERS = ("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")  # layer classes with this arithmetic
 
 
 def fuse_cpu_layers(layers: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Forward]]:
-    """The layers that can run so, each with what runs in its place: on packed linears, where nothing listens inside."""
+    """Yield the layers that can be fused, each with its fused forward: those on packed linears, without hooks inside."""
     rotation = CachedRotation()
     for layer in layers:
         if type(layer).__name__ in LLAMA_LIKE_LAYERS and _is_fusable(layer):
@@ -31,7 +31,7 @@ def fuse_cpu_layers(layers: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Fo
 
 
 def _is_fusable(layer: Any) -> bool:
-    """Whether nothing but its class says what a layer computes, on weights that are packed."""
+    """Return whether a layer computes exactly what its class says, on packed weights."""
     attention, mlp = layer.self_attn, layer.mlp
     norms = layer.input_layernorm, layer.post_attention_layernorm
     linears = (
@@ -55,7 +55,7 @@ def _is_fusable(layer: Any) -> bool:
 
 
 class CachedRotation:
-    """The angles of one forward, which are the same in all layers."""
+    """The rotary angles of one forward, which all layers share."""
 
     def __init__(self) -> None:
         self.angles: tuple[Tensor, Tensor] | None = None
@@ -73,11 +73,13 @@ class CachedRotation:
 def _apply_norm(norm: Any, x: Tensor) -> Tensor:
     if x.dtype == torch.float32:
         return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.variance_epsilon)
-    return norm.weight * F.rms_norm(x, (x.shape[-1],), None, norm.variance_epsilon)  # rounded before the weight, as theirs is
+    return norm.weight * F.rms_norm(
+        x, (x.shape[-1],), None, norm.variance_epsilon
+    )  # rounded before the weight, as in transformers
 
 
 def shared_product(linear: Any, x: Tensor) -> Tensor:
-    """The outputs [.., O] of all linears that read the same input as this packed one does, side by side."""
+    """Return the outputs [.., O] of all linears that read the same input as this packed one, side by side."""
     return _shared_input(linear).weights.product(x)
 
 
@@ -97,7 +99,7 @@ def _run_layer(
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """[B, N, D] -> [B, N, D], called as the layer is."""
+    """Run a layer, [B, N, D] -> [B, N, D], with the arguments of its own forward."""
     assert position_embeddings is not None
     attention, mlp = layer.self_attn, layer.mlp
     batch, length, _ = hidden_states.shape

@@ -1,4 +1,4 @@
-"""The ends of the target that drafters borrow. Shapes: D width, V vocabulary."""
+"""The parts of the target that drafters borrow: embedding and output layer. Shapes: D width, V vocabulary."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ MULTIPLYING_MODELS = ("hyperclovax",)  # model types that multiply by what other
 
 
 def logit_scale(config: Any) -> float:
-    """What a model multiplies the products of its output layer by."""
+    """Return the factor by which a model multiplies the products of its output layer."""
     divisor = getattr(config, LOGIT_DIVISOR, None) or 1.0
     scale = divisor if config.model_type in MULTIPLYING_MODELS else 1 / divisor
     for name in LOGIT_MULTIPLIERS:
@@ -23,9 +23,9 @@ def logit_scale(config: Any) -> float:
 
 
 class Head:
-    """The ends of the target that drafters borrow: its embedding and its output layer.
+    """The embedding and the output layer of the target, which drafters borrow.
 
-    Not a module, so a drafter that keeps one neither owns nor saves what is the target's.
+    It is not a module, so a drafter that holds one neither owns nor saves the weights of the target.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -37,7 +37,7 @@ class Head:
         self.scale = logit_scale(text)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Head":
-        """A copied drafter borrows from the same target."""
+        """Return the same head: a copied drafter borrows from the same target."""
         return self
 
     @property
@@ -50,7 +50,7 @@ class Head:
 
     @property
     def projection(self) -> Projection:
-        """The output layer as a loss takes it."""
+        """Return the output layer in the form that losses take."""
         return Projection(self.output.weight, self.output.bias, self.scale, self.softcap)
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -58,12 +58,12 @@ class Head:
         return self.embedding(tokens)
 
     def all_embeddings(self, device: torch.device) -> Tensor:
-        """Of every token, [V, D], looked up on a device, for some models scale what they look up."""
+        """Return the embedding of every token, [V, D], through a look-up, because some models scale what they look up."""
         return self.embed(torch.arange(self.vocab_size, device=device))
 
     def logits(self, final: Tensor, rows: Tensor | None = None, upcast: bool = True) -> Tensor:
-        """Logits [..., V] in float32 from "final" features; with `rows`, of these vocabulary entries only. Without `upcast`
-        they stay as the output layer gives them where nothing scales or caps them."""
+        """Return logits [..., V] in float32 from "final" features; with `rows`, of these vocabulary entries only. Without
+        `upcast` the logits keep the type of the output layer where nothing scales or caps them."""
         if rows is None:
             logits = self.output(final)
         else:
@@ -72,7 +72,7 @@ class Head:
         return logits if not upcast and self.scale == 1 and self.softcap is None else self.scale_and_cap(logits.float())
 
     def scale_and_cap(self, product: Tensor) -> Tensor:
-        """Products of the output layer [..., V], in float32, scaled and capped."""
+        """Scale and cap products of the output layer [..., V], in float32."""
         logits = (
             product if self.scale == 1 else product * self.scale
         )  # a pass over a verified tree's logits, where it can be saved

@@ -1,9 +1,9 @@
-"""Texts with images: which tokens stand for them, and what the target's own model makes of both for its text decoder.
+"""Texts with images: which tokens stand for them, and the decoder inputs that the target's own model computes from both.
 
-The model of text and images runs unmodified up to its decoder: what it calls that with (embeddings, positions in three planes
-where rotary embeddings have these, states that later layers add) is noted, and the decoder is then run with it as with any
-text. Behind the images text goes on at positions that are not its places: the cache knows by how much they differ.
-Shapes: B batch, T tokens, D width, P planes of positions, n tokens of images.
+The multimodal model runs unmodified up to its decoder, and the arguments of the decoder call are recorded (embeddings,
+positions in three planes where rotary embeddings have these, states that later layers add). The decoder then runs with these as
+with any text. After an image, positions differ from slot indices; the cache stores the difference. Shapes: B batch, T tokens, D
+width, P planes of positions, n image tokens.
 """
 
 from __future__ import annotations
@@ -33,25 +33,26 @@ if TYPE_CHECKING:
 STANDARD_ARGUMENTS = {"input_ids", "inputs_embeds", "position_ids", "attention_mask", "past_key_values", "use_cache",
     "return_dict",
                "cache_position", "output_attentions", "output_hidden_states"}  # fmt: skip
-"""Arguments of a decoder that are not about images, or that a forward of the target says itself."""
+"""Arguments of a decoder that are not about images, or that a forward of the target sets itself."""
 
-VISIBILITY_KEY = "what tokens see"  # among the arguments noted, by kind of layer
+VISIBILITY_KEY = "what tokens see"  # key of the masks by kind of layer
 
 ModelInputs = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Images:
-    """The images of a text: files, read again whenever they are wanted, for their pixels take more room than their tokens."""
+    """The images of a text, as files that are read again for every use, because their pixels take more memory than their
+    tokens."""
 
     text: str  # with one placeholder for each
     paths: tuple[str, ...]
     digest: bytes  # of their contents
-    end: int  # tokens up to behind the last one
+    end: int  # index after the last image token
     process_inputs: Callable[[str, Sequence[str]], ModelInputs] = field(repr=False, compare=False)
 
     def model_inputs(self, length: int, like: nn.Module) -> ModelInputs:
-        """What a model takes beside a text's tokens, which may go on behind the text that was processed."""
+        """Return the model inputs besides the tokens, for a text that may continue after the processed part."""
         found = self.process_inputs(self.text, self.paths)
         weight, given = next(like.parameters()), {}
         for name, value in found.items():
@@ -66,7 +67,7 @@ class Images:
 
 
 class TextWithImages(list[int]):
-    """Token ids that keep the images which some of them stand for: in front of other tokens, and where the end is cut off."""
+    """Token ids that carry the images which some of them stand for, also after appending tokens or cutting the end."""
 
     def __init__(self, tokens: Iterable[int], images: Images) -> None:
         super().__init__(tokens)
@@ -86,29 +87,29 @@ class TextWithImages(list[int]):
 
 
 def get_images(tokens: Sequence[int]) -> Images | None:
-    """The images of a text; None where it has none."""
+    """Return the images of a text; None where it has none."""
     return getattr(tokens, "images", None)
 
 
 def has_complete_images(tokens: Sequence[int]) -> bool:
-    """Whether no image of a text lost tokens where its end was cut off."""
+    """Return whether no image of a text lost tokens where the end was cut."""
     images = get_images(tokens)
     return images is None or len(tokens) >= images.end
 
 
 def have_images(texts: Iterable[Sequence[int]]) -> bool:
-    """Whether any of the texts does."""
+    """Return whether any of the texts has images."""
     return any(get_images(text) is not None for text in texts)
 
 
 def refuse_images(texts: Iterable[Sequence[int]], who: str) -> None:
-    """Stop where any of the texts has images and `who` does not look at them."""
+    """Raise UserError where any of the texts has images and `who` reads text only."""
     if have_images(texts):
         raise UserError(f"{who}: it reads text alone, and there are images; leave out conversations that have any")
 
 
 class ImageProcessor:
-    """How a target reads images: through the processor that its model comes with."""
+    """Reads images for a target, through the processor that its model ships."""
 
     def __init__(self, model: str, has_vision: bool, trust_remote_code: bool = False) -> None:
         self.model, self.has_vision, self.trust_remote_code = model, has_vision, trust_remote_code
@@ -119,7 +120,7 @@ class ImageProcessor:
             raise UserError(f"target {self.model}: it reads text alone, and the data holds images; use a target that sees them")
         try:
             return AutoProcessor.from_pretrained(self.model, trust_remote_code=self.trust_remote_code)
-        except Exception as error:  # of any kind, where what it is made of is missing
+        except Exception as error:  # of any kind, where a package is missing
             raise UserError(
                 f"target {self.model}: its processor of images could not be loaded ({first_line(error)}); see that its files "
                 "are there, and run pip install pillow torchvision"
@@ -127,11 +128,11 @@ class ImageProcessor:
 
     @property
     def placeholder_id(self) -> int:
-        """The token that stands for an image, or for a part of one."""
+        """Return the token that stands for an image, or for a part of one."""
         return int(self.processor.image_token_id)
 
     def tokenize_text(self, text: str, paths: Sequence[str]) -> TextWithImages:
-        """The tokens of a text, every placeholder replaced by those of its image."""
+        """Return the tokens of a text, with every placeholder replaced by the tokens of its image."""
         tokens = self.process_inputs(text, paths)["input_ids"][0].tolist()
         digest = blake2b(digest_size=16)
         for path in paths:
@@ -140,7 +141,7 @@ class ImageProcessor:
         return TextWithImages(tokens, Images(text, tuple(paths), digest.digest(), last + 1, self.process_inputs))
 
     def process_inputs(self, text: str, paths: Sequence[str]) -> ModelInputs:
-        """What the processor makes of a text and its images."""
+        """Run the processor on a text and its images."""
         pictures = [open_image(path) for path in paths]
         try:
             return dict(self.processor(text=[text], images=pictures, add_special_tokens=False, return_tensors="pt"))
@@ -151,7 +152,7 @@ class ImageProcessor:
 
 
 def open_image(path: str) -> Any:
-    """A picture, in colour."""
+    """Return the picture in a file, in RGB."""
     from PIL import Image
 
     try:
@@ -161,15 +162,15 @@ def open_image(path: str) -> Any:
         raise UserError(f"{path}: it is no picture that can be read ({first_line(error)}); mend or drop it") from error
 
 
-# What a decoder is called with
+# The inputs of the decoder
 
 
 @dataclass(frozen=True)
 class DecoderInputs:
-    """What a decoder is called with for texts with images among them."""
+    """The arguments of the decoder for texts, some of which have images."""
 
     arguments: ModelInputs
-    offsets: Tensor | None  # [B] how far positions behind the text lie from its length; None where they never do
+    offsets: Tensor | None  # [B] positions after the text minus its length; None where these are equal
     visible_masks: list[
         dict[str, Tensor]
     ]  # by text and kind of layer [T, T] what a token sees, where tokens of images see ahead
@@ -178,8 +179,8 @@ class DecoderInputs:
 def make_decoder_inputs(
     target: Target, tokens: Tensor, texts: Sequence[Sequence[int]], positions: Tensor, lengths: tuple[int, ...] | None
 ) -> DecoderInputs:
-    """For rows [B, T], padded on the right, or for packed documents of these lengths, by their `texts`; the positions of those
-    without images are as they are in `positions`."""
+    """Return the decoder inputs for rows [B, T], padded on the right, or for packed documents of these lengths. Texts without
+    images have the given `positions`."""
     rows = list(tokens.split(1)) if lengths is None else list(tokens.split(lengths, dim=1))
     places = list(positions.split(1)) if lengths is None else list(positions.split(lengths, dim=1))
     found = [_capture_call(target, row, text, place) for row, text, place in zip(rows, texts, places)]
@@ -197,20 +198,20 @@ def make_decoder_inputs(
 
 
 def layer_kinds(target: Target) -> list[str]:
-    """What each layer's kind is called, by which models tell their masks apart."""
+    """Return the kind of each layer, by which models distinguish their masks."""
     kinds = getattr(target.config, "layer_types", None) or ()
     return [kinds[layer] if layer < len(kinds) else "" for layer in range(target.num_layers)]
 
 
 def masks_for_kind(parts: Sequence[dict[str, Tensor]], sizes: Sequence[int], kind: str) -> list[Tensor]:
-    """For each text [T, T] what tokens see in layers of a kind: what is said, or the text before them."""
+    """Return for each text the mask [T, T] of a kind of layer: the recorded one, or the causal one."""
     device = next(mask.device for part in parts for mask in part.values())
     causal = (torch.ones(size, size, dtype=torch.bool, device=device).tril() for size in sizes)
     return [part.get(kind, part.get("", before)) for part, before in zip(parts, causal)]
 
 
 class EmptyOutput(BaseModelOutputWithPast):
-    """What a decoder that was not run gives: nothing of all that is asked of it."""
+    """The output of a decoder that did not run: every attribute is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -218,7 +219,8 @@ class EmptyOutput(BaseModelOutputWithPast):
 
 
 def _capture_call(target: Target, row: Tensor, text: Sequence[int], positions: Tensor) -> ModelInputs:
-    """What the model calls its decoder with for one text, [1, T]; of a text without images what it tells beside embeddings."""
+    """Return the arguments with which the model calls its decoder for one text [1, T]. A text without images keeps its own
+    embeddings."""
     images, noted = get_images(text), ModelInputs()
 
     def note(*args: Any, **kwargs: Any) -> EmptyOutput:
@@ -238,13 +240,13 @@ def _capture_call(target: Target, row: Tensor, text: Sequence[int], positions: T
 
 
 def _vision_model(model: Any) -> Any:
-    """The part of a model that looks at pixels, without its output layer where that can be."""
+    """Return the part of a model that reads pixels, without the output layer where possible."""
     return model.base_model if "pixel_values" in inspect.signature(model.base_model.forward).parameters else model
 
 
 def _bidirectional_masks(given: Any, asked: Sequence[tuple[Tensor, RequestedMask]], places: Tensor) -> dict[str, Tensor]:
-    """By kind of layer, what each token [T, T] of a text sees where that is more than what lies before it; how far back layers
-    see, they know themselves."""
+    """Return by kind of layer what each token [T, T] sees, where image tokens see later ones. The range of layers is not
+    included."""
     found = {}
     for kind, mask in given.items() if isinstance(given, dict) else [("", given)]:
         said = next((function for tensor, function in asked if tensor is mask), None)
@@ -258,7 +260,7 @@ def _bidirectional_masks(given: Any, asked: Sequence[tuple[Tensor, RequestedMask
 
 
 def _merge_argument(parts: list[Any], rows: list[Tensor], dim: int, name: str, target: Target) -> Any:
-    """An argument of the decoder, of all texts: for every token, or of the tokens of images alone."""
+    """Merge a decoder argument of all texts, which has a row per token, or rows for image tokens alone."""
     first = next(place for place, part in enumerate(parts) if part is not None)
     some = parts[first]
     if isinstance(some, Tensor) and some.shape[:2] == rows[first].shape:

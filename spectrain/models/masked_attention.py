@@ -1,10 +1,9 @@
-"""Models whose layers attend by themselves, without transformers' attention interface: told by masks what a token sees.
+"""Masked attention: models whose layers compute attention themselves, without transformers' attention interface.
 
-Their code asks transformers for a mask and a cache for the keys of a layer: it gets a mask [B, 1, N, S] over the committed
-tokens and the nodes behind them, and all keys that the tree cache holds. Two things that such code computes from slots are put
-right, for in a tree a node's slot is not its position: biases that grow with a key's place (ALiBi), and masks that a layer
-keeps for itself (GPT-Neo), whose windows are of positions.
-Shapes: B batch, N new tokens, S key slots, H heads.
+Their code asks transformers for a mask and a cache. It gets a mask [B, 1, N, S] over the committed tokens and the nodes after
+them, and all keys in the tree cache. In a tree the slot of a node is not its position, so two things that such code computes
+from slots are corrected: biases that grow with the slot of a key (ALiBi), and masks that a layer stores (GPT-Neo), whose
+windows count positions. Shapes: B batch, N new tokens, S key slots, H heads.
 """
 
 from __future__ import annotations
@@ -29,27 +28,25 @@ from .attention import AttentionRange
 from .kv_cache import KeyValueShape, TreeCache
 from .masks import make_mask
 
-MASKED = "spectrain_masks"  # what transformers knows it by
-BIAS_ARGUMENTS = ("alibi", "position_bias")  # what layers call biases [.., S] of keys by their slots
+MASKED = "spectrain_masks"  # name in transformers
+BIAS_ARGUMENTS = ("alibi", "position_bias")  # arguments that are biases [.., S] of key slots
 
 
 @dataclass(frozen=True)
 class MaskedAttention:
-    """What layers that attend by themselves are told beside a mask."""
+    """What layers with attention of their own need besides a mask."""
 
-    bias_arguments: tuple[str, ...] = ()  # arguments of theirs that are biases by slots
-    takes_positions: bool = True  # whether their decoder is told the positions of tokens
-    stored_masks: Mapping[nn.Module, AttentionRange] = field(
-        default_factory=dict
-    )  # modules that keep a mask, called `bias`, of their own
+    bias_arguments: tuple[str, ...] = ()  # arguments that are biases by slot
+    takes_positions: bool = True  # whether the decoder takes position ids
+    stored_masks: Mapping[nn.Module, AttentionRange] = field(default_factory=dict)  # modules that store a mask as `bias`
 
 
 @dataclass
 class MaskVisibility:
-    """What the tokens of one forward see."""
+    """What the tokens of one forward see, as masks."""
 
     build_mask: Callable[[int | None], Tensor]  # within a window, [B or 1, 1, N, S] bool
-    key_positions: Tensor | None  # [B, S] the positions of slots; None: they are the slots
+    key_positions: Tensor | None  # [B, S] positions of slots; None: the slot indices
     num_heads: int
 
     def __post_init__(self) -> None:
@@ -61,7 +58,8 @@ class MaskVisibility:
         return self._masks[window]
 
     def gather_bias(self, bias: Tensor) -> Tensor | PerRowBias:
-        """Biases of slots [B * H, 1, S] or [H, 1, S or more, the last of which are meant], as of the positions there."""
+        """Return biases of slots, [B * H, 1, S] or [H, 1, S or more, the last S used], as biases of the positions in these
+        slots."""
         if self.key_positions is None:
             return bias
         batch, size = self.key_positions.shape
@@ -74,7 +72,7 @@ class MaskVisibility:
 
 
 class PerRowBias:
-    """Biases [B, H, 1, S] in the place of such as are the same for all texts, [H, 1, S], and are cut before they are added."""
+    """Biases [B, H, 1, S] that replace biases [H, 1, S] shared by all texts, which are sliced before they are added."""
 
     def __init__(self, bias: Tensor) -> None:
         self.bias, self.shape = bias, bias.shape[1:]
@@ -92,8 +90,8 @@ _active_masks: list[MaskVisibility] = []
 def mask_function(
     *args: Any, dtype: torch.dtype = torch.float32, q_length: int = 0, kv_length: int = 0, **kwargs: Any
 ) -> Tensor:
-    """What transformers calls for a mask: what is added to scores [B, 1, N, S]."""
-    make_mask(*args, q_length=q_length, kv_length=kv_length, **kwargs)  # noted, where someone asks which there are
+    """Return the mask that transformers asks for, to be added to scores [B, 1, N, S]."""
+    make_mask(*args, q_length=q_length, kv_length=kv_length, **kwargs)  # recorded while a target is inspected
     if _active_masks:
         seen = _active_masks[-1].get_mask()
     else:
@@ -114,7 +112,7 @@ def _masked_attention(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """For layers that do use the interface and tell it nothing but a mask."""
+    """Compute attention for layers that use the interface but pass nothing except a mask."""
     if any(others.get(name) is not None for name in ("sliding_window", "softcap", "s_aux")):
         raise UserError(
             "target: its attention has windows, caps or sinks, of which its layers tell nothing; use another target"
@@ -134,7 +132,7 @@ def make_mask_visibility(
     cache: TreeCache | None,
     heads: int,
 ) -> MaskVisibility:
-    """What tokens at `positions` [B, N] see: the text before them, in documents of these lengths, or a tree's `visibility`."""
+    """Return what tokens at `positions` [B, N] see: earlier tokens, in documents of these lengths, or a tree's `visibility`."""
     num_new, device = positions.shape[1], positions.device
     if visibility is None:
 
@@ -166,7 +164,7 @@ def _full_mask(tree: Visibility, window: int | None) -> Tensor:
 
 @contextmanager
 def apply_masks(layers: nn.ModuleList, own: MaskedAttention, told: MaskVisibility, cache: TreeCache | None) -> Iterator[None]:
-    """For so long layers see this."""
+    """Let the layers see this while the context is open."""
 
     def placed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args, {name: told.gather_bias(value) if name in own.bias_arguments else value for name, value in kwargs.items()}
@@ -193,7 +191,7 @@ def apply_masks(layers: nn.ModuleList, own: MaskedAttention, told: MaskVisibilit
 
 
 class KVRecorder(DynamicCache):
-    """A cache that notes what each layer gives it to hold."""
+    """A cache that records the shape of the keys and values of each layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +203,7 @@ class KVRecorder(DynamicCache):
 
 
 def inspect_masked_attention(layers: nn.ModuleList, told: Mapping[str, Any], asks_positions: bool) -> MaskedAttention:
-    """What layers that were called with `told` need beside a mask."""
+    """Return what layers that were called with the arguments `told` need besides a mask."""
     kept, biases = {}, tuple(name for name in BIAS_ARGUMENTS if told.get(name) is not None)
     if any(told[name].dim() != 3 for name in biases):
         raise UserError("target: its biases by place (ALiBi) are mixed with its masks, which trees replace; use another target")
@@ -217,7 +215,7 @@ def inspect_masked_attention(layers: nn.ModuleList, told: Mapping[str, Any], ask
 
 
 def _mask_window(mask: Tensor) -> int | None:
-    """The window of a causal mask [P, P], which is as wide as what its last token sees."""
+    """Return the window of a causal mask [P, P]: the number of positions that its last token sees."""
     size = len(mask)
     width = int(mask[-1].sum())
     causal = torch.ones_like(mask).tril()

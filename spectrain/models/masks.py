@@ -1,4 +1,4 @@
-"""What a model's masks say, asked for once, when a target is checked: otherwise no mask is ever built."""
+"""Recording the masks that a model requests while a target is inspected; otherwise no mask is ever built."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 MaskFunction = Callable[..., Tensor]
-"""transformers' way to say what is seen: of batch, head, query and key indices, whether the key is."""
+"""(batch, head, query and key indices) -> whether the query sees the key, as transformers defines it."""
 
 
 @dataclass(frozen=True)
 class RequestedMask:
-    """One that a model asked for."""
+    """A mask that a model requested."""
 
     function: MaskFunction
     size: int | None  # of its windows or chunks
 
     def visible_keys(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """[Q, K] which keys are seen from where."""
+        """Return [Q, K], which keys each query sees."""
         none = torch.zeros((), dtype=torch.int64, device=queries.device)
         seen = self.function(none, none, queries[:, None], keys[None])
         return torch.as_tensor(seen).expand(len(queries), len(keys))
@@ -33,7 +33,7 @@ _recorded: list[list[tuple[Tensor, RequestedMask]]] = []
 
 @contextmanager
 def record_masks() -> Iterator[list[tuple[Tensor, RequestedMask]]]:
-    """Every mask that a model asks for meanwhile, with the tensor that it gets in answer."""
+    """Record every mask that a model requests while the context is open, with the tensor that it receives."""
     asked: list[tuple[Tensor, RequestedMask]] = []
     _recorded.append(asked)
     try:
@@ -50,8 +50,8 @@ def make_mask(
     local_size: int | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """What transformers calls for a mask: none, for attention knows itself what a token sees; while a target is checked, a
-    causal one [1, 1, Q, K], by which the layers that are given it are known."""
+    """Answer the mask request of transformers: with None, because attention itself knows what a token sees; while a target is
+    inspected, with a causal mask [1, 1, Q, K] that identifies the layers which receive it."""
     if not _recorded or mask_function is None:
         return None
     mask = torch.ones(q_length, kv_length, dtype=torch.bool, device=kwargs.get("device")).tril()[None, None]

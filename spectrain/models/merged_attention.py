@@ -1,12 +1,12 @@
-"""Attention over two kinds of keys, each attended to apart and joined by their log-sum-exps: exact, and nothing is masked.
+"""Attention over two sets of keys, computed separately and merged by their log-sum-exps: exact, and without a mask.
 
-A drafter that rolls over its own states gives each token, behind the causal keys of the first step, one key of every later
-step. With l = log sum exp of the causal scores and s_i the scores of the later keys, of all L = log(e^l + sum_i e^s_i):
+A drafter that is unrolled over its own states gives each token, after the causal keys of the first step, one key of every
+later step. With l = log sum exp of the causal scores and s_i the scores of the later keys, of all L = log(e^l + sum_i e^s_i):
 
     out = e^(l - L) out_causal + sum_i e^(s_i - L) v_i
 
-Backward, the causal kernel given the joint `out` and L computes the gradients of its part exactly, for all it takes of its own
-forward are these two (Dao, arXiv 2307.08691, section 3.1.2: dS = P (dP - rowsum(dO O)), P = exp(S - L)).
+Backward, the causal kernel computes the gradients of its part exactly from the joint `out` and L, because these two are all
+that it needs of its forward (Dao, arXiv 2307.08691, section 3.1.2: dS = P (dP - rowsum(dO O)), P = exp(S - L)).
 
 Shapes: B batch, H query heads, K key-value heads, G = H / K, T tokens, S later steps, D head size.
 """
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 def is_mergeable(q: Tensor, v: Tensor) -> bool:
-    """Whether a causal kernel that tells its log-sum-exp takes these: on a CPU, and flash attention on a GPU."""
+    """Return whether a causal kernel that returns log-sum-exps takes these: on a CPU, and flash attention on a GPU."""
     if q.shape[-1] != v.shape[-1]:
         return False
     half = q.dtype in (torch.bfloat16, torch.float16)
@@ -40,9 +40,9 @@ def merged_attention(
     scale: float | None = None,
     lengths: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """[B, H, T, D]: queries [B, H, T, D] see causally k and v [B, K, T, D], and of the later steps' keys and values
-    [B, K, S, T, D] those at their own index; on a GPU in each of the documents of these `lengths` that are packed into one
-    row."""
+    """Return [B, H, T, D]: queries [B, H, T, D] see k and v [B, K, T, D] causally, and of the keys and values of later steps
+    [B, K, S, T, D] those at their own index. On a GPU, `lengths` are documents packed into one row, which do not see each
+    other."""
     joined: Tensor = _MergedAttention.apply(
         q, k, v, later_keys, later_values, q.shape[-1] ** -0.5 if scale is None else scale, lengths
     )
@@ -93,14 +93,14 @@ class _MergedAttention(torch.autograd.Function):
 
 
 def _repeat_heads(heads: Tensor, groups: int) -> Tensor:
-    """Key-value heads [B, K, T, D] as every query head finds its own."""
+    """Repeat key-value heads [B, K, T, D] so that every query head has its own."""
     return heads if groups == 1 else heads.repeat_interleave(groups, dim=1)
 
 
 def _causal_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, lengths: tuple[int, ...] | None
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
-    """Causal attention, its log-sum-exps [B, H, T], and what its backward wants besides."""
+    """Return causal attention, its log-sum-exps [B, H, T], and the state that its backward needs."""
     if lengths is not None:
         starts, longest = document_starts(lengths, q.device), max(lengths)
         q, k, v = (_flatten_heads(x) for x in (q, k, v))
@@ -115,14 +115,14 @@ def _causal_forward(
 
 
 def _flatten_heads(heads: Tensor) -> Tensor:
-    """[1, H, T, D] as [T, H, D]"""
+    """Return [1, H, T, D] as [T, H, D]."""
     return heads[0].transpose(0, 1)
 
 
 def _causal_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: tuple[Any, ...], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values [B, H, T, D], with the outputs and log-sum-exps of all keys."""
+    """Return the gradients of queries, keys and values [B, H, T, D], given the joint output and log-sum-exps."""
     found: tuple[Tensor, Tensor, Tensor]
     if kept and kept[-1]:
         grad, q, k, v, out = (_flatten_heads(x) for x in (grad, q, k, v, out))

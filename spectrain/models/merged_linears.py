@@ -1,9 +1,8 @@
 """One product for the linears of a layer that read the same input, on a GPU: queries, keys and values; gate and up.
 
-Their weights are put behind each other into one allocation, of which every parameter stays a part: nothing is held twice, and
-whoever reads or writes a weight (an optimiser, a checkpoint, a merged adapter) also does so in the product. Whatever gives a
-parameter other memory, as a copy, another device or another type does, undoes it: from then on each linear is multiplied by
-itself again. Outputs are parts of one tensor [.., O].
+Their weights move into one allocation, and every parameter becomes a view of it. So nothing is stored twice, and a write to a
+weight (by an optimiser, a checkpoint, a merged adapter) also changes the product. Giving a parameter other memory, by a copy, a
+device or a type, undoes the merge: each linear is then multiplied by itself again. Outputs are parts of one tensor [.., O].
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from .packed_linears import find_shared_linears, is_packed
 
 
 class MergedWeights:
-    """Linears whose weights lie behind each other. Whichever is asked first computes the outputs of all."""
+    """Linears with adjacent weights. The first one that is called computes the outputs of all."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         self.linears = list(linears)
         self.sizes = [linear.out_features for linear in linears]
-        self.are_merged = True  # as far as is known; code that is being compiled cannot look
-        self.storages: list[int] = []  # where they were put
+        self.are_merged = True  # as last checked; compiled code cannot check
+        self.storages: list[int] = []  # storages of the merged weights
         self.input: Tensor | None = None
-        self.outputs: list[Tensor | None] = []  # of this input, those that were not asked for yet
+        self.outputs: list[Tensor | None] = []  # outputs of this input, not yet taken
 
     def take_output(self, place: int, input: Tensor) -> Tensor:
-        """[.., D] -> [.., O] of one of the linears. Each output is handed out once: the same input again, which may have been
-        written to, is computed again."""
+        """Return the output of one linear, [.., D] -> [.., O]. Each output is returned once: the same input again may have been
+        written to, so it is multiplied again."""
         if self.input is not input or self.outputs[place] is None:
             if not torch.compiler.is_compiling():
                 self.are_merged = self.are_adjacent()
@@ -51,7 +50,7 @@ class MergedWeights:
         return found
 
     def product(self, input: Tensor) -> Tensor:
-        """[.., D] -> [.., O], the outputs of all linears side by side."""
+        """Return the outputs of all linears side by side, [.., D] -> [.., O]."""
         biases = [linear.bias for linear in self.linears]
         return F.linear(
             input,
@@ -60,21 +59,21 @@ class MergedWeights:
         )
 
     def are_adjacent(self) -> bool:
-        """Whether nothing has been given other memory since."""
+        """Return whether the parameters still share their memory."""
         weights, biases = ([getattr(linear, name) for linear in self.linears] for name in ("weight", "bias"))
         return _are_adjacent(weights) and (biases[0] is None or _are_adjacent(biases))
 
 
 @dataclass
 class MergedSlot:
-    """Where an `nn.Linear` is among those of the same input."""
+    """The index of an `nn.Linear` among those of the same input."""
 
     weights: MergedWeights
     index: int
 
 
 def _merged_forward(linear: Any, input: Tensor) -> Tensor:
-    """A linear's output as a part of the product of all; its own product where a gradient is wanted."""
+    """Return the output of a linear as a part of the merged product, or of its own product where a gradient is needed."""
     kind = input.device.type
     learns = torch.is_grad_enabled() and (input.requires_grad or linear.weight.requires_grad)
     cast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)  # else without data; 2.11 traces no more than this
@@ -91,8 +90,8 @@ def _get_slot(linear: Any) -> MergedSlot:
 
 @torch.no_grad()
 def merge_linears(module: nn.Module) -> None:
-    """Let the linears in `module` that read the same input be one product. Left alone are weights in few bits, that learn,
-    that several modules share, or that lie in memory that is not theirs alone, as an optimiser's flat ones do."""
+    """Merge the linears in `module` that read the same input into one product. Quantized, trainable and shared weights stay as
+    they are, and so do weights inside larger storage, such as the flat buffers of an optimiser."""
     uses = Counter(id(p) for part in module.modules() for p in part._parameters.values() if p is not None)
     for parent in module.modules():
         for linears in find_shared_linears(parent):
@@ -117,12 +116,12 @@ def _merge_group(linears: Sequence[nn.Linear]) -> None:
                 part.data = data
             weights.storages.append(parts[0].untyped_storage()._cdata)
     for place, linear in enumerate(linears):
-        vars(linear)["joined"] = MergedSlot(weights, place)  # no attribute of a module's: it has no parameters of its own
+        vars(linear)["joined"] = MergedSlot(weights, place)  # not a submodule: it has no parameters
         set_forward(linear, MethodType(_merged_forward, linear))
 
 
 def _is_movable(linear: nn.Linear, parameter: nn.Parameter) -> bool:
-    """Whether a linear's parameter may lie elsewhere: nothing learns there, and it is alone or where it was put by joining."""
+    """Return whether a parameter may move: it is frozen, and alone in its storage or put there by a merge."""
     storage = parameter.untyped_storage()
     own = parameter.numel() * parameter.element_size() == storage.nbytes()
     joined: MergedSlot | None = vars(linear).get("joined")
@@ -140,5 +139,5 @@ def _are_adjacent(parts: Sequence[Tensor]) -> bool:
 
 
 def _view_adjacent(parts: Sequence[Tensor]) -> Tensor:
-    """What lies behind each other, as one tensor."""
+    """Return adjacent tensors as one view."""
     return parts[0].as_strided((sum(len(part) for part in parts), *parts[0].shape[1:]), parts[0].stride())

@@ -1,9 +1,9 @@
-"""MTP layers as checkpoints hold them beside their model: found by name, read into our names, and back.
+"""MTP layers of checkpoints: found by name, read into our names, and written back.
 
-Shapes: E experts, D width, I width of an expert.
-transformers drops these tensors when it loads a model, without a word. Our names: `fc.weight` [D, 2 D] reads [embedding,
-state], `enorm.weight` and `hnorm.weight` norm the two, `layer.*` is the decoder layer as its class names it, and `norm.weight`
-comes last. Norms keep what their class keeps: of Qwen3-Next and Qwen3.5 w, where the norm scales by 1 + w.
+Shapes: E experts, D width, I width of an expert. transformers drops these tensors silently when it loads a model. Our names:
+`fc.weight` [D, 2 D] reads [embedding, state], `enorm.weight` and `hnorm.weight` norm the two, `layer.*` is the decoder layer as
+its class names it, and `norm.weight` comes last. Norm weights have the meaning of their class: for Qwen3-Next and Qwen3.5 w,
+where the norm scales by 1 + w.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ EXPERT_PATTERN = re.compile(r"(.*mlp\.experts\.)(\d+)\.(gate|up|down)_proj\.weig
 
 @dataclass(frozen=True)
 class MtpLayout:
-    """How one kind of checkpoint names its MTP layers; the first group of `marker`, which each of them has, is its prefix."""
+    """How one kind of checkpoint names its MTP layers. Every layer has a tensor that matches `marker`, whose first group is the
+    prefix of the layer."""
 
     title: str
     marker: re.Pattern[str]
@@ -40,7 +41,7 @@ class MtpLayout:
     hidden_first: bool = False  # the projection reads [state, embedding]
 
     def to_internal(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A layer's tensors, named as behind its prefix, under our names."""
+        """Return the tensors of a layer, named without the prefix, under our names."""
         mine = {theirs: name for name, theirs in self.tensor_names.items()}
         found = {}
         for name, tensor in tensors.items():
@@ -50,7 +51,7 @@ class MtpLayout:
         return fuse_experts(found)
 
     def to_checkpoint(self, tensors: dict[str, Tensor], by_expert: bool) -> dict[str, Tensor]:
-        """The other way: what stands behind the prefix, with every expert by itself where the checkpoint holds them so."""
+        """Return tensors under the checkpoint's names without the prefix; `by_expert` gives every expert tensors of its own."""
         tensors = split_experts(tensors) if by_expert else dict(tensors)
         if self.hidden_first:
             tensors["fc.weight"] = swap_halves(tensors["fc.weight"])
@@ -108,13 +109,13 @@ ENGINE_LAYOUTS = {
 
 
 def find_layout(names: Collection[str]) -> MtpLayout | None:
-    """Of the MTP layers among tensors by these names; None where there are none."""
+    """Return the layout of the MTP layers among tensors of these names; None where there are none."""
     return next((one for one in MTP_LAYOUTS if any(one.marker.match(name) for name in names)), None)
 
 
 def mtp_layer_types(config: dict[str, Any]) -> dict[str, list[str]]:
-    """Of what kind an MTP layer is, where a model's layers are of several: as its configuration says, or one that attends over
-    all the text, and otherwise as the last one."""
+    """Return the type of an MTP layer, where the layers of a model have several: as the configuration says, else full attention
+    where it exists, else that of the last layer."""
     found = {}
     for key in ("layer_types", "mlp_layer_types"):
         kinds, said = config.get(key), config.get(f"mtp_{key}")
@@ -124,7 +125,7 @@ def mtp_layer_types(config: dict[str, Any]) -> dict[str, list[str]]:
 
 
 class CheckpointReader:
-    """A model's safetensors files, read by name."""
+    """Reads the safetensors files of a model by tensor name."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -139,7 +140,7 @@ class CheckpointReader:
 
     @staticmethod
     def from_path(path: str) -> CheckpointReader | None:
-        """Of a target's path: a directory, or a name on the hub whose files lie in the hub's cache; None where neither is."""
+        """Open a target's path: a directory, or a hub name whose files lie in the hub's cache; None where it is neither."""
         if Path(path).is_dir():
             return CheckpointReader(Path(path))
         from huggingface_hub import snapshot_download
@@ -156,16 +157,16 @@ class CheckpointReader:
 
     @property
     def mtp_layout(self) -> MtpLayout | None:
-        """Of the MTP layers that it holds; None where it holds none."""
+        """Return the layout of the MTP layers in the files; None where there are none."""
         return find_layout(self.tensor_files)
 
     def layer_prefixes(self, layout: MtpLayout) -> list[str]:
-        """Of all MTP layers, in their order."""
+        """Return the prefixes of all MTP layers, in order."""
         found = {match[1] for name in self.tensor_files if (match := layout.marker.match(name))}
         return sorted(found, key=lambda prefix: [int(number) for number in re.findall(r"\d+", prefix)])
 
     def layer_tensor_names(self, layout: MtpLayout, prefix: str) -> list[str]:
-        """The tensors of the MTP layer behind a prefix, without copies of the target's embedding and head."""
+        """Return the tensors of the MTP layer of a prefix, without copies of the target's embedding and head."""
         names = [
             name for name in self.tensor_files if name.startswith(prefix) and name.removeprefix(prefix) not in TARGET_TENSORS
         ]
@@ -173,13 +174,13 @@ class CheckpointReader:
 
 
 def has_mtp_layer(path: str) -> bool:
-    """Whether a target's checkpoint holds an MTP layer of a known layout."""
+    """Return whether the checkpoint of a target holds an MTP layer of a known layout."""
     checkpoint = CheckpointReader.from_path(path)
     return checkpoint is not None and checkpoint.mtp_layout is not None
 
 
 def load_mtp_layer(path: str) -> dict[str, Tensor]:
-    """The first MTP layer of a target's checkpoint, under our names, in float32."""
+    """Load the first MTP layer of a target's checkpoint, under our names, in float32."""
     checkpoint = CheckpointReader.from_path(path)
     layout = None if checkpoint is None else checkpoint.mtp_layout
     if checkpoint is None or layout is None:
@@ -195,12 +196,12 @@ def load_mtp_layer(path: str) -> dict[str, Tensor]:
 
 
 def swap_halves(weight: Tensor) -> Tensor:
-    """[D, 2 D] with its halves the other way round."""
+    """Swap the two halves of a weight [D, 2 D]."""
     return torch.cat([*reversed(weight.chunk(2, dim=1))], dim=1)
 
 
 def fuse_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Experts that lie by themselves as transformers' classes hold them: gate_up_proj [E, 2 I, D] and down_proj [E, D, I]."""
+    """Stack separate experts as the classes of transformers hold them: gate_up_proj [E, 2 I, D] and down_proj [E, D, I]."""
     found = {name: tensor for name, tensor in tensors.items() if not EXPERT_PATTERN.fullmatch(name)}
     single = {match.groups(): tensor for name, tensor in tensors.items() if (match := EXPERT_PATTERN.fullmatch(name))}
     for stem in {stem for stem, _, _ in single}:
@@ -212,7 +213,7 @@ def fuse_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def split_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The other way."""
+    """Split stacked experts into separate tensors."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         stem = name.removesuffix("gate_up_proj").removesuffix("down_proj")

@@ -1,10 +1,10 @@
 """Faster linears on a CPU, through oneDNN instead of the default BLAS.
 
-Decoding is bound by reading weights, and the plain path reorders them at every call: here they are reordered once. Those of a
-layer that read the same input (queries, keys and values; gate and up) are one product.
-Measured on two cores (AMD EPYC, AVX-512), 90 linears of 1536x576: 1 row 20 -> 6 ms, 16 rows 38 -> 11 ms. Training's three
-products (forward, input and weight gradient; 1024 rows) run 2 to 4 times as fast there. Both sides of every comparison in
-this project, autoregressive and drafted, run on these linears.
+Decoding is bound by reading weights. The default path reorders them at every call; here they are reordered once. The linears of
+a layer that read the same input (queries, keys and values; gate and up) are one product. Measured on two cores (AMD EPYC,
+AVX-512), 90 linears of 1536x576: 1 row 20 -> 6 ms, 16 rows 38 -> 11 ms. The three products of training (forward, input and
+weight gradient; 1024 rows) run 2 to 4 times as fast. Both sides of every comparison in this project, autoregressive and
+drafted, run on these linears.
 """
 
 import copy
@@ -38,7 +38,8 @@ _batch_invariant = ContextVar("rows_alike", default=False)
 
 @contextmanager
 def enforce_batch_invariance() -> Iterator[None]:
-    """For so long a row's products do not depend on how many rows there are: a tree's node gets the bits of a token alone."""
+    """Make the products of a row independent of the number of rows while the context is open: a tree node gets the bits of a
+    single token."""
     before = _batch_invariant.set(True)
     try:
         yield
@@ -47,7 +48,8 @@ def enforce_batch_invariance() -> Iterator[None]:
 
 
 class _TrainableLinear(torch.autograd.Function):
-    """A linear whose forward and backward products all go through oneDNN, in `dtype`; gradients come in their operands' own."""
+    """A linear whose forward and backward products run through oneDNN in `dtype`; gradients have the types of their
+    operands."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -74,30 +76,30 @@ class _TrainableLinear(torch.autograd.Function):
 
 
 class FeatureLinear(nn.Linear):
-    """One that reads a target's features, of which a few are so large that 8 bits tell little of the others: packed, what it
-    multiplies is never rounded to integers."""
+    """A linear that reads target features. A few features are so large that 8 bits would say little of the others, so packed
+    weights of this class are never rounded to integers."""
 
 
 class PackedWeights:
-    """The weights of some linears below each other, reordered for one product.
+    """The stacked weights of some linears, reordered for one product.
 
-    The copy is made at the first use and again whenever a weight was written to or replaced, so training a target and then
-    decoding with it is safe. `rounded`, large weights are copied as integers of 8 bits where the processor multiplies these,
-    and otherwise as bfloat16 where it multiplies that.
+    The copy is made at the first use and again when a weight was written to or replaced, so training a target and then decoding
+    with it is safe. With `low_precision`, large weights are copied as 8-bit integers where the processor multiplies these, and
+    else as bfloat16 where it multiplies that.
     """
 
     def __init__(self, linears: Sequence[nn.Linear], low_precision: bool = False) -> None:
         self.linears, self.low_precision = linears, low_precision
-        self.packed_versions: list[tuple[weakref.ref[Tensor], int]] = []  # the weights that were copied, and their versions
+        self.packed_versions: list[tuple[weakref.ref[Tensor], int]] = []  # copied weights and their versions
         self.packed: Tensor | None = None
-        self.packed_int8: Any = None  # in place of it, FBGEMM's own
+        self.packed_int8: Any = None  # FBGEMM weights, used instead
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PackedWeights":
-        """Those of copied linears are packed anew."""
+        """Return weights that are packed anew from the copied linears."""
         return PackedWeights(copy.deepcopy(self.linears, memo), self.low_precision)
 
     def product(self, input: Tensor) -> Tensor:
-        """[.., D] -> [.., O], the outputs of all linears side by side."""
+        """Return the outputs of all linears side by side, [.., D] -> [.., O]."""
         weights: list[Tensor] = [linear.weight for linear in self.linears]
         known = len(self.packed_versions) == len(weights) and all(
             copied() is weight and version == weight._version
@@ -122,7 +124,7 @@ class PackedWeights:
         return output if bias is None else output + bias
 
     def _pack_weights(self, whole: Tensor) -> None:
-        """Weights [O, D], as they are multiplied."""
+        """Store weights [O, D] in the form in which they are multiplied."""
         self.packed, self.packed_int8 = whole, None
         reads_features = any(isinstance(linear, FeatureLinear) for linear in self.linears)
         if self.low_precision and whole.numel() > SMALL_WEIGHTS and has_int8() and not reads_features:
@@ -133,7 +135,7 @@ class PackedWeights:
 
     @staticmethod
     def _bfloat16_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """That of bfloat16, in such pieces that a row's bits are its own."""
+        """Multiply in bfloat16, in pieces small enough that the bits of a row do not depend on the others."""
         rows = input.reshape(-1, input.shape[-1])
         if len(rows) <= CONSISTENT_ROWS or not _batch_invariant.get():
             return multiply_paired(input, lambda rows: onednn_linear(rows, weight, bias))
@@ -146,16 +148,17 @@ class PackedWeights:
 
 
 class SharedInput:
-    """Linears that read the same input: whichever is called first computes the outputs of all."""
+    """Linears that read the same input. The first one that is called computes the outputs of all."""
 
     def __init__(self, linears: Sequence[nn.Linear], low_precision: bool = False) -> None:
         self.weights = PackedWeights(linears, low_precision)
         self.sizes = [linear.out_features for linear in linears]
         self.input: weakref.ref[Tensor] | None = None
-        self.outputs: dict[nn.Linear, Tensor] = {}  # those that were not asked for yet
+        self.outputs: dict[nn.Linear, Tensor] = {}  # outputs not yet taken
 
     def take_output(self, linear: nn.Linear, input: Tensor) -> Tensor:
-        """Each output is handed out once: the same input again, which may have been written to, is computed again."""
+        """Return the output of one linear. Each output is returned once: the same input again may have been written to, so it
+        is multiplied again."""
         if self.input is None or self.input() is not input or linear not in self.outputs:
             outputs = self.weights.product(input).split(self.sizes, dim=-1)
             self.input, self.outputs = weakref.ref(input), dict(zip(self.weights.linears, outputs))
@@ -163,14 +166,14 @@ class SharedInput:
 
 
 class PackedLinear:
-    """The forward of one `nn.Linear`: on a reordered copy of its weight, or differentiable where a gradient is wanted."""
+    """The forward of one `nn.Linear` on a reordered copy of its weight, or a differentiable one where a gradient is needed."""
 
     def __init__(self, linear: nn.Linear, shared: SharedInput | None = None, low_precision: bool = False) -> None:
         self.linear, self.shared = linear, shared
         self.weights = PackedWeights([linear], low_precision)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PackedLinear":
-        """That of a copied linear packs its own weight."""
+        """Return a forward that packs the weight of the copied linear."""
         return PackedLinear(copy.deepcopy(self.linear, memo), low_precision=self.weights.low_precision)
 
     def __call__(self, input: Tensor) -> Tensor:
@@ -181,7 +184,7 @@ class PackedLinear:
             return F.linear(input, weight, bias)
         learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (input, weight, bias))
         if learns and (cast or input.dtype == weight.dtype):
-            self.discard_packed()  # the weight may be about to change
+            self.discard_packed()  # An optimizer may be about to change the weight.
             return _TrainableLinear.apply(input, weight, bias, dtype)
         if learns or input.dtype != weight.dtype:
             return F.linear(input, weight, bias)
@@ -190,7 +193,7 @@ class PackedLinear:
         return self.weights.product(input)
 
     def discard_packed(self) -> None:
-        """Pack anew at the next use."""
+        """Pack the weights anew at the next use."""
         self.weights.packed = None
         if self.shared is not None:
             self.shared.weights.packed = None
@@ -198,7 +201,7 @@ class PackedLinear:
 
 @cache
 def packable_dtypes() -> tuple[torch.dtype, ...]:
-    """What oneDNN multiplies fast here: bfloat16 where the processor does."""
+    """Return the types that oneDNN multiplies fast here; bfloat16 only where the processor supports it."""
     if not torch.backends.mkldnn.is_available():
         return ()
     return (torch.float32, torch.bfloat16) if torch.ops.mkldnn._is_mkldnn_bf16_supported() else (torch.float32,)
@@ -206,14 +209,13 @@ def packable_dtypes() -> tuple[torch.dtype, ...]:
 
 @cache
 def has_bfloat16() -> bool:
-    """Whether the processor itself multiplies bfloat16, which takes half the time of float32 or less."""
+    """Return whether the processor itself multiplies bfloat16, which takes at most half the time of float32."""
     return torch.bfloat16 in packable_dtypes() and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
 
 
 @cache
 def has_int8() -> bool:
-    """Whether the processor multiplies integers of 8 bits, of which weights are half as many bytes as of bfloat16, and torch
-    brings FBGEMM."""
+    """Return whether the processor multiplies 8-bit integers, which are half the bytes of bfloat16, and torch brings FBGEMM."""
     if not (torch.cpu._is_vnni_supported() and "fbgemm" in torch.backends.quantized.supported_engines):
         return False
     try:
@@ -224,7 +226,8 @@ def has_int8() -> bool:
 
 
 def pack_int8(weight: Tensor) -> Any:
-    """Weights [O, D] in 8 bits, a scale each output, ready for FBGEMM, which rounds what they multiply to 8 bits as well."""
+    """Return weights [O, D] in 8 bits with one scale per output, ready for FBGEMM, which rounds the inputs to 8 bits as
+    well."""
     weight = weight.float()
     scales = (weight.abs().amax(1) / 127).clamp(min=1e-12)
     before, torch.backends.quantized.engine = torch.backends.quantized.engine, "fbgemm"
@@ -239,7 +242,7 @@ def pack_int8(weight: Tensor) -> Any:
 
 @cache
 def has_batch_invariance() -> bool:
-    """Whether bfloat16 products give a row the same bits beside one to ALIKE - 1 others."""
+    """Return whether bfloat16 products give a row the same bits in batches of 2 to CONSISTENT_ROWS rows."""
     return has_bfloat16() and all(
         is_batch_invariant(width, count) for width in (96, 576, 1536, 4864) for count in (2, 3, 5, 8, 17)
     )
@@ -247,8 +250,8 @@ def has_batch_invariance() -> bool:
 
 @cache
 def is_batch_invariant(width: int, count: int) -> bool:
-    """Whether oneDNN adds up `count` rows of bfloat16 in the order in which it adds up ALIKE of them. Tried on sums that
-    cancel, of which only the roundings on the way remain."""
+    """Return whether oneDNN sums `count` rows of bfloat16 in the same order as CONSISTENT_ROWS rows. The test uses sums that
+    cancel, so that only rounding errors remain."""
     source = torch.Generator().manual_seed(0)
     half, order = (width + 1) // 2, torch.randperm(width, generator=source)
     signs = torch.cat([torch.ones(half), -torch.ones(half)])
@@ -260,26 +263,24 @@ def is_batch_invariant(width: int, count: int) -> bool:
 
 
 def multiply_paired(input: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
-    """The product of an input [.., D] of bfloat16; of a single row beside a copy of itself, where oneDNN adds up one alone in
-    another order, as it does of more than 1,024 numbers without AMX."""
+    """Return the product of a bfloat16 input [.., D]. A single row is multiplied as a pair of copies where oneDNN sums it in
+    another order, as it does above 1,024 numbers without AMX."""
     if input.numel() != input.shape[-1] or is_batch_invariant(input.shape[-1], 1):
         return multiply(input)
     return multiply(input.reshape(1, -1).repeat(2, 1))[:1].view(*input.shape[:-1], -1)
 
 
 def pack_linears(module: nn.Module, low_precision: bool = False) -> None:
-    """Give every `nn.Linear` in `module` the packed forward; does nothing off the CPU or where oneDNN is missing. What only
-    drafts may have large weights `rounded`, as `PackedWeights` says. What is packed already stays as it is.
-
-    Packing anew tells of a write through `.data`, which leaves a weight's version as it was.
-    """
+    """Give every `nn.Linear` in `module` the packed forward; do nothing off the CPU or without oneDNN. Draft models may use
+    `low_precision` weights, as `PackedWeights` describes. Linears that are packed already pack their weights anew, because a
+    write through `.data` leaves the version of a weight unchanged."""
     if not packable_dtypes():
         return
     together = {linear: shared for parent in module.modules() for shared in group_shared_inputs(parent, low_precision)
                 for linear in shared.weights.linears}  # fmt: skip
     for child in module.modules():
         if is_packed(child):
-            child.forward.forget()  # type: ignore[attr-defined]
+            child.forward.discard_packed()  # type: ignore[attr-defined]
         elif isinstance(child, nn.Linear) and type(child) in (nn.Linear, FeatureLinear) and is_on_cpu(child):
             set_forward(child, PackedLinear(child, together.get(child), low_precision))
 
@@ -289,12 +290,12 @@ def is_on_cpu(linear: nn.Linear) -> bool:
 
 
 def group_shared_inputs(parent: nn.Module, low_precision: bool = False) -> list[SharedInput]:
-    """The linears of an attention or feed-forward block that read the same input."""
+    """Return the groups of linears of an attention or feed-forward block that read the same input."""
     return [SharedInput(linears, low_precision) for linears in find_shared_linears(parent)]
 
 
 def find_shared_linears(parent: nn.Module) -> list[list[nn.Linear]]:
-    """Those of an attention or feed-forward block, by their names, where their weights are plain and alike."""
+    """Return the linears of a block that read the same input, by their names, where their weights are dense and alike."""
     found = []
     for names in SHARED_INPUT_NAMES:
         found_linears = [child for name in names if type(child := getattr(parent, name, None)) is nn.Linear]

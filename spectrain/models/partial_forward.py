@@ -1,4 +1,4 @@
-"""A round's nodes in the first layers of the target: what self-speculation drafts with and early pruning looks at.
+"""Partial forwards: the nodes of a round in the first layers of the target, for self-speculation and early pruning.
 
 Shapes: B batch, F new nodes, M nodes run so far, N nodes of a tree, D target width.
 """
@@ -24,17 +24,17 @@ from .target import Target
 class NodeLevel:
     """Nodes that were run together."""
 
-    features: Features  # at layer `exit`, and "final": the final norm of what was run last
+    features: Features  # at the exit layer, and "final": after the final norm
     positions: Tensor  # [B, F]
     visible: Tensor  # [B, F, M + F] which nodes of the round each one sees
 
 
 class PartialForward:
-    """Nodes behind the committed tokens that only a part of the target has run, in the order they were given.
+    """Uncommitted nodes that only a part of the target has run, in the order of their arrival.
 
-    That part is the layers before `last` without those `skipped`. What it computed below `exit`, the first layer that was
-    left out, is the target's own: the keys and values stay in the cache, the residual stream entering `exit` is kept here,
-    and `finish` runs a tree from there. So no layer below `exit` runs a node twice.
+    That part is the layers before `last` without those `skipped`. Its results below `exit_layer`, the first layer left out,
+    equal the target's own: keys and values stay in the cache, the residual stream entering `exit_layer` stays here, and
+    `run_tree` continues a tree from there. So no layer below `exit_layer` runs a node twice.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class PartialForward:
         below = {k for k in layers if isinstance(k, int) and k < self.exit_layer}
         self.captured_layers: tuple[int, ...] = (*sorted(below), self.exit_layer)
         self.tokens = torch.zeros(batch, 0, dtype=torch.int64, device=device)  # [B, M]
-        self.parents = torch.zeros_like(self.tokens)  # by order, -1 at the root
+        self.parents = torch.zeros_like(self.tokens)  # indices of nodes, -1 at the root
         self.depths = torch.zeros_like(self.tokens)
         self.visible = torch.zeros(batch, 0, 0, dtype=torch.bool, device=device)
         self.hidden: Tensor | None = None  # [B, M, len(kept), D] the residual stream entering the layers `kept`
@@ -65,12 +65,12 @@ class PartialForward:
         )
 
     def run_children(self, tokens: Tensor, parents: Tensor) -> NodeLevel:
-        """Run new nodes [B, F] below earlier ones, `parents` [B, F] by the order in which nodes were given."""
+        """Run new nodes [B, F] below earlier ones; `parents` [B, F] count nodes in the order of their arrival."""
         above = self.visible.gather(1, parents[..., None].expand(-1, -1, self.visible.shape[-1]))
         return self._run_level(tokens, parents, self.depths.gather(1, parents) + 1, above)
 
     def run_tree(self, tree: TokenTree) -> Features:
-        """Logits and features at every node of a tree, run through what it has not been through. Commit afterwards."""
+        """Return logits and features at every node of a tree, after running the missing layers. Commit afterwards."""
         self.align_to_tree(tree)
         assert self.hidden is not None
         later = tuple(layer for layer in self.layers if layer not in self.captured_layers)
@@ -93,15 +93,17 @@ class PartialForward:
         return Features(tree.tokens, self.layers, torch.stack(states, dim=2) if states else seen.hidden, seen.logits)
 
     def align_to_tree(self, tree: TokenTree) -> None:
-        """Run those nodes of the tree that are missing up to `exit`, and let its nodes, in its order, be all there are."""
+        """Run the missing nodes of the tree up to `exit_layer`, and drop and reorder nodes so that they are those of the
+        tree."""
         places = self._match_nodes(tree)
         missing = (places < 0) & tree.valid
         before = self.tokens.shape[1]
-        # A cache that asks nothing is for trees that keep all that was drafted: what is left to run is known.
+        # A bounded cache never synchronises. Its trees keep all drafted nodes, so the number that is missing is known.
         count = int(missing.sum(1).max()) if self.cache.bound is None else tree.tokens.shape[1] - before
         if count:
             assert self.cache.uncommitted == before, "a settled tree can lose nodes, not gain any"
-            order = missing.long().argsort(dim=1, descending=True, stable=True)[:, :count]  # rows that miss fewer repeat some
+            # Rows with fewer missing nodes repeat some.
+            order = missing.long().argsort(dim=1, descending=True, stable=True)[:, :count]
             places = torch.where(missing, before + missing.long().cumsum(1) - 1, places)
             above = tree.ancestors.gather(1, order[..., None].expand(-1, -1, tree.tokens.shape[1])).long()
             columns = places.clamp(min=0)[:, None].expand(-1, count, -1)
@@ -117,7 +119,7 @@ class PartialForward:
         self.parents, self.depths, self.visible = tree.parents, tree.depths, tree.ancestors
 
     def run_to_layer(self, tree: TokenTree, layer: int) -> None:
-        """Run all nodes of a tree up to `layer`, where `exit` lies before it. Nothing more is drafted afterwards."""
+        """Run all nodes of a tree up to `layer`, if `exit_layer` is before it. No node can be drafted afterwards."""
         self.align_to_tree(tree)
         if layer <= self.exit_layer:
             return
@@ -166,9 +168,9 @@ class PartialForward:
         return seen
 
     def _match_nodes(self, tree: TokenTree) -> Tensor:
-        """[B, N] which of the nodes that were run has the path of each node of the tree; -1 where none has.
+        """Return [B, N], the node already run that has the path of each tree node, or -1.
 
-        Equal siblings, drawn with replacement, share one: their states are the same.
+        Equal siblings, sampled with replacement, share one node: their states are the same.
         """
         if not self.tokens.shape[1]:
             return torch.full_like(tree.tokens, -1)
@@ -178,6 +180,6 @@ class PartialForward:
         root = torch.zeros_like(alike)
         root[:, 0, 0] = True
         same = root
-        for _ in range(tree.max_path_nodes - 1):  # equal where the tokens are and the parents were
+        for _ in range(tree.max_path_nodes - 1):  # equal tokens with equal parents
             same = root | (alike & below & same.gather(1, upwards[0]).gather(2, upwards[1]))
         return torch.where(same.any(-1), same.long().argmax(-1), -1)

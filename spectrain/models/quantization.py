@@ -1,6 +1,6 @@
-"""Targets whose weights are kept in few bits, by transformers' own ways: as a checkpoint has them, or as they are loaded.
+"""Targets with quantized weights, by the methods of transformers: as a checkpoint stores them, or quantized while loading.
 
-Decoding judges drafts by the quantised model: it is the target, and output is what it says by itself.
+The quantized model is the target: drafts are verified with it, and the output is its own.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from spectrain.errors import UserError
 
 Quantization = Literal["8bit", "4bit", "int8"]
-"""How weights are loaded: by bitsandbytes in 8 bits (LLM.int8) or 4 (NF4), or by torchao as integers of 8 bits, which are
-multiplied in the model's own type."""
+"""The quantization of loaded weights: bitsandbytes in 8 bits (LLM.int8) or 4 (NF4), or torchao as 8-bit integers, which are
+multiplied in the type of the model."""
 
 METHOD_PACKAGES = {"bitsandbytes": "bitsandbytes", "torchao": "torchao", "gptq": "optimum gptqmodel", "awq": "gptqmodel",
             "compressed-tensors": "compressed-tensors loguru", "hqq": "hqq", "quanto": "optimum-quanto",
             "mxfp4": "triton kernels", "fbgemm_fp8": "fbgemm-gpu", "auto-round": "auto-round", "aqlm": "aqlm", "vptq": "vptq",
             "eetq": "eetq"}  # fmt: skip
-"""What transformers needs for a checkpoint's method."""
-NF4_BLOCK_SIZE = 64  # weights that share a scale in NF4
+"""The packages that transformers needs for each method."""
+NF4_BLOCK_SIZE = 64  # weights per scale
 DEQUANTIZED_METHODS = ("fp8", "mxfp4", "compressed-tensors")  # whose weights may become numbers while they are loaded
 MERGEABLE_METHODS = (
     "bitsandbytes",
@@ -36,9 +36,9 @@ MERGEABLE_METHODS = (
 def _bnb_8bit_config() -> Any:
     from transformers import BitsAndBytesConfig
 
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it tells of a cast at every product
-    # No column is treated as an outlier: which ones are, is told from all rows of a product, so that a token's logits would
-    # depend on what is decoded beside it.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it logs a cast at every product
+    # No column is treated as an outlier. Outliers are chosen over all rows of a product, so the logits of a token would depend
+    # on the other rows of its batch.
     return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
 
 
@@ -63,7 +63,7 @@ QUANTIZERS: dict[str, tuple[str, Callable[[torch.dtype], Any]]] = {
 
 
 def quantization_method(config: Any) -> str | None:
-    """How a model's weights are quantised; None where they are not."""
+    """Return the method by which the weights of a model are quantized; None where they are not."""
     found = getattr(config, "quantization_config", None) or getattr(config.get_text_config(), "quantization_config", None)
     if found is None:
         return None
@@ -72,7 +72,7 @@ def quantization_method(config: Any) -> str | None:
 
 
 def quantization_options(model: str, config: Any, asked: Quantization | None, dtype: torch.dtype, place: str) -> dict[str, Any]:
-    """What `from_pretrained` is told, beside the device, of how weights are held."""
+    """Return the options for `from_pretrained` that say how weights are stored, and on which device."""
     stored = quantization_method(config)
     if asked is None:
         return _stored_options(model, stored, place)
@@ -93,7 +93,7 @@ def quantization_options(model: str, config: Any, asked: Quantization | None, dt
 
 
 def _stored_options(model: str, stored: str | None, place: str) -> dict[str, Any]:
-    """For weights as a checkpoint has them."""
+    """Return the options for weights as a checkpoint stores them."""
     options: dict[str, Any] = {} if stored is None or place == "cpu" else {"device_map": {"": place}}
     if stored == "compressed-tensors":  # else the first call of the whole model unpacks them, and here its decoder is called
         from transformers import CompressedTensorsConfig
@@ -108,7 +108,7 @@ def _stored_options(model: str, stored: str | None, place: str) -> dict[str, Any
 
 
 def cast_dequantized(network: Any, dtype: torch.dtype) -> None:
-    """Give weights that were dequantised, which takes the type of their scales or of the file, the type that was asked for."""
+    """Cast weights that were dequantized, which have the type of their scales or of the file, to the requested type."""
     kept = {*(network._keep_in_fp32_modules or ()), *(network._keep_in_fp32_modules_strict or ())}
     for name, weight in network.named_parameters():
         plain = type(weight) is nn.Parameter and weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -117,7 +117,7 @@ def cast_dequantized(network: Any, dtype: torch.dtype) -> None:
 
 
 def required_package(config: Any, asked: Quantization | None) -> str | None:
-    """What to install for a model's weights; None where they ask for nothing."""
+    """Return the package that the weights of a model need; None where they need none."""
     method = QUANTIZERS[asked][0] if asked is not None else quantization_method(config)
     return None if method is None else METHOD_PACKAGES.get(method, method)
 
@@ -127,7 +127,7 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def has_dense_weight(linear: nn.Linear) -> bool:
-    """Whether a linear's weights are numbers that any product can read."""
+    """Return whether the weight of a linear is a floating-point tensor that any product can read."""
     weight = linear.weight
     plain = type(weight) in (nn.Parameter, Tensor) or getattr(type(weight), "stands_for_plain", False)
     return plain and weight.is_floating_point()
@@ -135,14 +135,14 @@ def has_dense_weight(linear: nn.Linear) -> bool:
 
 @torch.no_grad()
 def dequantize_weight(linear: nn.Linear, dtype: torch.dtype) -> Tensor:
-    """The weight [O, D] that a linear multiplies by, whatever its layout: what it makes of every unit vector."""
+    """Return the weight [O, D] of a linear, whatever its layout, by multiplying every unit vector."""
     units = torch.eye(linear.in_features, dtype=dtype, device=linear.weight.device)
     products = linear(units)
     return (products if linear.bias is None else products - linear.bias).T.to(dtype).contiguous()
 
 
 def refuse_training(name: str, model: nn.Module, adapt: str) -> None:
-    """Stop where weights are to learn that are kept in few bits."""
+    """Raise UserError where quantized weights cannot be trained."""
     if not is_quantized(model):
         return
     method = quantization_method(model.config)
@@ -156,7 +156,7 @@ def refuse_training(name: str, model: nn.Module, adapt: str) -> None:
 
 
 def clear_quantization(model: Any) -> None:
-    """Say that all weights of a model are numbers again."""
+    """Mark all weights of a model as unquantized again."""
     for config in (model.config, model.config.get_text_config()):
         if hasattr(config, "quantization_config"):
             del config.quantization_config

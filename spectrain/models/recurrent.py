@@ -1,10 +1,10 @@
-"""The states that layers keep in place of keys and values (linear attention, Mamba, short convolutions), over a tree.
+"""The states that recurrent layers (linear attention, Mamba, short convolutions) keep instead of keys and values, over a tree.
 
-A node's state follows from its parent's. Nodes are run either level by level, each from its parent's state, and have a state
-of their own; or along whole paths, one row for each leaf, in the module's own way over several tokens, from the state of the
-committed tokens: then the accepted path is run once more at the commit. The weights at a module's ends see every node once
-either way. The layers' modules stay as they are.
-Shapes: B batch, N new nodes, M appended nodes (the new ones last), D width, K nodes of a level, L leaves, I inner width.
+The state of a node follows from that of its parent. Nodes run in one of two ways. Level by level, each node starts from the
+state of its parent and has a state of its own. Along paths, there is one row for each leaf, which the module computes over
+several tokens at once from the committed state; the accepted path is then run again at the commit. Either way the input and
+output linears of a module see every node once, and the modules of the layers stay unchanged. Shapes: B batch, N new nodes, M
+appended nodes (the new ones last), D width, K nodes of a level, L leaves, I inner width.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from .recurrent_nodes import LayerStates, StateCall, StateNodes, concat_states, count_rows, gather_states, is_conv_only
 
 PathPolicy = Literal["never", "where cheaper", "always"]
-"""When nodes are run along paths: never where a module makes of several tokens another thing than of one after another."""
+"""When nodes run along paths: never, where a module computes several tokens at once differently from one by one."""
 NODES_PER_CHUNK = 4
 """A chunk of a recurrence costs as much as a quarter of it takes token by token. Measured on a Xeon core with transformers'
 own code, six tokens behind a state, without the linears: gated delta rule 8.0 ms in a chunk of 64, 7.5 ms in steps; Mamba 2
@@ -27,19 +27,19 @@ own code, six tokens behind a state, without the linears: gated delta rule 8.0 m
 
 
 class Recurrence:
-    """The states of one layer: of every row at its last committed token, and what there is of nodes behind it."""
+    """The states of one layer: of every row at its last committed token, and of the nodes after it."""
 
     def __init__(self, along: PathPolicy = "never") -> None:
         self.path_policy = along
         self.states: LayerStates | None = None  # the rows of the batch, then nodes as they came
-        self.state_rows: Tensor | None = None  # [B, M] where each node's is, where nodes were run by level
-        self.path_nodes: StateNodes | None = None  # where they were run along paths, and have none
+        self.state_rows: Tensor | None = None  # [B, M] state row of each node, when run by level
+        self.path_nodes: StateNodes | None = None  # nodes that were run along paths and have no states
         self.visible: Tensor | None = None  # [B, M, M] of these
-        self.end_states: LayerStates | None = None  # of every row behind all of them, where they are one path
+        self.end_states: LayerStates | None = None  # after all nodes, where these are one path per row
         self.has_committed = False
 
     def run_prompts(self, call: StateCall, hidden: Tensor, lengths: Tensor) -> Tensor:
-        """Prompts [B, T, D], of which each row has its own length, into an empty recurrence."""
+        """Run prompts [B, T, D], each row with its own length, into an empty recurrence."""
         output, found, order = hidden.new_zeros(0), list[LayerStates](), list[Tensor]()
         for length in lengths.unique().tolist():
             rows = (lengths == length).nonzero()[:, 0]
@@ -53,7 +53,7 @@ class Recurrence:
         return output
 
     def run_nodes(self, call: StateCall, hidden: Tensor, visible: Tensor) -> Tensor:
-        """New nodes [B, N, D], which see what is `visible` [B, N, M] of the appended ones, themselves among them."""
+        """Run new nodes [B, N, D]; `visible` [B, N, M] marks the appended nodes that each sees, itself included."""
         new, num_new = StateNodes(call, hidden), hidden.shape[1]
         if self.state_rows is not None:
             return new.project_output(self._run_levels(new, visible))
@@ -70,7 +70,7 @@ class Recurrence:
         return new.project_output(inner[:, -num_new:])
 
     def commit(self, path: Tensor | None, counts: Tensor) -> None:
-        """Keep the state after the first `counts` [B] appended nodes, or those of `path` [B, P]."""
+        """Keep the state after the first `counts` [B] appended nodes, or after those of `path` [B, P]."""
         if self.path_nodes is not None:
             self._set_committed(self._states_after(self.path_nodes, path, counts))
         elif self.states is not None and self.state_rows is not None:
@@ -80,7 +80,7 @@ class Recurrence:
             self._set_committed(gather_states(self.states, torch.where(counts > 0, self.state_rows.gather(1, node)[:, 0], own)))
 
     def reorder_nodes(self, order: Tensor) -> None:
-        """The i-th appended node is node `order[b, i]` from now on."""
+        """Reorder the appended nodes: the i-th becomes node `order[b, i]`."""
         if self.state_rows is not None:
             self.state_rows = self.state_rows.gather(1, order)
         if self.path_nodes is not None and self.visible is not None:
@@ -91,19 +91,19 @@ class Recurrence:
             self.visible, self.end_states = self.visible[rows, order[:, :, None], order[:, None]], None
 
     def roll_back(self, batch: int) -> None:
-        """Drop the nodes."""
+        """Discard the nodes."""
         if self.states is not None and self.state_rows is not None:
             own = torch.arange(batch, device=self.state_rows.device)
             self.states = gather_states(self.states, own) if self.has_committed else None
         self.state_rows = self.path_nodes = self.visible = self.end_states = None
 
     def _set_committed(self, states: LayerStates) -> None:
-        """These of the batch's rows, and no node's."""
+        """Store the committed states of the rows and discard those of nodes."""
         self.states, self.has_committed = states, True
         self.state_rows = self.path_nodes = self.visible = self.end_states = None
 
     def _uses_paths(self, paths: TreePaths, call: StateCall) -> bool:
-        """Whether nodes are run along their paths; a single one always is."""
+        """Return whether nodes run along paths. A single node always does."""
         batch, num_nodes = paths.shape
         if num_nodes == 1 or self.path_policy != "where cheaper":
             return num_nodes == 1 or self.path_policy == "always"
@@ -111,14 +111,14 @@ class Recurrence:
             return True
         if paths.nodes.device.type == "cpu":
             return len(paths.rows) * call.recurrent.chunk_size <= NODES_PER_CHUNK * batch * num_nodes
-        return len(paths.rows) == batch  # a call launches as much for one row as for many
+        return len(paths.rows) == batch  # a call launches the same kernels for one row as for many
 
     def _start_states(self, rows: Tensor) -> LayerStates:
-        """Copies of the committed states of some rows."""
+        """Return copies of the committed states of some rows."""
         return LayerStates() if self.states is None else gather_states(self.states, rows)
 
     def _run_paths(self, nodes: StateNodes, paths: TreePaths) -> Tensor:
-        """[B, M, I], a row for every leaf."""
+        """Run one row for every leaf and return [B, M, I]."""
         states = self._start_states(paths.rows)
         inner = nodes.run(paths.rows, paths.nodes, states)
         output = inner.new_zeros(*paths.shape, inner.shape[-1])
@@ -128,7 +128,7 @@ class Recurrence:
         return output
 
     def _states_after(self, nodes: StateNodes, path: Tensor | None, counts: Tensor) -> LayerStates:
-        """The states behind the first `counts` [B] nodes of a path of those that were run along theirs."""
+        """Return the states after the first `counts` [B] nodes of a path, for nodes that were run along paths."""
         found, order = [], []
         batch, num_nodes = nodes.hidden.shape[:2]
         path = torch.arange(num_nodes, device=counts.device).expand(batch, -1) if path is None else path
@@ -145,7 +145,7 @@ class Recurrence:
         return gather_states(concat_states(found), torch.cat(order).argsort())
 
     def _run_levels(self, nodes: StateNodes, visible: Tensor) -> Tensor:
-        """[B, N, I], siblings starting from the same state."""
+        """Run siblings from the same state and return [B, N, I]."""
         batch, num_new, num_nodes = visible.shape
         columns = torch.arange(num_nodes, device=visible.device)
         above = visible & (columns != columns[-num_new:, None])
@@ -173,7 +173,7 @@ class Recurrence:
 
 
 def _gather_rows(parts: list[LayerStates], rows: Tensor) -> LayerStates:
-    """Copies of these rows of all parts: of the last one alone, where they all are there."""
+    """Copy these rows of all parts, or of the last part alone where it holds them all."""
     before = sum(map(count_rows, parts[:-1]))
     return (
         gather_states(parts[-1], rows - before) if bool((rows >= before).all()) else gather_states(concat_states(parts), rows)
@@ -182,16 +182,16 @@ def _gather_rows(parts: list[LayerStates], rows: Tensor) -> LayerStates:
 
 @dataclass(frozen=True)
 class TreePaths:
-    """From the committed tokens to every leaf."""
+    """The paths from the committed tokens to every leaf."""
 
     shape: tuple[int, int]  # B, M
     rows: Tensor  # [L] of the batch
     nodes: Tensor  # [L, longest]
-    valid: Tensor  # [L, longest] where a path has not ended
+    valid: Tensor  # [L, longest] False after the end of a path
 
     @classmethod
     def from_visible(cls, visible: Tensor) -> TreePaths:
-        """Of nodes by what they see, [B, M, M]."""
+        """Build the paths of nodes from what they see, [B, M, M]."""
         batch, num_nodes, _ = visible.shape
         itself = torch.eye(num_nodes, dtype=torch.bool, device=visible.device)
         rows, leaves = (~(visible & ~itself).any(1)).nonzero(as_tuple=True)

@@ -1,4 +1,4 @@
-"""A module that keeps a state, called over what a forward of the target brings. Shapes: B batch, N tokens or nodes, D width."""
+"""A recurrent module, called over the rows of a target's forward. Shapes: B batch, N tokens or nodes, D width."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def make_recurrent_forward(
     lengths: tuple[int, ...] | None,
     along: PathPolicy,
 ) -> Forward:
-    """In a module's place: packed documents one by one, or prompts and nodes with the states of a cache."""
+    """Return the forward that replaces a recurrent module's own: over packed documents one by one, or over prompts and nodes
+    with the states of a cache."""
     module: Any = stateful.module
     forward = type(module).forward.__get__(module)
 

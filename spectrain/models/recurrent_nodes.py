@@ -1,8 +1,8 @@
-"""A module that keeps a state, called over nodes behind some states, as transformers calls it, with its own cache of states.
+"""A recurrent module, called over nodes that follow given states, in the way of transformers, with its cache of states.
 
-The linears at its ends see every token by itself, and most of its weights are theirs: what they make of all new nodes is
-computed at once, however many calls the states between them take.
-Shapes: B batch, M nodes, D width, K rows of a call, T tokens of a row, I inner width.
+The input and output linears of the module treat every token by itself and hold most of its weights. Their products of all new
+nodes are computed once, however many calls the states between them take. Shapes: B batch, M nodes, D width, K rows of a call, T
+tokens of a row, I inner width.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RecurrentModule:
 
 @dataclass(frozen=True)
 class StateCall:
-    """A stateful module's call as it came, but for its states, which are to be said, and its first argument."""
+    """The recorded call of a recurrent module, without its states and its first argument, which are supplied later."""
 
     recurrent: RecurrentModule
     layer: int
@@ -61,7 +61,7 @@ class StateCall:
     )  # what of a tuple it gives for each token; None: no such thing
 
     def __call__(self, hidden: Tensor, states: LayerStates) -> Tensor:
-        """[K, T, D] -> [K, T, D] behind the states of K rows, which it brings up to date; several tensors become one."""
+        """Run [K, T, D] -> [K, T, D] from the states of K rows and update these. A tuple of outputs becomes one tensor."""
         own = _LayerStateCache(self.layer, states)
         args = [own if value is self.cache else value for value in self.args]
         kwargs = {key: own if value is self.cache else value for key, value in self.kwargs.items()}
@@ -73,7 +73,7 @@ class StateCall:
         return torch.cat([part.flatten(2) for part, each in zip(output, of_tokens) if each], dim=-1)
 
     def split_output(self, output: Tensor) -> Tensor | tuple[Tensor | None, ...]:
-        """[B, N, ..] as the module gives it."""
+        """Return [B, N, ..] in the form in which the module returns it."""
         if not self.output_sizes:
             return output
         parts = iter(output.split([size.numel() for size in self.output_sizes if size is not None], dim=-1))
@@ -83,7 +83,7 @@ class StateCall:
 def make_state_call(
     stateful: RecurrentModule, layer: int, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> StateCall:
-    """How a module is called again as it has just been; `cache` is what it was given for its states."""
+    """Record the call of a module, so that it can be repeated. `cache` is the argument that holds its states."""
     module: Any = stateful.module
     if not any(value is cache for value in (*args, *kwargs.values())):
         raise UserError(f"target: the state of its layer {layer} is not asked for as other models do; use another target")
@@ -92,24 +92,25 @@ def make_state_call(
 
 
 class StateNodes:
-    """Nodes [B, M, D] of a module: what the linears that read them make of them is computed once."""
+    """Nodes [B, M, D] of a module, with the products of its input linears."""
 
     def __init__(self, call: StateCall, hidden: Tensor, products: Sequence[Tensor] | None = None) -> None:
         self.call, self.hidden = call, hidden
         self.products = [linear(hidden) for linear in call.recurrent.input_linears] if products is None else list(products)
 
     def append_nodes(self, new: StateNodes) -> StateNodes:
-        """Both, one behind the other."""
+        """Return these nodes followed by new ones."""
         products = [torch.cat(both, dim=1) for both in zip(self.products, new.products)]
         return StateNodes(new.call, torch.cat([self.hidden, new.hidden], dim=1), products)
 
     def reorder_nodes(self, order: Tensor) -> StateNodes:
-        """Node `order[b, i]` in the i-th place."""
+        """Return the nodes with node `order[b, i]` at index i."""
         rows = torch.arange(len(order), device=order.device)[:, None]
         return StateNodes(self.call, self.hidden[rows, order], [product[rows, order] for product in self.products])
 
     def run(self, rows: Tensor, nodes: Tensor, states: LayerStates) -> Tensor:
-        """Texts of these nodes [K, T] of batch rows [K] behind states of their own: [K, T, I], which `given` makes output."""
+        """Run nodes [K, T] of batch rows [K] from given states; return [K, T, I], which `project_output` turns into the
+        output."""
         at = rows[:, None], nodes
         hidden = self.hidden[at]
         known = [
@@ -121,13 +122,13 @@ class StateNodes:
             return self.call(hidden, states)
 
     def project_output(self, inner: Tensor) -> Tensor:
-        """[B, N, I] -> [B, N, D]."""
+        """Apply the output linear, [B, N, I] -> [B, N, D]."""
         giving = self.call.recurrent.output_linear
         return inner if giving is None else giving(inner)
 
 
 def _reuse_product(linear: nn.Module, hidden: Tensor, product: Tensor) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
-    """In the place of a linear: what is known of the input."""
+    """Return a linear and a forward that returns the product known for this input."""
     forward = linear.forward
 
     def run(given: Tensor) -> Tensor:
@@ -147,7 +148,7 @@ def map_states(states: LayerStates, change: Callable[[int, str], Tensor | None])
 
 
 def gather_states(states: LayerStates, rows: Tensor) -> LayerStates:
-    """Copies of some rows."""
+    """Copy the states of some rows."""
 
     def take(place: int, name: str) -> Tensor | None:
         held = getattr(states, name)[place]
@@ -173,19 +174,19 @@ def count_rows(states: LayerStates) -> int:
 
 
 def is_conv_only(states: LayerStates) -> bool:
-    """Whether all that is kept are the last few inputs of a convolution."""
+    """Return whether the states hold nothing but the last inputs of a convolution."""
     return all(state is None for state in states.recurrent_states.values())
 
 
 class _LayerStateCache(Cache):
-    """What a recurrent module is handed for a cache: its own states."""
+    """The cache that a recurrent module receives: its own states."""
 
     def __init__(self, layer: int, states: LayerStates) -> None:
         super().__init__(layers=[])
         self.layers = {layer: states}
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        """As MiniMax asks for its state."""
+        """Return the state for MiniMax, which asks by this method."""
         return self.layers[layer_idx].recurrent_states[0]
 
     def set_linear_cache(self, layer_idx: int, state: Tensor) -> None:
@@ -197,7 +198,7 @@ class _LayerStateCache(Cache):
 
 @dataclass
 class _ActiveModule:
-    """A module that is being run."""
+    """A module that is running."""
 
     module: nn.Module
     argument: Any  # its first argument
@@ -206,7 +207,7 @@ class _ActiveModule:
 
 
 class StateRecorder(DynamicCache):
-    """Which modules ask for a state, found by the module that runs while it is asked for."""
+    """A cache that records which modules ask for a state, by the module that runs when it is asked."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
@@ -223,7 +224,7 @@ class StateRecorder(DynamicCache):
         return super().get_conv_state(layer_idx, state_idx)
 
     def get_linear_cache(self, layer_idx: int) -> None:
-        """As MiniMax asks for its state."""
+        """Record a state request of MiniMax, which asks by this method."""
         self.recurrent_modules[layer_idx] = RecurrentModule(self.active[-1].module)
 
     def set_linear_cache(self, layer_idx: int, state: Tensor) -> None: ...
@@ -234,7 +235,7 @@ class StateRecorder(DynamicCache):
 
     @contextmanager
     def record_layers(self, layers: nn.ModuleList) -> Iterator[None]:
-        """Watch the modules of these layers."""
+        """Follow the modules of these layers while the context is open."""
         handles = []
         for module in layers.modules():
             handles.append(module.register_forward_pre_hook(self._enter_module, with_kwargs=True))

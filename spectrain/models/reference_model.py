@@ -1,4 +1,4 @@
-"""The target without anything of ours: what ours is held against."""
+"""The target without any change by this project: the reference in every comparison."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ EXACT_SDPA = "sdpa_exact"
 
 
 def _sdpa_exact(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """transformers' sdpa; of single tokens in float64, rounded once."""
+    """Call transformers' SDPA; single tokens attend in float64, rounded once."""
     dtype = query.dtype
     if query.shape[2] == 1:
         query, key, value = query.double(), key.double(), value.double()
@@ -38,8 +38,8 @@ AttentionMaskInterface.register(EXACT_SDPA, sdpa_mask)
 
 @contextmanager
 def reference_model(target: Target) -> Iterator[Any]:
-    """The target without anything of ours: transformers' attention and cache, torch's linears. In half precision on a CPU
-    single tokens attend in float64, as they do here, and are multiplied `in_company` where one alone has other bits."""
+    """Yield the unmodified target: transformers' attention and cache, torch's linears. In half precision on a CPU single tokens
+    attend in float64, as they do here, and a single row is multiplied as a pair where one alone has other bits."""
     model: Any = target.model
     packed = any(is_packed(module) for module in model.modules())
     unpack_linears(model)
@@ -54,7 +54,7 @@ def reference_model(target: Target) -> Iterator[Any]:
 
 
 def _paired_overrides(target: Target) -> Iterator[tuple[nn.Module, Forward]]:
-    """Those linears of a target in bfloat16 on a CPU that add a single row up in an order of its own."""
+    """Yield the bfloat16 linears on a CPU that sum a single row in another order, with forwards that multiply pairs."""
     if target.dtype == torch.bfloat16 and target.device.type == "cpu" and torch.bfloat16 in packable_dtypes():
         for linear in target.model.modules():
             if type(linear) is nn.Linear and has_dense_weight(linear) and not is_batch_invariant(linear.in_features, 1):
@@ -74,7 +74,7 @@ def _set_attention(target: Target, implementation: str) -> None:
 
 
 def _reference_attention(target: Target) -> str:
-    """The attention that transformers would choose for a model; on a CPU in half precision with single tokens in float64."""
+    """Return the attention that transformers would choose; on a CPU in half precision, with single tokens in float64."""
     if not target.model._supports_sdpa:
         return "eager"
     return (
@@ -87,7 +87,8 @@ def _reference_attention(target: Target) -> str:
 def generate(
     model: Any, prompt: list[int], max_new_tokens: int, stop_ids: frozenset[int], static: bool = False, **options: Any
 ) -> list[int]:
-    """The greedy output of transformers' `generate`, EOS included; `options` are its own. Images come with the prompt."""
+    """Return the greedy output of transformers' `generate`, EOS included; `options` are its own. The prompt carries its
+    images."""
     if static:
         options |= {"cache_implementation": "static", "disable_compile": True}
     device, images = next(model.parameters()).device, get_images(prompt)

@@ -1,7 +1,7 @@
-"""A target that no single device holds: layers cut through by tensor parallelism, or spread out and gathered while they run.
+"""Targets that several devices hold together: layers split by tensor parallelism, or sharded and gathered while they run.
 
-Either way all processes of a launch run the same layers at the same time. The embedding, the final norm and the output layer
-stay whole on all of them, for drafters borrow these.
+Either way all processes of a launch run the same layers at the same time. Every process holds the complete embedding, final
+norm and output layer, because drafters borrow these.
 """
 
 from typing import Any, Literal
@@ -21,8 +21,8 @@ Sharding = Literal["none", "fsdp2", "tensor"]
 
 
 def select_auto_class(config: Any) -> Any:
-    """What makes a model of a configuration: a causal LM, or one of text and images, whose text decoder is the target; where it
-    could be either, as the checkpoint was saved."""
+    """Return the class that loads a configuration: a causal LM, or a model of text and images, whose text decoder is the
+    target. Where both fit, the checkpoint's own class decides."""
     seeing, text = (auto._model_mapping for auto in (AutoModelForImageTextToText, AutoModelForCausalLM))
     if type(config) not in seeing:
         return AutoModelForCausalLM
@@ -31,7 +31,7 @@ def select_auto_class(config: Any) -> Any:
 
 
 def load_network(model: str, config: Any, place: str, sharding: Sharding, **options: Any) -> nn.Module:
-    """A causal LM of a hub name or directory on device `place`, whole or shared with the other processes of the launch."""
+    """Load a causal LM by hub name or directory onto device `place`, complete or shared between the processes of the launch."""
     options["use_safetensors"] = True  # nothing is unpickled
     if sharding == "none":
         made: nn.Module = select_auto_class(config).from_pretrained(model, config=config, **options)
@@ -45,13 +45,13 @@ def load_network(model: str, config: Any, place: str, sharding: Sharding, **opti
 
 
 def _load_tensor_parallel(model: str, config: Any, place: str, options: dict[str, Any]) -> nn.Module:
-    """Tensor parallelism by transformers' own plan for the model."""
+    """Load with tensor parallelism, by the plan of transformers for the model."""
     try:
         from transformers.distributed import DistributedConfig
     except ImportError as error:
         raise UserError("target.sharding=tensor: this transformers cannot; run pip install -U transformers") from error
     known: Any = select_auto_class(config)._model_mapping[type(config)]
-    headless: Any = type(known.__name__, (known,), {"_tp_plan": {}})  # all but the output layer
+    headless: Any = type(known.__name__, (known,), {"_tp_plan": {}})  # without the output layer
     count = dist.get_world_size()
     try:
         plan = DistributedConfig(tp_size=count)
@@ -63,14 +63,14 @@ def _load_tensor_parallel(model: str, config: Any, place: str, options: dict[str
         ) from error
     head: Any = network.get_output_embeddings()  # type: ignore[operator]
     for name, parameter in list(head.named_parameters(recurse=False)):
-        if hasattr(parameter, "full_tensor"):  # tied to an embedding that was cut
+        if hasattr(parameter, "full_tensor"):  # tied to a split embedding
             setattr(head, name, nn.Parameter(parameter.full_tensor(), requires_grad=False))
     _check_sharded(network)
     return network
 
 
 def _load_fsdp2(model: str, config: Any, place: str, options: dict[str, Any]) -> nn.Module:
-    """FSDP2 over the decoder layers. The first process alone reads the weights and sends every other its part."""
+    """Load with FSDP2 over the decoder layers. Only the first process reads the weights; it sends the others their shards."""
     first = dist.get_rank() == 0
     whole: Any = select_auto_class(config).from_pretrained(model, config=config, **options) if first else None
     with torch.device("meta"):
@@ -82,11 +82,11 @@ def _load_fsdp2(model: str, config: Any, place: str, options: dict[str, Any]) ->
     for layer in find_layers(find_decoder(network)) or ():
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     network.to_empty(device=place)
-    network.tie_weights()  # emptying gave each of two tied weights its own memory
+    network.tie_weights()  # to_empty separated tied weights
     state = whole.state_dict() if first else {}
     set_model_state_dict(network, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     theirs = dict(whole.named_buffers()) if first else {}
-    for name, buffer in network.named_buffers():  # rotary frequencies are in no checkpoint
+    for name, buffer in network.named_buffers():  # no checkpoint holds rotary frequencies
         if first:
             buffer.copy_(theirs[name])
         dist.broadcast(buffer, src=0)
@@ -100,7 +100,7 @@ def _load_fsdp2(model: str, config: Any, place: str, options: dict[str, Any]) ->
 
 
 def _check_sharded(network: Any) -> None:
-    """Stop where every process holds all of the layers after all."""
+    """Raise RunError where a process holds all of the layers after all."""
     parameters: list[Any] = [one for layer in find_layers(find_decoder(network)) or () for one in layer.parameters()]
     held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in parameters)
     whole = sum(parameter.numel() for parameter in parameters)

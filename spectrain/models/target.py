@@ -46,7 +46,7 @@ TokenVisibility = Visibility | list[Visibility] | None
 
 
 class Target(nn.Module):
-    """A causal LM whose output is wanted. Frozen unless a stage of a drafter's training names its parameters."""
+    """A frozen causal LM whose output is wanted. It learns only where a stage of a drafter's training names its parameters."""
 
     def __init__(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, name: str, path: str, sharding: Sharding = "none"
@@ -68,7 +68,8 @@ class Target(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name: str | Path, dtype: str = "auto", device: str = "auto") -> Target:
-        """A target by the name of one that comes with the project (tiny, smollm2), from a directory, or from the hub."""
+        """Load a target by the name of a model that ships with the project (tiny, smollm2), from a directory, or from the
+        hub."""
         from .loading import load_hf, load_smollm2, load_tiny
 
         if name == "tiny":
@@ -77,7 +78,7 @@ class Target(nn.Module):
 
     @property
     def decoder(self) -> nn.Module:
-        """The model without its output layer."""
+        """Return the model without its output layer."""
         decoder = self.model.get_decoder()  # type: ignore[operator]
         return decoder if self.layer_list_name in decoder._modules else find_decoder(self.model)
 
@@ -104,7 +105,7 @@ class Target(nn.Module):
 
     @property
     def max_length(self) -> int:
-        """The longest text, in tokens, that decodes as with transformers."""
+        """Return the longest text, in tokens, that decodes as with transformers."""
         return max_text_length(self.config)
 
     @property
@@ -117,7 +118,7 @@ class Target(nn.Module):
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """Tokens that end an answer."""
+        """Return the tokens that end an answer."""
         generation = getattr(self.model, "generation_config", None)
         ids = [getattr(one, "eos_token_id", None) for one in (self.tokenizer, self.config, generation)]
         flat = [i for entry in ids for i in (entry if isinstance(entry, list) else [entry])]
@@ -127,8 +128,8 @@ class Target(nn.Module):
         return TreeCache(self.num_layers, batch_size, max_length, self.device, bound, self.traits.kv_shapes)
 
     def pack_weights(self) -> None:
-        """Move decoding and feature capture to faster linears, where this process holds them: reordered on a CPU, and on a GPU
-        one product of those that read the same input."""
+        """Switch decoding and feature capture to faster linears: reordered weights on a CPU, and on a GPU one product for the
+        linears that read the same input. A sharded target stays as it is."""
         if self.sharding != "none":
             return
         pack_linears(self.model)
@@ -142,8 +143,8 @@ class Target(nn.Module):
         lengths: tuple[int, ...] | None = None,
         texts: Sequence[Sequence[int]] = (),
     ) -> Features:
-        """Frozen features of whole sequences [B, T], padded on the right, or of packed ones; no logits are built. `texts` are
-        the same, for their images."""
+        """Return frozen features of sequences [B, T], padded on the right, or of packed ones, without logits. `texts` are the
+        same tokens with their images."""
         return self.run(tokens, ForwardPlan(layers=layers, lengths=lengths, texts=self._check_images(texts)))
 
     def prefill(
@@ -154,8 +155,8 @@ class Target(nn.Module):
         layers: tuple[Layer, ...],
         texts: Sequence[Sequence[int]] = (),
     ) -> Features:
-        """Run prompts [B, T], padded on the right, into an empty cache; logits [B, 1, V] follow each row's last token. `texts`
-        are the same, for their images."""
+        """Run prompts [B, T], padded on the right, into an empty cache. Return features, with logits [B, 1, V] after the last
+        token of each row. `texts` are the same prompts with their images."""
         kept = layers if "final" in layers else (*layers, "final")
         cache.prompt_lengths = lengths
         features = self.run(tokens, ForwardPlan(layers=kept, cache=cache, texts=self._check_images(texts)))
@@ -164,17 +165,19 @@ class Target(nn.Module):
         return Features(tokens, features.layers, features.hidden, self.head.logits(last))
 
     def verify(self, tree: TokenTree, cache: TreeCache, layers: tuple[Layer, ...] = ()) -> Features:
-        """Run a tree [B, N] behind the cache's committed tokens; logits [B, N, V] at every node. Commit afterwards.
+        """Run a tree [B, N] on top of the committed tokens of the cache and return logits [B, N, V] at every node. Commit
+        afterwards.
 
-        Every rule computes in float32, or compares, so a pass over them and twice the bytes are spared where they come rounded
-        to half precision; but torch's argmax on a CPU takes three times as long for these."""
+        Every rule computes in float32 or only compares, so on a GPU half-precision logits are not upcast, which spares a pass
+        and twice the bytes. Torch's argmax on a CPU takes three times as long in half precision, so there they are.
+        """
         positions = cache.lengths[:, None] + tree.depths
         upcast = self.device.type == "cpu"
         plan = ForwardPlan(layers, logits=True, upcast=upcast, positions=positions, mask=tree.ancestors, cache=cache)
         return self.run(tree.tokens, plan)
 
     def run(self, tokens: Tensor, plan: ForwardPlan = DEFAULT_PLAN) -> Features:
-        """What the plan asks of one forward over tokens [B, N]."""
+        """Run one forward over tokens [B, N] as the plan says and return what it keeps."""
         implementation = ATTENTION_NAME if self.traits.masked_attention is None else MASKED
         assert self.config._attn_implementation == implementation, "another attention would see no tree and fill no cache"
         assert plan.lengths is None or len(tokens) == 1, "documents are packed into one row"
@@ -213,7 +216,7 @@ class Target(nn.Module):
     def _attention_arguments(
         self, visibility: TokenVisibility, plan: ForwardPlan, sights: list[TokenVisibility]
     ) -> dict[str, Any]:
-        """What layers hand on to attention."""
+        """Return the arguments that layers pass on to attention."""
         if self.traits.masked_attention is not None:
             return {}
         told = {"visibility": visibility, "tree_cache": plan.cache, "lengths": plan.lengths}
@@ -222,7 +225,7 @@ class Target(nn.Module):
     def _apply_masks(
         self, positions: Tensor, visibility: Visibility | list[Visibility] | None, plan: ForwardPlan
     ) -> AbstractContextManager[None]:
-        """What layers that attend by themselves are told."""
+        """Return the context in which masked-attention layers see what the plan says."""
         own = self.traits.masked_attention
         if own is None:
             return nullcontext()
@@ -231,7 +234,7 @@ class Target(nn.Module):
         return apply_masks(self.layers, own, seen, plan.cache)
 
     def apply_final_norm(self, hidden: Tensor, grad: bool = False) -> Tensor:
-        """The final norm of states [B, T, D] of any layer: what the head reads at an early exit."""
+        """Apply the final norm to states [B, T, D] of any layer: what the head reads at an early exit."""
         tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
         span = LayerSpan(first=self.num_layers, hidden=hidden)
         return self.run(tokens, ForwardPlan(layers=("final",), grad=grad, span=span)).at_layer("final")
@@ -244,7 +247,7 @@ class Target(nn.Module):
         self.tokenizer.save_pretrained(path)
 
     def _check_images(self, texts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """The texts, where any has images; the first such text is held against transformers."""
+        """Return the texts where any has images, else nothing. The first text with images is checked against transformers."""
         seen = next(((text, images) for text in texts if (images := get_images(text)) is not None), None)
         if seen is None:
             return ()
@@ -260,8 +263,8 @@ class Target(nn.Module):
     def _decoder_inputs(
         self, tokens: Tensor, positions: Tensor, plan: ForwardPlan
     ) -> tuple[dict[str, Any], list[TokenVisibility]]:
-        """What the decoder is called with for tokens: themselves, or with images what these come to; and what is seen in each
-        layer, where tokens of images see ahead."""
+        """Return the decoder's inputs for the tokens (with images, their embeddings), and the visibility of each layer where
+        image tokens see ahead."""
         offsets = None if plan.cache is None else plan.cache.position_offsets
         if not plan.texts:
             if self.traits.masked_attention is not None and not self.traits.masked_attention.takes_positions:
@@ -274,7 +277,7 @@ class Target(nn.Module):
         return found.arguments, self._layer_visibility(found, positions, plan) if any(found.visible_masks) else []
 
     def _layer_visibility(self, found: DecoderInputs, positions: Tensor, plan: ForwardPlan) -> list[TokenVisibility]:
-        """What the tokens of texts see in each layer, images among them."""
+        """Return for each layer what the tokens of texts with images see."""
         if plan.mask is not None:
             raise UserError(
                 f"target {self.name}: tokens of images see each other, which trees over texts do not know; use text"
@@ -290,8 +293,8 @@ class Target(nn.Module):
         return [sights[kind] for kind in layer_kinds(self)]
 
     def _limit_positions(self, tokens: Tensor, plan: ForwardPlan) -> ForwardPlan:
-        """The plan with no position that the model does not have, or from which on all others would be turned otherwise: past
-        the end of the longest text there are only nodes that no answer has room for."""
+        """Clamp positions to those that the model has, and to those before its rotary embedding switches. Nodes past the end of
+        the longest text are never emitted."""
         switch, cache = self.rope_switch, plan.cache
         if switch is not None and cache is None and (longest := max(plan.lengths or (tokens.shape[1],))) > switch:
             raise UserError(
@@ -306,7 +309,7 @@ class Target(nn.Module):
         return plan if plan.positions is None else replace(plan, positions=plan.positions.clamp(max=last - 1))
 
     def _resolve_visibility(self, tokens: Tensor, plan: ForwardPlan) -> tuple[Tensor, Visibility | list[Visibility] | None]:
-        """The positions of tokens [B, N], and what they see where that is not the text before them."""
+        """Return the positions of tokens [B, N], and their visibility where it is not plain causal attention."""
         positions, mask, cache = plan.positions, plan.mask, plan.cache
         batch, num_new = tokens.shape
         if cache is None:
@@ -325,14 +328,14 @@ class Target(nn.Module):
         return positions, cache.visibility(mask, positions, cache.positions)
 
     def check_layers(self, layers: Sequence[Layer]) -> None:
-        """Stop at a layer that this target does not have."""
+        """Raise UserError for a layer that this target does not have."""
         for layer in layers:
             if layer != "final" and not 0 <= layer <= self.num_layers:
                 raise UserError(f"drafter.layers: {layer} is not a layer of {self.name}, which has 0 to {self.num_layers}")
 
     @contextmanager
     def capture_layers(self, layers: tuple[Layer, ...]) -> Iterator[dict[Layer, Tensor]]:
-        """Hooks that keep the residual stream where `layers` ask for it."""
+        """Capture the residual stream at the given layers through hooks while the context is open."""
         self.check_layers(layers)
         if {*layers} - {"final"}:
             self.check_single_stream()
@@ -362,7 +365,7 @@ class Target(nn.Module):
                 handle.remove()
 
     def check_single_stream(self) -> None:
-        """Stop where what enters a layer is more than one state a token."""
+        """Raise UserError where a layer reads more than one state per token."""
         if not self.traits.has_single_stream:
             raise UserError(
                 f"target {self.name}: several residual streams run through its layers, so only its final features can be "
@@ -371,7 +374,7 @@ class Target(nn.Module):
 
     @contextmanager
     def _feed_hidden(self, span: LayerSpan) -> Iterator[None]:
-        """Let `span.hidden`, where there is one, enter layer `span.first`."""
+        """Feed `span.hidden`, where there is one, into layer `span.first`."""
         if span.hidden is None:
             yield
             return
@@ -390,7 +393,7 @@ class Target(nn.Module):
             handle.remove()
 
     def _skipped_forwards(self, plan: ForwardPlan, working: list[int]) -> Iterator[tuple[nn.Module, Forward]]:
-        """The layers that are not `working`, or not for all sequences, and what runs in their place."""
+        """Yield the layers that do not run, or not for all sequences, each with the forward that replaces its own."""
         dropped = plan.span.dropped
         for index, layer in enumerate(self.layers):
             kept = None if dropped is None else ~dropped[index].cpu()
@@ -404,19 +407,19 @@ class Target(nn.Module):
             yield self.get_sublayer(index, part), zeros(returns_tuple=part == "attention")
 
     def _attention_indices(self, plan: ForwardPlan) -> list[int]:
-        """The numbers of what attends, in the layers whose attention runs."""
+        """Return the cache indices of the attention modules that run."""
         layers, inside = plan.span.attention_layers(self.num_layers), self.traits.attention_indices
         return layers if inside is None else [number for layer in layers for number in inside[layer]]
 
     def cache_slice_below(self, layer: int) -> slice:
-        """Where a cache holds what the layers below this one give it."""
+        """Return the slice of cache layers that the layers before this one write."""
         inside = self.traits.attention_indices
         return slice(0, layer if inside is None else sum(map(len, inside[:layer])))
 
     def _recurrent_forwards(
         self, plan: ForwardPlan, visibility: Visibility | list[Visibility] | None
     ) -> Iterator[tuple[nn.Module, Forward]]:
-        """What runs in the place of modules that keep a state: over a prompt, a tree behind it, or packed documents."""
+        """Yield the recurrent modules with the forward that runs them over a prompt, a tree, or packed documents."""
         if not self.traits.recurrent_modules or (plan.cache is None and plan.mask is None and plan.lengths is None):
             return
         if (plan.cache is None and plan.mask is not None) or (plan.cache is not None and plan.span is not ALL_LAYERS):
@@ -429,7 +432,7 @@ class Target(nn.Module):
             yield stateful.module, run
 
     def get_sublayer(self, layer: int, part: SublayerKind) -> nn.Module:
-        """The module of a half of a layer."""
+        """Return the attention or MLP module of a layer."""
         found = getattr(self.layers[layer], {"attention": "self_attn", "mlp": "mlp"}[part], None)
         if not isinstance(found, nn.Module) or isinstance(found, nn.ModuleList):
             raise UserError(f"target {self.name}: its layers have no {part} of their own to skip; skip whole layers")

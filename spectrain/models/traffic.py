@@ -1,8 +1,8 @@
-"""How many bytes forwards of a target read: of weights, and of keys and values. Counted from the shapes of the tensors.
+"""Memory traffic: how many bytes forwards of a target read of weights and of keys and values, by the shapes of the tensors.
 
-A forward reads a weight once, whatever the number of rows; of an embedding, which is looked up, next to nothing. A layer reads
-what it keeps of all tokens that its window reaches, once for all nodes: what a kernel does that skips the other ones. What is
-written, and activations, are not counted.
+A forward reads a weight once, whatever the number of rows, and next to nothing of an embedding. A layer reads the keys and
+values of all tokens in its window, once for all nodes, as a kernel does that skips the others. Writes and activations are not
+counted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class BytesRead:
     """Bytes that were read."""
 
     weights: int = 0
-    keys: int = 0  # and values, whatever they are held as, and what tells which of them to read
+    keys: int = 0  # and values, and the data by which they are selected
 
     def __add__(self, other: BytesRead) -> BytesRead:
         return BytesRead(self.weights + other.weights, self.keys + other.keys)
@@ -50,7 +50,7 @@ def tensor_bytes(tensor: Tensor) -> int:
 
 
 def weight_bytes(target: Target, coded: LinearCodes | None = None) -> int:
-    """Of the weights that a forward reads, the output layer's too; where linear layers are `coded`, their codes."""
+    """Return the bytes of the weights that a forward reads, the output layer included, or of the copies in `coded`."""
     weights = forward_weights(nn.ModuleList([target.decoder, target.head.output]))
     if coded is None:
         return sum(map(tensor_bytes, weights))
@@ -59,14 +59,14 @@ def weight_bytes(target: Target, coded: LinearCodes | None = None) -> int:
 
 
 def slot_bytes(target: Target) -> dict[int, int]:
-    """Of one token's keys and values, by layer that attends."""
+    """Return the bytes of the keys and values of one token, by attention layer."""
     size = attention_dtype(target.dtype, target.device).itemsize
     kept = target.traits.attention_layers
     return {layer: size * one.shape.num_heads * (one.shape.key_size + one.shape.value_size) for layer, one in kept.items()}
 
 
 def key_bytes(target: Target, length: int, nodes: int) -> int:
-    """Of the keys and values that a forward over a chain of `nodes` behind a text of `length` tokens reads, its own too."""
+    """Return the bytes of keys and values that a forward over a chain of `nodes` after `length` tokens reads."""
     total = 0
     for layer, slot in slot_bytes(target).items():
         reach = target.traits.attention_layers[layer].range

@@ -50,7 +50,7 @@ def survey(config: DictConfig, asked: "Plan") -> Workload:
     if asked.tokens is None:
         if data.num_bytes() > QUICK_BYTES:
             raise UserError("plan.tokens: this data is not read for a plan; say how many tokens it has, as in plan.tokens=4e8")
-        dataset = data.dataset(tokenizer(config))
+        dataset = data.make_dataset(tokenizer(config))
     else:
         length = min(data.max_length, trainer.batch_tokens)
         count = max(1, trainer.batch_tokens // length)

@@ -1,1 +1,1 @@
-"""Data that the target itself writes."""
+"""Data whose answers the target generates."""

@@ -1,4 +1,5 @@
-"""The live line of a regeneration: conversations, tokens/s, losses, time left. Plain lines where there is no terminal."""
+"""The progress line of a regeneration: conversations, tokens/s, failures, time left. Without a terminal it prints plain
+lines."""
 
 import time
 from typing import Any
@@ -12,13 +13,14 @@ from spectrain.training.progress import Pace
 
 
 class WritingProgress:
-    """Counts what this process writes; shows it, and what other processes have finished, where it is enabled."""
+    """Counts what this process writes; if enabled, shows it together with what other processes have finished."""
 
     def __init__(self, shards: ShardSet, faults: dict[str, str], enabled: bool) -> None:
         self.shards, self.faults, self.enabled = shards, set(faults), enabled
         self.total = shards.manifest["conversations"]
         self.num_written = self.num_tokens = self.num_failed = 0  # by this process
-        self.num_open = 0  # conversations of unfinished shards of this process
+        # Conversations in unfinished shards of this process.
+        self.num_open = 0
         self.num_finished = self._count_finished()
         self.console = Console()
         self.is_live = enabled and self.console.is_terminal
@@ -37,7 +39,7 @@ class WritingProgress:
         self.bar.__exit__(*raised)
 
     def begin_shard(self, shard: Shard) -> None:
-        """A shard is taken up, with the rows of an earlier attempt."""
+        """Start a shard, with the rows of an earlier attempt."""
         self.num_open += len(shard.rows)
         self.pace.num_done_before += len(shard.rows)
 
@@ -67,6 +69,6 @@ class WritingProgress:
         return f"this time {self.num_written} conversations, {self.num_tokens} tokens in {seconds:.0f} s ({speed})"
 
     def _count_finished(self) -> int:
-        """Conversations of whole shards, whoever made them."""
+        """Count the conversations of complete shards, of all processes."""
         records = self.shards.manifest["shards"].items()
         return sum(record["rows"] + sum(record["lost"].values()) for name, record in records if name not in self.faults)

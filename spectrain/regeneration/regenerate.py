@@ -1,7 +1,7 @@
-"""`spectrain data regenerate`: conversations whose answers the target itself wrote, shard by shard.
+"""`spectrain data regenerate`: conversations whose answers the target generates, shard by shard.
 
-A drafter learns what its target says, so a set of other answers is best answered anew. Killed at any moment, it goes on where
-it stopped; several processes, of torchrun or of as many commands, share the shards.
+A drafter learns the target's distribution, so a data set with other answers is best regenerated. The command can be killed
+at any moment and resumes where it stopped. Several processes, of torchrun or of separate commands, share the shards.
 """
 
 import hashlib
@@ -36,12 +36,13 @@ from .writers import AnswerWriter, EngineWriter, Sampling, collect_prompts
 
 @dataclass
 class OutcomeLedger:
-    """Where every conversation goes once it is written or lost."""
+    """Records each conversation in its shard once it is answered or has failed."""
 
     shards: ShardSet
     progress: WritingProgress
     stop_after: int
-    num_failed: int = 0  # one after another, up to now
+    # Number of consecutive failures so far.
+    num_failed: int = 0
     complete_shards: list[Shard] = field(default_factory=list)
 
     def add_outcome(self, shard: Shard, outcome: Row | FailedRow) -> None:
@@ -56,31 +57,36 @@ class OutcomeLedger:
         self.progress.count_outcome(outcome)
         if shard.is_complete:
             self.complete_shards.append(shard)
-        if not self.num_failed:  # else what fails may be the end of the server, which is held against no conversation
+        # Otherwise the server may be down, which is not the fault of a conversation.
+        if not self.num_failed:
             self.write_complete()
 
     def write_complete(self) -> None:
-        """Write the shards that are complete."""
+        """Write the complete shards."""
         while self.complete_shards:
             self.shards.finish_shard(self.complete_shards[0])
             self.progress.finish_shard(self.complete_shards.pop(0))
 
 
 class Regeneration:
-    """What is answered anew: all assistant turns of a conversation, each given the answers before it, or the first one, after
-    which it ends. `system` takes the place of the conversations' own system prompts.
+    """Regeneration of the assistant turns of conversations, each turn given the regenerated answers before it.
 
-    Conversations that failed are left out; more than `max_failed` of all, and the command fails in the end. `stop_after` that
-    fail in a row stop it at once, with nothing noted of them. retry_failed=true asks again for those of finished shards.
+    Conversations that fail are left out and listed in a folder of their own.
     """
 
     def __init__(
         self,
+        # Assistant turns to regenerate: all of them, or only the first, after which the conversation ends.
         turns: Literal["all", "first"] = "all",
+        # System prompt that replaces the system prompts of the conversations; null keeps theirs.
         system: str | None = None,
+        # Number of conversations in a shard.
         shard_size: int = 500,
+        # Share of the conversations that may fail before the command ends with an error.
         max_failed: float = 0.1,
+        # Number of consecutive failures that stops the command at once.
         stop_after: int = 20,
+        # Request the failed conversations of finished shards again.
         retry_failed: bool = False,
     ) -> None:
         for key, value in (("shard_size", shard_size), ("stop_after", stop_after)):
@@ -92,7 +98,7 @@ class Regeneration:
         self.max_failed, self.stop_after, self.retry_failed = max_failed, stop_after, retry_failed
 
     def run(self, out: Path, data: ConversationReader, sampling: Sampling, writer: AnswerWriter) -> None:
-        """Make every shard that is not there, and say what came of it."""
+        """Write every missing shard, and print a summary."""
         shards = ShardSet(out)
         wanted = [self.make_pending_row(number, messages) for number, messages in enumerate(data.load_conversations())]
         begun = shards.is_begun
@@ -115,17 +121,17 @@ class Regeneration:
         self.report_result(shards, progress)
 
     def list_due_shards(self, shards: ShardSet, faults: dict[str, str]) -> list[str]:
-        """Shards to make, those of this rank first: where its own are done, it takes what others have left, from the end."""
+        """List the shards to write: those of this rank first, then what other ranks have left, from the end."""
         rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        known, names = shards.manifest["shards"], shards.shard_names
-        retried = {name for name in known if self.retry_failed and "failed" in known[name]["lost"]}
-        due, mine = {*faults} | retried, {*names[rank::processes]}
-        return sorted(due & mine) + sorted(due - mine, reverse=True)
+        records, names = shards.manifest["shards"], shards.shard_names
+        retried = {name for name in records if self.retry_failed and "failed" in records[name]["lost"]}
+        due, own_names = {*faults} | retried, {*names[rank::processes]}
+        return sorted(due & own_names) + sorted(due - own_names, reverse=True)
 
     def claim_shards(
         self, shards: ShardSet, due: list[str], pending: list[PendingRow], progress: WritingProgress
     ) -> Iterator[Shard]:
-        """Of these shards, those that no other process is at or has made by now, with what is known of them."""
+        """Yield those of the due shards that no other process holds or has written by now, with the rows finished so far."""
         size, before = self.shard_size, shards.manifest["shards"]
         first_of = {name: number * size for number, name in enumerate(shards.shard_names)}
         for name in due:
@@ -133,11 +139,11 @@ class Regeneration:
             shard = shards.claim_shard(name, pending[first : first + size])
             if shard is None:
                 continue
-            is_whole, record = shards.find_fault(name) is None, shards.manifest["shards"].get(name)
-            if is_whole and not (self.retry_failed and record == before.get(name)):
+            is_complete, record = shards.find_fault(name) is None, shards.manifest["shards"].get(name)
+            if is_complete and not (self.retry_failed and record == before.get(name)):
                 shards.release_shard(shard)
                 continue
-            shard.restore_rows(shards.read_shard(name) if is_whole else ())
+            shard.restore_rows(shards.read_shard(name) if is_complete else ())
             progress.begin_shard(shard)
             if shard.is_complete:  # an earlier attempt was killed just before its end
                 shards.finish_shard(shard)
@@ -146,18 +152,18 @@ class Regeneration:
                 yield shard
 
     def make_pending_row(self, number: int, messages: list[Message]) -> PendingRow:
-        """A conversation as it is asked for: up to its last assistant turn, or the first."""
-        places = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
-        messages = messages[: (places[0] if self.turns == "first" else places[-1]) + 1]
+        """Return the conversation to answer, up to its last assistant turn or its first."""
+        answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+        messages = messages[: (answers[0] if self.turns == "first" else answers[-1]) + 1]
         if self.system is not None:
             messages = [message for message in messages if message["role"] != "system"]
             messages = [{"role": "system", "content": self.system}, *messages]
-        asked = [message if message["role"] != "assistant" else {"role": "assistant"} for message in messages]
-        key = hashlib.blake2b(json.dumps(asked).encode(), digest_size=7).digest()
+        request = [message if message["role"] != "assistant" else {"role": "assistant"} for message in messages]
+        key = hashlib.blake2b(json.dumps(request).encode(), digest_size=7).digest()
         return PendingRow(number, messages, int.from_bytes(key, "big"))
 
     def recorded_settings(self, data: ConversationReader, sampling: Sampling, writer: AnswerWriter) -> dict[str, Any]:
-        """What the set depends on, by the names that the command line has for it."""
+        """Return the settings that determine the set, by their command-line names."""
         conversations = data.load_conversations()
         digest = hashlib.sha256()
         for messages in conversations:
@@ -170,7 +176,7 @@ class Regeneration:
         }
 
     def report_result(self, shards: ShardSet, progress: WritingProgress) -> None:
-        """The last line, and a failed run where too much is missing."""
+        """Print the result; raise a RunError if too many conversations failed."""
         manifest = shards.manifest
         left = [name for name in progress.faults if shards.find_fault(name) is not None]
         records = [record for name, record in manifest["shards"].items() if name not in left]
@@ -179,11 +185,11 @@ class Regeneration:
             for kind, count in record["lost"].items():
                 lost[kind] = lost.get(kind, 0) + count
         rows = sum(record["rows"] for record in records)
-        said = ", ".join(f"{count} {FAILURE_TEXTS[kind]}" for kind, count in lost.items())
+        kinds = ", ".join(f"{count} {FAILURE_TEXTS[kind]}" for kind, count in lost.items())
         print(
             f"{shards.folder}: {rows} of {manifest['conversations']} conversations in {len(records)} shards, "
             f"{sum(record['cut'] for record in records)} with an answer cut"
-            + (f"; {said}, told in {shards.folder / 'failed'}" if said else "")
+            + (f"; {kinds}, told in {shards.folder / 'failed'}" if kinds else "")
             + (f"; other processes are at {', '.join(sorted(left))}" if left else "")
             + f"; {progress.summary_line}",
             flush=True,
@@ -194,7 +200,7 @@ class Regeneration:
                 f"{shards.folder}: {lost.get('failed', 0)} of {total} conversations failed, more than regenerate.max_failed="
                 f"{self.max_failed} allows; see {shards.folder / 'failed'}, and ask again by regenerate.retry_failed=true"
                 if rows
-                else f"{shards.folder}: not one of {total} conversations could be had ({said}); see {shards.folder / 'failed'}"
+                else f"{shards.folder}: not one of {total} conversations could be had ({kinds}); see {shards.folder / 'failed'}"
             )
 
 
@@ -202,7 +208,7 @@ FAILURE_TEXTS = {"failed": "failed", "too_long": "too long for the context", "cu
 
 
 def regenerate_command(config: DictConfig) -> None:
-    """What the command does: check a set that is there, or make it."""
+    """Check an existing set, or write it."""
     if config.out is None:
         raise UserError("out: say where the conversations go, as in out=DIR")
     out = Path(str(config.out)).expanduser()
@@ -229,12 +235,12 @@ def regenerate_command(config: DictConfig) -> None:
 def make_engine_writer(
     config: DictConfig, sampling: Sampling, settings: Regeneration, data: ConversationReader
 ) -> EngineWriter:
-    """Our own engine with the target and, where a run is named, its drafter."""
+    """Return our own engine with the target and, if a run is named, its drafter."""
     if config.run is None and config.get("tree") is not None:
         raise UserError("tree: nothing is drafted without a drafter; give one, as in run=runs/NAME, or leave tree out")
     standing_in = None if config.run else {"_target_": "spectrain.drafters.ngram.Ngram"}  # nothing is drafted
-    asked = {key: config.get(key) for key in ("run", "target", "tree")}
-    completed, run = with_defaults(OmegaConf.create({**asked, "drafter": standing_in, "acceptance": None, "eval": None}))
+    requested = {key: config.get(key) for key in ("run", "target", "tree")}
+    completed, run = with_defaults(OmegaConf.create({**requested, "drafter": standing_in, "acceptance": None, "eval": None}))
     completed = check_config(completed, [str(key) for key in completed])
     target: Target = build(completed.target)
     target.pack_weights()
@@ -256,17 +262,17 @@ def make_engine_writer(
 
 
 def report_faults(shards: ShardSet, faults: dict[str, str]) -> None:
-    """Say by name what is missing or corrupt, and how much is to be made."""
+    """Print the names of missing or corrupt shards, and how many are to be written."""
     for name, fault in faults.items():
         if fault != "unfinished":
             print(f"{shards.folder / name}: {fault}", flush=True)
-    whole = len(shards.shard_names) - len(faults)
-    print(f"{shards.folder}: {whole} of {len(shards.shard_names)} shards are whole, {len(faults)} to make", flush=True)
+    num_complete = len(shards.shard_names) - len(faults)
+    print(f"{shards.folder}: {num_complete} of {len(shards.shard_names)} shards are whole, {len(faults)} to make", flush=True)
 
 
 @contextmanager
 def stop_gracefully(shards: ShardSet) -> Iterator[None]:
-    """A scheduler's SIGTERM stops as Ctrl-C does; then, and where the disk is full, say that what is finished is kept."""
+    """Treat SIGTERM like Ctrl-C; after either, or when the disk is full, say that finished rows are saved."""
 
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt

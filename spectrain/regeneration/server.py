@@ -1,5 +1,6 @@
-"""Answers from a server that speaks OpenAI's chat interface, such as vLLM's and SGLang's: many at once, through the `openai`
-client, which asks again where a request fails in passing; what fails for good is told row by row.
+"""Answers from a server with OpenAI's chat interface, such as vLLM or SGLang, with many requests at once.
+
+The `openai` client retries a request after a temporary failure. A permanent failure is reported for its row.
 """
 
 import asyncio
@@ -17,19 +18,19 @@ from spectrain.errors import UserError, suggest_nearest
 
 from .writers import AnswerError, AnswerWriter, ChatProgress, OutcomeCallback, Sampling
 
-TRANSIENT_STATUSES = (408, 409, 429)  # what a server refuses for the moment, beside all of its own errors, 500 and above
-RETRY_PAUSE = 1.0  # seconds before a server that gave nonsense is asked again; the client has its own pauses after an error
+# Temporary refusals, besides the server's own errors (500 and above).
+TRANSIENT_STATUSES = (408, 409, 429)
+# Seconds before the retry of a malformed answer; after an error, the client waits by itself.
+RETRY_PAUSE = 1.0
 
 
 class ServerWriter(AnswerWriter):
-    """A model on a server. `concurrency` conversations are under way at once; `extra` joins the body of every request, as in
-    writer.extra={repetition_penalty:1.0}.
+    """Answers of a model on a server.
 
-    A request that fails in passing (429, 500 and above, no connection, `timeout` seconds without an answer, an answer that is
-    none) is tried again up to `retries` times, after 0.5, 1, 2 .. 8 seconds, less up to a quarter of it by chance, or when the
-    server says, if that is within two minutes. The key is read from the environment variable `api_key_variable`; messages go
-    as they are, for the server has the model's chat template. What sampling does not name, such as top_k=0, is left to the
-    server's own defaults.
+    A temporary failure is a status of 408, 409, 429 or 500 and above, no connection, a timeout, or a malformed answer. The
+    request is repeated after 0.5, 1, 2 .. 8 seconds, shortened by up to a quarter at random, or when the server says, if
+    that is within two minutes. Messages are sent without a chat template, which the server applies. Sampling settings that
+    are off, such as top_k=0, are left to the server's defaults.
     """
 
     needs_target = False
@@ -37,12 +38,19 @@ class ServerWriter(AnswerWriter):
     def __init__(
         self,
         sampling: Sampling,
+        # Address of the server's OpenAI-compatible interface, as in http://localhost:8000/v1.
         base_url: str,
+        # Name of the model on the server.
         model: str,
+        # Environment variable that holds the API key; null sends no key.
         api_key_variable: str | None = None,
+        # Number of conversations that are requested at the same time.
         concurrency: int = 32,
+        # Seconds to wait for an answer before the request counts as failed.
         timeout: float = 300.0,
+        # Number of times that a request is repeated after a temporary failure.
         retries: int = 6,
+        # Entries that are added to the body of every request, as in {repetition_penalty:1.0}; null adds none.
         extra: dict[str, Any] | None = None,
     ) -> None:
         if not is_http_url(base_url):
@@ -64,7 +72,7 @@ class ServerWriter(AnswerWriter):
         return {"writer": "openai", "writer.model": self.model, "writer.extra": self.extra}
 
     def check_ready(self) -> None:
-        """Stop where address, key or model are wrong."""
+        """Raise a UserError if the address, the key or the model is wrong."""
         where = f"writer.base_url={self.base_url}"
         client = OpenAI(api_key=self.key, base_url=self.base_url, timeout=min(10.0, self.timeout), max_retries=0)
         try:
@@ -95,7 +103,8 @@ class ServerWriter(AnswerWriter):
             waiting = ((shard, wanted) for shard in shards for wanted in shard.unanswered_rows)
 
             async def work() -> None:
-                for shard, wanted in waiting:  # shared: a worker takes the next conversation, of whichever shard
+                # The workers share this iterator, so each takes the next conversation of any shard.
+                for shard, wanted in waiting:
                     on_outcome(shard, await self._answer_conversation(client, wanted))
 
             workers = [asyncio.create_task(work()) for _ in range(self.concurrency)]
@@ -107,7 +116,7 @@ class ServerWriter(AnswerWriter):
                 await asyncio.gather(*workers, return_exceptions=True)
 
     def _raise_if_fatal(self, error: APIStatusError) -> None:
-        """Stop where every request would be refused."""
+        """Raise a UserError if the server would refuse every request."""
         if error.status_code in (401, 403):
             raise UserError(
                 f"writer.api_key_variable: {self.base_url} refuses the key or wants one ({status_text(error)}); name the "
@@ -120,7 +129,7 @@ class ServerWriter(AnswerWriter):
             )
 
     async def _answer_conversation(self, client: AsyncOpenAI, pending: PendingRow) -> Row | FailedRow:
-        """One conversation, turn by turn."""
+        """Answer one conversation, turn by turn."""
         chat = ChatProgress(pending, self.sampling)
         try:
             while (messages := chat.next_messages()) is not None:
@@ -130,7 +139,7 @@ class ServerWriter(AnswerWriter):
         return chat.finished_row
 
     def _request_body(self, chat: ChatProgress) -> dict[str, Any]:
-        """A request without its messages; the seed is that of the conversation and turn."""
+        """Return a request without its messages; its seed depends on the conversation and the turn."""
         sampling = self.sampling
         keys = f"{sampling.seed}/{chat.pending.key}/{len(chat.answer_lengths)}".encode()
         seed = int.from_bytes(blake2b(keys, digest_size=4).digest(), "big") >> 1
@@ -140,7 +149,7 @@ class ServerWriter(AnswerWriter):
                 "max_tokens": sampling.max_new_tokens, "seed": seed, "extra_body": extra}  # fmt: skip
 
     async def _request_answer(self, client: AsyncOpenAI, body: dict[str, Any]) -> tuple[str, str, int]:
-        """The text of one answer, why it ended, and its tokens; an Unanswered where it cannot be had."""
+        """Return an answer's text, its finish reason and its number of tokens; raise an AnswerError if there is none."""
         left = self.retries
         while True:
             asking = client.with_options(max_retries=left).chat.completions.with_raw_response
@@ -158,7 +167,8 @@ class ServerWriter(AnswerWriter):
             await asyncio.sleep(RETRY_PAUSE)
 
     def _to_answer_error(self, error: APIConnectionError | APIStatusError, prior_attempts: int) -> AnswerError:
-        """What is held against a conversation after `before` attempts and those of the client; a UserError stops them all."""
+        """Return the error to record after `prior_attempts` attempts and those of the client; a UserError stops the
+        command."""
         problem = error_text(error)
         if isinstance(error, APIStatusError):
             self._raise_if_fatal(error)
@@ -171,7 +181,7 @@ class ServerWriter(AnswerWriter):
 
 
 def parse_completion(response: Any) -> tuple[str, str, int]:
-    """Text, why it ended and tokens of a chat completion."""
+    """Return the text, the finish reason and the number of tokens of a chat completion."""
     choice = response["choices"][0]
     text = choice["message"]["content"]
     if not isinstance(text, str):
@@ -188,16 +198,16 @@ def is_http_url(url: str) -> bool:
 
 
 def is_transient(error: APIStatusError) -> bool:
-    """Whether another attempt may mend it."""
+    """Tell whether another attempt may succeed."""
     return error.status_code in TRANSIENT_STATUSES or error.status_code >= 500
 
 
 def status_text(error: APIStatusError) -> str:
-    """Status and reason in a line."""
+    """Return the status and the reason in one line."""
     return f"status {error.status_code}: {' '.join(error.response.text.split())[:300]}"
 
 
 def error_text(error: Exception) -> str:
-    """An error in a line: that of the network behind the client's; some are without words."""
+    """Return an error in one line: the network error behind the client's own, which may have no message."""
     error = error.__cause__ if isinstance(error.__cause__, Exception) else error
     return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")

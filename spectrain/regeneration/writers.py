@@ -1,4 +1,5 @@
-"""Who writes answers anew: the target in this process, decoding in batches. `server.py` asks a server for the same."""
+"""Writers of regenerated answers: the target in this process, which decodes batches. `server.py` requests answers of a
+server."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -19,18 +20,21 @@ OutcomeCallback = Callable[[Shard, Row | FailedRow], None]
 
 
 class Sampling:
-    """How answers are drawn, by whoever writes them. Temperature 0 is greedy; top_k=0 is the whole vocabulary.
-
-    An answer that `max_new_tokens` cuts is kept, marked as such, or with keep_cut=false its conversation is left out.
-    """
+    """How answers are sampled, by any writer."""
 
     def __init__(
         self,
+        # Sampling temperature; 0 decodes greedily.
         temperature: float = 0.7,
+        # Nucleus sampling: sample from the most likely tokens whose probabilities sum to this value; 1 uses all tokens.
         top_p: float = 1.0,
+        # Sample from this many most likely tokens; 0 uses the whole vocabulary.
         top_k: int = 0,
+        # Maximum length of an answer, in tokens.
         max_new_tokens: int = 512,
+        # Seed of the random draws; the same seed gives the same answers.
         seed: int = 0,
+        # Keep answers that max_new_tokens cuts, marked as cut; false leaves their conversations out.
         keep_cut: bool = True,
     ) -> None:
         if not temperature >= 0:
@@ -46,7 +50,7 @@ class Sampling:
 
     @property
     def acceptance_rule(self) -> AcceptanceRule:
-        """The rule that draws so in our own engine."""
+        """The acceptance rule that samples this way in our own engine."""
         return Match(self.temperature, self.top_k, self.top_p, self.seed) if self.temperature else Greedy()
 
     def recorded_settings(self) -> dict[str, Any]:
@@ -54,7 +58,7 @@ class Sampling:
 
 
 class AnswerError(Exception):
-    """A conversation that is given up, with the reason."""
+    """A conversation that could not be answered, with the reason."""
 
     def __init__(self, kind: FailureKind, error: str) -> None:
         super().__init__(error)
@@ -65,7 +69,7 @@ class AnswerError(Exception):
 
 
 class ChatProgress:
-    """A conversation while it is answered turn by turn, each answer given what was answered before."""
+    """A conversation in progress, answered turn by turn; each answer depends on the answers before it."""
 
     def __init__(self, pending: PendingRow, sampling: Sampling) -> None:
         self.pending, self.sampling = pending, sampling
@@ -74,7 +78,7 @@ class ChatProgress:
         self.answer_lengths: list[int] = []
 
     def next_messages(self) -> list[Message] | None:
-        """The messages before the next answer; None once all are given."""
+        """Return the messages before the next answer; None if all answers are given."""
         for message in self.pending.messages[len(self.messages) :]:
             if message["role"] == "assistant":
                 return self.messages
@@ -82,7 +86,7 @@ class ChatProgress:
         return None
 
     def add_answer(self, text: str, finish_reason: str, num_tokens: int) -> None:
-        """Take the next answer; an Unanswered where it was cut and cut ones are not wanted."""
+        """Add the next answer; raise an AnswerError if it was cut and cut answers are not kept."""
         if finish_reason == "length" and not self.sampling.keep_cut:
             raise AnswerError("cut", f"answer {len(self.answer_lengths) + 1} was cut at {self.sampling.max_new_tokens} tokens")
         self.messages.append({"role": "assistant", "content": text})
@@ -97,26 +101,26 @@ class ChatProgress:
 class AnswerWriter(ABC):
     """Answers the conversations of shards."""
 
-    needs_target: bool  # it is given the loaded target
+    # Whether the constructor takes the loaded target.
+    needs_target: bool
 
     @abstractmethod
     def recorded_settings(self) -> dict[str, Any]:
-        """What its answers depend on, by the names that the command line has for it."""
+        """Return the settings that determine the answers, by their command-line names."""
 
     def check_ready(self) -> None:
-        """Stop, before anything is on the disk, where nothing could be written."""
+        """Raise an error, before anything is on disk, if no answer can be written."""
 
     @abstractmethod
     def write_answers(self, shards: Iterable[Shard], on_outcome: OutcomeCallback) -> None:
-        """Take shards one by one, as soon as there is room for more, and hand over each conversation once it is written or
-        lost."""
+        """Take shards one by one, when there is capacity, and pass on each conversation once it is answered or has failed."""
 
 
 class EngineWriter(AnswerWriter):
-    """Our own decoding. Conversations of like length go together, at most `batch_tokens` with padding and answers.
+    """Our own decoding, in batches of conversations of similar length.
 
-    Every draw is keyed by seed, conversation and position, and the batches of a shard are the same in every attempt at it, so
-    an answer depends on nothing else. A drafter changes how fast answers come, and not which.
+    Every draw depends on the seed, the conversation and the position, and the batches of a shard are the same in every
+    attempt, so an answer depends on nothing else. A drafter changes the speed of the answers, not their content.
     """
 
     needs_target = True
@@ -127,7 +131,9 @@ class EngineWriter(AnswerWriter):
         target: Target,
         drafter: Drafter | None = None,
         builder: TreeBuilder | None = None,
+        # Maximum number of tokens in a decoding batch, padding and answers included.
         batch_tokens: int = 16384,
+        # Decoding engine: captured replays rounds as CUDA graphs, eager runs a loop, auto captures on a GPU.
         engine: EngineChoice = "auto",
     ) -> None:
         if batch_tokens < 1:
@@ -160,7 +166,7 @@ class EngineWriter(AnswerWriter):
                             on_outcome(shard, outcome)
 
     def make_prompt(self, messages: list[Message]) -> list[int]:
-        """The tokens of a conversation up to where the target goes on; Unanswered where the context has no room for that."""
+        """Return the tokens up to the next answer; raise an AnswerError if the context has no room for the answer."""
         tokens = tokenize_prompt(self.target.tokenizer, messages)
         room = self.target.max_length - self.sampling.max_new_tokens
         if len(tokens) > room:
@@ -172,16 +178,16 @@ class EngineWriter(AnswerWriter):
         return tokens
 
     def _bound_length(self, pending: PendingRow) -> int:
-        """The most tokens that a conversation can come to, the words that the template adds to later turns left out."""
+        """Return an upper bound on the conversation's tokens, without the template's tokens of later turns."""
         first = len(self.make_prompt(ChatProgress(pending, self.sampling).next_messages() or []))
         answers = [at for at, message in enumerate(pending.messages) if message["role"] == "assistant"]
-        asked = [message["content"] for message in pending.messages[answers[0] :] if message["role"] != "assistant"]
-        later: Any = self.target.tokenizer(asked, add_special_tokens=False)["input_ids"] if asked else []
+        questions = [message["content"] for message in pending.messages[answers[0] :] if message["role"] != "assistant"]
+        later: Any = self.target.tokenizer(questions, add_special_tokens=False)["input_ids"] if questions else []
         return first + sum(map(len, later)) + len(answers) * self.sampling.max_new_tokens
 
     def _make_batches(self, usable: list[tuple[int, PendingRow]]) -> Iterator[list[PendingRow]]:
-        """Conversations of like length together; by powers of two where rounds are captured for each size of a batch."""
-        waiting = sorted(usable, key=lambda one: (one[0], one[1].id))
+        """Batch conversations of similar length; batch sizes are powers of two if rounds are captured per batch size."""
+        waiting = sorted(usable, key=lambda entry: (entry[0], entry[1].id))
         while waiting:
             count = 1
             while count < len(waiting) and (count + 1) * waiting[count][0] <= self.batch_tokens:
@@ -192,34 +198,35 @@ class EngineWriter(AnswerWriter):
             waiting = waiting[count:]
 
     def _answer_batch(self, batch: list[PendingRow]) -> Iterator[Row | FailedRow]:
-        """Answer a batch; where that goes wrong, its halves, so that one conversation takes no other with it."""
+        """Answer a batch; if that fails, answer its halves, so that one conversation does not fail others."""
         try:
             yield from list(self._answer_turns([ChatProgress(wanted, self.sampling) for wanted in batch]))
             return
         except Exception as error:  # whatever a model, a tokenizer or a full device can raise
-            said = f"{type(error).__name__}: {' '.join(str(error).split()) or type(error).__name__}"
+            problem = f"{type(error).__name__}: {' '.join(str(error).split()) or type(error).__name__}"
         if len(batch) == 1:
-            yield AnswerError("failed", said).to_failed_row(batch[0])
+            yield AnswerError("failed", problem).to_failed_row(batch[0])
             return
-        half = len(batch) // 2  # outside of `except`, which would keep all that the failed batch had on the device
+        # Outside `except`, which would keep the memory of the failed batch on the device.
+        half = len(batch) // 2
         yield from self._answer_batch(batch[:half])
         yield from self._answer_batch(batch[half:])
 
     def _answer_turns(self, chats: list[ChatProgress]) -> Iterator[Row | FailedRow]:
-        """Every chat, turn by turn, all that still want an answer in one batch."""
+        """Answer every chat turn by turn; the chats that still need an answer form one batch."""
         while chats:
-            asked: list[tuple[ChatProgress, list[int]]] = []
+            ready: list[tuple[ChatProgress, list[int]]] = []
             for chat in chats:
                 try:
                     messages = chat.next_messages()
                     if messages is None:
                         yield chat.finished_row
                     else:
-                        asked.append((chat, self.make_prompt(messages)))
+                        ready.append((chat, self.make_prompt(messages)))
                 except AnswerError as given_up:
                     yield given_up.to_failed_row(chat.pending)
             chats = []
-            for (chat, _), generation in zip(asked, self._decode_prompts(asked) if asked else []):
+            for (chat, _), generation in zip(ready, self._decode_prompts(ready) if ready else []):
                 try:
                     chat.add_answer(*self._parse_generation(generation))
                     chats.append(chat)
@@ -231,7 +238,7 @@ class EngineWriter(AnswerWriter):
         return self.session.decode(prompts, self.sampling.max_new_tokens, keys)
 
     def _parse_generation(self, generation: Generation) -> tuple[str, str, int]:
-        """The answer as text, why it ended, and its tokens, the one that ended it included."""
+        """Return the answer's text, its finish reason and its number of tokens, the stop token included."""
         output = generation.output
         stopped = output[-1] in self.target.stop_ids
         text = self.target.tokenizer.decode(
@@ -241,11 +248,11 @@ class EngineWriter(AnswerWriter):
 
 
 def collect_prompts(writer: EngineWriter, conversations: list[PendingRow], count: int = 8) -> list[list[int]]:
-    """The first prompts that fit, for trees and drafters that are prepared on some."""
-    found: list[list[int]] = []
+    """Return the first prompts that fit the context, for trees and drafters that are calibrated on prompts."""
+    prompts: list[list[int]] = []
     for wanted in conversations:
         with suppress(AnswerError, UserError):
-            found.append(writer.make_prompt(ChatProgress(wanted, writer.sampling).next_messages() or []))
-        if len(found) == count:
+            prompts.append(writer.make_prompt(ChatProgress(wanted, writer.sampling).next_messages() or []))
+        if len(prompts) == count:
             break
-    return found
+    return prompts

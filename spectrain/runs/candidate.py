@@ -1,4 +1,4 @@
-"""What an evaluation is given to score."""
+"""The object that an evaluation scores."""
 
 from __future__ import annotations
 
@@ -15,17 +15,22 @@ from spectrain.trees import TreeBuilder
 
 @dataclass
 class Candidate:
-    """A drafter with its tree and rule, and what a run knows about it."""
+    """A drafter with its tree and acceptance rule, and what a run knows about it."""
 
     target: Target
     drafter: Drafter
     builder: TreeBuilder
     rule: AcceptanceRule
-    setting: dict[str, Any]  # what the numbers depend on, besides what the evaluation knows
-    make_untrained: Callable[[], Drafter] | None = None  # makes the same drafter as it was before training
-    load_original: Callable[[], Target] | None = None  # loads the target as it was, where the drafter's training changed it
-    open_store: Callable[[], Datastore | None] = lambda: None  # the answers that it was trained on, to copy from
-    save_learned: Callable[[Drafter], None] | None = None  # keeps a drafter that has learnt while it was scored
+    # What the results depend on, besides the evaluation's own settings.
+    setting: dict[str, Any]
+    # Makes the same drafter as before training.
+    make_untrained: Callable[[], Drafter] | None = None
+    # Loads the original target if the drafter's training changed it.
+    load_original: Callable[[], Target] | None = None
+    # Opens the training answers, for retrieval.
+    open_store: Callable[[], Datastore | None] = lambda: None
+    # Saves a drafter that learned while it was scored.
+    save_learned: Callable[[Drafter], None] | None = None
     default_builder: TreeBuilder | None = (
         None  # the tree that it came with, where one that this machine's times favour is scored first
     )

@@ -1,4 +1,4 @@
-"""What `spectrain eval` and `chat` leave unsaid: settings of the run that is named, then the defaults of training."""
+"""Settings that `spectrain eval` and `chat` take from elsewhere: from the run, then from the defaults of training."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +14,9 @@ from spectrain.runs.paths import find_drafter_directory, require_drafter_directo
 
 
 def resolve_eval_config(config: DictConfig) -> tuple[DictConfig, Path]:
-    """The whole configuration of an evaluation or a chat, and the folder that it belongs to.
+    """Return the complete configuration of an evaluation or a chat, and the folder that its results belong to.
 
-    A group that the command chose (tree=chain) replaces the run's; single keys (tree.depth=4) change it.
+    A group that the command chooses (tree=chain) replaces the run's group; a single key (tree.depth=4) changes it.
     """
     named = "_target_" in (config.get("drafter") or {})
     if config.run is None and not named:
@@ -25,24 +25,24 @@ def resolve_eval_config(config: DictConfig) -> tuple[DictConfig, Path]:
             "training, as in drafter=ngram"
         )
     defaults = compose("train", overrides=["drafter=ngram"])
-    whole: dict[str, Any] = {key: defaults[key] for key in ("target", "drafter", "tree", "acceptance", "eval", "trainer")}
+    groups: dict[str, Any] = {key: defaults[key] for key in ("target", "drafter", "tree", "acceptance", "eval", "trainer")}
     folder = Path(config.run) if config.run is not None else Path("runs") / "eval"
     if config.run is not None:
-        whole |= load_saved_settings(folder, named, config.get("target"))
+        groups |= load_saved_settings(folder, named, config.get("target"))
     for group in ("target", "drafter", "tree", "acceptance", "eval"):
-        asked = config.get(group)
-        if asked is not None:
-            keeps = "_target_" not in asked and whole.get(group)
-            whole[group] = OmegaConf.merge(_to_container(whole[group]), _to_container(asked)) if keeps else asked
-    completed = OmegaConf.create({**{k: _to_container(v) for k, v in whole.items()}, "run": str(folder)})
+        settings = config.get(group)
+        if settings is not None:
+            keeps = "_target_" not in settings and groups.get(group)
+            groups[group] = OmegaConf.merge(_to_container(groups[group]), _to_container(settings)) if keeps else settings
+    completed = OmegaConf.create({**{k: _to_container(v) for k, v in groups.items()}, "run": str(folder)})
     prompts = completed.eval.get("prompts")
-    asked = config.get("eval") or {}
-    if asked.get("prompts") is not None and "limit" in completed.eval and "limit" not in asked:
+    settings = config.get("eval") or {}
+    if settings.get("prompts") is not None and "limit" in completed.eval and "limit" not in settings:
         completed.eval.pop("limit")  # the run's limit was for the run's own prompts
     if prompts is not None and "name" not in completed.eval:
         with open_dict(completed):
             completed.eval.name = Path(prompts).stem
-    if "_target_" in completed.eval and "measured" not in asked and (config.get("tree") or "measured" not in completed.eval):
+    if "_target_" in completed.eval and "measured" not in settings and (config.get("tree") or "measured" not in completed.eval):
         with open_dict(completed):
             completed.eval.measured = not config.get("tree")
     for key in config:
@@ -56,7 +56,7 @@ def resolve_eval_config(config: DictConfig) -> tuple[DictConfig, Path]:
 
 
 def default_tree(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Where no tree is among what a command `asked` for, the one that this machine's times favour is scored first."""
+    """Score the tree that is fastest on this machine first, unless the command's `overrides` name a tree."""
     groups = [word.lstrip("+~").partition("=")[0].split(".")[0] for word in overrides]
     if config.get("eval") and "_target_" in config.eval and "measured" not in config.eval:
         with open_dict(config):
@@ -64,7 +64,7 @@ def default_tree(config: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def load_saved_settings(folder: Path, has_drafter_choice: bool, target: Any) -> dict[str, Any]:
-    """The settings that a run folder or a drafter directory keeps; `target` is what the command says of it, if anything."""
+    """Return the settings of a run folder or a drafter directory; `target` is the command's own target, if any."""
     if has_drafter_choice and find_drafter_directory(folder) is None:
         return {}
     directory = require_drafter_directory("run", folder)

@@ -31,9 +31,10 @@ from .paths import find_drafter_directory
 def save_drafter(
     directory: Path, drafter: Drafter, config: DictConfig, result: TrainingResult | None = None, remedy: str = REPEAT_COMMAND
 ) -> None:
-    """Write config.json and model.safetensors: all that is needed to load the drafter again, and what its training took."""
-    kept = by_choice_name(to_container(config))
-    description = {key: kept.get(key) for key in ("drafter", "target", "tree", "acceptance")}
+    """Write config.json and model.safetensors, which are enough to load the drafter; `result` adds the cost of its
+    training."""
+    groups = by_choice_name(to_container(config))
+    description = {key: groups.get(key) for key in ("drafter", "target", "tree", "acceptance")}
     description["drafter"] = {**(description["drafter"] or {}), **drafter.saved.settings(drafter)}
     description |= {"recipe": recipe_name(config), "spectrain_version": package_versions().get("spectrain")}
     if result is not None:
@@ -53,25 +54,26 @@ def save_drafter(
 
 
 def build_drafter(node: Any, target: Target) -> Drafter:
-    """The drafter that settings describe; those inside it that directories hold come with their weights."""
+    """Build the drafter that settings describe; inner drafters that are directories are loaded with their weights."""
     settings: Any = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else dict(node)
     keys = import_constructor(settings).saved.inner if inspect.isclass(import_constructor(settings)) else ()
-    held: list[tuple[str, int | None, Path]] = []  # what directories hold: setting, place in its list, directory
+    # Inner drafters in directories: setting, index in its list, directory.
+    held: list[tuple[str, int | None, Path]] = []
     for key in keys:
         given = settings.get(key)
-        for place, where in enumerate(given) if isinstance(given, list) else [(None, given)]:
+        for index, where in enumerate(given) if isinstance(given, list) else [(None, given)]:
             if isinstance(where, str) and where not in list_constructors("drafter"):
-                held.append((key, place, _find_inner_directory(key, where)))
-    for key, place, directory in held:
+                held.append((key, index, _find_inner_directory(key, where)))
+    for key, index, directory in held:
         description = by_choice_name({"drafter": load_description(directory, None)["drafter"]})["drafter"]
-        if place is None:
+        if index is None:
             settings = {**settings, key: description}
         else:
-            settings = {**settings, key: [*settings[key][:place], description, *settings[key][place + 1 :]]}
+            settings = {**settings, key: [*settings[key][:index], description, *settings[key][index + 1 :]]}
     drafter: Drafter = build(settings, target=target)
-    for key, place, directory in held:
+    for key, index, directory in held:
         inner = getattr(drafter, key)
-        load_weights(inner if place is None else inner[place], directory, target)
+        load_weights(inner if index is None else inner[index], directory, target)
     return drafter
 
 
@@ -83,7 +85,7 @@ def _find_inner_directory(key: str, value: str) -> Path:
 
 
 def load_drafter(config: DictConfig, run: Path, target: Target) -> Drafter:
-    """The drafter that `config` describes, with the weights of a run folder or of a drafter directory where it is one."""
+    """Build the drafter of `config`, with the weights of `run` if it is a run folder or a drafter directory."""
     drafter = build_drafter(config.drafter, target)
     directory = find_drafter_directory(run)
     if directory is not None:
@@ -96,18 +98,21 @@ def load_drafter(config: DictConfig, run: Path, target: Target) -> Drafter:
 
 
 def load_weights(drafter: Drafter, directory: Path, target: Target | None = None) -> None:
-    """Load what `save_drafter` or another project wrote; a tensor that is missing, unknown, misshapen or not finite stops with
-    its name, and nothing is loaded then."""
-    places = drafter.saved.layout(drafter)
+    """Load weights that `save_drafter` or another project wrote.
+
+    A tensor that is missing, unknown, of another shape or not finite raises an error with its name, and nothing is loaded
+    then.
+    """
+    layout = drafter.saved.layout(drafter)
     weights: dict[str, Tensor] = {}
-    home = {name: file for name, (file, _) in places.items()}
+    home = {name: file for name, (file, _) in layout.items()}
     if is_native(directory):
-        names = {place: name for name, place in places.items()}
+        names = {location: name for name, location in layout.items()}
         for file in dict.fromkeys(["model.safetensors", *(file for file, _ in names)]):
-            found = {names.get((file, there), there): tensor for there, tensor in load_safetensors(directory / file).items()}
-            weights, home = weights | found, home | dict.fromkeys(found, file)
+            tensors = {names.get((file, there), there): tensor for there, tensor in load_safetensors(directory / file).items()}
+            weights, home = weights | tensors, home | dict.fromkeys(tensors, file)
     else:
-        ours = {there: name for name, (_, there) in places.items()}
+        ours = {there: name for name, (_, there) in layout.items()}
         foreign = read_drafter(directory, None if target is None else TargetFiles(target.path)).tensors
         weights = {ours.get(there, there): tensor for there, tensor in foreign.items()}
     for name, fault in find_mismatches(drafter, weights):
@@ -122,14 +127,14 @@ def load_weights(drafter: Drafter, directory: Path, target: Target | None = None
 
 def load_safetensors(path: Path) -> dict[str, Tensor]:
     try:
-        found: dict[str, Tensor] = load_file(path)
+        tensors: dict[str, Tensor] = load_file(path)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: the drafter's weights cannot be read ({first_line(error)}); copy the file again") from error
-    return found
+    return tensors
 
 
 def is_native(directory: Path) -> bool:
-    """Whether `save_drafter` wrote a directory; otherwise it is another project's, or an export."""
+    """Tell whether `save_drafter` wrote a directory; otherwise it is an export or belongs to another project."""
     if not (directory / "config.json").exists():  # peft has no such file
         return False
     config = read_json(directory / "config.json")
@@ -137,7 +142,10 @@ def is_native(directory: Path) -> bool:
 
 
 def load_description(directory: Path, target: Any) -> dict[str, Any]:
-    """What config.json says of a drafter and its surroundings; another project's is translated, with the `target` asked for."""
+    """Return the settings of a drafter, its target, tree and acceptance rule from config.json.
+
+    The config of another project is translated, with the `target` that the command names.
+    """
     settings: Any = to_container(target) if target else None
     if is_native(directory):
         path = directory / "config.json"
@@ -152,9 +160,9 @@ def load_description(directory: Path, target: Any) -> dict[str, Any]:
 
 
 def load_training_facts(run: Path) -> dict[str, Any] | None:
-    """What the training of a run's drafter took: steps, tokens, seconds, parameters that learnt."""
+    """Return the cost of a drafter's training: steps, tokens, seconds and trained parameters; None if it is not recorded."""
     directory = find_drafter_directory(run)
     if directory is None or not is_native(directory):
         return None
-    found: dict[str, Any] | None = read_json_object(directory / "config.json").get("training")
-    return found
+    facts: dict[str, Any] | None = read_json_object(directory / "config.json").get("training")
+    return facts

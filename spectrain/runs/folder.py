@@ -1,4 +1,4 @@
-"""Run folders: which one a run takes, what it keeps there from the first moment, and going on with one."""
+"""Run folders: their choice, their first files, and resuming a run."""
 
 import json
 import shutil
@@ -19,7 +19,8 @@ from spectrain.training.checkpoints import latest_checkpoint
 
 
 def choose_folder(config: DictConfig, accelerator: Any) -> Path:
-    """The run folder, the same on every process. A folder that holds a run is taken only with trainer.resume=auto."""
+    """Return the run folder, the same on every process. A folder with a run in it is accepted only with
+    trainer.resume=auto."""
     resume = config.trainer.get("resume") == "auto"
     if config.run is None and resume:
         raise UserError("trainer.resume=auto: say which run to go on with, as in run=runs/NAME")
@@ -27,7 +28,8 @@ def choose_folder(config: DictConfig, accelerator: Any) -> Path:
         run = Path(config.run)
         taken = [(run / "config.yaml").exists()]
         if accelerator.num_processes > 1:
-            broadcast_object_list(taken)  # the first process may write it before another looks
+            # The first process may write it before another process checks.
+            broadcast_object_list(taken)
         if not resume and taken[0]:
             raise UserError(f"run={run}: the folder holds a run already; choose another, or go on with trainer.resume=auto")
         if run.exists() and not run.is_dir():
@@ -62,7 +64,8 @@ def open_run(run: Path, config: DictConfig, dataset: Dataset, target: Target) ->
         raise UserError(f"run={run}: the folder cannot be written ({error.strerror}); choose another") from error
     finally:
         if made and not (run / "config.yaml").exists():
-            shutil.rmtree(run, ignore_errors=True)  # of a full disk: half of a beginning
+            # A full disk leaves an incomplete folder.
+            shutil.rmtree(run, ignore_errors=True)
 
 
 CHANGEABLE_KEYS = {
@@ -74,11 +77,12 @@ CHANGEABLE_KEYS = {
 
 
 def check_resumable(run: Path, config: DictConfig) -> None:
-    """Refuse to go on with other settings than a run began with."""
+    """Raise a UserError if the settings differ from those that the run began with."""
     before, now = by_choice_name(load_run_settings(run)), by_choice_name(to_container(config))
     if latest_checkpoint(run) is None:
         return
-    before = {"optimizer": {"choice": "adamw"}, "schedule": {"choice": "cosine"}, **before}  # when nothing else was there
+    # The only choices of early versions.
+    before = {"optimizer": {"choice": "adamw"}, "schedule": {"choice": "cosine"}, **before}
     for group in ("target", "drafter", "data", "trainer", "optimizer", "schedule"):
         free = CHANGEABLE_KEYS.get(group, ())
         old = {k: v for k, v in (before.get(group) or {}).items() if k not in free}
@@ -92,18 +96,18 @@ def check_resumable(run: Path, config: DictConfig) -> None:
 
 
 def load_run_settings(run: Path) -> dict[str, Any]:
-    """What config.yaml of a run folder holds, the groups as nodes to construct."""
+    """Load config.yaml of a run folder, with its groups as nodes to construct."""
     path = run / "config.yaml"
     return parse_groups(read_yaml(path), path)
 
 
 def find_trained_target(run: Path) -> Path | None:
-    """The target that was trained with a drafter: in its run folder, or beside its directory."""
-    return next((place for place in (run / "target", run.parent / "target") if place.is_dir()), None)
+    """Return the target that was trained with a drafter, in its run folder or next to its directory; None if there is none."""
+    return next((directory for directory in (run / "target", run.parent / "target") if directory.is_dir()), None)
 
 
 def archive_earlier(folder: Path) -> None:
-    """Move an earlier score of the same name aside, to NAME.1, NAME.2 and so on: the newest has the plain name."""
+    """Rename an earlier score of the same name to NAME.1, NAME.2 and so on; the newest score has the plain name."""
     if not folder.exists():
         return
     number = 1
@@ -113,12 +117,12 @@ def archive_earlier(folder: Path) -> None:
 
 
 def to_container(config: Any) -> Any:
-    """Settings as plain containers."""
+    """Return settings as plain containers."""
     return OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
 
 
 def recipe_name(config: DictConfig) -> str:
-    """The recipe that the command named, else the drafter's choice."""
+    """Return the recipe that the command named, or else the choice of the drafter."""
     return str(config.get("recipe_name") or choice_name("drafter", config.drafter))
 
 

@@ -1,4 +1,4 @@
-"""A drafter as training starts from it: new, or with drafter.init the one that another directory holds."""
+"""A drafter at the start of training: new, or with drafter.init the drafter of another directory."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from .shipped_drafters import is_shipped
 
 
 def init_drafter(config: DictConfig, target: Target, dataset: Dataset) -> Drafter:
-    """A drafter as training starts from it: prepared on the data, or with drafter.init the weights of another one."""
+    """Return a drafter at the start of training: prepared on the data, or with drafter.init the weights of another drafter."""
     if is_shipped(config.drafter):
         name = choice_name("drafter", config.drafter)
         raise UserError(f"drafter={name}: it is trained; go on with its family's recipe and drafter.init={name}")
@@ -45,19 +45,19 @@ def init_drafter(config: DictConfig, target: Target, dataset: Dataset) -> Drafte
 
 
 def is_trainable(drafter: Drafter) -> bool:
-    """Whether a training would change anything: the drafter's parameters, or the target's."""
+    """Tell whether training changes any parameter, the drafter's or the target's."""
     return bool(drafter.abilities.target_training) or any(
         parameter.requires_grad for stage in drafter.stages for group in stage.groups for parameter in group["params"]
     )
 
 
 def find_init_directory(config: DictConfig) -> Path:
-    """The drafter directory that drafter.init names."""
+    """Return the drafter directory that drafter.init names."""
     return require_drafter_directory("drafter.init", config.drafter.init)
 
 
 def apply_init_shape(config: DictConfig, overrides: list[str]) -> None:
-    """With drafter.init, settings that its weights fix come from there; `asked` are the command's own settings."""
+    """With drafter.init, copy the settings that its weights determine; `overrides` are the command's own settings."""
     if not config.drafter.get("init"):
         return
     directory = find_init_directory(config)

@@ -1,4 +1,4 @@
-"""Where a drafter is: asked of every command that reads one, so nothing heavy is imported here."""
+"""Paths of drafters. Every command that reads a drafter imports this module, so it imports nothing heavy."""
 
 from pathlib import Path
 
@@ -9,8 +9,10 @@ SHIPPED_FOLDER = Path(__file__).parents[1] / "data" / "drafters"
 
 
 def find_drafter_directory(run: Path) -> Path | None:
-    """The drafter of a run folder, or the folder itself where it is a drafter directory, ours or another project's; what is
-    neither may be the name of one that comes with the package."""
+    """Return the drafter of a run folder, or the folder itself if it is a drafter directory, ours or another project's.
+
+    Any other name may be that of a drafter that ships with the package. None if there is no drafter.
+    """
     for directory in (run / "drafter", run, *([SHIPPED_FOLDER / run] if run.name == str(run) else [])):
         if not any((directory / name).exists() for name in ("config.json", "adapter_config.json")):
             continue
@@ -20,7 +22,7 @@ def find_drafter_directory(run: Path) -> Path | None:
 
 
 def require_drafter_directory(key: str, run: str | Path) -> Path:
-    """The drafter directory that a setting names."""
+    """Return the drafter directory that a setting names; raise a UserError if it holds no drafter."""
     directory = find_drafter_directory(Path(run))
     if directory is None:
         raise UserError(f"{key}={run}: there is no drafter in it; give a run folder or a drafter directory")

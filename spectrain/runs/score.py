@@ -1,4 +1,4 @@
-"""Scoring a drafter in its run folder, or beside its directory."""
+"""Scoring of a drafter, in its run folder or next to its directory."""
 
 from contextlib import nullcontext, redirect_stdout
 from io import StringIO
@@ -35,14 +35,16 @@ MAX_INDEXED_TOKENS = 20_000_000  # tokens
 
 
 def evaluate(config: DictConfig, run: Path, target: Target | None = None, tracker: Tracker | None = None) -> dict[str, Any]:
-    """Score the drafter of a run folder or of a drafter directory; without a run's own `tracker`, as a tracked run of its own.
+    """Score the drafter of a run folder or of a drafter directory; without a run's own `tracker`, as a tracked run of its
+    own.
 
-    Of several processes the main one does it alone; where the target is spread over them, all do the same and it writes.
+    The main process does this alone. If the target is sharded, all processes decode and the main process writes.
     """
     state = PartialState(cpu=not torch.cuda.is_available())
     sharded = config.target.get("sharding", "none") != "none"
     if not state.is_main_process and not sharded:
-        return {}  # it waits for nobody: scoring may take longer than processes wait for each other
+        # No process waits: scoring may exceed the timeout of the process group.
+        return {}
     evaluation = build(config.eval)
     own = build(config.get("tracker")) if tracker is None and state.is_main_process else None
     target = target or load_target(config, run)
@@ -54,7 +56,7 @@ def evaluate(config: DictConfig, run: Path, target: Target | None = None, tracke
     evaluation.check_prompts(target)
     dataset = None
     if evaluation.reads_data and config.get("data") and "_target_" in config.data:
-        dataset = build(config.data).dataset(target.tokenizer, target.vision)
+        dataset = build(config.data).make_dataset(target.tokenizer, target.vision)
     drafter = load_drafter(config, run, target)
     if state.is_main_process:
         settings: Any = OmegaConf.to_container(config)
@@ -65,15 +67,15 @@ def evaluate(config: DictConfig, run: Path, target: Target | None = None, tracke
 
 
 def load_target(config: DictConfig, run: Path) -> Target:
-    """The target of a run folder or of a drafter directory: the one trained with the drafter, else what `config` names."""
+    """Load the target of a run folder or a drafter directory: the one trained with the drafter, or else that of `config`."""
     saved_target = find_trained_target(run)
     if saved_target is None:
         return build(config.target)
-    kept = {key: value for key, value in config.target.items() if key in ("dtype", "device", "trust_remote_code")}
-    target: Target = build({**kept, "_target_": "spectrain.models.loading.load_hf", "model": str(saved_target)})
+    loading = {key: value for key, value in config.target.items() if key in ("dtype", "device", "trust_remote_code")}
+    target: Target = build({**loading, "_target_": "spectrain.models.loading.load_hf", "model": str(saved_target)})
     facts = saved_target.parent / "provenance.json"
-    known = read_json_object(facts).get("target_name") if facts.exists() else None
-    target.name = f"{known or target_name(config)}, trained"
+    trained_name = read_json_object(facts).get("target_name") if facts.exists() else None
+    target.name = f"{trained_name or target_name(config)}, trained"
     return target
 
 
@@ -87,9 +89,10 @@ def score(
     tracker: Tracker,
     output_folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Run an evaluation and write its results below the run folder, or `place`."""
+    """Run an evaluation and write its results below the run folder, or below `output_folder`."""
     folder = (output_folder or run) / "eval" / evaluation.name
-    with atomic_write(folder, folder=True) as scratch:  # a folder that cannot be written is told before anything is decoded
+    # A folder that cannot be written raises an error before anything is decoded.
+    with atomic_write(folder, folder=True) as scratch:
         summary: dict[str, Any] = evaluation.score(make_candidate(config, run, target, drafter, dataset, scratch), scratch)
         archive_earlier(folder)
     print(f"written to {folder}")
@@ -100,7 +103,7 @@ def score(
 def make_candidate(
     config: DictConfig, run: Path, target: Target, drafter: Drafter, dataset: Dataset | None, folder: Path
 ) -> Candidate:
-    """What is scored, with everything that the run knows about it."""
+    """Return the candidate to score, with everything that the run knows about it."""
     trained, training = find_trained_target(run), drafter.abilities.target_training
     setting = {
         "target": target.name,
@@ -115,7 +118,8 @@ def make_candidate(
     }
     began: Any = OmegaConf.create(load_run_settings(run)) if (run / "config.yaml").exists() else config
     trainable = dataset is not None and has_weights(drafter) and not training
-    trainable = trainable and (began is not config or not drafter.saved.settings(drafter))  # it no longer says how it began
+    # The saved settings no longer describe the initial drafter.
+    trainable = trainable and (began is not config or not drafter.saved.settings(drafter))
     return Candidate(
         target,
         drafter,
@@ -130,8 +134,10 @@ def make_candidate(
 
 
 def open_answer_store(config: DictConfig, run: Path, target: Target, dataset: Dataset | None) -> Datastore | None:
-    """The answers that a run was trained on, as a store in its folder, written when it is first asked for; none of a stream,
-    nor of more than is sorted in half a minute."""
+    """Open the answers that a run was trained on as a store in its folder; the first call writes it.
+
+    None for a stream, and for more tokens than are sorted in half a minute.
+    """
     folder = run / "store"
     if not folder.exists():
         fits = dataset is not None and not dataset.is_sample and dataset.num_tokens <= MAX_INDEXED_TOKENS

@@ -1,4 +1,4 @@
-"""Drafters that come with the package, trained and ready for the target that each was trained for."""
+"""Trained drafters that ship with the package, each for one target."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,26 +12,27 @@ from spectrain.models.target import Target
 from .drafter_files import load_description, load_weights
 from .paths import SHIPPED_FOLDER
 
-SHIPPED_BY_TARGET = {"smollm2-135m-q4_1": "smollm2-eagle3"}  # by the name of the target
+# Target name -> drafter.
+SHIPPED_BY_TARGET = {"smollm2-135m-q4_1": "smollm2-eagle3"}
 
 
 def find_shipped_drafter(target: Target) -> str | None:
-    """The drafter that comes for a target."""
+    """Return the name of the drafter that ships for a target, or None."""
     return SHIPPED_BY_TARGET.get(target.name)
 
 
 def smollm2_eagle3(target: Target) -> Drafter:
-    """EAGLE-3 for SmolLM2-135M-Instruct; its config.json says what its training took."""
+    """Load EAGLE-3 for SmolLM2-135M-Instruct; its config.json records its training."""
     return load_shipped_drafter("smollm2-eagle3", target)
 
 
 def is_shipped(node: Mapping[str, Any]) -> bool:
-    """Whether a drafter's settings name one of them."""
+    """Tell whether a drafter's settings name a drafter that ships with the package."""
     return (SHIPPED_FOLDER / choice_name("drafter", node)).is_dir()
 
 
 def load_shipped_drafter(name: str, target: Target) -> Drafter:
-    """The drafter of this name, with its weights; refuses a target that these do not fit."""
+    """Load a shipped drafter with its weights; raise a UserError if they do not fit the target."""
     description = load_description(SHIPPED_FOLDER / name, None)
     drafter: Drafter = build(description["drafter"], target=target)
     try:

@@ -1,4 +1,4 @@
-"""Training the drafter that a configuration names, in its run folder."""
+"""Training of the drafter that a configuration names, in its run folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from .tracking import tracked
 
 @dataclass
 class TrainingInputs:
-    """Everything that a training reads before it writes anything."""
+    """Everything that a training run reads before it writes anything."""
 
     trainer: Trainer
     target: Target
@@ -35,14 +35,15 @@ class TrainingInputs:
     drafter: Drafter
     source: Source
     evaluation: Any
-    report_lines: list[str]  # of the data and the source
+    # Lines that describe the data and the source.
+    report_lines: list[str]
 
 
 def train(config: DictConfig, overrides: list[str], target: Target | None = None, dataset: Dataset | None = None) -> Path:
-    """Train the drafter that `config` names and, unless eval=none, score it. Nothing is written before all input is read.
+    """Train the drafter that `config` names and, unless eval=none, score it. All input is read before anything is written.
 
-    `asked` are the settings that the command gave itself, as opposed to those of a recipe. `target` and `dataset` are what
-    `config` says, where they are loaded already.
+    `overrides` are the settings of the command itself, as opposed to those of a recipe. `target` and `dataset` may be
+    passed if they are loaded already.
     """
     apply_init_shape(config, overrides)
     default_tree(config, overrides)
@@ -79,7 +80,7 @@ def train(config: DictConfig, overrides: list[str], target: Target | None = None
 
 
 def is_finished(config: DictConfig, run: Path) -> bool:
-    """Whether a run whose drafter is there is also scored, or is not to be; it then says so."""
+    """Tell whether a trained run is also scored or has no evaluation; if so, print where its results are."""
     if not (config.get("eval") and "_target_" in config.eval):
         print(f"{run} is finished: its drafter is in {run / 'drafter'}")
         return True
@@ -90,30 +91,31 @@ def is_finished(config: DictConfig, run: Path) -> bool:
 
 
 def load_inputs(config: DictConfig, trainer: Trainer, target: Target | None, dataset: Dataset | None) -> TrainingInputs:
-    """Data, target, prompts and drafter; whatever is wrong with one of them is told here."""
+    """Load data, target, prompts and drafter; any mistake in one of them raises an error here."""
     data = build(config.data)
     if dataset is None:
-        data.conversations()
+        data.load_conversations()
     evaluation = build(config.get("eval"))
     target = target or build(config.target)
     assert target is not None
     if evaluation is not None:
         evaluation.check_prompts(target)
-    dataset = dataset or data.dataset(target.tokenizer, target.vision)
-    trainer.num_steps(dataset)  # a stream must be told how long
+    dataset = dataset or data.make_dataset(target.tokenizer, target.vision)
+    # A stream needs trainer.max_steps.
+    trainer.num_steps(dataset)
     drafter = init_drafter(config, target, dataset)
     source: Source = build(config.source)
     source.begin(drafter)
     examples = None if dataset.is_sample else dataset.examples
-    told = source.prepare(target, drafter.stages[0].layers, drafter.stages[0].final_reach, examples)
+    report = source.prepare(target, drafter.stages[0].layers, drafter.stages[0].final_reach, examples)
     left_out = f", {data.num_left_out} unusable conversations left out" if data.num_left_out else ""
     return TrainingInputs(
-        trainer, target, dataset, drafter, source, evaluation, [dataset.summary_line() + left_out, *filter(None, [told])]
+        trainer, target, dataset, drafter, source, evaluation, [dataset.summary_line() + left_out, *filter(None, [report])]
     )
 
 
 def save_trained(inputs: TrainingInputs, config: DictConfig, run: Path, result: TrainingResult) -> None:
-    """The drafter, after the target where that was trained too."""
+    """Save the drafter, and before it the target if it was trained too."""
     if inputs.drafter.abilities.target_training:
         with atomic_write(run / "target", folder=True, remedy=resume_advice(run)) as scratch:
             inputs.target.save(scratch)
@@ -124,11 +126,12 @@ def save_trained(inputs: TrainingInputs, config: DictConfig, run: Path, result: 
 def score_trained(
     inputs: TrainingInputs, config: DictConfig, run: Path, result: TrainingResult, tracker: Tracker, accelerator: Any
 ) -> None:
-    """Score what was trained as it is in memory, or, where it was sharded, loaded anew."""
-    whole = inputs.target.sharding == "none"
-    if not whole:
-        accelerator.wait_for_everyone()  # for the drafter, which each of them loads
-    if result.is_reusable and whole and accelerator.is_main_process:
+    """Score the trained drafter from memory or, if it was sharded, load it again."""
+    is_unsharded = inputs.target.sharding == "none"
+    if not is_unsharded:
+        # Every process loads the saved drafter.
+        accelerator.wait_for_everyone()
+    if result.is_reusable and is_unsharded and accelerator.is_main_process:
         score(config, run, inputs.target, inputs.drafter, inputs.evaluation, inputs.dataset, tracker)
-    elif not result.is_reusable or not whole:
+    elif not result.is_reusable or not is_unsharded:
         evaluate(config, run, None if inputs.drafter.abilities.target_training else inputs.target, tracker)

@@ -1,4 +1,4 @@
-"""The best that a training was, by what it promised on held-out data: when to stop, and which weights are the result."""
+"""The best weights of a training run by validation: when to stop, and which weights are the result."""
 
 import shutil
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from .checkpoints import resume_advice
 
 @dataclass
 class ValidationHistory:
-    """What looks at held-out data have found so far."""
+    """The results of the validations so far."""
 
     best: float = 0.0  # the highest forecast
     best_step: int = 0  # the step that it was found after; 0: none was
     without_gain: int = 0  # looks since
 
     def add_forecast(self, forecast: float, step: int) -> bool:
-        """One more; whether it is the best."""
+        """Add a validation; tell whether it is the best so far."""
         if forecast > self.best:
             self.best, self.best_step, self.without_gain = forecast, step, 0
             return True
@@ -34,7 +34,7 @@ def best_weights_path(run: Path, step: int) -> Path:
 
 
 def save_best(run: Path, step: int, weights: dict[str, Tensor]) -> None:
-    """The weights of the best look, beside the checkpoints."""
+    """Save the weights of the best validation in the folder of the checkpoints."""
     with atomic_write(best_weights_path(run, step), folder=True, remedy=resume_advice(run)) as scratch:
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, scratch / "model.safetensors")
 
@@ -44,7 +44,7 @@ def load_best(run: Path, step: int) -> dict[str, Tensor]:
 
 
 def delete_best_except(run: Path, steps: set[int]) -> None:
-    """Delete the weights of other looks: those that are surpassed, or of steps that a kill has undone."""
+    """Delete the weights of all other validations: surpassed ones, and those of steps that a kill has undone."""
     kept = {best_weights_path(run, step) for step in steps}
     for path in (run / "checkpoints").glob("best-*[0-9]"):
         if path not in kept:

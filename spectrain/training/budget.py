@@ -1,4 +1,4 @@
-"""How long a training lasts: so many steps, or so many minutes, whatever a step takes on the machine."""
+"""The budget of a training run, in steps or in minutes."""
 
 import math
 import time
@@ -11,14 +11,14 @@ ASSUMED_STEPS = 1000.0  # steps of a training by the clock, before any of them i
 
 @dataclass
 class TimeSpent:
-    """Seconds of a training, over all its parts where it was resumed: looks at held-out data and checkpoints are in them."""
+    """Seconds of a training run over all resumed parts, validations and checkpoints included."""
 
     seconds: float = 0.0
     first: float = 0.0  # until its first step was done, in which things are compiled: no measure of the others
 
 
 class Budget:
-    """Steps, minutes, or whichever of both is used up first."""
+    """A limit of steps, of minutes, or of both; the first to be reached ends the run."""
 
     def __init__(self, steps: int | None, minutes: float | None) -> None:
         self.max_steps: float = math.inf if steps is None else steps
@@ -26,18 +26,18 @@ class Budget:
         self.resume_from(TimeSpent())
 
     def resume_from(self, time_spent: TimeSpent) -> None:
-        """Go on with what a checkpoint says was spent."""
+        """Continue from the time spent that a checkpoint holds."""
         self.time_spent, self.start_time = time_spent, time.monotonic() - time_spent.seconds
 
     def record_time(self, parallel: ParallelStrategy) -> None:
-        """A step is done; the main process's clock is that of all."""
+        """Record the time after a step, by the main process's clock."""
         if self.max_seconds is None:
             return
         seconds = parallel.all_gather(time.monotonic() - self.start_time)[0]
         self.time_spent = TimeSpent(seconds, self.time_spent.first or seconds)
 
     def num_steps(self, step: int) -> float:
-        """Steps of the whole training, `step` of them done; by the clock, the share of them is the share of the time."""
+        """Return the steps of the run, `step` of them done. With a time limit, estimate them from the time per step."""
         used, first = self.time_spent.seconds, self.time_spent.first
         if self.max_seconds is None:
             return self.max_steps
@@ -46,6 +46,6 @@ class Budget:
         return min(self.max_steps, max(step, 1 + (step - 1) * (self.max_seconds - first) / (used - first)))
 
     def is_done(self, step: int) -> bool:
-        """Whether it is used up, or less is left than half a step."""
+        """Tell whether the budget is used up, or less than half a step of it is left."""
         by_clock = self.max_seconds is not None and step > 0 and self.time_spent.seconds * (1 + 0.5 / step) >= self.max_seconds
         return step >= self.max_steps or by_clock

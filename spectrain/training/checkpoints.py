@@ -1,4 +1,4 @@
-"""Resumable checkpoints: safetensors and JSON only, written beside and renamed, so a kill or a full disk loses nothing."""
+"""Resumable checkpoints: safetensors and JSON only, written to a scratch folder and renamed, so a kill loses nothing."""
 
 import json
 import shutil
@@ -21,18 +21,18 @@ def checkpoint_path(run: Path, step: int) -> Path:
 
 
 def checkpoint_step(checkpoint: Path) -> int:
-    """The step after which a checkpoint was saved."""
+    """Return the step after which a checkpoint was saved."""
     return int(checkpoint.name.split("-")[1])
 
 
 def latest_checkpoint(run: Path) -> Path | None:
-    """The newest complete checkpoint of a run."""
+    """Return the newest complete checkpoint of a run, or None."""
     found = _list_checkpoints(run / "checkpoints")
     return found[-1] if found else None
 
 
 def _list_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
+    """List complete checkpoints, oldest first."""
     return sorted(folder.glob("step-*[0-9]"), key=checkpoint_step)
 
 
@@ -55,12 +55,12 @@ def save_checkpoint(
 
 
 def resume_advice(run: Path) -> str:
-    """How a run that could not be saved is gone on with."""
+    """Return the advice on how to continue a run that could not be saved."""
     return f"{'start anew' if latest_checkpoint(run) is None else 'go on'} with trainer.resume=auto"
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
-    """Weights, optimiser state and progress of a checkpoint."""
+    """Load weights, optimizer state and progress of a checkpoint."""
     try:
         progress = json.loads((path / "progress.json").read_text())
         weights = load_file(path / "model.safetensors")
@@ -70,7 +70,7 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], d
 
 
 def collect_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, on the CPU; of tied ones, which share their memory, the first only."""
+    """Collect parameters and buffers by name, on the CPU; of tied ones, which share their memory, only the first."""
     found: dict[str, Tensor] = {}
     seen: set[tuple[int, torch.Size]] = set()
     for name, tensor in module.state_dict().items():
@@ -82,7 +82,7 @@ def collect_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def load_tensors(module: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Undo `tensors_of`; a missing, unknown or misshapen tensor is a RuntimeError with its name."""
+    """Undo `collect_tensors`; a missing, unknown or misshapen tensor is a RuntimeError with its name."""
     known = module.state_dict()
     loaded = {known[name].data_ptr() for name in weights if name in known}
     tied = {name: tensor for name, tensor in known.items() if name not in weights and tensor.data_ptr() in loaded}
@@ -90,7 +90,7 @@ def load_tensors(module: nn.Module, weights: dict[str, Tensor]) -> None:
 
 
 def find_mismatches(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[tuple[str, str]]:
-    """Tensors that a drafter and its files do not share: the first of a kind, and what is wrong with it."""
+    """Yield tensors that do not match between a drafter and its files: the first of each kind, and its fault."""
     wanted, known = collect_tensors(module), module.state_dict()
     kinds = {
         "has another shape": [name for name in weights if name in known and weights[name].shape != known[name].shape],
@@ -109,7 +109,7 @@ def find_mismatches(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[t
 
 
 def gather_tensor(tensor: Any) -> Tensor:
-    """A tensor on the CPU; of one that is spread over processes, all of it, for which every process must call this."""
+    """Return a tensor on the CPU, gathered if it is sharded. Every process must call this."""
     whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.detach().cpu().contiguous()
 

@@ -1,4 +1,4 @@
-"""What a training reports: metrics.jsonl, and the base of what else it may report to."""
+"""Metrics of a training run: metrics.jsonl, and the base class of trackers."""
 
 import json
 from pathlib import Path
@@ -10,32 +10,32 @@ RunKind = Literal["train", "eval", "compare"]
 
 
 class Tracker:
-    """No tracker besides the run folder. Only the main process calls one: `start`, then any of the others, then `finish`."""
+    """A tracker that does nothing. Only the main process calls one: `start_run`, then any other method, then `finish_run`."""
 
     def start_run(self, run: Path, config: dict[str, Any], kind: RunKind = "train", step: int = 0) -> None:
-        """Open what a run folder's numbers go to; `step` steps are done already."""
+        """Open the tracker for a run folder, after `step` finished steps."""
 
     def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
-        """A logging interval of training."""
+        """Log the metrics of a logging interval."""
 
     def log_evaluation(self, summary: dict[str, Any], folder: Path) -> None:
-        """An evaluation: its summary.json, and the folder that this and its other files are in."""
+        """Log an evaluation: its summary.json, and the folder of its files."""
 
     def log_comparison(self, comparison: dict[str, Any], folder: Path) -> None:
-        """A comparison of runs: its comparison.json, and the folder that this and report.html are in."""
+        """Log a comparison of runs: its comparison.json, and the folder of its files."""
 
     def log_checkpoint(self, path: Path, step: int) -> None:
-        """A checkpoint that was just saved."""
+        """Log a checkpoint that was just saved."""
 
     def log_drafter(self, path: Path) -> None:
-        """The directory of the trained drafter."""
+        """Log the directory of the trained drafter."""
 
     def finish_run(self, failed: bool = False) -> None:
-        """Send what is left and close; `failed` is a run that an exception ended."""
+        """Send the remaining data and close. `failed` marks a run that an exception ended."""
 
 
 class MetricsFile:
-    """metrics.jsonl: one line a logged step. After a resume, steps that will be done again are dropped first."""
+    """metrics.jsonl: one line per logged step. After a resume, steps that will run again are dropped first."""
 
     def __init__(self, path: Path, step: int) -> None:
         self.path = path
@@ -51,12 +51,12 @@ class MetricsFile:
 
 
 def read_last_step(path: Path) -> int:
-    """The last step that a metrics.jsonl holds; 0 where it holds none."""
+    """Return the last step in a metrics.jsonl, or 0 where it holds none."""
     return max((_parse_step(line) or 0 for line in path.read_text().splitlines()), default=0) if path.exists() else 0
 
 
 def read_metrics(path: Path, step: int) -> list[dict[str, Any]]:
-    """What a metrics.jsonl holds up to a step."""
+    """Read the lines of a metrics.jsonl up to a step."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines if 0 < (_parse_step(line) or 0) <= step]
 

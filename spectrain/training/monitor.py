@@ -1,4 +1,4 @@
-"""A watch over the other processes of a run: whoever dies or stays behind is named, instead of everybody waiting in silence."""
+"""A monitor of the processes of a run. It names a process that dies or falls behind, so that no one waits in silence."""
 
 import json
 import os
@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from .parallel import ParallelStrategy
 
-HEARTBEAT_SECONDS = 2.0  # seconds between signs of life
-SILENCE_SECONDS = 30.0  # seconds without one after which a process counts as dead
+HEARTBEAT_SECONDS = 2.0  # seconds between heartbeats
+SILENCE_SECONDS = 30.0  # seconds without a heartbeat after which a process counts as dead
 
 
 class ProcessMonitor:
-    """Signs of life of all processes in a store of their own, which a thread writes and reads.
+    """Exchanges heartbeats of all processes through a store, which a thread writes and reads.
 
     A process is dead where its thread is silent too; it is slow where it alone has not reached a step that all others wait
     in for `patience` seconds: of that it is told once for each step.
@@ -60,11 +60,11 @@ class ProcessMonitor:
             self._send_heartbeat()
 
     def report_status(self, step: int, activity: str) -> None:
-        """Say where this process is: at a step, on its own work (`doing`), or waiting for the others."""
+        """Report the step and the activity of this process, which may be waiting for the others."""
         self.step, self.activity, self.status_time = step, activity, time.monotonic()
 
     def find_dead_process(self) -> str | None:
-        """Which process is gone, in words; waits until one can be told to be."""
+        """Describe the process that has died; wait until one is known to have, or return None."""
         if self.num_processes == 1:
             return None
         deadline = time.monotonic() + SILENCE_SECONDS + 2 * HEARTBEAT_SECONDS
@@ -89,7 +89,7 @@ class ProcessMonitor:
         self.store.set(f"{self.rank}", json.dumps(sign))
 
     def _read_heartbeats(self) -> dict[int, dict[str, Any]]:
-        """The last sign of every process that has given one."""
+        """Return the last heartbeat of every process that has sent one."""
         ranks = [rank for rank in range(self.num_processes) if self.store.check([f"{rank}"])]
         signs: dict[int, dict[str, Any]] = {rank: json.loads(self.store.get(f"{rank}")) for rank in ranks}
         for rank, sign in signs.items():
@@ -111,7 +111,7 @@ class ProcessMonitor:
         return None
 
     def _is_alive(self, rank: int, sign: dict[str, Any]) -> bool:
-        """A process of this machine is asked for; of another, its last sign must be fresh, by this machine's clock."""
+        """Tell whether a process is alive: on this machine by its id, on another by a recent heartbeat."""
         if sign["host"] == socket.gethostname():
             try:
                 os.kill(sign["pid"], 0)
@@ -129,7 +129,7 @@ class ProcessMonitor:
                 self._send_heartbeat()
                 signs = self._read_heartbeats()
             except RuntimeError:
-                continue  # whoever waits for it will hear; see `lost`
+                continue  # whoever waits for it will hear; see `find_dead_process`
             self._report_slow(signs)
             if (
                 self.activity == WAITING
@@ -140,7 +140,7 @@ class ProcessMonitor:
                 os._exit(1)  # a collective that waits for a dead process never returns
 
     def _report_slow(self, signs: dict[int, dict[str, Any]]) -> None:
-        """On the first process that waits: the ones that keep all others waiting."""
+        """On the first waiting process, print which processes keep the others waiting."""
         waiting = [rank for rank, sign in signs.items() if sign["doing"] == WAITING and sign["farewell"] is None]
         if not waiting or waiting[0] != self.rank or time.monotonic() - self.status_time < self.patience:
             return

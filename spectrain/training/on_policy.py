@@ -1,4 +1,4 @@
-"""Sequences that are written while training: by the drafter that learns, its target, or both (on-policy distillation)."""
+"""Sequences generated during training: by the drafter, by its target, or by both (on-policy distillation)."""
 
 import copy
 from collections.abc import Iterator
@@ -63,18 +63,31 @@ class GeneratedSource(Source):
 
     def __init__(
         self,
+        # Share of the sequences that are generated during training; the others are those of the data.
         fraction: float = 0.5,
+        # What generates them: the drafter, the target, interleaved (the drafter writes, the target corrects), replay (rejected
+        # drafts of greedy decoding) or policy (sampled drafts with rewards).
         by: Literal["drafter", "target", "interleaved", "replay", "policy"] = "drafter",
+        # Temperature of the generated tokens.
         temperature: float = 1.0,
+        # Largest number of generated tokens in a sequence.
         max_new_tokens: int = 128,
+        # With source.by=interleaved, number of most likely target tokens among which a draft is accepted.
         top_k: int = 25,
+        # Number of tokens that are drafted before the target verifies them.
         block: int = 4,
-        branches: bool = False,  # of replays: all rejected drafts of an answer beside its text, in one forward
-        balanced: bool = False,  # of replays: kept and rejected tokens of a draft count half each, however many they are
-        draft_cost: NotNegative = 0.1,  # what drafting a token costs, in forwards of the target
-        windows: Literal["alike", "divergence"] = "alike",  # of a policy, which draft of an answer is learnt from: any of them,
-        # or rather one where the drafter differs from a target that is sure
-        near: NotNegative = 0.0,  # of a policy, what a nat of KL(q || q as it began) costs
+        # With source.by=replay, train on the answer and all its rejected drafts in one forward.
+        branches: bool = False,
+        # With source.by=replay, let the accepted and the rejected tokens of a draft carry half of the loss each.
+        balanced: bool = False,
+        # Cost of drafting one token, in forwards of the target, in the reward of source.by=policy.
+        draft_cost: NotNegative = 0.1,
+        # With source.by=policy, which draft of an answer is trained on: alike picks any, divergence prefers one where the
+        # drafter differs from a target that is sure.
+        windows: Literal["alike", "divergence"] = "alike",
+        # With source.by=policy, penalty for each nat of KL divergence from the drafter at the start of training.
+        near: NotNegative = 0.0,
+        # Seed of the random draws.
         seed: int = 0,
     ) -> None:
         if not 0 <= fraction <= 1:
@@ -140,12 +153,12 @@ class GeneratedSource(Source):
         return replace(batch, features=target.run(batch.tokens, plan))
 
     def _has_room(self, example: Example, target: Target, drafter: Drafter | None) -> bool:
-        """Whether an answer of two tokens has room behind the prompt."""
+        """Tell whether the context has room for a prompt and two new tokens."""
         writer = drafter.abilities.on_policy.writer if drafter is not None and self.by == "drafter" else None
         return len(example.prompt) + 2 <= min(target.max_length, (writer or target).max_length)
 
     def _answer_limit(self, writer: Target, prompts: list[list[int]]) -> int:
-        """How many tokens may be written behind these prompts."""
+        """Return how many tokens can be generated after these prompts."""
         return max(2, min(self.max_new_tokens, writer.max_length - max(map(len, prompts))))
 
     def _decode_drafts(self, examples: list[Example], target: Target, drafter: Drafter, step: int) -> list[RecordedDecoding]:
@@ -225,7 +238,7 @@ class GeneratedSource(Source):
 
 @contextmanager
 def evaluation_mode(drafter: Drafter) -> Iterator[None]:
-    """The drafter as it decodes, in the middle of its training."""
+    """Set the drafter to evaluation mode for a while."""
     training = drafter.training
     drafter.eval()
     try:

@@ -1,4 +1,4 @@
-"""How gradients move weights: what `optimizer=` chooses. Rate, betas and weight decay are the trainer's, the same for all."""
+"""Optimizers, the choices of `optimizer=`. Learning rate, betas and weight decay are the trainer's, the same for all."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -13,7 +13,7 @@ OptimizerFactory = Callable[[ParameterGroups], torch.optim.Optimizer]
 
 
 class UpdateRule(ABC):
-    """Makes the optimiser of a stage."""
+    """Makes the optimizer of a stage."""
 
     name: str
     needs_matrices = False  # it reads a weight as the matrix that it is, so no process may hold only a part of it
@@ -22,7 +22,7 @@ class UpdateRule(ABC):
     def make_optimizer(
         self, groups: ParameterGroups, lr: float, betas: tuple[float, float], weight_decay: float
     ) -> torch.optim.Optimizer:
-        """Over these groups, whose other keys stay."""
+        """Make an optimizer over these parameter groups; it keeps their other keys."""
 
 
 class AdamW(UpdateRule):
@@ -37,10 +37,10 @@ class AdamW(UpdateRule):
 
 
 class Muon(UpdateRule):
-    """Muon (Jordan et al., 2024) for matrices, whose momentum is made orthogonal, and AdamW for all else.
+    """Muon (Jordan et al., 2024) for matrices, which orthogonalizes their momentum, and AdamW for all other parameters.
 
-    Steps have the size of AdamW's (Liu et al., 2025), so rates that suit one are near those that suit the other. A matrix
-    whose one side is more than `longest` times the other is a head or an embedding, and AdamW's too.
+    Steps have the size of AdamW's (Liu et al., 2025), so similar learning rates suit both. A matrix with one side more than
+    `longest` times the other is a head or an embedding, and AdamW updates it.
     """
 
     name = "muon"
@@ -48,8 +48,10 @@ class Muon(UpdateRule):
 
     def __init__(
         self,
-        momentum: Below1 = 0.95,  # of a matrix's gradients, with Nesterov's step
-        longest: Positive = 8.0,  # the longer side of a matrix over the shorter one, at most
+        # Momentum of the gradients of matrices, with Nesterov's step.
+        momentum: Below1 = 0.95,
+        # Largest ratio of a matrix's longer side to its shorter one; AdamW updates matrices above it.
+        longest: Positive = 8.0,
     ) -> None:
         self.momentum, self.longest = momentum, longest
 
@@ -77,7 +79,7 @@ class Muon(UpdateRule):
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Optimisers over different parameters as one: their groups follow one another, and so do their states in a checkpoint."""
+    """Several optimizers as one: their groups, and their states in a checkpoint, follow one another."""
 
     def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
         self.optimizers = parts

@@ -1,5 +1,5 @@
-"""Which drawn windows a policy learns from, and what holds it near where it began (PPOW, Jiang and Sun, 2026, arXiv
-2605.14978, known here by two summaries of it alone). Shapes: T tokens, V vocabulary.
+"""The choice of sampled windows for policy training, and the penalty on divergence from the initial policy (PPOW, Jiang and
+Sun, 2026, arXiv 2605.14978, after two summaries of the paper). Shapes: T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MIN_WEIGHT = 1e-9  # weight of a window in which nothing differs
 
 
 def compute_criticality(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """[T] (1 - H(p) / log V) KL(p || q) of log p and log q [T, V]: how much the drafter differs where the target is sure."""
+    """Return (1 - H(p) / log V) KL(p || q) [T] of log p and log q [T, V]: the drafter's error where the target is sure."""
     p = log_p.exp()
     sure = 1 + (p * log_p).sum(-1) / log(log_p.shape[-1])
     return sure * (p * (log_p - log_q)).sum(-1)

@@ -1,4 +1,4 @@
-"""How far a long work is: a live line on a terminal; in a log a line every half minute, with the time that is left."""
+"""Progress of long tasks: a live line on a terminal; in a log, a line every half minute with the remaining time."""
 
 import time
 from typing import Any
@@ -11,14 +11,14 @@ LOG_SECONDS = 30.0  # seconds between two lines of a log
 
 
 class Pace:
-    """When a log is due its next line, and how long the rest will take."""
+    """Decides when a log line is due, and estimates the remaining time."""
 
     def __init__(self, total: int, done: int = 0) -> None:
         self.total, self.num_done_before = total, done
         self.start_time = self.last_log_time = time.monotonic()
 
     def is_due(self) -> bool:
-        """Whether the last line is half a minute old; then this is the next one."""
+        """Tell whether the last line is half a minute old, and if so count this as the next line."""
         now = time.monotonic()
         if now - self.last_log_time < LOG_SECONDS:
             return False
@@ -26,13 +26,13 @@ class Pace:
         return True
 
     def time_left(self, done: int) -> str:
-        """The time that what is not done will take, as what is done took it."""
+        """Return the remaining time in words, from the time per finished unit."""
         seconds = (time.monotonic() - self.start_time) / max(1, done - self.num_done_before) * (self.total - done)
         return f"{format_duration(seconds)} left"
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds in words."""
+    """Format a duration in words."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
@@ -61,13 +61,13 @@ class TrainingProgress:
         self.bar.__exit__(*raised)
 
     def set_num_steps(self, num_steps: int) -> None:
-        """So many steps it will be, for all that is known by now."""
+        """Set the estimated number of steps."""
         if num_steps != self.num_steps:
             self.num_steps = self.pace.total = num_steps
             self.bar.update(self.task, total=num_steps)
 
     def update(self, step: int, metrics: dict[str, Any] | None = None) -> None:
-        """A step is done; `metrics` where it was one that is logged."""
+        """Report a finished step, with `metrics` where it is logged."""
         if metrics is not None:
             self.line = _format_line(metrics)
         if self.is_live:

@@ -1,4 +1,4 @@
-"""A training under way: where it stands, its steps, and what is saved of it."""
+"""A training run: its progress, its steps and its checkpoints."""
 
 import signal
 import sys
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class TrainingRun:
-    """What one training works on, and how far it is. `begin` shares the drafter; then one `train_step` follows another."""
+    """The objects and the progress of one training run. Call `start_training`, then `train_step` repeatedly."""
 
     run: Path
     stream: BatchStream  # of the data, on this process
@@ -72,25 +72,25 @@ class TrainingRun:
 
     @property
     def num_steps(self) -> float:
-        """Steps of the whole run; by the clock, as many as the time will do for."""
+        """Return the steps of the run; with a time limit, an estimate."""
         return self.budget.num_steps(self.step)
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to do, or nothing is gained any more."""
+        """Tell whether the budget is used up or validation has stopped improving."""
         stop_after = self.trainer.stop_after
         return self.budget.is_done(self.step) or (stop_after is not None and self.validation_history.without_gain >= stop_after)
 
     # Beginning
 
     def start_training(self) -> None:
-        """Share the drafter between the processes, with the optimiser of the stage of the last step."""
+        """Distribute the drafter over the processes and make the optimizer of the current stage."""
         pack_linears(self.drafter)
         self.parallel.set_drafter(self.drafter, self.target)
         self.enter_stage(self.stage, self.stage_start)
 
     def restore_or_start(self, run: Path, dataset: Dataset) -> Path | None:
-        """Begin, with the newest checkpoint of a run where there is one, and open the data; that checkpoint."""
+        """Start from the newest checkpoint of a run, if any, open the data, and return that checkpoint."""
         self.run, checkpoint = run, latest_checkpoint(run)
         tensors: dict[str, Tensor] = {}
         numbers: dict[str, float] = {}
@@ -108,7 +108,7 @@ class TrainingRun:
         return checkpoint
 
     def _restore_progress(self, progress: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Where a checkpoint stood; of its tensors those of the optimiser."""
+        """Restore the progress of a checkpoint; return the tensors of the optimizer."""
         shared = self.parallel
         self.stage, self.stage_start = progress["stage"], progress["stage_began"]
         self.budget.resume_from(TimeSpent(**progress["spent"]))
@@ -132,7 +132,7 @@ class TrainingRun:
         return {name: tensor for name, tensor in tensors.items() if name not in drawn | averaged}
 
     def _batches_per_process(self, batches: int) -> int:
-        """How many batches each process accumulates, so that a step goes on taking so many in all."""
+        """Return how many batches each process accumulates so that a step takes as many in total as before."""
         count = self.parallel.num_data_ranks
         if batches % count:
             raise UserError(
@@ -146,7 +146,7 @@ class TrainingRun:
     # Steps
 
     def train_step(self, example_batches: list[list[Example]], stop_signal: int | None = None) -> bool:
-        """One optimiser step over this process's share of batches; False, and no step, where a process was `asked` to stop."""
+        """One optimiser step over this process's share of batches; False, and no step, where a process was asked to stop."""
         self._prepare_step()
         now, began = Tally(steps=1), time.perf_counter()
         batches = [self._make_batch(examples) for examples in example_batches]
@@ -173,7 +173,7 @@ class TrainingRun:
         return stage_at(self.drafter.stages, step, self.num_steps)
 
     def enter_stage(self, stage: int, first_step: int) -> None:
-        """An optimiser of what a stage trains; every other parameter is frozen."""
+        """Make an optimizer of the parameters that a stage trains; all others are frozen."""
         self.stage, self.stage_start = stage, first_step
         groups = select_trained_groups(self.drafter, self.target, stage)
         new = [p for group in groups for p in group["params"] if id(p) not in self.trained_ids]
@@ -182,7 +182,7 @@ class TrainingRun:
         self.parallel.start_stage(groups, self.trainer.clip, self.trainer.make_optimizer)
 
     def _prepare_step(self) -> None:
-        """The stage, learning rate and state of the step to come."""
+        """Enter the stage of the next step and set its learning rate."""
         stage = self._stage_number(self.step)
         if stage != self.stage:
             self.enter_stage(stage, self.step)
@@ -197,7 +197,7 @@ class TrainingRun:
         )
 
     def _add_gradients(self, batch: Batch, examples: list[Example], scale: float, is_last: bool) -> Tally:
-        """Add a batch to the gradients, as the `last` of a step or not; what it adds to the tally."""
+        """Add a batch to the gradients, as the last of a step or not; what it adds to the tally."""
         state = TrainingState(self.step, self.step / self.num_steps, self.trainer.gradient_checkpointing)
         losses = self.parallel.loss(batch, state, is_last)
         total = losses.total * scale
@@ -211,7 +211,7 @@ class TrainingRun:
         return Tally(float(total.detach()) / share, tokens=tokens, terms=terms, hits=hits, counts=counts)
 
     def _finish_step(self, step_tally: Tally, is_finite: bool) -> None:
-        """A step is done, or left out because its gradient is not finite."""
+        """Count a step as done, or as skipped because its gradient is not finite."""
         self.step += 1
         if is_finite:
             self.skipped_in_a_row = 0
@@ -224,14 +224,14 @@ class TrainingRun:
             print(f"spectrain: training: step {self.step} is left out: its gradient is not finite", file=sys.stderr)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """All of drafter and target, by the names that a checkpoint gives them."""
+        """Return the parameters of drafter and target by their names in a checkpoint."""
         named = {f"drafter.{name}": parameter for name, parameter in self.drafter.named_parameters()}
         own = {id(parameter) for parameter in named.values()}
         theirs = {f"target.{name}": p for name, p in self.target.named_parameters() if id(p) not in own}
         return named | theirs
 
     def validate(self, held_out: list[Example]) -> dict[str, Any]:
-        """What the drafter, of averaged weights where there are any, promises and does on held-out data."""
+        """Validate the drafter, with averaged weights where there are any, on held-out data; return the measures."""
         self.monitor.report_status(self.step, "drafting for what was held out")
         with nullcontext() if self.averages is None else self.averages.swap_weights(self.named_parameters()):
             seen = measure_acceptance(self.drafter, self.target, held_out)
@@ -244,7 +244,7 @@ class TrainingRun:
         return seen
 
     def collect_metrics(self) -> dict[str, Any]:
-        """The means since the last time over all processes, and where the run is in the data; every process must call this."""
+        """Return the means over all processes since the last call, and the data position. Every process must call this."""
         shared, tally = self.parallel, self.tally
         self.tally = Tally()
         names, depths = sorted(tally.terms), len(tally.hits)
@@ -278,13 +278,13 @@ class TrainingRun:
         }  # fmt: skip
 
     def _merge_positions(self) -> dict[str, Any]:
-        """Where the run stands in the data, from what all processes say; every process must call this."""
+        """Merge the data positions of all processes. Every process must call this."""
         return self.stream.merge_states(self.parallel.all_gather(self.data_position)[:: self.parallel.num_copies])
 
     # Ending
 
     def save(self) -> None:
-        """A checkpoint of the whole run, written by the main process; every process must call this."""
+        """Save a checkpoint of the run from the main process. Every process must call this."""
         shared = self.parallel
         self.source.flush()
         weights = gather_trained_weights(self.drafter, self.target, shared)
@@ -310,7 +310,7 @@ class TrainingRun:
         shared.wait_for_all()
 
     def save_and_stop(self, stop_signal: int | None) -> NoReturn:
-        """Save and leave, because a signal asked for it, on this process or another."""
+        """Save and raise Stopped, after a stop signal to this process or another."""
         if self.step > self.saved_step:
             self.save()
         signals = [number for number in self.parallel.all_gather(stop_signal) if number is not None]
@@ -320,7 +320,7 @@ class TrainingRun:
         raise RunInterrupted(how if self.parallel.is_main else "", 0 if signals[0] == signal.SIGTERM else 1)
 
     def abort(self) -> NoReturn:
-        """Leave, because too many steps in a row changed nothing."""
+        """Raise a RunError after too many skipped steps in a row."""
         kept = latest_checkpoint(self.run)
         where = f"the last good checkpoint is {kept}" if kept is not None else "no checkpoint was saved yet"
         raise RunError(
@@ -329,7 +329,7 @@ class TrainingRun:
         )
 
     def finish(self) -> "TrainingResult":
-        """The drafter whole on the main process, and the target an ordinary model again."""
+        """Restore the full drafter on the main process and the target as an ordinary model; return the result."""
         if self.averages is not None:
             self.averages.copy_to(self.named_parameters())
         self.parallel.restore_tensors()
@@ -344,7 +344,7 @@ class TrainingRun:
         )
 
     def explain_failure(self, error: RuntimeError) -> Exception:
-        """The error, or where another process is what failed, one that says which."""
+        """Return the error, or one that names the process which failed first."""
         text = str(error)
         if isinstance(error, (UserError, RunError)) or self.parallel.num_processes == 1:
             return error
@@ -356,7 +356,7 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What a training took, of all its parts where it was resumed, and where the drafter is now."""
+    """The totals of a training run, over all resumed parts, and the state of its drafter."""
 
     num_steps: int
     num_tokens: int  # seen, on all processes, padding left out

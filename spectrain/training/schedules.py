@@ -1,4 +1,4 @@
-"""How the learning rate falls after its warm-up: what `schedule=` chooses. How far it falls is `trainer.min_lr`."""
+"""Learning rate schedules after the warm-up, the choices of `schedule=`. They fall to `trainer.min_lr` of the peak."""
 
 import math
 from abc import ABC, abstractmethod
@@ -7,11 +7,11 @@ from spectrain.config.values import Share
 
 
 class Schedule(ABC):
-    """A curve from 1, where the warm-up ends, to what is left of it where the training does."""
+    """A curve that starts at 1 at the end of the warm-up."""
 
     @abstractmethod
     def rate_at(self, progress: float) -> float:
-        """The rate between `trainer.min_lr` of its peak (0) and the peak (1), when `progress` of 0 to 1 is done."""
+        """Return the rate, from 0 (`trainer.min_lr` of the peak) to 1 (the peak), at a progress of 0 to 1."""
 
 
 class Cosine(Schedule):
@@ -29,7 +29,7 @@ class Linear(Schedule):
 
 
 class Constant(Schedule):
-    """No fall: to go on with what was trained, or to average weights instead (`trainer.ema`)."""
+    """A constant rate, for further training or for averaged weights (`trainer.ema`)."""
 
     def rate_at(self, progress: float) -> float:
         return 1.0
@@ -40,7 +40,8 @@ class Wsd(Schedule):
 
     def __init__(
         self,
-        decay: Share = 0.2,  # the share of the training, behind the warm-up, in which the rate falls
+        # Share of the training after the warm-up in which the learning rate falls.
+        decay: Share = 0.2,
     ) -> None:
         self.decay = decay
 

@@ -1,4 +1,4 @@
-"""Signals that ask a training to stop."""
+"""Signals that stop a training run."""
 
 import signal
 import threading
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class StopSignals:
-    """While it is entered, SIGTERM and the first SIGINT are only noted, so that the step that runs can end."""
+    """While it is entered, SIGTERM and the first SIGINT are only recorded, so that the current step can end."""
 
     def __init__(self) -> None:
         self.stop_signal: int | None = None

@@ -1,4 +1,4 @@
-"""What a training has added up, drawn and changed: the parts of its checkpoint."""
+"""The parts of a checkpoint: sums of metrics, random states and trained weights."""
 
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -16,7 +16,7 @@ from .parallel import ParallelStrategy
 
 @dataclass
 class Tally:
-    """What a logging interval added up on one process."""
+    """The sums of a logging interval on one process."""
 
     loss: float = 0.0
     steps: int = 0
@@ -30,7 +30,7 @@ class Tally:
     counts: list[float] = field(default_factory=list)
 
     def add_tally(self, other: "Tally") -> None:
-        """Join what another one added up."""
+        """Add another tally."""
         for name in ("loss", "steps", "tokens", "supervised", "target_seconds", "drafter_seconds", "seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name, value in other.terms.items():
@@ -40,7 +40,7 @@ class Tally:
 
     @classmethod
     def from_saved(cls, saved: list[dict[str, Any]], rank: int, count: int) -> "Tally":
-        """What this process had added up; with another number of processes the first takes all sums over."""
+        """Restore the tally of this process. With another number of processes, rank 0 takes all sums."""
         tallies = [cls(**one) for one in saved]
         if len(tallies) == count:
             return tallies[rank]
@@ -55,13 +55,13 @@ class Tally:
 
 
 def get_random_state() -> dict[str, Tensor]:
-    """The state of torch's own generators, for what a family may draw from them."""
+    """Return the states of torch's random generators."""
     state = {"cpu": torch.get_rng_state()}
     return {**state, "cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else state
 
 
 def set_random_state(saved: dict[str, Tensor], rank: int) -> None:
-    """Undo `random_state`, from "rng.DEVICE.RANK"; a process that was not there before keeps what its seed gave it."""
+    """Undo `get_random_state`, from "rng.DEVICE.RANK"; a process that was not there before keeps what its seed gave it."""
     if f"rng.cpu.{rank}" in saved:
         torch.set_rng_state(saved[f"rng.cpu.{rank}"])
     if f"rng.cuda.{rank}" in saved and torch.cuda.is_available():
@@ -69,7 +69,7 @@ def set_random_state(saved: dict[str, Tensor], rank: int) -> None:
 
 
 def gather_trained_weights(drafter: Drafter, target: Target, parallel: ParallelStrategy) -> dict[str, Tensor]:
-    """What a checkpoint keeps, on the main process: the drafter, and the parameters of the target that are being trained."""
+    """Gather, on the main process, the drafter and the trained parameters of the target."""
     own = {id(parameter) for parameter in drafter.parameters()}
     weights = {f"drafter.{name}": tensor for name, tensor in parallel.gather_weights(drafter).items()}
     trained = {name for name, parameter in target.named_parameters() if parameter.requires_grad and id(parameter) not in own}
@@ -88,7 +88,7 @@ def load_trained_weights(drafter: Drafter, target: Target, weights: dict[str, Te
 
 
 def select_trained_groups(drafter: Drafter, target: Target, stage: int) -> list[dict[str, Any]]:
-    """What a stage trains, each group with its `lr_scale`; every other parameter of drafter and target is frozen."""
+    """Return the parameter groups of a stage, each with its `lr_scale`; freeze all other parameters of drafter and target."""
     groups = [{"lr_scale": 1.0, **group} for group in drafter.stages[stage].groups]
     trained = {id(parameter) for group in groups for parameter in group["params"]}
     for parameter in [*drafter.parameters(), *target.parameters()]:

@@ -1,4 +1,4 @@
-"""The training loop. It knows no family: it asks a drafter for losses and for parameter groups."""
+"""The training loop. It knows no drafter family: a drafter provides its losses and its parameter groups."""
 
 import math
 import os
@@ -32,47 +32,75 @@ from .signals import StopSignals
 
 @dataclass
 class Trainer:
-    """Warm-up and decay of the learning rate over `epochs` of the data, or where they are given over `max_steps` steps or
-    `max_minutes` minutes, whichever are over first.
+    """The settings of a training run, and the loop that runs it.
 
-    A step sees `accumulate` batches of up to `batch_tokens` tokens on each process, and its loss is divided by the number
-    of supervised tokens in all of them, so neither depends on the number of processes or on how sequences were batched: padded,
-    in buckets of like length, or with `packing` one after another in one row, where they do not see each other. A step whose
-    gradient is not finite is left out; `max_skipped` of them in a row stop the run.
+    The learning rate warms up and decays over `epochs` of the data or, where they are given, over `max_steps` steps or
+    `max_minutes` minutes, whichever end first. A step takes `accumulate` batches of up to `batch_tokens` tokens on each process
+    and divides the loss by the number of supervised tokens in all of them, so the loss depends neither on the number of
+    processes nor on batching: padded, in buckets of similar length, or packed. A step with a gradient that is not finite is
+    skipped; `max_skipped` of them in a row stop the run.
     """
 
-    lr: float = 1e-4  # the highest learning rate, reached after the warm-up
-    epochs: float = 1.0  # times that the data is seen; a fraction is allowed
-    max_steps: int | None = None  # optimiser steps, instead of epochs
-    max_minutes: Positive | None = None  # of training, instead of epochs: warm-up and schedule go by the time that is used
-    batch_tokens: int = 4096  # tokens of a batch at most, on each process
-    packing: bool = False  # sequences one after another in one row, without padding
-    accumulate: int = 1  # batches of a step, on each process
-    warmup: Share = 0.05  # the share of the steps in which the rate rises
-    min_lr: Share = 0.0  # the share of lr that the rate falls to
-    clip: Positive = 0.5  # the largest norm of the gradient
-    betas: tuple[Below1, Below1] = (0.9, 0.95)  # AdamW's, of the means of gradients and of their squares
-    weight_decay: NotNegative = 0.0  # how much of a weight a step takes away, times the rate
-    seed: Seed = 0  # of the first weights, the order of the data and what is drawn
-    save_every: Count | None = None  # steps between two checkpoints; null: where a run stops or ends
-    eval_every: Count | None = None  # steps between two looks at held-out data; null: with each checkpoint and at the end
-    keep_best: bool = False  # the result is the weights that promised most at a look, instead of the last
-    stop_after: Count | None = None  # looks in a row without gain, after which the run ends
-    ema: Below1 | None = None  # average weights over steps, as in 0.999: the average is measured and saved
-    keep_checkpoints: int = 2  # how many of the newest stay
-    log_every: int = 10  # steps between two lines of metrics.jsonl
-    mixed_precision: str = "auto"  # bf16 or no; auto: bf16 on a GPU, and on a CPU where the target is in bfloat16
-    sharding: Sharding = "auto"  # how processes hold the drafter and its optimiser together
-    gradient_checkpointing: bool = False  # less memory for more time: parts are run again in the backward pass
-    max_skipped: int = 5  # steps in a row whose gradient is not finite, before the run stops
-    patience: float = 60.0  # seconds that processes wait for one of them before it is named
-    resume: str | None = None  # auto: start the run in run=DIR, or go on with it
+    # Peak learning rate, reached at the end of the warm-up.
+    lr: float = 1e-4
+    # Number of passes over the data; a fraction is allowed.
+    epochs: float = 1.0
+    # Number of optimizer steps, used instead of epochs; null trains for trainer.epochs.
+    max_steps: int | None = None
+    # Training time in minutes, used instead of epochs, by which warm-up and schedule go too; null sets no limit.
+    max_minutes: Positive | None = None
+    # Largest number of tokens in a batch, on each process.
+    batch_tokens: int = 4096
+    # Concatenate sequences in one row, without padding and without seeing each other.
+    packing: bool = False
+    # Number of batches in an optimizer step, on each process.
+    accumulate: int = 1
+    # Share of the steps in which the learning rate rises.
+    warmup: Share = 0.05
+    # Share of trainer.lr that the schedule falls to.
+    min_lr: Share = 0.0
+    # Largest norm of the gradient; larger gradients are scaled down to it.
+    clip: Positive = 0.5
+    # Decay rates of AdamW's means of the gradients and of their squares.
+    betas: tuple[Below1, Below1] = (0.9, 0.95)
+    # Decoupled weight decay: the share of a weight, times the learning rate, that a step subtracts.
+    weight_decay: NotNegative = 0.0
+    # Seed of the initial weights, of the order of the data and of random draws.
+    seed: Seed = 0
+    # Number of steps between two checkpoints; null saves only when the run stops or ends.
+    save_every: Count | None = None
+    # Number of steps between two validations on held-out data; null validates with every checkpoint and at the end.
+    eval_every: Count | None = None
+    # Save the weights with the best validation as the result instead of the last ones.
+    keep_best: bool = False
+    # Number of validations in a row without improvement after which the run ends; null never ends it early.
+    stop_after: Count | None = None
+    # Decay of a moving average of the weights, as in 0.999, which is validated and saved; null keeps no average.
+    ema: Below1 | None = None
+    # Number of the newest checkpoints to keep.
+    keep_checkpoints: int = 2
+    # Number of steps between two lines of metrics.jsonl.
+    log_every: int = 10
+    # Type of matrix products: bf16, no, or auto, which is bf16 on a GPU and on a CPU with a bfloat16 target.
+    mixed_precision: str = "auto"
+    # How processes share the drafter and its optimizer: ddp, fsdp2, zero2 or zero3; auto takes what the launcher asks for.
+    sharding: Sharding = "auto"
+    # Recompute activations in the backward pass, which saves memory and costs time.
+    gradient_checkpointing: bool = False
+    # Number of steps in a row with a gradient that is not finite after which the run stops.
+    max_skipped: int = 5
+    # Seconds that processes wait for a slow one before a message names it.
+    patience: float = 60.0
+    # Use auto to start the run in run=DIR or to continue it from its newest checkpoint; null refuses a folder that holds a run.
+    resume: str | None = None
+    # Optimizer that updates the weights.
     optimizer: UpdateRule = field(default_factory=AdamW)
+    # Schedule of the learning rate after the warm-up.
     schedule: Schedule = field(default_factory=Cosine)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Trainer":
-        """The trainer of a configuration, with the optimiser and the schedule that it names."""
+        """Build the trainer of a configuration, with its optimizer and its schedule."""
         named = {group: build(config[group]) for group in ("optimizer", "schedule") if config.get(group)}
         made: Trainer = build(config["trainer"], **named)
         return made
@@ -89,7 +117,7 @@ class Trainer:
             raise UserError(f"trainer.resume={self.resume}: use auto, or leave it out")
 
     def make_trial(self, steps: int) -> "Trainer":
-        """The same for a few steps, by which something is measured: it saves nothing and looks at nothing meanwhile."""
+        """Return this trainer for a few steps of a measurement, without checkpoints and validation."""
         return replace(
             self,
             max_steps=steps,
@@ -102,12 +130,12 @@ class Trainer:
         )
 
     def make_accelerator(self) -> Accelerator:
-        """The processes of this launch."""
+        """Connect the processes of this launch."""
         return connect_processes(self.sharding)
 
     def autocast_dtype(self, target: Target, device: torch.device) -> torch.dtype | None:
-        """What products are computed in, None for the weights' own type: bfloat16 on a GPU, unless accelerate's file says
-        otherwise, and on a CPU beside a target in bfloat16; `mixed_precision` may say otherwise."""
+        """Return the type of matrix products, None for the weights' own. Auto is bfloat16 on a GPU, unless accelerate's file
+        sets another type, and on a CPU with a bfloat16 target."""
         precision = self.mixed_precision
         if precision == "auto" and device.type == "cuda":
             precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "bf16")
@@ -117,25 +145,25 @@ class Trainer:
 
     @property
     def batch_settings(self) -> Batching:
-        """How the data becomes batches."""
+        """Return how the data becomes batches."""
         return Batching(self.batch_tokens, self.seed, self.packing)
 
     def num_steps(self, dataset: Dataset, num_processes: int = 1) -> int | None:
-        """Optimiser steps of the whole run; None where the clock alone ends it."""
+        """Count the optimizer steps of the run; None where only the clock ends it."""
         if self.max_steps is not None or self.max_minutes is not None:
             return self.max_steps
         batches = dataset.num_batches(self.batch_settings)
         return max(1, math.ceil(self.epochs * batches / (self.accumulate * num_processes)))
 
     def lr_at(self, step: int, num_steps: float, stage_start: int = 0) -> float:
-        """The learning rate of a step: linear warm-up, anew in every stage, and the schedule down to `min_lr` of the peak."""
+        """Return the learning rate of a step: linear warm-up in every stage, then the schedule down to `min_lr` of the peak."""
         warm = max(1, round(self.warmup * num_steps))
         progress = max(0, step - warm) / max(1, num_steps - warm)
         decayed = self.lr * (self.min_lr + (1 - self.min_lr) * self.schedule.rate_at(min(1.0, progress)))
         return decayed * min(1.0, (step - stage_start + 1) / warm)
 
     def make_optimizer(self, groups: ParameterGroups) -> torch.optim.Optimizer:
-        """The optimiser of a stage."""
+        """Make the optimizer of a stage."""
         return self.optimizer.make_optimizer(groups, self.lr, self.betas, self.weight_decay)
 
     def fit(
@@ -148,10 +176,10 @@ class Trainer:
         tracker: Tracker | None = None,
         on_step: Callable[[int], None] | None = None,
     ) -> TrainingResult:
-        """Train `drafter` in place; go on from the run's newest checkpoint where there is one.
+        """Train `drafter` in place, from the newest checkpoint of the run where there is one.
 
-        Afterwards the main process holds it whole, but in its place only where the result says so. SIGTERM and SIGINT let the
-        step end, save a checkpoint and raise `Stopped`.
+        Afterwards the main process holds all of its tensors; the object itself is usable only where the result is reusable.
+        SIGTERM and SIGINT let the step end, save a checkpoint and raise `Stopped`.
         """
         run.mkdir(parents=True, exist_ok=True)
         accelerator = self.make_accelerator()
@@ -177,7 +205,7 @@ class Trainer:
         return job.finish()
 
     def _step_metrics(self, job: TrainingRun, dataset: Dataset) -> dict[str, Any] | None:
-        """What is logged of the step that was done, if anything; with a look at what was held out where one is due."""
+        """Return the metrics of the last step where they are due, with a validation where one is due."""
         is_end = job.is_done
         due = self._is_save_due(job) if self.eval_every is None else job.step % self.eval_every == 0
         measures = (due or is_end) and bool(dataset.held_out) and job.parallel.unsharded  # drafting takes the whole drafter
@@ -189,11 +217,11 @@ class Trainer:
         return metrics
 
     def _is_save_due(self, job: TrainingRun) -> bool:
-        """Whether a checkpoint is due."""
+        """Tell whether a checkpoint is due."""
         return self.save_every is not None and job.step % self.save_every == 0
 
     def _validate(self, job: TrainingRun) -> None:
-        """Stop where the family and these settings do not go together."""
+        """Raise a UserError where the drafter family does not support these settings."""
         if job.source.uses_drafter and not job.parallel.unsharded:
             raise UserError(
                 f"trainer.sharding={job.parallel.name}: the drafter writes text here, and no process has all of it; use ddp, "
@@ -211,7 +239,7 @@ class Trainer:
             )
 
     def _validate_held_out(self, job: TrainingRun, dataset: Dataset) -> None:
-        """Stop where what is asked for needs what is not there: text to look at, or a drafter that can draft or be averaged."""
+        """Raise a UserError where a setting lacks held-out data, a drafter that can draft in training, or full parameters."""
         for key in ("keep_best", "stop_after", "eval_every"):
             value = getattr(self, key)
             if value and not dataset.held_out:
@@ -231,7 +259,7 @@ class Trainer:
             )
 
     def _run_step(self, job: TrainingRun, stop: StopSignals) -> None:
-        """Read this process's share of the data and learn from it; where a process was asked to stop, save and leave."""
+        """Run one step on this process's share of the data. On a stop signal to any process, save and exit."""
         began = time.perf_counter()
         job.monitor.report_status(job.step, "reading data")
         share = list(islice(job.stream, job.accumulate))
@@ -248,7 +276,7 @@ class Trainer:
             job.abort()
 
     def _describe_batches(self, dataset: Dataset) -> str:
-        """How full batches are, padded and packed."""
+        """Describe how full batches are, padded and packed."""
         ways = {True: "packed", False: "padded"}
         used, other = (
             f"{ways[way]} {dataset.measure_efficiency(replace(self.batch_settings, packed=way))}"
@@ -258,7 +286,7 @@ class Trainer:
 
 
 class TrainingReport:
-    """Where a training's numbers go, on its main process: metrics.jsonl, the terminal and a tracker."""
+    """Writes the metrics of a training on its main process: to metrics.jsonl, the terminal and a tracker."""
 
     def __init__(self, job: TrainingRun, tracker: Tracker | None) -> None:
         self.job, self.tracker = job, tracker or Tracker()
@@ -273,7 +301,7 @@ class TrainingReport:
         self.progress.__exit__(*raised)
 
     def record_step(self, metrics: dict[str, Any] | None) -> None:
-        """A step is done; `metrics` where it was one that is logged."""
+        """Report a finished step, with `metrics` where it is logged."""
         if self.metrics_file is not None and metrics is not None:
             self.metrics_file.write(metrics)
             self.tracker.log_metrics({key: value for key, value in metrics.items() if key != "step"}, self.job.step)

@@ -1,4 +1,4 @@
-"""How much of its drafts would be kept, while a drafter trains: on conversations that it does not train on."""
+"""Validation: the acceptance of a drafter's drafts during training, on held-out conversations."""
 
 import math
 from itertools import accumulate
@@ -23,20 +23,20 @@ DRAFT_DEPTH = 4  # drafts at each of its places, or as many as the drafter makes
 
 
 def select_prompts(examples: list[Example], max_length: int) -> list[list[int]]:
-    """The prompts that a look asks for answers to, of a target for texts so long."""
+    """Select the prompts of a validation, for a target of this context length."""
     return [example.prompt for example in examples if len(example.prompt) + ANSWER_TOKENS <= max_length][:MAX_CONVERSATIONS]
 
 
 class ValidationRows(NamedTuple):
-    """Rows that a look runs, at most: an answer is drafted and nothing of it kept, then drafted again and all is."""
+    """The largest numbers of rows that a validation runs: it drafts answers with no draft accepted, then with all accepted."""
 
-    num_prompt: int  # of prompts, whose logits nobody asks for but the last one's
+    num_prompt: int  # prompt tokens; only the last one's logits are needed
     num_verified: int
     num_drafted: int
 
 
 def count_validation_rows(prompts: list[list[int]]) -> ValidationRows:
-    """Of these prompts, as `looked_at` gives them."""
+    """Count the rows of a validation over prompts from `select_prompts`."""
     rounds = len(prompts) * (ANSWER_TOKENS - 1 + math.ceil((ANSWER_TOKENS - 1) / (DRAFT_DEPTH + 1)))
     return ValidationRows(2 * sum(map(len, prompts)), rounds * (DRAFT_DEPTH + 1), rounds * DRAFT_DEPTH)
 

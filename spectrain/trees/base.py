@@ -1,7 +1,7 @@
-"""What a tree builder is given and gives. Shapes: B batch, F frontier nodes, K children of a node, V draft vocabulary.
+"""The contract between drafters and tree builders. Shapes: B batch, F frontier nodes, K children of a node, V draft vocabulary.
 
-A drafter hands over a `Draft`: how to go on drafting, as a `Rollout`, or ready continuations. A builder makes a TokenTree of
-it and knows no family.
+A drafter returns a `Draft`: a `Rollout` that drafts step by step, or ready continuations. A builder makes a TokenTree of it
+without knowing the family.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .token_tree import Children, TokenTree
 from .trie import Trie
 
 NEG_INF = float("-inf")
-MIN_PROB = 1e-20  # chance of a token that can be drawn; far below what a draw meets, far above where float32 ends
+MIN_PROB = 1e-20  # smallest probability that can be sampled; well above the float32 limit
 
 
 class Prefix(Protocol):
@@ -33,51 +33,53 @@ class Prefix(Protocol):
 
     @property
     def root(self) -> Tensor:
-        """The newest token of each text [B], chosen and not yet run."""
+        """The newest token of each text [B], emitted and not yet run through the target."""
 
     @property
     def lengths(self) -> Tensor:
-        """Committed tokens of each text [B], the root left out."""
+        """The number of committed tokens of each text [B], without the root."""
 
     @property
     def longest(self) -> int:
-        """The largest of them, or its bound, known without a host-device synchronisation."""
+        """The largest length, or an upper bound of it, available without a host-device synchronisation."""
 
     @property
     def tokens(self) -> Tensor:
-        """[B, capacity] the committed tokens and, behind them, the root."""
+        """The committed tokens followed by the root, [B, capacity]."""
 
     @property
     def sequence_ids(self) -> Tensor:
-        """[B] the key of each text's random draws."""
+        """The key of each text's random draws, [B]."""
 
     @property
     def round(self) -> int:
-        """Drafts made so far."""
+        """The number of drafts made so far."""
 
 
 class Rollout(ABC):
     """One round of a drafter that drafts step by step."""
 
     draft_ids: Tensor | None = None  # [V] the target id of every draft id; None where they are the same
-    depth_limit: int | None = None  # how deep the drafter can draft, such as its number of heads; None for any depth
-    stop_mask: Tensor | None = None  # [B, F] of the nodes given last, those below which it advises to draft nothing
-    accept_probs: Tensor | None = (
-        None  # [B, F] of the nodes given last, the chance that a token drawn below is kept, if it knows
-    )
+    depth_limit: int | None = None  # largest depth that the drafter supports, such as its number of heads; None: any
+    stop_mask: Tensor | None = None  # [B, F] latest nodes below which nothing should be drafted
+    accept_probs: Tensor | None = None  # [B, F] estimated acceptance of a token below the latest nodes
 
     @abstractmethod
     def start(self) -> Tensor:
-        """Log-probabilities [B, 1, V] of the token after the root."""
+        """Return log-probabilities [B, 1, V] of the token after the root."""
 
     @abstractmethod
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Log-probabilities [B, F, V] after new nodes: their tokens [B, F] in target ids, and their parents [B, F] by
-        the order in which nodes were given, the root being 0."""
+        """Return log-probabilities [B, F, V] after new nodes, given their tokens [B, F] in target ids and their parents [B, F].
+
+        Parents count nodes in the order in which they were passed; the root is 0.
+        """
 
     def extend_path(self, tokens: Tensor, parents: Tensor, num_given: int) -> Tensor:
-        """The same [B, F, V] of nodes that hang below each other, `tokens` [B, F], the first of them below `parents` [B], where
-        `given` nodes were given before, the root one of them. Some drafters run them in one step."""
+        """Return log-probabilities [B, F, V] after a path of nodes `tokens` [B, F], the first of them below `parents` [B].
+
+        `num_given` nodes were passed before, the root included. Some drafters run the path in one step.
+        """
         found, kept = [], []
         for place, column in enumerate(tokens.split(1, dim=1)):
             found.append(self.extend(column, parents[:, None]))
@@ -89,35 +91,33 @@ class Rollout(ABC):
         return torch.cat(found, dim=1)
 
     def to_target_ids(self, ids: Tensor) -> Tensor:
-        """Target ids of draft ids."""
+        """Map draft ids to target ids."""
         return ids if self.draft_ids is None else self.draft_ids[ids]
 
 
 @dataclass(frozen=True)
 class Draft:
-    """What a drafter hands over in a round: how to draft from here, or continuations that are ready."""
+    """A drafter's proposal of one round: a rollout to draft with, ready continuations, or both."""
 
     rollout: Rollout | None = None
-    continuations: list[Trie] | None = None  # of every text, below its root: what may follow it, by weight
+    continuations: list[Trie] | None = None  # of each text: weighted continuations of its root
     merge_copies: Callable[[TokenTree], list[Trie]] | None = (
-        None  # what a rollout drafted and what else is known, by calibrated chance
+        None  # merges the rollout's tree with copies, by calibrated probability
     )
-    copies_after: Callable[[int, list[int]], Trie] | None = (
-        None  # what may follow a row's text and further tokens behind its root
-    )
-    add_mask_nodes: Callable[[TokenTree], TokenTree] | None = None  # adds to the tree what only drafts, such as mask tokens
+    copies_after: Callable[[int, list[int]], Trie] | None = None  # copies after a row's text and further tokens
+    add_mask_nodes: Callable[[TokenTree], TokenTree] | None = None  # adds nodes that are never emitted, such as mask tokens
 
 
 class BranchVisibility:
-    """Nodes that a drafter runs behind a cache which holds the root: of each its depth, and which nodes it sees, in the order
-    in which they were given."""
+    """Depth and visibility of nodes that a drafter runs after a cache that holds the root, in the order in which they were
+    passed."""
 
     def __init__(self, batch: int, device: torch.device) -> None:
-        self.depths = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # [B, nodes given so far]
+        self.depths = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # [B, nodes so far]
         self.visible = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)  # [B, nodes, nodes without the root]
 
     def add_nodes(self, parents: Tensor) -> tuple[Tensor, Tensor]:
-        """The depth [B, F] of new nodes below `parents` [B, F], and which nodes they see, [B, F, M], themselves the last."""
+        """Add nodes below `parents` [B, F]; return their depths [B, F] and visibility [B, F, M], with themselves last."""
         batch, num_new = parents.shape
         depth = self.depths.gather(1, parents) + 1
         above = self.visible.gather(1, parents[..., None].expand(-1, -1, self.visible.shape[-1]))
@@ -125,7 +125,7 @@ class BranchVisibility:
         return depth, self._append_nodes(depth, torch.cat([above, itself], dim=2))
 
     def add_path(self, parents: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The same of `count` nodes that hang below each other, the first of them below `parents` [B]."""
+        """Add a path of `count` nodes, the first of them below `parents` [B]; return the same."""
         batch, steps = len(parents), torch.arange(1, count + 1, device=parents.device)
         depth = self.depths.gather(1, parents[:, None]) + steps
         above = self.visible.gather(1, parents[:, None, None].expand(-1, 1, self.visible.shape[-1])).expand(-1, count, -1)
@@ -139,16 +139,16 @@ class BranchVisibility:
 
 
 class DepthRollout(Rollout):
-    """One round of a drafter for which a node's depth and own token say all: what came before them makes no difference."""
+    """One round of a drafter whose distribution depends only on a node's depth and token, not on earlier nodes."""
 
     def __init__(self, root: Tensor, depth_limit: int) -> None:
         self.root, self.depth_limit = root, depth_limit  # [B]
-        self.depths = torch.zeros(len(root), 1, dtype=torch.int64, device=root.device)  # of every node given so far
-        self.max_level = 0  # no node is deeper: as often something was given below the root
+        self.depths = torch.zeros(len(root), 1, dtype=torch.int64, device=root.device)  # depth of every node so far
+        self.max_level = 0  # upper bound of node depths: the number of calls of extend
 
     @abstractmethod
     def log_probs_at(self, depth: Tensor, tokens: Tensor) -> Tensor:
-        """Log-probabilities [B, F, V] after nodes of a depth [B, F], which is below the limit, and with these tokens [B, F]."""
+        """Return log-probabilities [B, F, V] after nodes of depths [B, F], below the limit, with tokens [B, F]."""
 
     def start(self) -> Tensor:
         return self._clamped_log_probs(self.depths, self.root[:, None])
@@ -161,13 +161,11 @@ class DepthRollout(Rollout):
 
     def _clamped_log_probs(self, depth: Tensor, tokens: Tensor) -> Tensor:
         assert self.depth_limit is not None
-        return self.log_probs_at(
-            depth.clamp(max=self.depth_limit - 1), tokens
-        )  # below it nothing is asked, and nothing will be used
+        return self.log_probs_at(depth.clamp(max=self.depth_limit - 1), tokens)  # results past the limit are never used
 
 
 class MarginalRollout(DepthRollout):
-    """One round of a drafter that has said all before it is asked: a node's distribution is that of its depth."""
+    """One round of a drafter that computes all depths in advance: a node's distribution is that of its depth."""
 
     def __init__(self, root: Tensor, log_q: Tensor, draft_ids: Tensor | None = None) -> None:
         super().__init__(root, log_q.shape[1])
@@ -178,44 +176,44 @@ class MarginalRollout(DepthRollout):
 
 
 def gather_by_depth(values: Tensor, depth: Tensor) -> Tensor:
-    """What is said of each depth, [B, K, ..], for nodes of these depths [B, F]."""
+    """Select the values [B, K, ..] of each depth for nodes of depths [B, F]."""
     return values.gather(1, depth[..., None].expand(-1, -1, values.shape[-1]))
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What a round cost and gave, for builders that learn from it."""
+    """The result and cost of one round, for builders that learn from it."""
 
     tree: TokenTree
     logits: Tensor  # [B, N, target vocabulary]
-    counts: Tensor  # [B] tokens emitted, 0 in rows that were done before
+    counts: Tensor  # [B] tokens emitted, 0 in rows that had finished before
     seconds: dict[str, float]  # draft, verify, accept, other
-    path: Tensor | None = None  # [B, P] the nodes that were kept, the root first, padded with the last one
+    path: Tensor | None = None  # [B, P] accepted nodes, the root first, padded with the last one
 
 
-MAX_NODES = 4096  # nodes, and so levels, of a tree: many times what any kernel or any drafter has a use for
+MAX_NODES = 4096  # nodes, and so levels, of a tree: far more than any kernel or drafter can use
 
 
 class TreeBuilder(ABC):
-    """How much to draft, and where."""
+    """Decides how many nodes are drafted, and where."""
 
     name: str
     depth: int  # longest path below the root: the most tokens a round can accept before its bonus
     budget: int  # nodes that the target verifies at most, the root included
-    max_drafted: int  # nodes at most that are given to a rollout, which its cache must hold
+    max_drafted: int  # nodes that a rollout receives at most; its cache must hold them
     children: Children = "deterministic"  # how a node's children are chosen; acceptance rules depend on it
-    temperature: float = 1.0  # of the distribution that drawn children are drawn from
+    temperature: float = 1.0  # of the distribution that children are sampled from
     seed: int = 0
     is_chain: bool = False
-    drafts_by_level: bool = True  # nodes that are given to a rollout together are equally deep
-    verifies_all: bool = False  # every node that it gives to a rollout is in its tree
-    is_fixed: bool = False  # its trees have one size and depth, found without a host-device synchronisation
-    uses_latency: bool = False  # what it drafts depends on measured times
+    drafts_by_level: bool = True  # nodes passed to a rollout together have the same depth
+    verifies_all: bool = False  # every node passed to a rollout is in the tree
+    is_fixed: bool = False  # trees have one size and depth, without a host-device synchronisation
+    uses_latency: bool = False  # the tree depends on measured times
     learns_from_trees: bool = False  # it learns from the trees that were verified, so pruned ones mislead it
     requirements: tuple[str, ...] = ()  # what it must be prepared with: "hits", "latency", "rehearsal" (rounds to learn from)
 
     def grow(self, prefix: Prefix, draft: Draft) -> TokenTree:
-        """A round's tree: grown along a rollout, made of ready continuations, or the best of both."""
+        """Build the tree of one round from a rollout, from ready continuations, or from both."""
         if draft.rollout is None:
             tree = merge_tries(prefix, draft.continuations or [], self)
         else:
@@ -229,34 +227,33 @@ class TreeBuilder(ABC):
         """Draft a tree below `prefix.root`, step by step."""
 
     def wants_drafter(self, prefix: Prefix, tries: list[Trie]) -> bool:
-        """Whether a drafter is to be asked where so much is known without it."""
+        """Tell whether the drafter should run although these copies are available without it."""
         return True
 
     def copy_budget(self, prefix: Prefix, tries: list[Trie]) -> int:
-        """How many nodes of ready continuations are verified, the root included."""
+        """Return how many nodes of ready continuations are verified, the root included."""
         return self.budget
 
     def prepare(self, calibration: Calibration) -> None:
-        """Called once before decoding, with what was measured of this target and drafter."""
+        """Take the measurements of this target and drafter; called once before decoding."""
 
     def observe(self, round: RoundResult) -> None:
-        """Called after every drafted round."""
+        """Learn from a drafted round; called after each of them."""
 
     def max_depth(self, rollout: Rollout) -> int:
-        """How deep to draft: the builder's depth, or less where the drafter cannot."""
+        """Return the depth to draft: the builder's, or the drafter's limit where that is less."""
         return self.depth if rollout.depth_limit is None else min(self.depth, rollout.depth_limit)
 
     def sampled_variant(self, temperature: float) -> TreeBuilder | None:
-        """The same trees, not prepared yet, whose children are drawn at this temperature; None where which nodes stay depends
-        on what was drawn."""
+        """Return an unprepared builder of the same trees with sampled children; None where selection depends on the samples."""
         return None
 
     def report_settings(self) -> dict[str, object]:
-        """What a report says about the tree."""
+        """Return the settings that a report shows."""
         return {"name": self.name, "depth": self.depth, "budget": self.budget, "children": self.children}
 
     def _check_settings(self, **least: tuple[float, float]) -> None:
-        """Refuse settings below their least value, key=(value, least), and trees that no memory would hold."""
+        """Raise UserError for settings below their minimum, given as key=(value, minimum), and for trees too large to store."""
         for key, (value, lowest) in least.items():
             if not value >= lowest:
                 raise UserError(f"tree.{key}={value}: use {lowest} or more")
@@ -267,13 +264,13 @@ class TreeBuilder(ABC):
 
 
 class WrappedBuilder(TreeBuilder):
-    """Another builder, and something around it: what it grows is the same unless a subclass says otherwise."""
+    """A builder that delegates to another one; subclasses change parts of it."""
 
     def __init__(self, builder: TreeBuilder) -> None:
         self.builder = builder
-        for name in TreeBuilder.__annotations__:  # what a builder says of itself
+        for name in TreeBuilder.__annotations__:  # the declared properties of a builder
             setattr(self, name, getattr(builder, name))
-        self.is_fixed = False  # what is around it may look at numbers
+        self.is_fixed = False  # a subclass may read values on the host
 
     def grow(self, prefix: Prefix, draft: Draft) -> TokenTree:
         return self.builder.grow(prefix, draft)
@@ -298,7 +295,7 @@ class WrappedBuilder(TreeBuilder):
 
 
 class RootOnlyBuilder(TreeBuilder):
-    """No draft: a round is a step of autoregressive decoding."""
+    """Drafts nothing: a round is one step of autoregressive decoding."""
 
     name = "root"
     depth, budget, max_drafted = 0, 1, 0
@@ -309,8 +306,10 @@ class RootOnlyBuilder(TreeBuilder):
 
 
 def merge_tries(prefix: Prefix, tries: list[Trie], builder: TreeBuilder) -> TokenTree:
-    """Of the trie of every text what the builder has room for, by weight; padded to the longest row. Where there is nothing
-    at all, the root alone."""
+    """Build a tree of the heaviest nodes of each text's trie within the builder's budget, padded to the longest row.
+
+    Where all tries are empty, the tree is the root alone.
+    """
     room = builder.copy_budget(prefix, tries)
     chosen = [trie.heaviest_path(builder.depth) if builder.is_chain else trie.best_nodes(builder.depth, room) for trie in tries]
     roots, width = prefix.root, max(map(len, chosen), default=1)
@@ -328,17 +327,20 @@ def merge_tries(prefix: Prefix, tries: list[Trie], builder: TreeBuilder) -> Toke
 
 
 def sampling_probs(log_q: Tensor, temperature: float) -> Tensor:
-    """What children are drawn from: q at a temperature, without what is all but impossible. A rule divides by what is left
-    of q once likelier children are rejected, in float32, and a child that q never offers would always be kept."""
+    """Return the distribution that children are sampled from: q at a temperature, with probabilities below MIN_PROB set to 0.
+
+    A rule divides by the rest of q once likelier children are rejected, in float32, and a child with q = 0 would always be
+    accepted.
+    """
     q = (log_q / temperature).softmax(-1)
     return q.masked_fill(q < MIN_PROB, 0)
 
 
 def pick_top_and_sampled(q: Tensor, width: int, noise: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each node the likeliest children, then one drawn by Gumbel `noise` [.., V] from the rest of q [.., V].
+    """Pick the most likely children of each node, then one sampled by Gumbel `noise` [.., V] from the rest of q [.., V].
 
-    Gives their draft ids and log q [.., K], and what the last one was drawn from [.., V]: q without the others, normalised; all
-    zeros, and its log q -inf, where nothing is left. Nodes of `counts` [F] children have theirs first, and padding behind them.
+    Returns their draft ids and log q [.., K], and the distribution of the last one [.., V]: q without the others, normalised;
+    all zeros, with log q -inf, where that is empty. Nodes of `counts` [F] children have theirs first, followed by padding.
     """
     best = q.topk(width, dim=-1)
     last = torch.full(q.shape[:-1], width - 1, device=q.device) if counts is None else (counts - 1).expand(q.shape[:-1])
@@ -351,9 +353,9 @@ def pick_top_and_sampled(q: Tensor, width: int, noise: Tensor, counts: Tensor | 
 
 
 class GrowingTree:
-    """A tree while it grows, level by level; the nodes whose distribution is known and unused are the frontier.
+    """A tree that grows level by level; its frontier are the nodes with a distribution and no children yet.
 
-    A node's score is the sum of log q along its path: the drafter's own estimate that the path is kept.
+    A node's score is the sum of log q along its path: the drafter's own estimate that the path is accepted.
     """
 
     def __init__(self, builder: TreeBuilder, prefix: Prefix, rollout: Rollout) -> None:
@@ -363,9 +365,9 @@ class GrowingTree:
         self.parents = torch.full_like(self.tokens, -1)
         self.scores = torch.zeros(self.tokens.shape, device=root.device)
         self.frontier = torch.zeros_like(self.tokens)  # [B, F] index of each frontier node
-        self.rollout_index = torch.zeros_like(self.tokens)  # the same nodes, in the order given to the rollout
+        self.rollout_index = torch.zeros_like(self.tokens)  # [B, F] positions of these nodes in the rollout
         self.num_rollout_nodes = 1
-        self.level_start = 0  # where the newest level begins
+        self.level_start = 0  # first node of the newest level
         self.log_q = rollout.start()
         self.num_levels = self.max_width = 0
         self.draft_probs: list[tuple[Tensor, Tensor]] = []  # frontier nodes and the q that their children were drawn from
@@ -374,7 +376,7 @@ class GrowingTree:
     def add_children(self, width: int, allowed: Tensor | None = None, counts: Tensor | None = None) -> Tensor:
         """Add `width` children to every frontier node; where `allowed` [B, F, K] is False they stay padding.
 
-        counts [F]: how many of them a node will keep, its first ones, where that is less. Returns the scores [B, F * K] of this
+        counts [F]: how many children a node retains, its first ones, where that is less. Returns the scores [B, F * K] of this
         new level.
         """
         width = min(width, self.log_q.shape[-1])
@@ -392,7 +394,7 @@ class GrowingTree:
         return scores.flatten(1)
 
     def extend_frontier(self, keep: Tensor) -> None:
-        """Make nodes `keep` [B, F] of the newest level the frontier: the drafter runs them."""
+        """Run nodes `keep` [B, F] of the newest level through the drafter; they become the frontier."""
         width = (self.tokens.shape[1] - self.level_start) // self.frontier.shape[1]
         nodes = self.level_start + keep
         self.log_q = self.rollout.extend(self.tokens.gather(1, nodes), self.rollout_index.gather(1, keep // width))
@@ -402,12 +404,14 @@ class GrowingTree:
         self.num_rollout_nodes += keep.shape[1]
 
     def select_best(self, budget: int) -> TokenTree:
-        """The `budget` best-scored nodes. A path's score never rises and ties go to the shallower node, so every kept
-        node has its parent."""
+        """Return the tree of the `budget` best-scored nodes.
+
+        A path's score never rises and ties go to the shallower node, so every selected node has its parent.
+        """
         return self.select_nodes(self.scores.sort(dim=1, descending=True, stable=True).indices[:, :budget].sort(dim=1).values)
 
     def select_nodes(self, keep: Tensor) -> TokenTree:
-        """The tree of nodes `keep` [B, N], ascending and closed under parents; never-scored ones are padding."""
+        """Return the tree of nodes `keep` [B, N], ascending and closed under parents; nodes of score -inf are padding."""
         renumber = torch.full_like(self.tokens, -1)
         renumber.scatter_(1, keep, torch.arange(keep.shape[1], device=keep.device).expand_as(keep))
         old = self.parents.gather(1, keep)
@@ -417,7 +421,7 @@ class GrowingTree:
         q = None
         if self.builder.children != "deterministic":
             batch, count = keep.shape
-            q = self.log_q.new_zeros(batch, count + 1, self.log_q.shape[-1])  # the last row takes what is not kept
+            q = self.log_q.new_zeros(batch, count + 1, self.log_q.shape[-1])  # the last row takes nodes that are not selected
             rows = torch.arange(batch, device=keep.device)[:, None]
             for nodes, drawn_from in self.draft_probs:
                 slots = renumber.gather(1, nodes)
@@ -429,7 +433,7 @@ class GrowingTree:
         return TokenTree(tokens, parents, valid, every, *drawn, self.num_levels, self.max_width, scores=scores)
 
     def _pick_children(self, width: int, counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Draft ids [B, F, K] of children and their log q; drawn ones in the order of the draw."""
+        """Return draft ids [B, F, K] of children and their log q; sampled ones in the order of the draw."""
         if self.builder.children == "deterministic":
             best = self.log_q.topk(width, dim=-1)
             return best.indices, best.values

@@ -14,13 +14,13 @@ from .token_tree import Children, TokenTree
 
 
 class Chain(TreeBuilder):
-    """The drafter's continuation, up to `depth` tokens: its most likely one, or with children=sampled a drawn one.
+    """A chain of up to `depth` draft tokens: the most likely ones or, with children=sampled, sampled ones.
 
-    With `stop`, a row ends before a token whose chance of being kept is below it: the product of the likeliest q along the
-    path or, with stop_on=token, the likeliest q after the path alone (the second exit of Kangaroo, Liu et al., 2024). Where
-    the drafter itself estimates that chance c its estimate is taken, so that stop=1-h is SpecDec++'s rule (Huang et al.,
-    2024): it ends where 1 - prod(c) > h. The token itself is not looked at, so drawn chains stay lossless; drawing one and
-    then discarding it would not.
+    With `stop`, a row ends before a token whose acceptance probability is below it. That is the product of the largest q along
+    the path or, with stop_on=token, the largest q after the path alone (the second exit of Kangaroo, Liu et al., 2024). Where
+    the drafter predicts the acceptance probability c itself, c is used, so that stop=1-h is the rule of SpecDec++ (Huang et
+    al., 2024): the chain ends where 1 - prod(c) > h. The decision does not depend on the token, so sampled chains stay
+    lossless; discarding a sampled token would not.
     """
 
     name = "chain"
@@ -29,11 +29,18 @@ class Chain(TreeBuilder):
 
     def __init__(
         self,
+        # Draft tokens of a chain at most.
         depth: int = 3,
+        # How tokens are chosen: deterministic takes the most likely one, sampled draws one.
         children: Children = "deterministic",
+        # Temperature of the distribution that sampled children are drawn from.
         temperature: float = 1.0,
+        # Seed of the random draws of children.
         seed: int = 0,
+        # A chain ends before a token whose acceptance probability is below this threshold; 0 always drafts the full depth.
         stop: float = 0.0,
+        # What the threshold stop is compared with: the product of probabilities along the path (path) or the next token's
+        # alone (token).
         stop_on: Literal["path", "token"] = "path",
     ) -> None:
         self.depth, self.children, self.temperature, self.seed, self.stop = depth, children, temperature, seed, stop
@@ -71,16 +78,16 @@ class Chain(TreeBuilder):
         return draft.select_nodes(torch.arange(draft.tokens.shape[1], device=prefix.root.device).expand_as(draft.tokens))
 
     def begin_round(self, prefix: Prefix) -> None:
-        """Called before the first token of a round whose length is to be decided."""
+        """Reset the state of a round; called before its first token."""
         self.confidence = torch.ones(len(prefix.root), device=prefix.root.device)
 
     def should_draw(self, draft: GrowingTree, level: int) -> Tensor:
-        """[B] the rows that draft one more token below `level` others, said before it is drawn."""
+        """Mark the rows [B] that draft one more token after `level` others; decided before it is drawn."""
         kept = draft.rollout.accept_probs
         chance = (draft.log_q[:, 0] / self.temperature).softmax(-1).amax(-1) if kept is None else kept[:, 0]
         self.confidence = self.confidence * chance
         return (chance if self.stop_on == "token" else self.confidence) >= self.stop
 
     def should_run(self, draft: GrowingTree, level: int) -> Tensor:
-        """[B] the rows whose newest token, below `level` others, the drafter is to run, for another one to follow."""
+        """Mark the rows [B] whose newest token, after `level` others, the drafter runs to draft another one."""
         return torch.ones_like(self.confidence, dtype=torch.bool)

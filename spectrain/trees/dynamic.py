@@ -16,7 +16,7 @@ from .token_tree import TokenTree
 
 
 class Eagle2(TreeBuilder):
-    """EAGLE-2's dynamic tree (Li et al., 2024, section 4): expand the likeliest nodes, then keep the likeliest ones.
+    """EAGLE-2's dynamic tree (Li et al., 2024, section 4): expand the likeliest nodes, then verify the likeliest ones.
 
     Each level expands its `top_k` best nodes into `top_k` children each; of everything drafted, the `budget` - 1 nodes with
     the best scores are verified.
@@ -25,7 +25,15 @@ class Eagle2(TreeBuilder):
     name = "eagle2"
     is_fixed = True
 
-    def __init__(self, depth: int = 5, budget: int = 16, top_k: int = 4) -> None:
+    def __init__(
+        self,
+        # Longest path below the root in draft tokens.
+        depth: int = 5,
+        # Nodes of the tree that the target verifies at most, the root included.
+        budget: int = 16,
+        # Nodes of a level that are expanded, and children of each of them.
+        top_k: int = 4,
+    ) -> None:
         self.depth, self.budget, self.top_k = depth, budget, top_k
         self._check_settings(depth=(depth, 1), budget=(budget, 2), top_k=(top_k, 1))
         self.max_drafted = (depth - 1) * top_k
@@ -67,7 +75,15 @@ class Beam(Eagle2):
 
     name = "beam"
 
-    def __init__(self, depth: int = 4, budget: int = 16, top_k: int = 4) -> None:
+    def __init__(
+        self,
+        # Length of a beam in draft tokens.
+        depth: int = 4,
+        # Nodes of the tree that the target verifies at most, the root included.
+        budget: int = 16,
+        # Beams of every length that are continued.
+        top_k: int = 4,
+    ) -> None:
         super().__init__(depth, budget, top_k)
         if budget <= depth:
             raise UserError(
@@ -86,7 +102,7 @@ class Beam(Eagle2):
         return draft.select_best(self.budget)
 
     def _select_beams(self, parents: Tensor, ends: Tensor, depth: int) -> Tensor:
-        """[B, nodes] bool: the root, and the nodes of the beams that end in `ends` [B, W], best first, and have room."""
+        """Mark the root and the beams, best first, that end in `ends` [B, W] and fit the budget: [B, nodes] bool."""
         path = [ends]
         for _ in range(depth - 1):
             path.append(parents.gather(1, path[-1]))
@@ -94,7 +110,7 @@ class Beam(Eagle2):
         width = nodes.shape[1]
         better = torch.ones(width, width, dtype=torch.bool, device=nodes.device).tril(-1)
         shared = ((nodes[:, :, None] == nodes[:, None]) & better[..., None]).any(2)  # with a better beam
-        fits = (~shared).sum(-1).cumsum(1) < self.budget  # the root takes a place
+        fits = (~shared).sum(-1).cumsum(1) < self.budget  # the root takes one slot
         kept = torch.zeros_like(parents)
         kept.scatter_reduce_(1, nodes.flatten(1), fits[..., None].expand_as(nodes).flatten(1).long(), "amax")
         kept[:, 0] = 1
@@ -110,7 +126,15 @@ class OptTree(TreeBuilder):
 
     name = "opt"
 
-    def __init__(self, depth: int = 8, budget: int = 16, threshold: float = 0.1) -> None:
+    def __init__(
+        self,
+        # Longest path below the root in draft tokens.
+        depth: int = 8,
+        # Nodes of the tree that the target verifies at most, the root included.
+        budget: int = 16,
+        # Drafting stops where a level adds at most so many expected tokens.
+        threshold: float = 0.1,
+    ) -> None:
         self.depth, self.budget, self.threshold = depth, budget, threshold
         self._check_settings(depth=(depth, 1), budget=(budget, 2), threshold=(threshold, 0))
         self.max_drafted = (depth - 1) * (budget - 1)
@@ -135,12 +159,12 @@ class OptTree(TreeBuilder):
 
 
 class DySpec(TreeBuilder):
-    """DySpec (Xiong et al., 2024): the open place with the largest value, the chance that it is reached, is filled next.
+    """DySpec (Xiong et al., 2024): the open slot with the largest value, the probability that it is reached, is filled next.
 
-    Token y drawn at a place of value v from what is left of q opens a place below it, of value v q(y), and one beside it,
-    of value v (1 - q(y)), with y taken out of q. Where the best place lies below a node that the drafter has not run, all
-    such nodes run together. Filling stops at the budget or below `threshold`; a place is given up before its token is
-    drawn, so drawn trees stay lossless.
+    Token y, drawn at a slot of value v from the residual of q, opens a child slot of value v q(y) and a sibling slot of
+    value v (1 - q(y)), with y removed from q. Where the best slot lies below a node that the drafter has not run, all
+    such nodes run together. Filling stops at the budget or below `threshold`. A slot is given up before its token is
+    drawn, so sampled trees stay lossless.
     """
 
     name = "dyspec"
@@ -148,11 +172,17 @@ class DySpec(TreeBuilder):
 
     def __init__(
         self,
+        # Longest path below the root in draft tokens.
         depth: int = 5,
+        # Nodes of the tree that the target verifies at most, the root included.
         budget: int = 16,
+        # Filling stops where the best open slot is reached with a probability below this threshold.
         threshold: float = 0.0,
+        # How the children of a node are chosen: deterministic or without_replacement; acceptance rules depend on it.
         children: Literal["deterministic", "without_replacement"] = "without_replacement",
+        # Temperature of the distribution that sampled children are drawn from.
         temperature: float = 1.0,
+        # Seed of the random draws of children.
         seed: int = 0,
     ) -> None:
         self.depth, self.budget, self.threshold = depth, budget, threshold
@@ -191,7 +221,7 @@ class DySpec(TreeBuilder):
             log_q = rollout.extend(torch.tensor(tokens, device=device), torch.tensor(parents, device=device))
 
     def _make_tree(self, rows: list[_DySpecRow], rollout: Rollout, like: Tensor) -> TokenTree:
-        """Rows of trees as one batch, padded."""
+        """Build one padded batch from the trees of all rows."""
         width = max(len(row.tokens) for row in rows)
         device = like.device
         tokens = torch.tensor([row.tokens + [0] * (width - len(row.tokens)) for row in rows], device=device)
@@ -209,20 +239,20 @@ class DySpec(TreeBuilder):
 
 
 class _DySpecRow:
-    """One row's tree while DySpec fills it."""
+    """The tree of one row while DySpec fills it."""
 
     def __init__(self, builder: DySpec, number: int, root: int, source: torch.Generator) -> None:
         self.builder, self.index, self.rng = builder, number, source
         self.tokens, self.parents, self.depths = [root], [-1], [0]
         self.values = [1.0]  # the chance that a node is reached
         self.rollout_index: dict[int, int] = {}  # node -> its order in the rollout
-        self.q: dict[int, Tensor] = {}  # what each node's children are drawn from, where the drafter has run it
-        self.residual_q: dict[int, Tensor] = {}  # the same, without the children it has
-        self.stopped_nodes: set[int] = set()  # nodes below which nothing is drafted
-        self.open_slots = [(-1.0, 0)]  # minus the value of an open place, and the node above it
+        self.q: dict[int, Tensor] = {}  # draft distribution of each node that the drafter has run
+        self.residual_q: dict[int, Tensor] = {}  # q without the children that exist, normalised
+        self.stopped_nodes: set[int] = set()  # nodes whose children are not drafted
+        self.open_slots = [(-1.0, 0)]  # negated value of an open slot, and its parent node
 
     def fill_slots(self, rollout: Rollout) -> None:
-        """Fill open places from the best down, until one lies below a node that has not run."""
+        """Fill open slots, the best first, until one lies below a node that the drafter has not run."""
         while self._has_open_slot() and self.open_slots[0][1] in self.q:
             value, parent = heapq.heappop(self.open_slots)
             if parent in self.stopped_nodes:
@@ -247,7 +277,7 @@ class _DySpecRow:
                 heapq.heappush(self.open_slots, (value * (1 - chance), parent))
 
     def nodes_to_run(self) -> list[int]:
-        """Nodes to run before filling goes on; none when the tree is done."""
+        """Return the nodes that the drafter must run before filling continues; none when the tree is complete."""
         return [node for _, node in sorted(self.open_slots) if node not in self.q] if self._has_open_slot() else []
 
     def _has_open_slot(self) -> bool:
@@ -259,5 +289,5 @@ class _DySpecRow:
 
 
 def _best_of_level(scores: Tensor, count: int) -> Tensor:
-    """The best nodes of a level, [B, count at most]; ties go to the first."""
+    """Return the best nodes of a level, [B, at most count]; ties go to the first."""
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]

@@ -1,4 +1,4 @@
-"""Trees whose shape is fixed before decoding, found by search over measured acceptance. Shapes: B batch, V draft vocabulary.
+"""Trees whose shape is fixed before decoding, by settings or by search. Shapes: B batch, V draft vocabulary.
 
 A shape is a list of paths: (0, 2) is the third choice below the first choice below the root.
 """
@@ -22,9 +22,9 @@ NodePath = tuple[int, ...]
 
 
 class Static(TreeBuilder):
-    """Medusa's static sparse tree (Cai et al., 2024, section 3.3.3): the nodes that are likeliest to be kept, chosen once.
+    """Medusa's static sparse tree (Cai et al., 2024, section 3.3.3): the nodes most likely to be accepted, chosen once.
 
-    The chance of a node is the product of the measured chances of its choices, a_d^(i) at depth d for the i-th choice.
+    The probability of a node is the product of the measured acceptance of its choices, a_d^(i) at depth d for the i-th choice.
     Without `paths` the tree is searched when the builder is prepared.
     """
 
@@ -34,11 +34,19 @@ class Static(TreeBuilder):
 
     def __init__(
         self,
+        # Longest path below the root in draft tokens.
         depth: int = 5,
+        # Nodes of the tree that the target verifies at most, the root included.
         budget: int = 16,
+        # Paths of the tree as lists of choices, such as [0, 2] for the third choice below the first; null searches them by
+        # measured acceptance.
         paths: list[list[int]] | None = None,
+        # How the children of a node are chosen: deterministic, sampled, without_replacement or top_and_sampled; acceptance
+        # rules depend on it.
         children: Children = "deterministic",
+        # Temperature of the distribution that sampled children are drawn from.
         temperature: float = 1.0,
+        # Seed of the random draws of children.
         seed: int = 0,
     ) -> None:
         self.depth, self.budget, self.children, self.temperature, self.seed = depth, budget, children, temperature, seed
@@ -69,7 +77,7 @@ class Static(TreeBuilder):
 
     def sampled_variant(self, temperature: float) -> Static | None:
         if not self.requirements and any(path[-1] and (*path[:-1], path[-1] - 1) not in self.paths for path in self.paths):
-            return None  # its paths leave out an earlier sibling
+            return None  # the paths omit an earlier sibling
         other = copy(self)
         other.children, other.temperature, other.levels_by_shape = "without_replacement", temperature, {}
         return other
@@ -79,8 +87,8 @@ class Static(TreeBuilder):
             self._set_paths(self.search_paths(calibration))
 
     def search_paths(self, calibration: Calibration) -> list[NodePath]:
-        """The `budget` - 1 paths with the largest chances; a sibling enters after those before it."""
-        hits = calibration.hits[: self.depth]  # as deep as the drafter reaches
+        """Return the `budget` - 1 most probable paths; a sibling enters after those before it."""
+        hits = calibration.hits[: self.depth]  # limited by the drafter's depth
         found: list[NodePath] = []
         heap: list[tuple[float, NodePath]] = [(-hits[0][0], (0,))]
         while heap and len(found) + 1 < self.budget:
@@ -102,7 +110,7 @@ class Static(TreeBuilder):
         batch, device = prefix.root.shape[0], prefix.root.device
         keep = [torch.zeros(1, dtype=torch.int64, device=device)]
         where = draft.log_q.shape[-1], self.max_depth(rollout), device
-        if where not in self.levels_by_shape:  # made in a round that no graph and no compiler sees: it copies from the host
+        if where not in self.levels_by_shape:  # built in an uncaptured round: it copies from the host
             self.levels_by_shape[where] = _plan_levels(self.paths, *where)
         for width, nodes, inner, counts in self.levels_by_shape[where]:
             draft.add_children(width, counts=counts)
@@ -122,9 +130,14 @@ class Cartesian(Static):
 
     def __init__(
         self,
-        widths: tuple[int, ...] = (3, 2, 1),  # choices at each depth
+        # Choices at each depth, the first depth first; the tree is their Cartesian product.
+        widths: tuple[int, ...] = (3, 2, 1),
+        # How the children of a node are chosen: deterministic, sampled, without_replacement or top_and_sampled; acceptance
+        # rules depend on it.
         children: Children = "deterministic",
+        # Temperature of the distribution that sampled children are drawn from.
         temperature: float = 1.0,
+        # Seed of the random draws of children.
         seed: int = 0,
     ) -> None:
         if not widths or min(widths) < 1:
@@ -135,9 +148,9 @@ class Cartesian(Static):
 
 
 class Sequoia(Static):
-    """Sequoia (Chen et al., 2024, section 4.1): the tree of a size that keeps most, by a dynamic programme.
+    """Sequoia (Chen et al., 2024, section 4.1): the best tree of a given size, by dynamic programming.
 
-    p_j is the measured chance that the j-th child is the one kept, whatever the depth. T[m][l][b], the expected tokens of
+    p_j is the measured probability that the j-th child is accepted, pooled over depths. T[m][l][b], the expected tokens of
     the best tree of m nodes and at most l levels whose root has b children, is max over y of T[y][l][b-1] + p_b T[m-y][l-1].
     With `measured` the size and depth are also chosen, by the measured time of drafting l - 1 levels and verifying m nodes.
     """
@@ -146,11 +159,18 @@ class Sequoia(Static):
 
     def __init__(
         self,
+        # Longest path below the root in draft tokens.
         depth: int = 5,
+        # Nodes of the tree that the target verifies at most, the root included.
         budget: int = 16,
+        # How the children of a node are chosen: deterministic, sampled, without_replacement or top_and_sampled; acceptance
+        # rules depend on it.
         children: Children = "deterministic",
+        # Temperature of the distribution that sampled children are drawn from.
         temperature: float = 1.0,
+        # Seed of the random draws of children.
         seed: int = 0,
+        # Whether size and depth are also chosen, within budget and depth, by the measured times of drafting and verifying.
         measured: bool = False,
     ) -> None:
         super().__init__(depth, budget, None, children, temperature, seed)
@@ -176,8 +196,8 @@ class Sequoia(Static):
 
 
 def sequoia_table(chances: list[float], nodes: int, levels: int) -> np.ndarray:
-    """T [nodes + 1, levels + 1, children + 1]; impossible trees are -inf."""
-    chances = [max(chance, 1e-9) for chance in chances]  # 0 times an impossible tree would be no number
+    """Compute T [nodes + 1, levels + 1, children + 1]; impossible trees are -inf."""
+    chances = [max(chance, 1e-9) for chance in chances]  # 0 times -inf would be NaN
     table = np.full((nodes + 1, levels + 1, len(chances) + 1), -np.inf)
     table[1, 1:, 0] = 1
     for size in range(2, nodes + 1):
@@ -189,7 +209,7 @@ def sequoia_table(chances: list[float], nodes: int, levels: int) -> np.ndarray:
 
 
 def sequoia_paths(chances: list[float], nodes: int, levels: int) -> list[NodePath]:
-    """The paths of the best tree of at most so many nodes and levels, the root included."""
+    """Return the paths of the best tree of at most `nodes` nodes and `levels` levels, the root included."""
     chances = [max(chance, 1e-9) for chance in chances]
     table = sequoia_table(chances, nodes, levels)
     paths: list[NodePath] = []
@@ -209,11 +229,11 @@ def sequoia_paths(chances: list[float], nodes: int, levels: int) -> list[NodePat
 
 
 TreeLevel = tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]
-"""Children drawn a frontier node, which of them are in the tree, which of these have children, and how many each node has."""
+"""Children drawn per frontier node, which of them are in the tree, which of these have children, and how many each node has."""
 
 
 def _plan_levels(paths: list[NodePath], vocab_size: int, depth: int, device: torch.device) -> list[TreeLevel]:
-    """By level; choices beyond a small vocabulary or the drafter's reach are left out, with what is below them."""
+    """Plan the levels of a tree; paths beyond the draft vocabulary or the drafter's depth are omitted."""
     possible = [path for path in paths if max(path) < vocab_size and len(path) <= depth]
     levels = []
     frontier: list[NodePath] = [()]

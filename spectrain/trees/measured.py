@@ -1,4 +1,4 @@
-"""Trees that weigh what a node may gain against what it costs on this machine. Shapes: B batch, F frontier nodes."""
+"""Trees that trade expected tokens against measured costs on this machine. Shapes: B batch, F frontier nodes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .measurements import Calibration, Latency
 from .token_tree import TokenTree
 from .trie import Trie
 
-CONTEXT_STRIDE = 32  # tokens by which a text grows before the times behind it are looked up again
+CONTEXT_STRIDE = 32  # tokens by which a context grows before its times are interpolated again
 
 
 class LatencyAwareBuilder(TreeBuilder):
-    """A builder that needs the time of drafting and verifying."""
+    """A builder that needs measured times of drafting and verifying."""
 
     requirements: tuple[str, ...] = ("latency",)
     uses_latency = True
@@ -28,7 +28,7 @@ class LatencyAwareBuilder(TreeBuilder):
 
     def prepare(self, calibration: Calibration) -> None:
         self.latency = calibration.latency
-        self.verify_curves: dict[int, list[float]] = {}  # seconds of every size, by the length of the text, in steps of STRIDE
+        self.verify_curves: dict[int, list[float]] = {}  # seconds of every tree size, by context length
 
     def _require_latency(self) -> Latency:
         if self.latency is None:
@@ -36,7 +36,7 @@ class LatencyAwareBuilder(TreeBuilder):
         return self.latency
 
     def _verify_seconds(self, length: int) -> list[float]:
-        """Of every size up to the budget, behind texts so long."""
+        """Return the seconds to verify every size up to the budget, for a context of this length."""
         latency, context = self._require_latency(), length // CONTEXT_STRIDE * CONTEXT_STRIDE
         if context not in self.verify_curves:
             self.verify_curves[context] = [latency.estimate_verify(size, context) for size in range(1, self.budget + 1)]
@@ -44,7 +44,7 @@ class LatencyAwareBuilder(TreeBuilder):
 
 
 class Cast(LatencyAwareBuilder):
-    """CAST (Hu et al., 2025): breadth, depth and size by measured cost. u is expected tokens, c is cost in target steps.
+    """CAST (Hu et al., 2025): breadth, depth and size by measured cost. u: expected tokens, c: cost in target steps.
 
     Walking k up the sorted nodes, k is taken where (u_k - u_k') / (c_k - c_k') exceeds a threshold, k' the last one taken:
     `breadth_gain` for how many nodes of a level are drafted on, `size_gain` for how many nodes are verified. Another level is
@@ -56,12 +56,19 @@ class Cast(LatencyAwareBuilder):
 
     def __init__(
         self,
+        # Longest path below the root in draft tokens.
         depth: int = 8,
+        # Nodes of the tree that the target verifies at most, the root included.
         budget: int = 64,
+        # Nodes of a level that are expanded, and children of each of them.
         top_k: int = 8,
+        # Expected tokens that one more target step of cost must gain for another node of a level to be drafted on.
         breadth_gain: float = 1.0,
+        # Expected tokens per target step of cost that a level must promise for another level to be drafted.
         depth_gain: float = 1.0,
+        # Expected tokens that one more target step of cost must gain for another node to be verified.
         size_gain: float = 1.0,
+        # Rounds over which the change of expected tokens from level to level is averaged.
         memory: int = 16,
     ) -> None:
         self.depth, self.budget, self.top_k, self.memory = depth, budget, top_k, memory
@@ -71,7 +78,7 @@ class Cast(LatencyAwareBuilder):
                     depth_gain=(depth_gain, 0), size_gain=(size_gain, 0))  # fmt: skip
         self.max_drafted = (depth - 1) * top_k
         self.level_ratios: list[deque[float]] = [deque(maxlen=memory) for _ in range(depth)]
-        self.verify_costs: list[float] = []  # of verifying so many nodes, in target steps, in the round that is being drafted
+        self.verify_costs: list[float] = []  # verification cost by number of nodes in this round, in target steps
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         latency = self._require_latency()
@@ -107,7 +114,7 @@ class Cast(LatencyAwareBuilder):
 
 
 def choose_size(gains: list[float], costs: list[float], threshold: float) -> int:
-    """How many nodes to take: k is taken where its gain over the last one taken exceeds `least` times the added cost."""
+    """Choose how many nodes to take: k is taken where its gain over the last one exceeds `threshold` times the added cost."""
     taken = 0
     for k in range(1, len(gains)):
         if gains[k] - gains[taken] > threshold * (costs[k] - costs[taken]):
@@ -116,12 +123,12 @@ def choose_size(gains: list[float], costs: list[float], threshold: float) -> int
 
 
 def are_calibrated(tries: list[Trie]) -> bool:
-    """Whether it is known how likely their nodes are kept."""
+    """Tell whether the weights of all tries are acceptance probabilities."""
     return bool(tries) and all(trie.is_calibrated for trie in tries)
 
 
 def chances_by_depth(tries: list[Trie], nodes: list[list[int]], depth: int, budget: int) -> np.ndarray:
-    """[B, depth + 1, budget] the chance of the first of each text's nodes, the second and so on, at the node's depth."""
+    """Return the acceptance probability of each text's nodes, in their order, at the node's depth: [B, depth + 1, budget]."""
     found = np.zeros((len(tries), depth + 1, budget))
     for row, trie, chosen in zip(found, tries, nodes):
         row[[trie.depths[node] for node in chosen], range(len(chosen))] = [trie.weights[node] for node in chosen]
@@ -131,39 +138,49 @@ def chances_by_depth(tries: list[Trie], nodes: list[list[int]], depth: int, budg
 class Auto(LatencyAwareBuilder):
     """The depth and size that maximise predicted speed: expected tokens over the time to draft and verify them.
 
-    Expected tokens are the drafter's path probabilities, corrected at each depth by how often they came true. Times are those
-    of the calibration, which ran all sizes in turn; those of drafting follow what happens, as much faster or slower as the
-    round's own verification says that the machine is now. (Verification itself is not fitted anew: other work beside a few
-    rounds changed the slope of such a fit, and trees grew three times too large.)
+    Expected tokens are the drafter's path probabilities, corrected at each depth by observed acceptance. Verification times are
+    those of the calibration, which ran all sizes in turn. Drafting times are running means, scaled by how much faster or slower
+    the round's own verification was than calibrated. (Verification is not fitted again: other work on the machine changed the
+    slope of such a fit within a few rounds, and trees grew three times too large.)
 
-    Where copies are known besides, a drafter is asked only if the tokens that it adds to what copies promise would take longer
-    to decode without it, the larger trees that they make counted. They are those that it promised in earlier rounds, beside
-    copies that promised as much, of which as many count as proved to be added: kept, where copies alone would have kept fewer.
-    Now and then it is asked to see, the more rarely the more is known.
+    Where copies are available, the drafter runs only if decoding the tokens that it adds would take longer without it, the
+    cost of the larger tree included. Its gain is estimated from earlier rounds whose copies promised as many tokens, times the
+    fraction of such gains that was realised: tokens accepted beyond what copies alone would have yielded. From time to time
+    the drafter runs anyway, to update the estimate; less often as trials accumulate.
     """
 
     name = "auto"
     learns_from_trees = True
 
-    def __init__(self, depth: int = 8, budget: int = 64, top_k: int = 8, memory: int = 64) -> None:
+    def __init__(
+        self,
+        # Longest path below the root in draft tokens.
+        depth: int = 8,
+        # Nodes of the tree that the target verifies at most, the root included.
+        budget: int = 64,
+        # Nodes of a level that are expanded, and children of each of them.
+        top_k: int = 8,
+        # Rounds over which running means of acceptance and times are taken.
+        memory: int = 64,
+    ) -> None:
         self.depth, self.budget, self.top_k, self.memory = depth, budget, top_k, memory
         self._check_settings(depth=(depth, 1), budget=(budget, 2), top_k=(top_k, 1), memory=(memory, 1))
         self.max_drafted = (depth - 1) * top_k
-        self.text_length = 0  # of the longest text in this round
+        self.text_length = 0  # tokens of the longest text in this round
         self.step_seconds = self.start_seconds = 0.0
-        self.predicted_rates = np.ones(depth)  # running means, by depth: chance that a node there is kept, as predicted ...
-        self.observed_rates = np.ones(depth)  # ... and as it came true
-        self.expected_by_depth: Tensor | None = None  # [B, depth + 1] of the round that is being verified
-        self.num_levels = 0  # that the drafter made in that round
-        self.copy_seconds = 0.0  # of a round's draft that only copies
-        self.copy_tree: CopyTree | None = None  # of this round, if a drafter may be asked beside them
-        self.promised_tokens: float | None = None  # tokens that it promised to add to them in this round
-        self.mean_promised = self.mean_gained = 1.0  # running means of such tokens, and of those that it did add ...
-        self.num_judged = 4  # ... over so many rounds, which count as if they had held what they promised
+        self.predicted_rates = np.ones(depth)  # running means, by depth: predicted acceptance ...
+        self.observed_rates = np.ones(depth)  # ... and observed acceptance
+        self.expected_by_depth: Tensor | None = None  # [B, depth + 1] expected tokens of this round
+        self.num_levels = 0  # levels that the drafter made in this round
+        self.copy_seconds = 0.0  # drafting time of a round that only copies
+        self.copy_tree: CopyTree | None = None  # copies of this round, where the drafter may run too
+        self.promised_tokens: float | None = None  # expected gain of the drafter over copies in this round
+        self.mean_promised = self.mean_gained = 1.0  # running means of expected and realised gains ...
+        self.num_judged = 4  # ... over so many rounds; the first four count as fully realised
         self.drafter_gains: dict[int, DrafterGain] = defaultdict(
             DrafterGain
-        )  # by the drafter, by twice the tokens that copies promised
-        self.tree_sizes: list[int] = []  # of every round's tree
+        )  # gains of the drafter by bucket of the copies' expected tokens
+        self.tree_sizes: list[int] = []  # tree size of every round
 
     def prepare(self, calibration: Calibration) -> None:
         super().prepare(calibration)
@@ -192,7 +209,7 @@ class Auto(LatencyAwareBuilder):
             mass = float((best.values[:, : self.top_k] + correction[level + 1]).exp().sum(1).mean())
             carried = self.observed_rates[level + 1] / max(self.observed_rates[level], 1e-6)
             if mass * carried < (self.step_seconds + latency.level_seconds) * float(speed.max()):
-                break  # the tokens that another level promises would be decoded sooner without it
+                break  # another level costs more time than its expected tokens save
             draft.extend_frontier(best.indices[:, : self.top_k])
         size = max(2, int(speed.argmax()) + 1)
         self.num_levels = level + 1
@@ -214,7 +231,7 @@ class Auto(LatencyAwareBuilder):
         return added.needs_trial() or tokens * alone > copies.num_tokens * drafting
 
     def copy_budget(self, prefix: Prefix, tries: list[Trie]) -> int:
-        """As many as pay, the draft being made: copies and what a drafter's nodes turned out to be worth are weighed alike."""
+        """Return the fastest size after drafting; copies and drafted nodes compete by calibrated probability."""
         if not are_calibrated(tries):
             return self.budget
         self.text_length = prefix.longest
@@ -230,7 +247,7 @@ class Auto(LatencyAwareBuilder):
         return found.size
 
     def _fastest_copies(self, tries: list[Trie], spent: float) -> CopyTree:
-        """The best tree of such nodes after so many seconds of drafting."""
+        """Return the fastest tree of these nodes after `spent` seconds of drafting."""
         nodes = [trie.rank_nodes(self.depth, self.budget) for trie in tries]
         chances = chances_by_depth(tries, nodes, self.depth, self.budget)
         tokens, seconds = chances.sum(1).mean(0).cumsum(), np.asarray(self._verify_seconds(self.text_length))
@@ -247,14 +264,14 @@ class Auto(LatencyAwareBuilder):
     def observe(self, round: RoundResult) -> None:
         rate, levels, self.num_levels = 1 / self.memory, self.num_levels, 0
         copies, self.copy_tree, hoped, self.promised_tokens = self.copy_tree, None, self.promised_tokens, None
-        if copies is not None and hoped is not None and int(round.counts.min()):  # a row that was done emits nothing
+        if copies is not None and hoped is not None and int(round.counts.min()):  # a finished row emits nothing
             self.num_judged += 1
             swift = max(rate, 1 / self.num_judged)
             self.mean_promised += swift * (hoped - self.mean_promised)
             self.mean_gained += swift * (copies.drafter_gain(round) - self.mean_gained)
         judged = (round.tree.valid & round.tree.can_emit).sum(1)
         if int(judged.max()) == 1:
-            return  # nothing was ready to draft
+            return  # nothing was drafted
         self.tree_sizes.append(int(judged.max()))
         latency = self._require_latency()
         usual = latency.estimate_verify(self.tree_sizes[-1], self.text_length)
@@ -269,7 +286,7 @@ class Auto(LatencyAwareBuilder):
         else:
             self.start_seconds += rate * (drafting - self.start_seconds)
         if self.expected_by_depth is None:
-            return  # copies, of which nothing is known but their order
+            return  # uncalibrated copies
         for expected, count in zip(self.expected_by_depth.tolist(), (round.counts * (judged > 1)).tolist()):
             for depth in range(1, self.depth + 1):
                 if count and expected[depth]:
@@ -283,29 +300,29 @@ class Auto(LatencyAwareBuilder):
 
 @dataclass(frozen=True)
 class CopyTree:
-    """Of ready continuations, as many nodes as are expected to be the fastest. Shapes: B batch, D depth."""
+    """The fastest tree of ready continuations. Shapes: B batch, D depth."""
 
     size: int  # nodes, the root included
-    num_tokens: float  # that it promises
-    seconds: float  # of verifying it
-    expected_by_depth: Tensor  # [B, 1 + D] nodes that are expected to be kept, by depth
+    num_tokens: float  # expected tokens of a round
+    seconds: float  # time to verify the tree
+    expected_by_depth: Tensor  # [B, 1 + D] expected accepted nodes, by depth
     tries: list[Trie]
-    nodes: list[set[int]]  # of each
+    nodes: list[set[int]]  # selected nodes of each trie
 
     @property
     def gain_bucket(self) -> int:
-        """By which promises are told apart, large ones not: the more kinds there are, the less is known of each."""
+        """The bucket of expected tokens by which gains are averaged; at most 6, because more buckets have fewer rounds each."""
         return min(6, round(2 * self.num_tokens))
 
     def drafter_gain(self, outcome: RoundResult) -> float:
-        """How many more tokens a round kept, in which a drafter's nodes were there too, than these alone would have."""
+        """Return how many more tokens per text a round with drafted nodes accepted than these copies alone would have."""
         assert outcome.path is not None
         paths = outcome.tree.tokens.gather(1, outcome.path).tolist()
         kept = [path[1:count] for path, count in zip(paths, outcome.counts.tolist())]
         return sum(len(tokens) - self._matched_length(row, tokens) for row, tokens in enumerate(kept)) / len(kept)
 
     def _matched_length(self, row: int, tokens: list[int]) -> int:
-        """How many of the tokens that followed a text's root are a path of these nodes."""
+        """Return how many of the tokens after a text's root follow a path of these nodes."""
         node: int | None = 0
         for length, token in enumerate(tokens):
             node = None if node is None else self.tries[row].find_child(node, token)
@@ -316,16 +333,16 @@ class CopyTree:
 
 @dataclass
 class DrafterGain:
-    """What a drafter promised to add to copies that promised so much: running means over the rounds that asked it."""
+    """The drafter's expected gain over copies of one bucket: running means over the rounds in which it ran."""
 
     num_tokens: float = 0.0
     num_levels: float = 1.0
-    verify_seconds: float = 0.0  # seconds that the larger tree took
+    verify_seconds: float = 0.0  # added seconds of the larger tree
     num_trials: int = 0
-    rounds_skipped: int = 0  # rounds that went without it
+    rounds_skipped: int = 0  # rounds without the drafter since the last trial
 
     def needs_trial(self) -> bool:
-        """Whether too little is known, or it is long ago."""
+        """Tell whether trials are too few or too long ago."""
         self.rounds_skipped += 1
         return self.num_trials < 4 or self.rounds_skipped >= 16 * self.num_trials
 

@@ -1,4 +1,4 @@
-"""What tree builders that shape trees by measurements are prepared with; decoding/calibration.py measures it."""
+"""Measurements that tree builders are prepared with; decoding/calibration.py takes them."""
 
 import json
 from bisect import bisect_left
@@ -14,13 +14,16 @@ from spectrain.files import write_text
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds by number of nodes, behind contexts of a few lengths; between measured sizes linear, beyond them too, and between
-    measured lengths, beyond which those of the nearest hold."""
+    """Seconds by number of nodes and context length.
 
-    verify_seconds: dict[int, dict[int, float]]  # context -> nodes -> a target forward with its acceptance
-    step_seconds: dict[int, dict[int, float]]  # context -> nodes -> one more draft step over so many nodes
-    start_seconds: float  # the first draft step, which also reads what was accepted
-    level_seconds: float = 0.0  # each level of a tree below the first, where layers keep a state and run it level by level
+    Times are interpolated linearly between measured sizes and extrapolated beyond them; between measured context lengths they
+    are interpolated, and beyond these the nearest length holds.
+    """
+
+    verify_seconds: dict[int, dict[int, float]]  # context -> nodes -> one target forward with acceptance
+    step_seconds: dict[int, dict[int, float]]  # context -> nodes -> one further draft step
+    start_seconds: float  # the first draft step, which also reads accepted tokens
+    level_seconds: float = 0.0  # added time per level after the first, where layers keep a state and run level by level
 
     def estimate_verify(self, nodes: float, context: int = 0) -> float:
         return _interpolate_context(self.verify_seconds, context, nodes)
@@ -29,31 +32,34 @@ class Latency:
         return _interpolate_context(self.step_seconds, context, nodes)
 
     def estimate_draft(self, levels: int, width: float, context: int = 0) -> float:
-        """A draft of so many levels, every one after the first over `width` nodes."""
+        """Estimate the seconds of a draft of `levels` levels, each after the first over `width` nodes."""
         return self.start_seconds + (levels - 1) * self.estimate_step(width, context)
 
     def estimate_levels(self, levels: int) -> float:
-        """What verifying a tree of so many levels below its root takes more than one with a single level and as many nodes."""
+        """Estimate the added seconds of verifying `levels` levels compared with one level of as many nodes."""
         return max(0, levels - 1) * self.level_seconds
 
 
 @dataclass(frozen=True)
 class RuleForecast:
-    """What two ways of sampling the same text would keep of this drafter: sample-and-match of the likeliest children, and
-    weighing p against q where as many children are drawn without replacement. The flatter q is, the better is the second."""
+    """Forecast acceptance of two rules that sample the same text from this drafter.
 
-    children: int  # of a node
-    matched: list[float]  # how often one of them is kept, at each depth
+    They are sample-and-match of the most likely children, and rejection sampling by p and q of as many children drawn without
+    replacement. The flatter q is, the better is the second.
+    """
+
+    children: int  # children of a node
+    matched: list[float]  # acceptance of one of them, at each depth
     weighed: list[float]
 
     @property
     def forecast_lengths(self) -> tuple[float, float]:
-        """Tokens a forward that either promises, if depths were independent."""
+        """The expected tokens per target forward of each rule, if depths were independent."""
         return expected_length(self.matched), expected_length(self.weighed)
 
     @property
     def prefers_rejection(self) -> bool:
-        """Whether drawing keeps more, beyond what so few places can tell."""
+        """Whether rejection sampling accepts more, by a margin above the measurement noise."""
         return self.forecast_lengths[1] > 1.03 * self.forecast_lengths[0]
 
     def summary(self) -> dict[str, Any]:
@@ -67,7 +73,7 @@ class RuleForecast:
 
 
 def expected_length(rates: Sequence[float]) -> float:
-    """Tokens a forward where depths are kept at these rates, independently of each other."""
+    """Return the tokens per target forward where depths are accepted at these rates, independently of each other."""
     length = product = 1.0
     for rate in rates:
         product *= rate
@@ -77,16 +83,16 @@ def expected_length(rates: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Calibration:
-    """`hits[d][k]`: how often the k-th child at depth d + 1 is the one kept, where the path above it is right."""
+    """`hits[d][k]` is how often the k-th child at depth d + 1 is accepted, given that the path above it is."""
 
     hits: list[list[float]] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)  # places measured at each depth
+    counts: list[int] = field(default_factory=list)  # positions measured at each depth
     latency: Latency | None = None
     rules: RuleForecast | None = None  # where the rule is sample-and-match
 
     @property
     def pooled_hits(self) -> list[float]:
-        """The same whatever the depth, over all places."""
+        """The hits pooled over depths, weighted by their counts."""
         weights = np.asarray(self.counts, dtype=float)[:, None]
         return list((np.asarray(self.hits) * weights).sum(0) / weights.sum())
 
@@ -97,7 +103,7 @@ class Calibration:
 
 
 def _interpolate_nodes(table: dict[int, float], nodes: float) -> float:
-    """Linear interpolation; beyond the ends the nearest segment goes on."""
+    """Interpolate linearly; beyond the ends the nearest segment continues."""
     sizes = sorted(table)
     if len(sizes) == 1:
         return table[sizes[0]]
@@ -107,6 +113,6 @@ def _interpolate_nodes(table: dict[int, float], nodes: float) -> float:
 
 
 def _interpolate_context(tables: dict[int, dict[int, float]], context: int, nodes: float) -> float:
-    """Of so many nodes behind a context: between the measured lengths linear, beyond them that of the nearest."""
+    """Interpolate seconds over context lengths; beyond the measured ones the nearest holds."""
     nearest = min(max(context, min(tables)), max(tables))
     return _interpolate_nodes({length: _interpolate_nodes(table, nodes) for length, table in tables.items()}, nearest)

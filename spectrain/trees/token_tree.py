@@ -1,6 +1,6 @@
 """Token trees: what a drafter proposes and the target verifies. Shapes: B batch, N nodes, W words, V draft vocabulary.
 
-Node 0 is the root: the newest token of the sequence, chosen by the target and not yet run through it.
+Node 0 is the root: the newest token of the sequence, emitted by the target and not yet run through it.
 """
 
 from dataclasses import dataclass, replace
@@ -17,45 +17,47 @@ from spectrain.kernels.tree_attention import pack_words
 Children = Literal["deterministic", "sampled", "without_replacement", "top_and_sampled"]
 """How the children of a node were chosen; an acceptance rule is valid for some of these only.
 
-top_and_sampled: the likeliest tokens and, behind them, one drawn from the rest; the tree's q is that rest, normalised.
+top_and_sampled: the most likely tokens, then one sampled from the rest; the tree's q is that rest, normalised.
 """
 
 
 @dataclass(frozen=True)
 class PruningStats:
-    """What early pruning took from a tree, [B] each."""
+    """Counts of the nodes that early pruning removed from a tree, [B] each."""
 
-    depth_before: Tensor  # of the tree before
-    num_dropped: Tensor  # dropped
-    num_judged: Tensor  # nodes whose children an early exit judged for that
+    depth_before: Tensor  # depth of the tree before pruning
+    num_dropped: Tensor  # nodes removed
+    num_judged: Tensor  # nodes whose children an early exit scored
 
 
 @dataclass(frozen=True)
 class TokenTree:
-    """A batch of trees, parents before children, siblings in the order they were drawn, with distinct
-    tokens unless sampled with replacement."""
+    """A batch of trees: parents before children, siblings in the order they were drawn.
+
+    Siblings have distinct tokens unless they were sampled with replacement.
+    """
 
     tokens: Tensor  # [B, N] int64
     parents: Tensor  # [B, N] int64, -1 at the root, parents[:, i] < i elsewhere
     valid: Tensor  # [B, N] bool, False on padding
-    can_emit: Tensor  # [B, N] bool, False on nodes that only draft, such as mask tokens
+    can_emit: Tensor  # [B, N] bool, False on nodes that are never emitted, such as mask tokens
     children: Children = "deterministic"
     q: Tensor | None = None  # [B, N, V] the distribution each node's children were drawn from, over draft ids
     draft_ids: Tensor | None = None  # [V] the target id of every draft id; None where they are the same
-    height: int | None = None  # no node is deeper, where the host knows it
-    max_children: int | None = None  # no node has more that can be emitted, where the host knows it
+    height: int | None = None  # upper bound of the depth; None where the host has none
+    max_children: int | None = None  # upper bound of a node's emittable children; None where the host has none
     pruning: PruningStats | None = None
-    scores: Tensor | None = None  # [B, N] log of the drafter's own estimate that a node is kept, where it has one
+    scores: Tensor | None = None  # [B, N] log of the drafter's estimate that a node is accepted
 
     @classmethod
     def from_parents(cls, tokens: Tensor, parents: Tensor, valid: Tensor | None = None) -> "TokenTree":
-        """A tree of deterministic children that are all emitted and, unless `valid` says so, none of them padding."""
+        """Make a tree of deterministic children that can all be emitted; without `valid` none is padding."""
         every = torch.ones_like(tokens, dtype=torch.bool)
         return cls(tokens, parents, every if valid is None else valid, every)
 
     @classmethod
     def from_chain(cls, tokens: Tensor, valid: Tensor | None = None) -> "TokenTree":
-        """A tree of width one from `tokens` [B, N]; a single column is plain autoregressive decoding."""
+        """Make a tree of width one from `tokens` [B, N]; a single column is autoregressive decoding."""
         parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device)
         return replace(
             cls.from_parents(tokens, parents.expand_as(tokens), valid),
@@ -65,13 +67,13 @@ class TokenTree:
 
     @property
     def max_path_nodes(self) -> int:
-        """Nodes that a path has at most, known without asking the device."""
+        """The largest number of nodes on a path, without a host-device synchronisation."""
         num_nodes = self.tokens.shape[1]
         return num_nodes if self.height is None else min(num_nodes, self.height + 1)
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether no node has two children; the device is asked only where the host does not know."""
+        """Whether no node has two children; synchronises with the device only where the host has no bound."""
         if self.max_children is not None and self.max_children < 2:
             return True
         chain = torch.arange(-1, self.tokens.shape[1] - 1, device=self.tokens.device)
@@ -79,7 +81,7 @@ class TokenTree:
 
     @cached_property
     def ancestors(self) -> Tensor:
-        """[B, N, N] bool, True where node j is node i or one of its ancestors."""
+        """The ancestor mask [B, N, N] bool: True where node j is node i or one of its ancestors."""
         num_nodes = self.tokens.shape[1]
         eye = torch.eye(num_nodes, device=self.tokens.device)
         if num_nodes == 1:
@@ -93,11 +95,11 @@ class TokenTree:
 
     @cached_property
     def depths(self) -> Tensor:
-        """[B, N] int64, 0 at the root."""
+        """The depth of every node [B, N] int64, 0 at the root."""
         return self.ancestors.sum(-1) - 1
 
     def select_nodes(self, keep: Tensor) -> "TokenTree":
-        """The tree of the nodes that `keep` [B, N] marks, which must be closed under parents; padded to the longest row."""
+        """Return the tree of the nodes that `keep` [B, N] marks, closed under parents; padded to the longest row."""
         order = keep.long().argsort(dim=1, descending=True, stable=True)[:, : int(keep.sum(1).max())]
         places = torch.zeros_like(self.tokens).scatter(
             1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
@@ -115,19 +117,22 @@ class TokenTree:
 
     @cached_property
     def ancestor_words(self) -> Tensor:
-        """[B, N, W] int64: bit j of word w of node i is set where node 64 w + j is i or an ancestor of it."""
+        """The ancestor mask packed into [B, N, W] int64: bit j of word w of node i stands for node 64 w + j."""
         return pack_words(self.ancestors)
 
     @property
     def size_stats(self) -> Tensor:
-        """[B, 5] for a report: its depth, the nodes that the target runs, those among them that only draft, further nodes that
-        were pruned, and nodes whose children were judged for that."""
+        """Statistics for a report, [B, 5].
+
+        The columns are the depth before pruning, the nodes that the target runs, those among them that are never emitted, the
+        pruned nodes, and the nodes whose children were scored for pruning.
+        """
         depth, run, idle = tree_stats(self.depths, self.valid, self.can_emit).unbind(1)
         pruned = self.pruning or PruningStats(depth, torch.zeros_like(depth), torch.zeros_like(depth))
         return torch.stack([pruned.depth_before, run, idle, pruned.num_dropped, pruned.num_judged], dim=1)
 
     def check_structure(self) -> None:
-        """Raise AssertionError where the tree breaks what kernels and rules rely on."""
+        """Raise AssertionError where the tree breaks an invariant of the kernels and acceptance rules."""
         index = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         assert (self.parents[:, 0] == -1).all(), "node 0 must be the root"
         assert (self.parents[:, 1:] >= 0).all() and (self.parents < index).all(), "parents must come before children"
@@ -140,16 +145,16 @@ class TokenTree:
 
 @dataclass(frozen=True)
 class AcceptedPath:
-    """One round's result: `counts[b]` nodes of `path[b]` are kept, the root first, and `bonus[b]` follows them."""
+    """The result of verification: `counts[b]` nodes of `path[b]` are accepted, the root first, and `bonus[b]` follows them."""
 
     path: Tensor  # [B, P] node indices, ascending, padded with the last one
-    counts: Tensor  # [B] nodes kept, the root included: so many tokens were emitted, the bonus included
+    counts: Tensor  # [B] accepted nodes, the root included; equals the emitted tokens, the bonus included
     bonus: Tensor  # [B] the next root
 
     def emitted_tokens(self, tree: TokenTree) -> Tensor:
-        """[B, P] the tokens of the round: the kept nodes after the root, then the bonus, then padding."""
+        """Return the tokens of the round [B, P]: the accepted nodes after the root, the bonus, then padding."""
         return gather_emitted(tree.tokens, self.path, self.counts, self.bonus)
 
     def trim_padding(self) -> "AcceptedPath":
-        """Without what is padding in every row, after a host-device synchronisation."""
+        """Drop columns that are padding in every row; synchronises with the device."""
         return replace(self, path=self.path[:, : int(self.counts.max())])

@@ -1,4 +1,4 @@
-"""Ready continuations of a text, merged where they begin alike."""
+"""Tries: ready continuations of a text that share their common prefixes."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-TOKEN_BITS = 32  # of a token
+TOKEN_BITS = 32  # bits of a token id
 
 
 class Trie:
-    """Nodes below a text's root, parents before children, siblings with distinct tokens, and none heavier than its parent.
+    """Nodes below a text's root, parents before children, siblings with distinct tokens, none heavier than its parent.
 
-    A weight is whatever orders nodes; where drafts of several sources meet, it is the chance that the node is kept.
+    A weight orders nodes; where drafts of several sources are merged, it is the probability that the node is accepted.
     """
 
-    is_calibrated = False  # whether weights are such chances, the root's 1
+    is_calibrated = False  # whether weights are such probabilities, with 1 at the root
 
     def __init__(self) -> None:
-        self.tokens = [-1]  # the root's own is not known here
+        self.tokens = [-1]  # the root's token is not stored here
         self.parents = [-1]
         self.depths = [0]
         self.weights = [0.0]
-        self.child_index: dict[int, int] = {}  # parent and token, as one number -> node: pairs keep the garbage collector busy
+        self.child_index: dict[int, int] = {}  # (parent << 32 | token) -> node; tuples would burden the garbage collector
 
     @classmethod
     def from_continuations(cls, continuations: Iterable[Sequence[int]]) -> Trie:
-        """Continuations that weigh the same."""
+        """Make a trie of continuations of equal weight."""
         trie = cls()
         for tokens in continuations:
             trie.add_continuation(tokens)
@@ -34,7 +34,7 @@ class Trie:
 
     @classmethod
     def from_arrays(cls, tokens: np.ndarray, parents: np.ndarray, depths: np.ndarray) -> Trie:
-        """Nodes [N] that are a trie already, the root first, of which only the place counts; weights are still to come."""
+        """Make a trie of arrays [N] that list its nodes, the root first; all weights are 0."""
         trie = cls()
         trie.tokens[1:], trie.parents[1:], trie.depths[1:] = (part[1:].tolist() for part in (tokens, parents, depths))
         trie.weights = [0.0] * len(tokens)
@@ -45,11 +45,11 @@ class Trie:
         return len(self.tokens)
 
     def find_child(self, parent: int, token: int) -> int | None:
-        """The child of a node with this token, if there is one."""
+        """Return the child of a node with this token, or None."""
         return self.child_index.get(parent << TOKEN_BITS | token)
 
     def ensure_child(self, parent: int, token: int) -> int:
-        """The child of a node with this token, made if it is not there."""
+        """Return the child of a node with this token; add it where it is missing."""
         found = self.find_child(parent, token)
         if found is None:
             found = self.child_index[parent << TOKEN_BITS | token] = len(self.tokens)
@@ -60,7 +60,7 @@ class Trie:
         return found
 
     def add_continuation(self, tokens: Sequence[int], weight: float = 1.0) -> list[int]:
-        """Add a continuation, whose weight comes on top of what its nodes weigh; its nodes."""
+        """Add a continuation, increase the weights of its nodes and return them."""
         nodes = []
         node = 0
         self.weights[0] += weight
@@ -71,16 +71,16 @@ class Trie:
         return nodes
 
     def best_nodes(self, depth: int, budget: int) -> list[int]:
-        """The `budget` heaviest nodes, the root one of them, down to a depth, in their order; among equals the first ones."""
+        """Return the `budget` heaviest nodes down to a depth, the root included, in ascending order; ties go to the first."""
         return sorted(self.rank_nodes(depth, budget))
 
     def rank_nodes(self, depth: int, budget: int) -> list[int]:
-        """The same, the heaviest first."""
+        """Return the same nodes, the heaviest first."""
         deep = [node for node, at in enumerate(self.depths) if at <= depth]
         return sorted(deep, key=self.weights.__getitem__, reverse=True)[:budget]
 
     def heaviest_path(self, depth: int) -> list[int]:
-        """From the root down, always the heaviest child."""
+        """Return the path from the root that always takes the heaviest child."""
         heaviest: dict[int, int] = {}
         for node in range(1, len(self.tokens)):
             if self.weights[node] > self.weights[heaviest.setdefault(self.parents[node], node)]:

@@ -131,7 +131,7 @@ def test_rows_hold_what_is_derived_from_them(written: Written) -> None:
 def test_another_run_measures_nothing_again(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row that is there is skipped; one that is gone is measured."""
     content = read(written.path)
-    monkeypatch.setattr(EngineBench, "measured", lambda self, step: pytest.fail(f"{step.name} is there"))
+    monkeypatch.setattr(EngineBench, "measure_row", lambda self, step: pytest.fail(f"{step.name} is there"))
     written.run()
     assert read(written.path) == content
 
@@ -140,7 +140,7 @@ def test_another_run_measures_nothing_again(written: Written, monkeypatch: pytes
 def test_a_part_brings_its_ceilings(part: Any, starts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part is measured alone, after the ceilings; what has a line comes before what has none."""
     ran: list[str] = []
-    monkeypatch.setattr(EngineBench, "measured", lambda self, step: ran.append(step.name) or "")
+    monkeypatch.setattr(EngineBench, "measure_row", lambda self, step: ran.append(step.name) or "")
     EngineBench(part, str(tmp_path / "engine.json"), toy=True).run()
     assert set(ran[2:]) == {name for name in all_names() if name.startswith(starts)}
     wanted = [name in TOY.priority_rows() for name in ran if name.split("/")[-1] in TOY.tree_builders()]

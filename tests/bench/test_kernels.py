@@ -75,7 +75,7 @@ def test_rows_hold_what_the_report_derives_from(written: Path) -> None:
 def test_another_run_measures_nothing_again(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row that is there is skipped, so the file stays as it is."""
     before = read(written)
-    monkeypatch.setattr(KernelBench, "measured", lambda self, step: pytest.fail(f"{step.name} is there"))
+    monkeypatch.setattr(KernelBench, "measure_row", lambda self, step: pytest.fail(f"{step.name} is there"))
     KernelBench(out=str(written), toy=True).run()
     assert read(written) == before
 
@@ -88,7 +88,7 @@ def test_missing_failed_and_outdated_rows_are_measured(written: Path, tmp_path: 
     content["rows"][TOY.loss_shapes()[0].name]["source"] = "older"
     path = tmp_path / "kernels.json"
     path.write_text(json.dumps(content))
-    monkeypatch.setattr(KernelBench, "measured", lambda self, step: ran.append(step.name) or "")
+    monkeypatch.setattr(KernelBench, "measure_row", lambda self, step: ran.append(step.name) or "")
     KernelBench(out=str(path), toy=True).run()
     assert ran == ["ceilings/copy", TOY.loss_shapes()[0].name, TOY.table_cells()[0].name]  # what failed before goes last
 
@@ -104,7 +104,7 @@ def test_time_is_limited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_a_part_brings_its_ceilings(part: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part is measured alone, after the ceilings."""
     ran: list[str] = []
-    monkeypatch.setattr(KernelBench, "measured", lambda self, step: ran.append(step.name) or "")
+    monkeypatch.setattr(KernelBench, "measure_row", lambda self, step: ran.append(step.name) or "")
     KernelBench(part=part, out=str(tmp_path / "kernels.json"), toy=True).run()
     assert set(ran) == {name for name in all_names() if name.startswith(("ceilings/", f"{part}/"))}
     assert ran[:2] == ["ceilings/copy", "ceilings/product"]
@@ -263,7 +263,7 @@ def test_every_kernel_is_checked() -> None:
 
 def test_a_failing_row_is_kept_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error in one row is written down, and the next is measured."""
-    monkeypatch.setattr(kernels, "judge", lambda *arguments: 1 / 0)
+    monkeypatch.setattr(kernels, "check_case", lambda *arguments: 1 / 0)
     path = tmp_path / "kernels.json"
     KernelBench(part="correctness", out=str(path), toy=True).run()
     rows = read(path)["rows"]
@@ -284,7 +284,7 @@ def test_a_row_that_ends_the_process_takes_no_other_along(tmp_path: Path, monkey
             raise KeyboardInterrupt
         return {"within": True, "relative_error": 0.0, "by_kernel": True}
 
-    monkeypatch.setattr(kernels, "judge", judged)
+    monkeypatch.setattr(kernels, "check_case", judged)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             KernelBench(part="correctness", out=str(path), toy=True).run()
@@ -301,8 +301,8 @@ class LosableDevice:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.lost, seconds = False, measure.TimedWork.measure_seconds
-        monkeypatch.setattr(measure, "wait", self.ask)
-        monkeypatch.setattr(measure.TimedWork, "seconds", lambda work: (self.ask(), seconds(work))[1])
+        monkeypatch.setattr(measure, "synchronize_device", self.ask)
+        monkeypatch.setattr(measure.TimedWork, "measure_seconds", lambda work: (self.ask(), seconds(work))[1])
 
     def ask(self, *_: Any) -> None:
         if self.lost:
@@ -335,7 +335,7 @@ def test_an_illegal_access_of_one_kernel_starves_nothing(tmp_path: Path, monkeyp
             device.access_illegally()
         return {"within": True, "relative_error": 0.0, "by_kernel": True}
 
-    monkeypatch.setattr(kernels, "judge", judged)
+    monkeypatch.setattr(kernels, "check_case", judged)
     monkeypatch.setattr(attention, "SYSTEMS", {"ours": attention.candidate_work, "sdpa": attention.sdpa_work})
     assert device.processes(path, 3) == 3
     rows = read(path)["rows"]
@@ -357,7 +357,7 @@ def test_an_illegal_access_of_a_baseline_starves_nothing(tmp_path: Path, monkeyp
     def flex(problem: AttentionProblem, notes: dict[str, Any]) -> Any:
         return lambda i: device.access_illegally()
 
-    monkeypatch.setattr(kernels, "judge", lambda *arguments: {"within": True, "relative_error": 0.0, "by_kernel": True})
+    monkeypatch.setattr(kernels, "check_case", lambda *arguments: {"within": True, "relative_error": 0.0, "by_kernel": True})
     monkeypatch.setattr(attention, "SYSTEMS", {"ours": attention.candidate_work, "flex": flex, "sdpa": attention.sdpa_work})
     assert device.processes(path, 3) == 1
     rows = read(path)["rows"]

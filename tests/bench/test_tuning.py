@@ -80,7 +80,7 @@ def test_what_fails_or_differs_is_named_and_the_others_are_timed(tmp_path: Path,
 
         return launch
 
-    monkeypatch.setattr(tuning, "ours", system)
+    monkeypatch.setattr(tuning, "candidate_work", system)
     row = row_of(tmp_path / "kernels.json", **{f"tuning/{CELL.name}/{names[2]}": 1})
     assert row["not_run"][names[0]] == "RuntimeError: out of resource: shared memory"
     assert "differs from the chosen one's" in row["not_run"][names[1]] and "a process ended" in row["not_run"][names[2]]
@@ -93,5 +93,5 @@ def test_without_the_chosen_one_there_is_nothing_to_compare(tmp_path: Path, monk
     def broken(problem: Any, notes: dict[str, Any]) -> Any:
         raise RuntimeError("no kernel image")
 
-    monkeypatch.setattr(tuning, "ours", broken)
+    monkeypatch.setattr(tuning, "candidate_work", broken)
     assert row_of(tmp_path / "kernels.json")["failed"] == "RuntimeError: no kernel image"

@@ -151,7 +151,7 @@ def test_an_answer_is_the_targets_own_with_the_conversation_before_it(tiny: Targ
     assert [message["content"] for message in talk.messages] == [first, answer, second, following]
     assert talk.speeds[False].answers == 1 and talk.speeds[False].tokens_per_forward == 1
     talk.run_command("/stats")
-    assert "ratio" in heard(talk).console.metrics_file.getvalue()  # type: ignore[attr-defined]
+    assert "ratio" in heard(talk).console.file.getvalue()  # type: ignore[attr-defined]
     talk.run_command("/reset")
     talk.answer_question(first)
     assert len(talk.messages) == 2
@@ -233,10 +233,10 @@ def test_a_terminal_shows_the_answer_and_one_status_line(monkeypatch: pytest.Mon
         for number, word in enumerate(words):
             screen.show_pieces([TextPiece(word, number, number % 2 == 0)], f"{number} tokens")
             text += word
-            *lines, status = [line for line in picture(console.metrics_file.getvalue(), 24) if line]  # type: ignore[attr-defined]
+            *lines, status = [line for line in picture(console.file.getvalue(), 24) if line]  # type: ignore[attr-defined]
             assert status == f"{number} tokens"
             assert " ".join(lines).split() == text.split()
-    assert " ".join(picture(console.metrics_file.getvalue(), 24)).split() == text.split()  # type: ignore[attr-defined]
+    assert " ".join(picture(console.file.getvalue(), 24)).split() == text.split()  # type: ignore[attr-defined]
 
 
 def test_tokens_of_a_round_share_a_colour() -> None:
@@ -301,7 +301,7 @@ def test_a_drafter_chats_by_what_pays_here(
         greetings.append(self.greeting_text)
         return seen(self, text)
 
-    monkeypatch.setattr(TerminalChat, "ask", ask)
+    monkeypatch.setattr(TerminalChat, "answer_question", ask)
     status, out, err = spoken(monkeypatch, capsys, f"run={tmp_path}", *words, "--once", "What is a bee?")
     assert status == 0, err
     assert f"through {how}" in greetings[0]

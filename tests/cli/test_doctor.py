@@ -71,7 +71,7 @@ def uninstalled(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
             raise importlib.metadata.PackageNotFoundError(name)
         return version(name)
 
-    monkeypatch.setattr(importlib.metadata, "package_version", asked)
+    monkeypatch.setattr(importlib.metadata, "version", asked)
 
 
 def without_peft(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def without_peft(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def old_torch(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     version = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "package_version", lambda name: "1.0" if name == "torch" else version(name))
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.0" if name == "torch" else version(name))
 
 
 def full_disk(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -230,7 +230,7 @@ def test_weights_of_another_width_are_refused(family: str, spectrain: Any, tiny:
         save_file(wider, path)
     for words in (f"convert run --to {form} out", f"export run=run format={form} out=out"):
         status, shown = spectrain(words)
-        assert status == 2 and shown.count("\n") == 1 and "where config.json says" in shown, shown
+        assert status == 2 and shown.count("\n") == 1 and "and config.json implies" in shown, shown
         assert not (tmp_path / "out").exists()
     status, shown = spectrain("lint run")
     assert status == 1 and "wrong-shape" in shown
@@ -268,7 +268,7 @@ def test_transformers_exits_an_exported_target_early(tmp_path: Path) -> None:
     plain, drafted = generated(out, assistant_early_exit=3)
     assert plain == drafted
     assert "assistant_early_exit=3" in (out / "README.md").read_text()
-    with pytest.raises(UserError, match=rf"^{out}: this is a target that exits early, no drafter; use it as target=hf"):
+    with pytest.raises(UserError, match=rf"^{out}: this is a target that exits early, not a drafter; use it as target=hf"):
         load_saved_settings(out, has_drafter_choice=False, target=None)
 
 
@@ -449,5 +449,5 @@ def test_upload_sends_the_folder_and_says_so(
 @pytest.mark.parametrize("form", ["vllm", "spectrain"])
 def test_a_family_that_no_layout_holds_is_told_so(form: str) -> None:
     """Such as one from outside the repository: there is no other format to name."""
-    with pytest.raises(UserError, match=rf"format={form}: no layout holds drafter=recurrent; score it"):
+    with pytest.raises(UserError, match=rf"format={form}: no layout supports drafter=recurrent; score it"):
         select_layout("recurrent", form)

@@ -21,7 +21,7 @@ from spectrain.config.schema import choice_files, conf_folders, load_schema, loa
 from spectrain.config.signatures import PACKAGE_ROOT, list_keys
 from spectrain.runs.defaults import resolve_eval_config
 
-CONFIGS = {name: command.config for name, command in help.SLASH_COMMANDS.items() if command.config is not None}
+CONFIGS = {name: command.config for name, command in help.COMMANDS.items() if command.config is not None}
 GROUPS = sorted({group for config in CONFIGS.values() for group in load_schema(config).groups if group != "recipe"})
 CHOICES = [(group, choice) for group in GROUPS for choice in choice_files(group, conf_folders())]
 TARGETS = sorted(
@@ -30,7 +30,7 @@ TARGETS = sorted(
     )
     - {None}
 )
-EXAMPLES = [(name, words) for name in CONFIGS for words in help.SLASH_COMMANDS[name].examples]
+EXAMPLES = [(name, words) for name in CONFIGS for words in help.COMMANDS[name].examples]
 
 
 @pytest.fixture
@@ -52,8 +52,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_every_command_has_help() -> None:
     """What can be run is explained, with three to five examples where there is so much to say, and the overview lists it."""
-    assert set(cli.COMMAND_TASKS) == set(help.SLASH_COMMANDS)
-    for name, command in help.SLASH_COMMANDS.items():
+    assert set(cli.COMMAND_TASKS) == set(help.COMMANDS)
+    for name, command in help.COMMANDS.items():
         assert f"spectrain {name} " in help.format_overview()
         assert 2 <= len(command.examples) <= 5 and command.about and command.results
 

@@ -193,4 +193,4 @@ def test_eval_composes() -> None:
 def test_index_composes() -> None:
     """The configuration of `data index` passes its check."""
     checked = check_config(composed("index", "target=tiny", "out=DIR"), ("target", "data", "out"))
-    assert checked.out == "DIR" and checked.data._target_.endswith("Embedded")
+    assert checked.out == "DIR" and checked.data._target_.endswith("EmbeddedReader")

@@ -185,7 +185,7 @@ def test_files_are_streamed(tokenizer: PreTrainedTokenizerBase, tmp_path: Path, 
             (tmp_path / f"part-{number}.jsonl").write_text("\n".join(lines[25 * number : 25 * number + 25]) + "\n")
         path = tmp_path / "part-*.jsonl"
     config = {"_target_": "spectrain.data.stream.StreamReader", "path": str(path), "shards": 4, "window": 6}
-    stream = build(config).dataset(tokenizer).stream(Batching(60, 3))
+    stream = build(config).make_dataset(tokenizer).stream_batches(Batching(60, 3))
     assert [next(stream) for _ in range(40)] == order(tokenizer, [(1, 40)], False)
 
 

@@ -114,10 +114,10 @@ class Switch:
         self.pattern, self.cost = pattern, None
         self.recorded: list[tuple[bool, float]] = []
 
-    def drafts(self) -> bool:
+    def should_draft(self) -> bool:
         return self.pattern[len(self.recorded) % len(self.pattern)] == "d"
 
-    def record(self, drafted: bool, tokens: float, cost: float, proposed: bool = True) -> None:
+    def record_round(self, drafted: bool, tokens: float, cost: float, proposed: bool = True) -> None:
         assert cost > 0
         self.recorded.append((drafted, tokens))
 

@@ -651,7 +651,7 @@ def test_chances_of_rules_for_several_drafts_are_those_of_judging(name: str, kin
                 if not tree.children[0]:
                     continue
                 kept = kept_with(rule, tree, p, q, False)
-                found = rule.chances(siblings_of(tree, 0, p, q, False))
+                found = rule.acceptance_chances(siblings_of(tree, 0, p, q, False))
                 assert found == [kept[child] for child in tree.children[0]]
 
 

@@ -142,7 +142,9 @@ def test_as_many_drafts_are_ready_as_outcomes_were_foreseen(shallow: Target) -> 
     drafter, counts = made("causal", shallow), []
     for outcomes in (1, 4, 400):
         overlap = Overlap(num_outcomes=outcomes)
-        (found,) = Session(shallow, Greedy(), drafter, Chain(3), overlap=overlap).decode([PROMPTS[0]], LIMIT, ignore_eos=True)
+        (found,) = Session(shallow, Greedy(), drafter, Chain(3), runner_source=overlap).decode(
+            [PROMPTS[0]], LIMIT, ignore_eos=True
+        )
         follower, expected = Follower(made("causal", shallow), shallow), 0
         follower.start_text(64, 3, outcomes)
         text, chain, end = PROMPTS[0], list[int](), 1
@@ -174,7 +176,7 @@ def test_the_output_is_the_loops(
     drafter, builder, overlap = made(name, shallow, stranger), Chain(3), Overlap(**way, uses_streams=streams)
     if overlap.num_outcomes and not drafter.abilities.follows_at_once:
         pytest.skip("its chances do not say what follows")
-    session = Session(shallow, rule, drafter, builder, overlap=overlap)
+    session = Session(shallow, rule, drafter, builder, runner_source=overlap)
     for number, prompt in enumerate(PROMPTS[1:]):
         (plain,) = decode(shallow, [prompt], rule, LIMIT, drafter, builder, [number], ignore_eos=True)
         (found,) = session.decode([prompt], LIMIT, [number], ignore_eos=True)
@@ -190,7 +192,7 @@ def test_on_a_stream_of_its_own_it_drafts_what_the_process_does(shallow: Target)
     for way in ({}, {"pre_verify": True}, {"outcomes": 5}):
         both = [Overlap(**way, uses_streams=streams) for streams in (False, True)]
         for overlap in both:
-            Session(shallow, Greedy(), drafter, Chain(3), overlap=overlap).decode([PROMPTS[0]], LIMIT, ignore_eos=True)
+            Session(shallow, Greedy(), drafter, Chain(3), runner_source=overlap).decode([PROMPTS[0]], LIMIT, ignore_eos=True)
         assert (both[0].num_ready, both[0].num_missed) == (both[1].num_ready, both[1].num_missed)
 
 
@@ -211,7 +213,7 @@ def test_the_target_is_launched_before_the_drafter_drafts_ahead(shallow: Target,
     monkeypatch.setattr(drafter.model, "run", noted("draft", drafter.model.run))  # type: ignore[union-attr]
     monkeypatch.setattr(rule, "accept", noted("accept", rule.accept))
     overlap = Overlap(uses_streams=True)
-    Session(shallow, rule, drafter, Chain(3), overlap=overlap).decode([PROMPTS[0]], LIMIT, ignore_eos=True)
+    Session(shallow, rule, drafter, Chain(3), runner_source=overlap).decode([PROMPTS[0]], LIMIT, ignore_eos=True)
     rounds = " ".join(calls).split("verify")
     assert overlap.num_missed == 0 and len(rounds) > 4
     assert [one.split() for one in rounds[1:]] == [["draft"] * 4 + ["accept"]] * (len(rounds) - 1)
@@ -222,7 +224,7 @@ def test_drafts_that_are_right_are_ready(shallow: Target) -> None:
     drafter = prepare_for_decoding(Causal(shallow, num_layers=2), shallow)
     drafter.model = copy.deepcopy(shallow)
     for overlap in (Overlap(), Overlap(pre_verify=True)):
-        session = Session(shallow, Greedy(), drafter, Chain(3), overlap=overlap)
+        session = Session(shallow, Greedy(), drafter, Chain(3), runner_source=overlap)
         (found,) = session.decode([PROMPTS[0]], LIMIT, ignore_eos=True)
         assert overlap.num_missed == 0 and overlap.num_ready == len(found.round_lengths) == (LIMIT + 2) // 4
 
@@ -250,4 +252,4 @@ def test_what_cannot_overlap_is_refused(shallow: Target) -> None:
     with pytest.raises(UserError, match=r"eval\.overlap=outcomes: .*drafter=causal"):
         check_overlap(made("ngram", shallow), Chain(3), Greedy(), num_outcomes=4)
     with pytest.raises(UserError, match=r"eval\.batch_size=1"):
-        Session(shallow, Greedy(), causal, Chain(3), overlap=Overlap()).decode(PROMPTS[:2], LIMIT)
+        Session(shallow, Greedy(), causal, Chain(3), runner_source=Overlap()).decode(PROMPTS[:2], LIMIT)

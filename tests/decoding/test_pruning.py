@@ -240,7 +240,7 @@ def random_tree(random: Random, batch: int, num_nodes: int) -> TokenTree:
     whole = TokenTree.from_parents(tokens, parents)
     valid = closed(whole, torch.rand(batch, num_nodes) < 0.8)
     q, ids = torch.rand(batch, num_nodes, 5), torch.arange(5) * 7
-    return replace(whole, valid=valid, emitted=torch.rand(batch, num_nodes) < 0.7, children="sampled", q=q, draft_ids=ids)
+    return replace(whole, valid=valid, can_emit=torch.rand(batch, num_nodes) < 0.7, children="sampled", q=q, draft_ids=ids)
 
 
 def closed(tree: TokenTree, marked: Tensor) -> Tensor:
@@ -266,7 +266,7 @@ def test_a_selected_tree_holds_the_marked_nodes(batch: int, num_nodes: int) -> N
             marked = keep[row].nonzero()[:, 0]
             new = slice(0, len(marked))
             assert not part.valid[row, len(marked) :].any()
-            for name in ("tokens", "valid", "emitted", "q"):
+            for name in ("tokens", "valid", "can_emit", "q"):
                 assert torch.equal(getattr(part, name)[row, new], getattr(tree, name)[row, marked])
             for place, node in enumerate(marked.tolist()):
                 above = tree.ancestors[row, node]
@@ -279,7 +279,7 @@ def test_all_of_a_tree_is_the_tree() -> None:
     """Marking every node changes nothing; marking the root leaves a tree of one node."""
     tree = random_tree(Random(0), 3, 12)
     every = tree.select_nodes(torch.ones(3, 12, dtype=torch.bool))
-    for name in ("tokens", "parents", "valid", "emitted", "q"):
+    for name in ("tokens", "parents", "valid", "can_emit", "q"):
         assert torch.equal(getattr(every, name), getattr(tree, name))
     root = tree.select_nodes(torch.arange(12).expand(3, -1) == 0)
     assert torch.equal(root.tokens, tree.tokens[:, :1]) and root.parents.tolist() == [[-1]] * 3

@@ -316,7 +316,7 @@ def test_eagle3_loss_equals_brute_force(shallow: Target, loss: str, monkeypatch:
         said.extend(log_q[row_weight == weight] for weight in row_weight.unique(sorted=True).flip(0))
         return judge(self, hidden, lm_head, answers, row_weight)
 
-    monkeypatch.setattr(Supervision, "judge", watched)
+    monkeypatch.setattr(Supervision, "judge_states", watched)
     losses = drafter.loss(batch, shallow, TrainingState())
     total, outside = torch.zeros(()), 0
     for step, log_q in enumerate(said):

@@ -58,8 +58,8 @@ def test_what_fails_is_run_otherwise(
 
     ran = CapturedRunner.decode_steps
     monkeypatch.setattr(CapturedRunner, "__init__", build)
-    monkeypatch.setattr(CapturedRunner, "steps", steps)
-    monkeypatch.setattr("spectrain.decoding.session.Session.wants_capture", True)
+    monkeypatch.setattr(CapturedRunner, "decode_steps", steps)
+    monkeypatch.setattr("spectrain.decoding.session.Session.prefers_capture", True)
     decoder = Decoder(shallow, Greedy(), "auto")
     eagle3 = Eagle3(shallow, vocab_size=64).eval()
     system = System("drafter", "", eagle3, Chain(2), Greedy())
@@ -73,7 +73,7 @@ def test_what_fails_is_run_otherwise(
 
 def test_capture_asked_for_by_name_is_not_given_up(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs uncompiled where it must, and fails where that fails."""
-    monkeypatch.setattr(CapturedRunner, "steps", lambda self, request: 1 / 0)
+    monkeypatch.setattr(CapturedRunner, "decode_steps", lambda self, request: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         Session(shallow, Greedy(), engine="captured").decode(PROMPTS, 8)
 

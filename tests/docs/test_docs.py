@@ -51,8 +51,8 @@ def check(command: str, patch: pytest.MonkeyPatch) -> None:
     words = shlex.split(command)
     name = " ".join(words[: 2 if words[0] in ("data", "bench") else 1])
     patch.chdir(ROOT)
-    if name in help.SLASH_COMMANDS and help.SLASH_COMMANDS[name].config is None:
-        flags = {flag.split()[0] for flag in help.SLASH_COMMANDS[name].flags} | set(help.HELP_WORDS)
+    if name in help.COMMANDS and help.COMMANDS[name].config is None:
+        flags = {flag.split()[0] for flag in help.COMMANDS[name].flags} | set(help.HELP_WORDS)
         unknown = [word for word in words if word.startswith("-") and word not in flags]
         assert not unknown, f"{name} has no {unknown}"
         return

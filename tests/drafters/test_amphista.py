@@ -54,7 +54,9 @@ def in_training(drafter: Amphista, target: Target, batch: Batch, monkeypatch: py
     """log q of every head at every (row, index), out of the training loss."""
     states: list[Tensor] = []
     judge = Supervision.judge_states
-    monkeypatch.setattr(Supervision, "judge", lambda self, hidden, *rest: states.append(hidden) or judge(self, hidden, *rest))
+    monkeypatch.setattr(
+        Supervision, "judge_states", lambda self, hidden, *rest: states.append(hidden) or judge(self, hidden, *rest)
+    )
     with torch.no_grad():
         drafter.loss(batch, target, TrainingState())
         supervision = Supervision(drafter, batch)

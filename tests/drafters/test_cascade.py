@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from spectrain.config.build import build
+from spectrain.config.choices import list_constructors
 from spectrain.decoding.acceptance import Greedy, Match
 from spectrain.decoding.acceptance.rejection import SpeculativeSampling
 from spectrain.decoding.loop import decode
@@ -40,7 +41,7 @@ def prompts(shallow: Target) -> list[list[int]]:
 
 def made(target: Target, family: str = "cascade", **settings: Any) -> Any:
     torch.manual_seed(0)
-    return build({"_target_": f"spectrain.drafters.{family}.{family.title()}", **settings}, target=target).eval()
+    return build({"_target_": list_constructors("drafter")[family], **settings}, target=target).eval()
 
 
 def trees(target: Target, prompts: list[list[int]], drafter: Drafter, builder: TreeBuilder, rule: Any) -> list[TokenTree]:

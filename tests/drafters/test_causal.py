@@ -292,9 +292,9 @@ def test_a_model_with_another_tokenizer_is_refused(shallow: Target, tmp_path: Pa
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model": "/nowhere/at/all"}, r"drafter\.model=/nowhere/at/all: it cannot be loaded"),
-    ({"num_layers": 2, "model": "DIR"}, r"drafter\.model: drafter\.num_layers says already"),
-    ({"num_layers": 2, "architecture": ARCHITECTURE}, r"drafter\.architecture: drafter\.num_layers says already"),
-    ({"model": "DIR", "architecture": ARCHITECTURE}, r"drafter\.architecture: drafter\.model says already"),
+    ({"num_layers": 2, "model": "DIR"}, r"drafter\.model: drafter\.num_layers already names"),
+    ({"num_layers": 2, "architecture": ARCHITECTURE}, r"drafter\.architecture: drafter\.num_layers already names"),
+    ({"model": "DIR", "architecture": ARCHITECTURE}, r"drafter\.architecture: drafter\.model already names"),
     ({"architecture": {"model_type": "nonsense"}}, r"drafter\.architecture: transformers cannot build it"),
     ({"beta": 0.0}, r"drafter\.beta=0\.0"),
     ({"beta": 1.0}, r"drafter\.beta=1\.0"),

@@ -156,12 +156,12 @@ def said_by_all(target: Target, prompts: list[list[int]], score_every: int) -> l
     drafter._pick = lambda context: 0  # type: ignore[method-assign]
 
     def noted(arm: Any) -> Any:
-        ask = arm.ask
+        ask = arm.make_draft
 
         def asked(*given: Any) -> None:
             ask(*given)
             if len(drafter.picks) % 5 == 0:
-                heard.append(arm.asked.said[0][given[1].active])  # a text that is done is said anything of
+                heard.append(arm.recording.said[0][given[1].active])  # a text that is done is said anything of
 
         return asked
 

@@ -154,11 +154,11 @@ def test_dpace_weights_are_the_formulas(shallow: Target) -> None:
     asked = kept["asked"]
     weights = drafter._dpace(asked)
     length = batch.tokens.shape[1]
-    for block, (place, position) in enumerate(zip(asked.anchors.places.tolist(), asked.anchors.positions.tolist())):
+    for block, (place, position) in enumerate(zip(asked.anchors.token_indices.tolist(), asked.anchors.positions.tolist())):
         row = place // length
         said = block_of(drafter, shallow, batch.tokens[row, : position + 1].tolist())
         s = [
-            0.7 * math.exp(said[d, batch.tokens[row, position + d + 1]]) + 0.3 if asked.judged[block, d] else 1.0
+            0.7 * math.exp(said[d, batch.tokens[row, position + d + 1]]) + 0.3 if asked.is_judged[block, d] else 1.0
             for d in range(drafter.num_drafts)
         ]
         products = [math.prod(s[: k + 1]) for k in range(len(s))]
@@ -176,14 +176,14 @@ def test_one_slot_equals_a_plain_head(shallow: Target) -> None:
     assert features is not None
     context, x = drafter.project_context(features), drafter.head.embed(batch.tokens)
     rope = drafter.rotary(x, batch.positions)
-    q, k, v = layer.self_attn.project(layer.input_layernorm(x), rope)
+    q, k, v = layer.self_attn.project_qkv(layer.input_layernorm(x), rope)
     far, values = layer.self_attn.project_kv(context, rope)
     length = batch.tokens.shape[1]
     mask = torch.cat([torch.ones(length, length).tril(-1), torch.eye(length)], dim=1).bool()
     attended = F.scaled_dot_product_attention(
         q, torch.cat([far, k], 2), torch.cat([values, v], 2), attn_mask=mask, enable_gqa=True
     )
-    x = x + layer.self_attn.output(attended)
+    x = x + layer.self_attn.project_output(attended)
     x = x + layer.mlp(layer.post_attention_layernorm(x))
     said = drafter.head.logits(drafter.norm(x)).log_softmax(-1)[0]
     log_p = drafter.head.logits(features.at_layer("final")).log_softmax(-1)[0]

@@ -15,7 +15,7 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.eagle3 import Eagle3
-from spectrain.drafters.layers import fused_cpu_eagle as lean_eagle
+from spectrain.drafters.layers import fused_cpu_eagle
 from spectrain.drafters.layers.layers import NormedAttention, apply_rotary
 from spectrain.drafters.layers.state_rollout import StateRollout
 from spectrain.drafters.layers.vocabulary import Supervision
@@ -303,6 +303,6 @@ def test_few_calls_give_what_the_modules_give(tiny: Target, dtype: torch.dtype) 
                 if count > 2:
                     cache.commit(None, torch.tensor([count]))
             found.append([*states, drafter.log_q(states[-1])])
-        assert lean_eagle.uses_fused_cpu(lean) and not lean_eagle.uses_fused_cpu(modules)
+        assert fused_cpu_eagle.uses_fused_cpu(lean) and not fused_cpu_eagle.uses_fused_cpu(modules)
     for one, other in zip(*found):
         torch.testing.assert_close(one.float(), other.float(), atol=tolerance * 4, rtol=tolerance)

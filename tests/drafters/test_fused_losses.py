@@ -73,7 +73,7 @@ def batch_of(drafter: Drafter, target: Target, stage: int = 0, replayed: bool = 
     masks = [[1 <= i < length // 2 or i > length // 2 + 3 for i in range(length - 3 * row)] for row in range(3)]
     data = Dataset([Example(row[: len(mask)], mask) for row, mask in zip(rows, masks)], 3, 0, 0)
     batch = LiveSource().make_batch(BatchRequest(data[[0, 1, 2]], target, drafter.stages[stage].layers))
-    return replace(batch, distance=torch.randint(-1, 4, batch.tokens.shape)) if replayed else batch
+    return replace(batch, tokens_past_error=torch.randint(-1, 4, batch.tokens.shape)) if replayed else batch
 
 
 # The same losses by whole matrices
@@ -314,7 +314,7 @@ def test_loss_and_gradients_equal_those_of_whole_matrices(
     drafter = kind(target, **options, loss=loss)
     drafter.prepare(target, torch.randint(0, 1000, (VOCAB,)))
     shake(drafter, 0.3)
-    monkeypatch.setattr(fused, "CHUNK", chunk)
+    monkeypatch.setattr(fused, "CHUNK_ROWS", chunk)
     equal(drafter, reference, batch_of(drafter, target), target)
 
 
@@ -329,7 +329,7 @@ def test_split_loss_of_replays_equals_that_of_whole_matrices(
     assert drafter.abilities.on_policy.learns_replays
     drafter.prepare(target, torch.randint(0, 1000, (VOCAB,)))
     shake(drafter, 0.3)
-    monkeypatch.setattr(fused, "CHUNK", CHUNK)
+    monkeypatch.setattr(fused, "CHUNK_ROWS", CHUNK)
     equal(drafter, reference, batch_of(drafter, target, replayed=True), target)
 
 
@@ -347,7 +347,7 @@ def test_losses_that_train_the_target_equal_those_of_whole_matrices(
     with torch.no_grad():
         for parameter in drafter.abilities.target_training.parameters:
             parameter.add_(0.1 * torch.randn_like(parameter))
-    monkeypatch.setattr(fused, "CHUNK", chunk)
+    monkeypatch.setattr(fused, "CHUNK_ROWS", chunk)
     stage = stage_at(drafter.stages, 1, 1)
     equal(drafter, reference, batch_of(drafter, target, stage), target, stage)
 
@@ -391,7 +391,7 @@ def test_no_recipe_holds_the_logits_of_all_rows(target: Target, recipe: str, mon
         batch = batch_of(drafter, target, stage, length=60)
         rows, sizes = batch.num_supervised - 3 * 8, {}  # the last of eight heads is asked at so many places
         for chunk in (CHUNK, 2048):
-            monkeypatch.setattr(fused, "CHUNK", chunk)
+            monkeypatch.setattr(fused, "CHUNK_ROWS", chunk)
             monkeypatch.setattr(ctc, "ENTRIES", chunk * VOCAB)
             with Largest() as largest:
                 drafter(batch, target, TrainingState(progress=0.9)).total.backward()

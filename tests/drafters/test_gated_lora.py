@@ -252,7 +252,7 @@ def test_a_target_without_linears_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     """Rather than train no LoRA in silence; rank 0 asks for none."""
     target = cut_tiny(2)
     target.decoder.layers = nn.ModuleList(nn.Identity() for _ in range(2))
-    with pytest.raises(UserError, match=r"drafter\.rank: the layers of tiny hold no linear .* use drafter\.rank=0"):
+    with pytest.raises(UserError, match=r"drafter\.rank: the layers of tiny have no linear .* use drafter\.rank=0"):
         GatedLora(target)
     assert not GatedLora(target, rank=0).names
 

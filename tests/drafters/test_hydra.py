@@ -83,7 +83,7 @@ def in_training(drafter: Hydra, shallow: Target, tokens: Tensor) -> list[dict[tu
 
     with pytest.MonkeyPatch.context() as patch:
         for head in drafter.heads:
-            patch.setattr(head, "head_inputs", lambda inputs, head=head: watched(head, inputs))
+            patch.setattr(head, "hidden", lambda inputs, head=head: watched(head, inputs))
         with torch.no_grad():
             drafter.loss(batch, shallow, TrainingState())
     supervision = Supervision(drafter, batch)
@@ -184,7 +184,7 @@ def test_dyspec_draws_from_what_each_path_alone_says(shallow: Target, prefix: bo
     prompts = [[5, 6, 7, 8], [9, 10]]
     context = context_of(shallow, drafter, prompts)
     with torch.no_grad(), monkeypatch.context() as patch:
-        patch.setattr(_Path, "_states_after", watch)
+        patch.setattr(_Path, "_after", watch)
         tree = proposed(drafter, context, DySpec(depth=7, budget=24, temperature=0.25))
     assert tree.q is not None and {1, 2} in calls and tree.depths[tree.valid].max() == HEADS
     for b, prompt in enumerate(prompts):

@@ -128,7 +128,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         found.append(log_q(self, level))
         return found[-1]
 
-    monkeypatch.setattr(Kangaroo, "root_log_q", watched)
+    monkeypatch.setattr(Kangaroo, "log_q", watched)
     return found
 
 

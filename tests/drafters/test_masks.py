@@ -205,7 +205,7 @@ def test_starting_masks_looks_at_some_embeddings_at_a_time(tiny: Target, monkeyp
     rows, looked_up = masks.EMBEDDING_CHUNK, []
     torch.manual_seed(0)
     whole = init_mask_vectors(tiny.head.embedding, 3)
-    monkeypatch.setattr(masks, "ROWS", 300)
+    monkeypatch.setattr(masks, "EMBEDDING_CHUNK", 300)
     handle = tiny.head.embedding.register_forward_hook(lambda module, args, output: looked_up.append(len(output)))
     torch.manual_seed(0)
     parts = init_mask_vectors(tiny.head.embedding, 3)

@@ -417,7 +417,7 @@ def test_the_mask_starts_near_the_mean_embedding(shallow: Target) -> None:
     ({"keep": float("nan")}, r"drafter\.keep=nan"),
     ({"keep_least": 0.0}, r"drafter\.keep_least=0\.0: use more than 0 and at most 1"),
     ({"keep_least": 1.1}, r"drafter\.keep_least=1\.1"),
-    ({"num_layers": 2, "architecture": ARCHITECTURE}, r"drafter\.architecture: drafter\.num_layers says already"),
+    ({"num_layers": 2, "architecture": ARCHITECTURE}, r"drafter\.architecture: drafter\.num_layers already names"),
     ({"num_layers": 3}, r"drafter\.num_layers=3: \S+ has 3 layers"),
     ({"architecture": {**ARCHITECTURE, "vocab_size": 2000}}, r"drafter\.architecture: its vocab_size is 2000"),
 ])  # fmt: skip

@@ -142,7 +142,7 @@ def test_a_tokenizer_without_bytes_is_refused() -> None:
     """One whose tokens cannot be turned to bytes is named with its setting."""
     made = byte_level(280, TEXT)
     made.backend_tokenizer.decoder = None
-    with pytest.raises(UserError, match=r"drafter\.model=DIR: its tokens do not say which bytes"):
+    with pytest.raises(UserError, match=r"drafter\.model=DIR: the bytes of its tokens are unknown"):
         ByteTokenizer(made, "drafter.model=DIR")
 
 

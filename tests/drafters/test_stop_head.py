@@ -81,10 +81,10 @@ def test_a_rollout_says_it_of_every_node(shallow: Target) -> None:
         with torch.inference_mode():
             rollout = drafter.draft(context).rollout
             rollout.start()
-            heard = [rollout.survival]
-            follow = rollout.follow if at_once else super(type(rollout), rollout).follow
+            heard = [rollout.accept_probs]
+            follow = rollout.extend_path if at_once else super(type(rollout), rollout).extend_path
             log_q = follow(tokens, torch.zeros(1, dtype=torch.int64), 1)
-        found.append((torch.cat([*heard, rollout.survival], dim=1), log_q))
+        found.append((torch.cat([*heard, rollout.accept_probs], dim=1), log_q))
     assert found[0][0].shape == (1, 4) and 0 < float(found[0][0].min()) < float(found[0][0].max()) < 1
     for one, other in zip(*found):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)

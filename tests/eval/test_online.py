@@ -324,11 +324,11 @@ def test_rounds_without_a_draft_keep_replays_in_step(shallow: Target) -> None:
         cost = None
         turn = 0
 
-        def drafts(self) -> bool:
+        def should_draft(self) -> bool:
             self.turn += 1
             return self.turn % 2 == 0
 
-        def record(self, drafted: bool, tokens: float, seconds: float, proposed: bool) -> None: ...
+        def record_round(self, drafted: bool, tokens: float, seconds: float, proposed: bool) -> None: ...
 
     drafter, recorder = make(shallow).eval(), DraftRecorder(Chain(3))
     guard: Any = Every()

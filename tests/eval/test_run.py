@@ -22,6 +22,7 @@ from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval import identity
 from spectrain.eval.run import Evaluation
+from spectrain.experimental.evaluation import ExperimentalEvaluation
 from spectrain.models.attention import ATTENTION_NAME
 from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan
@@ -66,7 +67,7 @@ def evaluation(folder: Path, baselines: tuple[str, ...] = (), check: bool = True
     path = folder / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     settings = {"calibration_limit": 2, "oracle": False, "report": False, "repeats": 1, **more}
-    return Evaluation(prompts=str(path), max_new_tokens=LIMIT, baselines=baselines, check=check, **settings)
+    return ExperimentalEvaluation(prompts=str(path), max_new_tokens=LIMIT, baselines=baselines, check=check, **settings)
 
 
 def samples(folder: Path) -> list[dict[str, Any]]:
@@ -397,7 +398,7 @@ def test_what_cannot_be_captured_is_refused_or_not_captured(shallow: Target, tmp
 
 def test_a_measured_tree_comes_first_where_it_can(shallow: Target, tmp_path: Path) -> None:
     """Not where a tree is asked for, rounds are captured, children are drawn, or copies stand ready."""
-    config = OmegaConf.create({"eval": {"_target_": "spectrain.eval.run.Evaluation"}})
+    config = OmegaConf.create({"eval": {"_target_": "spectrain.experimental.evaluation.ExperimentalEvaluation"}})
     for asked, measured in ((["recipe=eagle3", "trainer.lr=1"], True), (["tree=chain"], False), (["++tree.depth=3"], False)):
         given = copy.deepcopy(config)
         default_tree(given, asked)

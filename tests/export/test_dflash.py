@@ -148,7 +148,7 @@ def test_missing_keys_are_named_in_one_sentence(tiny: Target, tmp_path: Path) ->
     """All of them, wherever they belong."""
     start = foreign.zlab(tmp_path / "start", tiny)
     spoilt(start, lambda config, tensors: [config.pop(key) for key in ("block_size", "head_dim", "rope_theta")])
-    with pytest.raises(UserError, match="does not say 'block_size, head_dim, rope_theta' \\(missing-key\\)"):
+    with pytest.raises(UserError, match="lacks 'block_size, head_dim, rope_theta' \\(missing-key\\)"):
         read_drafter(start, TINY)
 
 
@@ -193,7 +193,7 @@ def test_training_goes_on_from_a_foreign_one(tiny: Target, tmp_path: Path) -> No
     apply_init_shape(config, [])
     module = build(config.drafter, target=tiny)
     load_weights(module, start, tiny)
-    assert (module.block_size, module.fused, module.window, module.causal) == (4, (2, 4, 5), 16, True)
+    assert (module.block_size, module.fused_layers, module.window, module.causal) == (4, (2, 4, 5), 16, True)
     tensors = DrafterFiles.from_directory(start).tensors
     assert torch.equal(module.d2t, tensors["d2t"]) and torch.equal(module.fc.weight, tensors["fc.weight"])
     assert torch.equal(module.blocks[1].mlp.up_proj.weight, tensors["layers.1.mlp.up_proj.weight"])

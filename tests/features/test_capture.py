@@ -87,7 +87,7 @@ def test_a_stopped_capture_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ran.append(len(request.examples))
         return batch(self, request)
 
-    monkeypatch.setattr(StoredSource, "batch", counted)
+    monkeypatch.setattr(StoredSource, "make_batch", counted)
     with pytest.raises(KeyboardInterrupt):
         stored(tmp_path)
     kept = len(FeatureStore(tmp_path).shard_names)
@@ -134,9 +134,9 @@ def test_damaged_shards_are_named_and_made_again(tmp_path: Path, capsys: pytest.
 
 def test_what_cannot_be_stored_is_said(tmp_path: Path, tiny: Target) -> None:
     """Another source, a family without features, and another project's folder; verifying wants a folder."""
-    with pytest.raises(UserError, match="say which feature store"):
+    with pytest.raises(UserError, match="name the feature store"):
         verify_store(composed(name="verify", known=("path", "drop")))
-    with pytest.raises(UserError, match="say source=store"):
+    with pytest.raises(UserError, match="set source=store"):
         capture_features(composed(*SETTINGS))
     with pytest.raises(UserError, match="reads no features"):
         capture_features(

@@ -130,7 +130,7 @@ def test_what_it_lacks_is_run_live(tiny: Target, tmp_path: Path) -> None:
     before = sorted(folder.rglob("*"))
     source, made = StoredSource(str(folder)), drafter(tiny)
     told = prepare(source, made, tiny, rows)
-    assert "2 of 4 sequences" in told and "hs_9.safetensors cannot be read" in told and "run for the other 2" in told
+    assert "2 of 4 sequences" in told and "hs_9.safetensors cannot be read" in told and "runs for the other 2" in told
     found, live = (
         source.make_batch(BatchRequest(rows, tiny, made.layers)),
         LiveSource().make_batch(BatchRequest(rows, tiny, made.layers)),
@@ -142,7 +142,7 @@ def test_what_it_lacks_is_run_live(tiny: Target, tmp_path: Path) -> None:
     assert sorted(folder.rglob("*")) == before
     with pytest.raises(UserError, match="2 of 4 sequences are not in it"):
         prepare(StoredSource(str(folder), capture=False), made, tiny, rows)
-    with pytest.raises(UserError, match="none of the 2 sequences is in it"):
+    with pytest.raises(UserError, match="it holds none of the 2 sequences"):
         prepare(StoredSource(str(folder)), made, tiny, rows[2:])
 
 

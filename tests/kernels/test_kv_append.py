@@ -80,7 +80,7 @@ def test_only_the_path_asked_for_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU it is the reference unless SPECTRAIN_KERNELS=triton asks for the kernel."""
     ran: list[str] = []
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(module, "_append", lambda *arguments: ran.append("kernel"))
+    monkeypatch.setattr(module, "_launch_append", lambda *arguments: ran.append("kernel"))
     monkeypatch.setattr(module, "kv_append_reference", lambda *arguments: ran.append("reference"))
     for asked in (None, "reference", "triton"):
         monkeypatch.setenv("SPECTRAIN_KERNELS", asked) if asked else monkeypatch.delenv("SPECTRAIN_KERNELS", raising=False)

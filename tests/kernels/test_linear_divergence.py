@@ -575,7 +575,7 @@ def test_the_loss_by_the_kernel_equals_that_by_torch(name: str, dtype: torch.dty
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(by_kernel.loss, by_torch.loss, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance)
-    assert torch.equal(by_kernel.best, by_torch.best) and torch.equal(by_kernel.labels, by_torch.labels)
+    assert torch.equal(by_kernel.predictions, by_torch.predictions) and torch.equal(by_kernel.labels, by_torch.labels)
 
 
 def test_float64_stays_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -363,7 +363,7 @@ def test_the_path_is_the_one_asked_for(
     query.requires_grad_(needs_grad)
     launched: list[Tensor] = []
     attend = module._launch_attention
-    monkeypatch.setattr(module, "_attend", lambda *arguments: launched.append(attend(*arguments)) or launched[0])
+    monkeypatch.setattr(module, "_launch_attention", lambda *arguments: launched.append(attend(*arguments)) or launched[0])
     output = tree_attention(query, keys, values, visibility, 0.2)
     assert bool(launched) == kernel and output.requires_grad == needs_grad
     if not kernel:
@@ -435,7 +435,12 @@ def test_decoding_through_the_kernels_equals_the_references(
         ran[name] += 1
         return launch(*arguments)
 
-    for name, place in (("_attend", module), ("_append", kv_append), ("_commit", kv_commit), ("_match", tree_verify)):
+    for name, place in (
+        ("_launch_attention", module),
+        ("_launch_append", kv_append),
+        ("_launch_commit", kv_commit),
+        ("_match", tree_verify),
+    ):
         monkeypatch.setattr(place, name, partial(watch, name, getattr(place, name)))
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
     for run, wanted in zip(runs, expected):

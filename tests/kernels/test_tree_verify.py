@@ -47,7 +47,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernels, through triton's interpreter, with blocks so small that a row takes several."""
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
-    for name in ("ARGMAX", "DRAWN", "CUT"):
+    for name in ("ARGMAX_TILES", "SAMPLE_TILES", "CUT_TILES"):
         monkeypatch.setattr(module, name, VerifyTiles(64, 4))
     monkeypatch.setattr(module, "PARTS", VerifyTiles(8, 4))
     monkeypatch.setattr(module, "MAX_CANDIDATES", 16)  # which some rows have more of

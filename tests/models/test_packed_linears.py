@@ -223,7 +223,7 @@ def test_siblings_are_one_product(bias: bool, monkeypatch: pytest.MonkeyPatch) -
         pack_linears(block)
         calls: list[int] = []
         product = prepacked.onednn_linear
-        monkeypatch.setattr(prepacked, "product", lambda *given: (calls.append(1), product(*given))[1])
+        monkeypatch.setattr(prepacked, "onednn_linear", lambda *given: (calls.append(1), product(*given))[1])
         close(block(input), expected[0])
         assert len(calls) == 1
         input.mul_(2)
@@ -295,7 +295,9 @@ def test_a_target_is_never_rounded(shallow: Target, monkeypatch: pytest.MonkeyPa
     found = decode(target, prompt, Greedy(), 24, drafter, Chain(3), ignore_eos=True)
     assert found[0].output == plain[0].output and max(found[0].round_lengths) > 1
     forwards = lambda module: [vars(one)["forward"] for one in module.modules() if isinstance(one, nn.Linear)]  # noqa: E731
-    assert not any(one.weights.rounded for one in forwards(target)) and all(one.weights.rounded for one in forwards(drafter))
+    assert not any(one.weights.low_precision for one in forwards(target)) and all(
+        one.weights.low_precision for one in forwards(drafter)
+    )
 
 
 @needs_onednn

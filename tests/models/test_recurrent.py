@@ -67,7 +67,7 @@ def test_a_tree_in_stages_after_a_forgotten_one(target: Target, lengths: list[in
 @contextmanager
 def run_along(target: Target, along: PathPolicy) -> Iterator[None]:
     before = target.traits
-    target.traits = replace(before, along=along)
+    target.traits = replace(before, path_policy=along)
     try:
         yield
     finally:

@@ -314,7 +314,7 @@ def test_bad_conversations_take_nothing_with_them(
             raise RuntimeError("no memory")
         return honest(session, prompts, *rest)
 
-    monkeypatch.setattr(Session, "decode_states", choking)
+    monkeypatch.setattr(Session, "decode", choking)
     found = make(tmp_path / "out", tiny, JsonlReader(str(tmp_path / "chats.jsonl")), shard_size=100, max_failed=0.2)
     assert [row.messages for row in found.values()] == [row.messages for row in rows(whole).values()]
     lost = [json.loads(line) for line in (tmp_path / "out" / "failed" / "part-00000.jsonl").read_text().splitlines()]
@@ -334,7 +334,7 @@ def test_too_many_failures_fail_the_run(tmp_path: Path, tiny: Target, monkeypatc
     def broken(*_: Any) -> Any:
         raise RuntimeError("no device")
 
-    monkeypatch.setattr(Session, "decode_states", broken)
+    monkeypatch.setattr(Session, "decode", broken)
     with pytest.raises(RunError, match=r"3 conversations failed one after another.*no device"):
         make(tmp_path / "out", tiny, stop_after=3)
     assert not ShardSet(tmp_path / "out").manifest["shards"]

@@ -421,7 +421,7 @@ def test_a_run_tells_its_tracker_everything(tmp_path: Path, monkeypatch: pytest.
         assert told == [("start", "eval", 0), ("scored", "again"), ("finish", False)]
     told.clear()
     shutil.rmtree(run / "drafter")
-    monkeypatch.setattr(Trainer, "fit_policy", lambda *given: 1 / 0)
+    monkeypatch.setattr(Trainer, "fit", lambda *given: 1 / 0)
     config.trainer.resume = "auto"
     with pytest.raises(ZeroDivisionError):
         train(config, [])

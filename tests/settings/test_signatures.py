@@ -113,6 +113,6 @@ def test_mistakes_are_told_before_torch_is_imported() -> None:
 def test_bounds_are_told_as_one_writes_them() -> None:
     """A bound broken is said by what to write; a wrong type by the type without its bounds."""
     assert describe_type(values.Count | None) == "int | null" and describe_type(typing.Literal["a", "b"]) == "Literal['a', 'b']"
-    node = {"_target_": "spectrain.eval.run.Evaluation", "name": "a/b"}
+    node = {"_target_": "spectrain.experimental.evaluation.ExperimentalEvaluation", "name": "a/b"}
     with pytest.raises(UserError, match="eval.name=a/b: use the name of one folder, without slashes"):
         check_node("eval", node)

@@ -143,7 +143,7 @@ def test_a_resumed_training_goes_on_with_the_time_left(
         clock.now += 100
         start(self, spent)
 
-    monkeypatch.setattr(budget.Budget, "start", paused)
+    monkeypatch.setattr(budget.Budget, "resume_from", paused)
     found = [fit(shallow, tmp_path / str(at), kill_at=at, max_minutes=0.1, max_steps=None) for at in (0, 5)]
     assert found[0][2].num_steps == found[1][2].num_steps == 6
     assert_equal(found[0][0], found[1][0])

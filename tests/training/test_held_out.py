@@ -65,7 +65,7 @@ def test_more_data_holds_out_what_was_and_twins_go_together() -> None:
 @torch.no_grad()
 def test_acceptance_is_that_of_the_targets_own_answers(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """By depth, agreement and the sum of min(p, q) equal a sum over full forwards of both models by hand."""
-    monkeypatch.setattr(held_out, "MOST", 8)
+    monkeypatch.setattr(held_out, "MAX_CONVERSATIONS", 8)
     drafter = Causal(shallow, num_layers=1)
     examples = [example for found in conversations(3) for example in found]
     hits, overlaps, counts = ([0.0] * DRAFT_DEPTH for _ in range(3))

@@ -177,7 +177,7 @@ def test_gradient_checkpointing_changes_no_bit(shallow: Target, tmp_path: Path, 
         torch.manual_seed(0)
         made: Any = drafter(shallow) if family == "eagle3" else Causal(shallow, num_layers=2)
         part = made if family == "eagle3" else made.model.layers[0].mlp
-        name, runs = ("unroll", 0) if family == "eagle3" else ("forward", 0)
+        name, runs = ("run_step", 0) if family == "eagle3" else ("forward", 0)
         inner = getattr(part, name)
 
         def counted(*arguments: Any, inner: Any = inner, **options: Any) -> Any:

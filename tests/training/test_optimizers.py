@@ -82,14 +82,14 @@ def test_muon_goes_on_from_its_saved_state() -> None:
 def test_muon_is_refused_where_weights_are_in_parts(way: str, tmp_path: Path) -> None:
     """Each way to shard that holds or steps parts says so before the first step."""
     job: Any = SimpleNamespace(
-        shared=SimpleNamespace(plain=False, whole=True, name=way), source=SimpleNamespace(asks_drafter=False)
+        parallel=SimpleNamespace(full_parameters=False, unsharded=True, name=way), source=SimpleNamespace(uses_drafter=False)
     )
     with pytest.raises(UserError, match=f"optimizer=muon: .*sharding={way}.*use trainer.sharding=ddp or optimizer=adamw"):
         Trainer(optimizer=Muon())._validate(job)
 
 
 def test_averages_are_refused_where_weights_are_in_parts() -> None:
-    job: Any = SimpleNamespace(shared=SimpleNamespace(plain=False, whole=True, name="zero2"))
+    job: Any = SimpleNamespace(parallel=SimpleNamespace(full_parameters=False, unsharded=True, name="zero2"))
     with pytest.raises(UserError, match=r"trainer.ema=0.9: .*sharding=zero2.*use ddp"):
         Trainer(ema=0.9)._validate_held_out(job, Dataset([], 0, 0, 0))
 

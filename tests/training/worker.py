@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import importlib
 import json
 import multiprocessing
 import os
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.utils import get_object
 from safetensors.torch import save_file
 
 from spectrain.data.chat import Example
@@ -28,27 +28,30 @@ from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "eagle3": ("eagle3.Eagle3", {"ttt_steps": 2, "vocab_size": 256}),
-    "medusa": ("medusa.Medusa", {"num_heads": 2, "vocab_size": 256}),
-    "medusa2": ("medusa.Medusa", {"num_heads": 2, "vocab_size": 256, "adapt": "lora", "rank": 4, "heads_first": 0.5}),
-    "hydra": ("hydra.Hydra", {"num_heads": 2, "vocab_size": 256, "prefix_attention": True}),
-    "amphista": ("amphista.Amphista", {"num_heads": 2, "vocab_size": 256}),
-    "ctc": ("ctc.Ctc", {"num_drafts": 2, "num_slots": 3, "vocab_size": 256}),
-    "gumiho": ("gumiho.Gumiho", {"num_parallel": 2, "num_layers": 1, "vocab_size": 256}),
-    "transformer_heads": ("transformer_heads.TransformerHeads", {"num_heads": 2, "vocab_size": 256}),
-    "eagle1": ("eagle1.Eagle1", {"num_steps": 2, "top_k_weight": 1.0}),
-    "redrafter": ("redrafter.Redrafter", {"num_steps": 2, "vocab_size": 256}),
-    "causal": ("causal.Causal", {"num_layers": 2}),
-    "pard": ("pard.Pard", {"num_layers": 2, "num_drafts": 3}),
-    "mtp": ("mtp.Mtp", {"num_steps": 2}),
-    "peagle": ("peagle.PEagle", {"num_layers": 2, "num_drafts": 3, "vocab_size": 256, "mask_token_id": 0}),
-    "kangaroo": ("kangaroo.Kangaroo", {}),
-    "gated_lora": ("gated_lora.GatedLora", {"num_masks": 2, "rank": 4}),
-    "uno": ("gated_lora.GatedLora", {"num_masks": 2, "rank": 4, "noise": "uniform", "sampler": False, "tiles": [2]}),
-    "streams": ("gated_lora.GatedLora", {"num_masks": 2, "rank": 4, "noise": "streams", "sampler": False}),
-    "ppd": ("gated_lora.GatedLora", {"num_masks": 2, "rank": 0, "ensembles": 2, "sampler": False}),
-    "jacobi": ("jacobi.Jacobi", {"block": 3, "num_blocks": 2, "adapt": "lora", "rank": 4, "self_distillation": True}),
-    "early_exit": ("early_exit.EarlyExit", {"max_dropout": 0.5, "exit_scale": 1.0, "self_distillation": True}),
+    "eagle3": ("drafters.eagle3.Eagle3", {"ttt_steps": 2, "vocab_size": 256}),
+    "medusa": ("drafters.medusa.Medusa", {"num_heads": 2, "vocab_size": 256}),
+    "medusa2": ("drafters.medusa.Medusa", {"num_heads": 2, "vocab_size": 256, "adapt": "lora", "rank": 4, "heads_first": 0.5}),
+    "hydra": ("experimental.hydra.drafter.Hydra", {"num_heads": 2, "vocab_size": 256, "prefix_attention": True}),
+    "amphista": ("experimental.amphista.drafter.Amphista", {"num_heads": 2, "vocab_size": 256}),
+    "ctc": ("experimental.ctc.drafter.Ctc", {"num_drafts": 2, "num_slots": 3, "vocab_size": 256}),
+    "gumiho": ("experimental.gumiho.drafter.Gumiho", {"num_parallel": 2, "num_layers": 1, "vocab_size": 256}),
+    "transformer_heads": ("experimental.transformer_heads.drafter.TransformerHeads", {"num_heads": 2, "vocab_size": 256}),
+    "eagle1": ("drafters.eagle1.Eagle1", {"num_steps": 2, "top_k_weight": 1.0}),
+    "redrafter": ("experimental.redrafter.drafter.Redrafter", {"num_steps": 2, "vocab_size": 256}),
+    "causal": ("drafters.causal.Causal", {"num_layers": 2}),
+    "pard": ("drafters.pard.Pard", {"num_layers": 2, "num_drafts": 3}),
+    "mtp": ("drafters.mtp.Mtp", {"num_steps": 2}),
+    "peagle": ("drafters.peagle.PEagle", {"num_layers": 2, "num_drafts": 3, "vocab_size": 256, "mask_token_id": 0}),
+    "kangaroo": ("experimental.kangaroo.drafter.Kangaroo", {}),
+    "gated_lora": ("drafters.gated_lora.GatedLora", {"num_masks": 2, "rank": 4}),
+    "uno": ("drafters.gated_lora.GatedLora", {"num_masks": 2, "rank": 4, "noise": "uniform", "sampler": False, "tiles": [2]}),
+    "streams": ("drafters.gated_lora.GatedLora", {"num_masks": 2, "rank": 4, "noise": "streams", "sampler": False}),
+    "ppd": ("drafters.gated_lora.GatedLora", {"num_masks": 2, "rank": 0, "ensembles": 2, "sampler": False}),
+    "jacobi": (
+        "experimental.jacobi.drafter.Jacobi",
+        {"block": 3, "num_blocks": 2, "adapt": "lora", "rank": 4, "self_distillation": True},
+    ),
+    "early_exit": ("drafters.early_exit.EarlyExit", {"max_dropout": 0.5, "exit_scale": 1.0, "self_distillation": True}),
 }
 
 
@@ -60,9 +63,8 @@ def dataset(count: int = 8, length: int = 16) -> Dataset:
 
 def make(family: str, target: Target) -> Drafter:
     path, options = FAMILIES[family]
-    module, name = path.split(".")
     torch.manual_seed(0)
-    made: Drafter = getattr(importlib.import_module(f"spectrain.drafters.{module}"), name)(target, **options)
+    made: Drafter = get_object(f"spectrain.{path}")(target, **options)
     made.prepare(target, torch.arange(target.head.vocab_size))
     return made
 

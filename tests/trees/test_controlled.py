@@ -72,8 +72,8 @@ def test_thompson_finds_the_fastest_length() -> None:
     chosen = []
     for _ in range(1500):
         builder.begin_round(context())
-        chosen.append(builder.length)
-        observed(builder, [builder.length], [min(builder.length, survivors(draw, RATES))])
+        chosen.append(builder.round_length)
+        observed(builder, [builder.round_length], [min(builder.round_length, survivors(draw, RATES))])
     late = chosen[500:]
     assert sum(speed(length, RATES) > 0.98 * fastest for length in late) > 0.9 * len(late)
     assert len(set(chosen[:50])) > 2, "it must have tried others"
@@ -83,7 +83,7 @@ def test_a_row_that_is_done_teaches_nothing() -> None:
     """A row that emitted nothing, and a token that was not drafted, are no evidence."""
     builder = prepared(Thompson(4, memory=10**9 % 4096))
     observed(builder, [2, 4], [2, -1])
-    assert builder.kept.tolist() == [1, 1, 0, 0] and builder.lost.tolist() == [0, 0, 0, 0]
+    assert builder.accepted_counts.tolist() == [1, 1, 0, 0] and builder.rejected_counts.tolist() == [0, 0, 0, 0]
     observed(builder, [3], [1])
     assert builder.lost[1] == 1 and builder.lost[2] == 0
 
@@ -96,7 +96,7 @@ def learnt(step: float = 0.3, hint: float = 1.0) -> Policy:
     for _ in range(600):
         kept = survivors(draw, [0.6] * 4)
         builder.episodes.append(Episode(np.stack([state(draw, level < kept, hint) for level in range(4)]), kept))
-    builder.fit()
+    builder.fit_policy()
     return builder
 
 
@@ -151,7 +151,7 @@ def test_a_policy_explores_first_and_then_decides(children: Children) -> None:
         tree = builder.expand(context(), Table(random_scores))
         assert [paths(tree, row) for row in ROWS] == full
         observed(builder, [4, 4], [1, 0])
-    assert builder.drawing
+    assert builder.draw_weights
     tree = builder.expand(context(), Table(random_scores))
     found = [paths(tree, row) for row in ROWS]
     assert found != full and all(short == long[: len(short)] for short, long in zip(found, full))
@@ -163,7 +163,7 @@ def test_a_short_memory_is_enough_to_decide() -> None:
     for _ in range(2):
         builder.expand(context(), Table(random_scores))
         observed(builder, [3, 3], [1, 0])
-    assert builder.drawing
+    assert builder.draw_weights
 
 
 def test_a_drafters_own_estimate_ends_a_chain() -> None:

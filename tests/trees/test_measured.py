@@ -117,10 +117,10 @@ def test_cast_equals_plain_python(step: float, node: float, depth: int, budget: 
 
         table = Table(scores)
         tree = builder.expand(context(), table)
-        tree.check()
-        assert tree.valid.all() and tree.tokens.shape[1] <= budget and len(table.given[0]) - 1 <= builder.drafted
+        tree.check_structure()
+        assert tree.valid.all() and tree.tokens.shape[1] <= budget and len(table.given[0]) - 1 <= builder.max_drafted
         assert [paths(tree, row) for row in ROWS] == cast(builder, history, scores)
-    assert [list(level) for level in builder.change] == [pytest.approx(level[-memory:]) for level in history]
+    assert [list(level) for level in builder.level_ratios] == [pytest.approx(level[-memory:]) for level in history]
 
 
 @pytest.mark.parametrize("depth, budget, top_k", [(1, 4, 3), (2, 11, 3), (3, 30, 4)])
@@ -230,14 +230,14 @@ def test_auto_learns_how_often_each_depth_comes_true() -> None:
     """With a memory of one round the means are the last row's: its predicted and its kept nodes; done rows teach nothing."""
     builder = prepared(Auto(depth=3, budget=16, top_k=3, memory=1), 0.001, 1.0, 1e-4)
     tree = builder.expand(context(), Table(soft_scores))
-    assert builder.levels == 3
+    assert builder.num_levels == 3
     observed(builder, tree, [2, 0], 1e-4)
     expected, kept = np.zeros(4), paths(tree, 0)
     for path in kept:
         log_q = [dict(likeliest(soft_scores, 0, path[:n]))[path[: n + 1]] for n in range(len(path))]
         expected[len(path)] += math.exp(sum(log_q))
     assert set(map(len, kept)) == {0, 1, 2, 3}
-    assert builder.predicted_rates == pytest.approx(expected[1:]) and builder.observed.tolist() == [1, 0, 0]
+    assert builder.predicted_rates == pytest.approx(expected[1:]) and builder.observed_rates.tolist() == [1, 0, 0]
 
 
 def copies(chances: list[float]) -> Trie:
@@ -263,8 +263,10 @@ def test_copies_are_verified_as_far_as_they_pay(name: type[LatencyAwareBuilder],
     builder.levels = 0
     costs = [1 + node * size for size in range(1, 8)]
     best = 1 + int(np.argmax([gain / cost for gain, cost in zip(tokens, costs)]))
-    unit = builder._known().verify(1, 9)
-    assert builder.room(context(), tries) == (best if name is Auto else walked(tokens, [cost / unit for cost in costs], 1.0))
+    unit = builder._require_latency().estimate_verify(1, 9)
+    assert builder.copy_budget(context(), tries) == (
+        best if name is Auto else walked(tokens, [cost / unit for cost in costs], 1.0)
+    )
     tries[0].is_calibrated = False
     assert builder.room(context(), tries) == 7
 
@@ -339,7 +341,7 @@ def test_auto_counts_the_time_of_a_larger_tree_against_a_drafter() -> None:
     for verifying, asks in ((0.0, True), (0.25, True), (0.4, False)):
         builder = prepared(Auto(), 0.2, 1.0, 0.0, 0.2)
         for _ in range(4):
-            builder.added[2].learn(0.5, 1, verifying, 1.0)
+            builder.drafter_gains[2].update_means(0.5, 1, verifying, 1.0)
         assert builder.wants_drafter(context(), [copies([])]) is asks
 
 
@@ -353,7 +355,7 @@ def test_a_slow_spell_changes_no_tree() -> None:
             tree = builder.expand(context(), Table(random_scores))
             sizes[-1].append(tree.tokens.shape[1])
             factor = slow if 20 <= turn < 40 else 1.0
-            draft, verify = 0.1 + (builder.levels - 1) * 0.05, 1 + 0.03 * tree.tokens.shape[1]
+            draft, verify = 0.1 + (builder.num_levels - 1) * 0.05, 1 + 0.03 * tree.tokens.shape[1]
             seconds = {"draft": factor * draft, "verify": factor * verify, "accept": 0.0}
             builder.observe(RoundResult(tree, torch.zeros(0), torch.tensor([2, 1]), seconds))
     assert sizes[0] == sizes[1] and len(set(sizes[0])) > 1

@@ -1,4 +1,4 @@
-"""What every acceptance rule says and gives. Shapes: B batch, N nodes, V vocabulary."""
+"""The contract of acceptance rules. Shapes: B batch, N nodes, V vocabulary."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ DESCRIPTION: dict[Children, str] = {
 
 
 def make_nodes(tree: TokenTree) -> TreeNodes:
-    """The tree as kernels take it."""
+    """Make the nodes of a tree as kernels take them."""
     most_children = tree.tokens.shape[1] - 1 if tree.max_children is None else tree.max_children
     return TreeNodes(tree.tokens, tree.parents, tree.valid & tree.can_emit, tree.max_path_nodes - 1, most_children)
 
 
 @dataclass(frozen=True)
 class Siblings:
-    """Children of one node in the order they were chosen or drawn, and what they are judged by."""
+    """Children of one node in the order in which they were chosen or drawn, with the distributions that decide about them."""
 
     tokens: list[int]
     p: Vector  # the target's distribution after the node
@@ -41,7 +41,7 @@ class Siblings:
 
 
 class AcceptanceRule(ABC):
-    """What every rule does: judge a tree by the target's logits."""
+    """Decides which path of a verified tree is accepted and which token follows it."""
 
     name: str
     lossless: bool
@@ -55,46 +55,45 @@ class AcceptanceRule(ABC):
 
     @abstractmethod
     def choose_tokens(self, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> Tensor:
-        """The target's own token [B, N] after nodes at `positions` [B, N] of the sequences `sequence_ids` [B]."""
+        """Choose the target's own token [B, N] after nodes at `positions` [B, N] of the sequences `sequence_ids` [B]."""
 
     @abstractmethod
     def __call__(self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> AcceptedPath:
-        """Judge a tree by `logits` [B, N, V]; a tree that the rule is not valid for is a UserError."""
+        """Accept a path of a tree by `logits` [B, N, V]. Raises a UserError for a tree that the rule is not valid for."""
 
     def accept(self, tree: TokenTree, features: Features, sequence_ids: Tensor, positions: Tensor) -> AcceptedPath:
-        """Judge a tree by all that the target said at its nodes, of which most rules read the logits alone."""
+        """Accept a path of a tree by the target's features at its nodes; most rules read the logits only."""
         assert features.logits is not None
         return self(tree, features.logits, sequence_ids, positions)
 
     @abstractmethod
     def target_distribution(self, logits: Tensor) -> Tensor:
-        """The target's distribution [..., V], in float64, that tokens are chosen from."""
+        """Return the target's distribution [..., V], in float64, from which tokens are chosen."""
 
     @abstractmethod
     def acceptance_chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
-        """The chance of each sibling to be the one kept where their parent is, over the rule's own random outcomes.
+        """Return the chance of each sibling to be accepted, given that its parent is, over the rule's random outcomes.
 
-        For rules that judge a path as a whole, `rate` is what `rate_after` gave along the path to the parent; averaged over
-        what is drawn below, the chances are exact for the first child of every node on it.
+        For rules that decide on a path as a unit, `rate` is the result of `child_rate` along the path to the parent. Averaged
+        over the draws below, the chances are exact for the first child of every node on it.
         """
 
     def child_rate(self, p: Vector, q: Vector, token: int, rate: Any = 1) -> Any:
-        """What the path to a node's first child says of its chance to be kept, the node's own being `rate`; 1 for rules that
-        judge node by node."""
+        """Return the rate of a node's first child from the node's own `rate`; 1 for rules that decide node by node."""
         return 1
 
     @property
     def sampling_settings(self) -> tuple[float, int, float, int] | None:
-        """Temperature, top-k, top-p and seed of its draws, where it draws."""
+        """Return temperature, top-k, top-p and seed of the draws; None for a rule that draws nothing."""
         return None
 
     def matching_rule(self) -> AcceptanceRule:
-        """The rule that gives each place of a sequence one fixed token of the same distribution: how decoding without a
-        drafter draws, and what deterministic drafts are judged by."""
+        """Return the rule that gives each position one fixed token of the same distribution. Decoding without a drafter uses
+        it, and so do deterministic drafts."""
         return self
 
     def check_children(self, children: Children, is_chain: bool) -> None:
-        """Raise where the rule would be wrong about such trees."""
+        """Raise a UserError where the rule is not valid for such trees."""
         if children not in self.children:
             raise UserError(
                 f"acceptance={self.name}: it weighs p against the q that a child was drawn from, and the children of this tree "

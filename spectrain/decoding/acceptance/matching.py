@@ -1,4 +1,4 @@
-"""Rules that choose the target's token after every node beforehand and keep the path that agrees. Shapes: B batch, N nodes."""
+"""Matching rules: they fix the target's token after every node and accept the path that equals it. Shapes: B batch, N nodes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .base import AcceptanceRule, Siblings, make_nodes
 
 
 class FixedChoice(AcceptanceRule):
-    """A rule whose choice after every node is made before it looks at the drafts."""
+    """A rule that chooses the token after every node independently of the drafts."""
 
     lossless = True
     on_device = True
     fixes_choice = True
 
     def acceptance_chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
-        """Of equal siblings the first is kept."""
+        """Return the chances; of equal siblings only the first can be accepted."""
         seen: set[int] = set()
         found = []
         for token in siblings.tokens:
@@ -35,7 +35,7 @@ class FixedChoice(AcceptanceRule):
 
 
 class Greedy(FixedChoice):
-    """Keep what equals the target's most likely token; the output is the target's greedy output."""
+    """Accepts tokens that equal the target's most likely one. The output is the target's greedy output."""
 
     name = "greedy"
 
@@ -50,14 +50,24 @@ class Greedy(FixedChoice):
 
 
 class SamplingRule(AcceptanceRule):
-    """Settings that every sampling rule shares. Temperature, top-k and top-p shape p for acceptance, residual and bonus alike.
+    """The settings that all sampling rules share. Temperature, top-k and top-p shape p for acceptance, residual and bonus.
 
     Each draw is keyed by seed, sequence and position, so a run repeats exactly, alone or in a batch.
     """
 
     is_random = True
 
-    def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> None:
+    def __init__(
+        self,
+        # Temperature of the target's distribution; it must be above 0.
+        temperature: float = 1.0,
+        # Number of most likely target tokens to sample from; 0 uses the whole vocabulary.
+        top_k: int = 0,
+        # Share of the probability mass to sample from, the most likely tokens first; 1 uses all of it.
+        top_p: float = 1.0,
+        # Seed of the random draws.
+        seed: int = 0,
+    ) -> None:
         if not temperature > 0:
             raise UserError(f"acceptance.temperature={temperature}: use more than 0, or acceptance=greedy")
         if top_k < 0:
@@ -89,7 +99,7 @@ class SamplingRule(AcceptanceRule):
 
 
 class Match(FixedChoice, SamplingRule):
-    """Sample-and-match: draw the target's token at every node, keep the path that agrees with the draws.
+    """Sample-and-match: draws the target's token at every node and accepts the path that equals the draws.
 
     Lossless for any tree that was built without looking at these draws, and the safe rule for top-k, re-ranked and pruned
     trees; for such children it accepts as often as the q = 1 rule of EAGLE-2. Drafted decoding emits the very tokens that
@@ -103,8 +113,8 @@ class Match(FixedChoice, SamplingRule):
 
 
 class OpenSampling(Match):
-    """Sampling by whichever rule keeps more of this drafter, measured before decoding: sample-and-match or, where the drafter
-    is unsure and the tree's children can be drawn, recursive rejection. The output has the target's distribution either way."""
+    """Sampling by the rule that accepts more drafts, measured before decoding: sample-and-match or, where the drafter is unsure
+    and children can be drawn, recursive rejection. The output has the target's distribution either way."""
 
     name = "sample"
     is_unresolved = True

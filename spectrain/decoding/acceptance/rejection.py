@@ -1,4 +1,4 @@
-"""Rules that weigh the target's p against the drafter's q: lossless for children that were drawn from q. V vocabulary."""
+"""Rejection sampling rules, which compare p with q: lossless for children that were drawn from q. V vocabulary."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RecursiveRejection(SequentialRule):
     on_device = True
 
     def __call__(self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> AcceptedPath:
-        """What `judge` decides one by one, of all sequences at once, with the same random numbers."""
+        """Decide for all sequences at once what `select_path` decides for one, with the same random numbers."""
         if tree.tokens.shape[1] == 1:  # nothing to weigh
             q, ids, without_replacement = logits.new_ones(len(sequence_ids), 1, 1), None, False
         else:
@@ -83,8 +83,8 @@ class SpeculativeSampling(RecursiveRejection):
 
 
 class PathRule(SequentialRule):
-    """A rule that judges a path as a whole. A node's rate is the chance that it or a node below it is kept, over what is drawn
-    below it; where a node has failed, its next sibling is visited with what is left of their parent's p and rate."""
+    """A rule that decides on a path as a unit. A node's rate is the chance that it or a descendant is accepted, over the draws
+    below it. After a rejected node, its next sibling is visited with the residual of their parent's p and rate."""
 
     lossless = True
     children = DRAWN_CHILDREN

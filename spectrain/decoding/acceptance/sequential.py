@@ -1,7 +1,7 @@
-"""Rules that decide node by node, one sequence at a time. Shapes: B batch, N nodes, V vocabulary.
+"""Rules that decide node by node, for one sequence at a time. Shapes: B batch, N nodes, V vocabulary.
 
-They ask `Dice` for every random outcome, so that a proof can enumerate all of them, with fractions in place of tensors, through
-this very code.
+Every random outcome comes from a `RandomSource`, so that a proof can enumerate all outcomes through this code, with fractions
+in place of tensors.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from .matching import SamplingRule
 
 
 class RandomSource(Protocol):
-    """Where a rule's random outcomes come from."""
+    """The source of a rule's random outcomes."""
 
     def flip_coin(self, chance: Any, node: int, number: int = 0) -> bool:
-        """True with this probability; no two coins that a verdict may toss at one depth have the same number."""
+        """Return True with this probability. All coins that a decision may flip at one depth have distinct numbers."""
 
     def draw_token(self, weights: Vector, node: int) -> int:
-        """A token by its probability, to follow a node."""
+        """Draw the token after a node from these probabilities."""
 
 
 @dataclass(frozen=True)
 class VerifiedTree:
-    """One sequence's tree, as a rule walks it; only nodes that are asked for are normalised."""
+    """The tree of one sequence; only visited nodes are normalized."""
 
     tokens: list[int]
     children: list[list[int]]  # of every node, in the order they were drawn
@@ -46,11 +46,11 @@ class VerifiedTree:
 
 
 class SequentialRule(SamplingRule):
-    """A rule that decides node by node, one sequence at a time."""
+    """A rule that decides node by node, for one sequence at a time."""
 
     @abstractmethod
     def select_path(self, tree: VerifiedTree, random: RandomSource) -> tuple[list[int], int]:
-        """The kept nodes, the root first, and the token that follows them."""
+        """Return the accepted nodes, the root first, and the token that follows them."""
 
     def __call__(self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> AcceptedPath:
         if tree.tokens.shape[1] > 1:  # a root alone has no children to weigh
@@ -103,12 +103,12 @@ class _KeyedRandomSource:
 
 
 def acceptance_ratio(p: Any, q: Any) -> Any:
-    """min(1, p / q), and 1 where both are 0."""
+    """Return min(1, p / q), and 1 where both are 0."""
     return 1 if p >= q else p / q
 
 
 def residual_rate(mass: Any, rate: Any) -> Any:
-    """mass / (mass + 1 - rate), and 1 where nothing was left to lose: the rate is 1 and p equals q."""
+    """Return mass / (mass + 1 - rate), and 1 where the rate is 1 and p equals q."""
     total = mass + 1 - rate
     return mass / total if total > 0 else 1
 
@@ -138,7 +138,7 @@ def iterate_siblings(tokens: list[int], q: Vector, without_replacement: bool) ->
 
 
 def remove_token(q: Vector, token: int) -> Vector:
-    """q once `token` has been drawn from it for good."""
+    """Return q after `token` was drawn from it without replacement."""
     left = q + 0
     left[token] = 0
     return normalize_weights(left, left)

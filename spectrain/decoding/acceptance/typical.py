@@ -1,4 +1,4 @@
-"""Rules whose output is not the target's, and which say so."""
+"""Lossy rules: typical acceptance and interleaved sampling, whose output does not have the target's distribution."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .sequential import RandomSource, SequentialRule, VerifiedTree
 
 
 def lossy_warning(rule: str) -> str:
-    """What every table, card and chat says of such a rule."""
+    """Return the warning that tables, model cards and chat print for a lossy rule."""
     return f"LOSSY: acceptance={rule} changes what the target would say"
 
 
@@ -30,12 +30,18 @@ class TypicalAcceptance(SequentialRule):
 
     def __init__(
         self,
+        # Temperature of the target's distribution; it must be above 0.
         temperature: float = 1.0,
+        # Number of most likely target tokens to sample from; 0 uses the whole vocabulary.
         top_k: int = 0,
+        # Share of the probability mass to sample from, the most likely tokens first; 1 uses all of it.
         top_p: float = 1.0,
+        # Seed of the random draws.
         seed: int = 0,
-        epsilon: float = 0.09,  # what is always likely enough
-        delta: float = 0.3,  # how much less that is where the target is unsure
+        # Probability above which the target always accepts a token.
+        epsilon: float = 0.09,
+        # Factor on exp(-entropy) of the target, which lowers that threshold where the target is unsure.
+        delta: float = 0.3,
     ) -> None:
         super().__init__(temperature, top_k, top_p, seed)
         for key, value in (("epsilon", epsilon), ("delta", delta)):
@@ -58,12 +64,12 @@ class TypicalAcceptance(SequentialRule):
         return path, random.draw_token(tree.p(path[-1]), path[-1])
 
     def _min_probability(self, p: Tensor) -> float:
-        """What a token's chance must exceed."""
+        """Return the threshold that a token's probability must exceed."""
         entropy = -(p * (p + 1e-5).log()).sum()
         return min(self.epsilon, self.delta * float((-entropy).exp()))
 
     def acceptance_chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
-        """Of those that are likely enough the likeliest is kept, of equal ones the last."""
+        """Return 1 for the most likely sibling above the threshold, of equal ones the last, and 0 for all others."""
         found = [float(siblings.p[token]) for token in siblings.tokens]
         best = max(range(len(found)), key=lambda place: (found[place], place))
         return [float(place == best and found[place] > self._min_probability(siblings.p)) for place in range(len(found))]
@@ -81,7 +87,15 @@ class InterleavedSampling(SequentialRule):
     lossless = False
     chains_only = True
 
-    def __init__(self, temperature: float = 1.0, top_k: int = 25, seed: int = 0) -> None:
+    def __init__(
+        self,
+        # Temperature of the target's distribution; it must be above 0.
+        temperature: float = 1.0,
+        # Number of most likely target tokens among which a drafted token is accepted.
+        top_k: int = 25,
+        # Seed of the random draws.
+        seed: int = 0,
+    ) -> None:
         super().__init__(temperature, 0, 1.0, seed)
         self.num_candidates = top_k
 
@@ -98,6 +112,6 @@ class InterleavedSampling(SequentialRule):
         return path, random.draw_token(tree.p(path[-1]), path[-1])
 
     def acceptance_chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
-        """The first that is kept; a chain has but one."""
+        """Return 1 for the first sibling that is accepted; a chain has only one sibling."""
         kept = [int((siblings.p > siblings.p[token]).sum()) < self.num_candidates for token in siblings.tokens]
         return [float(good and not any(kept[:place])) for place, good in enumerate(kept)]

@@ -1,10 +1,11 @@
-"""Chains of masks behind the places of a batch, as many as conditional drop leaves, all of them in one forward.
+"""Chains of mask tokens after the positions of a batch, as many as conditional drop retains, all in one forward.
 
-Shapes: N places of a batch, its rows one after another (B T of them), C masks, H query heads, G key-value heads, D head size.
+Position t has the features of token t and the embedding of token t + 1, and predicts token t + 2. The d-th mask of its chain
+stands d positions after it and predicts token t + 2 + d. A mask sees the positions of its document up to its anchor, and the
+masks of its chain up to itself. No position sees a mask.
 
-A place t has the features of token t and the token behind it, and predicts token t + 2. The d-th mask of its chain stands d
-positions further on and predicts token t + 2 + d. It sees the places of its document up to its anchor, and of its own chain
-the masks up to itself; no place sees a mask.
+Shapes: N = B T positions of a batch, its rows concatenated, C masks, R predictions, H query heads, G key-value heads,
+D head size.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from spectrain.randomness import CHAINS, sequence_generator
 
 from .chunked_attention import attend_chunks
 
-CHUNK_MASKS = 256  # masks whose attention is computed at one time; a chain is never cut
+# Largest number of masks whose attention is computed together, unless one chain is longer.
+CHUNK_MASKS = 256
 
 
 @dataclass(frozen=True)
 class ConditionalDrop:
-    """How many masks are trained: at depth d a share max(keep^d, least) of a document's answers."""
+    """Rates of masks in training: depth d retains a share max(keep_rate^d, min_rate) of a document's predictions."""
 
-    num_drafts: int  # the first of them is the place's own, without a mask
+    num_drafts: int  # the first draft is predicted without a mask
     keep_rate: float
     min_rate: float
     seed: int
@@ -36,62 +38,62 @@ class ConditionalDrop:
 
 @dataclass(frozen=True)
 class Chains:
-    """The masks of a batch: by document, in it by anchor, behind that by depth."""
+    """The masks of a batch, ordered by document, anchor and depth."""
 
-    anchors: Tensor  # [C] the place of each mask's anchor
+    anchors: Tensor  # [C] the position of each mask's anchor
     depths: Tensor  # [C] from 1
-    chunks: tuple[tuple[slice, slice], ...]  # of masks whose attention is computed together, with the places they may see
-    document_sizes: tuple[tuple[int, int], ...]  # of every document: predictions that are judged, and tokens that carry loss
+    chunks: tuple[tuple[slice, slice], ...]  # ranges of masks that are run together, and the positions that they may see
+    document_sizes: tuple[tuple[int, int], ...]  # per document: supervised predictions, and tokens that carry loss
 
     @property
     def label_positions(self) -> Tensor:
-        """[C] the place whose target says what a mask should: that of the token before the one it predicts."""
+        """The positions [C] where the target predicts the same tokens as the masks: one before the predicted token."""
         return self.anchors + self.depths + 1
 
     def document_weights(self, documents: Tensor) -> Tensor:
-        """[R] what a prediction of each of these documents counts: together as many terms as its tokens that carry loss."""
+        """Return the loss weights [R] of predictions of these documents; those of a document sum to its supervised tokens."""
         shares = torch.tensor([tokens / max(judged, 1) for judged, tokens in self.document_sizes], device=documents.device)
         return shares[documents]
 
 
 def sample_chains(batch: Batch, drop: ConditionalDrop, step: int) -> Chains:
-    """Conditional drop (P-EAGLE, section 3): depth 1 keeps some of the places that are judged, and each depth after it some
-    of those one further on, so that behind every mask the chain before it is there.
+    """Sample masks by conditional drop (P-EAGLE, section 3).
 
-    A document's own tokens key the draw, so it is the same whatever the document is batched with.
+    Depth 1 retains some of the supervised positions, and each later depth some of the next positions, so that every mask has
+    the chain before it. A document's tokens key the draw, so it does not depend on the other documents of the batch.
     """
-    anchors, depths, chunks, sizes, first, masks = [], [], [], [], 0, 0
+    anchors, depths, chunks, sizes, first_token, num_masks = [], [], [], [], 0, 0
     for tokens, mask in batch.split_documents():
         anchor, depth = _sample_document(mask, drop, sequence_generator(CHAINS, drop.seed, tokens, step))
         for begin, end in _chunk_ranges(depth):
-            last = first + int(anchor[end - 1])
-            chunks.append((slice(masks + begin, masks + end), slice(first, last + 1)))
-        anchors.append(first + anchor)
+            last = first_token + int(anchor[end - 1])
+            chunks.append((slice(num_masks + begin, num_masks + end), slice(first_token, last + 1)))
+        anchors.append(first_token + anchor)
         depths.append(depth)
         sizes.append((int(mask[2:].sum()) + len(anchor), int(mask[1:].sum())))
-        first, masks = first + len(tokens), masks + len(anchor)
+        first_token, num_masks = first_token + len(tokens), num_masks + len(anchor)
     device = batch.tokens.device
     return Chains(torch.cat(anchors).to(device), torch.cat(depths).to(device), tuple(chunks), tuple(sizes))
 
 
 def _sample_document(mask: Tensor, drop: ConditionalDrop, source: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Anchors and depths of one document's masks, by its loss mask [T]."""
-    judged = F.pad(mask[2:], (0, min(len(mask), 2)))  # [T] whether the token that a place predicts carries loss
-    seeds = judged.nonzero()[:, 0]
+    """Sample the anchors and depths of one document's masks from its loss mask [T]."""
+    is_supervised = F.pad(mask[2:], (0, min(len(mask), 2)))  # [T] of the token that each position predicts
+    seeds = is_supervised.nonzero()[:, 0]
     pool, anchors, depths = seeds[seeds > 0], [seeds[:0]], [seeds[:0]]
     for depth in range(1, drop.num_drafts):
         count = int((len(seeds) - depth) * max(drop.keep_rate**depth, drop.min_rate))
-        kept = pool[torch.randperm(len(pool), generator=source)[: max(count, 0)]]
-        anchors.append(kept - depth)
-        depths.append(torch.full_like(kept, depth))
-        pool = (kept + 1)[judged[kept + 1]]
-    anchor, depth_of = torch.cat(anchors), torch.cat(depths)
-    order = (anchor * drop.num_drafts + depth_of).argsort()
-    return anchor[order], depth_of[order]
+        retained = pool[torch.randperm(len(pool), generator=source)[: max(count, 0)]]
+        anchors.append(retained - depth)
+        depths.append(torch.full_like(retained, depth))
+        pool = (retained + 1)[is_supervised[retained + 1]]
+    mask_anchors, mask_depths = torch.cat(anchors), torch.cat(depths)
+    order = (mask_anchors * drop.num_drafts + mask_depths).argsort()
+    return mask_anchors[order], mask_depths[order]
 
 
 def _chunk_ranges(depths: Tensor) -> Iterator[tuple[int, int]]:
-    """Ranges of at most ROWS masks, or of one chain, that cut none."""
+    """Yield ranges of complete chains with at most `CHUNK_MASKS` masks, or of one longer chain."""
     ends = [*(depths == 1).nonzero()[1:, 0].tolist(), len(depths)]
     begin = reached = 0
     for end in ends:
@@ -106,9 +108,9 @@ def _chunk_ranges(depths: Tensor) -> Iterator[tuple[int, int]]:
 def chain_attention(
     q: Tensor, k: Tensor, v: Tensor, context: tuple[Tensor, Tensor], chains: Chains, window: int | None = None
 ) -> Tensor:
-    """[1, H, C, D] of masks q [1, H, C, D] that see places, keys and values [1, G, N, D], and their chain's k and v
-    [1, G, C, D].
+    """Attend from masks q [1, H, C, D] to positions, keys and values [1, G, N, D], and to their chain's k and v [1, G, C, D].
 
-    Some chains at a time, of one document, and only over what stands before the last of them.
+    This runs over some chains of one document at a time, and over only the positions before the last of these. Returns
+    [1, H, C, D].
     """
     return attend_chunks((q, k, v), context, chains.chunks, (chains.anchors, chains.depths), window=window)

@@ -1,6 +1,6 @@
-"""Texts that are copied from: where what a text ends with stood before, and what followed it there.
+"""Copied drafts: earlier occurrences of a text's last tokens, and the tokens that followed them there.
 
-Shapes: P places, D tokens that followed each, S sayings or sources, N nodes.
+Shapes: P occurrences, D tokens after each, S sources or estimates, N nodes.
 """
 
 from __future__ import annotations
@@ -18,63 +18,62 @@ from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.trees.trie import Trie
 
-MIN_SHARE = 0.5  # of the mean share of a node: what is rarer is seldom kept, and hundreds of nodes take a millisecond
+# Smallest share of a copied node, as a multiple of 1 / budget: rarer nodes are seldom accepted, and hundreds of them cost 1 ms.
+MIN_SHARE = 0.5
 SOURCES = ("context", "store", "drafter")
-LENGTH_CLASSES = np.array([0, 1, 2, 3, 4, 4, 5, 5, 5, 6])  # the class of a match, by its tokens; the last for longer ones
-CLASS_SHAPE = (
-    len(SOURCES),
-    7,
-    9,
-    4,
-)  # classes of sayings: source, tokens that match, share of the places, and their number, to 3
+# The class of a match by the number of its tokens; the last class holds all longer matches.
+LENGTH_CLASSES = np.array([0, 1, 2, 3, 4, 4, 5, 5, 5, 6])
+# Numbers of classes of an estimate, by source, match length, share of the occurrences, and their count up to 3.
+CLASS_SHAPE = (len(SOURCES), 7, 9, 4)
 
 
 @dataclass(frozen=True)
 class Occurrence:
-    """An earlier place that reads like the text's end."""
+    """An earlier occurrence of the text's last tokens."""
 
-    length: int  # tokens before it that are those at the text's end
-    tokens: list[int]  # what followed there
+    length: int  # number of matching tokens
+    tokens: list[int]  # the tokens that followed
 
 
 class Copies(NamedTuple):
-    """What followed in many places."""
+    """The continuations of many occurrences."""
 
-    lengths: np.ndarray  # [P] tokens before each that are those at the text's end
-    tokens: np.ndarray  # [P, D], END behind the end of what followed
+    lengths: np.ndarray  # [P] numbers of matching tokens
+    tokens: np.ndarray  # [P, D], padded with TEXT_END
 
     @classmethod
-    def from_occurrences(cls, found: list[Occurrence], depth: int) -> Copies:
-        """Of continuations that are all so deep."""
-        tokens = np.asarray([one.tokens for one in found], dtype=np.int64).reshape(-1, depth)
-        return cls(np.asarray([one.length for one in found], dtype=np.int64), tokens)
+    def from_occurrences(cls, occurrences: list[Occurrence], depth: int) -> Copies:
+        """Collect continuations of `depth` tokens each."""
+        tokens = np.asarray([occurrence.tokens for occurrence in occurrences], dtype=np.int64).reshape(-1, depth)
+        return cls(np.asarray([occurrence.length for occurrence in occurrences], dtype=np.int64), tokens)
 
 
 class IndexedText:
-    """A text that grows, and where each of its n-grams of up to `longest` tokens stood with a token behind it."""
+    """A growing text, and an index of its n-grams of up to `max_length` tokens that another token follows."""
 
     def __init__(self, tokens: list[int], max_length: int) -> None:
         self.tokens, self.max_length = tokens, max_length
-        self.ngram_ends: dict[tuple[int, ...], list[int]] = defaultdict(list)  # n-gram -> positions of the token behind it
-        self.num_indexed = 1  # the n-grams that end with the newest token have nothing behind them
+        self.ngram_ends: dict[tuple[int, ...], list[int]] = defaultdict(list)  # n-gram -> positions of the next token
+        # No token follows the n-grams that end with the last token, so these are not indexed yet.
+        self.num_indexed = 1
 
     def find_occurrences(self, depth: int, max_matches: int, min_length: int = 1, path: Sequence[int] = ()) -> list[Occurrence]:
-        """Where the last tokens of the text, and of a `path` behind it, stood before: the longest match first, of equal ones
-        the newest, each place once.
+        """Find earlier occurrences of the last tokens of the text and a `path` after it, each position once.
 
-        A copy that reaches the text's end goes on with what it has copied, so that a text which repeats itself does so.
+        The longest match comes first, and of equally long ones the latest. A copy that reaches the end of the text continues
+        with its own tokens, so that a text which repeats itself is copied on.
         """
         self._index_tokens()
-        tokens, places = [*self.tokens[-self.max_length :], *path], dict[int, int]()
+        tokens, match_lengths = [*self.tokens[-self.max_length :], *path], dict[int, int]()
         for length in range(min(self.max_length, len(self.tokens) + len(path) - 1), min_length - 1, -1):
             for end in reversed(self.ngram_ends.get(tuple(tokens[-length:]), ())):
-                if len(places) >= max_matches:
+                if len(match_lengths) >= max_matches:
                     break
-                places.setdefault(end, length)
-        return [Occurrence(length, self._tokens_from(end, depth)) for end, length in places.items()]
+                match_lengths.setdefault(end, length)
+        return [Occurrence(length, self._tokens_from(end, depth)) for end, length in match_lengths.items()]
 
     def continue_path(self, path: list[int], depth: int) -> list[int]:
-        """What followed the newest place that reads like the end of the text with `path` behind it; nothing where none does."""
+        """Return the tokens after the latest longest match of the text and `path`; none if there is no match."""
         self._index_tokens()
         tail = (*self.tokens[-self.max_length :], *path)[-self.max_length :]
         for start in range(len(tail)):
@@ -83,7 +82,7 @@ class IndexedText:
         return []
 
     def _tokens_from(self, end: int, depth: int) -> list[int]:
-        """The tokens from a place on, round and round where the text is too short."""
+        """Return `depth` tokens from a position on, repeated if the text is too short."""
         following = self.tokens[end : end + depth]
         return following if len(following) == depth else (following * depth)[:depth]
 
@@ -95,33 +94,36 @@ class IndexedText:
 
 
 class GrowingTexts:
-    """The texts of a batch, roots included, which are followed from round to round."""
+    """The texts of a batch with their roots, which grow from round to round."""
 
     def __init__(self, max_length: int) -> None:
         self.max_length = max_length
         self.rows: list[IndexedText] = []
 
     def append_committed(self, context: Context) -> list[list[int]]:
-        """Add the tokens since the last draft, and return these; all tokens, where a decoding begins."""
+        """Append the tokens committed since the last draft and return them; all tokens where a decoding begins."""
         if context.begins:
             self.rows = [IndexedText([], self.max_length) for _ in context.counts]
-        known = [len(row.tokens) for row in self.rows]
-        first = min(known)
-        ends = (context.lengths + 1 - first).tolist()
-        news = [tokens[start - first : end] for tokens, start, end in zip(context.tokens[:, first:].tolist(), known, ends)]
-        for row, tokens in zip(self.rows, news):
+        num_read = [len(row.tokens) for row in self.rows]
+        num_shared = min(num_read)
+        ends = (context.lengths + 1 - num_shared).tolist()
+        new_tokens = [
+            tokens[start - num_shared : end]
+            for tokens, start, end in zip(context.tokens[:, num_shared:].tolist(), num_read, ends)
+        ]
+        for row, tokens in zip(self.rows, new_tokens):
             row.tokens += tokens
-        return news
+        return new_tokens
 
     def reset_texts(self) -> None:
-        """Read the texts from their beginning again."""
+        """Clear the texts, so that the next call reads them from their beginning."""
         self.rows = [IndexedText([], self.max_length) for _ in self.rows]
 
 
 def build_trie(occurrences: list[Occurrence], growth: float = 2.0, fading: float = 0.97) -> Trie:
-    """Continuations by how much of the text they match and how often, those that come first a little ahead.
+    """Build a trie of continuations, weighted by the lengths and the number of their matches, slightly more for the first ones.
 
-    Which growth hardly matters (2, 4 and 8: 1.77 tokens a forward each, tiny, trees of 16 nodes).
+    The growth hardly matters (2, 4 and 8: 1.77 tokens per forward each, tiny, trees of 16 nodes).
     """
     trie = Trie()
     for rank, occurrence in enumerate(occurrences):
@@ -130,151 +132,168 @@ def build_trie(occurrences: list[Occurrence], growth: float = 2.0, fading: float
 
 
 class SourceEstimates(NamedTuple):
-    """What sources say of tokens, [S], before it is known how far to trust them."""
+    """The sources' own estimates [S] that tokens are accepted, before calibration."""
 
-    classes: np.ndarray  # how they are told apart when their truth is counted: an index into KINDS
-    estimates: np.ndarray  # the sources' own, of the chance that they come true
+    classes: np.ndarray  # flat index into CLASS_SHAPE, by which outcomes are counted
+    estimates: np.ndarray  # uncalibrated acceptance probabilities
 
     @classmethod
     def from_counts(cls, source: np.ndarray | int, length: np.ndarray, share: np.ndarray, count: np.ndarray) -> SourceEstimates:
-        """By source, tokens that match up to here (0 for a drafter), share of what the source has here, and places that say
-        so."""
-        shares = np.where(share > 0.97, 0, 1 + np.minimum(7, (-1.5 * np.log2(np.maximum(share, 1e-3))).astype(np.int64)))
-        lengths, counts = LENGTH_CLASSES[np.minimum(length, len(LENGTH_CLASSES) - 1)], np.minimum(count, CLASS_SHAPE[3] - 1)
-        kinds = ((source * CLASS_SHAPE[1] + lengths) * CLASS_SHAPE[2] + shares) * CLASS_SHAPE[3] + counts
-        return cls(kinds, 0.02 + 0.9 * share * np.where(length > 0, length / (length + 1), 1.0))
+        """Estimate from the source, the match length (0 for a drafter), the share of the source's continuations, and their
+        number."""
+        share_classes = np.where(share > 0.97, 0, 1 + np.minimum(7, (-1.5 * np.log2(np.maximum(share, 1e-3))).astype(np.int64)))
+        length_classes, count_classes = (
+            LENGTH_CLASSES[np.minimum(length, len(LENGTH_CLASSES) - 1)],
+            np.minimum(count, CLASS_SHAPE[3] - 1),
+        )
+        classes = ((source * CLASS_SHAPE[1] + length_classes) * CLASS_SHAPE[2] + share_classes) * CLASS_SHAPE[3] + count_classes
+        return cls(classes, 0.02 + 0.9 * share * np.where(length > 0, length / (length + 1), 1.0))
 
 
 class AcceptanceEstimator:
-    """How likely a token is where a source says it, learnt while decoding: the share of such sayings that came true, which
-    starts as the source's own estimate, worth `prior` of them. Where sources agree the surest counts."""
+    """Learns acceptance probabilities per class of estimates during decoding.
+
+    The probability of a class is the share of its tokens that were accepted. It starts as the source's own estimate, which
+    weighs as much as `prior` observations. Where sources agree on a token, the highest probability counts.
+    """
 
     def __init__(self, prior: float = 4.0) -> None:
         self.prior = prior
         self.hits, self.trials = np.zeros(CLASS_SHAPE, dtype=np.int64), np.zeros(CLASS_SHAPE, dtype=np.int64)
 
-    def __call__(self, sayings: SourceEstimates) -> np.ndarray:
-        hits, trials = self.hits.take(sayings.classes), self.trials.take(sayings.classes)
-        return np.minimum(1.0, (hits + self.prior * sayings.estimates) / (trials + self.prior))
+    def __call__(self, estimates: SourceEstimates) -> np.ndarray:
+        hits, trials = self.hits.take(estimates.classes), self.trials.take(estimates.classes)
+        return np.minimum(1.0, (hits + self.prior * estimates.estimates) / (trials + self.prior))
 
-    def update_counts(self, proposal: Proposal, followed: list[int]) -> None:
-        """Judge what was proposed against the tokens that followed, as far as it went along with them."""
-        if not followed or not proposal.entries:
+    def update_counts(self, proposal: Proposal, next_tokens: list[int]) -> None:
+        """Count hits and trials of a proposal's nodes along the tokens that followed, as far as it contains them."""
+        if not next_tokens or not proposal.entries:
             return
-        trie, nodes, (kinds, _) = proposal.trie, proposal.nodes, proposal.estimates
+        trie, nodes, (classes, _) = proposal.trie, proposal.nodes, proposal.estimates
         parents = np.asarray(trie.parents)[nodes]
         node: int | None = 0
-        for truth in followed:
+        for token in next_tokens:
             if node is None:
                 break
             judged = np.flatnonzero(parents == node)
-            node = trie.find_child(node, truth)
-            np.add.at(self.trials.reshape(-1), kinds[judged], 1)
-            np.add.at(self.hits.reshape(-1), kinds[judged[nodes[judged] == node]], 1)
+            node = trie.find_child(node, token)
+            np.add.at(self.trials.reshape(-1), classes[judged], 1)
+            np.add.at(self.hits.reshape(-1), classes[judged[nodes[judged] == node]], 1)
 
 
 class SortedTrie:
-    """Sorted continuations [P, D] as a trie: a node is a stretch of rows that are alike so far. By depth, the root first."""
+    """Sorted continuations [P, D] as a trie: a node is a range of rows with a common prefix. Nodes are ordered by depth."""
 
     def __init__(self, rows: np.ndarray) -> None:
-        begins = np.ones((rows.shape[1] + 1, len(rows)), dtype=bool)  # [1 + D, P] where a node begins
+        begins = np.ones((rows.shape[1] + 1, len(rows)), dtype=bool)  # [1 + D, P] whether a node begins
         begins[0, 1:] = False
         begins[1:, 1:] = np.logical_or.accumulate(rows.T[:, 1:] != rows.T[:, :-1], axis=0)
         self.size = begins.size
         self.starts = np.flatnonzero(begins)
         self.depths, self.lows = np.divmod(self.starts, len(rows))
-        self.highs = np.append(self.starts[1:], self.size) - self.depths * len(rows)  # rows low to high are alike
+        self.highs = np.append(self.starts[1:], self.size) - self.depths * len(rows)  # a node has the rows low to high
+        # The root's token and parent are meaningless.
         self.tokens = rows[self.lows, self.depths - 1]
-        self.parents = np.cumsum(begins)[self.starts - len(rows)] - 1  # of the root, anything, and its token
+        self.parents = np.cumsum(begins)[self.starts - len(rows)] - 1
 
     def sum_rows(self, values: np.ndarray) -> np.ndarray:
-        """[S, N] over the rows of every node, of values [S, P] that add up without rounding."""
-        whole = np.zeros((len(values), values.shape[1] + 1), dtype=values.dtype)
-        values.cumsum(axis=1, out=whole[:, 1:])
-        found: np.ndarray = whole.take(self.highs, axis=1) - whole.take(self.lows, axis=1)
-        return found
+        """Sum values [S, P], which must add up without rounding, over the rows of every node: [S, N]."""
+        totals = np.zeros((len(values), values.shape[1] + 1), dtype=values.dtype)
+        values.cumsum(axis=1, out=totals[:, 1:])
+        sums: np.ndarray = totals.take(self.highs, axis=1) - totals.take(self.lows, axis=1)
+        return sums
 
     def min_rows(self, values: np.ndarray) -> np.ndarray:
-        """[S, N] over the rows of every node, of values [S, P]."""
-        found: np.ndarray = np.minimum.reduceat(np.tile(values, self.size // values.shape[1]), self.starts, axis=1)
-        return found
+        """Take the minimum of values [S, P] over the rows of every node: [S, N]."""
+        minima: np.ndarray = np.minimum.reduceat(np.tile(values, self.size // values.shape[1]), self.starts, axis=1)
+        return minima
 
 
 class Proposal:
-    """What sources say may follow a text, merged."""
+    """The continuations of a text that several sources propose, merged into one trie."""
 
     def __init__(self) -> None:
         self.trie = Trie()
-        self.entries: list[tuple[np.ndarray, SourceEstimates]] = []  # nodes, and what was said of each
+        self.entries: list[tuple[np.ndarray, SourceEstimates]] = []  # nodes with a source's estimates
 
     @classmethod
-    def from_copies(cls, found: list[Copies], min_share: float) -> Proposal:
-        """Each source's continuations, the sources in the order of SOURCES, but for paths that a share below `least` of its
-        own takes; a copy has matched a token more with every token."""
+    def from_copies(cls, copies: list[Copies], min_share: float) -> Proposal:
+        """Merge the continuations of each source, in the order of SOURCES.
+
+        Paths with a share below `min_share` of their source's continuations are left out. The match length of a copy grows with
+        every token.
+        """
         proposal = cls()
-        lengths, tokens = (np.concatenate(parts) for parts in zip(*found))
+        lengths, tokens = (np.concatenate(parts) for parts in zip(*copies))
         if not len(tokens):
             return proposal
         order = np.lexsort(tokens.T[::-1])
         rows = SortedTrie(tokens[order])
-        own = np.repeat(np.arange(len(found)), [len(one.lengths) for one in found])[order] == np.arange(len(found))[:, None]
-        weights, counts = (
-            rows.sum_rows(np.where(own, 2.0 ** lengths[order], 0.0)),
-            rows.sum_rows(own.astype(np.int64)),
-        )  # [S, N]
-        first = rows.min_rows(np.where(own, order, len(order)))
-        large = (weights > 0) & (weights >= min_share * weights[:, :1]) & (rows.tokens != TEXT_END)
-        large[:, 0] = False
-        named = np.where(large, first, len(order)).min(axis=0)  # the first continuation with a node: the order of nodes
-        named[0] = -1
-        nodes = np.flatnonzero(named < len(order))
-        nodes = nodes[np.lexsort((rows.depths[nodes], named[nodes]))]
-        place = np.zeros(len(named), dtype=np.int64)
-        place[nodes] = np.arange(len(nodes))
-        proposal.trie = Trie.from_arrays(rows.tokens[nodes], place[rows.parents[nodes]], rows.depths[nodes])
-        said = np.flatnonzero(large)
-        source, node = np.divmod(said, len(named))
-        above = rows.parents.take(node)
-        share = weights.take(said) / weights.take(source * len(named) + above)
-        matched = lengths.take(first.take(said)) + rows.depths.take(above)
-        proposal.entries = [(place.take(node), SourceEstimates.from_counts(source, matched, share, counts.take(said)))]
+        is_own = (
+            np.repeat(np.arange(len(copies)), [len(source_copies.lengths) for source_copies in copies])[order]
+            == np.arange(len(copies))[:, None]
+        )
+        # 1. Weights and counts [S, N] of every node per source; copies of longer matches weigh more.
+        weights = rows.sum_rows(np.where(is_own, 2.0 ** lengths[order], 0.0))
+        counts = rows.sum_rows(is_own.astype(np.int64))
+        # 2. Nodes that some source has often enough, ordered by the first continuation that contains them.
+        first_rows = rows.min_rows(np.where(is_own, order, len(order)))
+        is_large = (weights > 0) & (weights >= min_share * weights[:, :1]) & (rows.tokens != TEXT_END)
+        is_large[:, 0] = False
+        creation_order = np.where(is_large, first_rows, len(order)).min(axis=0)
+        creation_order[0] = -1
+        nodes = np.flatnonzero(creation_order < len(order))
+        nodes = nodes[np.lexsort((rows.depths[nodes], creation_order[nodes]))]
+        new_ids = np.zeros(len(creation_order), dtype=np.int64)
+        new_ids[nodes] = np.arange(len(nodes))
+        proposal.trie = Trie.from_arrays(rows.tokens[nodes], new_ids[rows.parents[nodes]], rows.depths[nodes])
+        # 3. An estimate for every node of every source.
+        entries = np.flatnonzero(is_large)
+        sources, entry_nodes = np.divmod(entries, len(creation_order))
+        parents = rows.parents.take(entry_nodes)
+        share = weights.take(entries) / weights.take(sources * len(creation_order) + parents)
+        match_lengths = lengths.take(first_rows.take(entries)) + rows.depths.take(parents)
+        proposal.entries = [
+            (new_ids.take(entry_nodes), SourceEstimates.from_counts(sources, match_lengths, share, counts.take(entries)))
+        ]
         return proposal
 
     @property
     def nodes(self) -> np.ndarray:
-        """[S] the node of every saying."""
+        """The node [S] of every estimate."""
         return np.concatenate([nodes for nodes, _ in self.entries])
 
     @property
     def estimates(self) -> SourceEstimates:
-        return SourceEstimates(*(np.concatenate(parts) for parts in zip(*(sayings for _, sayings in self.entries))))
+        """The estimates [S] of all sources."""
+        return SourceEstimates(*(np.concatenate(fields) for fields in zip(*(estimates for _, estimates in self.entries))))
 
     def add_draft(self, tokens: list[int], parents: list[int], scores: list[float], valid: list[bool]) -> None:
-        """Add a drafter's nodes, the root first, with the log of the chance of every path to them."""
-        here = {0: 0}
+        """Add a drafter's nodes, the root first, with the log-probability of the path to each."""
+        node_ids = {0: 0}
         shares = []
         for node in range(1, len(tokens)):
             if valid[node]:
-                here[node] = self.trie.ensure_child(here[parents[node]], tokens[node])
+                node_ids[node] = self.trie.ensure_child(node_ids[parents[node]], tokens[node])
                 shares.append(exp(min(0.0, scores[node] - scores[parents[node]])))
-        once = np.ones(len(shares), dtype=np.int64)
-        sayings = SourceEstimates.from_counts(SOURCES.index("drafter"), 0 * once, np.asarray(shares), once)
-        self.entries.append((np.asarray(list(here.values())[1:], dtype=np.int64), sayings))
+        ones = np.ones(len(shares), dtype=np.int64)
+        estimates = SourceEstimates.from_counts(SOURCES.index("drafter"), 0 * ones, np.asarray(shares), ones)
+        self.entries.append((np.asarray(list(node_ids.values())[1:], dtype=np.int64), estimates))
 
-    def weigh_trie(self, chances: AcceptanceEstimator) -> Trie:
-        """The trie, every node weighing the chance that it is kept."""
-        surest = np.zeros(len(self.trie))
+    def weigh_trie(self, estimator: AcceptanceEstimator) -> Trie:
+        """Weigh every node of the trie by its acceptance probability, and return the trie."""
+        best = np.zeros(len(self.trie))
         if self.entries:
-            np.maximum.at(surest, self.nodes, chances(self.estimates))
+            np.maximum.at(best, self.nodes, estimator(self.estimates))
         weights, parents = self.trie.weights, self.trie.parents
         weights[0], self.trie.is_calibrated = 1.0, True
-        for node, chance in enumerate(surest.tolist()[1:], 1):
-            weights[node] = weights[parents[node]] * chance
+        for node, probability in enumerate(best.tolist()[1:], 1):
+            weights[node] = weights[parents[node]] * probability
         return self.trie
 
 
 class CopySource:
-    """The text's own copies and those of a store, proposed round after round, and how far each is to be trusted."""
+    """Proposes copies from the text itself and from a store in every round, with calibrated acceptance probabilities."""
 
     def __init__(self, store: Datastore | None, longest: int = 6, matches: int = 200, enough: int = 64) -> None:
         for key, value in (("longest", longest), ("matches", matches), ("enough", enough)):
@@ -286,18 +305,18 @@ class CopySource:
         self.proposals: list[Proposal] = []
 
     def propose_copies(self, context: Context) -> list[Proposal]:
-        """What may follow every text, after learning from what did follow the last time."""
-        news, depth = self.texts.append_committed(context), context.builder.depth
-        least = MIN_SHARE / context.builder.budget
+        """Propose continuations of every text, after learning from the outcome of the last proposals."""
+        new_tokens, depth = self.texts.append_committed(context), context.builder.depth
+        min_share = MIN_SHARE / context.builder.budget
         if not context.begins:
-            for proposal, followed in zip(self.proposals, news):
-                self.estimator.update_counts(proposal, followed)
+            for proposal, next_tokens in zip(self.proposals, new_tokens):
+                self.estimator.update_counts(proposal, next_tokens)
         self.proposals = []
         for row, active in zip(self.texts.rows, context.active.tolist()):
-            found = []
+            copies = []
             if active:
-                found = [Copies.from_occurrences(row.find_occurrences(depth, self.matches), depth)]
+                copies = [Copies.from_occurrences(row.find_occurrences(depth, self.matches), depth)]
                 if self.store is not None:
-                    found.append(Copies(*self.store.find_continuations(row.tokens, depth, self.matches, self.enough)))
-            self.proposals.append(Proposal.from_copies(found, least) if found else Proposal())
+                    copies.append(Copies(*self.store.find_continuations(row.tokens, depth, self.matches, self.enough)))
+            self.proposals.append(Proposal.from_copies(copies, min_share) if copies else Proposal())
         return self.proposals

@@ -1,4 +1,4 @@
-"""EAGLE's layers rolled over their own states, one draft step after another (Li et al., 2025, section 3.2).
+"""EAGLE's layers unrolled over their own states, one draft step after another (Li et al., 2025, section 3.2).
 
 Shapes: B batch, T tokens, D target width, R supervised rows.
 """
@@ -20,54 +20,59 @@ from .eagle_layers import EagleDrafter
 from .layers import Attention
 from .vocabulary import Supervision
 
-LayerKeysValues = list[tuple[Tensor, Tensor]]  # the keys and values of every layer
+LayerKeysValues = list[tuple[Tensor, Tensor]]  # keys and values per layer
 
 
 class UnrolledEagle(EagleDrafter):
-    """A drafter whose later steps read what its earlier ones gave, in training as in decoding."""
+    """A drafter whose draft steps read the states of earlier steps, in training as in decoding."""
 
-    step_decay: float  # weight of each draft step's loss against the one before it
-    num_steps: int  # that are trained
+    # Loss weight of each draft step relative to the step before it.
+    step_decay: float
+    # Number of draft steps that are trained.
+    num_steps: int
 
     # Training
 
     def unroll_steps(self, batch: Batch, count: int, state: TrainingState) -> Iterator[Tensor]:
-        """The states [B, T, D] of so many draft steps, the first from the target's features, each later one from the step
-        before it, with the true tokens as input."""
+        """Yield the states [B, T, D] of `count` draft steps, with the true tokens as input.
+
+        The first step reads the target's features, each later one the states of the step before it.
+        """
         assert batch.features is not None
-        hidden, held = self.fuse_features(batch.features), list[LayerKeysValues]()
+        hidden, step_kv = self.fuse_features(batch.features), list[LayerKeysValues]()
         for step in range(count):
-            hidden, own = state.checkpointed(self.run_step, batch, hidden, step, held[:])
-            held.append(own)
+            hidden, new_kv = state.checkpointed(self.run_step, batch, hidden, step, step_kv[:])
+            step_kv.append(new_kv)
             yield hidden
 
     def run_step(
-        self, batch: Batch, hidden: Tensor, step: int, before: list[LayerKeysValues]
+        self, batch: Batch, hidden: Tensor, step: int, earlier_kv: list[LayerKeysValues]
     ) -> tuple[Tensor, LayerKeysValues]:
-        """One draft step over hidden states [B, T, D], behind the keys and values of the steps before; its own with it."""
-        tokens = batch.tokens.roll(-1 - step, dims=1)  # what a document takes from beyond its end is never supervised
+        """Run one draft step over hidden states [B, T, D] after the keys and values of earlier steps; return its own too."""
+        # Tokens that roll in from beyond the end of a document are never supervised.
+        tokens = batch.tokens.roll(-1 - step, dims=1)
         rope = self.rotary(self.fc.weight.detach(), batch.positions + step)
-        held: LayerKeysValues = []
+        new_kv: LayerKeysValues = []
 
         def attend(number: int, attention: Attention, x: Tensor) -> Tensor:
             q, k, v = attention.project_qkv(x, rope)
-            held.append((k, v))
-            keys, values = ([own[number][part] for own in (*before, held)] for part in (0, 1))
+            new_kv.append((k, v))
+            keys, values = ([kv[number][part] for kv in (*earlier_kv, new_kv)] for part in (0, 1))
             return attention.project_output(
                 unrolled_attention(q, keys, values, batch.lengths, AttentionOptions(window=self.window))
             )
 
-        return self.run_layers(tokens, hidden, attend), held
+        return self.run_layers(tokens, hidden, attend), new_kv
 
     def judge_steps(self, supervision: Supervision, states: list[Tensor]) -> Losses:
-        """The states of every step's supervised indices, all steps at once. Step i counts step_decay^i."""
-        read = [self.head_inputs(state) for state in states]
-        return supervision.judge_steps(read, self.lm_head, self.step_decay, self.num_steps)
+        """Compute the losses of the states of every step's supervised positions together. Step i weighs step_decay^i."""
+        head_inputs = [self.head_inputs(state) for state in states]
+        return supervision.judge_steps(head_inputs, self.lm_head, self.step_decay, self.num_steps)
 
     # Decoding
 
     def read_accepted(self, context: Context) -> tuple[Tensor, TreeCache]:
-        """Read the features of what was just accepted: the root's state [B, 1, D], and the cache that holds the others'."""
+        """Read the features of the last accepted tokens; return the root's state [B, 1, D] and the drafter's cache."""
         self.cache = context.drafting_cache(self.cache, self.num_layers, context.builder.max_drafted)
         num_new = context.fresh.tokens.shape[1]
         output = self.run(
@@ -77,6 +82,6 @@ class UnrolledEagle(EagleDrafter):
         return context.newest(output), self.cache
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
-        """What drafting has put behind the accepted pairs goes."""
+        """Remove the draft's uncommitted entries from the cache."""
         assert self.cache is not None
         self.cache.roll_back()

@@ -1,7 +1,7 @@
-"""EAGLE's layer in few calls, as it drafts on a CPU: what its modules compute, in float32, on packed linears.
+"""EAGLE's layer in few calls for drafting on a CPU: the computation of its modules in float32 on packed linears.
 
-A level of a tree is a few rows, and of a drafter's small layer they cost less than the hundred operations and calls of modules
-around its products. Shapes: B batch, F nodes, D width, H query heads, K key-value heads, d head size, V draft vocabulary.
+A level of a tree has a few rows. For a drafter's small layer, their products cost less than the hundred operations and module
+calls around them. Shapes: B batch, F nodes, D width, H query heads, K key-value heads, d head size, V draft vocabulary.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def uses_fused_cpu(drafter: EagleDrafter) -> bool:
-    """Whether a drafter is one plain layer on packed linears, and nothing learns."""
+    """Tell whether a drafter is one layer without variants on packed linears, outside of training."""
     if not is_packed(drafter.lm_head) or torch.is_grad_enabled() or drafter.lm_head.weight.device.type != "cpu":
         return False
     attention, mlp = drafter.self_attn, drafter.mlp
@@ -38,7 +38,7 @@ def uses_fused_cpu(drafter: EagleDrafter) -> bool:
 def run_layer(
     drafter: EagleDrafter, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: TreeCache, visible: Tensor | None
 ) -> Tensor:
-    """What `EagleDrafter.run` gives, [B, F, D]."""
+    """Compute `EagleDrafter.run`: [B, F, D]."""
     attention, hidden = drafter.self_attn, hidden.float()
     embedded = _apply_norm(drafter.input_layernorm, drafter.embed_inputs(tokens).float())
     x = torch.cat([embedded, _apply_norm(drafter.hidden_norm, hidden)], dim=-1)
@@ -55,7 +55,7 @@ def run_layer(
 
 
 def log_q(drafter: EagleDrafter, hidden: Tensor) -> Tensor:
-    """What `EagleDrafter.log_q` gives, [B, F, V]."""
+    """Compute `EagleDrafter.log_q`: [B, F, V]."""
     return _packed_product(drafter.lm_head, _apply_norm(drafter.norm, hidden.float())).log_softmax(-1)
 
 
@@ -69,7 +69,7 @@ def _packed_product(linear: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _attend_cached(q: Tensor, k: Tensor, v: Tensor, cache: TreeCache, visible: Tensor | None) -> Tensor:
-    """[B, H, F, d], as `Attention.cached`."""
+    """Compute `Attention.attend_cached` before its output projection: [B, H, F, d]."""
     if visible is None and cache.is_empty:
         cache.append(0, k, v)
         return causal_attention(q, k, v)

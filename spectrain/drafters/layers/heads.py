@@ -1,4 +1,4 @@
-"""What drafters with heads on the target's last state are made of.
+"""Modules of drafters with heads on the target's last state.
 
 Shapes: B batch, T tokens, R rows, D target width, K heads or slots, V draft vocabulary.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class MedusaHead(nn.Module):
-    """W2 (SiLU(W1 h) + h), with W1 zero at first: it starts as the target's own head."""
+    """The head W2 (SiLU(W1 h) + h). W1 is zero at first, so that it starts as the target's own head."""
 
     def __init__(self, width: int, vocab_size: int, num_layers: int, rank: int | None) -> None:
         super().__init__()
@@ -30,13 +30,13 @@ class MedusaHead(nn.Module):
         self.lm_down, self.lm_head = make_output_layer(width, vocab_size, rank)
 
     def run_blocks(self, x: Tensor) -> Tensor:
-        """The state [.., D] behind its blocks."""
+        """Return the state [.., D] after the residual blocks."""
         for block in self.blocks:
             x = block(x)
         return x
 
     def head_inputs(self, x: Tensor) -> Tensor:
-        """What its output layer reads."""
+        """Return the inputs of the output layer."""
         return project_down(self.lm_down, self.run_blocks(x))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -44,10 +44,8 @@ class MedusaHead(nn.Module):
 
 
 class PrefixAttention(nn.Module):
-    """Hydra++ (Ankner et al., 2024, section 4.3): a decoder layer over the target's states, so that heads see more than the
-    last one.
-
-    Its output projections are zero at first, so it starts as the identity.
+    """A decoder layer over the target's states, so that heads see more than the last one (Hydra++, Ankner et al., 2024,
+    section 4.3). Its output projections are zero at first, so that it starts as the identity.
     """
 
     def __init__(self, target: Target) -> None:
@@ -69,8 +67,10 @@ class PrefixAttention(nn.Module):
         lengths: tuple[int, ...] | None = None,
         layer: int = 0,
     ) -> Tensor:
-        """[B, T, D] -> [B, T, D], causal, in each of packed documents of these lengths; with a cache, behind what its layer
-        holds, which the caller advances."""
+        """Transform states [B, T, D] by causal attention, inside packed documents of these lengths.
+
+        With a cache, the states also attend to its entries of `layer`, and the caller advances the cache.
+        """
         q, k, v = self.self_attn.project_qkv(self.input_layernorm(final), self.rotary(final, positions))
         if cache is None:
             attended = self.self_attn.attend_causal(q, k, v, lengths)
@@ -81,9 +81,9 @@ class PrefixAttention(nn.Module):
 
 
 class Sampler(nn.Module):
-    """A mask's state and what it lacks, given the token before: two layers beside it that add nothing at first.
+    """Corrects a mask's state for the token before it by two layers in a residual branch, which is zero at first.
 
-    The authors put the two layers, each with a norm behind it, in the state's place: they must first learn to pass it on.
+    The authors let the two layers, each with a norm, replace the state, which they must then first learn to pass on.
     """
 
     def __init__(self, width: int) -> None:
@@ -94,15 +94,16 @@ class Sampler(nn.Module):
         nn.init.zeros_(self.second.bias)
 
     def forward(self, state: Tensor, previous: Tensor) -> Tensor:
-        """States and embeddings [..., D] -> what the target's head reads [..., D]."""
-        previous = F.rms_norm(previous, previous.shape[-1:])  # an embedding is some 20 times smaller than a normed state
+        """Return the inputs [.., D] of the target's head from states and embeddings of the previous tokens [.., D]."""
+        # An embedding is about 20 times smaller than a normed state.
+        previous = F.rms_norm(previous, previous.shape[-1:])
         x = torch.cat([state, previous], dim=-1).to(self.first.weight.dtype)
         return state + self.second(self.first_norm(F.silu(self.first(x))))
 
 
 class HeadAttention(nn.Module):
-    """An encoder layer over the states of all heads at one index: each sees all (Amphista, section 3.2). Its output projections
-    are zero at first, so it starts as the identity."""
+    """An encoder layer over the states of all heads at one position (Amphista, section 3.2). Its output projections are zero
+    at first, so that it starts as the identity."""
 
     def __init__(self, target: Target) -> None:
         super().__init__()
@@ -117,7 +118,7 @@ class HeadAttention(nn.Module):
         nn.init.zeros_(self.mlp.down_proj.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[R, K, D] -> [R, K, D]"""
+        """Transform states [R, K, D]; every head attends to all heads."""
         parts = self.qkv_proj(self.input_layernorm(x)).unflatten(-1, (3, -1, self.head_dim))
         q, k, v = parts.permute(2, 0, 3, 1, 4)  # [R, H, K, head size]
         attended = fused_attention(q, k, v)
@@ -126,7 +127,8 @@ class HeadAttention(nn.Module):
 
 
 class HeadMixer(nn.Module):
-    """Heads' states told apart by a learned place, zero at first, and mixed by attention; without layers as they are."""
+    """Adds a learned vector per head, zero at first, to heads' states, and mixes them by attention; without layers, does
+    nothing."""
 
     def __init__(self, target: Target, num_heads: int, num_layers: int) -> None:
         super().__init__()
@@ -134,7 +136,7 @@ class HeadMixer(nn.Module):
         self.layers = nn.ModuleList(HeadAttention(target) for _ in range(num_layers))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[R, K, D] -> [R, K, D]"""
+        """Transform states [R, K, D]."""
         if self.places is not None:
             x = x + self.places
         for layer in self.layers:
@@ -144,7 +146,7 @@ class HeadMixer(nn.Module):
 
 @torch.no_grad()
 def make_state_projection(width: int) -> nn.Linear:
-    """A projection of a state beside an embedding [.., 2 D] that passes the state on, at first."""
+    """Make a projection of a concatenated state and embedding [.., 2 D], which at first passes on the state."""
     fuse = nn.Linear(2 * width, width, bias=False)
     fuse.weight.zero_()
     fuse.weight[:, :width].fill_diagonal_(1.0)
@@ -152,8 +154,10 @@ def make_state_projection(width: int) -> nn.Linear:
 
 
 class StagedAdapter(nn.Module):
-    """Layers over the target's states and the embedding of the token after each, one stage behind another (Amphista, section
-    3.3): each stage is where some heads begin. It starts as the identity."""
+    """Stages of layers over the target's states and the embeddings of the next tokens (Amphista, section 3.3).
+
+    Some heads begin after each stage. The adapter starts as the identity.
+    """
 
     def __init__(self, target: Target, num_stages: int) -> None:
         super().__init__()
@@ -169,11 +173,11 @@ class StagedAdapter(nn.Module):
         cache: TreeCache | None = None,
         lengths: tuple[int, ...] | None = None,
     ) -> list[Tensor]:
-        """The states [B, T, D] of every stage, the target's own where there is none."""
+        """Return the states [B, T, D] of every stage, or the target's own if there is no stage."""
         states, x = [], final
-        beside = embedded if self.norm is None else self.norm(embedded)
-        for number, (fuse, layer) in enumerate(zip(self.fuse, self.layers)):
-            x = layer(fuse(torch.cat([x, beside], dim=-1)), positions, cache, lengths, number)
+        next_tokens = embedded if self.norm is None else self.norm(embedded)
+        for index, (fuse, layer) in enumerate(zip(self.fuse, self.layers)):
+            x = layer(fuse(torch.cat([x, next_tokens], dim=-1)), positions, cache, lengths, index)
             states.append(x)
         if cache is not None:
             cache.add_uncommitted(final.shape[1])

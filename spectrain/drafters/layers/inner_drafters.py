@@ -1,4 +1,4 @@
-"""Drafters inside a drafter."""
+"""Drafters that contain other drafters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class DrafterWrapper(Drafter):
-    """A drafter around another, `inner`: trained, it trains that one."""
+    """A drafter around another one, `inner`, which its training trains."""
 
     inner: Drafter
 
@@ -35,24 +35,24 @@ class DrafterWrapper(Drafter):
 
 
 def build_inner(choice: str | dict[str, Any], key: str, target: Target) -> tuple[Drafter, dict[str, Any]]:
-    """What `drafter.KEY` names, a choice alone or with settings, and its description for a file."""
+    """Build the drafter that `drafter.KEY` names, a choice with or without settings, and its description for a file."""
     settings: dict[str, Any] = {"choice": choice} if isinstance(choice, str) else choice
     drafter: Drafter = build(resolve_choice("drafter", settings, f"drafter.{key}"), target=target)
     return drafter, {**settings, **drafter.saved.settings(drafter)}
 
 
 def build_nestable(choice: str | dict[str, Any], key: str, target: Target) -> tuple[Drafter, dict[str, Any]]:
-    """The same, of those alone whose drafts can be made by one drafter and verified by another's means."""
+    """Build an inner drafter as `build_inner`; raise `UserError` for one that another drafter cannot contain."""
     drafter, description = build_inner(choice, key, target)
     if not drafter.abilities.plain:
         raise UserError(
-            f"drafter.{key}={description['choice']}: it runs the target, looks at how its drafts are "
-            "verified or adds nodes of its own, so it drafts alone; name one that does not, such as causal, eagle3 or ngram"
+            f"drafter.{key}={description['choice']}: this drafter runs the target, verifies its own drafts or adds nodes to the "
+            "tree, so no other drafter can contain it; use another one, such as causal, eagle3 or ngram"
         )
     return drafter, description
 
 
 def union_layers(drafters: Sequence[Drafter]) -> tuple[Layer, ...]:
-    """The features that any of them reads."""
-    found = {layer for drafter in drafters for layer in drafter.layers}
-    return (*sorted(layer for layer in found if isinstance(layer, int)), *(("final",) if "final" in found else ()))
+    """Return the layers that any of these drafters reads, in order."""
+    layers = {layer for drafter in drafters for layer in drafter.layers}
+    return (*sorted(layer for layer in layers if isinstance(layer, int)), *(("final",) if "final" in layers else ()))

@@ -1,4 +1,4 @@
-"""Blocks that families share. Shapes: B batch, T tokens, H query heads, K key-value heads, D head size, W width."""
+"""Modules that families share. Shapes: B batch, T tokens, H query heads, K key-value heads, D head size, W width."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 
 def llama_layer_settings(config: Any) -> dict[str, Any]:
-    """Settings of one Llama layer with the width, heads and rotary embedding of a model's (text) configuration."""
+    """Return the settings of a Llama layer with the width, heads and rotary embedding of a model's (text) configuration."""
     heads = num_heads(config)
     rope = getattr(config, "rope_parameters", None) or {}
-    if "rope_theta" not in rope and "rope_type" not in rope:  # one entry per kind of layer: take full attention's
+    # Models with several kinds of layers have an entry for each; take that of full attention.
+    if "rope_theta" not in rope and "rope_type" not in rope:
         rope = rope.get("full_attention", {})
     return {
         "hidden_size": config.hidden_size,
@@ -40,30 +41,32 @@ def llama_layer_settings(config: Any) -> dict[str, Any]:
 
 
 def num_heads(config: Any) -> int:
-    """Of a model's attention; of one that has none, heads of 64."""
+    """Return the number of attention heads of a model; one without attention gets heads of size 64."""
     return getattr(config, "num_attention_heads", None) or max(1, config.hidden_size // 64)
 
 
 def ffn_size(config: Any) -> int:
-    """The width of a feed-forward half, whatever a model calls it; four times its own where there is none, or one a layer."""
-    named = [getattr(config, name, None) for name in ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")]
-    return next((size for size in named if isinstance(size, int)), 4 * config.hidden_size)
+    """Return the hidden size of a model's feed-forward blocks; if it has none, or one per layer, four times its width."""
+    sizes = [getattr(config, name, None) for name in ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")]
+    return next((size for size in sizes if isinstance(size, int)), 4 * config.hidden_size)
 
 
 def head_size(config: Any) -> int:
-    """Of an attention head; of layers with unlike heads, the configuration's own entry."""
+    """Return the size of an attention head; if it varies by layer, that of the configuration's own entry."""
     size = config.to_dict().get("head_dim") or config.hidden_size // num_heads(config)
-    return size + size % 2  # rotary embeddings turn pairs
+    # Rotary embeddings rotate pairs, so the size must be even.
+    return size + size % 2
 
 
 def llama_config(target: Target, changes: dict[str, Any] | None = None) -> LlamaConfig:
-    """One Llama layer of the target's width, heads and rotary embedding: the shape that engines expect of a drafter."""
+    """Return the configuration of one Llama layer with the target's width, heads and rotary embedding, which engines expect
+    of a drafter."""
     layer = {**llama_layer_settings(target.config), **(changes or {})}
     return LlamaConfig(num_hidden_layers=1, vocab_size=target.head.vocab_size, **layer)
 
 
 class Attention(nn.Module):
-    """Rotary attention over `in_width` inputs, with grouped key-value heads; with a window over so many positions back."""
+    """Rotary attention over inputs of `in_width`, with grouped key-value heads, and with a window over the last positions."""
 
     def __init__(self, config: LlamaConfig, in_width: int, window: int | None = None) -> None:
         super().__init__()
@@ -74,24 +77,30 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
 
     def project_qkv(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, H, T, D], keys and values [B, K, T, D], positions already rotated in."""
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        """Return rotated queries [B, H, T, D], rotated keys [B, K, T, D] and values [B, K, T, D]."""
+        q, k, v = (
+            linear(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for linear in (self.q_proj, self.k_proj, self.v_proj)
+        )
         q, k = apply_rotary_pos_emb(q, k, *rope)
-        return q.to(v.dtype), k.to(v.dtype), v  # under autocast the rotary product comes out wider
+        # Under autocast, the rotary product has a wider type.
+        return q.to(v.dtype), k.to(v.dtype), v
 
     def project_output(self, attended: Tensor) -> Tensor:
-        """[B, H, T, D] -> [B, T, W]"""
+        """Project attention outputs [B, H, T, D] to [B, T, W]."""
         return self.o_proj(attended.transpose(1, 2).flatten(2))
 
     def attend_causal(self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...] | None = None) -> Tensor:
-        """Attention in training: causal, in each of packed documents of these lengths by itself."""
+        """Compute training attention: causal, and inside each packed document of these lengths."""
         return self.project_output(causal_attention(q, k, v, lengths, window=self.window))
 
     def attend_cached(
         self, q: Tensor, k: Tensor, v: Tensor, cache: TreeCache, visible: Tensor | None, layer: int = 0
     ) -> Tensor:
-        """Attention in decoding: append to the cache, see its committed tokens and the nodes in `visible` [B, T, M], or
-        without it the new tokens up to the own one. With a window the cache knows where new nodes stand (`place`)."""
+        """Compute decoding attention: append to the cache, and attend to its committed tokens and to nodes.
+
+        `visible` [B, T, M] says which nodes each token sees; None means the new tokens up to itself. With a window, the caller
+        sets the new nodes' positions on the cache first (`set_positions`).
+        """
         batch, _, length, _ = q.shape
         if visible is None and cache.is_empty:
             cache.append(layer, k, v)
@@ -110,18 +119,17 @@ def append_and_attend(
     cache: TreeCache,
     visible: Tensor,
     layer: int,
-    rules: AttentionOptions = DEFAULT_OPTIONS,
+    options: AttentionOptions = DEFAULT_OPTIONS,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """[B, H, N, D] of the newest nodes, appended to a drafter's cache with what stands before them; compiled or not."""
+    """Append nodes to a drafter's cache, and attend from the last N ones to it: [B, H, N, D]. May be compiled."""
     if torch.compiler.is_compiling():
-        return attend_with_cache(q, k, v, visible, cache, layer, rules, positions).transpose(1, 2)
-    return cache.attend_new(layer, q, k, v, visible, rules, positions)
+        return attend_with_cache(q, k, v, visible, cache, layer, options, positions).transpose(1, 2)
+    return cache.attend_new(layer, q, k, v, visible, options, positions)
 
 
 class NormedAttention(Attention):
-    """Qwen3's: queries and keys are normed head by head before positions are rotated in. It may read keys and values of a
-    context that has no queries."""
+    """Qwen3's attention: queries and keys are normed per head before the rotation. It may also attend to a context."""
 
     def __init__(self, config: LlamaConfig, in_width: int, window: int | None = None) -> None:
         super().__init__(config, in_width, window)
@@ -134,14 +142,14 @@ class NormedAttention(Attention):
         return apply_rotary(q, rope).to(v.dtype), k, v
 
     def project_kv(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, K, T, D] of a context [B, T, W]."""
+        """Return rotated keys and values [B, K, T, D] of a context [B, T, W]."""
         k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         return apply_rotary(k, rope).to(v.dtype), v
 
 
 def apply_rotary(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """[B, H, T, D] with positions rotated in."""
+    """Rotate queries or keys [B, H, T, D] by their positions."""
     cos, sin = (part[:, None] for part in rope)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
@@ -161,7 +169,7 @@ class Mlp(nn.Module):
 
 
 class ResBlock(nn.Module):
-    """x + SiLU(W x + b), with W and b zero at first: it starts as the identity."""
+    """The residual block x + SiLU(W x + b). W and b are zero at first, so that it starts as the identity."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -174,10 +182,11 @@ class ResBlock(nn.Module):
 
 
 def make_rotary(config: LlamaConfig) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The rotary embedding of a configuration: cosines and sines from a tensor (for its dtype) and position ids.
+    """Return the rotary embedding of a configuration, a function of a tensor (for its dtype) and position ids.
 
-    Not a submodule of the drafter, for casting one to bfloat16 would round its frequencies; so it follows by itself to where
-    the drafter is, once: a copy from the host in every forward would make a GPU wait, and a CUDA graph refuses it.
+    It returns cosines and sines. It is no submodule of the drafter, because casting that to bfloat16 would round its
+    frequencies. So it moves to the drafter's device by itself, once: a copy from the CPU in every forward would synchronise
+    the GPU, which a CUDA graph does not allow.
     """
     module = LlamaRotaryEmbedding(config)
 
@@ -191,7 +200,7 @@ def make_rotary(config: LlamaConfig) -> Callable[[Tensor, Tensor], tuple[Tensor,
 
 @torch.no_grad()
 def init_from_target(fc: nn.Linear, norm: nn.RMSNorm, target: Target) -> None:
-    """Pass the last of the fused layers on, as it is, and norm as the target's final norm does."""
+    """Initialise `fc` to pass on the last of the fused layers, and `norm` as the target's final norm."""
     fc.weight.zero_()
     fc.weight[:, -target.width :].fill_diagonal_(1.0)
     scale = final_norm_scale(target)
@@ -201,9 +210,9 @@ def init_from_target(fc: nn.Linear, norm: nn.RMSNorm, target: Target) -> None:
 
 @torch.no_grad()
 def final_norm_scale(target: Target) -> Tensor | None:
-    """What the target's final norm multiplies by, [W], however it is stored; None where it is no RMS norm."""
+    """Measure the scale [W] of the target's final norm, in whatever form it is stored; None if it is no RMS norm."""
     ones = torch.ones(1, 1, target.width, device=target.device, dtype=target.dtype)
-    above, below = (target.apply_final_norm(sign * ones)[0, 0].float() for sign in (1, -1))
-    if not torch.allclose(above, -below) or not above.any():
+    positive, negative = (target.apply_final_norm(sign * ones)[0, 0].float() for sign in (1, -1))
+    if not torch.allclose(positive, -negative) or not positive.any():
         return None
-    return above * (1 + getattr(target.config, "rms_norm_eps", 1e-6)) ** 0.5
+    return positive * (1 + getattr(target.config, "rms_norm_eps", 1e-6)) ** 0.5

@@ -1,4 +1,4 @@
-"""LoRA that acts on chosen tokens only, so that the others are computed as ever. Shapes: B batch, N tokens, D width, R rows."""
+"""LoRA at selected tokens, which leaves all other tokens unchanged. Shapes: B batch, N tokens, D width, R rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class LoraFactors(nn.Module):
-    """B A x alpha / rank, nothing at first (Hu et al., 2022)."""
+    """The factors A and B of a LoRA update alpha / rank B A x, which is zero at first (Hu et al., 2022)."""
 
     def __init__(self, linear: Any, rank: int) -> None:
         super().__init__()
@@ -34,41 +34,43 @@ class LoraFactors(nn.Module):
 
 
 def find_linears(target: Target, first: int = 0) -> dict[str, nn.Module]:
-    """Every linear of the decoder layers from the `first` on by its name in the model, GPT-2's kind of them too; refuses a
-    target without any."""
+    """Return every linear of the decoder layers from `first` on, GPT-2's Conv1D included, by its name in the model.
+
+    Raises `UserError` if there is none.
+    """
     layers = [*target.layers][first:]
-    inside = {id(part) for layer in layers for part in layer.modules() if isinstance(part, (nn.Linear, Conv1D))}
-    found = {name: module for name, module in target.model.named_modules() if id(module) in inside}
-    if not found:
-        raise UserError(f"drafter.rank: the layers of {target.name} hold no linear that LoRA could act on; use drafter.rank=0")
-    return found
+    linear_ids = {id(module) for layer in layers for module in layer.modules() if isinstance(module, (nn.Linear, Conv1D))}
+    linears = {name: module for name, module in target.model.named_modules() if id(module) in linear_ids}
+    if not linears:
+        raise UserError(f"drafter.rank: the layers of {target.name} have no linear that LoRA could act on; use drafter.rank=0")
+    return linears
 
 
 @contextmanager
 def add_lora_at(target: Target, factors: dict[str, nn.Module], scale: float, rows: Tensor, count: int) -> Iterator[None]:
-    """Run the target with scale B A x added to these linears' outputs at `rows` [R] of all `count` = B N tokens."""
+    """Add scale B A x to the outputs of these linears at `rows` [R] of all `count` = B N tokens, inside the context."""
 
-    def added(name: str, part: nn.Module) -> Any:
-        def hook(module: nn.Module, args: tuple[Tensor, ...], output: Any) -> Tensor:
+    def make_hook(name: str, part: nn.Module) -> Any:
+        def add_update(module: nn.Module, args: tuple[Tensor, ...], output: Any) -> Tensor:
             flat = args[0].flatten(0, -2)
             if not isinstance(output, Tensor) or len(flat) != count:
                 raise UserError(f"drafter=gated_lora: {name} of {target.name} does not run token by token; use another family")
             update = scale * part(flat.index_select(0, rows))
             return output.flatten(0, -2).index_add(0, rows, update.to(output.dtype)).view_as(output)
 
-        return hook
+        return add_update
 
     with ExitStack() as stack:
         for name, part in factors.items():
-            stack.callback(target.model.get_submodule(name).register_forward_hook(added(name, part)).remove)
+            stack.callback(target.model.get_submodule(name).register_forward_hook(make_hook(name, part)).remove)
         yield
 
 
-# As peft reads it
+# Files in peft's format
 
 
 def peft_layout(names: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Where the factors of linears by these names go: peft's file, under its names."""
+    """Map the factors of linears of these names to peft's file and its tensor names."""
     return {
         f"factors.{number}.{factor}.weight": ("adapter_model.safetensors", f"base_model.model.{name}.{factor}.weight")
         for number, name in enumerate(names)
@@ -77,13 +79,15 @@ def peft_layout(names: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 
 def peft_config(names: Sequence[str], rank: int, alpha: float, path: str, first: int = 0) -> str:
-    """peft's own description of the adapter, whose layers begin at the `first`. It says nothing of the gate: applied
-    everywhere, it is another model."""
+    """Return peft's adapter_config.json for linears of the layers from `first` on.
+
+    The format cannot express the gate: an engine that applies the adapter at every token runs a different model.
+    """
     modules = sorted({name.rpartition(".")[2] for name in names})
     layers = sorted({int(part) for name in names for part in name.split(".") if part.isdigit()}) if first else None
     config = LoraConfig(
         r=rank, lora_alpha=alpha, target_modules=modules, task_type="CAUSAL_LM", inference_mode=True,
         base_model_name_or_path=path, layers_to_transform=layers,
     )  # fmt: skip
-    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
-    return json.dumps(plain, indent=2, sort_keys=True) + "\n"
+    content = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"

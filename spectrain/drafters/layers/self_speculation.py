@@ -1,4 +1,4 @@
-"""Families that draft with a part of the target itself. Shapes: B batch, F frontier nodes, V vocabulary, D target width."""
+"""The base of drafters that run a part of the target itself. Shapes: B batch, F frontier nodes, V vocabulary, D target width."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ if TYPE_CHECKING:
 
 
 class SelfDrafter(Drafter):
-    """Runs the target without some of its layers to draft, in the target's own cache, and verifies from the first of them.
+    """Drafts with the target without some of its layers, in the target's own cache, and verifies from the first skipped layer.
 
-    A round with a chain of d drafts calls every layer below that one d + 1 times, over one node each, and every other layer
-    that drafts d times for drafting; verifying is one call over d + 1 nodes of the layers from there on.
+    A round with a chain of d drafts calls every layer before the first skipped one d + 1 times over one node, and every other
+    drafting layer d times. Verification is one call over d + 1 nodes of the layers from the first skipped one on.
     """
 
-    exit_layer: int  # layers that a draft step runs lie before it
-    skipped: Collection[SkippedLayer] = ()  # but not these, or halves of them
+    # A draft step runs the layers before this one.
+    exit_layer: int
+    # Layers, or sublayers of them, that a draft step skips.
+    skipped: Collection[SkippedLayer] = ()
     head: Head
     abilities = Abilities(capture=Capture(keeps_drafts=True), plain=False)
     cost = DraftingCost(
@@ -41,25 +43,25 @@ class SelfDrafter(Drafter):
         return Draft(SelfRollout(self, context.partial, context.root))
 
     def log_q(self, level: NodeLevel) -> Tensor:
-        """[B, F, V] what is drafted after nodes: here the target's own head, on the final norm of the last layer run."""
+        """Compute log q [B, F, V] after nodes: by default the target's norm and head on the output of the last drafting layer."""
         return self.head.logits(level.features.at_layer("final")).log_softmax(-1)
 
     def drafting_layers(self, target: Target) -> nn.Module:
-        """What a draft step reads."""
+        """Return the modules whose weights a draft step reads."""
         layers = []
         for index in LayerSpan(last=self.exit_layer, skipped=self.skipped).active_layers(target.num_layers):
-            left = [part for part in SUBLAYER_KINDS if Sublayer(index, part) not in self.skipped]
-            halves = (
-                [target.get_sublayer(index, part) for part in left]
-                if len(left) < len(SUBLAYER_KINDS)
+            sublayers = [kind for kind in SUBLAYER_KINDS if Sublayer(index, kind) not in self.skipped]
+            modules = (
+                [target.get_sublayer(index, kind) for kind in sublayers]
+                if len(sublayers) < len(SUBLAYER_KINDS)
                 else [target.layers[index]]
             )
-            layers += halves
+            layers += modules
         return nn.ModuleList([*layers, self.head.output, *self.children()])
 
 
 class SelfRollout(Rollout):
-    """One round: every node goes through the drafting layers once."""
+    """A rollout that runs every node through the drafting layers once."""
 
     def __init__(self, drafter: SelfDrafter, partial: PartialForward, root: Tensor) -> None:
         self.drafter, self.partial, self.root = drafter, partial, root
@@ -72,7 +74,7 @@ class SelfRollout(Rollout):
 
 
 def resolve_exit_layer(target: Target, exit_layer: int | None, share: float) -> int:
-    """The exit that was asked for, or one behind this share of the layers."""
+    """Return the given exit layer, or by default the one after this share of the layers; raise `UserError` if it is invalid."""
     if target.num_layers < 2:
         raise UserError(f"drafter.exit_layer: {target.name} has one layer, so no part of it can draft")
     if exit_layer is None:

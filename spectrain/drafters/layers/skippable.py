@@ -1,4 +1,4 @@
-"""A drafter that rounds may leave out."""
+"""A drafter that rounds may skip."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ if TYPE_CHECKING:
 
 
 class SkippableDrafter:
-    """Asks a drafter or leaves it out of a round; what is committed without it waits until it is asked again."""
+    """Runs or skips a drafter in each round. Features that are committed without it wait for its next draft."""
 
     def __init__(self, drafter: Drafts) -> None:
         self.drafter = drafter
-        self.deferred_features: tuple[Features, Tensor] | None = None  # what it is to read, in a round that leaves it out
+        # Features that the drafter has not read, in a round that skips it.
+        self.deferred_features: tuple[Features, Tensor] | None = None
 
     @property
     def is_active(self) -> bool:
+        """Whether the drafter drafts in this round."""
         return self.deferred_features is None
 
     def draft(self, context: Context) -> Draft:
-        """Its draft, after it has read what was committed without it."""
+        """Let the drafter read the features of skipped rounds, and draft."""
         self.deferred_features = None
         context.catch_up()
         return self.drafter.draft(context)
 
     def skip(self, context: Context) -> None:
-        """This round goes on without it."""
+        """Skip the drafter in this round."""
         self.deferred_features = context.fresh, context.counts
 
     def verify(self, context: Context, tree: TokenTree) -> Features:

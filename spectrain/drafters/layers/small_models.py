@@ -1,4 +1,4 @@
-"""Small causal LMs that families draft with: cut from the target, loaded, or made afresh.
+"""Small causal LMs that families draft with: cut from the target, loaded, or newly initialised.
 
 Shapes: B batch, F frontier nodes, D width, V vocabulary.
 """
@@ -23,103 +23,108 @@ from spectrain.models.loading import TINY_DIRECTORY, convert_smollm2
 from spectrain.models.target import Target
 from spectrain.trees.base import BranchVisibility, Rollout
 
-MAX_SIZE_RATIO, MAX_EXTRA_PARAMETERS = (
-    2,
-    50_000_000,
-)  # times the target's parameters, and more for small targets: such a drafter could not pay
+# A larger drafter could not pay: it may have this many times the target's parameters, and so many more.
+MAX_SIZE_RATIO, MAX_EXTRA_PARAMETERS = 2, 50_000_000
 
 
 def make_small_model(target: Target, num_layers: int | None, model: str | None, architecture: dict[str, Any] | None) -> Target:
-    """A trainable model with the target's tokenizer, from one of three places: `num_layers` of the target, by default a
-    quarter; a directory or a name on the hub; or a transformers configuration."""
-    asked = {"num_layers": num_layers, "model": model, "architecture": architecture}
-    given = [key for key, value in asked.items() if value is not None]
+    """Make a trainable model with the target's tokenizer.
+
+    Its source is one of `num_layers` layers of the target, by default a quarter; a directory or a name on the hub; and a
+    transformers configuration.
+    """
+    settings = {"num_layers": num_layers, "model": model, "architecture": architecture}
+    given = [key for key, value in settings.items() if value is not None]
     if len(given) > 1:
-        raise UserError(f"drafter.{given[1]}: drafter.{given[0]} says already where the drafter comes from; give one of them")
+        raise UserError(f"drafter.{given[1]}: drafter.{given[0]} already names the drafter's source; set only one of them")
     if model is not None:
         inner: Any = load_matching_model(model, target)
     elif architecture is not None:
         inner = init_model(architecture, target)
     else:
         inner = cut_model(target, max(1, target.num_layers // 4) if num_layers is None else num_layers)
-    known, rows = len(target.tokenizer), inner.get_input_embeddings().weight.shape[0]
-    if rows < known:
+    vocab_size, rows = len(target.tokenizer), inner.get_input_embeddings().weight.shape[0]
+    if rows < vocab_size:
         key = "model" if model is not None else "architecture"
         raise UserError(
-            f"drafter.{key}: its vocab_size is {rows}, below the {known} tokens of the tokenizer; use as many or more"
+            f"drafter.{key}: its vocab_size is {rows}, below the {vocab_size} tokens of the tokenizer; use {vocab_size} or more"
         )
-    found = wrap_model(inner, target.tokenizer, model or "")
-    found.requires_grad_(True)
-    return found
+    small_model = wrap_model(inner, target.tokenizer, model or "")
+    small_model.requires_grad_(True)
+    return small_model
 
 
 def wrap_model(inner: Any, tokenizer: PreTrainedTokenizerBase, path: str) -> Target:
-    """A model that drafts, frozen; one whose layers cannot take drafts back is refused."""
+    """Wrap a model as a frozen target that drafts; refuse one with layers that cannot roll back drafts."""
     inner.config._attn_implementation = ATTENTION_NAME
-    found = Target(inner, tokenizer, "drafter", path)
-    if found.traits.recurrent_modules:
+    target = Target(inner, tokenizer, "drafter", path)
+    if target.traits.recurrent_modules:
         raise UserError(
-            "drafter: the small model's layers keep a state, which cannot take drafts back; give drafter.model or "
-            "drafter.architecture with layers that all attend"
+            "drafter: layers of the small model keep a state, which cannot be rolled back; use a drafter.model or "
+            "drafter.architecture with attention layers only"
         )
-    return found
+    return target
 
 
 def cut_model(target: Target, num_layers: int) -> nn.Module:
-    """A copy of the target with `num_layers` of its layers, evenly spaced, the first and the last among them."""
+    """Copy the target with `num_layers` evenly spaced layers, the first and the last among them."""
     if not 1 <= num_layers < target.num_layers:
         raise UserError(f"drafter.num_layers={num_layers}: {target.name} has {target.num_layers} layers; use fewer, at least 1")
     if target.sharding != "none":
         raise UserError(
-            f"target.sharding={target.sharding}: a drafter cannot be cut from it; give drafter.model or drafter.architecture"
+            f"target.sharding={target.sharding}: a drafter cannot be cut from it; set drafter.model or drafter.architecture"
         )
     last = target.num_layers - 1
-    kept = sorted({round(place * last / max(num_layers - 1, 1)) for place in range(num_layers)})
+    copied = sorted({round(index * last / max(num_layers - 1, 1)) for index in range(num_layers)})
     config: Any = copy.deepcopy(target.model.config)
     text = config.get_text_config()
     text.num_hidden_layers = num_layers
-    if vars(text).get("layer_types"):  # otherwise it follows from how many there are
-        text.layer_types = [text.layer_types[layer] for layer in kept]
+    # If no layer types are listed, they follow from the number of layers.
+    if vars(text).get("layer_types"):
+        text.layer_types = [text.layer_types[layer] for layer in copied]
     model: Any = type(target.model)(config)
-    mine, theirs = find_decoder(model), target.decoder
-    layers = layer_list_name(theirs)
-    names = {f"{layers}.{old}.": f"{layers}.{new}." for new, old in enumerate(kept)}
+    own_decoder, target_decoder = find_decoder(model), target.decoder
+    layers = layer_list_name(target_decoder)
+    names = {f"{layers}.{old}.": f"{layers}.{new}." for new, old in enumerate(copied)}
     weights = {}
-    for name, tensor in theirs.state_dict().items():
+    for name, tensor in target_decoder.state_dict().items():
         layer = next((old for old in names if name.startswith(old)), None)
         if layer is not None:
             weights[names[layer] + name.removeprefix(layer)] = tensor
         elif not name.startswith(f"{layers}."):
             weights[name] = tensor
     try:
-        mine.load_state_dict(weights)
+        own_decoder.load_state_dict(weights)
     except RuntimeError as error:
         raise UserError(
-            f"drafter.num_layers={num_layers}: {target.name} keeps weights of its layers outside of them, so it cannot be cut; "
-            "give drafter.model or drafter.architecture"
+            f"drafter.num_layers={num_layers}: {target.name} has weights of its layers outside of them, so it cannot be cut; "
+            "set drafter.model or drafter.architecture"
         ) from error
     with torch.no_grad():
         model.get_output_embeddings().weight.copy_(target.head.output.weight)
-    return model.float()  # whatever the target's type: it is trained in float32 and cast to decode
+    # Whatever the target's type, the drafter trains in float32 and is cast for decoding.
+    return model.float()
 
 
 def init_model(architecture: dict[str, Any], target: Target) -> nn.Module:
-    """A model of a transformers configuration, with random weights; its vocabulary is the target's unless it names one."""
+    """Make a model of a transformers configuration with random weights; by default its vocabulary is the target's."""
     settings = {"vocab_size": target.head.vocab_size, "max_position_embeddings": target.max_length, **architecture}
     try:
         config = AutoConfig.for_model(settings.pop("model_type", "llama"), **settings)
         if config.get_text_config().num_hidden_layers < 1:
-            raise ValueError("it has no layers")
+            raise ValueError("the model has no layers")
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             size = count_parameters(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
         if size <= MAX_SIZE_RATIO * count_parameters(target.model) + MAX_EXTRA_PARAMETERS:
             model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
             return model.float()
-    except Exception as error:  # of any kind: the settings may be a stranger's
+    except Exception as error:  # arbitrary settings may raise any error
         raise UserError(
-            f"drafter.architecture: transformers cannot build it ({first_line(error)}); mend its settings"
+            f"drafter.architecture: transformers cannot build it ({first_line(error)}); correct its settings"
         ) from error
-    raise UserError(f"drafter.architecture: it has {size:,} parameters, far more than its target; make it smaller")
+    raise UserError(
+        f"drafter.architecture: the model has {size:,} parameters, far more than its target; use a smaller architecture"
+    )
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -127,22 +132,21 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def load_matching_model(path: str, target: Target) -> nn.Module:
-    """A model whose tokenizer is the target's, from a directory or the hub."""
+    """Load a model whose tokenizer is the target's, from a directory or the hub."""
     model, tokenizer = load_model_files(path)
     check_tokenizer(tokenizer, target.tokenizer, path)
     return model
 
 
 def load_foreign_model(name: str) -> Target:
-    """A model with a tokenizer of its own, frozen: one that comes with the project (tiny, smollm2), a directory or a name on
-    the hub."""
+    """Load a frozen model with its own tokenizer: one that ships (tiny, smollm2), a directory, or a name on the hub."""
     shipped: dict[str, Callable[[], Path]] = {"tiny": lambda: TINY_DIRECTORY, "smollm2": convert_smollm2}
     path = str(shipped[name]()) if name in shipped else name
     return wrap_model(*load_model_files(path), path)
 
 
 def load_model_files(path: str) -> tuple[nn.Module, PreTrainedTokenizerBase]:
-    """A model in float32 and its tokenizer, from a directory or the hub."""
+    """Load a model in float32 and its tokenizer, from a directory or the hub."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
@@ -150,22 +154,22 @@ def load_model_files(path: str) -> tuple[nn.Module, PreTrainedTokenizerBase]:
         )
     except (OSError, ValueError) as error:
         raise UserError(
-            f"drafter.model={path}: it cannot be loaded ({str(error).strip().splitlines()[0]}); give a directory or a name"
+            f"drafter.model={path}: it cannot be loaded ({str(error).strip().splitlines()[0]}); use a directory or a hub name"
         ) from error
     return model, tokenizer
 
 
 def check_tokenizer(drafter_tokenizer: PreTrainedTokenizerBase, target_tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Refuse another tokenizer: the same tokens must have the same ids, special ones too. Embeddings may be padded."""
-    ours, other = drafter_tokenizer.get_vocab(), target_tokenizer.get_vocab()
-    differing = sorted(token for token in {*ours, *other} if ours.get(token) != other.get(token))
+    """Raise `UserError` unless all tokens, special ones included, have the same ids in both. Embeddings may be padded."""
+    drafter_ids, target_ids = drafter_tokenizer.get_vocab(), target_tokenizer.get_vocab()
+    differing = sorted(token for token in {*drafter_ids, *target_ids} if drafter_ids.get(token) != target_ids.get(token))
     specials = [
         f"{name} {getattr(drafter_tokenizer, name)!r} against {getattr(target_tokenizer, name)!r}"
         for name in ("bos_token", "eos_token")
         if getattr(drafter_tokenizer, name) != getattr(target_tokenizer, name)
     ]
     if differing or specials:
-        shown = [f"{token!r} is {ours.get(token)} against {other.get(token)}" for token in differing[:3]]
+        shown = [f"{token!r} is {drafter_ids.get(token)} against {target_ids.get(token)}" for token in differing[:3]]
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise UserError(
             f"drafter.model={path}: its tokenizer is not the target's ({'; '.join([*shown, *specials])}{more}); use a model of "
@@ -174,11 +178,14 @@ def check_tokenizer(drafter_tokenizer: PreTrainedTokenizerBase, target_tokenizer
 
 
 class ModelRollout(Rollout):
-    """A round of a small model: what follows the root, then levels of nodes behind what its cache has committed, the root too.
-    `say` gives log q [B, F, V] of final states [B, F, D]."""
+    """A rollout of a small model, whose cache holds the committed tokens and the root.
+
+    It begins with `root_log_q` [B, 1, V], log q after the root. `compute_log_q` returns log q [B, F, V] of final states
+    [B, F, D].
+    """
 
     def __init__(self, model: Target, cache: TreeCache, root_log_q: Tensor, compute_log_q: Callable[[Tensor], Tensor]) -> None:
-        self.model, self.cache, self.root_log_q, self.compute_log_q = model, cache, root_log_q, compute_log_q  # log_q [B, 1, V]
+        self.model, self.cache, self.root_log_q, self.compute_log_q = model, cache, root_log_q, compute_log_q
         self.branches = BranchVisibility(len(root_log_q), root_log_q.device)
 
     def start(self) -> Tensor:

@@ -92,7 +92,7 @@ class Amphista(HeadsDrafter):
         """The states [R, K, D] of all heads, from those of every stage [R, D]."""
         count = len(self.heads)
         return self.exchange(
-            torch.stack([head.mixed(stages[k * len(stages) // count]) for k, head in enumerate(self.heads)], 1)
+            torch.stack([head.run_blocks(stages[k * len(stages) // count]) for k, head in enumerate(self.heads)], 1)
         )
 
     def draft(self, context: Context) -> Draft:

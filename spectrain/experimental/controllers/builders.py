@@ -1,7 +1,7 @@
-"""Chains whose length is decided while decoding. Shapes: B batch, D depth, E episodes, F features of a place.
+"""Chains whose length is decided while decoding. Shapes: B batch, D depth, E episodes, F state features.
 
-A length is decided before the token that it would add is drawn: by rounds that are over, and by what the drafter says of
-this one's places so far. Tokens that were drawn are always verified, so drawn chains stay lossless; the proof is in
+The decision to go on is made before the next token is drawn, from finished rounds and from the drafter's distributions in
+this one. Tokens that were drawn are always verified, so sampled chains stay lossless; the proof is in
 tests/decoding/test_lossless.py.
 """
 
@@ -22,23 +22,36 @@ from spectrain.trees.token_tree import Children
 
 
 class AdaptiveChain(LatencyAwareBuilder, Chain):
-    """A chain of up to `depth` tokens, and what its rounds cost. It is rehearsed on prompts that are not scored."""
+    """A chain of up to `depth` tokens whose length follows measured costs. It rehearses on prompts that are not scored."""
 
     requirements = ("latency", "rehearsal")
     learns_from_trees = True
 
     def __init__(
-        self, depth: int = 8, children: Children = "deterministic", temperature: float = 1.0, seed: int = 0, memory: int = 512
+        self,
+        # Draft tokens of a chain at most.
+        depth: int = 8,
+        # How tokens are chosen: deterministic takes the most likely one, sampled draws one.
+        children: Children = "deterministic",
+        # Temperature of the distribution that sampled children are drawn from.
+        temperature: float = 1.0,
+        # Seed of the random draws of children.
+        seed: int = 0,
+        # Rows of finished rounds that the builder remembers.
+        memory: int = 512,
     ) -> None:
         super().__init__(depth, children, temperature, seed)
         self._check_settings(memory=(memory, 1))
-        self.memory = memory  # rows that are remembered
+        self.memory = memory  # rows
         self.decides_length, self.is_fixed = True, False
-        self.chain_lengths: list[int] = []  # of every round's longest chain
+        self.chain_lengths: list[int] = []  # longest chain of every round
 
     def estimate_seconds(self, length: int) -> tuple[float, np.ndarray, np.ndarray]:
-        """Behind a text so long: a round without a token, what each token [D] adds to verification, and what each takes to
-        draft, the first of them nothing: the drafter has run the root before anything is decided."""
+        """Estimate seconds for a context of this length.
+
+        Returns the time of a round without draft tokens, the verification time that each token adds [D], and the drafting time
+        of each token [D]. The first token costs nothing: the drafter has run the root before anything is decided.
+        """
         latency = self._require_latency()
         verify = np.array(
             [latency.estimate_verify(nodes, length) + latency.estimate_levels(nodes - 1) for nodes in range(1, self.depth + 2)]
@@ -55,7 +68,7 @@ class AdaptiveChain(LatencyAwareBuilder, Chain):
 
     @abstractmethod
     def learn_row(self, row: int, drafted: int, kept: int) -> None:
-        """A row's chain was so long, and so many of its tokens were kept."""
+        """Learn from a row of `drafted` draft tokens, of which `kept` were accepted."""
 
     def report_settings(self) -> dict[str, object]:
         mean = round(sum(self.chain_lengths) / len(self.chain_lengths), 2) if self.chain_lengths else None
@@ -63,22 +76,32 @@ class AdaptiveChain(LatencyAwareBuilder, Chain):
 
 
 class Thompson(AdaptiveChain):
-    """The length that maximises tokens a second for chances drawn from what is believed of them (Thompson, 1933).
+    """The length that maximises tokens per second for sampled acceptance probabilities (Thompson, 1933).
 
-    That token d + 1 is kept where d are has a Beta belief, by counts of the last `memory` rows, each of which fades. For a draw
-    theta of it, a chain of L promises 1 + sum_{l <= L} prod_{d <= l} theta_d tokens in the time measured for L: lengths that
-    were seldom tried draw wide, so they are tried.
+    The acceptance of token d + 1 after d accepted tokens has a Beta posterior over counts of the last `memory` rows, with
+    exponential fading. For a sample theta, a chain of L has 1 + sum_{l <= L} prod_{d <= l} theta_d expected tokens in the time
+    measured for L. Lengths with few trials have wide posteriors, so they are explored.
     """
 
     name = "thompson"
 
     def __init__(
-        self, depth: int = 8, children: Children = "deterministic", temperature: float = 1.0, seed: int = 0, memory: int = 512
+        self,
+        # Draft tokens of a chain at most.
+        depth: int = 8,
+        # How tokens are chosen: deterministic takes the most likely one, sampled draws one.
+        children: Children = "deterministic",
+        # Temperature of the distribution that sampled children are drawn from.
+        temperature: float = 1.0,
+        # Seed of the random draws of children.
+        seed: int = 0,
+        # Rows of finished rounds that the builder remembers.
+        memory: int = 512,
     ) -> None:
         super().__init__(depth, children, temperature, seed, memory)
-        self.accepted_counts, self.rejected_counts = np.zeros(depth), np.zeros(depth)  # rows, fading, by depth
+        self.accepted_counts, self.rejected_counts = np.zeros(depth), np.zeros(depth)  # faded counts of rows, by depth
         self.rng = np.random.default_rng(seed)
-        self.round_length = depth  # in this round
+        self.round_length = depth  # draft tokens of this round
 
     def sampled_variant(self, temperature: float) -> Thompson:
         return Thompson(self.depth, "sampled", temperature, self.seed, self.memory)
@@ -90,7 +113,7 @@ class Thompson(AdaptiveChain):
         )
 
     def choose_length(self, chances: np.ndarray, length: int) -> int:
-        """The best number of tokens, from 1, where depths are kept at these rates [D]."""
+        """Choose the fastest number of tokens, at least 1, for these acceptance rates [D]."""
         start, verify, steps = self.estimate_seconds(length)
         return int(((1 + chances.cumprod().cumsum()) / (start + (verify + steps).cumsum())).argmax()) + 1
 
@@ -112,19 +135,19 @@ class Thompson(AdaptiveChain):
 class Episode:
     """A row that was drafted to its full depth."""
 
-    states: np.ndarray  # [D, F] what was known before each token was drawn
-    num_accepted: int  # tokens
+    states: np.ndarray  # [D, F] state before each token was drawn
+    num_accepted: int  # accepted tokens
 
 
 class Policy(AdaptiveChain):
-    """Whether to go on is a small policy's to say, learnt by reward (RADAR, Ma et al., 2025: a Markov decision process).
+    """A chain whose length a small policy decides, learnt by reward (RADAR, Ma et al., 2025: a Markov decision process).
 
-    Its state is what the drafter says of a place: how likely its first choice is, by how much it leads, the entropy, the path's
-    probability, and the drafter's own estimate where it has one. Before every token it decides whether to draw it, which costs
-    a node of verification, and after it whether the drafter runs it, which costs a draft step. A kept token earns 1, a second
-    costs the tokens that the best policy so far decodes in it.
+    The state holds the largest probability of the drafter's distribution, its margin over the second, the entropy, the path's
+    probability, and the drafter's own acceptance estimate where it has one. Before each token the policy decides whether to
+    draw it, which costs a verified node, and after it whether the drafter runs it, which costs a draft step. An accepted token
+    earns 1; a second costs the tokens that the best policy so far decodes in it.
 
-    Chains that were drafted to their full depth say what every decision would have earned, so the advantage of going on is
+    Chains that were drafted to their full depth show what every decision would have earned, so the advantage of continuing is
     fitted backwards from the last token, by ridge regression on the state, as fitted Q iteration does from a batch of
     episodes. Such chains are all of the rehearsal's first `trials` rows, or `memory` where that is less, and every
     `explore`-th round afterwards.
@@ -132,26 +155,32 @@ class Policy(AdaptiveChain):
 
     name = "policy"
     min_episodes = 96  # episodes before the first fit
-    refit_interval = 32  # episodes from one fit to the next
+    refit_interval = 32  # new episodes between two fits
 
     def __init__(
         self,
+        # Draft tokens of a chain at most.
         depth: int = 8,
+        # How tokens are chosen: deterministic takes the most likely one, sampled draws one.
         children: Children = "deterministic",
+        # Temperature of the distribution that sampled children are drawn from.
         temperature: float = 1.0,
+        # Seed of the random draws of children.
         seed: int = 0,
+        # Fully drafted rows that the policy is fitted to at most.
         memory: int = 512,
+        # Every so many rounds a chain is drafted to its full depth, to learn from it.
         explore: int = 64,
     ) -> None:
         super().__init__(depth, children, temperature, seed, memory)
         self._check_settings(explore=(explore, 1))
         self.explore, self.num_rounds, self.text_length = explore, 0, 0
         self.episodes: deque[Episode] = deque(maxlen=memory)
-        self.num_new_episodes = 0  # episodes that no fit has seen
+        self.num_new_episodes = 0  # episodes since the last fit
         self.draw_weights: list[np.ndarray] = []  # by level, the weights [F] of the advantage of drawing a token ...
         self.run_weights: list[np.ndarray] = []  # ... and of running it
-        self.is_full = True  # this round is drafted to its full depth
-        self.states: list[np.ndarray] = []  # by level, [B, F] of this round
+        self.is_full = True  # whether this round is drafted to its full depth
+        self.states: list[np.ndarray] = []  # states of this round by level, [B, F] each
 
     def sampled_variant(self, temperature: float) -> Policy:
         return Policy(self.depth, "sampled", temperature, self.seed, self.memory, self.explore)
@@ -169,13 +198,13 @@ class Policy(AdaptiveChain):
         return self.decide_rows(self.run_weights, level)
 
     def decide_rows(self, weights: list[np.ndarray], level: int) -> Tensor:
-        """[B] where the advantage of going on is positive; beyond what was fitted nothing is known of it."""
+        """Mark the rows [B] where the advantage of continuing is positive; False beyond the fitted levels."""
         if self.is_full or level >= len(weights):
             return torch.full_like(self.confidence, self.is_full, dtype=torch.bool)
         return torch.from_numpy(self.states[level] @ weights[level] > 0).to(self.confidence.device)
 
     def compute_state(self, draft: GrowingTree) -> np.ndarray:
-        """[B, F] of the place below the newest token."""
+        """Compute the state [B, F] after the newest token."""
         log_q = (draft.log_q[:, 0] / self.temperature).log_softmax(-1)
         first, second = log_q.topk(2, dim=-1).values.clamp(min=-20).unbind(-1)
         entropy = -(log_q.exp() * log_q.clamp(min=-1e4)).sum(-1)
@@ -195,7 +224,7 @@ class Policy(AdaptiveChain):
             self.fit_policy()
 
     def fit_policy(self) -> None:
-        """Both decisions at every level, for the speed that these very decisions reach: a few rounds settle it (Dinkelbach)."""
+        """Fit both decisions at every level for the speed that they reach; a few iterations converge (Dinkelbach)."""
         self.num_new_episodes, depth = 0, min(len(episode.states) for episode in self.episodes)
         seen = np.stack([episode.states[:depth] for episode in self.episodes])  # [E, D, F]
         kept = np.array([episode.num_accepted for episode in self.episodes])[:, None] > np.arange(depth)  # [E, D]
@@ -208,12 +237,14 @@ class Policy(AdaptiveChain):
             speed = tokens / (start + (drafts * verify[:depth]).sum(1).mean() + (runs[:, :-1] * steps[1:depth]).sum(1).mean())
 
     def fit_decisions(self, seen: np.ndarray, gains: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Fit the decisions to states [E, D, F] where a token gains [E, D] and a draft step costs [D]; which tokens of every
-        episode are then drawn [E, D], and which run."""
+        """Fit the decisions to states [E, D, F], where a token gains [E, D] and a draft step costs [D].
+
+        Returns which tokens of every episode are then drawn [E, D], and which are run [E, D].
+        """
         episodes, depth, _ = seen.shape
         draws, runs = np.zeros((episodes, depth), dtype=bool), np.zeros((episodes, depth), dtype=bool)
         self.draw_weights, self.run_weights = [], []
-        beyond = np.zeros(episodes)  # what the levels below earn under the decisions there
+        beyond = np.zeros(episodes)  # reward of the deeper levels under their decisions
         for level in range(depth - 1, -1, -1):
             if level + 1 < depth:
                 going = beyond - steps[level + 1]
@@ -235,7 +266,7 @@ class Policy(AdaptiveChain):
 
 
 def ridge_regression(x: np.ndarray, y: np.ndarray, strength: float = 1e-2) -> np.ndarray:
-    """The weights [F] that give y [E] of x [E, F], small where few episodes say otherwise."""
+    """Return the weights [F] of the ridge regression of y [E] on x [E, F]."""
     scale = (x * x).mean(0)
     found: np.ndarray = np.linalg.solve(x.T @ x + strength * len(x) * np.diag(scale + 1e-9), x.T @ y)
     return found

@@ -1,4 +1,4 @@
-"""Dynamic time warping of two encodings of one text (TokenTiming, 2025). Shapes: K tokens of one, M of the other."""
+"""Dynamic time warping of two encodings of one text (TokenTiming, 2025). Shapes: K tokens of the first, M of the second."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def uncovered_bytes(sizes: Sequence[int], others: Sequence[int]) -> np.ndarray:
-    """[K, M] the bytes that only one of two tokens covers, by the sizes of the tokens of both encodings in bytes."""
+    """Return the number of bytes [K, M] that only one of two tokens covers, from the token sizes in bytes of both encodings."""
     ends, other_ends = np.cumsum(sizes), np.cumsum(others)
     starts, other_starts = ends - sizes, other_ends - others
     both = np.minimum(ends[:, None], other_ends) - np.maximum(starts[:, None], other_starts)
@@ -17,8 +17,10 @@ def uncovered_bytes(sizes: Sequence[int], others: Sequence[int]) -> np.ndarray:
 
 
 def align_tokens(costs: np.ndarray) -> list[tuple[int, int]]:
-    """The cheapest way from the first pair to the last one that takes a step in one of the two or in both (Sakoe and Chiba,
-    1978), in its order; of equal ways, one of fewer pairs."""
+    """Return the pairs on the cheapest path from the first pair to the last one (Sakoe and Chiba, 1978).
+
+    Each step advances in one encoding or in both. Of paths with equal costs, one with fewer pairs is returned.
+    """
     total = np.full((costs.shape[0] + 1, costs.shape[1] + 1), np.inf)
     total[0, 0] = 0
     for i, row in enumerate(costs.tolist()):
@@ -33,11 +35,13 @@ def align_tokens(costs: np.ndarray) -> list[tuple[int, int]]:
 
 
 def carry_probabilities(probabilities: Sequence[float], pairs: Sequence[tuple[int, int]], count: int) -> list[float]:
-    """The chances [K] of the tokens of one encoding, carried over to the `count` tokens of the other: each counts once, at the
-    first token that it is aligned with, so that the product over the text stays what it was."""
-    found, known = [1.0] * count, set[int]()
-    for mine, theirs in pairs:
-        if mine not in known:
-            known.add(mine)
-            found[theirs] *= probabilities[mine]
-    return found
+    """Carry the probabilities [K] of one encoding's tokens over to the `count` tokens of the other.
+
+    Each probability counts once, at the first token that it is aligned with, so that the product over the text is unchanged.
+    """
+    carried, used = [1.0] * count, set[int]()
+    for source, destination in pairs:
+        if source not in used:
+            used.add(source)
+            carried[destination] *= probabilities[source]
+    return carried

@@ -1,7 +1,7 @@
-"""What a target reads of its own cache when it drafts for itself: all of it, some tokens of it, or all of it in few bits.
+"""What a self-drafting target reads of its own cache: all of it, selected tokens, or all of it in few bits.
 
-Rotary positions are in the keys already, so copies keep those of the text; what is drafted behind them is told its own.
-Shapes: B batch, T tokens, N nodes, H key-value heads, D head size, S chosen slots, Q queries.
+Rotary positions are part of the keys, so copied keys keep the positions of the text; drafted nodes get positions of their own.
+Shapes: B batch, T tokens, N nodes, H key-value heads, D head size, S selected slots, Q queries.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class RecentQueries:
-    """What the newest tokens ask, layer by layer: told by a forward, kept where its nodes are committed."""
+    """The queries of the newest tokens in each layer: recorded by a forward, retained when its nodes are committed."""
 
     def __init__(self, count: int) -> None:
         self.num_queries = count
@@ -34,7 +34,7 @@ class RecentQueries:
         self.new_queries[layer] = queries * scale
 
     def commit(self, path: Tensor, counts: Tensor) -> None:
-        """Of the nodes that the last forward ran, `counts[b]` of `path[b]` [B, P] are the newest tokens now."""
+        """Retain the queries of the committed nodes: `counts[b]` of `path[b]` [B, P] are the newest tokens now."""
         for layer, told in self.new_queries.items():
             new = told.gather(2, path[:, None, :, None].expand(-1, told.shape[1], -1, told.shape[3]))
             before = self.queries.get(layer, new[:, :, :0])
@@ -45,15 +45,15 @@ class RecentQueries:
         self.new_queries = {}
 
     def group_by_key_head(self, layer: int, num_key_heads: int) -> Tensor | None:
-        """[B, H, G, Q, D]"""
+        """Return [B, H, G, Q, D]."""
         return self.queries[layer].unflatten(1, (num_key_heads, -1)) if layer in self.queries else None
 
 
 class SelectedCache(TreeCache):
-    """Copies of what a chooser takes from a target's cache, and room for what is committed and drafted behind them.
+    """Copies of the tokens that a selector takes from a target's cache, and slots for later committed and drafted tokens.
 
-    A sliding-window layer holds the newest tokens, as many as others hold, whatever these are: within its window nothing of
-    them is missing, and its positions count from the oldest.
+    A sliding-window layer holds as many tokens as the others, the newest ones: its window lacks none of them, and its positions
+    count from the oldest.
     """
 
     def __init__(self, target: Target, whole: TreeCache, chooser: KeySelector, room: int) -> None:
@@ -67,8 +67,8 @@ class SelectedCache(TreeCache):
         shape = list(whole.storage.shape)
         shape[3] = size
         self.storage = whole.storage.new_zeros(shape)
-        self.synced_lengths = torch.zeros_like(whole.lengths)  # [B] tokens of the text that it was chosen from or has followed
-        self.window_starts = torch.zeros_like(whole.lengths)  # [B] the place in the text of slot 0 of a window layer
+        self.synced_lengths = torch.zeros_like(whole.lengths)  # [B] tokens of the text at the last selection or copy
+        self.window_starts = torch.zeros_like(whole.lengths)  # [B] index in the text of slot 0 of a window layer
         self.is_empty = False
 
     def visibility(
@@ -79,7 +79,7 @@ class SelectedCache(TreeCache):
         return super().visibility(tree, query_positions - first, key_positions - first)
 
     def select_tokens(self, queries: RecentQueries) -> int:
-        """Hold what is worth most now; the bytes that were read for it."""
+        """Copy the selected tokens; return the bytes that were read."""
         whole, read = self.source, 0
         counts = self.selector.count_selected(whole.lengths)
         for layer in whole.attention_layers:
@@ -99,7 +99,7 @@ class SelectedCache(TreeCache):
         return read + int(counts.sum()) * sum(self.slot_bytes.values())
 
     def copy_committed(self) -> int:
-        """Copy what was committed since; the bytes that were read."""
+        """Copy the tokens committed since the last copy; return the bytes that were read."""
         whole, new = self.source, self.source.lengths - self.synced_lengths
         steps = torch.arange(int(new.max()), device=new.device)
         rows = torch.arange(len(new), device=new.device)[:, None]
@@ -113,23 +113,23 @@ class SelectedCache(TreeCache):
         return int(new.sum()) * sum(self.slot_bytes.values())
 
     def has_room(self, num_nodes: int) -> bool:
-        """For what was committed since, and so many nodes."""
+        """Return whether the tokens committed since, and so many nodes, fit."""
         return self.longest + int((self.source.lengths - self.synced_lengths).max()) + num_nodes <= self.max_length
 
     def bytes_read(self, nodes: int) -> int:
-        """Bytes of keys and values that the forward which appended the last `nodes` read."""
+        """Return the bytes of keys and values that the forward which appended the last `nodes` read."""
         held = [length + self.uncommitted for length in self.lengths.tolist()]
         return sum(slot * count_read_tokens(held, nodes, self.windows.get(layer)) for layer, slot in self.slot_bytes.items())
 
 
 def count_read_tokens(held: list[int], nodes: int, window: int | None) -> int:
-    """Tokens that a layer reads of texts so long, a chain of `nodes` being their end."""
+    """Return the tokens that a layer reads of texts of these lengths, which end in a chain of `nodes`."""
     return sum(length if window is None else min(length, window + nodes - 1) for length in held)
 
 
 class QuantizedKV:
-    """All keys and values of a target's cache in few bits: keys by channel over groups of tokens, values by token, and the
-    newest tokens, whose group is not full yet, as they are (KIVI, Liu et al., 2024). What is drafted stays as it is too."""
+    """All keys and values of a target's cache in few bits: keys by channel over groups of tokens, values by token. The newest
+    tokens, whose group is not full, and drafted nodes stay unquantized (KIVI, Liu et al., 2024)."""
 
     def __init__(self, target: Target, whole: TreeCache, bits: Bits, group: int) -> None:
         self.source, self.bits, self.group_size = whole, bits, group
@@ -138,10 +138,10 @@ class QuantizedKV:
         self.windows = {layer: window for layer, window in reaches.items() if window is not None}
         self.keys: dict[int, QuantizedGroups] = {}  # [B, groups, H, D, G]
         self.values: dict[int, QuantizedGroups] = {}  # [B, groups * G, H, D]
-        self.quantized_lengths = torch.zeros_like(whole.lengths)  # [B] tokens that are coded
+        self.quantized_lengths = torch.zeros_like(whole.lengths)  # [B] quantized tokens
 
     def quantize_committed(self) -> int:
-        """Code the groups that have become full; the bytes that were read."""
+        """Quantize the groups that have become full; return the bytes that were read."""
         whole, size = self.source, self.group_size
         done, full = int(self.quantized_lengths.min()), whole.lengths // size * size
         new, before = int(full.max()), int((full - self.quantized_lengths).sum())
@@ -155,7 +155,7 @@ class QuantizedKV:
         return before * sum(self.slot_bytes.values())
 
     def __call__(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """What is read in the place of keys and values [B, H, T, D]."""
+        """Return what is read instead of keys and values [B, H, T, D]."""
         if layer not in self.keys:
             return keys, values
         coded = self.keys[layer].dequantize(keys.dtype).permute(0, 2, 1, 4, 3).flatten(2, 3)
@@ -171,7 +171,7 @@ class QuantizedKV:
         return torch.cat([coded, plain[:, :, size:]], dim=2)
 
     def bytes_read(self, nodes: int) -> int:
-        """Bytes of keys and values that the forward which appended the last `nodes` read."""
+        """Return the bytes of keys and values that the forward which appended the last `nodes` read."""
         total = 0
         for length, full in zip(self.source.lengths.tolist(), self.quantized_lengths.tolist()):
             held = length + self.source.uncommitted
@@ -182,7 +182,7 @@ class QuantizedKV:
         return total
 
     def _quantized_bytes(self, layer: int, tokens: int) -> int:
-        """Of the codes of so many tokens of one text, in whole groups."""
+        """Return the bytes of so many quantized tokens of one text, in full groups."""
         if not tokens:
             return 0
         groups, keys, values = -(-tokens // self.group_size), self.keys[layer][:3], self.values[layer][:3]
@@ -191,7 +191,7 @@ class QuantizedKV:
 
 
 def append_groups(before: QuantizedGroups | None, kept: int, new: QuantizedGroups) -> QuantizedGroups:
-    """The first `kept` groups and new ones behind them, along dim 1."""
+    """Concatenate the first `kept` groups and new ones, along dim 1."""
     if before is None:
         return new
     packed, low, step = (torch.cat([old[:, :kept], part], dim=1) for old, part in zip(before[:3], new[:3]))

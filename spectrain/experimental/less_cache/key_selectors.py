@@ -1,6 +1,6 @@
-"""Which tokens of a text a draft reads, where it does not read all of them.
+"""Key selectors: which tokens of a text a draft reads, where it does not read all of them.
 
-Shapes: B batch, T tokens, H key-value heads, G query heads of each, Q queries, D head size, S chosen slots, P pages.
+Shapes: B batch, T tokens, H key-value heads, G query heads of each, Q queries, D head size, S selected slots, P pages.
 """
 
 from __future__ import annotations
@@ -12,57 +12,57 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-POOL_SIZE = 7  # places over which SnapKV's votes are averaged, so that neighbours are kept together
+POOL_SIZE = 7  # tokens over which SnapKV averages votes
 INF = float("inf")
 
 
 class SelectionInput(NamedTuple):
-    """What a choice for a layer is made from."""
+    """The input of a selection for one layer."""
 
-    keys: Tensor  # [B, T, H, D] of the text and, behind shorter ones, anything
+    keys: Tensor  # [B, T, H, D], arbitrary after shorter texts
     lengths: Tensor  # [B]
-    queries: Tensor | None  # [B, H, G, Q, D] of the newest tokens, multiplied as scores are
+    queries: Tensor | None  # [B, H, G, Q, D] of the newest tokens, scaled
 
     @property
     def token_bytes(self) -> int:
-        """Of one token's keys."""
+        """Return the bytes of the keys of one token."""
         return self.keys[0, 0].numel() * self.keys.element_size()
 
 
 class KeySelector(ABC):
-    """Chooses as many tokens in every layer, by head; heads that share keys share a choice."""
+    """Selects the same number of tokens in every layer, per head; heads that share keys share a selection."""
 
-    num_queries = 0  # of the newest tokens that it looks at
-    max_extra = 0  # tokens beyond the budget that it may choose
+    num_queries = 0  # of the newest tokens
+    max_extra = 0  # tokens beyond the budget that it may select
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
 
     def reset(self) -> None:
-        """Other texts begin."""
+        """Prepare for new texts."""
 
     def count_selected(self, lengths: Tensor) -> Tensor:
-        """[B] how many tokens are chosen of texts so long."""
+        """Return [B], the number of tokens selected from texts of these lengths."""
         return lengths.clamp(max=self.budget)
 
     @abstractmethod
     def select_keys(self, layer: int, seen: SelectionInput, counts: Tensor) -> Tensor:
-        """[B, H, S] places in each text, the chosen ones first; S is the largest count."""
+        """Return [B, H, S] token indices in each text, the selected ones first; S is the largest count."""
 
     def selection_bytes(self, layer: int, seen: SelectionInput) -> int:
-        """Bytes that choosing reads, besides what is chosen; asked before it chooses."""
+        """Return the bytes that the selection reads, besides what it selects; called before the selection."""
         return 0
 
 
 def most_recent(seen: SelectionInput, counts: Tensor, sinks: int = 0) -> Tensor:
-    """[B, H, S] the newest tokens of each text, its first `sinks` in the place of the oldest of them."""
+    """Return [B, H, S], the most recent tokens of each text, with its first `sinks` tokens instead of the oldest of them."""
     slots = torch.arange(int(counts.max()), device=counts.device).expand(len(counts), -1)
     places = torch.where(slots < sinks, slots, slots + (seen.lengths - counts)[:, None])
     return places.clamp(max=seen.keys.shape[1] - 1)[:, None].expand(-1, seen.keys.shape[2], -1)
 
 
 class StreamingLLMSelector(KeySelector):
-    """The first tokens, on which attention rests, and the newest (StreamingLLM, Xiao et al., 2024)."""
+    """Selects the first tokens, on which attention rests, and the most recent (StreamingLLM, Xiao et al., 2024)."""
 
     def __init__(self, budget: int, sinks: int) -> None:
         super().__init__(budget)
@@ -73,8 +73,8 @@ class StreamingLLMSelector(KeySelector):
 
 
 class SnapKVSelector(KeySelector):
-    """What the newest queries look at most, and the tokens of these queries (SnapKV, Li et al., 2024, section 4): votes are the
-    attention weights, summed over queries and over the heads that share keys, and averaged over neighbours."""
+    """Selects what the newest queries attend to most, and the tokens of these queries (SnapKV, Li et al., 2024, section 4).
+    Votes are attention weights, summed over queries and over the heads that share keys, and averaged over neighbours."""
 
     def __init__(self, budget: int, num_queries: int) -> None:
         super().__init__(budget)
@@ -98,9 +98,9 @@ class SnapKVSelector(KeySelector):
 
 
 class QuestSelector(KeySelector):
-    """Whole pages of `page` tokens by an upper bound of the newest token's scores, sum_d max(q_d low_d, q_d high_d) over the
-    least and largest keys of a page, summed over the heads that share them; the newest full page and what follows it always
-    (Quest, Tang et al., 2024, algorithm 1, asked once for the drafts of some rounds)."""
+    """Selects pages of `page` tokens by an upper bound of the newest token's scores, sum_d max(q_d low_d, q_d high_d), over the
+    smallest and largest keys of a page, summed over the heads that share them. The newest full page and the tokens after it are
+    always selected (Quest, Tang et al., 2024, algorithm 1, run once for the drafts of several rounds)."""
 
     num_queries = 1
 
@@ -116,7 +116,7 @@ class QuestSelector(KeySelector):
         return self._count_pages(lengths) * self.page_size + lengths % self.page_size
 
     def _count_pages(self, lengths: Tensor) -> Tensor:
-        """[B] pages that are read."""
+        """Return [B], the number of pages that are read."""
         return (lengths // self.page_size).clamp(max=self.budget // self.page_size)
 
     def select_keys(self, layer: int, seen: SelectionInput, counts: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class QuestSelector(KeySelector):
         return torch.where((behind < 0)[:, None], F.pad(tokens, (0, self.page_size))[..., : slots.shape[1]], ends[:, None])
 
     def _update_bounds(self, layer: int, seen: SelectionInput) -> tuple[Tensor, Tensor]:
-        """[B, P, H, D] the least and largest keys of all pages that are full in some text."""
+        """Return [B, P, H, D], the smallest and largest keys of all pages that are full in some text."""
         done, full = self._num_bounded(layer), int(seen.lengths.max()) // self.page_size
         new = seen.keys[:, done * self.page_size : full * self.page_size].unflatten(1, (-1, self.page_size)).float()
         found = torch.stack([new.amin(2), new.amax(2)])

@@ -1,8 +1,8 @@
-"""Numbers in 8 or 4 bits: what a draft reads of the target's weights, or of its keys and values.
+"""Quantization in 8 or 4 bits: the target's weights, or its keys and values, as a draft reads them.
 
-Numbers of a group lie between its `low` and low + (2^bits - 1) step, each `step` apart: x is code * step + low, at most half a
-step off (asymmetric rounding, as in KIVI, Liu et al., 2024, section 3). Low and step take 16 bits each.
-Shapes: O outputs, I inputs of a linear layer.
+The numbers of a group lie between its `offset` and offset + (2^bits - 1) scale: x is code * scale + offset, with an error of at
+most half a scale (asymmetric rounding, as in KIVI, Liu et al., 2024, section 3). Offset and scale take 16 bits each. Shapes: O
+outputs, I inputs of a linear layer.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from spectrain.errors import UserError
 from spectrain.models.quantization import has_dense_weight
 
 Bits = Literal[8, 4]
-RANGE_MARGIN = (
-    2**-9
-)  # how far low and step are moved outwards before they are rounded to 16 bits, so that they hold the whole group
-MIN_SCALE = 2**-14  # a step below which 16 bits are not exact to SLACK
-WEIGHT_GROUP_SIZE = 32  # inputs of a row that share a scale in 4 bits; in 8 the whole row does
+RANGE_MARGIN = 2**-9  # outward margin of offset and scale, so that their rounding to 16 bits covers the group
+MIN_SCALE = 2**-14  # below it 16 bits are not exact to RANGE_MARGIN
+WEIGHT_GROUP_SIZE = 32  # inputs per scale in 4 bits; in 8 bits a row has one
 
 
 class QuantizedGroups(NamedTuple):
-    """Groups along one dimension, which comes last: [.., G] numbers each, two to a byte in 4 bits."""
+    """Quantized groups along the last dimension: [.., G] numbers each, two to a byte in 4 bits."""
 
     codes: Tensor  # uint8
     offset: Tensor  # [.., 1] float16
@@ -38,7 +36,7 @@ class QuantizedGroups(NamedTuple):
         return sum(part.numel() * part.element_size() for part in self[:3])
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """[.., G] as they are read."""
+        """Return the numbers [.., G]."""
         codes = self.codes
         if codes.shape[-1] != self.group_size:
             codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)[..., : self.group_size]
@@ -46,7 +44,7 @@ class QuantizedGroups(NamedTuple):
 
 
 def quantize_groups(numbers: Tensor, bits: Bits) -> QuantizedGroups:
-    """The codes of groups [.., G]."""
+    """Quantize groups [.., G]."""
     levels = (1 << bits) - 1
     low, high = numbers.aminmax(dim=-1, keepdim=True)
     low = (low - low.abs() * RANGE_MARGIN).half()
@@ -59,7 +57,7 @@ def quantize_groups(numbers: Tensor, bits: Bits) -> QuantizedGroups:
 
 
 class QuantizedLinear:
-    """The forward of a linear layer by a coded copy of its weight [O, I]."""
+    """The forward of a linear layer with a quantized copy of its weight [O, I]."""
 
     def __init__(self, linear: nn.Linear, bits: Bits) -> None:
         width = linear.in_features
@@ -72,8 +70,8 @@ class QuantizedLinear:
 
 
 class QuantizedWeights:
-    """Coded copies of all linear layers of a model that a draft runs: those of its decoder layers in so many bits, its output
-    layer in 8. The others, such as norms and embeddings, stay what they are."""
+    """Quantized copies of all linear layers that a draft runs: those of the decoder layers in `bits` bits, the output layer in
+    8. Other modules, such as norms and embeddings, stay as they are."""
 
     def __init__(self, name: str, layers: Sequence[nn.Module], output: nn.Module, bits: Bits) -> None:
         found = [child for layer in layers for child in layer.modules() if isinstance(child, nn.Linear)]
@@ -87,14 +85,14 @@ class QuantizedWeights:
             self.linears[output] = QuantizedLinear(output, 8)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedWeights:
-        """A copied drafter runs the same target."""
+        """Return the same weights: a copied drafter runs the same target."""
         return self
 
     def linear_overrides(self) -> Iterator[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
-        """What runs in the place of which layer."""
+        """Yield each linear layer with the forward that replaces its own."""
         yield from self.linears.items()
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What a forward reads in the place of weights."""
+        """Return the tensors that a forward reads instead of weights."""
         return [part for linear in self.linears.values() for part in linear.weight[:3]]

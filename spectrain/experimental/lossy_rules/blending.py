@@ -35,13 +35,23 @@ class BlendingRule(SequentialRule):
     lossless = False
     children = DRAWN_CHILDREN
 
-    def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> None:
+    def __init__(
+        self,
+        # Temperature of the target's distribution; it must be above 0.
+        temperature: float = 1.0,
+        # Number of most likely target tokens to sample from; 0 uses the whole vocabulary.
+        top_k: int = 0,
+        # Share of the probability mass to sample from, the most likely tokens first; 1 uses all of it.
+        top_p: float = 1.0,
+        # Seed of the random draws.
+        seed: int = 0,
+    ) -> None:
         super().__init__(temperature, top_k, top_p, seed)
         self.rejection_rule = RecursiveRejection(temperature, top_k, top_p, seed)
 
     @abstractmethod
     def blend_distributions(self, p: Vector, q: Vector) -> Vector:
-        """The distribution [V] that is sampled from, of the target's and the drafter's."""
+        """Return the distribution [V] to sample from, between the target's p and the drafter's q."""
 
     def select_path(self, tree: VerifiedTree, random: RandomSource) -> tuple[list[int], int]:
         def pi(node: int) -> Vector:
@@ -56,7 +66,7 @@ class BlendingRule(SequentialRule):
 
 
 def total_variation(p: Vector, q: Vector) -> Any:
-    """TV(p, q), the sum of max(p - q, 0)."""
+    """Return TV(p, q), the sum of max(p - q, 0)."""
     return (p - q).clip(0).sum()
 
 
@@ -78,12 +88,19 @@ class Deferral(BlendingRule):
 
     def __init__(
         self,
+        # Temperature of the target's distribution; it must be above 0.
         temperature: float = 1.0,
+        # Number of most likely target tokens to sample from; 0 uses the whole vocabulary.
         top_k: int = 0,
+        # Share of the probability mass to sample from, the most likely tokens first; 1 uses all of it.
         top_p: float = 1.0,
+        # Seed of the random draws.
         seed: int = 0,
-        defer: Criterion = "opt",  # when to the target
-        alpha: float = 0.3,  # how much worse the drafter may be
+        # Criterion that decides when the target is used instead of the drafter: chow, diff or opt for a whole position, token
+        # for each token.
+        defer: Criterion = "opt",
+        # How much worse than the target the drafter may be; larger values leave more to the drafter.
+        alpha: float = 0.3,
     ) -> None:
         super().__init__(temperature, top_k, top_p, seed)
         if not math.isfinite(alpha):
@@ -115,11 +132,16 @@ class BoundedSampling(BlendingRule):
 
     def __init__(
         self,
+        # Temperature of the target's distribution; it must be above 0.
         temperature: float = 1.0,
+        # Number of most likely target tokens to sample from; 0 uses the whole vocabulary.
         top_k: int = 0,
+        # Share of the probability mass to sample from, the most likely tokens first; 1 uses all of it.
         top_p: float = 1.0,
+        # Seed of the random draws.
         seed: int = 0,
-        bias: float = 0.1,  # total variation from the target that a place may have
+        # Largest total variation distance, from 0 to 1, between the sampled and the target's distribution at a position.
+        bias: float = 0.1,
     ) -> None:
         super().__init__(temperature, top_k, top_p, seed)
         if not 0 <= bias <= 1:
@@ -151,12 +173,18 @@ class Sigmoid(SequentialRule):
 
     def __init__(
         self,
+        # Temperature of the target's distribution; it must be above 0.
         temperature: float = 1.0,
+        # Number of most likely target tokens to sample from; 0 uses the whole vocabulary.
         top_k: int = 0,
+        # Share of the probability mass to sample from, the most likely tokens first; 1 uses all of it.
         top_p: float = 1.0,
+        # Seed of the random draws.
         seed: int = 0,
-        low: float = 0.0,  # the logit that becomes 1/2
-        high: float = 1.0,  # the logit that becomes 0.73
+        # Log-probability that the sigmoid maps to 1/2.
+        low: float = 0.0,
+        # Log-probability that the sigmoid maps to 0.73; it must be above acceptance.low.
+        high: float = 1.0,
     ) -> None:
         super().__init__(temperature, top_k, top_p, seed)
         if not low < high < math.inf:

@@ -26,7 +26,13 @@ class Judge(RelaxedRule):
     name = "judge"
     layers: tuple[Layer, ...] = ("final",)
 
-    def __init__(self, path: str | None = None, threshold: float = 0.5) -> None:
+    def __init__(
+        self,
+        # Run folder of recipe=judge, or its drafter directory, trained for this target.
+        path: str | None = None,
+        # Probability from 0 to 1 above which the judge accepts a draft; 1 gives the greedy output.
+        threshold: float = 0.5,
+    ) -> None:
         super().__init__()
         if path is None:
             raise UserError("acceptance.path: say which judge, as in acceptance.path=runs/judge-tiny; recipe=judge trains one")
@@ -48,7 +54,7 @@ class Judge(RelaxedRule):
 
 
 def load_probe(path: Path) -> tuple[Tensor, Tensor]:
-    """Weight [1, D] and bias [1] of the judge in a run folder or drafter directory, in float32."""
+    """Load weight [1, D] and bias [1] of the judge in a run folder or drafter directory, in float32."""
     file = next((file for file in (path / "drafter" / "model.safetensors", path / "model.safetensors") if file.exists()), None)
     if file is None:
         raise UserError(f"acceptance.path={path}: there is no judge in it; give a run folder of recipe=judge")

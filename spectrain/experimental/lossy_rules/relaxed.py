@@ -80,7 +80,11 @@ class Rollback(RelaxedRule):
 
     name = "bild"
 
-    def __init__(self, rollback: float = 2.0) -> None:
+    def __init__(
+        self,
+        # Largest cross-entropy of a draft under the target, in nats, at which the draft is accepted; 0 gives the greedy output.
+        rollback: float = 2.0,
+    ) -> None:
         super().__init__()
         if not rollback >= 0:
             raise UserError(f"acceptance.rollback={rollback}: use 0 nats or more")
@@ -109,8 +113,10 @@ class LooseMatch(RelaxedRule):
 
     def __init__(
         self,
-        entropy: float = 0.3,  # of the target, as a share of the largest possible: below it is too sure to be contradicted
-        window: int = 6,  # drafts behind a deviation that must be right
+        # Entropy of the target, as a share of the largest possible, above which a deviating draft may be accepted.
+        entropy: float = 0.3,
+        # Number of correct drafts that must follow a deviating draft before it is accepted.
+        window: int = 6,
     ) -> None:
         super().__init__()
         if not 0 <= entropy <= 1:

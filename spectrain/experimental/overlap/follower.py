@@ -25,7 +25,7 @@ SupersededCheck = Callable[[], bool]  # whether something else is wanted by now
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """What is wanted of a follower."""
+    """A request for draft tokens."""
 
     number: int
     text: list[int]  # behind which tokens are wanted
@@ -36,11 +36,11 @@ class DraftRequest:
 
 
 class SupersededError(Exception):
-    """Something else is wanted than what is being drafted."""
+    """A newer request has replaced the one that is being drafted."""
 
 
 class RecordingRollout(Rollout):
-    """Another rollout of one text, whose log q are kept; it ends between two levels where it is superseded."""
+    """Wraps a rollout of one text and records its log q. It stops between two levels where its request is superseded."""
 
     def __init__(self, inner: Rollout, is_superseded: SupersededCheck) -> None:
         self.inner, self.is_superseded = inner, is_superseded
@@ -64,7 +64,7 @@ class RecordingRollout(Rollout):
 
 
 class Follower:
-    """A drafter behind a text, which goes back where the text does."""
+    """Runs a drafter after a text, and rolls it back where the text changes."""
 
     def __init__(self, drafter: Drafter, target: Target) -> None:
         self.drafter, self.target = drafter, target
@@ -117,7 +117,7 @@ class Follower:
         return chain
 
     def _read_text(self, text: list[int], num_tokens: int, is_superseded: SupersededCheck) -> Draft:
-        """Let the drafter read what is new of a text."""
+        """Let the drafter read the new part of a text."""
         context, ahead = self.context, self.drafter.abilities.ahead
         assert ahead is not None
         common = next((n for n, pair in enumerate(zip(self.text, text)) if pair[0] != pair[1]), min(len(self.text), len(text)))
@@ -141,7 +141,7 @@ class Follower:
         return found
 
     def _end_draft(self) -> None:
-        """Forget what was drafted."""
+        """Drop what was drafted."""
         one = torch.ones(1, dtype=torch.int64, device=self.context.tokens.device)
         self.drafter.commit(self.context, AcceptedPath(0 * one[:, None], one, one))
         self.context.round += 1
@@ -164,7 +164,7 @@ def select_outcomes(log_q: Tensor, count: int) -> Tensor:
 
 @dataclass
 class LikelyOutcome:
-    """A text that a verification may leave, and what is drafted behind it."""
+    """A text that a verification may result in, and the tokens drafted after it."""
 
     text: list[int]
     last_token: int  # the token to give to the rollout
@@ -183,7 +183,7 @@ class LikelyOutcomes:
         self.num_levels = 0  # tokens behind each outcome that grows
 
     def extend_drafts(self, is_superseded: SupersededCheck) -> None:
-        """Draft behind the outcomes, as long as nothing else is wanted."""
+        """Extend the drafts after the outcomes, until a newer request arrives."""
         while self.open_outcomes and self.num_levels < self.num_tokens and not is_superseded():
             device, given = self.rollout.log_probs[0].device, len(self.rollout.log_probs)
             tokens = torch.tensor([[one.last_token for one in self.open_outcomes]], device=device)

@@ -42,7 +42,7 @@ from .streams import StreamWorker
 
 @dataclass
 class Overlap:
-    """How drafting overlaps with verification, and what came of it."""
+    """How drafting overlaps with verification, and counts of the rounds."""
 
     pre_verify: bool = False  # where a draft must be made anew, the target takes a step meanwhile (PEARL)
     uses_streams: bool = False  # in one process, on two streams, as on a GPU
@@ -71,7 +71,7 @@ class Overlap:
 
 
 def check_overlap(drafter: Drafter | None, builder: TreeBuilder | None, rule: AcceptanceRule, num_outcomes: int = 0) -> None:
-    """Refuse what cannot draft ahead, and rules whose tokens would depend on it."""
+    """Raise a UserError for drafters that cannot draft ahead, and for rules whose tokens depend on drafts."""
     if drafter is None or drafter.abilities.ahead is None:
         raise UserError("eval.overlap: this drafter reads what the target computes, so it cannot draft ahead of it; use "
                         "drafter=causal, universal or ngram")  # fmt: skip
@@ -86,7 +86,7 @@ def check_overlap(drafter: Drafter | None, builder: TreeBuilder | None, rule: Ac
 
 @torch.inference_mode()
 def serve_drafts(connection: Connection, parent_end: Connection, drafter: Drafter, target: Target) -> None:
-    """Draft what is asked for, always the newest wish, until nobody is there to ask."""
+    """Serve draft requests, always the newest, until the connection closes."""
     parent_end.close()
     torch.set_num_threads(1)  # the parent's threads are not there
     follower = Follower(drafter, target)
@@ -97,7 +97,7 @@ def serve_drafts(connection: Connection, parent_end: Connection, drafter: Drafte
 
 
 def handle_request(request: DraftRequest, follower: Follower, connection: Connection) -> DraftRequest:
-    """Do what is wanted; the next wish."""
+    """Handle a request and return the next one."""
     if request.max_length is not None:
         follower.start_text(request.max_length, request.num_tokens, request.num_outcomes)
     if request.num_tokens == STOP_DRAFTING or (not request.num_outcomes and connection.poll()):
@@ -119,7 +119,7 @@ def handle_request(request: DraftRequest, follower: Follower, connection: Connec
 
 
 class ProcessWorker:
-    """Who drafts: a process forked from this one, which has its weights."""
+    """A worker that drafts in a process forked from this one, with its weights."""
 
     def __init__(self, drafter: Drafter, target: Target) -> None:
         self.connection, theirs = multiprocessing.Pipe()
@@ -132,7 +132,7 @@ class ProcessWorker:
     def request_draft(
         self, text: list[int], num_tokens: int, max_length: int | None = None, num_outcomes: int = 0, with_draft: bool = True
     ) -> None:
-        """Want so many tokens after a text, and no other any more; a text that begins has room for `begins` tokens."""
+        """Request tokens after a text, in place of any earlier request. A new text has room for `max_length` tokens."""
         self.request_number += 1
         try:
             self.connection.send(DraftRequest(self.request_number, text, num_tokens, max_length, num_outcomes, with_draft))
@@ -140,7 +140,7 @@ class ProcessWorker:
             raise RunError("eval.overlap: the process that drafts has ended") from error
 
     def receive_draft(self) -> tuple[list[int], bool]:
-        """The tokens that were asked for last, as soon as they are there, and whether they had been foreseen."""
+        """Wait for the tokens of the last request; return them, and whether they were drafted ahead."""
         try:
             while True:
                 number, tokens, foreseen = self.connection.recv()
@@ -150,11 +150,11 @@ class ProcessWorker:
             raise RunError("eval.overlap: the process that drafts has ended") from error
 
     def run_pending(self) -> None:
-        """It works by itself."""
+        """Do nothing: the process runs by itself."""
 
 
 class AheadDrafter:
-    """What the loop asks for drafts of one text, in place of the drafter."""
+    """Takes the drafter's part in the loop for one text, and requests drafts ahead from a worker."""
 
     def __init__(self, worker: ProcessWorker | StreamWorker, depth: int, overlap: Overlap) -> None:
         self.worker, self.depth, self.overlap = worker, depth, overlap
@@ -162,7 +162,7 @@ class AheadDrafter:
         self.text: list[int] = []
 
     def start_text(self, request: Request) -> None:
-        """Let the worker read the prompt while the target does."""
+        """Let the worker run the prompt while the target does."""
         (prompt,) = request.prompts
         room = len(prompt) + request.max_new_tokens + 3 * (self.depth + 2)
         self.worker.request_draft(prompt, self.depth + 1, room)
@@ -200,7 +200,7 @@ class AheadDrafter:
 
 
 class OutcomeDrafter(AheadDrafter):
-    """The same where the worker foresees outcomes: it is told which one came, and has its draft or makes it."""
+    """Does the same with a worker that drafts for likely outcomes: the worker receives the outcome and returns its draft."""
 
     def start_text(self, request: Request) -> None:
         (prompt,) = request.prompts
@@ -226,7 +226,7 @@ def _make_draft(tokens: list[int]) -> Draft:
 
 
 class OverlappedRunner(EagerRunner):
-    """Runs one round after another of one text at a time; what drafts has a process, or a stream, of its own."""
+    """Runs rounds of one text at a time; the drafter has a separate process or stream."""
 
     def __init__(
         self, target: Target, rule: AcceptanceRule, worker: ProcessWorker | StreamWorker, builder: TreeBuilder, overlap: Overlap

@@ -1,4 +1,4 @@
-"""Drafting while the target verifies on one GPU: in the same process, on a CUDA stream of its own.
+"""Overlapped drafting on one GPU: in the same process, on a separate CUDA stream.
 
 A forward of the target is launched and returns before it has run; what drafts then drafts on its stream, and waits for that
 stream alone when it reads its tokens. The two share nothing that either writes: the follower reads the text, which the host
@@ -19,7 +19,7 @@ from .follower import STOP_DRAFTING, DraftRequest, Follower, LikelyOutcomes
 
 
 class StreamWorker:
-    """Who drafts, asked as a process of its own is."""
+    """A worker that drafts on a separate stream, with the interface of `ProcessWorker`."""
 
     def __init__(self, drafter: Drafter, target: Target) -> None:
         self.follower = Follower(drafter, target)
@@ -35,7 +35,7 @@ class StreamWorker:
     def request_draft(
         self, text: list[int], num_tokens: int, max_length: int | None = None, num_outcomes: int = 0, with_draft: bool = True
     ) -> None:
-        """Want so many tokens after a text, and no other any more; a text that begins has room for `begins` tokens."""
+        """Request tokens after a text, in place of any earlier request. A new text has room for `max_length` tokens."""
         self.request_number += 1
         self.request = DraftRequest(self.request_number, text, num_tokens, max_length, num_outcomes, with_draft)
         with self._use_stream():
@@ -45,7 +45,7 @@ class StreamWorker:
                 self.follower.start_text(max_length, num_tokens, num_outcomes)
 
     def receive_draft(self) -> tuple[list[int], bool]:
-        """The tokens that were asked for last, and whether they had been foreseen."""
+        """Return the tokens of the last request, and whether they were drafted ahead."""
         with self._use_stream():
             self._run_request()
         return self.result

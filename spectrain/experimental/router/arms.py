@@ -1,7 +1,7 @@
-"""What is known of drafters that are chosen from. Shapes: B batch, D depth, P tokens of a round, F nodes, V vocabulary.
+"""Bandit arms: statistics of the drafters that a router chooses from.
 
-An arm reads what was committed while it rested before it drafts; it is judged along the tokens that a round emitted, as far as
-it is right itself.
+An arm catches up with the committed tokens before it drafts. Its drafts are scored along the tokens that a round emitted, as
+far as they agree with them. Shapes: B batch, D depth, P tokens of a round, F nodes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from spectrain.trees.base import Rollout
 if TYPE_CHECKING:
     from spectrain.drafters.base import Drafter
 
-PRIOR_RATE = 0.5  # the rate of a drafter that nothing is known of
+PRIOR_RATE = 0.5  # the acceptance rate of a drafter without observations
 
 
 class Stopwatch:
-    """Seconds between its begins and ends; on a GPU each ends with a synchronisation."""
+    """Sums the seconds spent inside its context. On a GPU, every exit synchronises the device."""
 
     def __init__(self, clock: Callable[[], float], device: torch.device) -> None:
         self.clock, self.device, self.seconds, self.start_time = clock, device, 0.0, 0.0
@@ -42,13 +42,13 @@ class Stopwatch:
 
 
 class TimedRollout(Rollout):
-    """A rollout whose time is taken, and whose first choices are noted by the paths that they follow."""
+    """A rollout that is timed, and that records log q after every node."""
 
     def __init__(self, rollout: Rollout, stopwatch: Stopwatch) -> None:
         self.rollout, self.stopwatch = rollout, stopwatch
         self.draft_ids, self.depth_limit = rollout.draft_ids, rollout.depth_limit
-        self.child_numbers: dict[tuple[int, int, int], int] = {}  # row, number of a node, token -> number of its child
-        self.recorded_log_q: list[Tensor] = []  # [B, V] after every node, in the order in which they were given
+        self.child_numbers: dict[tuple[int, int, int], int] = {}  # (row, node, token) -> child node
+        self.recorded_log_q: list[Tensor] = []  # [B, V] after every node, in their order
 
     def start(self) -> Tensor:
         if not self.recorded_log_q:
@@ -68,26 +68,26 @@ class TimedRollout(Rollout):
             return self._record_log_q(self.rollout.extend_path(tokens, parents, given))
 
     def teacher_force(self, tokens: Tensor) -> None:
-        """Go along these tokens [B, P] from the root, untimed, where nothing was given yet; start has been asked."""
+        """Extend a rollout that only started by the path of tokens [B, P] from the root, without timing it."""
         if len(self.recorded_log_q) == 1 and tokens.shape[1]:
             self._record_nodes(tokens, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
             self._record_log_q(self.rollout.extend_path(tokens, torch.zeros_like(tokens[:, 0]), 1))
 
     def log_q_along(self, row: int, tokens: list[int]) -> list[Tensor]:
-        """Log q [V] after the row's text and after each of these tokens, as far as it was asked."""
-        found, number = [self.recorded_log_q[0][row]], 0
+        """Return the recorded log q [V] after the row's text and after each of these tokens, as far as there are any."""
+        log_q, node = [self.recorded_log_q[0][row]], 0
         for token in tokens:
-            if (row, number, token) not in self.child_numbers:
+            if (row, node, token) not in self.child_numbers:
                 break
-            number = self.child_numbers[row, number, token]
-            found.append(self.recorded_log_q[number][row])
-        return found
+            node = self.child_numbers[row, node, token]
+            log_q.append(self.recorded_log_q[node][row])
+        return log_q
 
     def _record_nodes(self, tokens: Tensor, parents: Tensor) -> None:
         first = len(self.recorded_log_q)
-        for row, (new, above) in enumerate(zip(tokens.tolist(), parents.tolist())):
-            for place, (token, parent) in enumerate(zip(new, above)):
-                self.child_numbers.setdefault((row, parent, token), first + place)
+        for row, (row_tokens, row_parents) in enumerate(zip(tokens.tolist(), parents.tolist())):
+            for offset, (token, parent) in enumerate(zip(row_tokens, row_parents)):
+                self.child_numbers.setdefault((row, parent, token), first + offset)
 
     def _record_log_q(self, log_q: Tensor) -> Tensor:
         self.recorded_log_q += log_q.unbind(1)
@@ -96,36 +96,35 @@ class TimedRollout(Rollout):
 
 
 class Arm:
-    """One drafter: what it has still to read, how often it was right at each depth, and how long its drafts take."""
+    """One drafter: the features that it has not read yet, its acceptance counts per depth, and the times of its drafts."""
 
     def __init__(self, decay: float, max_timings: int) -> None:
         self.decay, self.seconds = decay, deque[float](maxlen=max_timings)
         self.pending_features: list[tuple[Features, Tensor]] = []
-        self.num_drafts = 0  # drafts that it made in this decoding
-        self.hits, self.misses = np.zeros(0), np.zeros(0)  # [D] fading, where it was right at the depths above
-        self.recording: TimedRollout | None = None  # its draft in this round
-        self.depth_limit: int | None = None  # how deep it can draft; None for any depth
+        self.num_drafts = 0  # in this decoding
+        # [D] decaying counts of accepted and rejected drafts whose ancestors were accepted.
+        self.hits, self.misses = np.zeros(0), np.zeros(0)
+        self.recording: TimedRollout | None = None  # the draft of this round
+        self.depth_limit: int | None = None  # None for any depth
 
     @property
     def num_unread(self) -> int:
-        """Tokens that it has not read, of the row with most."""
+        """Number of tokens that the drafter has not read, of the row with most."""
         return sum(features.tokens.shape[1] for features, _ in self.pending_features)
 
     def queue_features(self, context: Context) -> None:
-        """What was committed since the last round is there to be read."""
+        """Add the features that were committed since the last round."""
         if context.begins:
             self.pending_features, self.num_drafts = [], 0
         self.pending_features.append((context.fresh, context.counts))
 
     def make_draft(self, drafter: Drafter, context: Context, stopwatch: Stopwatch) -> None:
-        """Have it catch up and draft."""
+        """Let the drafter read the queued features, and draft."""
         with stopwatch:
             fresh, counts = self.pending_features[0]
             if len(self.pending_features) > 1:
-                fresh, counts = (
-                    Features.concat_prefixes(self.pending_features),
-                    torch.stack([counts for _, counts in self.pending_features]).sum(0),
-                )
+                fresh = Features.concat_prefixes(self.pending_features)
+                counts = torch.stack([counts for _, counts in self.pending_features]).sum(0)
             view = replace(
                 context, fresh=_select_layers(fresh, drafter.layers), counts=counts, round=self.num_drafts, waiting=[]
             )
@@ -135,48 +134,57 @@ class Arm:
         self.recording.start()
 
     def score_draft(self, context: Context, path: Tensor, logits: Tensor | None) -> None:
-        """Judge it along the tokens that every row has emitted; by sum_v min(p, q) where `logits` [B, N, V] of the tree are
-        given, of which `path` [B, P] was kept, else by its first choice."""
+        """Score the draft along the tokens that every row emitted.
+
+        With the target's logits [B, N, V] of the tree, whose nodes `path` [B, P] were accepted, a hit counts sum_v min(p, q).
+        Without them it counts 1 if the most likely token of q was emitted.
+        """
         assert self.recording is not None
-        depth = self._max_depth(context.builder.depth)
+        num_depths = self._max_depth(context.builder.depth)
         self._grow_counts(context.builder.depth)
         emitted = context.following
-        self.recording.teacher_force(emitted[:, : min(depth, emitted.shape[1]) - 1])
+        self.recording.teacher_force(emitted[:, : min(num_depths, emitted.shape[1]) - 1])
         self.hits, self.misses = self.hits * self.decay, self.misses * self.decay
         for row, (tokens, count) in enumerate(zip(emitted.tolist(), context.counts.tolist())):
-            said = self.recording.log_q_along(row, tokens[: max(count - 1, 0)])[: min(depth, count)]
-            for place, (log_q, token) in enumerate(zip(said, tokens)):
-                first = int(self.recording.rollout.to_target_ids(log_q.argmax()))
-                theirs = None if logits is None else logits[row, path[row, place]]
-                chance = float(first == token) if theirs is None else self._acceptance_probability(context, log_q, theirs)
-                self.hits[place] += chance
-                self.misses[place] += 1 - chance
-                if first != token and logits is None:
+            predictions = self.recording.log_q_along(row, tokens[: max(count - 1, 0)])[: min(num_depths, count)]
+            for depth_index, (log_q, token) in enumerate(zip(predictions, tokens)):
+                top_token = int(self.recording.rollout.to_target_ids(log_q.argmax()))
+                target_logits = None if logits is None else logits[row, path[row, depth_index]]
+                hit = (
+                    float(top_token == token)
+                    if target_logits is None
+                    else self._acceptance_probability(context, log_q, target_logits)
+                )
+                self.hits[depth_index] += hit
+                self.misses[depth_index] += 1 - hit
+                if top_token != token and logits is None:
                     break
 
     def _acceptance_probability(self, context: Context, log_q: Tensor, logits: Tensor) -> float:
-        """sum_v min(p, q), either at the temperature at which it is read and drawn."""
+        """Return sum_v min(p, q), with p at the rule's temperature and q at the builder's."""
         assert self.recording is not None
         p, ids = (logits / context.temperature).softmax(-1), self.recording.rollout.draft_ids
         p = p[: len(log_q)] if ids is None else p[ids]
         return float(torch.minimum(p, (log_q / context.builder.temperature).softmax(-1)).sum())
 
     def acceptance_rates(self, depth: int) -> np.ndarray:
-        """[D] how often each depth is kept where those above are; where little is known, as often as the one above, and never
-        where it cannot draft."""
+        """Return the acceptance rate [D] of each depth whose ancestors were accepted.
+
+        With few observations it is close to the rate of the depth above. It is 0 where the drafter cannot draft.
+        """
         self._grow_counts(depth)
-        found, before = np.zeros(depth), PRIOR_RATE
-        for place in range(self._max_depth(depth)):
-            before = found[place] = (self.hits[place] + before) / (self.hits[place] + self.misses[place] + 1)
-        return found
+        rates, previous = np.zeros(depth), PRIOR_RATE
+        for index in range(self._max_depth(depth)):
+            previous = rates[index] = (self.hits[index] + previous) / (self.hits[index] + self.misses[index] + 1)
+        return rates
 
     def sample_rates(self, source: np.random.Generator, depth: int) -> np.ndarray:
-        """[D] the same, drawn from what is believed."""
+        """Draw acceptance rates [D] from their Beta posteriors."""
         self._grow_counts(depth)
         return source.beta(self.hits[:depth] + 1, self.misses[:depth] + 1) * (np.arange(depth) < self._max_depth(depth))
 
     def _max_depth(self, depth: int) -> int:
-        """How deep it drafts where trees are so deep."""
+        """Return how deep the drafter drafts in trees of this depth."""
         return depth if self.depth_limit is None else min(depth, self.depth_limit)
 
     def _grow_counts(self, depth: int) -> None:
@@ -186,23 +194,24 @@ class Arm:
 
 
 class Hedge:
-    """Exponential weights (Freund and Schapire, 1997) over the gains of the last `memory` rounds: who is best may change."""
+    """Exponential weights (Freund and Schapire, 1997) over the gains of the last `memory` rounds, as the best arm changes."""
 
     def __init__(self, count: int, memory: int, rate: float = 4.0) -> None:
         self.gains, self.memory, self.rate = np.zeros(count), memory, rate
 
     def update_gains(self, speeds: np.ndarray) -> None:
-        """The gain of each in a round is the speed that it is known for by now, as a share of the fastest one's."""
+        """Set the gain of each arm to its estimated speed as a share of the fastest arm's, times `memory`."""
         self.gains = self.memory * speeds / speeds.max()
 
     @property
     def weights(self) -> np.ndarray:
-        found: np.ndarray = np.exp(self.rate * (self.gains - self.gains.max()))
-        return found / found.sum()
+        """The probability [arms] of each arm."""
+        scores: np.ndarray = np.exp(self.rate * (self.gains - self.gains.max()))
+        return scores / scores.sum()
 
 
 def _select_layers(features: Features, layers: tuple[Layer, ...]) -> Features:
-    """The features of these layers alone."""
+    """Select the features of these layers."""
     if features.layers == layers:
         return features
     states = [features.at_layer(layer) for layer in layers]

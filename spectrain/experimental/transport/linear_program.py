@@ -31,11 +31,16 @@ class TruncatedLinearProgram(Tournament):
 
     def __init__(
         self,
+        # Temperature of the target's distribution; it must be above 0.
         temperature: float = 1.0,
+        # Number of most likely target tokens to sample from; 0 uses the whole vocabulary.
         top_k: int = 0,
+        # Share of the probability mass to sample from, the most likely tokens first; 1 uses all of it.
         top_p: float = 1.0,
+        # Seed of the random draws.
         seed: int = 0,
-        truncated: int = 5,  # tokens between which the programme decides
+        # Number of tokens between whose pairs the linear program decides.
+        truncated: int = 5,
     ) -> None:
         super().__init__(temperature, top_k, top_p, seed)
         if not 1 <= truncated <= MAX_TRUNCATED:

@@ -134,11 +134,16 @@ class ImportanceSampling(Tournament):
 
     def __init__(
         self,
+        # Temperature of the target's distribution; it must be above 0.
         temperature: float = 1.0,
+        # Number of most likely target tokens to sample from; 0 uses the whole vocabulary.
         top_k: int = 0,
+        # Share of the probability mass to sample from, the most likely tokens first; 1 uses all of it.
         top_p: float = 1.0,
+        # Seed of the random draws.
         seed: int = 0,
-        sharpness: int = 2,  # 1: the importance weights p / q themselves; more prefers what the target wants more strongly
+        # Exponent of the importance weights p / q; larger values prefer more strongly what the target prefers.
+        sharpness: int = 2,
     ) -> None:
         super().__init__(temperature, top_k, top_p, seed)
         if not 1 <= sharpness <= MAX_WEIGHT_POWER:
@@ -239,5 +244,5 @@ class SpecHub(Transport):
 
 
 def elementwise_min(p: Vector, q: Vector) -> Vector:
-    """min(p, q), token by token."""
+    """Return min(p, q), token by token."""
     return p - (p - q).clip(0)

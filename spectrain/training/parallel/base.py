@@ -1,4 +1,4 @@
-"""What the trainer asks of processes that share a drafter, however they do."""
+"""The contract between the trainer and the strategies by which processes share a drafter."""
 
 from abc import ABC, abstractmethod
 from typing import Any
@@ -16,10 +16,10 @@ from ..optimizers import OptimizerFactory, ParameterGroups
 
 
 class ParallelStrategy(ABC):
-    """A drafter in training, as the processes share it."""
+    """A drafter in training, shared by the processes of a run."""
 
     name: str
-    is_reusable = True  # after `release` drafter and target can be used where they are
+    is_reusable = True  # after `restore_tensors` drafter and target can be used where they are
     unsharded = True  # every process holds all of the drafter while it trains, so that it can write too
     full_parameters = True  # as ordinary tensors, and torch's own optimiser with all of its state
 
@@ -34,48 +34,48 @@ class ParallelStrategy(ABC):
 
     @abstractmethod
     def set_drafter(self, drafter: Drafter, target: Target) -> None:
-        """Take a drafter whose weights are the same on every process."""
+        """Take a drafter with the same weights on every process."""
 
     @abstractmethod
     def start_stage(self, groups: ParameterGroups, clip: float, make_optimizer: OptimizerFactory) -> None:
-        """Begin a stage: the optimiser that is `made` of these groups."""
+        """Begin a stage with an optimizer of these parameter groups."""
 
     @abstractmethod
     def loss(self, batch: Batch, state: TrainingState, is_last: bool) -> Losses:
-        """This process's losses of a batch, which may be the `last` of a step."""
+        """Return this process's losses of a batch, which may be the last of a step."""
 
     @abstractmethod
     def backward(self, loss: Tensor, is_last: bool) -> None:
-        """Add to the gradients; behind the `last` batch of a step they are averaged over processes."""
+        """Add to the gradients. After the last batch of a step they are averaged over processes."""
 
     @abstractmethod
     def step(self) -> bool:
-        """Clip the gradients and step, unless they are not finite: then nothing changes, and False is returned."""
+        """Clip the gradients and step. Return False, and change nothing, where the gradients are not finite."""
 
     @abstractmethod
     def gather_weights(self, module: nn.Module) -> dict[str, Tensor]:
-        """Parameters and buffers of a module, whole and on the CPU, for the main process; every process must call it."""
+        """Gather parameters and buffers of a module on the CPU, for the main process. Every process must call this."""
 
     @abstractmethod
     def gather_optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """The optimiser's state, whole and on the CPU, numbered as in `groups`; every process must call it."""
+        """Gather the optimizer's state on the CPU, numbered as in the groups. Every process must call this."""
 
     @abstractmethod
     def load_optimizer(self, tensors: dict[str, Tensor], numbers: dict[str, float]) -> None:
-        """Undo `optimizer_state`, on any number of processes."""
+        """Undo `gather_optimizer_state`, on any number of processes."""
 
     def restore_tensors(self) -> None:
-        """Called on every process after training: on the main one all tensors are whole again, on the CPU if they were not."""
+        """Restore full tensors on the main process after training, on the CPU if sharded. Every process calls this."""
 
     def all_reduce(self, *values: float) -> list[float]:
-        """These numbers, each added up over the processes that see different data."""
+        """Sum each of these numbers over the processes that see different data."""
         if self.num_processes == 1:
             return list(values)
         found = self.accelerator.reduce(torch.tensor(values, dtype=torch.float64, device=self.device), "sum")
         return [value / self.num_copies for value in found.tolist()]
 
     def all_gather(self, value: Any) -> list[Any]:
-        """What every process says, by rank."""
+        """Return the values of all processes, by rank."""
         if self.num_processes == 1:
             return [value]
         found: list[Any] = [None] * self.num_processes

@@ -16,7 +16,7 @@ from .base import ParallelStrategy
 
 
 class ReplicatedStrategy(ParallelStrategy):
-    """Every process has the whole drafter; gradients are averaged (DDP)."""
+    """Every process has a full copy of the drafter; gradients are averaged (DDP)."""
 
     name = "ddp"
 
@@ -30,7 +30,7 @@ class ReplicatedStrategy(ParallelStrategy):
         self._wrap_model()
 
     def _wrap_model(self) -> None:
-        """DDP holds the parameters that are being trained, so each stage has its own."""
+        """Wrap the model anew for each stage: DDP registers the parameters that are trained."""
         if self.num_processes > 1 and any(parameter.requires_grad for parameter in self.drafter.parameters()):
             places = [self.device] if self.device.type == "cuda" else None
             self.model = nn.parallel.DistributedDataParallel(self.drafter, device_ids=places)
@@ -49,7 +49,7 @@ class ReplicatedStrategy(ParallelStrategy):
 
     @property
     def trained_parameters(self) -> list[Any]:
-        """The parameters that this stage trains, in the order of its groups."""
+        """Return the parameters that this stage trains, in the order of its groups."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def step(self) -> bool:
@@ -61,7 +61,7 @@ class ReplicatedStrategy(ParallelStrategy):
         return finite
 
     def _clip_gradients(self) -> Tensor:
-        """Clip the gradients; their norm before, over all processes."""
+        """Clip the gradients and return their norm over all processes before clipping."""
         return torch.nn.utils.clip_grad_norm_(self.trained_parameters, self.clip)
 
     def _average_target_gradients(self) -> None:

@@ -43,7 +43,7 @@ class FullyShardedStrategy(ReplicatedStrategy):
             raise RunError(f"trainer.sharding=fsdp2: this process holds {held} of {whole} parameters, so nothing was sharded")
 
     def _wrap_model(self) -> None:
-        """The hooks that `share` put in do the work."""
+        """The hooks that `set_drafter` put in do the work."""
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
         self.drafter.set_requires_gradient_sync(is_last)  # type: ignore[operator]

@@ -38,7 +38,7 @@ SUPPORTED_VALUES: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def resolve_sharding(sharding: Sharding) -> Sharding:
-    """What the launcher and `trainer.sharding` ask for; they must not disagree, nor ask for what is not done."""
+    """Return the sharding that launcher and `trainer.sharding` request; raise a UserError for a conflict."""
     for variable, (known, instead) in SUPPORTED_VALUES.items():
         if (said := os.environ.get(variable)) is not None and said.lower() not in [value.lower() for value in known]:
             raise UserError(f"launch: {variable}={said} would not be followed; use {instead}")
@@ -97,7 +97,7 @@ def _is_set(name: str) -> bool:
 
 @contextmanager
 def _hide_variables(*names: str) -> Iterator[None]:
-    """The environment without these variables."""
+    """Hide these environment variables for a while."""
     kept = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
         yield
@@ -106,7 +106,7 @@ def _hide_variables(*names: str) -> Iterator[None]:
 
 
 def _init_single_process(device: torch.device) -> None:
-    """A process group of one."""
+    """Initialize a process group of one process."""
     os.environ.setdefault("LOCAL_RANK", "0")
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=0, world_size=1)
