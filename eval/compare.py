@@ -53,10 +53,15 @@ class Comparison:
     conversations serve all recipes alike.
     """
 
+    # Training time of each recipe in seconds; it has no effect where compare.tokens is given.
     seconds: float = 45.0
+    # Training budget of each recipe in tokens; null trains for compare.seconds instead.
     tokens: int | None = None
+    # Drafters that need no training and are scored next to the recipes.
     training_free: tuple[str, ...] = ("ngram", "retrieval", "lookahead", "layer_skip")
+    # Number of prompts that are decoded together to measure throughput; null does not measure it.
     batch: int | None = 8
+    # Number of conversations that every recipe trains on; null uses all of them.
     data_limit: int | None = None
 
     def __post_init__(self) -> None:

@@ -29,31 +29,51 @@ def refuse_unknown(key: str, given: tuple[str, ...], known: tuple[str, ...]) -> 
 class Scoring:
     """Which prompts, how long, in which engine, and what the drafter is compared with."""
 
-    name: FolderName = "heldout"  # the folder that the result goes to
-    prompts: str | None = None  # a file or a known benchmark; without it the held-out prompts that ship
+    # Name of the folder under eval/ that receives the result.
+    name: FolderName = "heldout"
+    # Prompts to score: a file or the name of a known benchmark; null uses the held-out prompts that ship with the project.
+    prompts: str | None = None
+    # Prompt categories to score; null scores all of them.
     categories: list[str] | None = None
+    # Largest number of prompts, taken from all categories in turn; null scores every prompt.
     limit: int | None = None
+    # Largest number of tokens that one answer may have.
     max_new_tokens: int = 128
+    # Number of prompts that are decoded together.
     batch_size: int = 1
-    baselines: tuple[str, ...] = BESIDE  # of OURS, in this engine, and TRANSFORMERS, in its own
-    measured: bool = False  # tree=auto comes first, and the tree that the drafter came with beside it: train, eval and compare
-    # do so where no tree= is asked for, rounds are not captured and one process drafts
-    store: str | None = OWN  # what copies and retrieval copy from besides the text: the answers of a run's own training data,
-    # a folder that spectrain data index wrote, or nothing
-    check: bool = True  # compare every output with its reference
-    quality: bool = False  # perplexity, agreement and the task's score, which lossy rules always show, for any rule
-    execute: bool = False  # run the programs that answer eval.prompts=humaneval, to score them: on this machine, as this user
-    oracle: bool = True  # decode once more with every draft right
-    report: bool = (
-        True  # report.html, the drafts that it shows, what drafting adds to memory, and what training did to the target
-    )
-    engine: EngineChoice = "auto"  # captured: rounds replayed as CUDA graphs, by default where there is a GPU; eager: a loop
-    guard: bool = False  # decode autoregressively while drafting does not pay
-    repeats: int = 2  # times that pairs are decoded where times are unsteady: after the first, round by round in turn
-    calibration: str | None = None  # prompts that trees are searched and timed on; else openings of the embedded data
+    # Systems to score next to the drafter. This engine decodes own, auto, copies, chain, shipped, untrained, ngram,
+    # lookahead and retrieval; transformers decodes generate, prompt_lookup, assistant and early_exit.
+    baselines: tuple[str, ...] = BESIDE
+    # Score tree=auto first and the drafter's own tree as a second system. The commands train, eval and compare set this where
+    # no tree= is given, rounds are not captured and one process drafts.
+    measured: bool = False
+    # Store that the baselines copies and retrieval copy from, in addition to the text: own is the answers in a run's training
+    # data, any other value is a folder that spectrain data index wrote, and null is no store.
+    store: str | None = OWN
+    # Compare every output with its reference.
+    check: bool = True
+    # Measure perplexity, agreement and the task score for a lossless rule too; a lossy rule always reports them.
+    quality: bool = False
+    # Run the programs that answer eval.prompts=humaneval on this machine, as this user, to score them.
+    execute: bool = False
+    # Decode once more with every draft correct, as the upper bound for a better drafter.
+    oracle: bool = True
+    # Write report.html with example drafts, and measure what drafting adds to memory and what training changed in the target.
+    report: bool = True
+    # Engine of all systems: captured replays rounds as CUDA graphs, eager runs them one by one, and auto captures on a GPU.
+    engine: EngineChoice = "auto"
+    # Decode autoregressively while drafting does not pay.
+    guard: bool = False
+    # Number of times to decode every pair of runs where times are unsteady; repeats after the first alternate round by round.
+    repeats: int = 2
+    # Prompts on which trees are searched and timed; null uses openings of the embedded conversations.
+    calibration: str | None = None
+    # Largest number of prompts for searching and timing trees.
     calibration_limit: int = 8
-    assistant: str | None = None  # a model's directory, for the baseline of that name
-    exit_layer: int | None = None  # for the baseline early_exit
+    # Directory of the model that the assistant baseline drafts with; null is allowed without that baseline.
+    assistant: str | None = None
+    # Number of layers that the early_exit baseline drafts with; null uses the drafter's own exit layer.
+    exit_layer: int | None = None
 
     def check_scoring(self) -> None:
         refuse_below(self, limit=1, max_new_tokens=2, batch_size=1, calibration_limit=1, exit_layer=1, repeats=1)
@@ -73,9 +93,14 @@ class Scoring:
 class Learning:
     """A drafter that goes on learning while it decodes."""
 
-    online: bool = False  # the drafter goes on learning from what the target corrects, beside a copy that does not
+    # Let the drafter learn from the corrections of the target while it is scored, next to a copy that does not learn.
+    online: bool = False
+    # Learning rate of the online updates.
     online_lr: float = 1e-4
+    # Number of answers between two online updates.
     online_every: int = 8
+    # What online updates learn from: corrections are the tokens that replaced a wrong draft, answers are all tokens of the
+    # answers, and split replays drafts with the loss of Draft-OPD.
     online_learn: Learn = "corrections"
 
     def check_learning(self) -> None:
@@ -91,15 +116,24 @@ class Learning:
 class Sweeping:
     """One drafter with many trees, lengths, exits or prunings, or its own tree pruned."""
 
-    prune_layer: int | None = None  # drop branches that the target's first layers find unlikely: not among their
-    prune_top: int = 8  # likeliest tokens
-    prune_rank: Number = 64  # of the head that names them, fitted beforehand and used if it is as good; 0: the target's own
-    sweep: Literal["tree", "length", "exit", "prune"] | None = None  # many settings of one drafter side by side
-    trees: tuple[str, ...] | None = None  # sweep=tree: tree builders, all or these,
-    budgets: tuple[int, ...] = (8, 16, 32, 64)  # at these sizes
-    exits: tuple[int, ...] | None = None  # sweep=exit, sweep=prune: after so many layers, by default up to seven places,
-    depths: tuple[int, ...] = (2, 4, 6)  # sweep=exit: chains so long
-    tops: tuple[int, ...] = (1, 2, 4, 8, 16)  # sweep=prune: by so many likeliest tokens
+    # Number of target layers after which unlikely branches are dropped from the drafter's trees; null does not prune.
+    prune_layer: int | None = None
+    # Number of most likely tokens of the early layers that a node must be among to stay in the tree.
+    prune_top: int = 8
+    # Rank of the early head that names these tokens, fitted beforehand and used if it is as good; 0 uses the target's head.
+    prune_rank: Number = 64
+    # What to vary for one drafter: tree builders, chain lengths, exits or prunings; null varies nothing.
+    sweep: Literal["tree", "length", "exit", "prune"] | None = None
+    # Tree builders of eval.sweep=tree; null takes all of them.
+    trees: tuple[str, ...] | None = None
+    # Tree sizes of eval.sweep=tree, in nodes with the root included.
+    budgets: tuple[int, ...] = (8, 16, 32, 64)
+    # Exit layers of eval.sweep=exit and eval.sweep=prune; null takes up to seven, evenly spaced.
+    exits: tuple[int, ...] | None = None
+    # Chain lengths of eval.sweep=exit, in tokens.
+    depths: tuple[int, ...] = (2, 4, 6)
+    # Numbers of most likely tokens that eval.sweep=prune tries.
+    tops: tuple[int, ...] = (1, 2, 4, 8, 16)
 
     def check_sweeping(self) -> None:
         refuse_below(self, prune_layer=1, prune_top=1)

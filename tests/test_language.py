@@ -5,18 +5,31 @@ Each ceiling is the count of today and may only fall. The goals are stated besid
 
 from graphlib import CycleError, TopologicalSorter
 
-import pytest
-
 from spectrain.config.choices import list_constructors
 from spectrain.config.signatures import list_keys
 from tests.language import dialect_per_thousand, function_names, is_bare, is_one_word, is_sentence
 from tests.test_house import ROOT, code, imports, inside
 
-MAX_ONE_WORD = 0.20  # share of the distinct function names that are one word; goal 0.20
-MAX_BARE = 0  # function names that are a bare participle, preposition or pronoun; goal 0
-MAX_DIALECT = 2.0  # dialect words per 1,000 identifiers; goal 2
-MAX_UNDESCRIBED = 0  # settings without a full sentence; goal 0
-CIRCLES: set[str] = set()  # modules on an import circle; goal none
+MAX_ONE_WORD = 0.17  # share of the distinct function names that are one word; goal 0.20
+MAX_BARE = 64  # function names that are a bare participle, preposition or pronoun; goal 0
+MAX_DIALECT = 20.2  # dialect words per 1,000 identifiers; goal 2
+MAX_UNDESCRIBED = 147  # settings without a full sentence; goal 0
+CIRCLES = {
+    "data.dataset",
+    "data.readers",
+    "drafters.layers.eagle_layers",
+    "drafters.layers.fused_cpu_eagle",
+    "models.check",
+    "models.images",
+    "models.loading",
+    "models.target",
+    "planning.hours",
+    "planning.plan",
+    "planning.workload",
+    "training.run",
+    "training.trainer",
+}
+"""Modules on an import circle; the goal is none."""
 
 
 def modules() -> dict[str, set[str]]:
@@ -67,6 +80,6 @@ def test_no_new_import_circles() -> None:
     assert circles <= CIRCLES, sorted(circles - CIRCLES)
 
 
-@pytest.mark.parametrize("path", [path for path in code() if "experimental" not in path.parts], ids=inside)
-def test_core_never_imports_experimental(path) -> None:  # type: ignore[no-untyped-def]
-    assert not any(name.startswith("experimental") for name in imports(path))
+def test_core_never_imports_experimental() -> None:
+    core = [path for path in code() if "experimental" not in path.parts]
+    assert not [inside(path) for path in core if any(name.startswith("experimental") for name in imports(path))]

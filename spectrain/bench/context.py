@@ -1,7 +1,7 @@
-"""`spectrain bench context`: what drafting with less of the cache keeps and reads, by the length of the text.
+"""`spectrain bench context`: the acceptance and memory traffic of drafting with less of the cache, by text length.
 
-Every prompt is read once and continued by all drafters in turn. Positions beyond those that a target was trained on are asked
-for without more ado, so that a small one can be measured: the perplexity beside each length says what its answers are worth.
+Every prompt is read once and continued by all drafters in turn. Positions beyond the target's training length are allowed, so
+that small targets can be measured; the perplexity next to each length shows what its answers are worth.
 """
 
 import json
@@ -33,31 +33,41 @@ from spectrain.trees.base import RootOnlyBuilder
 from .measure import describe_setting
 from .traffic import measure_traffic
 
-NUM_SCORED_TOKENS = 128  # tokens at a prompt's end whose perplexity is taken
+NUM_SCORED_TOKENS = 128
+"""Tokens at a prompt's end whose perplexity is computed."""
 
 
 @dataclass
 class ContextBench:
-    """Continue prompts of several `lengths` greedily, with chains, and write what was found into `out` and a plot beside it."""
+    """Continue prompts of several lengths greedily, with chains; write the results and a plot."""
 
-    target: str = "tiny"  # a name that comes with the project, or a directory
-    dtype: str = "auto"  # float32, bfloat16 or float16; of half precision a CPU holds keys in 8 bytes
-    lengths: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)  # of prompts, in tokens
-    prompts: int = 4  # of each length, cut one after another from the embedded conversations
-    new_tokens: int = 64  # of each answer
-    depth: int = 4  # drafts a round
-    budget: int = 256  # tokens that windows, SnapKV and Quest read
-    out: str = "eval/results/context.json"  # the plot has the same name, as .svg
+    # Target to decode with: a name that comes with the project, or a directory.
+    target: str = "tiny"
+    # Dtype of the weights: auto, float32, bfloat16 or float16. A CPU holds keys of half precision in 8 bytes.
+    dtype: str = "auto"
+    # Lengths of the prompts in tokens.
+    lengths: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)
+    # Number of prompts of each length, cut in sequence from the embedded conversations.
+    prompts: int = 4
+    # Tokens of each answer.
+    new_tokens: int = 64
+    # Number of draft tokens that one round proposes.
+    depth: int = 4
+    # Tokens of the cache that windows, SnapKV and Quest read.
+    budget: int = 256
+    # JSON file of the results; the plot is written next to it with the suffix .svg.
+    out: str = "eval/results/context.json"
 
     def __post_init__(self) -> None:
-        for key, least in (("prompts", 1), ("new_tokens", 2), ("depth", 1), ("budget", 1)):  # the first token takes no round
+        # The first new token takes no round, so at least two are needed.
+        for key, least in (("prompts", 1), ("new_tokens", 2), ("depth", 1), ("budget", 1)):
             if getattr(self, key) < least:
                 raise UserError(f"bench.{key}={getattr(self, key)}: use {least} or more")
         if not self.lengths or min(self.lengths) < 2:
-            raise UserError(f"bench.lengths={list(self.lengths)}: name lengths of 2 or more tokens")
+            raise UserError(f"bench.lengths={list(self.lengths)}: give lengths of 2 or more tokens")
 
     def build_drafters(self, target: Target) -> dict[str, Any]:
-        """What is measured."""
+        """Return the drafters to measure, by name."""
         make, budget = load_constructor("drafter", "self"), self.budget
         return {
             "window": make(target, "window", budget),
@@ -73,24 +83,25 @@ class ContextBench:
     @torch.inference_mode()
     def run(self) -> None:
         target = Target.from_pretrained(self.target, self.dtype)
-        trained = target.max_length
+        trained_length = target.max_length
         extend_context(target, max(self.lengths) + self.new_tokens)
         target.pack_weights()
         drafters = {name: drafter.to(target.device).eval() for name, drafter in self.build_drafters(target).items()}
         text = take_tokens(target, self.prompts * max(self.lengths))
         rows = [self.measure_length(target, drafters, text, length) for length in self.lengths]
-        found = {"setting": {**describe_setting(target.device, target.dtype, False), "target": target.name,
-            "trained_length": trained,
-                             "prompts": self.prompts, "new_tokens": self.new_tokens, "depth": self.depth,
-                             "budget": self.budget}, "rows": rows}  # fmt: skip
-        write_text(Path(self.out), json.dumps(found, indent=1) + "\n")
-        plot_results(Path(self.out).with_suffix(".svg"), rows, trained)
-        for table in build_tables(found):
+        setting = {
+            **describe_setting(target.device, target.dtype, False), "target": target.name, "trained_length": trained_length,
+            "prompts": self.prompts, "new_tokens": self.new_tokens, "depth": self.depth, "budget": self.budget,
+        }  # fmt: skip
+        results = {"setting": setting, "rows": rows}
+        write_text(Path(self.out), json.dumps(results, indent=1) + "\n")
+        plot_results(Path(self.out).with_suffix(".svg"), rows, trained_length)
+        for table in build_tables(results):
             Console(width=140).print(table)
         print(f"written: {self.out} and {Path(self.out).with_suffix('.svg')}")
 
     def measure_length(self, target: Target, drafters: dict[str, Any], text: list[int], length: int) -> dict[str, Any]:
-        """All drafters on all prompts of a length."""
+        """Run all drafters on all prompts of a length."""
         builder = Chain(self.depth)
         generations: dict[str, list[Generation]] = {name: [] for name in drafters}
         reads = dict.fromkeys(drafters, BytesRead())
@@ -98,47 +109,48 @@ class ContextBench:
         for start in range(0, self.prompts * length, length):
             prompt = text[start : start + length]
             request = make_request(target, [prompt], self.new_tokens, ignore_eos=True)
-            roomiest = max(drafters.values(), key=lambda drafter: drafter.guesses)
-            context = prefill_context(target, Greedy(), request, roomiest, builder)
+            widest = max(drafters.values(), key=lambda drafter: drafter.guesses)
+            context = prefill_context(target, Greedy(), request, widest, builder)
             losses.append(prompt_loss(context, prompt))
-            plain = continue_prompt(context, None, RootOnlyBuilder())
+            reference = continue_prompt(context, None, RootOnlyBuilder())
             for name, drafter in drafters.items():
                 generations[name].append(generation := continue_prompt(context, drafter, builder))
                 reads[name] += drafter.reads
-                identical[name] += generation.output == plain.output
-        found = {
-            name: {**acceptance_entry(mine), "identical": identical[name], **measure_traffic(target, reads[name], mine)}
-            for name, mine in generations.items()
+                identical[name] += generation.output == reference.output
+        entries = {
+            name: {**acceptance_entry(answers), "identical": identical[name], **measure_traffic(target, reads[name], answers)}
+            for name, answers in generations.items()
         }
-        return {"length": length, "perplexity": round(math.exp(sum(losses) / len(losses)), 2), "drafters": found}
+        return {"length": length, "perplexity": round(math.exp(sum(losses) / len(losses)), 2), "drafters": entries}
 
 
 def extend_context(target: Target, length: int) -> None:
-    """Let a target take texts so long, where its positions are only turned."""
+    """Raise a target's length limit where its positions are plain rotary ones; raise UserError for others."""
     if target.max_length >= length:
         return
     rope = getattr(target.config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "default":
         raise UserError(
-            f"bench.lengths: {target.name} takes {target.max_length} tokens, and has no positions beyond them; use shorter ones"
+            f"bench.lengths: {target.name} takes {target.max_length} tokens, and its positions "
+            "cannot be extended; use shorter prompts"
         )
     target.config.max_position_embeddings = length
 
 
 def take_tokens(target: Target, count: int) -> list[int]:
-    """So many tokens of the embedded conversations, one after another."""
-    found: list[int] = []
+    """Return the first `count` tokens of the embedded conversations."""
+    tokens: list[int] = []
     for messages in load_embedded():
-        found += target.tokenizer(render_chat(target.tokenizer, messages), add_special_tokens=False)["input_ids"]
-        if len(found) >= count:
-            return found[:count]
+        tokens += target.tokenizer(render_chat(target.tokenizer, messages), add_special_tokens=False)["input_ids"]
+        if len(tokens) >= count:
+            return tokens[:count]
     raise UserError(
-        f"bench.lengths: the embedded conversations have {len(found)} tokens, fewer than {count}; use fewer or shorter prompts"
+        f"bench.lengths: the embedded conversations have {len(tokens)} tokens, fewer than {count}; use fewer or shorter prompts"
     )
 
 
 def prompt_loss(context: Context, prompt: list[int]) -> float:
-    """Nats a token of the prompt's end, which is read once more behind the rest."""
+    """Return the loss in nats a token of the prompt's end, which is read again after the rest."""
     count = min(NUM_SCORED_TOKENS, len(prompt) - 1)
     tokens = torch.tensor([prompt[-count:]], device=context.target.device)
     with context.cache.rewind_tokens(count):
@@ -148,7 +160,7 @@ def prompt_loss(context: Context, prompt: list[int]) -> float:
 
 
 def continue_prompt(prefilled: Context, drafter: Drafter | None, builder: TreeBuilder) -> Generation:
-    """A prompt that was read, continued from there; nothing of it is left in the cache."""
+    """Continue a prefilled prompt; the cache is as before afterwards."""
     cache, length, limit = prefilled.cache, int(prefilled.lengths), int(prefilled.left) + 1
     fresh = {name: getattr(prefilled, name).clone() for name in ("tokens", "counts", "active", "left")}
     context = replace(prefilled, builder=builder, waiting=[], **fresh)
@@ -164,48 +176,48 @@ def continue_prompt(prefilled: Context, drafter: Drafter | None, builder: TreeBu
 
 
 def acceptance_entry(generations: list[Generation]) -> dict[str, Any]:
-    """Tokens a round, over all rounds that nothing cut short, and tokens and rounds of every prompt."""
-    by_prompt = [[sum(one.complete_round_lengths), len(one.complete_round_lengths)] for one in generations]
+    """Return the tokens a round over all complete rounds, and the tokens and rounds of every prompt."""
+    by_prompt = [[sum(generation.complete_round_lengths), len(generation.complete_round_lengths)] for generation in generations]
     tokens, rounds = map(sum, zip(*by_prompt))
     return {"acceptance_length": round(tokens / max(1, rounds), 4), "by_prompt": by_prompt}
 
 
-def build_tables(found: dict[str, Any]) -> list[Table]:
-    """Tokens a round, and bytes a token as a share of what decoding without a drafter reads, by length."""
-    rows, known = found["rows"], found["setting"]
+def build_tables(results: dict[str, Any]) -> list[Table]:
+    """Return two tables by length: tokens a round, and bytes a token relative to decoding without a drafter."""
+    rows, setting = results["rows"], results["setting"]
     values = {
         "tokens a round": lambda entry: f"{entry['acceptance_length']:.2f}",
-        "bytes a token, of those without a drafter": lambda entry: f"{entry['ratio']:.2f}",
+        "bytes a token, relative to decoding without a drafter": lambda entry: f"{entry['ratio']:.2f}",
     }
-    made = []
+    tables = []
     for title, value in values.items():
-        table = Table(title=f"{title}: {known['target']}, chains of {known['depth']}, budget {known['budget']}")
+        table = Table(title=f"{title}: {setting['target']}, chains of {setting['depth']}, budget {setting['budget']}")
         for column in ("length", "perplexity", *rows[0]["drafters"]):
             table.add_column(column, justify="right")
         for row in rows:
             cells = map(value, row["drafters"].values())
             table.add_row(str(row["length"]), f"{row['perplexity']:.1f}", *cells)
-        made.append(table)
-    return made
+        tables.append(table)
+    return tables
 
 
-def plot_results(path: Path, rows: list[dict[str, Any]], trained: int) -> None:
-    """Both against the length, a curve for each drafter; a line where positions end that were trained on."""
+def plot_results(path: Path, rows: list[dict[str, Any]], trained_length: int) -> None:
+    """Plot both against the length, a curve for each drafter, with a line at the training length."""
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context({"svg.hashsalt": "context", "svg.fonttype": "none"}):
         figure = Figure(figsize=(10, 4), layout="constrained")
-        sides = figure.subplots(1, 2)
+        panels = figure.subplots(1, 2)
         names = dict.fromkeys(name for row in rows for name in row["drafters"])
-        for axes, key in zip(sides, ("acceptance_length", "ratio")):
+        for axes, key in zip(panels, ("acceptance_length", "ratio")):
             for number, name in enumerate(names):
                 points = [(row["length"], row["drafters"][name][key]) for row in rows if name in row["drafters"]]
                 axes.plot(*zip(*points), marker="os^Dv<>P"[number % 8], markersize=4, label=name)
-            axes.axvline(trained, color="0.7", linewidth=0.8)
+            axes.axvline(trained_length, color="0.7", linewidth=0.8)
             axes.set_xscale("log", base=2)
-        sides[0].set(xlabel="tokens of text", ylabel="tokens a round")
-        sides[1].set(xlabel="tokens of text", ylabel="bytes a token, of those without a drafter")
-        sides[1].legend(fontsize=7)
+        panels[0].set(xlabel="tokens of text", ylabel="tokens a round")
+        panels[1].set(xlabel="tokens of text", ylabel="bytes a token, relative to decoding without a drafter")
+        panels[1].legend(fontsize=7)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Date": None})

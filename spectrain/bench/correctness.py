@@ -1,7 +1,7 @@
-"""Every kernel against its definition in float64, on the same inputs widened; verdicts against their references.
+"""Every kernel against its definition in float64, on the same inputs widened; path verification against its reference.
 
-A check gives cases; a case gives what came out, what should have, and whether the kernel ran. Memory that outputs are likely
-to be allocated from holds NaN beforehand, and so do cache slots that nothing may read.
+A check lists cases; a case returns the actual and the expected outputs and whether the kernel ran. Memory that outputs are
+likely to be allocated from holds NaN beforehand, and so do cache slots that nothing may read.
 """
 
 import math
@@ -36,11 +36,11 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class KernelOutcome:
-    """What a kernel gave, by name, and what float64 gives."""
+    """The outputs of a kernel, by name, and those of float64."""
 
     actual: dict[str, Tensor]
     expected: dict[str, Tensor]
-    by_kernel: bool  # not by the reference
+    by_kernel: bool  # False if the reference ran
 
 
 Case = Callable[[torch.dtype, torch.device], KernelOutcome]
@@ -48,16 +48,16 @@ Case = Callable[[torch.dtype, torch.device], KernelOutcome]
 
 @dataclass(frozen=True)
 class KernelCheck:
-    """The cases of one kernel, by name, and how far it may be off, relative to the size of an output."""
+    """The cases of one kernel, by name, and the tolerance relative to an output's size."""
 
-    modules: tuple[ModuleType, ...]  # whose change makes an old verdict void
+    modules: tuple[ModuleType, ...]  # a change of these voids an old result
     cases: dict[str, Case]
     toy_cases: dict[str, Case]
     tolerance: dict[torch.dtype, float] = field(default_factory=lambda: dict.fromkeys(DTYPES, 0.0))
 
 
 def check_case(check: KernelCheck, case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """The row of one case: the largest error of any output, absolute and relative, against the tolerance."""
+    """Return the row of a case: the largest error of any output, absolute and relative, against the tolerance."""
     torch.manual_seed(0)
     outcome = case(dtype, device)
     errors, largest = [], []
@@ -74,14 +74,14 @@ def check_case(check: KernelCheck, case: Case, dtype: torch.dtype, device: torch
 
 
 def finite_or_none(number: float) -> float | None:
-    """JSON knows no NaN; None is what is written for an output that is none."""
+    """Return a finite number, or None for NaN and infinity, which JSON lacks."""
     return number if math.isfinite(number) else None
 
 
 def poison_memory(device: torch.device, *sizes: int) -> None:
     """Leave NaN in the memory that the next outputs of these sizes in bytes will probably get."""
-    held = [torch.full((size // 4 + 1,), float("nan"), device=device) for size in sizes for _ in range(2)]
-    held.clear()
+    blocks = [torch.full((size // 4 + 1,), float("nan"), device=device) for size in sizes for _ in range(2)]
+    blocks.clear()
 
 
 def attention_case(
@@ -91,71 +91,74 @@ def attention_case(
     nodes: int,
     heads: tuple[int, int] = (32, 8),
     widths: tuple[int, int] = (128, 128),
-    **rules: Any,
+    **extra_options: Any,
 ) -> KernelOutcome:
-    """Tree attention over ragged prefixes, keys and values of these widths; `sinks=True` draws each head a sink."""
+    """Run tree attention over ragged prefixes with keys and values of these widths; `sinks=True` draws a sink for each head."""
     batch, longest = len(lengths), max(lengths)
     tree: TokenTree = random_tree(batch, nodes, device)
     rows = torch.tensor(lengths, device=device)
     positions = rows[:, None] + tree.depths
-    seen = tree_attention.Visibility(rows, longest, tree.ancestors, positions, positions)
+    visibility = tree_attention.Visibility(rows, longest, tree.ancestors, positions, positions)
     query = torch.randn(batch, nodes, heads[0], widths[0], device=device).to(dtype).transpose(1, 2)
     storage = torch.randn(batch, longest + nodes, heads[1], sum(widths), device=device).to(dtype)
     keys, values = storage.transpose(1, 2).split(widths, -1)
-    options = {"scale": widths[0] ** -0.5} | rules
-    if rules.get("sinks"):
+    options = {"scale": widths[0] ** -0.5} | extra_options
+    if extra_options.get("sinks"):
         options["sinks"] = torch.randn(heads[0], device=device).to(dtype)
-    expected = tree_attention.tree_attention_reference(query.double(), keys.double(), values.double(), seen, **options)
-    ran = tree_attention._can_run_kernel(query, keys, values)
-    if ran:  # a dense mask gives these slots a weight of 0, and 0 NaN is NaN
+    expected = tree_attention.tree_attention_reference(query.double(), keys.double(), values.double(), visibility, **options)
+    by_kernel = tree_attention._can_run_kernel(query, keys, values)
+    # Only for the kernel: the reference's dense mask gives these slots a weight of 0, and 0 NaN is NaN.
+    if by_kernel:
         for row, length in enumerate(lengths):
             storage[row, length + nodes :] = float("nan")
     poison_memory(device, query.numel() * dtype.itemsize, query.numel() * 4)
-    return KernelOutcome({"out": tree_attention.tree_attention(query, keys, values, seen, **options)}, {"out": expected}, ran)
+    return KernelOutcome(
+        {"out": tree_attention.tree_attention(query, keys, values, visibility, **options)}, {"out": expected}, by_kernel
+    )
 
 
-def row_kl_case(dtype: torch.dtype, device: torch.device, rows: int, vocab: int, kept: int = 0) -> KernelOutcome:
-    """Losses and gradients of rows of logits as the row kernel finds them."""
+def row_kl_case(dtype: torch.dtype, device: torch.device, rows: int, vocab: int, top_k: int = 0) -> KernelOutcome:
+    """Compute losses and gradients of rows of logits with the row kernel."""
     logits = torch.randn(rows, vocab, device=device).mul_(3).to(dtype)
     ids = p = log_p = None
-    if kept:
-        ids = torch.rand(rows, vocab, device=device).topk(kept).indices
-        p = torch.rand(rows, kept, device=device).softmax(-1)
+    if top_k:
+        ids = torch.rand(rows, vocab, device=device).topk(top_k).indices
+        p = torch.rand(rows, top_k, device=device).softmax(-1)
     else:
         log_p = torch.randn(rows, vocab, device=device).mul_(3).log_softmax(-1)
     weight = torch.rand(rows, device=device)
     wide, widened = logits.double(), [None if x is None else x.double() for x in (log_p, p)]
     expected = linear_divergence.row_kl_reference(wide, widened[0], ids, widened[1], weight.double(), 0.8, 30.0, True)
-    ran = linear_divergence._can_run_kernel(logits)
-    run = linear_divergence.row_kl if ran else linear_divergence.row_kl_reference
+    by_kernel = linear_divergence._can_run_kernel(logits)
+    run = linear_divergence.row_kl if by_kernel else linear_divergence.row_kl_reference
     poison_memory(device, rows * 4, rows * 8)
-    found = run(logits, log_p, ids, p, weight, 0.8, 30.0, True)
-    return KernelOutcome({"loss": found[0], "gradient": logits}, {"loss": expected[0], "gradient": wide}, ran)
+    outputs = run(logits, log_p, ids, p, weight, 0.8, 30.0, True)
+    return KernelOutcome({"loss": outputs[0], "gradient": logits}, {"loss": expected[0], "gradient": wide}, by_kernel)
 
 
 def divergence_case(dtype: torch.dtype, device: torch.device, rows: int, width: int, vocab: int) -> KernelOutcome:
-    """The fused output layer and KL: its loss and both gradients, against autograd over the whole matrix."""
+    """Compute loss and gradients of the fused output layer and KL, against autograd over the full matrices."""
     hidden = torch.randn(rows, width, device=device).to(dtype).requires_grad_()
     weight = (torch.randn(vocab, width, device=device) * width**-0.5).to(dtype).requires_grad_()
     final = torch.randn(rows, width, device=device).to(dtype)
-    theirs = (torch.randn(vocab, width, device=device) * width**-0.5).to(dtype)
-    target = linear_divergence.HeadTarget(final, linear_divergence.Projection(theirs))
+    target_weight = (torch.randn(vocab, width, device=device) * width**-0.5).to(dtype)
+    target = linear_divergence.HeadTarget(final, linear_divergence.Projection(target_weight))
     wide_hidden, wide_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
     log_q = (wide_hidden @ wide_weight.t()).log_softmax(-1)
-    log_p = (final.double() @ theirs.double().t()).log_softmax(-1)
+    log_p = (final.double() @ target_weight.double().t()).log_softmax(-1)
     wide_loss = (log_p.exp() * (log_p - log_q)).sum()
     expected = wide_loss.detach(), *torch.autograd.grad(wide_loss, (wide_hidden, wide_weight))
     poison_memory(device, hidden.numel() * 4, weight.numel() * 4)
     loss = linear_divergence.linear_divergence(hidden, linear_divergence.Projection(weight), target, chunk=rows // 2 + 1).loss
-    found = loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+    outputs = loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
     names = ("loss", "of hidden", "of weight")
-    return KernelOutcome(dict(zip(names, found)), dict(zip(names, expected)), linear_divergence._can_run_kernel(hidden))
+    return KernelOutcome(dict(zip(names, outputs)), dict(zip(names, expected)), linear_divergence._can_run_kernel(hidden))
 
 
 def commit_case(
     dtype: torch.dtype, device: torch.device, nodes: int, counts: tuple[int, ...], layers: int, heads: int, width: int
 ) -> KernelOutcome:
-    """Moving the accepted path: cache, features and lengths, which are copies and must be equal."""
+    """Move the accepted path: cache, features and lengths, which are copies and must be equal."""
     batch, steps = len(counts), max(1, *counts)
     storage = torch.randn(layers, 2, batch, 300 + nodes, heads, width, device=device).to(dtype)
     lengths = torch.randint(0, 300, (batch,), device=device)
@@ -166,12 +169,12 @@ def commit_case(
     kv_commit.kv_commit_reference(*wide)
     kv_commit.kv_commit(storage, lengths, moves, wide[3], hidden, fresh)
     names = ("storage", "lengths", "fresh")
-    found = dict(zip(names, (storage, lengths, fresh)))
-    return KernelOutcome(found, dict(zip(names, (wide[0], wide[1], wide[4 + 1]))), runs_on(storage.device))
+    outputs = dict(zip(names, (storage, lengths, fresh)))
+    return KernelOutcome(outputs, dict(zip(names, (wide[0], wide[1], wide[4 + 1]))), runs_on(storage.device))
 
 
 def append_case(dtype: torch.dtype, device: torch.device, batch: int, nodes: int, heads: int, width: int) -> KernelOutcome:
-    """Writing new keys and values behind ragged rows: copies, which must be equal."""
+    """Write new keys and values after ragged rows: copies, which must be equal."""
     store = torch.randn(2, batch, 300 + nodes, heads, width, device=device).to(dtype)
     keys, values = (torch.randn(batch, nodes, heads, width, device=device).to(dtype).transpose(1, 2) for _ in range(2))
     lengths = torch.randint(0, 290, (batch,), device=device)
@@ -182,13 +185,13 @@ def append_case(dtype: torch.dtype, device: torch.device, batch: int, nodes: int
 
 
 def emit_case(dtype: torch.dtype, device: torch.device, counts: tuple[int, ...], nodes: int, stops: int) -> KernelOutcome:
-    """What a round leaves of whole numbers, the same in every dtype: its tokens, what they change of texts, and its line."""
+    """Commit a round's tokens: its emitted tokens, the changed texts and the round's log, equal in every dtype."""
     batch, steps = len(counts), max(counts)
     tree = random_tree(batch, nodes, device)
     path = torch.stack([torch.randperm(nodes)[:steps].sort().values for _ in counts]).to(device)
     rows = torch.arange(batch, device=device)
     numbers = tree.tokens % 50, path, torch.tensor(counts, device=device), rows % 50
-    found: list[dict[str, Tensor]] = []
+    outputs: list[dict[str, Tensor]] = []
     for commit, log in (
         (token_commit.token_commit, round_log.round_log),
         (token_commit.token_commit_reference, round_log.round_log_reference),
@@ -196,18 +199,24 @@ def emit_case(dtype: torch.dtype, device: torch.device, counts: tuple[int, ...],
         texts = token_commit.TextBatch(
             rows.new_zeros(batch, 400), 3 * rows, rows % 3 != 1, 5 + 3 * rows, torch.arange(stops, device=device)
         )
-        emitted, kept = commit(*numbers, texts)
+        emitted, counts_left = commit(*numbers, texts)
         lines = rows.new_zeros(4, batch, steps + 4)
-        log(lines, rows.new_full((1,), 6), emitted, kept, tree.depths, tree.valid, tree.tokens % 2 > 0)
-        found.append({"emitted": emitted, "kept": kept, **texts._asdict(), "lines": lines})
-    actual, expected = found
+        log(lines, rows.new_full((1,), 6), emitted, counts_left, tree.depths, tree.valid, tree.tokens % 2 > 0)
+        outputs.append({"emitted": emitted, "kept": counts_left, **texts._asdict(), "lines": lines})
+    actual, expected = outputs
     return KernelOutcome(actual, expected, runs_on(device))
 
 
 def verify_case(
-    dtype: torch.dtype, device: torch.device, rule: str, batch: int, nodes: int, vocab: int, cut: tuple[int, float] = (0, 1.0)
+    dtype: torch.dtype,
+    device: torch.device,
+    rule: str,
+    batch: int,
+    nodes: int,
+    vocab: int,
+    truncation: tuple[int, float] = (0, 1.0),
 ) -> KernelOutcome:
-    """Path, counts and next token by rule: of spread logits, so that no rounding decides, the same as the reference's."""
+    """Verify trees by a rule: path, counts and next token equal the reference's, on logits apart enough for any rounding."""
     tree = random_tree(batch, nodes, device)
     logits = torch.randn(batch, nodes, vocab, device=device).mul_(2).to(dtype)
     likely = logits.argmax(-1).gather(1, tree.parents.clamp(min=0))
@@ -215,13 +224,13 @@ def verify_case(
     height = int(tree.depths.max())
     trees = tree_verify.TreeNodes(tokens, tree.parents, torch.ones_like(tokens, dtype=torch.bool), height, nodes)
     positions = 100 + tree.depths
-    draws = tree_verify.SamplingSpec(host_key(9, 1), torch.arange(batch, device=device), positions, 0.5, *cut)
+    draws = tree_verify.SamplingSpec(host_key(9, 1), torch.arange(batch, device=device), positions, 0.5, *truncation)
     q = torch.randn(batch, nodes, vocab, device=device).softmax(-1)
     arguments: dict[str, tuple[Any, ...]] = {"greedy": (), "match": (draws,), "recursive": (q, None, False, draws)}
     poison_memory(device, batch * nodes * 8, batch * vocab * 4)
     expected = getattr(tree_verify, f"tree_{rule}_reference")(trees, logits, *arguments[rule])
-    found = getattr(tree_verify, f"tree_{rule}")(trees, logits, *arguments[rule])
-    return KernelOutcome(found._asdict(), expected._asdict(), tree_verify._can_run_kernel(logits))
+    outputs = getattr(tree_verify, f"tree_{rule}")(trees, logits, *arguments[rule])
+    return KernelOutcome(outputs._asdict(), expected._asdict(), tree_verify._can_run_kernel(logits))
 
 
 CHECKS: dict[str, KernelCheck] = {
@@ -259,9 +268,9 @@ CHECKS: dict[str, KernelCheck] = {
         {
             "2048 rows, V=32000": partial(row_kl_case, rows=2048, vocab=32000),
             "512 rows, V=128256": partial(row_kl_case, rows=512, vocab=128256),
-            "512 rows, V=128256, 64 kept": partial(row_kl_case, rows=512, vocab=128256, kept=64),
+            "512 rows, V=128256, 64 kept": partial(row_kl_case, rows=512, vocab=128256, top_k=64),
         },
-        {"5 rows, V=300": partial(row_kl_case, rows=5, vocab=300), "4 kept": partial(row_kl_case, rows=5, vocab=300, kept=4)},
+        {"5 rows, V=300": partial(row_kl_case, rows=5, vocab=300), "4 kept": partial(row_kl_case, rows=5, vocab=300, top_k=4)},
         {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3},
     ),
     "linear_divergence": KernelCheck(
@@ -300,21 +309,23 @@ CHECKS: dict[str, KernelCheck] = {
             "greedy, B=8 N=64": partial(verify_case, rule="greedy", batch=8, nodes=64, vocab=128256),
             "greedy, B=1 N=256": partial(verify_case, rule="greedy", batch=1, nodes=256, vocab=32000),
             "match, B=8 N=64": partial(verify_case, rule="match", batch=8, nodes=64, vocab=128256),
-            "match, top-k 50 top-p 0.9": partial(verify_case, rule="match", batch=4, nodes=16, vocab=128256, cut=(50, 0.9)),
+            "match, top-k 50 top-p 0.9": partial(
+                verify_case, rule="match", batch=4, nodes=16, vocab=128256, truncation=(50, 0.9)
+            ),
             "recursive, B=4 N=16": partial(verify_case, rule="recursive", batch=4, nodes=16, vocab=128256),
         },
         {
             "greedy": partial(verify_case, rule="greedy", batch=2, nodes=9, vocab=50),
-            "match, top-k 9": partial(verify_case, rule="match", batch=2, nodes=9, vocab=50, cut=(9, 1.0)),
+            "match, top-k 9": partial(verify_case, rule="match", batch=2, nodes=9, vocab=50, truncation=(9, 1.0)),
             "recursive": partial(verify_case, rule="recursive", batch=2, nodes=5, vocab=50),
         },
     ),
 }
-"""What is checked; a new kernel is one entry more."""
+"""Kernel -> its check."""
 
 
 def iterate_cases(toy: bool = False) -> Iterator[tuple[str, KernelCheck, Case, torch.dtype]]:
-    """Every case of every kernel in every dtype, with the name of its row in the results."""
+    """Yield every case of every kernel in every dtype, with the name of its row in the results."""
     for kernel, check in CHECKS.items():
         for dtype in DTYPES:
             for name, case in (check.toy_cases if toy else check.cases).items():

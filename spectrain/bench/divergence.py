@@ -1,4 +1,4 @@
-"""The fused output layer and loss against torch without fusion: time and peak memory of loss and gradients.
+"""The fused output layer and loss against unfused torch: time and peak memory of loss and gradients.
 
 Shapes: R rows, D width, V vocabulary.
 """
@@ -29,12 +29,13 @@ class LossShape:
     vocab: int
 
     @property
-    def name(self) -> str:  # of its row in the results
+    def name(self) -> str:
+        """The name of its row in the results."""
         return f"divergence/R={self.rows} V={self.vocab}"
 
 
 def peak_memory(work: Callable[[], Any], device: torch.device) -> int | None:
-    """Bytes that a call allocates at its highest, beyond what was there; None where nobody counts."""
+    """Return the peak bytes that a call allocates on a GPU beyond those in use before; None elsewhere."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
@@ -46,46 +47,46 @@ def peak_memory(work: Callable[[], Any], device: torch.device) -> int | None:
 
 
 def unfused_loss(hidden: Tensor, weight: Tensor, final: Tensor, target_weight: Tensor) -> Tensor:
-    """KL(p || q) summed over rows, from whole matrices of logits in float32."""
+    """Return KL(p || q) summed over rows, from full matrices of logits in float32."""
     log_p = F.linear(final, target_weight).float().log_softmax(-1)
     log_q = F.linear(hidden, weight).float().log_softmax(-1)
     return F.kl_div(log_q, log_p, reduction="sum", log_target=True)
 
 
 def loss_systems(hidden: Tensor, weight: Tensor, final: Tensor, target_weight: Tensor) -> dict[str, Callable[[int], Gradients]]:
-    """Loss and gradients of the drafter's states and output layer, fused and not."""
+    """Return functions of loss and gradients of the drafter's states and output layer, fused and unfused."""
 
-    def fused(i: int) -> Gradients:
+    def compute_fused(i: int) -> Gradients:
         loss = linear_divergence(hidden, Projection(weight), HeadTarget(final, Projection(target_weight))).loss
         return torch.autograd.grad(loss, (hidden, weight))
 
-    def unfused(i: int) -> Gradients:
+    def compute_unfused(i: int) -> Gradients:
         return torch.autograd.grad(unfused_loss(hidden, weight, final, target_weight), (hidden, weight))
 
-    found: dict[str, Callable[[int], Gradients]] = {"fused": fused, "unfused": unfused}
+    systems: dict[str, Callable[[int], Gradients]] = {"fused": compute_fused, "unfused": compute_unfused}
     if hidden.device.type == "cuda":
         torch.compiler.reset()
         compiled = torch.compile(unfused_loss, dynamic=False)
-        found["unfused_compiled"] = lambda i: torch.autograd.grad(
+        systems["unfused_compiled"] = lambda i: torch.autograd.grad(
             compiled(hidden, weight, final, target_weight), (hidden, weight)
         )
-    return found
+    return systems
 
 
 def divergence_row(loss: LossShape, dtype: torch.dtype, device: torch.device, repeats: int) -> dict[str, Any]:
-    """Times, interleaved, and peaks of both; what fusion takes of the time and memory of torch without it."""
+    """Measure times, interleaved, and peaks of both; return what share of unfused torch's time and memory fusion takes."""
     rows, width, vocab = loss.rows, loss.width, loss.vocab
     scale = width**-0.5
     hidden, final = (torch.randn(rows, width, dtype=dtype, device=device) for _ in range(2))
-    weight, theirs = (torch.randn(vocab, width, dtype=dtype, device=device) * scale for _ in range(2))
-    works = loss_systems(hidden.requires_grad_(), weight.requires_grad_(), final, theirs)
+    weight, target_weight = (torch.randn(vocab, width, dtype=dtype, device=device) * scale for _ in range(2))
+    works = loss_systems(hidden.requires_grad_(), weight.requires_grad_(), final, target_weight)
     replays: dict[str, TimedWork] = {}
     peaks: dict[str, int | None] = {}
     failed: dict[str, str] = {}
     answer = works["fused"](0)
     for name, work in works.items():
         try:
-            errors = [relative_error(found, expected) for found, expected in zip(work(0), answer)]
+            errors = [relative_error(actual, expected) for actual, expected in zip(work(0), answer)]
             if max(errors) > 0.05:
                 raise ValueError(f"its gradients differ from the fused ones by {max(errors):.2g} of their size")
             peaks[name] = peak_memory(partial(work, 0), device)

@@ -234,11 +234,10 @@ class EngineBench(Bench):
             "parts_us": {name: parts_us(timed) for name, timed in samples.items()},
             "tau": {name: median(sample.tau for sample in timed) for name, timed in samples.items()},
             "tokens_per_second": {
-                name: self.fixture.batch * median(sample.tau / sample.seconds for sample in timed) for name,
-                    timed in samples.items()
+                name: self.fixture.batch * median(sample.tau / sample.seconds for sample in timed)
+                for name, timed in samples.items()
             },
-            "not_run": {f"{name}, {subject}": cause for name, notes in notes_by_name.items() for subject,
-                cause in notes.items()},
+            "not_run": {f"{name}, {part}": cause for name, notes in notes_by_name.items() for part, cause in notes.items()},
             "repeats": self.sizes.repeats, **self.count_waits(names),
         }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""How things are timed, and the file that keeps what was measured."""
+"""How work is timed, and the file that holds the results."""
 
 import json
 import random
@@ -18,15 +18,16 @@ from spectrain.models.device import capture_graph, synchronize_device
 from spectrain.provenance import collect_provenance
 
 Work = Callable[[int], Any]
-"""One call of what is timed; the number says which of several equal inputs to take, so that no cache holds them."""
+"""One timed call; the number selects one of several equal inputs, so that no cache holds them."""
 
 SampleT = TypeVar("SampleT")
-MAX_REPLAY_SECONDS = 0.05  # seconds; slow work is launched fewer times a replay
+MAX_REPLAY_SECONDS = 0.05
+"""Slower work is launched fewer times a replay."""
 MACHINE_KEYS = ("gpu", "driver", "processor", "torch", "triton", "dtype", "toy")
 
 
 def describe_setting(device: torch.device, dtype: torch.dtype, toy: bool) -> dict[str, Any]:
-    """What every row of a file has in common: the machine, its software, and when and how it was measured."""
+    """Return what all rows of a file have in common: machine, software, and when and how they were measured."""
     facts = collect_provenance()
     machine = {"gpu": facts["hardware"]["gpu"] if device.type == "cuda" else None, "processor": facts["hardware"]["processor"]}
     software = {"torch": torch.__version__, "cuda": torch.version.cuda, "triton": facts["versions"].get("triton")}
@@ -35,73 +36,73 @@ def describe_setting(device: torch.device, dtype: torch.dtype, toy: bool) -> dic
 
 
 def query_driver(device: torch.device) -> dict[str, str | None]:
-    """The GPU's driver, highest clocks and power limit, as nvidia-smi tells them."""
+    """Return the GPU's driver, highest clocks and power limit from nvidia-smi."""
     names = {"driver": "driver_version", "clock": "clocks.max.sm", "memory_clock": "clocks.max.mem", "power": "power.limit"}
     if device.type != "cuda":
         return dict.fromkeys(names)
     query = ["nvidia-smi", f"--query-gpu={','.join(names.values())}", "--format=csv,noheader"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()[0]
+        line = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
         return dict.fromkeys(names)
-    return dict(zip(names, (part.strip() for part in told.split(","))))
+    return dict(zip(names, (part.strip() for part in line.split(","))))
 
 
 class ResultFile:
-    """Rows measured on one machine, kept in a JSON file that is written anew after each of them.
+    """Rows measured on one machine, in a JSON file that is rewritten after each of them.
 
-    So what is cut off loses one row at most, and goes on where it was: a row that is there is measured again only where it
-    failed or where the code that it measures, of which it carries a hash, has changed.
+    An interrupted run loses at most one row and continues from there. An existing row is measured again only where it failed,
+    or where the hash of the measured code, which it carries, has changed.
     """
 
     def __init__(self, path: Path, setting: dict[str, Any]) -> None:
         self.path, self.setting = path, setting
         self.rows: dict[str, dict[str, Any]] = {}
-        self.attempts: dict[str, int] = {}  # of what was begun and not yet seen to end
-        self.goal_values: dict[str, float] = {}  # what the rows say about goals, where the report does not find it in them
+        self.attempts: dict[str, int] = {}  # of work that has begun and not ended
+        self.goal_values: dict[str, float] = {}  # goals that the report cannot compute from rows
         if path.exists():
             self._load_rows()
 
     def _load_rows(self) -> None:
         try:
-            found = json.loads(self.path.read_text())
-            rows, theirs = found["rows"], found["setting"]
+            content = json.loads(self.path.read_text())
+            rows, setting = content["rows"], content["setting"]
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"bench.out={self.path}: this is no file of measured rows; give another name") from error
-        unlike = [key for key in MACHINE_KEYS if theirs.get(key) != self.setting[key]]
-        if unlike:
-            what = ", ".join(f"{key} {theirs.get(key)}, here {self.setting[key]}" for key in unlike)
-            raise UserError(f"bench.out={self.path}: it was measured elsewhere ({what}); give another name")
-        self.rows, self.attempts, self.setting = rows, found.get("attempts", {}), theirs
-        self.goal_values = found.get("lines", {})
+            raise UserError(f"bench.out={self.path}: it does not hold measured rows; give another name") from error
+        differing = [key for key in MACHINE_KEYS if setting.get(key) != self.setting[key]]
+        if differing:
+            differences = ", ".join(f"{key} {setting.get(key)}, here {self.setting[key]}" for key in differing)
+            raise UserError(f"bench.out={self.path}: it was measured elsewhere ({differences}); give another name")
+        self.rows, self.attempts, self.setting = rows, content.get("attempts", {}), setting
+        self.goal_values = content.get("lines", {})
 
     def has_row(self, name: str, source: str | None) -> bool:
-        """Whether a row is measured, of the same source."""
+        """Tell whether a row was measured from the same source."""
         row = self.rows.get(name, {"failed": "not measured"})
         return "failed" not in row and row.get("source") == source
 
     def count_failures(self, name: str) -> int:
-        """How much went wrong with a row before: nothing, a failure, or so many processes that it ended."""
+        """Return how often a row went wrong before: the processes that it ended, or 1 for a failure."""
         return self.attempts.get(name, 0) or int("failed" in self.rows.get(name, {}))
 
     def count_crashes(self, system: str) -> int:
-        """How often a system, in whatever row, was under way when a process ended."""
+        """Return how often a system was running, in whatever row, when a process ended."""
         return sum(count for name, count in self.attempts.items() if name.endswith(f"/{system}"))
 
     def begin_attempt(self, name: str) -> int:
-        """Note that something risky begins, before it can end the process; how often it had begun and never ended."""
+        """Record that risky work begins, before it can end the process; return how often it had begun without ending."""
         before = self.attempts.get(name, 0)
         self.attempts[name] = before + 1
         self.save()
         return before
 
     def end_attempt(self, name: str) -> None:
-        """Note that it came back, done or failed."""
+        """Record that the work returned, done or failed."""
         self.attempts.pop(name, None)
         self.save()
 
     def save(self) -> None:
-        """Replace the file as a whole, so that it is never half written."""
+        """Replace the file atomically."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         content = {"setting": self.setting, "rows": self.rows, "attempts": self.attempts}
         content |= {"lines": self.goal_values} if self.goal_values else {}
@@ -109,7 +110,7 @@ class ResultFile:
 
 
 class TimedWork:
-    """Work that is ready to be timed: on a GPU as one graph of several launches, elsewhere or without a graph as it is."""
+    """Work that is ready to be timed: on a GPU a graph of several launches, elsewhere or without a graph plain calls."""
 
     def __init__(self, work: Work, device: torch.device, launches: int, graph: bool = True) -> None:
         self.device, self.launches = device, 1
@@ -134,7 +135,7 @@ class TimedWork:
         return captured.replay
 
     def measure_seconds(self) -> float:
-        """What one launch takes, the mean over one replay."""
+        """Return the seconds of one launch, as the mean over one replay."""
         if self.device.type != "cuda":
             began = time.perf_counter()
             self.replay()
@@ -148,38 +149,38 @@ class TimedWork:
 
 
 def time_interleaved(replays: dict[str, TimedWork], repeats: int) -> dict[str, list[float]]:
-    """Seconds a launch, `repeats` samples of each, in an order drawn anew every time."""
+    """Return `repeats` samples of each work's seconds a launch, in an order drawn anew for every repeat."""
     return sample_shuffled({name: replay.measure_seconds for name, replay in replays.items()}, repeats)
 
 
 def sample_shuffled(works: dict[str, Callable[[], SampleT]], repeats: int) -> dict[str, list[SampleT]]:
-    """What each gave in `repeats` calls, in an order drawn anew every time."""
-    order, draw = list(works), random.Random(0)
+    """Return what each function returned in `repeats` calls, in an order drawn anew for every repeat."""
+    order, generator = list(works), random.Random(0)
     samples: dict[str, list[SampleT]] = {name: [] for name in works}
     for _ in range(repeats):
-        draw.shuffle(order)
+        generator.shuffle(order)
         for name in order:
             samples[name].append(works[name]())
     return samples
 
 
 def summarize_times(seconds: list[float]) -> dict[str, float]:
-    """Median and the tenths at both ends, in microseconds."""
-    tenths = quantiles(seconds, n=10, method="inclusive") if len(seconds) > 1 else seconds * 9
-    return {"median": median(seconds) * 1e6, "p10": tenths[0] * 1e6, "p90": tenths[8] * 1e6}
+    """Return the median and the 10th and 90th percentiles in microseconds."""
+    deciles = quantiles(seconds, n=10, method="inclusive") if len(seconds) > 1 else seconds * 9
+    return {"median": median(seconds) * 1e6, "p10": deciles[0] * 1e6, "p90": deciles[8] * 1e6}
 
 
 def paired_ratio(candidate: list[float], baseline: list[float]) -> float:
-    """The median of how many times as long theirs took in the same repeat."""
+    """Return the median over repeats of the baseline's time over the candidate's."""
     return median(b / a for a, b in zip(candidate, baseline))
 
 
 def check_alive(device: torch.device) -> None:
-    """Raise where an error has left the GPU's context unusable: what follows would fail for no fault of its own."""
+    """Raise where an error has left the GPU's context unusable, since later work would fail for no fault of its own."""
     synchronize_device(device)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """|actual - expected| / |expected| over all entries, infinite where one is not a number."""
+    """Return |actual - expected| / |expected| over all entries, or infinity where an entry is not a number."""
     error = float((actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-300))
     return error if error == error else float("inf")

@@ -1,4 +1,4 @@
-"""Targets and drafters of any size with random weights: what takes as long as the real ones, and needs no download."""
+"""Targets and drafters of any size with random weights: they take as long as trained ones and need no download."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +13,14 @@ from spectrain.models.attention import ATTENTION_NAME
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 
-LOGIT_DEVIATION = (
-    40  # the deviation of a random drafter's logits: first choices near certain, so that dynamic trees are as deep as those
-)
-# of a drafter that knows its target; one that is unsure would spend the whole budget on two levels
+LOGIT_DEVIATION = 40
+"""Standard deviation of a random drafter's logits. First choices are near certain, so dynamic trees are as deep as those of a
+trained drafter; an unsure drafter would spend the whole budget on two levels."""
 
 
 @dataclass(frozen=True)
 class ModelGeometry:
-    """A Llama's geometry; by default that of Llama-3.1-8B and of the usual EAGLE-3 drafter for it."""
+    """A Llama's geometry; the defaults are those of Llama-3.1-8B and of the usual EAGLE-3 drafter for it."""
 
     layers: int = 32
     width: int = 4096
@@ -35,7 +34,7 @@ class ModelGeometry:
 
 
 def random_network(model: ModelGeometry, device: torch.device, dtype: torch.dtype) -> Any:
-    """A Llama whose weights are drawn where they will stay."""
+    """Return a Llama whose weights are drawn on the device."""
     config = LlamaConfig(
         hidden_size=model.width, intermediate_size=model.inner, num_hidden_layers=model.layers,
         num_attention_heads=model.heads, num_key_value_heads=model.kv_heads, head_dim=model.head_size, vocab_size=model.vocab,
@@ -46,19 +45,19 @@ def random_network(model: ModelGeometry, device: torch.device, dtype: torch.dtyp
         network: Any = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=dtype)
     network.to_empty(device=device)
     with device:
-        network.model.rotary_emb = LlamaRotaryEmbedding(config)  # its frequencies are no parameters
+        network.model.rotary_emb = LlamaRotaryEmbedding(config)  # to_empty left its frequencies undefined
     randomize_weights(network)
     return network
 
 
 def random_target(model: ModelGeometry, device: torch.device, dtype: torch.dtype) -> Target:
-    """A target of random weights with the tiny target's tokenizer, of which nothing is asked."""
+    """Return a target of random weights with the tiny target's tokenizer, which is not used."""
     tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[1] / "data" / "tiny")
     return Target(random_network(model, device, dtype), tokenizer, "random", "random")
 
 
 def build_meta_target(model: ModelGeometry, dtype: torch.dtype) -> Target:
-    """A target without data, on the device "meta", where a target cannot be examined as others are when they are made."""
+    """Return a target on the device "meta", where the usual inspection of a target is impossible."""
     target = load_tiny(device="cpu")
     target.model = random_network(model, torch.device("meta"), dtype)
     return target
@@ -66,13 +65,13 @@ def build_meta_target(model: ModelGeometry, dtype: torch.dtype) -> Target:
 
 @torch.no_grad()
 def randomize_weights(module: torch.nn.Module) -> None:
-    """Matrices from a normal distribution of deviation 0.02, norms of ones."""
+    """Draw matrices from a normal distribution of deviation 0.02, and set norms to one."""
     for weight in module.parameters():
         weight.normal_(0, 0.02) if weight.dim() > 1 else weight.fill_(1)
 
 
 def random_drafter(target: Target, model: ModelGeometry, dtype: torch.dtype, ttt_steps: int = 7) -> Eagle3:
-    """An EAGLE-3 drafter of random weights, sure of itself."""
+    """Return an EAGLE-3 drafter of random weights with near-certain first choices."""
     with target.device:
         drafter = Eagle3(target, ttt_steps, model.draft_vocab).to(dtype)
     randomize_weights(drafter)

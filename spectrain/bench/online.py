@@ -1,7 +1,8 @@
-"""Peak memory of an online training step, target and EAGLE-3 drafter on one device: as `spectrain plan` foretells it, as it is.
+"""Peak memory of an online training step, target and EAGLE-3 drafter on one device: `spectrain plan`'s prediction and a
+measurement.
 
-The geometry is that of Llama-3.1-8B, weights are random. On a GPU the allocator is asked; on a CPU torch's profiler, which sees
-every allocation. What was planned is written beside what was measured.
+The geometry is that of Llama-3.1-8B, weights are random. On a GPU the allocator reports the peak; on a CPU torch's profiler,
+which records every allocation.
 """
 
 import tempfile
@@ -34,10 +35,10 @@ from .steps import Bench, Measurement, source_digest
 
 @dataclass(frozen=True)
 class OnlineSizes:
-    """What is measured."""
+    """The shapes to measure."""
 
     model: ModelGeometry = field(default_factory=ModelGeometry)
-    batches: tuple[tuple[int, int], ...] = ((4, 2048), (1, 8192))  # conversations, and their length
+    batches: tuple[tuple[int, int], ...] = ((4, 2048), (1, 8192))  # conversations, tokens each
     ttt_steps: int = 7
     steps: int = 3
     copied_bytes: int = 2 << 30
@@ -50,11 +51,15 @@ TOY = OnlineSizes(TOY_ENGINE.model, ((2, 64),), 3, 3, 1 << 16, 32, 2)
 
 @dataclass
 class OnlineBench(Bench):
-    """Measure `part` and write each row into `out` as it comes; nothing new is begun after `seconds`."""
+    """Measure every row and write it into `out` as soon as it is measured."""
 
+    # Part to measure: all.
     part: Literal["all"] = "all"
+    # JSON file of the results.
     out: str = "eval/results/online.json"
+    # Whether to run every line at a small size, on any machine; the numbers then mean nothing.
     toy: bool = False
+    # Seconds after which no new row is begun.
     seconds: float = 360
 
     @property
@@ -69,7 +74,7 @@ class OnlineBench(Bench):
 
 
 def online_row(sizes: OnlineSizes, conversations: int, length: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Planned and measured peak bytes of a training step over conversations whose every token is supervised."""
+    """Return planned and measured peak bytes of a training step over conversations whose every token is supervised."""
     examples = [Example([1] * length, [False] + [True] * (length - 1)) for _ in range(conversations)]
     dataset = Dataset(examples, conversations, 0, 0)
     with tempfile.TemporaryDirectory() as folder:
@@ -84,7 +89,7 @@ def online_row(sizes: OnlineSizes, conversations: int, length: int, device: torc
 
 
 def make_config(sizes: OnlineSizes, batch_tokens: int, folder: str) -> Any:
-    """A configuration as `spectrain train` has it, of a target that is a config.json in a folder."""
+    """Return a configuration of `spectrain train` whose target is a config.json in a folder."""
     llama_config(sizes.model).save_pretrained(folder)
     drafter = {
         "_target_": "spectrain.drafters.eagle3.Eagle3",
@@ -105,7 +110,7 @@ def llama_config(model: ModelGeometry) -> LlamaConfig:
 def measure_training(
     config: Any, sizes: OnlineSizes, dataset: Dataset, device: torch.device, dtype: torch.dtype, folder: Path
 ) -> int:
-    """Bytes that training really holds at its worst moment."""
+    """Return the bytes that training holds at its peak."""
     tokenizer = load_tokenizer(str(folder), False, required=False)
     target = Target(random_network(sizes.model, device, dtype), tokenizer, "random", "random")
     with device:
@@ -118,7 +123,7 @@ def measure_training(
 
 
 def measure_peak(work: Callable[[], Any], resident_bytes: int, device: torch.device) -> int:
-    """The most bytes in tensors while `work` runs; `held` are there before it."""
+    """Return the most bytes in tensors while `work` runs; `resident_bytes` are allocated before it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
@@ -128,10 +133,10 @@ def measure_peak(work: Callable[[], Any], resident_bytes: int, device: torch.dev
         return int(torch.cuda.max_memory_allocated(device))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
-    now = most = 0
+    current = highest = 0
     results: Any = profiler.profiler
     for event in results.kineto_results.events():
         if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return resident_bytes + most
+            current += event.nbytes()
+            highest = max(highest, current)
+    return resident_bytes + highest

@@ -1,7 +1,7 @@
-"""`spectrain bench report`: what the JSON files of a folder say, as markdown, against eval/results/goals.json.
+"""`spectrain bench report`: the results in the JSON files of a folder as markdown, against eval/results/goals.json.
 
-A file takes part whose "setting" names a GPU and is not "toy", and that has "rows", as `bench kernels` writes them, or "lines":
-numbers, by the name that a goal has. A line for which no file has the data is printed as not measured.
+A file takes part if its "setting" names a GPU and is not "toy", and if it has "rows", as `bench kernels` writes them, or
+"lines": numbers by the name of a goal. A line without data in any file is printed as not measured.
 """
 
 import json
@@ -30,8 +30,9 @@ RowsByName = dict[str, dict[str, Any]]
 
 @dataclass
 class Report:
-    """Print what `results`, a folder, holds."""
+    """Print the results in a folder."""
 
+    # Folder of the JSON files that the benchmarks wrote.
     results: str = "eval/results"
 
     def run(self) -> None:
@@ -42,7 +43,7 @@ class Report:
 
 @dataclass
 class Evidence:
-    """What the files of one GPU hold together; of two rows with one name the later file's counts."""
+    """The results of one GPU from all files; of two rows with the same name the later file's counts."""
 
     gpu: str
     settings: list[dict[str, Any]] = field(default_factory=list)
@@ -54,40 +55,40 @@ class Evidence:
         return None if row is None or "failed" in row else row
 
     def read_number(self, name: str, *keys: str) -> float | None:
-        """An entry of a row, or None where it is missing."""
-        found: Any = self.measured_row(name)
+        """Return an entry of a row, or None where it is missing."""
+        entry: Any = self.measured_row(name)
         for key in keys:
-            found = None if found is None else found.get(key)
-        return found
+            entry = None if entry is None else entry.get(key)
+        return entry
 
 
 def gather_evidence(folder: Path) -> list[Evidence]:
-    """The files of a folder by GPU, in the order of their dates."""
-    found: dict[str, Evidence] = {}
+    """Return the results of a folder's files by GPU, in the order of the files' dates."""
+    evidence_by_gpu: dict[str, Evidence] = {}
     contents = []
     for path in sorted(folder.glob("*.json")):
         try:
             content = json.loads(path.read_text())
         except ValueError as error:
-            raise UserError(f"{path}: it is no JSON ({error})") from error
+            raise UserError(f"{path}: it is not JSON ({error})") from error
         setting = content.get("setting", {}) if isinstance(content, dict) else {}
         if isinstance(setting, dict) and setting.get("gpu") and not setting.get("toy") and {"rows", "lines"} & set(content):
             contents.append(content)
     for content in sorted(contents, key=lambda content: content["setting"].get("date", "")):
-        evidence = found.setdefault(content["setting"]["gpu"], Evidence(content["setting"]["gpu"]))
+        evidence = evidence_by_gpu.setdefault(content["setting"]["gpu"], Evidence(content["setting"]["gpu"]))
         evidence.settings.append(content["setting"])
         evidence.rows |= content.get("rows", {})
         evidence.goal_values |= content.get("lines", {})
-    return list(found.values())
+    return list(evidence_by_gpu.values())
 
 
 def line_values(evidence: Evidence) -> dict[str, float | None]:
-    """The number of every line that has one."""
+    """Return the number of every line that has one."""
     bandwidth, rate = (
         evidence.read_number("ceilings/copy", "bytes_per_second"),
         evidence.read_number("ceilings/product", "flops_per_second"),
     )
-    found = {
+    values = {
         "copy bandwidth": bandwidth and bandwidth / 1e12,
         "bf16 product, 8192 wide": rate and rate / 1e12,
         **{f"{kernel}: cases beyond tolerance in float64, or not run by the kernel": count_faults(evidence, kernel)
@@ -96,13 +97,13 @@ def line_values(evidence: Evidence) -> dict[str, float | None]:
     }  # fmt: skip
     for loss in KernelSizes().loss_shapes():
         name = f"fused loss, {loss.rows} rows, vocabulary {loss.vocab}"
-        found[f"{name}: peak memory over unfused"] = evidence.read_number(loss.name, "memory_ratio")
-        found[f"{name}: time over unfused"] = evidence.read_number(loss.name, "time_ratio")
-    return found | evidence.goal_values
+        values[f"{name}: peak memory over unfused"] = evidence.read_number(loss.name, "memory_ratio")
+        values[f"{name}: time over unfused"] = evidence.read_number(loss.name, "time_ratio")
+    return values | evidence.goal_values
 
 
 def count_faults(evidence: Evidence, kernel: str) -> int | None:
-    """How many cases of a kernel failed, were wrong, or were not run by it; None while one is missing."""
+    """Count a kernel's cases that failed, were wrong, or were not run by it; return None while a case is missing."""
     rows = [evidence.rows.get(name) for name, check, _, _ in iterate_cases() if check is CHECKS[kernel]]
     if any(row is None for row in rows):
         return None
@@ -110,40 +111,41 @@ def count_faults(evidence: Evidence, kernel: str) -> int | None:
 
 
 def attention_values(evidence: Evidence) -> dict[str, float | None]:
-    """Shares of the floor, and how many times as long torch takes: of its two ways with a dense mask, the faster."""
-    found: dict[str, float | None] = {}
+    """Return shares of the floor, and the ratio of the faster of torch's two masked ways to tree attention."""
+    values: dict[str, float | None] = {}
     for cell in KernelSizes().table_cells():
         title = f"tree attention, {cell.name.removeprefix('table/')}"
-        found[f"{title}: share of its floor"] = evidence.read_number(cell.name, "share_of_floor")
+        values[f"{title}: share of its floor"] = evidence.read_number(cell.name, "share_of_floor")
         times = [evidence.read_number(cell.name, "times_ours", name) for name in ("sdpa", "sdpa_repeated")]
-        found[f"{title}: time of SDPA with a dense mask over ours"] = min(filter(None, times), default=None)
-    table_heads = [cell for cell in KernelSizes().table_cells() if cell.heads is None]  # others FlexAttention may not take
+        values[f"{title}: time of SDPA with a dense mask over ours"] = min(filter(None, times), default=None)
+    # FlexAttention may refuse other heads than the table's.
+    table_heads = [cell for cell in KernelSizes().table_cells() if cell.heads is None]
     flex = [evidence.read_number(cell.name, "times_ours", "flex") for cell in table_heads]
-    known = [ratio for ratio in flex if ratio is not None]
-    least = min(known) if len(known) == len(flex) else None
-    found["tree attention, the least of all rows: time of FlexAttention over ours"] = least
-    return found
+    measured = [ratio for ratio in flex if ratio is not None]
+    least = min(measured) if len(measured) == len(flex) else None
+    values["tree attention, the least of all rows: time of FlexAttention over ours"] = least
+    return values
 
 
 def meets_goal(value: float, goal: dict[str, Any]) -> bool:
-    wanted = goal["goal"]
-    return {"at least": value >= wanted, "above": value > wanted, "at most": value <= wanted}[goal["sense"]]
+    limit = goal["goal"]
+    return {"at least": value >= limit, "above": value > limit, "at most": value <= limit}[goal["sense"]]
 
 
 def render_markdown(folder: Path) -> str:
-    """A section for every GPU that was measured, or one in which nothing is."""
+    """Return a section for every measured GPU, or an empty one where none was measured."""
     return "\n\n".join(render_section(evidence) for evidence in gather_evidence(folder) or [Evidence("no GPU yet")])
 
 
 def render_goals(folder: Path) -> str:
-    """Of every section what has a goal, and every miss by name, which docs/engine.md holds."""
+    """Return, for every GPU, what has a goal and every missed goal by name; docs/engine.md contains it."""
     return "\n\n".join(
         "\n\n".join(render_verdicts(evidence)) for evidence in gather_evidence(folder) or [Evidence("no GPU yet")]
     )
 
 
 def render_section(evidence: Evidence) -> str:
-    """What one GPU showed, under its name and the software it ran with."""
+    """Return the results of one GPU under its name and its software."""
     software = dict.fromkeys(
         ", ".join(f"{name} {setting.get(name)}" for name in ("torch", "triton", "driver")) for setting in evidence.settings
     )
@@ -154,7 +156,7 @@ def render_section(evidence: Evidence) -> str:
 
 
 def render_verdicts(evidence: Evidence) -> list[str]:
-    """The tables of what has a goal, and a sentence for every goal that was missed."""
+    """Return the tables of what has a goal, and a sentence for every missed goal."""
     goals, cells = goal_lines(evidence), attention_lines(evidence)
     missed = [f"Missed: {name}, {shown} for {wanted}." for name, wanted, shown, verdict in goals if verdict == "missed"]
     missed += [f"Missed: tree attention, {line[0]} (B / prefix / N), {line[3]} us for {line[2]}."
@@ -171,15 +173,15 @@ def markdown_table(titles: Iterable[str], lines: Iterable[Iterable[str]]) -> str
 
 
 def goal_lines(evidence: Evidence) -> list[list[str]]:
-    """Every line that is to be shown, its goal, and what was measured."""
-    found = line_values(evidence)
+    """Return every line of the goals: its name, its goal, what was measured, and the verdict."""
+    values = line_values(evidence)
     lines = []
     for goal in json.loads(GOALS_PATH.read_text()):
-        value, unit = found.get(goal["name"]), f" {goal['unit']}" if goal["unit"] else ""
-        wanted = "" if goal["goal"] is None else f"{GOAL_SIGNS[goal['sense']]} {goal['goal']}{unit}"
+        value, unit = values.get(goal["name"]), f" {goal['unit']}" if goal["unit"] else ""
+        limit = "" if goal["goal"] is None else f"{GOAL_SIGNS[goal['sense']]} {goal['goal']}{unit}"
         shown = NOT_MEASURED if value is None else f"{value:.3g}{unit}"
         verdict = "" if value is None or goal["goal"] is None else verdict_word(meets_goal(value, goal))
-        lines.append([goal["name"], wanted, shown, verdict])
+        lines.append([goal["name"], limit, shown, verdict])
     return lines
 
 
@@ -188,7 +190,7 @@ def verdict_word(met: bool) -> str:
 
 
 def attention_lines(evidence: Evidence) -> list[list[str]]:
-    """Tree attention in every cell: its floor, its goal, its time, and how many times as long the others take."""
+    """Return tree attention in every cell: its floor, its goal, its time, and the ratios of the alternatives."""
     lines = []
     for cell in KernelSizes().table_cells():
         row, name = evidence.measured_row(cell.name), cell.title
@@ -199,72 +201,65 @@ def attention_lines(evidence: Evidence) -> list[list[str]]:
         us, ratios = row["us"]["ours"], row["times_ours"]
         times = [f"{row['floor_us']:.1f}", f"{row['goal_us']:.1f}", f"{us['median']:.1f}"]
         shares = f"{row['share_of_floor']:.0%}", f"{row['share_of_constant_floor']:.0%}"
-        others = [f"{ratios[other]:.2f}x" if other in ratios else "not run" for other in BASELINE_TITLES]
+        ratio_cells = [f"{ratios[baseline]:.2f}x" if baseline in ratios else "not run" for baseline in BASELINE_TITLES]
         verdict = verdict_word(us["median"] <= row["goal_us"])
-        lines.append([name, *times, verdict, f"{us['p10']:.1f} to {us['p90']:.1f}", *shares, *others])
+        lines.append([name, *times, verdict, f"{us['p10']:.1f} to {us['p90']:.1f}", *shares, *ratio_cells])
     return lines
 
 
 def expected_bounds(evidence: Evidence, cell: AttentionCell) -> TimeBounds:
-    """Floor and goal of a cell that has no row: by the card's ceilings where they were measured, else by an H200's."""
-    found = {rate: evidence.read_number(f"ceilings/{name}", rate) or H200_CEILINGS[rate]
+    """Return floor and goal of a cell without a row, from the GPU's measured ceilings or else from an H200's."""
+    ceilings = {rate: evidence.read_number(f"ceilings/{name}", rate) or H200_CEILINGS[rate]
              for name, rate in (("copy", "bytes_per_second"), ("product", "flops_per_second"))}  # fmt: skip
-    return time_bounds(cell, KernelSizes().cell_geometry(cell, torch.bfloat16, torch.device("cuda")), found)
+    return time_bounds(cell, KernelSizes().cell_geometry(cell, torch.bfloat16, torch.device("cuda")), ceilings)
 
 
 def divergence_table(evidence: Evidence) -> str:
-    """The fused loss and its gradients beside torch's, eager and compiled."""
+    """Return the table of the fused loss and its gradients next to torch's, eager and compiled."""
     lines = []
     for loss in KernelSizes().loss_shapes():
         row, name = evidence.measured_row(loss.name), f"{loss.rows} / {loss.vocab}"
         cells = (
             [NOT_MEASURED, "", ""]
             if row is None
-            else [format_system(row, way) for way in ("fused", "unfused", "unfused_compiled")]
+            else [format_system(row, system) for system in ("fused", "unfused", "unfused_compiled")]
         )
         lines.append([name, *cells])
     return markdown_table(["fused loss, rows / vocabulary", "fused", "unfused", "unfused, compiled"], lines)
 
 
 def rounds_table(evidence: Evidence) -> str:
-    """EAGLE-3 rounds of the engine with scripted acceptance, whichever were measured."""
-    titles = [
-        "engine, 8B geometry, random weights",
-        "tau",
-        "tokens/s",
-        "speedup",
-        "model of its parts",
-        "speedup / tau",
-        "roofline",
-    ]
+    """Return the table of the measured EAGLE-3 rounds with scripted acceptance."""
+    titles = ["engine, 8B geometry, random weights", "tau", "tokens/s", "speedup", "model of its parts"]
+    titles += ["speedup / tau", "roofline"]
     lines = []
     for name in sorted(name for name in evidence.rows if name.startswith("engine/")):
         row = evidence.measured_row(name) or {}
         for script, speedup in row.get("speedup", {}).items():
             cells = [f"{row['tau'][script]:.2f}", f"{row['tokens_per_second'][script]:.0f}"]
-            cells += [f"{speedup[of]:.2f}x" for of in ("measured", "model")]
+            cells += [f"{speedup[source]:.2f}x" for source in ("measured", "model")]
             cells += [f"{row['eta'][script]:.2f}", f"{row['eta_roofline']:.2f}"]
             lines.append([f"{name.removeprefix('engine/')}, {script}", *cells])
     return markdown_table(titles, lines)
 
 
-def format_system(row: dict[str, Any], way: str) -> str:
-    if way not in row["us"]:
+def format_system(row: dict[str, Any], system: str) -> str:
+    if system not in row["us"]:
         return "not run"
-    peak = row["peak_bytes"].get(way)
-    return f"{row['us'][way]['median'] / 1e3:.1f} ms" + ("" if peak is None else f", {peak / 1e9:.1f} GB")
+    peak = row["peak_bytes"].get(system)
+    return f"{row['us'][system]['median'] / 1e3:.1f} ms" + ("" if peak is None else f", {peak / 1e9:.1f} GB")
 
 
 def collect_notes(evidence: Evidence) -> list[str]:
-    """Why something was not run, what failed, and what was measured of code that has changed since."""
+    """Return why systems were not run, what failed, and how many rows measured code that has changed since."""
     reasons: dict[str, int] = {}
     for row in evidence.rows.values():
-        for name, why in row.get("not_run", {}).items():
-            reasons[f"{name}: {why}"] = reasons.get(f"{name}: {why}", 0) + 1
-    found = [f"Not run in {count} rows: {text}." for text, count in reasons.items()]
-    found += [f"Failed: {name}: {row['failed']}." for name, row in evidence.rows.items() if "failed" in row]
-    now = {"table": source_digest(tree_attention), "divergence": source_digest(linear_divergence)}
-    now |= {f"correctness/{kernel}": source_digest(*check.modules) for kernel, check in CHECKS.items()}
-    old = [name for name, row in evidence.rows.items() for part, source in now.items()
+        for name, cause in row.get("not_run", {}).items():
+            reasons[f"{name}: {cause}"] = reasons.get(f"{name}: {cause}", 0) + 1
+    notes = [f"Not run in {count} rows: {text}." for text, count in reasons.items()]
+    notes += [f"Failed: {name}: {row['failed']}." for name, row in evidence.rows.items() if "failed" in row]
+    current = {"table": source_digest(tree_attention), "divergence": source_digest(linear_divergence)}
+    current |= {f"correctness/{kernel}": source_digest(*check.modules) for kernel, check in CHECKS.items()}
+    outdated = [name for name, row in evidence.rows.items() for part, source in current.items()
            if name.startswith(f"{part}/") and row.get("source") != source]  # fmt: skip
-    return [*found, *([f"{len(old)} rows were measured before their kernel's file changed last."] if old else [])]
+    return [*notes, *([f"{len(outdated)} rows were measured before their kernel's file changed last."] if outdated else [])]

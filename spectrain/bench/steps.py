@@ -1,4 +1,4 @@
-"""A benchmark as rows that are measured one after another, each written as it comes, the ceilings of the machine first."""
+"""The base of a benchmark: rows that are measured in turn, each written at once, the machine's ceilings first."""
 
 import hashlib
 import os
@@ -20,12 +20,13 @@ from spectrain.errors import UserError, describe_error
 from .attention import H200_CEILINGS
 from .measure import ResultFile, TimedWork, check_alive, describe_setting
 
-MAX_ATTEMPTS = 2  # of a row that ends the process
+MAX_ATTEMPTS = 2
+"""Attempts at a row that ends the process."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One row to measure; `source` is a hash of the code whose change makes an old measurement void."""
+    """A row to measure; `source` is a hash of the code whose change voids an old result."""
 
     name: str
     source: str | None
@@ -33,21 +34,21 @@ class Measurement:
 
     @property
     def row_group(self) -> str:
-        """Of a correctness case, its kernel."""
+        """The first two parts of the name: for a correctness case, its kernel."""
         return "/".join(self.name.split("/")[:2])
 
 
 def source_digest(*modules: ModuleType) -> str:
-    """A hash of these modules' files."""
-    found = hashlib.sha256()
+    """Return a hash of these modules' files."""
+    digest = hashlib.sha256()
     for module in modules:
         assert module.__file__ is not None
-        found.update(Path(module.__file__).read_bytes())
-    return found.hexdigest()[:12]
+        digest.update(Path(module.__file__).read_bytes())
+    return digest.hexdigest()[:12]
 
 
 class CeilingSizes(Protocol):
-    """How the machine's limits are measured."""
+    """The sizes with which the machine's limits are measured."""
 
     copied_bytes: int
     product_width: int
@@ -55,7 +56,7 @@ class CeilingSizes(Protocol):
 
 
 class Bench(ABC):
-    """Measure `part` and write each row into `out` as it comes; nothing new is begun after `seconds`."""
+    """Measure `part` and write each row into `out` as soon as it is measured; begin nothing after `seconds`."""
 
     part: Any
     out: str
@@ -66,21 +67,21 @@ class Bench(ABC):
     @property
     @abstractmethod
     def sizes(self) -> Any:
-        """What is measured, and how often; it has the fields of `Ceilings`."""
+        """The shapes to measure and the numbers of samples, with the fields of `CeilingSizes`."""
 
     @abstractmethod
     def plan_measurements(self) -> Iterator[Measurement]:
-        """Everything that the part asks for, the ceilings first."""
+        """Yield every row of the part, the ceilings first."""
 
     def goal_values(self) -> dict[str, float]:
-        """What the rows say about goals that the report does not find by itself."""
+        """Return what the rows show about goals that the report cannot compute."""
         return {}
 
     def run(self) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         if self.device.type != "cuda" and not self.toy:
-            raise UserError("bench.toy=false: there is no GPU here; bench.toy=true runs every line at small size")
+            raise UserError("bench.toy=false: there is no GPU; bench.toy=true runs every line at a small size")
         self.results = ResultFile(Path(self.out), describe_setting(self.device, self.dtype, self.toy))
         console, began = Console(soft_wrap=True), time.monotonic()
         left = self.pending_measurements()
@@ -89,30 +90,30 @@ class Bench(ABC):
             console.print(f"{step.name}: {self.measure_row(step)}", highlight=False, markup=False)
         failed = sum("failed" in row for row in self.results.rows.values())
         count = f"{len(self.results.rows)} rows are in {self.out}, {failed} of them failed"
-        console.print(f"{count}; {len(left)} are left: run it again" if left else f"{count}; none is left")
+        console.print(f"{count}; {len(left)} are left, so run it again" if left else f"{count}; none is left")
 
     def pending_measurements(self) -> list[Measurement]:
-        """What is not measured, what was never tried first; of that, last, what shares its code or, still later, its kind too
-        with a row that has ended a process."""
+        """Return the rows to measure, untried ones first; last are those that share code or kernel with a row that ended a
+        process."""
         steps = list(self.plan_measurements())
         ended = [step for step in steps if self.results.attempts.get(step.name)]
         sources, kinds = {step.source for step in ended}, {step.row_group for step in ended}
-        waiting = [step for step in steps if not self.results.has_row(step.name, step.source)]
+        pending = [step for step in steps if not self.results.has_row(step.name, step.source)]
         return sorted(
-            waiting,
+            pending,
             key=lambda step: (self.results.count_failures(step.name), (step.source in sources) + (step.row_group in kinds)),
         )
 
     def measure_row(self, step: Measurement) -> str:
-        """Measure one row, failed or not, and write it; a line about it.
+        """Measure one row, write it even if it failed, and return a summary.
 
-        An error may leave the GPU's context unusable, and a row may never come back. So its beginning is noted before it, its
-        failure before anything is asked of the device again, and the next process begins with the rows that were not tried.
+        An error may leave the GPU's context unusable, and a row may never return. So its beginning is recorded before it, its
+        failure before the device is used again, and the next process begins with the untried rows.
         """
         if self.results.begin_attempt(step.name) >= MAX_ATTEMPTS:
             before = self.results.rows.get(step.name, {}).get("failed")
-            told = f" ({before})" if before else ""
-            row: dict[str, Any] = {"failed": f"the process ended {MAX_ATTEMPTS} times while this ran{told}"}
+            previous = f" ({before})" if before else ""
+            row: dict[str, Any] = {"failed": f"the process ended {MAX_ATTEMPTS} times while this ran{previous}"}
         else:
             row = self._measure_watched(step)
         self._store_row(step, row)
@@ -124,13 +125,14 @@ class Bench(ABC):
         return summarize_row(row)
 
     def _measure_watched(self, step: Measurement) -> dict[str, Any]:
-        """A row or why there is none; one that takes longer than `row_seconds` is written as failed and ends the process."""
+        """Return a row, or why there is none; a row that takes longer than `row_seconds` is written as failed and ends the
+        process."""
 
-        def leave() -> None:
+        def abort_process() -> None:
             self._store_row(step, {"failed": f"it took longer than {self.row_seconds} seconds"})
             os._exit(1)
 
-        watchdog = threading.Timer(self.row_seconds, leave)
+        watchdog = threading.Timer(self.row_seconds, abort_process)
         watchdog.daemon = True
         watchdog.start()
         try:
@@ -150,20 +152,20 @@ class Bench(ABC):
         yield Measurement("ceilings/product", None, self.measure_product)
 
     def machine_rates(self) -> dict[str, float]:
-        """The ceilings; where one could not be measured, an H200's."""
+        """Return the ceilings; where one could not be measured, an H200's."""
         rows = self.results.rows
-        found = {"bytes_per_second": rows.get("ceilings/copy", {}), "flops_per_second": rows.get("ceilings/product", {})}
-        return {name: row.get(name, H200_CEILINGS[name]) for name, row in found.items()}
+        ceilings = {"bytes_per_second": rows.get("ceilings/copy", {}), "flops_per_second": rows.get("ceilings/product", {})}
+        return {name: row.get(name, H200_CEILINGS[name]) for name, row in ceilings.items()}
 
     def measure_copy(self) -> dict[str, Any]:
-        """Bytes a second, read and written, of a large copy."""
+        """Return the bytes a second, read and written, of a large copy."""
         source = torch.ones(self.sizes.copied_bytes // 4, device=self.device)
         target = torch.empty_like(source)
         seconds = self.time_work(lambda i: target.copy_(source))
         return {"bytes_per_second": 2 * source.nbytes / median(seconds), "bytes": 2 * source.nbytes}
 
     def measure_product(self) -> dict[str, Any]:
-        """Operations a second of a large product of random matrices: of zeros it would be a seventh faster (H200)."""
+        """Return the operations a second of a large product of random matrices; zeros would be a seventh faster (H200)."""
         width = self.sizes.product_width
         left, right = (torch.randn(width, width, device=self.device).to(self.dtype) for _ in range(2))
         out = torch.empty_like(left)
@@ -176,7 +178,7 @@ class Bench(ABC):
 
 
 def summarize_row(row: dict[str, Any]) -> str:
-    """What the console shows of a row."""
+    """Return what the console shows of a row."""
     if "failed" in row:
         return f"failed, {row['failed']}"
     if "fastest" in row:

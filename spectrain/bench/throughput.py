@@ -1,4 +1,4 @@
-"""Decoding and training throughput, measured side by side in one process, so that ratios mean something on a busy machine."""
+"""Decoding and training throughput; alternatives are interleaved in one process, so that ratios hold on a busy machine."""
 
 import json
 import time
@@ -31,35 +31,37 @@ ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def decode_table(config: DictConfig, repeats: int = 9) -> None:
-    """Time of a target forward against rows, plain and packed, then our autoregressive decoding against `generate`."""
+    """Print the time of a target forward by rows, plain and packed, then autoregressive decoding against `generate`."""
     target: Target = build(config.target)
     evaluation = build(config.eval)
     if evaluation is None:
         raise UserError("eval=none: bench decode needs prompts; leave it out")
     console = Console()
     prompts = [tokenize_prompt(target.tokenizer, prompt.opening) for prompt in evaluation.chosen[:8]]
-    where = (
+    machine = (
         torch.cuda.get_device_name()
         if target.device.type == "cuda"
         else f"{processor_name()}, {torch.get_num_threads()} threads"
     )
-    table = Table(title=f"one forward of {target.name}, ms, median of {repeats}; {where}")
+    table = Table(title=f"one forward of {target.name}, ms, median of {repeats}; {machine}")
     for title in ("rows", "plain linears", "packed linears", "packed / one row"):
         table.add_column(title, justify="right")
     times = {rows: forward_times(target, prompts[0], rows, repeats) for rows in ROW_COUNTS}
-    for rows, (plain, packed) in times.items():
-        table.add_row(str(rows), f"{plain * 1e3:.1f}", f"{packed * 1e3:.1f}", f"{packed / times[1][1]:.2f}")
+    for rows, (plain_seconds, packed_seconds) in times.items():
+        table.add_row(
+            str(rows), f"{plain_seconds * 1e3:.1f}", f"{packed_seconds * 1e3:.1f}", f"{packed_seconds / times[1][1]:.2f}"
+        )
     console.print(table)
-    ours, theirs = compare_with_generate(target, prompts, min(evaluation.max_new_tokens, 64))
-    ratios = sorted(b / a for a, b in zip(ours, theirs))
+    candidate, baseline = compare_with_generate(target, prompts, min(evaluation.max_new_tokens, 64))
+    ratios = sorted(b / a for a, b in zip(candidate, baseline))
     console.print(
         f"autoregressive decoding of {len(prompts)} prompts, prefill included, interleaved: generate with a static cache takes "
-        f"{median(ratios):.2f} times as long as ours (from {ratios[0]:.2f} to {ratios[-1]:.2f})"
+        f"{median(ratios):.2f} times as long as spectrain (from {ratios[0]:.2f} to {ratios[-1]:.2f})"
     )
 
 
 def forward_times(target: Target, prompt: list[int], rows: int, repeats: int) -> tuple[float, float]:
-    """Seconds of a chain of `rows` nodes behind a prompt, with plain and with packed linears, alternating."""
+    """Return the seconds of a chain of `rows` nodes after a prompt, with plain and with packed linears, alternating."""
     cache = target.new_cache(1, len(prompt) + rows)
     tokens = torch.tensor([prompt], device=target.device)
     chain = TokenTree.from_chain(torch.randint(0, target.head.vocab_size, (1, rows), device=target.device))
@@ -71,44 +73,44 @@ def forward_times(target: Target, prompt: list[int], rows: int, repeats: int) ->
                 target.pack_weights() if packed else unpack_linears(target.model)
                 target.verify(chain, cache)  # the first call after packing reorders the weights
                 cache.roll_back()
-                took = time_call(target, lambda: target.verify(chain, cache))
+                duration = time_call(target, lambda: target.verify(chain, cache))
                 cache.roll_back()
                 if repeat:
-                    seconds[packed].append(took)
+                    seconds[packed].append(duration)
     return median(seconds[False]), median(seconds[True])
 
 
 def compare_with_generate(target: Target, prompts: list[list[int]], max_new_tokens: int) -> tuple[list[float], list[float]]:
-    """Seconds a prompt, ours and those of transformers' `generate` with a static cache, in alternating order."""
-    ours: list[float] = []
-    theirs: list[float] = []
+    """Return seconds a prompt of spectrain and of transformers' `generate` with a static cache, in alternating order."""
+    candidate: list[float] = []
+    baseline: list[float] = []
 
-    def run_ours(prompt: list[int]) -> None:
+    def run_candidate(prompt: list[int]) -> None:
         target.pack_weights()
         decode(target, [prompt], Greedy(), 2)  # reorders the weights outside the timer
-        ours.append(time_call(target, lambda: decode(target, [prompt], Greedy(), max_new_tokens)))
+        candidate.append(time_call(target, lambda: decode(target, [prompt], Greedy(), max_new_tokens)))
 
-    def run_theirs(prompt: list[int]) -> None:
+    def run_baseline(prompt: list[int]) -> None:
         with reference_model(target) as model:
-            theirs.append(time_call(target, lambda: generate(model, prompt, max_new_tokens, target.stop_ids, static=True)))
+            baseline.append(time_call(target, lambda: generate(model, prompt, max_new_tokens, target.stop_ids, static=True)))
 
     for number, prompt in enumerate([prompts[0], *prompts]):
-        for run in (run_ours, run_theirs) if number % 2 else (run_theirs, run_ours):
+        for run in (run_candidate, run_baseline) if number % 2 else (run_baseline, run_candidate):
             run(prompt)
-    return ours[1:], theirs[1:]  # the first prompt warmed up
+    return candidate[1:], baseline[1:]  # the first prompt warmed up
 
 
 def time_call(target: Target, work: Callable[[], Any]) -> float:
-    """Seconds that `work` takes, the device included."""
-    began = time.perf_counter()
+    """Return the seconds that `work` takes, the device included."""
+    start = time.perf_counter()
     work()
     if target.device.type == "cuda":
         torch.cuda.synchronize(target.device)
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def training_throughput(config: DictConfig, steps: int = 12) -> None:
-    """Train for a few steps on the recipe's data and print tokens per second and what took the time."""
+    """Train for a few steps on the recipe's data; print tokens per second and the share of each part of a step."""
     trainer = replace(Trainer.from_config(config).make_trial(steps), log_every=steps // 3)
     target: Target = build(config.target)
     target.pack_weights()

@@ -1,6 +1,6 @@
-"""Bytes that decoding reads, a token: drafting as the drafter counts it, verification and plain steps from shapes alone.
+"""Bytes that decoding reads, per token: drafting as the drafter counts it, verification and plain steps from shapes.
 
-On a machine whose memory is the limit, time is bytes: tokens a round say how much more a byte gives, whatever the machine.
+Where memory bandwidth is the limit, time is bytes: tokens a round show how much more a byte yields, on any machine.
 """
 
 from collections.abc import Sequence
@@ -14,22 +14,23 @@ from spectrain.models.target import Target
 from spectrain.models.traffic import BytesRead, key_bytes, weight_bytes
 from spectrain.trees import TreeBuilder
 
-NUM_DECODED_TOKENS = 64  # decoded to count
+NUM_DECODED_TOKENS = 64
+"""Tokens that are decoded for the count."""
 
 
 def verification_reads(target: Target, generation: Generation) -> BytesRead:
-    """By the rounds of a text that was decoded alone; trees count as chains of as many nodes."""
+    """Return the bytes that the rounds of a text read, decoded in a batch of one; trees count as chains of as many nodes."""
     return forward_reads(target, len(generation.prompt), generation.round_lengths, generation.node_counts)
 
 
 def autoregressive_reads(target: Target, generation: Generation) -> BytesRead:
-    """By as many tokens, one a step."""
+    """Return the bytes that as many tokens read, one a step."""
     count = sum(generation.round_lengths)
     return forward_reads(target, len(generation.prompt), [1] * count, [1] * count)
 
 
 def forward_reads(target: Target, length: int, counts: Sequence[int], nodes: Sequence[int]) -> BytesRead:
-    """By forwards over so many nodes, each of which makes a text of `length` tokens longer by its count."""
+    """Return the bytes of forwards over `nodes` nodes each, which lengthen a text of `length` tokens by `counts`."""
     keys = 0
     for count, size in zip(counts, nodes):
         keys += key_bytes(target, length, size)
@@ -38,22 +39,23 @@ def forward_reads(target: Target, length: int, counts: Sequence[int], nodes: Seq
 
 
 def measure_traffic(target: Target, drafting: BytesRead, generations: Sequence[Generation]) -> dict[str, Any]:
-    """Bytes a token of texts that were decoded one after another, by part, and all of a round over a plain step's."""
-    tokens = sum(sum(one.round_lengths) for one in generations)
-    verifying, plain = (
-        sum((count(target, one) for one in generations), BytesRead()) for count in (verification_reads, autoregressive_reads)
+    """Return the bytes a token of texts decoded one after another, by part, and the ratio of a round's to a plain step's."""
+    tokens = sum(sum(generation.round_lengths) for generation in generations)
+    verifying, autoregressive = (
+        sum((count(target, generation) for generation in generations), BytesRead())
+        for count in (verification_reads, autoregressive_reads)
     )
-    parts = {"draft": drafting, "verify": verifying, "autoregressive": plain}
-    found: dict[str, Any] = {
+    parts = {"draft": drafting, "verify": verifying, "autoregressive": autoregressive}
+    bytes_by_part: dict[str, Any] = {
         name: {"weights": round(reads.weights / tokens), "keys": round(reads.keys / tokens)} for name, reads in parts.items()
     }
-    return {**found, "ratio": round((drafting + verifying).total / plain.total, 4)}
+    return {**bytes_by_part, "ratio": round((drafting + verifying).total / autoregressive.total, 4)}
 
 
 def count_traffic(
     target: Target, drafter: Drafter, builder: TreeBuilder, rule: AcceptanceRule, prompt: list[int]
 ) -> dict[str, Any] | None:
-    """The traffic of one answer to a prompt; None of a drafter that does not count."""
+    """Return the traffic of one answer to a prompt, or None for a drafter that does not count its reads."""
     if drafter.cost.read is None or not target.traits.attention_layers:
         return None
     length = min(NUM_DECODED_TOKENS, target.max_length - len(prompt))

@@ -1,7 +1,7 @@
 """A drafter's training step without its target: EAGLE-3's unrolled loss and gradients on random features.
 
-Shapes: B conversations, T tokens, D width, V draft vocabulary.
-A twin computes the same loss from whole matrices of log-probabilities: how much faster the drafter's own is, fusion gains.
+Shapes: B conversations, T tokens, D width, V draft vocabulary. A twin computes the same loss from full matrices of
+log-probabilities: the drafter's own loss is faster by what fusion gains.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from .models import ModelGeometry, random_drafter, random_target
 
 
 def random_batch(target: Target, drafter: Eagle3, conversations: int, length: int) -> Batch:
-    """Conversations whose every token is supervised, with features of any values."""
+    """Return conversations whose every token is supervised, with random features."""
     device = target.device
     tokens = torch.randint(target.head.vocab_size, (conversations, length), device=device)
     shape = (conversations, length, len(drafter.layers), target.width)
@@ -37,15 +37,16 @@ def random_batch(target: Target, drafter: Eagle3, conversations: int, length: in
 
 
 def unfused_loss(drafter: Eagle3, batch: Batch) -> Tensor:
-    """EAGLE-3's loss where every token is supervised: the sum over steps i of step_decay^i KL(p || q), in draft tokens.
+    """Return EAGLE-3's loss where every token is supervised: the sum over steps i of step_decay^i KL(p || q), over draft
+    tokens.
 
-    p is the target's distribution among the draft vocabulary; where its first choice lies outside, nothing is learnt.
+    p is the target's distribution over the draft vocabulary; positions whose target's first choice lies outside are left out.
     """
     assert batch.features is not None
     length = batch.tokens.shape[1]
     with torch.no_grad():
         logits = drafter.head.logits(batch.features.at_layer("final"))
-        log_p, inside = logits[..., drafter.draft_ids].log_softmax(-1), drafter.t2d[logits.argmax(-1)]
+        log_p, in_vocabulary = logits[..., drafter.draft_ids].log_softmax(-1), drafter.t2d[logits.argmax(-1)]
     hidden = drafter.fuse_features(batch.features)
     total = hidden.new_zeros((), dtype=torch.float32)
     keys: list[Tensor] = []
@@ -62,15 +63,16 @@ def unfused_loss(drafter: Eagle3, batch: Batch) -> Tensor:
         )
         hidden = residual + drafter.self_attn.project_output(attended)
         hidden = hidden + drafter.mlp(drafter.post_attention_layernorm(hidden))
-        told = slice(step + 1, length - 1)  # index t answers for token t + 2 + step, and its target's state is at t + 1 + step
+        # Index t predicts token t + 2 + step, whose target state is at t + 1 + step.
+        supervised = slice(step + 1, length - 1)
         log_q = drafter.lm_head(drafter.head_inputs(hidden[:, : length - 2 - step])).float().log_softmax(-1)
-        losses = F.kl_div(log_q, log_p[:, told], reduction="none", log_target=True).sum(-1)
-        total = total + drafter.step_decay**step * torch.where(inside[:, told], losses, 0.0).sum()
+        losses = F.kl_div(log_q, log_p[:, supervised], reduction="none", log_target=True).sum(-1)
+        total = total + drafter.step_decay**step * torch.where(in_vocabulary[:, supervised], losses, 0.0).sum()
     return total
 
 
 def training_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """As the trainer computes: on a GPU in bfloat16 where that is safe, from weights in float32."""
+    """Return the trainer's precision: on a GPU bfloat16 where that is safe, with weights in float32."""
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
 
 
@@ -82,40 +84,44 @@ def loss_functions(drafter: Eagle3, target: Target, batch: Batch) -> dict[str, C
 
 
 def compute_gradients(loss: Callable[[], Tensor], drafter: Eagle3, number: int = 0) -> None:
-    """The step that is timed, whatever its number."""
+    """Compute the timed step, whatever its number."""
     with training_autocast(drafter.fc.weight.device):
-        found = loss()
-    torch.autograd.grad(found, list(drafter.parameters()))
+        value = loss()
+    torch.autograd.grad(value, list(drafter.parameters()))
 
 
 def count_flops(loss: Callable[[], Tensor], drafter: Eagle3, conversations: int, length: int) -> int:
-    """Operations of a loss and its gradients: products as counted, attention by what is seen, however it is computed."""
+    """Count the operations of a loss and its gradients: products as torch counts them, attention by visible pairs."""
     with FlopCounterMode(display=False) as counter:
         compute_gradients(loss, drafter)
-    attending = ("attention", "bmm")  # bmm where torch composes attention; linears are mm
-    products = sum(n for op, n in counter.get_flop_counts()["Global"].items() if not any(name in str(op) for name in attending))
-    seen = conversations * count_visible_pairs(length, min(drafter.num_steps, length - 2))
-    return products + 14 * drafter.self_attn.q_proj.out_features * seen  # two products forward, five backward, of multiply-adds
+    # torch may compute attention by bmm; linears are mm.
+    attention_ops = ("attention", "bmm")
+    products = sum(
+        n for op, n in counter.get_flop_counts()["Global"].items() if not any(name in str(op) for name in attention_ops)
+    )
+    pairs = conversations * count_visible_pairs(length, min(drafter.num_steps, length - 2))
+    # Two products forward and five backward, of multiply-adds.
+    return products + 14 * drafter.self_attn.q_proj.out_features * pairs
 
 
 def count_visible_pairs(length: int, steps: int) -> int:
-    """Queries times the keys that each sees, of so many unrolled steps: causal ones, and one of every step before."""
+    """Return queries times the keys visible to each over unrolled steps: causal ones, and one of every earlier step."""
     return sum(length * (length + 1) // 2 + length * step for step in range(steps))
 
 
 def training_row(
     model: ModelGeometry, conversations: int, length: int, repeats: int, rate: float, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Any]:
-    """Times, interleaved, and peaks of the drafter's own loss and of the twin, and the share of a large product's rate."""
-    target = random_target(replace(model, layers=3), device, dtype)  # as few as give three features
+    """Return times, interleaved, and peaks of the drafter's loss and of the twin, and the share of a large product's rate."""
+    target = random_target(replace(model, layers=3), device, dtype)  # the fewest that give three features
     drafter = random_drafter(target, model, torch.float32)
     batch = random_batch(target, drafter, conversations, length)
-    ways = loss_functions(drafter, target, batch)
-    flops = count_flops(ways["unfused"], drafter, conversations, length)
+    functions = loss_functions(drafter, target, batch)
+    flops = count_flops(functions["unfused"], drafter, conversations, length)
     replays: dict[str, TimedWork] = {}
     peaks: dict[str, int | None] = {}
     failed: dict[str, str] = {}
-    for name, loss in ways.items():
+    for name, loss in functions.items():
         try:
             peaks[name] = peak_memory(partial(compute_gradients, loss, drafter), device)
             replays[name] = TimedWork(partial(compute_gradients, loss, drafter), device, launches=1, graph=False)

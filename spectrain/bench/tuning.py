@@ -1,4 +1,4 @@
-"""Which tiles tree attention takes least time with: those that it chooses, and others, on the same tensors and in turn."""
+"""The fastest tiles of tree attention: those that it chooses against others, on the same tensors, interleaved."""
 
 from __future__ import annotations
 
@@ -18,27 +18,34 @@ from spectrain.kernels.tree_attention import AttentionTiles, is_hopper
 from .attention import MAX_DIFFERENCE, AttentionCell, AttentionProblem, Geometry, candidate_work, count_cost, time_bounds
 from .measure import ResultFile, TimedWork, Work, check_alive, paired_ratio, relative_error, summarize_times, time_interleaved
 
-MIN_BLOCK_ROWS = 16  # of a block: tensor cores take no fewer
+MIN_BLOCK_ROWS = 16
+"""The fewest rows of a block that tensor cores accept."""
 
 
 def tiles_name(tiles: AttentionTiles) -> str:
-    """As a row of the results says it: rows x keys (keys where every row sees all), warps, stages."""
+    """Return the name of tiles in a row: rows x keys (keys of the prefix), warps, stages."""
     return f"{tiles.block_m}x{tiles.block_n} ({tiles.block_p}) {tiles.num_warps} warps {tiles.num_stages} stages"
 
 
 def list_candidates(chosen: AttentionTiles) -> list[AttentionTiles]:
-    """The chosen tiles first, then blocks of as many rows and, by four warps, of half as many, with every number of keys, warps
-    and stages that may pay; four warps cannot hold more than 64 rows."""
+    """Return the chosen tiles, then blocks of as many rows and of half as many with every promising number of keys, warps and
+    stages.
+
+    Half as many rows take four warps; four warps cannot hold more than 64 rows.
+    """
     half = max(MIN_BLOCK_ROWS, chosen.block_m // 2)
     rows = [(chosen.block_m, 8), *([(chosen.block_m, 4)] if chosen.block_m <= 64 else []), (half, 4)]
-    every = product(rows, (32, 64), (2, 3), (64, 128))
-    others = (AttentionTiles(block_m, keys, warps, stages, seen) for (block_m, warps), keys, stages, seen in every)
-    return list(dict.fromkeys([chosen, *others]))
+    combinations = product(rows, (32, 64), (2, 3), (64, 128))
+    alternatives = (
+        AttentionTiles(block_m, keys, warps, stages, prefix_keys)
+        for (block_m, warps), keys, stages, prefix_keys in combinations
+    )
+    return list(dict.fromkeys([chosen, *alternatives]))
 
 
 @contextmanager
 def use_tiles(tiles: AttentionTiles) -> Iterator[None]:
-    """For so long tree attention is cut so."""
+    """Let tree attention use these tiles in the context."""
     before, kernels.choose_tiles = kernels.choose_tiles, lambda *sizes, **options: tiles
     try:
         yield
@@ -47,7 +54,7 @@ def use_tiles(tiles: AttentionTiles) -> Iterator[None]:
 
 
 def with_tiles(work: Work, tiles: AttentionTiles) -> Work:
-    """A launch with these tiles."""
+    """Return work whose launches use these tiles."""
 
     def launch(i: int) -> Any:
         with use_tiles(tiles):
@@ -60,8 +67,11 @@ def with_tiles(work: Work, tiles: AttentionTiles) -> Work:
 def tuning_row(
     cell: AttentionCell, geometry: Geometry, results: ResultFile, ceilings: dict[str, float], launches: int, repeats: int
 ) -> dict[str, Any]:
-    """Microseconds of every candidate that compiles, gives what the chosen one gives and has ended no process before; the
-    fastest, and its time over the chosen one's. Where no kernel runs all take the reference's time."""
+    """Measure every candidate that compiles, agrees with the chosen tiles and has ended no process before.
+
+    The row has microseconds of each, the fastest, and its time over the chosen one's. Without a kernel all take the reference's
+    time.
+    """
     problem, name = AttentionProblem(cell, geometry), f"tuning/{cell.name}"
     rows = geometry.num_heads // geometry.num_kv_heads * cell.nodes
     chosen = kernels.choose_tiles(rows, geometry.head_size, geometry.dtype, is_hopper(geometry.device))
@@ -70,7 +80,7 @@ def tuning_row(
     for tiles in list_candidates(chosen):
         attempt = f"{name}/{tiles_name(tiles)}"
         if results.attempts.get(attempt):
-            failed[tiles_name(tiles)] = "a process ended while it ran"
+            failed[tiles_name(tiles)] = "the process ended while it ran"
             continue
         results.begin_attempt(attempt)
         try:
@@ -94,10 +104,10 @@ def tuning_row(
 
 
 def _prepare_tiles(problem: AttentionProblem, tiles: AttentionTiles, launches: int) -> TimedWork:
-    """A launch with these tiles, ready to be timed; raises where it cannot run, or computes something else."""
+    """Return a launch with these tiles, ready to be timed; raise where it cannot run or computes something else."""
     work = with_tiles(candidate_work(problem, {}), tiles)
-    found: Tensor = work(0)
-    error = relative_error(found, problem.candidate_output)
+    output: Tensor = work(0)
+    error = relative_error(output, problem.candidate_output)
     if error > MAX_DIFFERENCE:
         raise ValueError(f"its output differs from the chosen one's by {error:.2g} of its size")
     return TimedWork(work, problem.geometry.device, launches)

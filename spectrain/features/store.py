@@ -1,4 +1,4 @@
-"""The feature store: target features of whole sequences, captured once, on disk. Shapes: T tokens, L layers, D width.
+"""The feature store: features of complete sequences, captured once, on disk. Shapes: T tokens, L layers, D width.
 
     DIR/manifest.json            what is stored of every sequence, and for which target
     DIR/NAME.safetensors         a shard, written atomically: the tensors of many sequences
@@ -49,7 +49,7 @@ STALE_SECONDS = 600.0
 
 
 def count_state_bytes(rows: float, width: int, dtype: str) -> float:
-    """Return the bytes on disk of so many states, with a scale each for fp8 and int8."""
+    """Return the bytes on disk of `rows` states of this width, with a scale each for fp8 and int8."""
     return rows * (width * TORCH_DTYPES[dtype].itemsize + (4 if dtype in MAX_SCALED_VALUE else 0))
 
 

@@ -54,5 +54,5 @@ def test_mistakes_are_named() -> None:
         ContextBench(prompts=0)
     with pytest.raises(UserError, match="bench.new_tokens=1: use 2 or more"):  # of which one belongs to a round
         ContextBench(new_tokens=1)
-    with pytest.raises(UserError, match="name lengths of 2 or more"):
+    with pytest.raises(UserError, match="give lengths of 2 or more"):
         ContextBench(lengths=())

@@ -162,7 +162,7 @@ def test_scripts_are_kept_to(name: str, most: int) -> None:
     made = course(drafter, builders[name])
     for tau in (1.0, 2.0, 2.5, float(most)):
         made.reset(tau)
-        assert made._run_rounds(looks=3).round_lengths == split_evenly(tau, 6)
+        assert made._run_rounds(reads=3).round_lengths == split_evenly(tau, 6)
         assert (made.state.context.cache.lengths == 50 + sum(split_evenly(tau, 6))).all()
         assert made.sample_rounds(tau).tau == tau
 

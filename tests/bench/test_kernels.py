@@ -138,7 +138,7 @@ def test_another_machine_needs_another_file(written: Path, tmp_path: Path) -> No
         with pytest.raises(UserError, match=f"measured elsewhere.*{key}"):
             ResultFile(written, {**here, key: value})
     (tmp_path / "other.json").write_text("[1]")
-    with pytest.raises(UserError, match="no file of measured rows"):
+    with pytest.raises(UserError, match="does not hold measured rows"):
         ResultFile(tmp_path / "other.json", here)
 
 
@@ -160,7 +160,7 @@ def test_a_failing_system_leaves_the_others(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(attention, "SYSTEMS", systems | {"flex": broken, "sdpa": wrong})
     row = table_row(tmp_path / "kernels.json", measure.describe_setting(CPU, torch.float32, True))
-    assert row["not_run"]["flex"] == "RuntimeError: no kernel image" and "differs from ours" in row["not_run"]["sdpa"]
+    assert row["not_run"]["flex"] == "RuntimeError: no kernel image" and "differs from tree attention" in row["not_run"]["sdpa"]
     assert {"ours", "sdpa_repeated"} <= set(row["us"]) and "failed" not in row
     monkeypatch.setattr(attention, "SYSTEMS", systems | {"ours": broken})
     assert table_row(tmp_path / "kernels.json", measure.describe_setting(CPU, torch.float32, True))["failed"].startswith(
@@ -387,7 +387,7 @@ def test_a_row_that_never_ends_is_left(tmp_path: Path) -> None:
     path = tmp_path / "kernels.json"
     hangs = (
         "import time; from spectrain.bench import kernels, steps; steps.Bench.row_seconds = 1\n"
-        "kernels.judge = lambda *arguments: time.sleep(60)\n"
+        "kernels.check_case = lambda *arguments: time.sleep(60)\n"
         f"kernels.KernelBench('correctness', {str(path)!r}, True, 50).run()"
     )
     left = subprocess.run([sys.executable, "-c", hangs], capture_output=True, text=True, check=False)

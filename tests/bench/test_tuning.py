@@ -83,7 +83,7 @@ def test_what_fails_or_differs_is_named_and_the_others_are_timed(tmp_path: Path,
     monkeypatch.setattr(tuning, "candidate_work", system)
     row = row_of(tmp_path / "kernels.json", **{f"tuning/{CELL.name}/{names[2]}": 1})
     assert row["not_run"][names[0]] == "RuntimeError: out of resource: shared memory"
-    assert "differs from the chosen one's" in row["not_run"][names[1]] and "a process ended" in row["not_run"][names[2]]
+    assert "differs from the chosen one's" in row["not_run"][names[1]] and "the process ended" in row["not_run"][names[2]]
     assert list(row["us"]) == [row["chosen"], names[3]] and kernels.choose_tiles is choose
 
 

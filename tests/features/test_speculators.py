@@ -109,7 +109,7 @@ def test_layers_are_found_through_noise(tiny: Target, tmp_path: Path) -> None:
 def test_other_layers_are_refused(tiny: Target, tmp_path: Path) -> None:
     """A drafter that reads another layer hears which there are."""
     source = StoredSource(str(cached(tmp_path, tiny, examples())))
-    with pytest.raises(UserError, match="holds layers 2, 4, 5, 8, final, and the drafter reads 3, 6 too"):
+    with pytest.raises(UserError, match="holds layers 2, 4, 5, 8, final, and the drafter also reads 3, 6"):
         prepare(source, drafter(tiny, (3, 5, 6)), tiny, examples())
 
 

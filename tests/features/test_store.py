@@ -174,7 +174,7 @@ def test_two_that_begin_one_folder(tmp_path: Path) -> None:
     for store in (other, same):
         store.put_states(examples()[4], states(examples()[4]), LAYERS)
     same.flush()
-    with pytest.raises(UserError, match="another process stores other features"):
+    with pytest.raises(UserError, match="another process has begun to store other features"):
         other.flush()
     assert len(FeatureStore(tmp_path).shard_names) == 4
 
@@ -562,7 +562,7 @@ def test_another_target_template_or_drafter_is_refused(tiny: Target, tmp_path: P
             prepare(StoredSource(where, **options), made, target, rows)
 
     refused("holds bfloat16, not int8", drafter(tiny), dtype="int8")
-    refused("holds layers 2, 4, 5, final, and the drafter reads 3, 6 too", drafter(tiny, layers=[3, 5, 6]))
+    refused("holds layers 2, 4, 5, final, and the drafter also reads 3, 6", drafter(tiny, layers=[3, 5, 6]))
     other = load_tiny()
     with torch.no_grad():
         other.layers[0].mlp.down_proj.weight.mul_(1.01)  # type: ignore[union-attr, operator]

@@ -439,7 +439,7 @@ def test_decoding_through_the_kernels_equals_the_references(
         ("_launch_attention", module),
         ("_launch_append", kv_append),
         ("_launch_commit", kv_commit),
-        ("_match", tree_verify),
+        ("_launch_match", tree_verify),
     ):
         monkeypatch.setattr(place, name, partial(watch, name, getattr(place, name)))
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")

@@ -49,7 +49,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
     for name in ("ARGMAX_TILES", "SAMPLE_TILES", "CUT_TILES"):
         monkeypatch.setattr(module, name, VerifyTiles(64, 4))
-    monkeypatch.setattr(module, "PARTS", VerifyTiles(8, 4))
+    monkeypatch.setattr(module, "PART_TILES", VerifyTiles(8, 4))
     monkeypatch.setattr(module, "MAX_CANDIDATES", 16)  # which some rows have more of
     yield
 

@@ -110,7 +110,7 @@ WEIGHTS: dict[str, tuple[Callable[[dict[str, Any]], None], type[Exception], str]
     "not finite": (nan, RunError, r"model\.safetensors: heads\.0\.lm_head\.weight holds NaN"),
     "of another width": (wider, UserError, r"model\.safetensors: it does not fit .*, \[256\] in place of \[128\], and 2 more"),
     "fractions": (fractions, UserError, r"d2t holds fractions"),
-    "ids astray": (astray, UserError, r"d2t: it leads outside of the target's 2048 tokens"),
+    "ids astray": (astray, UserError, r"d2t: some ids are not among the target's 2048 tokens"),
 }
 
 
@@ -269,7 +269,7 @@ def test_a_run_that_no_disk_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             raise UserError(f"{place}: the disk is full")
 
     monkeypatch.setattr("spectrain.runs.folder.write_text", full)
-    either: Any = SimpleNamespace(path="", name="", facts=dict)  # data and target
+    either: Any = SimpleNamespace(path="", name="", provenance_facts=dict)  # data and target
     with pytest.raises(UserError, match="the disk is full"):
         open_run(tmp_path / "run", OmegaConf.create(), either, either)
     assert not list(tmp_path.iterdir())

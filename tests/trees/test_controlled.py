@@ -85,7 +85,7 @@ def test_a_row_that_is_done_teaches_nothing() -> None:
     observed(builder, [2, 4], [2, -1])
     assert builder.accepted_counts.tolist() == [1, 1, 0, 0] and builder.rejected_counts.tolist() == [0, 0, 0, 0]
     observed(builder, [3], [1])
-    assert builder.lost[1] == 1 and builder.lost[2] == 0
+    assert builder.rejected_counts[1] == 1 and builder.rejected_counts[2] == 0
 
 
 def learnt(step: float = 0.3, hint: float = 1.0) -> Policy:

@@ -268,7 +268,7 @@ def test_copies_are_verified_as_far_as_they_pay(name: type[LatencyAwareBuilder],
         best if name is Auto else walked(tokens, [cost / unit for cost in costs], 1.0)
     )
     tries[0].is_calibrated = False
-    assert builder.room(context(), tries) == 7
+    assert builder.copy_budget(context(), tries) == 7
 
 
 def a_round(builder: Auto, tries: list[Trie], drafted: list[float], kept: int) -> bool:

@@ -46,8 +46,8 @@ def build_nestable(choice: str | dict[str, Any], key: str, target: Target) -> tu
     drafter, description = build_inner(choice, key, target)
     if not drafter.abilities.plain:
         raise UserError(
-            f"drafter.{key}={description['choice']}: this drafter runs the target, verifies its own drafts or adds nodes to the "
-            "tree, so no other drafter can contain it; use another one, such as causal, eagle3 or ngram"
+            f"drafter.{key}={description['choice']}: it runs the target, verifies its own drafts or adds nodes to "
+            "the tree, so no other drafter can contain it; use another one, such as causal, eagle3 or ngram"
         )
     return drafter, description
 

@@ -1,4 +1,4 @@
-"""The base of drafters that run a part of the target itself. Shapes: B batch, F frontier nodes, V vocabulary, D target width."""
+"""The base of drafters that run a part of the target. Shapes: B batch, F frontier nodes, V vocabulary, D target width."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SelfDrafter(Drafter):
         return Draft(SelfRollout(self, context.partial, context.root))
 
     def log_q(self, level: NodeLevel) -> Tensor:
-        """Compute log q [B, F, V] after nodes: by default the target's norm and head on the output of the last drafting layer."""
+        """Compute log q [B, F, V] after nodes: by default by the target's norm and head on the last drafting layer's output."""
         return self.head.logits(level.features.at_layer("final")).log_softmax(-1)
 
     def drafting_layers(self, target: Target) -> nn.Module:

@@ -23,7 +23,7 @@ from spectrain.models.loading import TINY_DIRECTORY, convert_smollm2
 from spectrain.models.target import Target
 from spectrain.trees.base import BranchVisibility, Rollout
 
-# A larger drafter could not pay: it may have this many times the target's parameters, and so many more.
+# A larger drafter could not pay: it may have this multiple of the target's parameters, plus a constant.
 MAX_SIZE_RATIO, MAX_EXTRA_PARAMETERS = 2, 50_000_000
 
 

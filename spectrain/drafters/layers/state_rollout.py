@@ -1,6 +1,6 @@
-"""Drafting level by level with a drafter that reads its own last state: EAGLE-3 and MTP layers.
+"""A rollout of drafters that read the state of the parent node: EAGLE-3 and MTP layers.
 
-Shapes: B batch, N nodes given so far, the root the first, F new ones of them, D width of a state, V draft vocabulary.
+Shapes: B batch, N nodes so far, the root included, F new nodes, D width of a state, V draft vocabulary.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from spectrain.trees.base import BranchVisibility, Rollout
 
 
 class StateDrafter(Protocol):
-    """A drafter that makes a node's state of its token and its parent's state."""
+    """A drafter that computes a node's state from its token and its parent's state."""
 
     def run(self, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: TreeCache, visible: Tensor | None) -> Tensor:
-        """[B, F, D] of new nodes, appended to the cache behind what it holds."""
+        """Run new nodes, append them to the cache, and return their states [B, F, D]."""
 
     def log_q(self, hidden: Tensor) -> Tensor:
-        """[B, F, D] -> [B, F, V]"""
+        """Compute log q [B, F, V] from states [B, F, D]."""
 
 
 class StateRollout(Rollout):
-    """One round: the root's state [B, 1, D], then one level of nodes after another behind the committed pairs."""
+    """A rollout from the root's state [B, 1, D], which is committed, one level of nodes after another."""
 
     def __init__(self, drafter: StateDrafter, cache: TreeCache, root: Tensor, draft_ids: Tensor | None = None) -> None:
         self.drafter, self.cache, self.draft_ids = drafter, cache, draft_ids
         self.hidden = root  # [B, N, D]
-        self.branches = BranchVisibility(len(root), root.device)  # the root itself is committed
+        self.branches = BranchVisibility(len(root), root.device)
 
     def start(self) -> Tensor:
         return self.drafter.log_q(self.hidden)

@@ -1,4 +1,4 @@
-"""A head that says how likely a drafted token is kept, for chains that stop before they draw one that is not (SpecDec++).
+"""A head that predicts the acceptance of a draft, so that chains stop before a token is rejected (SpecDec++).
 
 Shapes: R rows, W width of the drafter's state, V vocabulary.
 """
@@ -14,14 +14,14 @@ from spectrain.kernels.linear_divergence import CHUNK_ROWS, HeadTarget
 
 from .losses import acceptance_rate
 
-REJECTION_WEIGHT = 6.0  # what a rejected token counts beside a kept one: the paper's best
+REJECTION_WEIGHT = 6.0  # loss weight of a rejected token relative to an accepted one: the paper's best
 
 
 class StopHead(nn.Module):
-    """SpecDec++ (Huang et al., 2024), section 3.2: `num_layers` residual blocks h + SiLU(W h) and a linear one.
+    """SpecDec++'s head (Huang et al., 2024, section 3.2): `num_layers` residual blocks h + SiLU(W h) and a linear layer.
 
-    The paper judges a token that was drawn; this head speaks before the draw, of alpha = sum_v min(p(v), q(v)), the chance
-    that a token drawn from q is kept. So a chain that it ends has drawn nothing that is not verified.
+    The paper predicts the acceptance of a drawn token. This head predicts alpha = sum_v min(p(v), q(v)), the probability that
+    a token drawn from q is accepted, before the draw. So every token that a stopped chain has drawn is verified.
     """
 
     def __init__(self, width: int, num_layers: int) -> None:
@@ -34,20 +34,20 @@ class StopHead(nn.Module):
         nn.init.zeros_(self.output.bias)
 
     def forward(self, states: Tensor) -> Tensor:
-        """[..] the logit of the chance, of states [.., W]."""
+        """Return the logit [..] of the acceptance probability of states [.., W]."""
         states = states.to(self.output.weight.dtype)
         for layer in self.layers:
             states = states + F.silu(layer(states))
         return self.output(states)[..., 0]
 
     def loss(self, states: Tensor, drafter_log_probs: HeadTarget, target_log_probs: HeadTarget) -> Tensor:
-        """The summed cross-entropy with alpha of states [R, W], which do not learn from it, REJECTED times where a token is
-        rejected: -alpha log c - REJECTED (1 - alpha) log(1 - c)."""
-        kept = torch.cat(
+        """Return the summed loss -alpha log c - REJECTION_WEIGHT (1 - alpha) log(1 - c) of states [R, W], which get no
+        gradient."""
+        alpha = torch.cat(
             [acceptance_rate(target_log_probs(rows), drafter_log_probs(rows)) for rows in _row_slices(len(states))]
         )
-        said = self(states.detach())
-        return (-kept * F.logsigmoid(said) - REJECTION_WEIGHT * (1 - kept) * F.logsigmoid(-said)).sum()
+        logits = self(states.detach())
+        return (-alpha * F.logsigmoid(logits) - REJECTION_WEIGHT * (1 - alpha) * F.logsigmoid(-logits)).sum()
 
 
 def _row_slices(rows: int) -> list[slice]:

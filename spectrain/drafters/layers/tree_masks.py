@@ -1,6 +1,6 @@
-"""Masks in decoding: behind the nodes of a tree, and what they say once they have run.
+"""Masks in decoding: appended to the nodes of a tree, and the rollout from their states.
 
-Shapes: B batch, N nodes, H hosts, K masks behind a host in all, D target width, V vocabulary, F frontier nodes.
+Shapes: B batch, N nodes, H hosts, K masks per host, D target width, V vocabulary, F frontier nodes.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ if TYPE_CHECKING:
     from spectrain.models.head import Head
 
 
-def append_masks(tree: TokenTree, hosts: Tensor, num_masks: int, num_chains: int, words: Tensor | None) -> TokenTree:
-    """The tree's nodes, then the masks of each of the nodes `hosts` [B, H] below it, as a chain or several, never emitted; with
-    `words` [B, H K] these stand at the masks."""
+def append_masks(tree: TokenTree, hosts: Tensor, num_masks: int, num_chains: int, mask_tokens: Tensor | None) -> TokenTree:
+    """Append masks to the nodes `hosts` [B, H] of a tree, as one or several chains below each, which are never emitted.
+
+    `mask_tokens` [B, H K] are the tokens at the masks, by default 0.
+    """
     num_nodes, count = tree.tokens.shape[1], hosts.shape[1]
-    number = torch.arange(num_masks * num_chains, device=hosts.device)
-    place = num_nodes + torch.arange(count, device=hosts.device)[:, None] * len(number) + number
-    parents = torch.where(number % num_masks == 0, hosts[..., None], place - 1).flatten(1)
-    nothing = torch.zeros_like(parents)
-    valid = tree.valid.gather(1, hosts).repeat_interleave(len(number), dim=1)
+    mask_index = torch.arange(num_masks * num_chains, device=hosts.device)
+    slots = num_nodes + torch.arange(count, device=hosts.device)[:, None] * len(mask_index) + mask_index
+    parents = torch.where(mask_index % num_masks == 0, hosts[..., None], slots - 1).flatten(1)
+    zeros = torch.zeros_like(parents)
+    valid = tree.valid.gather(1, hosts).repeat_interleave(len(mask_index), dim=1)
     return TokenTree(
-        torch.cat([tree.tokens, nothing if words is None else words], dim=1),
+        torch.cat([tree.tokens, zeros if mask_tokens is None else mask_tokens], dim=1),
         torch.cat([tree.parents, parents], dim=1),
         torch.cat([tree.valid, valid], dim=1),
-        torch.cat([torch.ones_like(tree.valid), nothing.bool()], dim=1),
+        torch.cat([torch.ones_like(tree.valid), zeros.bool()], dim=1),
         tree.children,
         None if tree.q is None else F.pad(tree.q, (0, 0, 0, parents.shape[1])),
         tree.draft_ids,
@@ -41,30 +43,32 @@ def append_masks(tree: TokenTree, hosts: Tensor, num_masks: int, num_chains: int
 
 
 def parallel_chains_mask(num_chains: int, length: int, shared: int, device: torch.device) -> Tensor:
-    """[N, N] bool, what each of `shared` places and of the chains of this length behind them sees: what is shared, up to
-    itself, and its own chain up to itself."""
+    """Return the causal mask [N, N] of `shared` tokens and of parallel chains after them, which do not see each other."""
     order = torch.arange(shared + num_chains * length, device=device)
     chain = (order - shared).div(max(length, 1), rounding_mode="floor")
-    together = (chain == chain[:, None]) | (order < shared)
-    return together & (order <= order[:, None])
+    same_chain = (chain == chain[:, None]) | (order < shared)
+    return same_chain & (order <= order[:, None])
 
 
 def end_probabilities(tree: TokenTree) -> Tensor:
-    """[B, N] the drafter's own estimate that a round ends at each node: that it is kept, and none of its children. Where a tree
-    has no estimate, a node is kept half as often as its parent."""
+    """Return the probability [B, N] that a round ends at each node: that it is accepted, and none of its children.
+
+    It follows from the drafter's scores. In a tree without scores, a node is accepted half as often as its parent.
+    """
     scores = -0.6931 * tree.depths if tree.scores is None else tree.scores
-    kept = scores.exp() * tree.valid
-    below = torch.zeros_like(kept).scatter_add(1, tree.parents.clamp(min=0), kept * (tree.parents >= 0))
-    return torch.where(tree.valid, (kept - below).clamp(min=0), -1.0)
+    reach_probs = scores.exp() * tree.valid
+    child_probs = torch.zeros_like(reach_probs).scatter_add(1, tree.parents.clamp(min=0), reach_probs * (tree.parents >= 0))
+    return torch.where(tree.valid, (reach_probs - child_probs).clamp(min=0), -1.0)
 
 
 class MaskRollout(DepthRollout):
-    """One round: the target's head on the mask of a depth, and with a sampler on that and the token before."""
+    """A rollout by the target's head on the mask state of a node's depth, which a sampler corrects for the token before."""
 
     def __init__(self, root: Tensor, states: Tensor, head: Head, sampler: nn.Module | None, has_root_state: bool) -> None:
         super().__init__(root, states.shape[1])
         self.states, self.head, self.sampler = states, head, sampler  # [B, K, D]
-        self.has_root_state = has_root_state  # the first state is the target's own at the root, which no sampler changes
+        # Whether the first state is the target's own at the root, which the sampler does not change.
+        self.has_root_state = has_root_state
 
     def start(self) -> Tensor:
         return self._log_q(self.states[:, :1]) if self.has_root_state else super().start()

@@ -1,7 +1,7 @@
-"""The draft vocabulary, and what the target says in it. Shapes: B batch, T tokens, V draft vocabulary, R supervised rows.
+"""The draft vocabulary, and a drafter's labels in it. Shapes: B batch, T tokens, V draft vocabulary, R supervised rows.
 
-Index t of a drafter that reads features has seen the target's state at t and predicts token t + 2 at its first draft step,
-for token t + 1 is the target's own; at step k (from 0) it predicts token t + 2 + k.
+A drafter that reads features predicts token t + 2 from the target's state at position t in its first draft step, because the
+target itself predicts token t + 1. At step k, counted from 0, it predicts token t + 2 + k.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class VocabularyDrafter(Drafter):
-    """A drafter whose head covers the tokens that the assistant uses most. The others cannot be drafted."""
+    """A drafter whose head covers only the tokens that the assistant uses most; it cannot draft the others."""
 
     abilities = Abilities(on_policy=OnPolicy(learns_replays=True))
     d2t: Tensor
@@ -36,44 +36,44 @@ class VocabularyDrafter(Drafter):
     head: Head
 
     def add_vocabulary(self, size: int, target_size: int) -> None:
-        """Buffers d2t [V], target id = draft id + d2t[draft id], and t2d [target vocabulary], True where it can be drafted."""
+        """Add buffers d2t [V], target id - draft id of every draft id, and t2d [target vocabulary], True for draft tokens."""
         self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(target_size, dtype=torch.bool))
         self.use_vocabulary(torch.arange(size))
         self.register_load_state_dict_post_hook(_check_vocabulary)
 
     def use_vocabulary(self, ids: Tensor) -> None:
-        """Draft these target ids, ascending."""
+        """Set the draft vocabulary to these target ids, which ascend."""
         self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
         self.t2d.zero_()
         self.t2d[ids] = True
 
     def choose_vocabulary(self, token_counts: Tensor) -> Tensor:
-        """Take the most frequent tokens; their ids [V]."""
+        """Set the draft vocabulary to the most frequent tokens, and return their ids [V]."""
         ids = token_counts.argsort(descending=True, stable=True)[: len(self.d2t)].sort().values.cpu()
         self.use_vocabulary(ids)
         return ids
 
     @property
     def draft_ids(self) -> Tensor:
-        """[V] the target id of every draft id."""
+        """The target id [V] of every draft id."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """The target's embeddings of tokens [..], in the drafter's own dtype: [.., D]."""
+        """Embed tokens [..] with the target's embedding, in the drafter's type: [.., D]."""
         with torch.no_grad():
             return self.head.embed(tokens).to(next(self.parameters()).dtype)
 
 
 def _check_vocabulary(drafter: Any, _: Any) -> None:
-    """Loaded ids are the target's: a stranger's files may say others, and a lookup would fail far from here."""
+    """Raise `UserError` if loaded ids are outside of the target's vocabulary, where later lookups would fail."""
     ids = drafter.draft_ids
     if bool(((ids < 0) | (ids >= len(drafter.t2d))).any()):
-        raise UserError(f"d2t: it leads outside of the target's {len(drafter.t2d)} tokens; copy the drafter's files again")
+        raise UserError(f"d2t: some ids are not among the target's {len(drafter.t2d)} tokens; copy the drafter's files again")
 
 
 class SharedHeadDrafter(VocabularyDrafter):
-    """Slots or heads that all speak through one output layer (`lm_down`, `lm_head`), which starts as the target's."""
+    """A drafter whose slots or heads share one output layer (`lm_down`, `lm_head`), which starts as the target's."""
 
     lm_down: Any  # nn.Linear | None
     lm_head: Any  # nn.Linear
@@ -104,23 +104,25 @@ class HeadsDrafter(VocabularyDrafter):
     def heads_loss(
         self, supervision: Supervision, head_inputs: Callable[[int], Tensor]
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """Each head's loss on what its output layer reads at its supervised indices, weighted by head_decay^k, k from 1; hits
-        and counts [K]."""
+        """Return the losses of all heads, weighted by head_decay^k (k from 1), and their hits and counts [K].
+
+        `head_inputs` returns the inputs of a head's output layer at its supervised positions.
+        """
         terms = {}
         hits = torch.zeros(len(self.heads), device=supervision.labels.device)
         counts = torch.zeros_like(hits)
         for k, head in enumerate(self.heads):
-            loss, right = supervision.judge_states(head_inputs(k), head.lm_head, supervision.label_index(k))
+            loss, correct = supervision.judge_states(head_inputs(k), head.lm_head, supervision.label_index(k))
             terms[f"head{k}"] = self.head_decay ** (k + 1) * loss
-            hits[k], counts[k] = right.sum(), len(right)
+            hits[k], counts[k] = correct.sum(), len(correct)
         return terms, hits, counts
 
 
 class Supervision:
-    """What a drafter should say at every position whose next token is supervised, worked out once for all draft steps.
+    """Labels of a drafter at every position whose next token is supervised, computed once for all draft steps.
 
-    Either the target's distribution there, from its `final` features, or with cross_entropy the token of the data. Replayed
-    drafts are judged by Draft-OPD's split loss.
+    A label is the target's distribution, from its `final` features, or for cross_entropy the token of the data. Replayed drafts
+    have Draft-OPD's split loss.
     """
 
     def __init__(
@@ -128,79 +130,92 @@ class Supervision:
         drafter: VocabularyDrafter,
         batch: Batch,
         final: Tensor | None = None,
-        label_source: Literal["data", "target"] = "data",  # of a cross-entropy: the data's tokens, or the target's likeliest
+        # Labels of a cross-entropy: the data's tokens, or the target's most likely ones.
+        label_source: Literal["data", "target"] = "data",
     ) -> None:
         self.drafter, self.positions = drafter, batch.positions
-        predicts = batch.next_is_supervised & (batch.positions > 0)  # the earliest prediction is made at index 0, for token 2
+        # The earliest prediction is that of token 2, at position 0.
+        is_predicted = batch.next_is_supervised & (batch.positions > 0)
         self.row_index = torch.full(batch.tokens.shape, -1, dtype=torch.int64, device=batch.tokens.device)
-        self.row_index[predicts] = torch.arange(int(predicts.sum()), device=batch.tokens.device)
+        self.row_index[is_predicted] = torch.arange(int(is_predicted.sum()), device=batch.tokens.device)
         self.tokens_past_error, self.weight = (
-            None if part is None else part.roll(-1, dims=1)[predicts] for part in (batch.tokens_past_error, batch.weight)
+            None if part is None else part.roll(-1, dims=1)[is_predicted] for part in (batch.tokens_past_error, batch.weight)
         )
         self.target_log_probs: TargetLogProbs | None = None
         if drafter.divergence == "cross_entropy" and label_source == "data" and self.tokens_past_error is None:
-            self.labels = batch.tokens.roll(-1, dims=1)[predicts]
+            self.labels = batch.tokens.roll(-1, dims=1)[is_predicted]
         else:
             if final is None:
                 assert batch.features is not None
                 final = batch.features.at_layer("final")
-            own_mass = drafter.divergence in ACCEPTANCE_LOSSES
-            self.labels, log_probs = restrict_target(final[predicts], drafter.head.projection, drafter.draft_ids, own_mass)
+            uses_target_mass = drafter.divergence in ACCEPTANCE_LOSSES
+            self.labels, log_probs = restrict_target(
+                final[is_predicted], drafter.head.projection, drafter.draft_ids, uses_target_mass
+            )
             self.target_log_probs = TargetLogProbs(log_probs)
-        self.label_ids = torch.searchsorted(drafter.draft_ids, self.labels).clamp(
-            max=len(drafter.draft_ids) - 1
-        )  # any, if outside
-        # Outside the draft vocabulary there is nothing right to say, so no loss; it counts as a miss.
-        inside = drafter.t2d[self.labels]
-        self.in_vocabulary = torch.ones_like(inside) if drafter.divergence in ACCEPTANCE_LOSSES else inside
+        # A label outside the draft vocabulary has an arbitrary id; it has no loss and counts as a miss.
+        self.label_ids = torch.searchsorted(drafter.draft_ids, self.labels).clamp(max=len(drafter.draft_ids) - 1)
+        in_vocabulary = drafter.t2d[self.labels]
+        self.in_vocabulary = torch.ones_like(in_vocabulary) if drafter.divergence in ACCEPTANCE_LOSSES else in_vocabulary
 
     def _row_index_at(self, step: int) -> Tensor:
-        """[B, T] the row of what index t predicts at a step; -1 where nothing is supervised."""
+        """Return the row [B, T] of the label of position t at a step; -1 where nothing is supervised."""
         shift = step + 1
-        later = torch.where(self.positions >= shift, self.row_index, -1)[:, shift:]  # index t lies in the document of t + shift
+        # Position t must lie in the document of position t + shift.
+        later = torch.where(self.positions >= shift, self.row_index, -1)[:, shift:]
         return torch.nn.functional.pad(later, (0, self.row_index.shape[1] - later.shape[1]), value=-1)
 
     def is_supervised(self, step: int) -> Tensor:
-        """[B, T] bool, the indices supervised at a step."""
+        """Return [B, T] bool: the positions that are supervised at a step."""
         return self._row_index_at(step) >= 0
 
     def label_index(self, step: int) -> Tensor:
-        """[R] which rows answer the supervised indices of a step."""
-        positions = self._row_index_at(step)
-        return positions[positions >= 0]
+        """Return the rows [R] of the labels of a step's supervised positions."""
+        rows = self._row_index_at(step)
+        return rows[rows >= 0]
 
     def join_steps(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """[R] the answers of the first `count` steps together in the order of the answers, where each comes from among the
-        steps one after another, and its step. In this order the target is asked once for an answer that steps share."""
-        answers = [self.label_index(step) for step in range(count)]
-        answer, order = torch.cat(answers).sort(stable=True)
-        return answer, order, torch.cat([torch.full_like(found, step) for step, found in enumerate(answers)])[order]
+        """Join the labels of the first `count` steps, ordered by row, so that labels which steps share are computed once.
+
+        Returns the rows [R] of the labels, their indices in the concatenated steps, and their steps.
+        """
+        step_labels = [self.label_index(step) for step in range(count)]
+        label_index, order = torch.cat(step_labels).sort(stable=True)
+        return label_index, order, torch.cat([torch.full_like(labels, step) for step, labels in enumerate(step_labels)])[order]
 
     def judge_states(
         self, hidden: Tensor, lm_head: nn.Linear, label_index: Tensor, row_weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The summed loss of states [R, D] under a drafter's output layer, and [R] which first choices are right.
+        """Return the summed loss of states [R, D] under a drafter's output layer, and which predictions are correct [R].
 
-        Row r is judged by answers[r], which ascend: draft steps that share answers are best judged together.
+        State r has the label `label_index[r]`. The indices ascend, so draft steps that share labels are best joined.
         """
-        judged = self.judge_with_head(Projection(lm_head.weight, lm_head.bias), hidden, label_index, row_weight)
-        return judged.loss, self.drafter.draft_ids[judged.predictions] == self.labels[label_index]
+        result = self.judge_with_head(Projection(lm_head.weight, lm_head.bias), hidden, label_index, row_weight)
+        return result.loss, self.drafter.draft_ids[result.predictions] == self.labels[label_index]
 
     def judge_steps(self, states: list[Tensor], lm_head: nn.Linear, decay: float, num_steps: int) -> Losses:
-        """What `num_steps` draft steps under one output layer cost together, step i weighted by decay^i: of those that are made
-        the states [R, D] at their supervised indices."""
-        answer, order, step = self.join_steps(len(states))
-        loss, right = self.judge_states(torch.cat(states).index_select(0, order), lm_head, answer, decay**step)
-        return Losses.by_depth({self.drafter.divergence: loss}, right, step, num_steps)
+        """Return the losses of up to `num_steps` draft steps under one output layer, step i weighted by decay^i.
+
+        `states` holds the states [R, D] at the supervised positions of every step that was run.
+        """
+        label_index, order, step = self.join_steps(len(states))
+        loss, correct = self.judge_states(torch.cat(states).index_select(0, order), lm_head, label_index, decay**step)
+        return Losses.by_depth({self.drafter.divergence: loss}, correct, step, num_steps)
 
     def judge_with_head(
         self, head: Projection, hidden: Tensor, label_index: Tensor, row_weight: Tensor | None = None
     ) -> DivergenceResult:
-        """The same under any output layer over the draft vocabulary."""
-        counted = self.in_vocabulary if self.weight is None else self.in_vocabulary * self.weight
-        weight = counted[label_index] if row_weight is None else counted[label_index] * row_weight
-        distance = None if self.tokens_past_error is None else self.tokens_past_error[label_index]
-        theirs = None if self.target_log_probs is None else self.target_log_probs.select_rows(label_index)
+        """Return the summed loss, predictions and labels of states [R, D] under any output layer over the draft vocabulary."""
+        row_weights = self.in_vocabulary if self.weight is None else self.in_vocabulary * self.weight
+        weight = row_weights[label_index] if row_weight is None else row_weights[label_index] * row_weight
+        tokens_past_error = None if self.tokens_past_error is None else self.tokens_past_error[label_index]
+        target_log_probs = None if self.target_log_probs is None else self.target_log_probs.select_rows(label_index)
         return head_loss(
-            self.drafter.divergence, hidden, head, self.label_ids[label_index], theirs, distance, row_weight=weight
+            self.drafter.divergence,
+            hidden,
+            head,
+            self.label_ids[label_index],
+            target_log_probs,
+            tokens_past_error,
+            row_weight=weight,
         )
