@@ -35,11 +35,16 @@ class ExperimentalEvaluation(Evaluation):
     # With eval.overlap=outcomes, how many likely results of the verification to draft ahead for.
     outcomes: Count = 8
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.search: Search | None = None
+        if self.adversary is not None:
+            self.search = Search(self.adversary, self.adversary_words, self.adversary_same, self.adversary_seed)
+
     def extra_parts(self) -> list[Part]:
         parts: list[Part] = []
-        if self.adversary is not None:
-            search = Search(self.adversary, self.adversary_words, self.adversary_same, self.adversary_seed)
-            parts.append(Adversary(search, self.chosen, self.max_new_tokens, self.check))
+        if self.search is not None:
+            parts.append(Adversary(self.search, self.chosen, self.max_new_tokens, self.check))
         if self.optimum:
             parts.append(Optimum(self.max_new_tokens))
         if self.overlap is not None:

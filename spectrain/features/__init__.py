@@ -1,1 +1,1 @@
-"""What crosses from the target to a drafter, and where it comes from."""
+"""Features of the target: batches, and the sources that compute, store and read them."""

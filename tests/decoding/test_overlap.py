@@ -165,7 +165,7 @@ def test_as_many_drafts_are_ready_as_outcomes_were_foreseen(shallow: Target) -> 
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize("way", [{}, {"pre_verify": True}, {"outcomes": 6}], ids=["post", "pearl", "outcomes"])
+@pytest.mark.parametrize("way", [{}, {"pre_verify": True}, {"num_outcomes": 6}], ids=["post", "pearl", "outcomes"])
 @pytest.mark.parametrize("rule", [Greedy(), Match(temperature=1.5)], ids=lambda rule: rule.name)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_the_output_is_the_loops(
@@ -189,7 +189,7 @@ def test_the_output_is_the_loops(
 def test_on_a_stream_of_its_own_it_drafts_what_the_process_does(shallow: Target) -> None:
     """As many drafts are ready, whatever is done ahead."""
     drafter = made("causal", shallow)
-    for way in ({}, {"pre_verify": True}, {"outcomes": 5}):
+    for way in ({}, {"pre_verify": True}, {"num_outcomes": 5}):
         both = [Overlap(**way, uses_streams=streams) for streams in (False, True)]
         for overlap in both:
             Session(shallow, Greedy(), drafter, Chain(3), runner_source=overlap).decode([PROMPTS[0]], LIMIT, ignore_eos=True)

@@ -60,7 +60,7 @@ def test_quality_by_hand(tiny: Target) -> None:
 def test_quality_of_a_target_that_knows_nothing() -> None:
     """Equal logits have the perplexity of the vocabulary's size, and their likeliest token is the first."""
     head = SimpleNamespace(logits=lambda final: torch.zeros(len(final), 50))
-    features = lambda tokens, layers, texts: SimpleNamespace(at=lambda layer: torch.zeros(*tokens.shape, 4))  # noqa: E731
+    features = lambda tokens, layers, texts: SimpleNamespace(at_layer=lambda layer: torch.zeros(*tokens.shape, 4))  # noqa: E731
     uniform: Any = SimpleNamespace(device="cpu", head=head, features=features)
     assert quality(uniform, [([1, 2], [0, 3, 0]), ([1], [4])]) == {"perplexity": 50.0, "most_likely": 0.5}
 

@@ -447,4 +447,9 @@ def test_decoding_through_the_kernels_equals_the_references(
         found = run()
         assert [each.output for each in found] == [each.output for each in wanted]
         assert [each.round_lengths for each in found] == [each.round_lengths for each in wanted]
-    assert expected[0][0].output == plain[0][:5] and set(ran) == {"_attend", "_append", "_commit", "_match"}
+    assert expected[0][0].output == plain[0][:5] and set(ran) == {
+        "_launch_attention",
+        "_launch_append",
+        "_launch_commit",
+        "_launch_match",
+    }

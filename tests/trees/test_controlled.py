@@ -145,7 +145,7 @@ def test_the_policy_is_faster_than_any_fixed_length() -> None:
 def test_a_policy_explores_first_and_then_decides(children: Children) -> None:
     """Rounds are drafted to their full depth until enough was seen; afterwards a chain is the beginning of that chain."""
     builder = prepared(Policy(4, children))
-    builder.trials = 8
+    builder.min_episodes = 8
     full = [paths(Chain(4, children).expand(context(), Table(random_scores)), row) for row in ROWS]
     for _ in range(4):
         tree = builder.expand(context(), Table(random_scores))

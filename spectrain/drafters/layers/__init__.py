@@ -1,1 +1,1 @@
-"""What several families are made of."""
+"""Modules, losses and rollouts that several families share."""

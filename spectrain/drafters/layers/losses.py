@@ -98,7 +98,7 @@ def top_k_loss(log_p: Tensor, log_q: Tensor, count: int = 10) -> Tensor:
     Unlike a divergence, it is smallest if q has no mass on other tokens.
     """
     top_tokens = log_p.topk(min(count, log_p.shape[-1]), dim=-1)
-    return -(top_tokens.values.exp() * log_q.gather(-1, likeliest.indices)).sum(-1)
+    return -(top_tokens.values.exp() * log_q.gather(-1, top_tokens.indices)).sum(-1)
 
 
 def head_loss(
