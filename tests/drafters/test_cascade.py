@@ -168,14 +168,14 @@ def test_the_qualifier_lets_good_guesses_pass(shallow: Target, prompts: list[lis
         ({"ahead": -1}, "drafter.ahead=-1: use 0 or more"),
         ({"handover": 0}, "drafter.handover=0: use 1 or more"),
         ({"qualify": 0.0}, "drafter.qualify=0.0: use more than 0"),
-        ({"helper": "early_exit"}, "drafter.helper=early_exit: this drafter runs the target"),
+        ({"helper": "early_exit"}, "drafter.helper=early_exit: it runs the target"),
         (
             {"helper": {"choice": "hybrid", "inner": EAGLE3}},
-            "drafter.helper=hybrid: this drafter runs the target, .* or adds nodes",
+            "drafter.helper=hybrid: it runs the target, .* or adds nodes",
         ),
-        ({"ahead": 0, "handover": 2, "inner": "self"}, "drafter.inner=self: this drafter runs the target"),
-        ({"ahead": 0, "handover": 2, "inner": "jacobi"}, "drafter.inner=jacobi: this drafter runs the target"),
-        ({"ahead": 0, "handover": 2, "inner": "chosen"}, "drafter.inner=chosen: this drafter runs the target"),
+        ({"ahead": 0, "handover": 2, "inner": "self"}, "drafter.inner=self: it runs the target"),
+        ({"ahead": 0, "handover": 2, "inner": "jacobi"}, "drafter.inner=jacobi: it runs the target"),
+        ({"ahead": 0, "handover": 2, "inner": "chosen"}, "drafter.inner=chosen: it runs the target"),
     ],
 )
 def test_cascades_refuse(shallow: Target, settings: dict[str, Any], said: str) -> None:

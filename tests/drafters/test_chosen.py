@@ -278,8 +278,8 @@ def test_drawn_drafts_are_worth_what_the_rule_keeps(
     "settings, said",
     [
         ({"inner": ["ngram"]}, "drafter.inner: name two drafters or more"),
-        ({"inner": ["ngram", "lookahead"]}, "drafter.inner=lookahead: this drafter runs the target"),
-        ({"inner": ["ngram", "self"]}, "drafter.inner=self: this drafter runs the target"),
+        ({"inner": ["ngram", "lookahead"]}, "drafter.inner=lookahead: it runs the target"),
+        ({"inner": ["ngram", "self"]}, "drafter.inner=self: it runs the target"),
         ({"score_every": 0}, "drafter.score_every=0: use 1 or more"),
         ({"memory": 0}, "drafter.memory=0: use 1 or more"),
     ],
