@@ -111,8 +111,8 @@ class StoredSource(Source):
             missing = [layer for layer in layers if layer not in cache.layers]
             if missing:
                 raise UserError(
-                    f"source.path={self.path}: it holds layers {format_layers(cache.layers)}, and the drafter reads "
-                    f"{format_layers(tuple(missing))} too; set drafter.layers to layers of the cache"
+                    f"source.path={self.path}: it holds layers {format_layers(cache.layers)}, and the drafter also reads "
+                    f"{format_layers(tuple(missing))}; set drafter.layers to layers of the store"
                 )
             self.store = cache
             return cache
