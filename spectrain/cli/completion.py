@@ -14,25 +14,14 @@ from pathlib import Path
 
 from spectrain.config.schema import choice_files, conf_folders, load_schema, settings_by_group
 from spectrain.errors import UserError, suggest_nearest
+from spectrain.export.layouts import FORMATS
 
-from .help import COMMANDS
+from .help import COMMANDS, command_keys
 
 # Follows a complete word.
 WORD_END = " "
 PATH_KEYS = ("path", "out", "init", "prompts", "calibration", "model", "assistant", "results")  # keys of files or folders
 SHELL_SCRIPTS = {path.suffix[1:]: path for path in sorted(Path(__file__).parent.glob("completion.*")) if path.suffix != ".py"}
-LAYOUT_NAMES = (
-    "vllm",
-    "sglang",
-    "flat",
-    "hf",
-    "eagle",
-    "medusa",
-    "mtp",
-    "peft",
-    "uno",
-    "spectrain",
-)  # ours last: not exported to
 
 
 def read_script(shell: str) -> str:
@@ -76,7 +65,7 @@ def positional_words(name: str, rest: list[str], word: str) -> Iterable[str]:
     if name == "recipes":
         return [recipe + WORD_END for recipe in choice_files("recipe", conf_folders(rest))]
     if previous == "--to":
-        return [layout + WORD_END for layout in LAYOUT_NAMES]
+        return [layout + WORD_END for layout in FORMATS]
     if previous == "--target":
         return [*(target + WORD_END for target in ("tiny", "smollm2")), *path_words("", word)]
     return (
@@ -101,11 +90,8 @@ def setting_words(name: str, config: str, rest: list[str], word: str) -> Iterabl
         return [f"{start}{choice}{WORD_END}" for choice in choice_files(key, folders)]
     if key == "run":
         return run_words(word)
-    options = next(
-        (item.choices for item in (settings.get(group, []) if dot else schema.keys) if item.name == name_in_group), ()
-    )
-    if key == "format":
-        options = LAYOUT_NAMES if name == "convert" else LAYOUT_NAMES[:-1]
+    keys = settings.get(group, []) if dot else command_keys(name, schema)
+    options = next((item.choices for item in keys if item.name == name_in_group), ())
     return [f"{start}{option}{WORD_END}" for option in options] or (
         path_words(f"{key}=", value) if name_in_group in PATH_KEYS else []
     )

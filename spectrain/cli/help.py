@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spectrain.config.schema import (
+    CommandSchema,
     choice_files,
     conf_folders,
     load_schema,
@@ -21,6 +22,7 @@ from spectrain.config.schema import (
 )
 from spectrain.config.signatures import SettingKey, format_literal
 from spectrain.errors import UserError, suggest_nearest
+from spectrain.export.layouts import EXPORT_FORMATS, FORMATS
 
 HELP_WORDS = ("-h", "--help", "help")
 
@@ -88,7 +90,7 @@ def describe_config(name: str, command: Command, words: list[str]) -> list[str]:
     if note:
         parts.append(wrap_text(f"{note[0].upper()}{note[1:]}.", ""))
     if schema.keys:
-        parts.append(format_section("Keys: KEY=VALUE", format_keys({key.name: key for key in schema.keys})))
+        parts.append(format_section("Keys: KEY=VALUE", format_keys({key.name: key for key in command_keys(name, schema)})))
     choices, values = select_choices(schema, words), settings_by_group(schema, words)
     for group, keys in values.items():
         whose = f" ({group}={choices[group]})" if group in choices and len(choice_files(group, folders)) > 1 else ""
@@ -97,6 +99,12 @@ def describe_config(name: str, command: Command, words: list[str]) -> list[str]:
     if "drafter" in schema.groups and "drafter" not in choices:
         parts.append(f"The keys of a drafter: spectrain {name} drafter=ngram --help")
     return parts
+
+
+def command_keys(name: str, schema: CommandSchema) -> list[SettingKey]:
+    """Return the keys of a command that are in no group; the values of `format` are those of the table of layouts."""
+    formats = EXPORT_FORMATS if name == "export" else FORMATS
+    return [replace(key, choices=formats) if key.name == "format" else key for key in schema.keys]
 
 
 def resolve_reference(default: str | None, values: Mapping[str, list[SettingKey]]) -> str | None:

@@ -21,13 +21,6 @@ LAYOUT_SETTINGS = (
     "_target_", "architecture", "layers", "vocab_size", "num_layers", "model", "block_size", "sample_from_anchor", "causal",
     "window", "mask_token_id", "own_embedding",
 )  # fmt: skip
-REPAIRABLE_FAULTS = (
-    "missing-embed-tokens",
-    "d2t-of-all",
-    "short-heads",
-    "block-causality",
-    "ignored-head",
-)  # faults that reading and writing again mends
 
 
 def read_drafter(directory: Path, target: TargetFiles | None = None) -> DrafterCheckpoint:
@@ -37,7 +30,7 @@ def read_drafter(directory: Path, target: TargetFiles | None = None) -> DrafterC
     for finding in check_files(files, layout, None):
         if finding.name == NOT_DATA:
             raise UserError(f"{finding.problem}; {finding.remedy}")
-        if finding.level == "error" and finding.name not in REPAIRABLE_FAULTS:
+        if finding.level == "error" and not finding.is_repairable:
             raise UserError(f"{directory}: {finding.problem} ({finding.name}); {finding.remedy}")
     try:
         return layout.read(files, target)

@@ -48,7 +48,6 @@ SHIFTED_BLOCK_REASON = "every engine would serve it as a DFlash block, one token
 class DFlashLayout(Layout):
     """The base of a block drafter's layouts: `parse_config` translates config.json, all else is shared."""
 
-    families = ("dflash",)
     family: ClassVar[BlockFamily] = DFLASH
     layer_id_offset: ClassVar[int]  # spectrain's layer ids minus the layout's
     name_prefixes: ClassVar[dict[str, str]] = NAME_PREFIXES  # spectrain's -> the layout's

@@ -31,7 +31,6 @@ class FlatDFlash(DFlashLayout):
     Full-attention layers attend to the block in both directions, sliding ones causally.
     """
 
-    name = "sglang"
     title = "DFlash, flat layout"
     layer_id_offset = 1
     architecture: ClassVar[str] = "DFlashDraftModel"
@@ -70,7 +69,7 @@ class FlatDFlash(DFlashLayout):
             yield Finding(
                 "ignored-head", "error", f"the files hold {' and '.join(ignored)}",
                 "SGLang silently uses the target's instead; only vLLM reads them",
-                "serve it with vLLM: spectrain convert DIR OUT --to vllm --target TARGET",
+                "serve it with vLLM: spectrain convert DIR OUT --to vllm --target TARGET", is_repairable=True,
             )  # fmt: skip
 
     def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
@@ -139,7 +138,6 @@ class FlatDFlash2(FlatDFlash):
     """The flat layout of DFlash2, with the settings of convolutions and selector in `dflash_config`."""
 
     title = "DFlash2, flat layout"
-    families = ("dflash2",)
     family = DFLASH2
     architecture = "DFlash2DraftModel"
 
@@ -151,7 +149,6 @@ class FlatDSpark(FlatDFlash):
     """The flat layout of DSpark: all keys at the top level, and the target's embedding and output layer among the tensors."""
 
     title = "DSpark, flat layout"
-    families = ("dspark",)
     family = DSPARK
     architecture = DEEPSPEC_ARCHITECTURE
 

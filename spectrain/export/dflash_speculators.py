@@ -20,7 +20,6 @@ from .targets import TargetFiles
 class SpeculatorsDFlash(DFlashLayout):
     """The speculators layout of DFlash: its layer in `transformer_layer_config`, its target in `speculators_config`."""
 
-    name = "vllm"
     title = "DFlash, speculators layout"
     layer_id_offset = 0
     architecture: ClassVar[str] = "DFlashSpeculator"
@@ -88,6 +87,7 @@ class SpeculatorsDFlash(DFlashLayout):
                 "block-causality", "error", "full-attention layers and sliding_window_non_causal is false",
                 "the speculators library trains such layers in both directions regardless, and vLLM serves them causally",
                 'write "sliding_window_non_causal": true, or spectrain convert DIR OUT --to vllm --target TARGET',
+                is_repairable=True,
             )  # fmt: skip
 
     def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
@@ -142,7 +142,6 @@ class SpeculatorsDFlash2(SpeculatorsDFlash):
     """The speculators layout of DFlash2, with convolutions and a candidate selector."""
 
     title = "DFlash2, speculators layout"
-    families = ("dflash2",)
     family = DFLASH2
     architecture = "DFlash2DraftModel"
 
@@ -159,7 +158,6 @@ class SpeculatorsDSpark(SpeculatorsDFlash):
     """
 
     title = "DSpark, speculators layout"
-    families = ("dspark",)
     family = DSPARK
     architecture = "DSparkSpeculator"
     method = "dspark"
@@ -183,7 +181,7 @@ class SpeculatorsDSpark(SpeculatorsDFlash):
             yield Finding(
                 "block-causality", "error", "layers with a window and sliding_window_non_causal is true",
                 "the speculators library trains them in both directions, and vLLM serves a DSpark with a window causally",
-                "train with sliding_window_non_causal: false, or without a window",
+                "train with sliding_window_non_causal: false, or without a window", is_repairable=True,
             )  # fmt: skip
 
     def family_config(self, drafter: DrafterCheckpoint) -> dict[str, Any]:

@@ -24,7 +24,6 @@ class TransformersDFlash(FlatDFlash):
     A block attends in both directions, and embedding and output layer are always the target's.
     """
 
-    name = "hf"
     title = "DFlash, transformers"
     architecture = "MuseGlimmerAssistantModel"
     name_prefixes: ClassVar[dict[str, str]] = {

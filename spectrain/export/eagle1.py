@@ -27,9 +27,7 @@ EMBEDDING, FC_BIAS, LAYER_PREFIX = "embed_tokens.weight", "fc.bias", "layers.0."
 class OriginalEagle1(Layout):
     """The authors' layout: it holds the target's embedding, and a bias of fc unless config.json has bias=false."""
 
-    name = "eagle"
     title = "EAGLE, original layout"
-    families = ("eagle1",)
     architecture: ClassVar[str] = "LlamaForCausalLM"
     holds_embedding: ClassVar[bool] = True
 
@@ -132,7 +130,6 @@ class OriginalEagle1(Layout):
 class SglangEagle1(OriginalEagle1):
     """SGLang's layout: its fc always has a bias, which stays uninitialized where the file lacks it, so zeros are written."""
 
-    name = "sglang"
     title = "EAGLE, SGLang layout"
     architecture = "LlamaForCausalLMEagle"
     holds_embedding = False
@@ -151,7 +148,6 @@ class SglangEagle1(OriginalEagle1):
 class VllmEagle1(OriginalEagle1):
     """vLLM's layout: its fc has no bias."""
 
-    name = "vllm"
     title = "EAGLE, vLLM layout"
     architecture = "EagleLlamaForCausalLM"
     holds_embedding = False

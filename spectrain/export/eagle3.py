@@ -50,7 +50,6 @@ def layout_name(name: str, prefix: str) -> str:
 class Eagle3Layout(Layout):
     """The base of EAGLE-3's layouts: `parse_config` translates config.json, all else is shared."""
 
-    families = ("eagle3",)
     constructor: ClassVar[str] = EAGLE3_CLASS
     prefix: ClassVar[str]
 
@@ -136,6 +135,7 @@ class Eagle3Layout(Layout):
             yield Finding(
                 "d2t-of-all", "error", "the files hold d2t and an output layer over the full vocabulary",
                 "vLLM expects no map there and stops at the tensor", "spectrain convert DIR OUT --to vllm --target TARGET",
+                is_repairable=True,
             )  # fmt: skip
 
 

@@ -30,7 +30,6 @@ class FlatEagle3(Eagle3Layout):
     It holds ids of the fused layers only where they are not the default, because vLLM's numbers are one higher.
     """
 
-    name = "sglang"
     title = "EAGLE-3, flat layout"
     prefix = "midlayer."
     layer_id_offset: ClassVar[int] = 1  # spectrain's layer ids minus the layout's

@@ -25,9 +25,7 @@ STOP_HEAD_PREFIX = "stop_head."
 class HuggingFaceLayout(Layout):
     """A directory for AutoModelForCausalLM; `spd_type` and `pard_token` name the embedding row of PARD's mask."""
 
-    name = "hf"
     title = "transformers"
-    families = ("causal", "pard", "early_exit")
 
     def matches_files(self, files: DrafterFiles) -> bool:
         return any(name.endswith("ForCausalLM") for name in files.config.get("architectures") or [])

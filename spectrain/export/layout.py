@@ -150,6 +150,7 @@ class Finding:
     problem: str
     consequence: str
     remedy: str
+    is_repairable: bool = False  # reading the files and writing them again mends it
 
 
 @dataclass(frozen=True)
@@ -164,9 +165,7 @@ class ExpectedTensors:
 class Layout(ABC):
     """The way in which one project writes a drafter to files."""
 
-    name: ClassVar[str]  # its format
     title: ClassVar[str]
-    families: ClassVar[tuple[str, ...]]  # of spectrain's families, those that it can hold
     covers_all: ClassVar[bool] = False  # it needs no spectrain.json
     holds_target: ClassVar[bool] = False  # its directory is a target that contains the drafter
 

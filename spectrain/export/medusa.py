@@ -27,9 +27,7 @@ MEDUSA_CLASS = "spectrain.drafters.medusa.Medusa"
 class OriginalMedusa(Layout):
     """The authors' layout."""
 
-    name = "medusa"
     title = "Medusa, original layout"
-    families = ("medusa",)
 
     def matches_files(self, files: DrafterFiles) -> bool:
         return "medusa_num_heads" in files.config
@@ -120,9 +118,7 @@ class VllmMedusa(Layout):
     vLLM drafts what spectrain drafts. `d2t`, which vLLM ignores, holds which rows were trained.
     """
 
-    name = "vllm"
     title = "Medusa, vLLM layout"
-    families = ("medusa",)
 
     def matches_files(self, files: DrafterFiles) -> bool:
         return files.config.get("model_type") == "medusa" or "MedusaModel" in (files.config.get("architectures") or [])
@@ -197,7 +193,7 @@ class VllmMedusa(Layout):
             yield Finding(
                 "short-heads", "error", f"truncated_vocab_size={rows} is below vocab_size and every head has an output layer",
                 "vLLM allocates vocab_size rows for such heads and stops while it loads them",
-                "fill them up: spectrain convert DIR OUT --to vllm",
+                "fill them up: spectrain convert DIR OUT --to vllm", is_repairable=True,
             )  # fmt: skip
         ids = tensors.get("token_map")
         if ids is not None and (ids.is_floating_point() or bool((ids < 0).any() or (ids >= config["vocab_size"]).any())):

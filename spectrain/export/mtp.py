@@ -40,9 +40,7 @@ SKIPPED_FILES = ("README.md", ".gitattributes", INDEX_FILE, "config.json")
 class MtpTargetLayout(Layout):
     """The target's files with the trained layer in place of every MTP layer; the new tensors are in a separate shard."""
 
-    name = "mtp"
     title = "target with MTP layers"
-    families = ("mtp",)
     holds_target = True
 
     def matches_files(self, files: DrafterFiles) -> bool:

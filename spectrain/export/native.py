@@ -45,13 +45,7 @@ ARCHITECTURE_SIZES = ("intermediate_size", "num_attention_heads", "num_key_value
 class NativeLayout(Layout):
     """The layout of a run's drafter directory."""
 
-    name = "spectrain"
     title = "spectrain's own layout"
-    families = (
-        "eagle3", "peagle", "medusa", "hydra", "kangaroo", "causal", "pard", "gated_lora", "early_exit", "dflash", "dspark",
-        "dflash2", "mtp", "amphista", "ctc", "eagle1", "gumiho", "redrafter",
-        "transformer_heads",
-    )  # fmt: skip
     covers_all = True
 
     def matches_files(self, files: DrafterFiles) -> bool:

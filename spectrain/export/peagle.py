@@ -26,7 +26,6 @@ MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 class PEagleLayout(Eagle3Layout):
     """What P-EAGLE adds to a layout of EAGLE-3."""
 
-    families = ("peagle",)
     constructor = "spectrain.drafters.peagle.PEagle"
 
     @abstractmethod
@@ -101,7 +100,6 @@ class FlatPEagle(PEagleLayout, FlatEagle3):
     read, too.
     """
 
-    name = "flat"
     title = "P-EAGLE, flat layout"
     layer_id_offset = 0
 

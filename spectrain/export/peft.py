@@ -25,9 +25,7 @@ class PeftLayout(Layout):
     """The peft layout: adapter_config.json and adapter_model.safetensors are peft's; gated_lora.json and masks.safetensors
     spectrain's."""
 
-    name = "peft"
     title = "gated LoRA, peft layout"
-    families = ("gated_lora",)
 
     def matches_files(self, files: DrafterFiles) -> bool:
         return (files.directory / "gated_lora.json").exists()

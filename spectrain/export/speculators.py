@@ -23,7 +23,6 @@ NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
 class SpeculatorsEagle3(Eagle3Layout):
     """The speculators layout of EAGLE-3: its layer in `transformer_layer_config`, its target in `speculators_config`."""
 
-    name = "vllm"
     title = "EAGLE-3, speculators layout"
     prefix = "layers.0."
     model_type = "eagle3"
@@ -83,7 +82,7 @@ class SpeculatorsEagle3(Eagle3Layout):
             yield Finding(
                 "missing-embed-tokens", "error", "embed_tokens.weight is missing",
                 "vLLM uses the target's, but the speculators library silently loads zeros",
-                "write the target's embedding: spectrain convert DIR OUT --to vllm --target TARGET",
+                "write the target's embedding: spectrain convert DIR OUT --to vllm --target TARGET", is_repairable=True,
             )  # fmt: skip
 
     def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:

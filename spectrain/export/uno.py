@@ -32,9 +32,7 @@ NUM_MASKS = 7
 class UnoLayout(Layout):
     """adapter_config.json and adapter_model.safetensors, without mask vectors: SGLang puts random tokens into mask slots."""
 
-    name = "uno"
     title = "Uno, PEFT adapter"
-    families = ("gated_lora",)
 
     def matches_files(self, files: DrafterFiles) -> bool:
         is_plain = not files.config and not (files.directory / "gated_lora.json").exists()

@@ -13,7 +13,7 @@ from spectrain.cli.completion import SHELL_SCRIPTS, complete_word, read_script
 from spectrain.cli.help import COMMANDS
 from spectrain.config.schema import choice_files, conf_folders
 from spectrain.config.signatures import list_keys
-from spectrain.export.layouts import FORMATS as LAYOUTS
+from spectrain.export.layouts import EXPORT_FORMATS, FORMATS
 
 FOLDERS = conf_folders()
 HEAVY = ("torch", "hydra", "omegaconf", "transformers", "numpy", "rich", "pydantic")
@@ -98,8 +98,8 @@ def test_values_are_those_that_a_type_lists() -> None:
     assert offered("eval", "eval.sweep=") == offered("train", "eval.sweep=")
     assert offered("train", "eval.sweep=") == ["eval.sweep=exit", "eval.sweep=length", "eval.sweep=prune", "eval.sweep=tree"]
     assert offered("train", "drafter=eagle3", "drafter.start=r") == ["drafter.start=random"]
-    assert offered("convert", "format=") == sorted(f"format={layout}" for layout in LAYOUTS)
-    assert offered("export", "format=") == sorted(f"format={layout}" for layout in LAYOUTS if layout != "spectrain")
+    assert offered("convert", "format=") == sorted(f"format={layout}" for layout in FORMATS)
+    assert offered("export", "format=") == sorted(f"format={layout}" for layout in EXPORT_FORMATS)
 
 
 def test_words_of_other_commands(place: Path) -> None:

@@ -449,5 +449,5 @@ def test_upload_sends_the_folder_and_says_so(
 @pytest.mark.parametrize("form", ["vllm", "spectrain"])
 def test_a_family_that_no_layout_holds_is_told_so(form: str) -> None:
     """Such as one from outside the repository: there is no other format to name."""
-    with pytest.raises(UserError, match=rf"format={form}: no layout supports drafter=recurrent; score it"):
+    with pytest.raises(UserError, match=rf"format={form}: no layout of an engine supports drafter=recurrent; score it"):
         select_layout("recurrent", form)

@@ -206,7 +206,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Target], Path], str, tuple[str, ...]]] 
     "head norms for SGLang": (
         lambda path, tiny: ours(path, tiny, "eagle3", vocab_size=256, architecture={"qk_norm": True}), "sglang", ("qk_norm",)),
     "P-EAGLE for SGLang": (
-        lambda path, tiny: ours(path, tiny, "peagle", vocab_size=256), "sglang", ("P-EAGLE", "vllm or flat")),
+        lambda path, tiny: ours(path, tiny, "peagle", vocab_size=256), "sglang", ("peagle", "format=vllm or format=flat")),
     "EAGLE's bias for vLLM": (foreign.eagle1, "vllm", ("fc.bias", "--to sglang", "drafter.bias=false")),
     "Medusa for SGLang": (foreign.medusa, "sglang", ("medusa", "vllm")),
     "Hydra": (lambda path, tiny: ours(path, tiny, "hydra", vocab_size=256), "vllm", ("hydra", "spectrain eval")),
@@ -252,7 +252,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Target], Path], str, tuple[str, ...]]] 
         lambda path, tiny: ours(path, tiny, "dspark", sample_from_anchor=False, markov_head="rnn", **DSPARK), "vllm",
         ("markov_head=rnn", "slot 0")),
     "DSpark for transformers": (
-        lambda path, tiny: ours(path, tiny, "dspark", **DSPARK), "hf", ("only DFlash", "vllm or sglang or flat")),
+        lambda path, tiny: ours(path, tiny, "dspark", **DSPARK), "hf", ("dspark", "vllm or format=sglang or format=flat")),
     "an untrained early exit": (lambda path, tiny: ours(path, tiny, "early_exit"), "hf", ("assistant_early_exit",)),
 }  # fmt: skip
 
