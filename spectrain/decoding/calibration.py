@@ -80,19 +80,19 @@ def resolve_rule(
     """Return the rule and builder to decode with. For an unresolved rule, also return the forecast that decided."""
     if not rule.is_unresolved:
         return rule, builder, None
-    assert rule.sampling_settings is not None, "a rule that is open samples"
-    for weighing in filter(None, (find_constructor("acceptance", name) for name in REJECTION_RULES)):
-        if builder.children in weighing.children:
-            return weighing(*rule.sampling_settings), builder, None
-    drawn = builder.sampled_variant(rule.sampling_settings[0])
-    if drawn is None or drafter.abilities.copies_text or drafter.abilities.undrawn:
+    assert rule.sampling_settings is not None, "an unresolved rule samples"
+    for rule_class in filter(None, (find_constructor("acceptance", name) for name in REJECTION_RULES)):
+        if builder.children in rule_class.children:
+            return rule_class(*rule.sampling_settings), builder, None
+    sampled = builder.sampled_variant(rule.sampling_settings[0])
+    if sampled is None or drafter.abilities.copies_text or drafter.abilities.undrawn:
         return rule.matching_rule(), builder, None
     forecast = run_teacher_forced(
         target, drafter, builder, rule.matching_rule(), prompts()[:RULE_TRIAL_PROMPTS], RULE_TRIAL_TOKENS
     ).rule_forecast
     if forecast is None or not forecast.prefers_rejection:
         return rule.matching_rule(), builder, forecast
-    return RecursiveRejection(*rule.sampling_settings), drawn, forecast
+    return RecursiveRejection(*rule.sampling_settings), sampled, forecast
 
 
 def run_teacher_forced(
@@ -127,7 +127,7 @@ class TeacherForcedBuilder(TreeBuilder):
 
     def __init__(self, sequences: dict[int, list[int]], builder: TreeBuilder, rule: AcceptanceRule, width: int = 10) -> None:
         self.sequences, self.builder, self.width = sequences, builder, width
-        self.rule = rule if builder.children in rule.children else rule.matching_rule()  # what children chosen so are judged by
+        self.rule = rule if builder.children in rule.children else rule.matching_rule()
         self.depth, self.budget, self.max_drafted = builder.depth, builder.depth + 1, builder.depth - 1
         self.hit_sums = torch.zeros(self.depth, width, dtype=torch.float64)
         self.counts = [0] * self.depth
@@ -137,8 +137,9 @@ class TeacherForcedBuilder(TreeBuilder):
         self.rejection_rule = (
             None if self.rule.sampling_settings is None or not matches else RecursiveRejection(*self.rule.sampling_settings)
         )
-        self.rejection_sums = [0.0] * self.depth  # the same of `weighing`, over the places of each depth
-        self.overlap_sums, self.top1_sums = [0.0] * self.depth, [0] * self.depth  # sums over the places of each depth
+        # Sums over the positions of each depth.
+        self.rejection_sums = [0.0] * self.depth
+        self.overlap_sums, self.top1_sums = [0.0] * self.depth, [0] * self.depth
         self.level_log_probs: list[Tensor] = []  # log q [B, V] after each node of this round's chain
         self.rollout: Rollout | None = None
 
@@ -151,15 +152,15 @@ class TeacherForcedBuilder(TreeBuilder):
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         self.level_log_probs, self.rollout = [], rollout
-        known = [
+        answers = [
             self.sequences[row][length + 1 : length + 1 + self.depth]
             for row, length in zip(prefix.sequence_ids.tolist(), prefix.lengths.tolist())
         ]
-        width = min(self.max_depth(rollout), max(1, max(map(len, known))))
-        known = [tokens[:width] for tokens in known]
+        width = min(self.max_depth(rollout), max(1, max(map(len, answers))))
+        answers = [tokens[:width] for tokens in answers]
         device = prefix.root.device
-        tokens = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in known], device=device)
-        valid = torch.tensor([[True] + [n < len(tokens) for n in range(width)] for tokens in known], device=device)
+        tokens = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in answers], device=device)
+        valid = torch.tensor([[True] + [n < len(tokens) for n in range(width)] for tokens in answers], device=device)
         log_q = rollout.start()
         for level in range(width):
             self.level_log_probs.append(log_q[:, 0])
@@ -169,8 +170,10 @@ class TeacherForcedBuilder(TreeBuilder):
 
     @property
     def mean_overlap(self) -> list[float]:
-        """The mean sum of min(p, q) at each depth: how often a drawn token is kept; p and q at the rule's and the builder's
-        temperatures, p at 1 where the rule draws nothing."""
+        """The mean sum of min(p, q) at each depth: the acceptance rate of a drawn token.
+
+        p and q have the temperatures of the rule and the builder; p has temperature 1 where the rule draws nothing.
+        """
         return [total / count for total, count in zip(self.overlap_sums, self.counts) if count]
 
     @property
@@ -189,9 +192,9 @@ class TeacherForcedBuilder(TreeBuilder):
     def observe(self, round: RoundResult) -> None:
         """Add the acceptance chance of each child at every position that was reached."""
         for b in range(len(round.counts) if self.rollout is not None else 0):  # None: the drafter drafts by itself
-            drafted = int((round.tree.valid & round.tree.can_emit)[b].sum()) > 1  # else nothing was ready to draft
+            has_drafts = int((round.tree.valid & round.tree.can_emit)[b].sum()) > 1
             rate: Any = 1
-            for level in range(min(int(round.counts[b]), len(self.level_log_probs)) if drafted else 0):
+            for level in range(min(int(round.counts[b]), len(self.level_log_probs)) if has_drafts else 0):
                 logits = round.logits[b, level]
                 siblings, q = self._make_siblings(logits, self.level_log_probs[level][b], level, self.draw_method)
                 self._add_chances(siblings, q, logits, level, rate)
@@ -237,7 +240,8 @@ class TeacherForcedBuilder(TreeBuilder):
 
 
 class PresetChainBuilder(TreeBuilder):
-    """Proposes the same chain without a host synchronization: the tokens are loaded beforehand, and nothing is recorded."""
+    """Proposes the correct tokens as a chain without a host synchronization: they are loaded in advance, and nothing is
+    recorded."""
 
     name = "known"
     is_chain = True
@@ -251,9 +255,8 @@ class PresetChainBuilder(TreeBuilder):
             teacher_forced.budget,
             teacher_forced.max_drafted,
         )
-        self.static_texts: dict[
-            tuple[int, int], Tensor
-        ] = {}  # by size, always in one place; beyond a text's end there are zeros
+        # Texts by batch size and length, padded with zeros; each tensor keeps its address.
+        self.static_texts: dict[tuple[int, int], Tensor] = {}
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         batch, length = prefix.tokens.shape
@@ -262,8 +265,8 @@ class PresetChainBuilder(TreeBuilder):
             text = torch.tensor([text + [0] * (length - len(text)) for text in texts], device=prefix.tokens.device)
             self.static_texts.setdefault((batch, length), torch.empty_like(text)).copy_(text)
         depth = self.max_depth(rollout)
-        places = prefix.lengths[:, None] + 1 + torch.arange(depth, device=prefix.tokens.device)
-        tokens = self.static_texts[batch, length].gather(1, places.clamp(max=length - 1))
+        positions = prefix.lengths[:, None] + 1 + torch.arange(depth, device=prefix.tokens.device)
+        tokens = self.static_texts[batch, length].gather(1, positions.clamp(max=length - 1))
         rollout.start()
         for level in range(depth - 1):
             rollout.extend(tokens[:, level : level + 1], torch.full_like(tokens[:, :1], level))
@@ -273,17 +276,20 @@ class PresetChainBuilder(TreeBuilder):
 def measure_latency(
     target: Target, drafter: Drafter, prompts: list[list[int]], builder: TreeBuilder, max_text_tokens: int, repeats: int = 5
 ) -> Latency:
-    """Time verification and draft steps over up to the builder's budget of nodes, after the shortest prompt, and after the
-    longest one repeated up to `max_text_tokens` tokens: attention over a long text costs more for every node."""
+    """Time verification and draft steps over up to the builder's budget of nodes.
+
+    They are timed after the shortest prompt and after the longest one, repeated up to `max_text_tokens` tokens, because
+    attention over a long text costs more for every node.
+    """
     sizes = [size for size in TIMED_TREE_SIZES if size < builder.budget] + [builder.budget]
     verify: dict[int, dict[int, float]] = {}
     step: dict[int, dict[int, float]] = {}
     starts: list[float] = []
     limit = 2 * len(sizes) * (repeats + 1)  # rounds that emit one token, and as many again for lucky ones or empty drafts
-    most = max(prompts, key=len)
-    long = (most * -(-max_text_tokens // len(most)))[: max(max_text_tokens, len(most))]
-    fitting = [prompt[: max(1, target.max_length - limit)] for prompt in (min(prompts, key=len), long)]
-    for prompt in {len(prompt): prompt for prompt in fitting}.values():
+    longest = max(prompts, key=len)
+    long_prompt = (longest * -(-max_text_tokens // len(longest)))[: max(max_text_tokens, len(longest))]
+    timed_prompts = [prompt[: max(1, target.max_length - limit)] for prompt in (min(prompts, key=len), long_prompt)]
+    for prompt in {len(prompt): prompt for prompt in timed_prompts}.values():
         probe = LatencyProbe(sizes, builder.depth, target.head.vocab_size)
         decode(target, [prompt], Greedy(), limit, drafter, probe, ignore_eos=True)
         _check_rollout(builder, probe.num_measured > 0)
@@ -298,8 +304,10 @@ def measure_latency(
 
 @torch.inference_mode()
 def time_levels(target: Target, prompt: list[int], depth: int, repeats: int = 5) -> float:
-    """Seconds that each level below the first adds to verifying a tree: a chain against as many nodes below the root. Nothing
-    but where layers keep a state, which they bring up to date level by level."""
+    """Return the seconds that each level after the first adds to verifying a tree: a chain minus as many children of the root.
+
+    It is 0 but for targets with recurrent layers, which update their state level by level.
+    """
     if not target.traits.recurrent_modules or depth < 2:
         return 0.0
     nodes = torch.zeros(1, depth + 1, dtype=torch.int64, device=target.device)
@@ -311,20 +319,19 @@ def time_levels(target: Target, prompt: list[int], depth: int, repeats: int = 5)
     target.prefill(torch.tensor([prompt], device=target.device), lengths, cache, ())
     seconds: list[list[float]] = [[], []]
     for _ in range(repeats):
-        for tree, taken in zip(trees, seconds):
+        for tree, times in zip(trees, seconds):
             synchronize_device(target.device)
-            began = time.perf_counter()
+            start = time.perf_counter()
             target.verify(tree, cache)
             synchronize_device(target.device)
-            taken.append(time.perf_counter() - began)
+            times.append(time.perf_counter() - start)
             cache.roll_back()
-    deep, flat = (float(np.median(taken)) for taken in seconds)
-    return max(0.0, deep - flat) / (depth - 1)
+    chain_seconds, star_seconds = (float(np.median(times)) for times in seconds)
+    return max(0.0, chain_seconds - star_seconds) / (depth - 1)
 
 
 class LatencyProbe(TreeBuilder):
-    """Proposes random tokens after the root, one number of them after another, to time them. Of a drafter that copies, the
-    copying is timed with them."""
+    """Proposes random tokens after the root, in trees of each size in turn, to time them; copying is timed with them."""
 
     name = "probe"
 
@@ -347,10 +354,10 @@ class LatencyProbe(TreeBuilder):
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         tokens = rollout.to_target_ids(self._random_tokens(prefix, rollout.start().shape[-1]))
         synchronize_device(tokens.device)
-        began = time.perf_counter()
+        start = time.perf_counter()
         rollout.extend(tokens, torch.zeros_like(tokens))
         synchronize_device(tokens.device)
-        self.extend_seconds = time.perf_counter() - began
+        self.extend_seconds = time.perf_counter() - start
         self.step_seconds[self.tree_size].append(self.extend_seconds)
         self.was_expanded = True
         return self._make_tree(prefix, tokens)
@@ -381,6 +388,6 @@ class LatencyProbe(TreeBuilder):
 def _check_rollout(builder: TreeBuilder, has_rollout: bool) -> None:
     if not has_rollout:
         raise UserError(
-            f"tree={builder.name}: it is prepared by watching the drafter draft step by step, and this drafter copies text; "
-            "use tree=chain"
+            f"tree={builder.name}: it is calibrated while the drafter drafts step by step, and this drafter copies text; use "
+            "tree=chain"
         )

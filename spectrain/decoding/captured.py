@@ -1,9 +1,9 @@
 """Captured rounds: rounds of fixed shape without a host synchronization, replayed as CUDA graphs and read every few rounds.
 
 Shapes: B batch, P tokens that a round may emit, K rounds between two reads by the host.
-It runs the round of `loop.play`, part by part. Three graphs hold it (draft, verify, accept), with an event between them, so
-that a round's time splits without a synchronisation. Autoregressive decoding is the round whose tree is the root alone. On a
-CPU the same rounds run without graphs, which is how tests see them.
+It runs the round of `loop.run_round`, part by part. Three graphs hold it (draft, verify, accept), with an event between them,
+so that a round's time splits without a synchronisation. Autoregressive decoding is the round whose tree is the root alone. On a
+CPU the same rounds run without graphs, as in tests.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ def capture_blocker(target: Target, rule: AcceptanceRule, drafter: Drafter | Non
     """Return the reason why rounds cannot be captured in a graph, or None where they can."""
     rope: Any = getattr(target.config, "rope_parameters", None) or {}
     if any(kind.get("rope_type") == "dynamic" for kind in (rope, *rope.values()) if isinstance(kind, dict)):
-        return f"target {target.name} asks the device how long a text is, for its rotary embedding (rope_type=dynamic)"
+        return f"target {target.name} reads text lengths from the device for its rotary embedding (rope_type=dynamic)"
     if target.traits.attention_ranges is not None:
-        return f"target {target.name} has layers that see unlike far, known by their numbers, which compiled code does not see"
+        return f"target {target.name} has layers of different attention ranges, which compiled code cannot tell apart"
     if target.traits.recurrent_modules:
-        return f"target {target.name} has layers that keep a state, which is computed level by level of a tree"
+        return f"target {target.name} has recurrent layers, whose state is computed level by level of a tree"
     if target.traits.masked_attention is not None:
-        return f"target {target.name} has layers that attend by themselves, by masks that are made anew in every round"
+        return f"target {target.name} has layers with their own attention, whose masks are built in every round"
     if not rule.on_device:
-        return f"acceptance={rule.name} judges on the host"
+        return f"acceptance={rule.name} decides on the host"
     if drafter is None or builder is None:
         return None
     name, capture = type(drafter).__name__.lower(), drafter.abilities.capture
     if capture is None:
-        return f"drafter={name} asks the device while it drafts"
+        return f"drafter={name} reads values from the device while it drafts"
     if capture.keeps_drafts and not builder.verifies_all:
-        return f"tree={builder.name} leaves out nodes that drafter={name} has run"
+        return f"tree={builder.name} omits nodes that drafter={name} has run"
     if not builder.is_fixed:
-        return f"tree={builder.name} decides on the host how far to draft"
+        return f"tree={builder.name} decides the draft length on the host"
     return None
 
 
@@ -77,23 +77,23 @@ def capture_blocker(target: Target, rule: AcceptanceRule, drafter: Drafter | Non
 class StaticContext(Context):
     """A context whose tensors keep their addresses from round to round and from prompt to prompt."""
 
-    keeps_features: bool = True  # by a drafter
-    feature_buffers: tuple[Features, Tensor] | None = None  # where what was committed goes, [B, P], and how much of it is real
+    keeps_features: bool = True  # whether a drafter reads them
+    feature_buffers: tuple[Features, Tensor] | None = None  # committed features [B, P] and the number of valid ones [B]
 
-    def keep(self, seen: Features, path: Tensor, counts: Tensor) -> None:
-        if not self.keeps_features:  # nobody will read the features
+    def keep(self, features: Features, path: Tensor, counts: Tensor) -> None:
+        if not self.keeps_features:
             self.cache.commit(path, counts)
             return
         if self.feature_buffers is None:
-            hidden = seen.hidden.new_zeros(*path.shape, *seen.hidden.shape[2:])
-            self.feature_buffers = Features(torch.zeros_like(path), seen.layers, hidden), torch.zeros_like(counts)
-        fresh, held_counts = self.feature_buffers
-        reads = fresh.hidden.numel() > 0
-        self.cache.commit(path, counts, seen.hidden if reads else None, fresh.hidden if reads else None)
-        fresh.tokens.copy_(seen.tokens.gather(1, path))
-        held_counts.copy_(counts)
+            hidden = features.hidden.new_zeros(*path.shape, *features.hidden.shape[2:])
+            self.feature_buffers = Features(torch.zeros_like(path), features.layers, hidden), torch.zeros_like(counts)
+        buffer, buffer_counts = self.feature_buffers
+        has_features = buffer.hidden.numel() > 0
+        self.cache.commit(path, counts, features.hidden if has_features else None, buffer.hidden if has_features else None)
+        buffer.tokens.copy_(features.tokens.gather(1, path))
+        buffer_counts.copy_(counts)
         self.fresh, self.counts = self.feature_buffers
-        self.round = 1  # all that is asked of it is whether it is 0, and compiled code would be made anew for every number
+        self.round = 1  # only 0 or not matters, and torch.compile would compile again for every number
 
 
 class RoundLog:
@@ -106,7 +106,7 @@ class RoundLog:
 
     def write_round(self, outcome: RoundOutcome) -> None:
         tree = outcome.tree
-        assert tree.pruning is None, "what prunes asks the device"
+        assert tree.pruning is None, "pruning reads values from the device"
         round_log(
             self.records, self.next_slot, outcome.emitted_tokens, outcome.num_emitted, tree.depths, tree.valid, tree.can_emit
         )
@@ -114,9 +114,9 @@ class RoundLog:
 
     def read(self, rounds: int) -> list[list[RoundRecord]]:
         """Return the records of the rounds since the last read, by row. Only here does the host wait for the device."""
-        found = self.records[:rounds].tolist()
+        records = self.records[:rounds].tolist()
         self.next_slot.zero_()
-        return [[RoundRecord(line[: line[self.width]], *line[self.width + 1 :]) for line in lines] for lines in found]
+        return [[RoundRecord(record[: record[self.width]], *record[self.width + 1 :]) for record in rows] for rows in records]
 
 
 class RoundTimer:
@@ -137,7 +137,7 @@ class RoundTimer:
     def read_seconds(self) -> list[dict[str, float]]:
         """Return the seconds of every round by part, after the device has finished them."""
         rounds = [self.events[first : first + len(ROUND_PARTS)] for first in range(0, len(self.events), len(ROUND_PARTS))]
-        return [dict(zip(ROUND_PARTS, (self.elapsed_seconds(a, b) for a, b in zip(marks, marks[1:])))) for marks in rounds]
+        return [dict(zip(ROUND_PARTS, (self.elapsed_seconds(a, b) for a, b in zip(events, events[1:])))) for events in rounds]
 
     def elapsed_seconds(self, first: Any, last: Any) -> float:
         return first.elapsed_time(last) / 1e3 if self.is_gpu else last - first
@@ -150,7 +150,7 @@ class BatchState:
     context: StaticContext
     log: RoundLog | None = None  # made after the first round, whose width it needs
     drafter_state: dict[str, Any] = field(default_factory=dict)  # state between rounds, such as its cache
-    static_tensors: dict[str, Tensor] = field(default_factory=dict)  # the place of each tensor among them
+    static_tensors: dict[str, Tensor] = field(default_factory=dict)  # the fixed storage of each tensor among them
     num_warm_rounds: int = 0  # rounds run in the shapes that will be captured
     graphs: list[Any] = field(default_factory=list)  # a torch.cuda.CUDAGraph a part
 
@@ -175,9 +175,9 @@ def _propose_tree(context: Context, drafter: Drafter, builder: TreeBuilder) -> T
 class CapturedRunner:
     """Runs batches with one drafter, tree builder and rule. A capture serves all batches of its size.
 
-    The host reads every `every` rounds, or as soon as all texts may have reached their limit. On a GPU, layers and a drafter
-    that runs no model are compiled, by a `backend` of torch.compile; None is for none. Graphs hold the addresses of weights:
-    these may be written to, but not replaced by others, as a change of dtype or merged adapters do.
+    The host reads every `rounds_per_read` rounds, or as soon as all texts may have reached their limit. On a GPU, layers and a
+    drafter that runs no model are compiled by a `backend` of torch.compile; None compiles nothing. Graphs hold the addresses
+    of weights, which may be written to but not replaced, as a change of dtype or merged adapters would do.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class CapturedRunner:
         if reason is not None:
             raise UserError(f"eval.engine=captured: {reason}; use eval.engine=eager")
         if rounds_per_read < 1:
-            raise ValueError(f"every={rounds_per_read}: use 1 or more")
+            raise ValueError(f"rounds_per_read={rounds_per_read}: use 1 or more")
         self.target, self.rule, self.drafter, self.rounds_per_read = target, rule, drafter, rounds_per_read
         self.builder = RootOnlyBuilder() if drafter is None or builder is None else builder
         self.round_drafter: Drafts = NullDrafter() if drafter is None else drafter
@@ -202,9 +202,8 @@ class CapturedRunner:
         self.backend = None if drafter is not None and drafter.abilities.adapts_layers else backend
         self._drafter_models = [] if drafter is None else [model for model in drafter.modules() if isinstance(model, Target)]
         capture = None if drafter is None else drafter.abilities.capture
-        runs_model = (
-            capture is None or self._drafter_models or capture.keeps_drafts
-        )  # whose layers are compiled, and nothing around
+        # Of such a drafter only the model's layers are compiled.
+        runs_model = capture is None or self._drafter_models or capture.keeps_drafts
         self._compiled_drafter: Drafts = self.round_drafter
         if drafter is not None and self.backend is not None and not runs_model:
             self._compiled_drafter = CompiledProposer(drafter, self.builder, self.backend)
@@ -220,7 +219,7 @@ class CapturedRunner:
         ignore_eos: bool = False,
         on_round: OnRound = no_callback,
     ) -> list[Generation]:
-        """Continue every prompt, as `loop.decode` does; `watch` sees what each look of the host brought."""
+        """Continue every prompt, as `loop.decode` does; `on_round` is called after every read of the host."""
         return run_to_end(
             self.decode_steps(make_request(self.target, prompts, max_new_tokens, sequence_ids, ignore_eos)), on_round
         )
@@ -228,8 +227,8 @@ class CapturedRunner:
     def decode_steps(self, request: Request) -> DecodingSteps:
         """Continue the prompts of a request; yield the generations after prefill and after every read."""
         device = self.target.device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # where events and graphs are made
-            self._select_state(request)  # what is refused changes nothing
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            self._select_state(request)  # an error here leaves all state unchanged
             try:
                 yield from decode_steps(self, request)
             finally:
@@ -246,14 +245,14 @@ class CapturedRunner:
         size = self._state_key(request.prompts, request.max_new_tokens)
         if size in self.checked_sizes or self.is_ready(request.prompts, request.max_new_tokens):
             return
-        going = self.decode_steps(request)
-        for _ in going:
+        steps = self.decode_steps(request)
+        for _ in steps:
             if self.is_ready(request.prompts, request.max_new_tokens):
                 break
-        going.close()
+        steps.close()
         self.checked_sizes.add(size)
 
-    # What `loop.steps` asks of a runner
+    # The contract of a runner, which `loop.decode_steps` uses
 
     def prefill(self, request: Request) -> list[int]:
         self.start_batch(request)
@@ -263,7 +262,7 @@ class CapturedRunner:
         """Run the prompts into the tensors of a batch of this size."""
         state = self._select_state(request)
         if state.log is not None:
-            state.log.next_slot.zero_()  # a decode that was interrupted has left it anywhere
+            state.log.next_slot.zero_()  # an interrupted decoding leaves it at any slot
         state.context.cache.reset()
         run_prompts(state.context, self.drafter, self.rule, request)
 
@@ -271,28 +270,32 @@ class CapturedRunner:
         """Select the tensors of a batch of this size and restore the drafter's state."""
         check_context_length(self.target, request)
         self.state = self.get_state(*self._state_key(request.prompts, request.max_new_tokens))
-        for name, value in self.state.drafter_state.items():  # others may have decoded with the drafter in between
+        for name, value in self.state.drafter_state.items():  # another runner may have used the drafter in between
             setattr(self.drafter, name, value)
         return self.state
 
     def run_rounds(self, tokens_left: int) -> list[tuple[list[RoundRecord], dict[str, float]]]:
         """Run rounds up to the next read. Rounds that emitted tokens share the time that belongs to no part."""
-        began = time.perf_counter()
-        marks = RoundTimer(self.target.device)
-        count = self._advance_rounds(marks, tokens_left)
+        start = time.perf_counter()
+        timer = RoundTimer(self.target.device)
+        count = self._advance_rounds(timer, tokens_left)
         assert self.state.log is not None
-        lines = self.state.log.read(count)
-        found = [(line, laps) for line, laps in zip(lines, marks.read_seconds()) if any(one.tokens for one in line)]
-        outside = time.perf_counter() - began - sum(sum(laps.values()) for _, laps in found)
-        for _, laps in found:
-            laps[ROUND_PARTS[-1]] = outside / len(found)
-        return found
+        records_by_round = self.state.log.read(count)
+        rounds = [
+            (records, seconds)
+            for records, seconds in zip(records_by_round, timer.read_seconds())
+            if any(record.tokens for record in records)
+        ]
+        other_seconds = time.perf_counter() - start - sum(sum(seconds.values()) for _, seconds in rounds)
+        for _, seconds in rounds:
+            seconds[ROUND_PARTS[-1]] = other_seconds / len(rounds)
+        return rounds
 
     def _advance_rounds(self, timer: RoundTimer, tokens_left: int) -> int:
-        """Run rounds until the host must look: `left` tokens are the most that a text may still emit. How many rounds."""
+        """Run rounds up to the next read and return their number; a text may emit at most `tokens_left` further tokens."""
         state = self.state
-        first = state.log is None or (self.drafter is not None and state.context.round == 0)
-        if first:  # of other shapes: it drafts from the whole prompt
+        is_first = state.log is None or (self.drafter is not None and state.context.round == 0)
+        if is_first:  # it drafts from the prompt, so it has other shapes
             self.run_uncaptured_round(timer)
             return 1
         if self.target.device.type == "cuda" and not state.graphs and state.num_warm_rounds >= WARM_UP_ROUNDS:
@@ -305,7 +308,7 @@ class CapturedRunner:
 
     def run_uncaptured_round(self, timer: RoundTimer) -> None:
         """Run one round eagerly, without a graph."""
-        reads_prompt = self.drafter is not None and self.state.context.round == 0  # so it has other shapes
+        reads_prompt = self.drafter is not None and self.state.context.round == 0
         timer()
         with self.use_compiled_layers():
             for _ in self.run_parts():
@@ -333,8 +336,8 @@ class CapturedRunner:
     def run_parts(self) -> Iterator[None]:
         """Run one round part by part; the last part also logs the outcome and copies the drafter's state to static tensors."""
         state = self.state
-        plays = self.round_drafter if self._current_backend() is None else self._compiled_drafter
-        for outcome in run_round(state.context, plays, self.builder, self.rule):
+        drafter = self.round_drafter if self._current_backend() is None else self._compiled_drafter
+        for outcome in run_round(state.context, drafter, self.builder, self.rule):
             if outcome is not None:
                 self._store_outcome(outcome)
             yield
@@ -372,10 +375,10 @@ class CapturedRunner:
         slots = bound + slots_per_round(self.drafter, self.builder) + 3
         cache = self.target.new_cache(batch, slots, bound)
         layers = required_layers(self.drafter, self.rule)
-        plain = make_context(self.target, self.builder, cache, layers, len(self.target.stop_ids))
+        context = make_context(self.target, self.builder, cache, layers, len(self.target.stop_ids))
         if self.backend is not None:
-            torch._dynamo.maybe_mark_dynamic(plain.tokens, 1)  # one compilation serves every bound
-        self.states[batch, bound] = BatchState(StaticContext(**vars(plain), keeps_features=self.drafter is not None))
+            torch._dynamo.maybe_mark_dynamic(context.tokens, 1)  # one compilation serves every bound
+        self.states[batch, bound] = BatchState(StaticContext(**vars(context), keeps_features=self.drafter is not None))
         for size in list(self.states)[:-MAX_CACHED_STATES]:
             del self.states[size]
         return self.states[batch, bound]

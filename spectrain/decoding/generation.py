@@ -31,14 +31,13 @@ class Generation:
     prompt: list[int]
     output: list[int] = field(default_factory=list)  # EOS included, nothing past it or the limit
     round_lengths: list[int] = field(default_factory=list)  # tokens emitted in each round, before trimming
-    depths: list[int] = field(default_factory=list)  # the other numbers of each round's line
+    depths: list[int] = field(default_factory=list)  # this and the next four: the numbers of each round's record
     node_counts: list[int] = field(default_factory=list)
     idle_counts: list[int] = field(default_factory=list)
     pruned_counts: list[int] = field(default_factory=list)
     judged_counts: list[int] = field(default_factory=list)
-    round_seconds: list[dict[str, float]] = field(
-        default_factory=list
-    )  # draft, verify, accept, other of each round of the batch
+    # Seconds of draft, verify, accept and other in each round of the batch.
+    round_seconds: list[dict[str, float]] = field(default_factory=list)
     is_cut: bool = False  # EOS or the limit cut the last round short
     is_done: bool = False
     seconds: dict[str, float] = field(default_factory=dict)  # of the whole batch: the sums of all rounds, and prefill
@@ -93,7 +92,7 @@ at its end."""
 def run_to_end(steps: DecodingSteps, on_round: OnRound) -> list[Generation]:
     """Run a decoding to its end, call `on_round` at every pause, and return the generations."""
     generations: list[Generation] = []
-    with closing(steps):  # at once where the watcher raises
+    with closing(steps):  # also where the callback raises
         for generations in steps:
             on_round(generations)
     return generations
@@ -101,13 +100,13 @@ def run_to_end(steps: DecodingSteps, on_round: OnRound) -> list[Generation]:
 
 def interleave(decodings: Sequence[DecodingSteps]) -> list[list[Generation]]:
     """Interleave decodings: always advance the one with the fewest tokens, so that a slow moment affects all of them."""
-    found = [next(one) for one in decodings]
-    left = set(range(len(found)))
-    while left:
-        least = min(left, key=lambda index: sum(len(one.output) for one in found[index]))
-        if next(decodings[least], None) is None:
-            left.remove(least)
-    return found
+    generations = [next(decoding) for decoding in decodings]
+    unfinished = set(range(len(generations)))
+    while unfinished:
+        shortest = min(unfinished, key=lambda index: sum(len(decoding.output) for decoding in generations[index]))
+        if next(decodings[shortest], None) is None:
+            unfinished.remove(shortest)
+    return generations
 
 
 class PartTimer:
@@ -120,10 +119,10 @@ class PartTimer:
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
-        began = time.perf_counter()
+        start = time.perf_counter()
         yield
         synchronize_device(self.device)
-        self.seconds[part] = time.perf_counter() - began
+        self.seconds[part] = time.perf_counter() - start
 
     def finish_round(self) -> dict[str, float]:
         """End the round and return its seconds by part."""

@@ -12,9 +12,11 @@ from spectrain.drafters.layers.skippable import SkippableDrafter
 from spectrain.errors import UserError
 from spectrain.trees.base import Draft, RoundResult, TreeBuilder, WrappedBuilder
 
-INITIAL_STEPS = 2  # plain rounds before the first draft
-STEP_INTERVAL = 32  # drafted rounds between two plain ones that time a step again: a drafter that pays loses about 1 % to them
-STEP_WINDOW = 9  # of the last plain rounds the median is a step: half of them may be slowed by something else
+INITIAL_STEPS = 2  # rounds without a draft before the first draft
+# Drafted rounds between two rounds without a draft, which time a step again; a drafter that pays loses about 1 % to them.
+STEP_INTERVAL = 32
+# A step is the median of so many rounds without a draft: other work on the machine may slow half of them.
+STEP_WINDOW = 9
 
 
 class Guard:
@@ -31,7 +33,7 @@ class Guard:
         if not 0 < allowance < 1:
             raise UserError(f"guard allowance={allowance}: use more than 0 and less than 1")
         self.allowance, self.window = allowance, window
-        self.cost = cost  # of a round that runs so many nodes; without it, the seconds measured
+        self.cost = cost  # cost of a round by number of nodes; None: the measured seconds
         self.step_costs: deque[float] = deque(maxlen=STEP_WINDOW)  # costs of the last rounds without a draft
         self.rounds_since_step = 0  # drafted rounds since the last one without
         self.mean_gain = 0.0  # running mean of tokens - cost over drafted rounds
@@ -39,9 +41,8 @@ class Guard:
         self.savings = 0.0
         self.num_undrafted = self.num_drafted = 0
         self.is_stopped = False  # drafting has stopped
-        self.deferred_round: tuple[float, float] | None = (
-            None  # tokens and cost of a round that asked the drafter and got nothing yet
-        )
+        # Tokens and cost of a round whose drafter ran and proposed nothing yet.
+        self.deferred_round: tuple[float, float] | None = None
 
     def should_draft(self) -> bool:
         """Tell whether the next round drafts. The first two do not, nor does one after 32 that do: they measure a step."""
@@ -65,15 +66,15 @@ class Guard:
             if self.is_stopped:
                 self.savings += self.allowance / 2 * tokens
             return
-        step, rounds = median(self.step_costs), 1
+        step_cost, rounds = median(self.step_costs), 1
         if self.deferred_round is not None:
             tokens, cost, rounds, self.deferred_round = tokens + self.deferred_round[0], cost + self.deferred_round[1], 2, None
-        gain = tokens - cost / step
+        gain = tokens - cost / step_cost
         self.num_drafted, self.rounds_since_step = self.num_drafted + rounds, self.rounds_since_step + rounds
         self.mean_gain += (gain - self.mean_gain) / min(self.num_drafted, self.window)
         if self.is_stopped:
             self.savings = min(0.0, self.savings + gain) if gain < 0 else self.savings + gain
-        self.expected_loss = max(0.0, cost / step - rounds)
+        self.expected_loss = max(0.0, cost / step_cost - rounds)
         if self.mean_gain > 0:
             self.is_stopped = False
         elif not self.is_stopped and (self.num_drafted >= self.window or -self.mean_gain * self.num_drafted >= self.window):
@@ -106,10 +107,10 @@ class GuardedBuilder(WrappedBuilder):
         self.drafter = drafter
 
     def observe(self, round: RoundResult) -> None:
-        guard, is_asked = self.drafter.guard, self.drafter.is_active
-        if is_asked:
+        guard, was_drafted = self.drafter.guard, self.drafter.is_active
+        if was_drafted:
             self.builder.observe(round)
         depth, nodes = round.tree.size_stats[:, :2].unbind(1)
         active = round.counts > 0
         cost = sum(round.seconds.values()) if guard.cost is None else guard.cost(int(nodes.max()))
-        guard.record_round(is_asked, float(round.counts.sum() / active.sum()), cost, bool((depth * active).any()))
+        guard.record_round(was_drafted, float(round.counts.sum() / active.sum()), cost, bool((depth * active).any()))

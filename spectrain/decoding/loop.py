@@ -44,19 +44,24 @@ class RoundOutcome:
 
 
 def run_round(context: Context, drafter: Drafts, builder: TreeBuilder, rule: AcceptanceRule) -> Iterator[RoundOutcome | None]:
-    """Run one round of speculative decoding. It yields at the end of each part, so that a runner can time or capture it."""
+    """Run one round of speculative decoding; yield after phases 2, 3 and 5, so that a runner can time or capture each part."""
+    # 1. Draft: the drafter proposes a rollout, ready continuations, or both.
     draft = drafter.draft(context)
+    # 2. Grow: the builder decides which of these nodes are verified.
     tree = builder.grow(context, draft)
     yield None
-    seen = drafter.verify(context, tree)
+    # 3. Verify: the target runs all nodes in one forward.
+    verified = drafter.verify(context, tree)
     yield None
-    accepted = rule.accept(tree, seen, context.sequence_ids, context.positions(tree) + 1)
+    # 4. Accept: the rule chooses a path and the token that follows it.
+    accepted = rule.accept(tree, verified, context.sequence_ids, context.positions(tree) + 1)
     if context.cache.bound is None:
         accepted = accepted.trim_padding()
-    emitted, counts = context.commit(tree, seen, accepted)
+    # 5. Commit: caches, text and features keep the accepted path and drop all other nodes.
+    emitted, counts = context.commit(tree, verified, accepted)
     drafter.commit(context, accepted)
-    assert seen.logits is not None
-    yield RoundOutcome(tree, seen.logits, emitted, counts, accepted.path)
+    assert verified.logits is not None
+    yield RoundOutcome(tree, verified.logits, emitted, counts, accepted.path)
 
 
 @torch.inference_mode()
@@ -64,20 +69,20 @@ def decode_steps(runner: Runner, request: Request) -> DecodingSteps:
     """Continue every prompt round by round; yield the generations after prefill and after every host synchronization."""
     stop_ids, limit = request.stop_ids, request.max_new_tokens
     generations = [Generation(prompt, batch_size=len(request.prompts)) for prompt in request.prompts]
-    began = time.perf_counter()
+    start = time.perf_counter()
     for generation, token in zip(generations, runner.prefill(request)):
         generation.emit_tokens([token], stop_ids, limit)
-    prefilled = time.perf_counter() - began
+    prefill_seconds = time.perf_counter() - start
     yield generations
     while not all(generation.is_done for generation in generations):
-        left = max(limit - len(one.output) for one in generations if not one.is_done)
-        for lines, seconds in runner.run_rounds(left):
-            for generation, line in zip(generations, lines):
+        tokens_left = max(limit - len(generation.output) for generation in generations if not generation.is_done)
+        for records, seconds in runner.run_rounds(tokens_left):
+            for generation, record in zip(generations, records):
                 if not generation.is_done:
-                    generation.record_round(line, seconds)
-                    generation.emit_tokens(line.tokens, stop_ids, limit)
+                    generation.record_round(record, seconds)
+                    generation.emit_tokens(record.tokens, stop_ids, limit)
         yield generations
-    record_seconds(generations, prefilled)
+    record_seconds(generations, prefill_seconds)
 
 
 class NullDrafter:
@@ -114,7 +119,10 @@ class Runner(Protocol):
         """Run the prompts and return the first new token of each, which belongs to no round."""
 
     def run_rounds(self, tokens_left: int) -> list[tuple[list[RoundRecord], dict[str, float]]]:
-        """The next rounds, at least one: a line a text, and seconds by part. No text emits more than `left` tokens more."""
+        """Run the next rounds, at least one; no text emits more than `tokens_left` further tokens.
+
+        Returns, per round, one record per text and the seconds of each part.
+        """
 
 
 class EagerRunner:
@@ -139,15 +147,15 @@ class EagerRunner:
             with clock(part):
                 outcome = next(parts)
         assert outcome is not None
-        counted = outcome.tree.size_stats
+        stats = outcome.tree.size_stats
         numbers = torch.cat(
-            [outcome.num_emitted[:, None], counted, outcome.emitted_tokens], dim=1
+            [outcome.num_emitted[:, None], stats, outcome.emitted_tokens], dim=1
         ).tolist()  # the only synchronisation
-        first = 1 + counted.shape[1]
-        lines = [RoundRecord(row[first : first + row[0]], *row[1:first]) for row in numbers]
+        num_stats = 1 + stats.shape[1]
+        records = [RoundRecord(row[num_stats : num_stats + row[0]], *row[1:num_stats]) for row in numbers]
         seconds = clock.finish_round()
         self.builder.observe(RoundResult(outcome.tree, outcome.logits, outcome.num_emitted, seconds, outcome.path))
-        return [(lines, seconds)]
+        return [(records, seconds)]
 
 
 def decode(
@@ -213,42 +221,42 @@ def required_layers(drafter: Drafter | None, rule: AcceptanceRule) -> tuple[Laye
 
 def make_context(target: Target, builder: TreeBuilder, cache: TreeCache, layers: tuple[Layer, ...], num_stops: int) -> Context:
     """Make a context over an empty cache, with as many token slots as the cache has and with `num_stops` stop tokens."""
-    numbers = torch.zeros_like(cache.lengths)
-    tokens = numbers.new_zeros(len(numbers), cache.max_length)
-    nothing = Features(tokens[:, :0], layers, torch.zeros(0, device=target.device))
-    stops = numbers.new_full((num_stops,), NO_TOKEN)
+    zeros = torch.zeros_like(cache.lengths)
+    tokens = zeros.new_zeros(len(zeros), cache.max_length)
+    no_features = Features(tokens[:, :0], layers, torch.zeros(0, device=target.device))
+    stops = zeros.new_full((num_stops,), NO_TOKEN)
     return Context(
         target=target,
         builder=builder,
         cache=cache,
         tokens=tokens,
-        sequence_ids=numbers,
+        sequence_ids=zeros,
         layers=layers,
-        fresh=nothing,
-        counts=numbers.clone(),
-        active=numbers.bool(),
-        left=numbers.clone(),
+        fresh=no_features,
+        counts=zeros.clone(),
+        active=zeros.bool(),
+        left=zeros.clone(),
         stops=stops,
     )
 
 
 def run_prompts(context: Context, drafter: Drafter | None, rule: AcceptanceRule, request: Request) -> None:
     """Run the prompts into the empty cache and append the first new token, which the rule chooses from their last logits."""
-    device, longest = context.target.device, request.longest_prompt
+    device, width = context.target.device, request.longest_prompt
     context.sequence_ids.copy_(torch.tensor(request.sequence_ids))
     context.stops.copy_(torch.tensor([*sorted(request.stop_ids), *[NO_TOKEN] * (len(context.stops) - len(request.stop_ids))]))
-    padded = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in request.prompts], device=device)
+    padded = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in request.prompts], device=device)
     lengths = torch.tensor([len(prompt) for prompt in request.prompts], device=device)
     prefill = None if drafter is None else drafter.abilities.prefill
     if prefill is not None:
         refuse_images(request.prompts, "drafter: this family reads prompts by itself")
     context.texts = request.prompts
-    seen = context.prefill(padded, lengths) if prefill is None else prefill(drafter, context, padded, lengths)
-    assert seen.logits is not None
-    context.tokens[:, :longest] = padded
-    first = rule.choose_tokens(seen.logits, context.sequence_ids, lengths[:, None])
+    features = context.prefill(padded, lengths) if prefill is None else prefill(drafter, context, padded, lengths)
+    assert features.logits is not None
+    context.tokens[:, :width] = padded
+    first = rule.choose_tokens(features.logits, context.sequence_ids, lengths[:, None])
     context.tokens.scatter_(1, lengths[:, None], first)
-    context.fresh, context.counts = seen, lengths
+    context.fresh, context.counts = features, lengths
     context.left.fill_(request.max_new_tokens - 1)
     context.active.copy_(~(first == context.stops).any(-1) & (context.left > 0))
     context.temperature = 1.0 if rule.sampling_settings is None else rule.sampling_settings[0]

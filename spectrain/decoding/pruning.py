@@ -41,54 +41,60 @@ class EarlyHead:
 
     @classmethod
     def from_states(cls, normed: Tensor, final: Tensor, head: Tensor, bias: Tensor | None, rank: int) -> EarlyHead:
-        """By least squares from normed states [T, D] to what the head [V, D] reads, [T, D]; of that map the `rank` directions
-        that move the logits most (reduced-rank regression). The ridge is the states' own mean square: it draws the map to
-        the identity, the early exit as it is, where the few tokens do not say otherwise."""
+        """Fit a head by reduced-rank regression from normed states [T, D] to the states [T, D] that the head [V, D] reads.
+
+        The least-squares map is reduced to the `rank` directions that move the logits most. The ridge is the states' mean
+        square; it pulls the map to the identity, which is the early exit without a fit, where data are few.
+        """
         x, y, width = normed.double(), final.double(), normed.shape[-1]
-        one = torch.eye(width, dtype=x.dtype, device=x.device)
-        learnt = one + torch.linalg.solve(x.T @ x + x.pow(2).mean() * len(x) * one, x.T @ (y - x))
+        identity = torch.eye(width, dtype=x.dtype, device=x.device)
+        mapping = identity + torch.linalg.solve(x.T @ x + x.pow(2).mean() * len(x) * identity, x.T @ (y - x))
         gram = (head.float().T @ head.float()).double()
-        root = torch.linalg.cholesky(gram + 1e-6 * gram.diagonal().mean() * one)
-        best = torch.linalg.svd(x @ learnt @ root, full_matrices=False).Vh[:rank].T
-        back = torch.linalg.solve(root.T, best)  # undoes the root
-        return cls((learnt @ root @ best).to(head.dtype), head @ back.to(head.dtype), bias)
+        factor = torch.linalg.cholesky(gram + 1e-6 * gram.diagonal().mean() * identity)
+        directions = torch.linalg.svd(x @ mapping @ factor, full_matrices=False).Vh[:rank].T
+        inverse = torch.linalg.solve(factor.T, directions)  # undoes the root
+        return cls((mapping @ factor @ directions).to(head.dtype), head @ inverse.to(head.dtype), bias)
 
 
 def fit_early_heads(target: Target, prunings: Sequence[Pruning], prompts: list[list[int]], rank: int) -> None:
-    """Fit a head of this rank for each pruning on the target's own answers to prompts. The target's head stays in use where it
-    predicts the target's token more often, on every fourth answer, which is left out of the fit."""
+    """Fit a head of this rank for each pruning on the target's answers to prompts.
+
+    The target's head stays in use where it predicts the target's token more often on every fourth answer, which is not fitted.
+    """
     answers = decode(target, prompts, Greedy(), ANSWER_TOKENS)
     layers = tuple({pruning.layer for pruning in prunings})
-    read: list[tuple[dict[int, Tensor], Tensor]] = []
+    states_by_answer: list[tuple[dict[int, Tensor], Tensor]] = []
     for answer in answers:
-        seen = target.features(torch.tensor([answer.prompt + answer.output], device=target.device), (*layers, "final"))
-        read.append(({layer: target.apply_final_norm(seen.at_layer(layer))[0] for layer in layers}, seen.at_layer("final")[0]))
-    taught = [pair for number, pair in enumerate(read) if number % 4 or len(read) == 1]
-    final, projection = torch.cat([final for _, final in taught]), target.head.projection
+        features = target.features(torch.tensor([answer.prompt + answer.output], device=target.device), (*layers, "final"))
+        states_by_answer.append(
+            ({layer: target.apply_final_norm(features.at_layer(layer))[0] for layer in layers}, features.at_layer("final")[0])
+        )
+    training = [pair for number, pair in enumerate(states_by_answer) if number % 4 or len(states_by_answer) == 1]
+    final, projection = torch.cat([final for _, final in training]), target.head.projection
     heads = {
         layer: EarlyHead.from_states(
-            torch.cat([states[layer] for states, _ in taught]), final, projection.weight, projection.bias, rank
+            torch.cat([states[layer] for states, _ in training]), final, projection.weight, projection.bias, rank
         )
         for layer in layers
     }
-    apart = read[::4]
-    wanted = target.head.logits(torch.cat([final for _, final in apart])).argmax(-1, keepdim=True)
+    validation = states_by_answer[::4]
+    labels = target.head.logits(torch.cat([final for _, final in validation])).argmax(-1, keepdim=True)
     for pruning in prunings:
-        states = torch.cat([states[pruning.layer] for states, _ in apart])
+        states = torch.cat([states[pruning.layer] for states, _ in validation])
 
-        def named(logits_of: Callable[[Tensor], Tensor], pruning: Pruning = pruning, states: Tensor = states) -> int:
-            return int((pruning.select_top(logits_of(states)) == wanted).any(-1).sum())
+        def count_hits(logits_of: Callable[[Tensor], Tensor], pruning: Pruning = pruning, states: Tensor = states) -> int:
+            return int((pruning.select_top(logits_of(states)) == labels).any(-1).sum())
 
         head = heads[pruning.layer]
-        pruning.head = head if named(head) >= named(target.head.logits) else None
+        pruning.head = head if count_hits(head) >= count_hits(target.head.logits) else None
 
 
 class Pruning:
-    """Drop what the first `layer` layers find unlikely before the other layers run: a node whose token is not among the
-    `top_k` that an early exit there names after its parent, and all below it.
+    """Drop nodes after the first `layer` layers whose token is not among the `top_k` of an early exit at their parent.
 
-    Which nodes stay depends on their tokens, so a rule that weighs p against q would be wrong about them. Rules that fix
-    the target's own choice beforehand are not: losing a node can shorten a round and never changes its tokens.
+    All descendants of such a node are dropped too. Which nodes stay depends on their tokens, so a rule that weighs p against q
+    would be wrong about them. Rules that fix the target's choice beforehand stay exact: losing a node can shorten a round and
+    never changes its tokens.
     """
 
     def __init__(self, layer: int, top_k: int) -> None:
@@ -118,27 +124,29 @@ class Pruning:
         partial.run_to_layer(tree, self.layer)
         context.partial = partial
         assert partial.hidden is not None
-        likely, judged = self._likely_children(context.target, tree, partial.hidden[:, :, -1])
+        likely, num_judged = self._likely_children(context.target, tree, partial.hidden[:, :, -1])
         above = tree.parents.clamp(min=0)
         after_parent = likely.gather(1, above[..., None].expand(-1, -1, likely.shape[-1]))
-        stays = (after_parent == tree.tokens[..., None]).any(-1)
-        stays[:, 0] = True
-        left = tree.select_nodes((stays[:, None] | ~tree.ancestors).all(-1) & tree.valid)
-        partial.align_to_tree(left)
+        keep = (after_parent == tree.tokens[..., None]).any(-1)
+        keep[:, 0] = True
+        pruned = tree.select_nodes((keep[:, None] | ~tree.ancestors).all(-1) & tree.valid)
+        partial.align_to_tree(pruned)
         depth = (tree.depths * (tree.valid & tree.can_emit)).amax(1)
-        return replace(left, pruning=PruningStats(depth, tree.valid.sum(1) - left.valid.sum(1), judged))
+        return replace(pruned, pruning=PruningStats(depth, tree.valid.sum(1) - pruned.valid.sum(1), num_judged))
 
     def _likely_children(self, target: Target, tree: TokenTree, states: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, N, K] the tokens that an early exit names after nodes that have children, from their states [B, N, D], and [B]
-        how many nodes these are: the head is asked there only, for it can cost as much as several layers."""
+        """Return the likeliest tokens [B, N, K] after nodes that have children, by an early exit from their states [B, N, D].
+
+        Also returns the number of these nodes [B]. The head runs on them only: it can cost as much as several layers.
+        """
         above = tree.parents.clamp(min=0)
-        hosts = torch.zeros_like(tree.tokens).scatter_add(1, above, (tree.valid & (tree.parents >= 0)).long()) > 0
-        judged = hosts.sum(1)
-        order = hosts.long().argsort(dim=1, descending=True, stable=True)[:, : max(1, int(judged.max()))]
-        asked = states.gather(1, order[..., None].expand(-1, -1, target.width))
-        likely = self.select_top((self.head or target.head.logits)(target.apply_final_norm(asked)))
-        places = torch.zeros_like(above).scatter(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
-        return likely.gather(1, places[..., None].expand(-1, -1, likely.shape[-1])), judged
+        has_children = torch.zeros_like(tree.tokens).scatter_add(1, above, (tree.valid & (tree.parents >= 0)).long()) > 0
+        judged = has_children.sum(1)
+        order = has_children.long().argsort(dim=1, descending=True, stable=True)[:, : max(1, int(judged.max()))]
+        parent_states = states.gather(1, order[..., None].expand(-1, -1, target.width))
+        likely = self.select_top((self.head or target.head.logits)(target.apply_final_norm(parent_states)))
+        index = torch.zeros_like(above).scatter(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
+        return likely.gather(1, index[..., None].expand(-1, -1, likely.shape[-1])), judged
 
     def select_top(self, logits: Tensor) -> Tensor:
         """Return the tokens [.., K] that are not pruned, from logits [.., V]."""
@@ -163,10 +171,10 @@ class PrunedDrafter:
     def draft(self, context: Context) -> Draft:
         draft = self.drafter.draft(context)
 
-        def complete(tree: TokenTree) -> TokenTree:
+        def prune_tree(tree: TokenTree) -> TokenTree:
             return self.pruning(context, tree if draft.add_mask_nodes is None else draft.add_mask_nodes(tree))
 
-        return replace(draft, add_mask_nodes=complete)
+        return replace(draft, add_mask_nodes=prune_tree)
 
     def verify(self, context: Context, tree: TokenTree) -> Features:
         return self.drafter.verify(context, tree)

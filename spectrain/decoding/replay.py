@@ -24,7 +24,7 @@ from spectrain.trees.base import RoundResult, TreeBuilder, WrappedBuilder
 if TYPE_CHECKING:
     from .generation import Generation
 
-NOT_PAST_ERROR = -1  # the distance of a token that was kept, or never drafted
+NOT_PAST_ERROR = -1  # the distance of a token that was accepted, or never drafted
 
 
 @dataclass(frozen=True)
@@ -32,27 +32,27 @@ class Replay:
     """A sequence that ends with a draft."""
 
     example: Example  # the answer so far and the draft carry loss
-    tokens_past_error: list[int]  # of each token behind the first wrong one of the draft; KEPT for all others
+    tokens_past_error: list[int]  # distance from the first wrong token of the draft; NOT_PAST_ERROR before it
 
 
 @dataclass(frozen=True)
 class BranchedAnswer:
-    """An answer, followed by the wrong part of each of its drafts, which attends to the text before that draft."""
+    """An answer, followed by the rejected part of each of its drafts, which attends to the text before that draft."""
 
     replay: Replay
-    position_ids: list[int]  # of every token in its text
-    branches: list[tuple[int, int]]  # tokens of each wrong part, and how many of the text's it sees
+    position_ids: list[int]  # position of every token in its text
+    branches: list[tuple[int, int]]  # tokens of each rejected part, and the number of text tokens that it attends to
 
     @property
     def visibility(self) -> Tensor:
         """Return the mask [T, T]: a token attends to the text before it, and in a branch to that branch's earlier tokens."""
         length = len(self.position_ids)
-        found = torch.ones(length, length, dtype=torch.bool).tril()
+        mask = torch.ones(length, length, dtype=torch.bool).tril()
         end = length - sum(size for size, _ in self.branches)
-        for size, seen in self.branches:
-            found[end : end + size, seen:end] = False
+        for size, num_visible in self.branches:
+            mask[end : end + size, num_visible:end] = False
             end += size
-        return found
+        return mask
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class DraftWindow:
     """A sequence that ends with the accepted part of a sampled draft and its first rejected token."""
 
     example: Example  # all but the prompt carry loss
-    advantage: list[float]  # of each token of the draft, what it brought beyond what was to be expected; 0 for all others
+    advantage: list[float]  # reward minus baseline of each token of the draft; 0 for all others
     start: int = 0  # tokens before the draft
 
 
@@ -84,10 +84,10 @@ class DraftRecorder(WrappedBuilder):
 class DraftedRound:
     """One round of a decoding."""
 
-    text: list[int]  # before it, the root the last of it
-    answer_length: int  # how many tokens of the text are the answer's
+    text: list[int]  # tokens before the round, the root last
+    answer_length: int  # tokens of the text that belong to the answer
     draft: list[int]
-    num_accepted: int  # tokens of the draft
+    num_accepted: int  # accepted tokens of the draft
 
     def make_example(self, draft: list[int]) -> Example:
         """Make an example of the text and these draft tokens; all but the prompt carry loss."""
@@ -100,7 +100,7 @@ def iterate_drafts(generation: Generation, rounds: list[tuple[list[int], int]]) 
     drafts = iter([drafted for drafted, _ in rounds if drafted])
     end = 1  # the answer's tokens before the round, root included
     for count, depth in zip(generation.round_lengths, generation.depths):
-        drafted = next(drafts) if depth else []  # a guard may have let the round pass without a draft
+        drafted = next(drafts) if depth else []  # a guard may have skipped the draft
         answer = generation.output[:end]
         if drafted and len(answer) == end:
             yield DraftedRound(generation.prompt + answer, end, drafted, count - 1)
@@ -109,38 +109,40 @@ def iterate_drafts(generation: Generation, rounds: list[tuple[list[int], int]]) 
 
 def select_replays(generation: Generation, rounds: list[tuple[list[int], int]], limit: int, random: Random) -> list[Replay]:
     """Return up to `limit` drafts of one decoding as replays, rejected ones first."""
-    found = []
-    for one in iterate_drafts(generation, rounds):
-        wrong = len(one.draft) - one.num_accepted
-        replay = Replay(one.make_example(one.draft), [NOT_PAST_ERROR] * (len(one.text) + one.num_accepted) + list(range(wrong)))
-        found.append((not wrong, random.random(), replay))
-    return [replay for _, _, replay in sorted(found, key=lambda item: item[:2])[:limit]]
+    candidates = []
+    for drafted in iterate_drafts(generation, rounds):
+        num_wrong = len(drafted.draft) - drafted.num_accepted
+        replay = Replay(
+            drafted.make_example(drafted.draft),
+            [NOT_PAST_ERROR] * (len(drafted.text) + drafted.num_accepted) + list(range(num_wrong)),
+        )
+        candidates.append((not num_wrong, random.random(), replay))
+    return [replay for _, _, replay in sorted(candidates, key=lambda item: item[:2])[:limit]]
 
 
 def join_branches(generation: Generation, rounds: list[tuple[list[int], int]], max_length: int) -> BranchedAnswer:
-    """A whole answer with all its rejected drafts (Draft-OPD's error replays), for one forward.
+    """Join an answer with all its rejected drafts into one sequence (Draft-OPD's error replays), for one forward.
 
-    What was rejected is judged where it was drafted: the first wrong token in the text, whose next token is the target's, and
-    the others in its branch, of which the first token has nothing to be judged by and the last nothing to say. Texts have
-    `max_length` tokens at most.
+    Rejected tokens are supervised where they were drafted: the first wrong token in the text, where the next token is the
+    target's, and the others in a branch. The first token of a branch carries no loss. Texts have `max_length` tokens at most.
     """
     text, answer = generation.prompt + generation.output, len(generation.output)
-    distance, tokens, places = [NOT_PAST_ERROR] * len(text), list(text), list(range(len(text)))
+    tokens_past_error, tokens, position_ids = [NOT_PAST_ERROR] * len(text), list(text), list(range(len(text)))
     mask = [False] * (len(text) - answer) + [True] * answer
     branches = []
-    for one in iterate_drafts(generation, rounds):
-        seen = len(one.text) + one.num_accepted
-        wrong = one.draft[one.num_accepted :][: max_length - seen]
-        if not wrong or seen >= len(text):
+    for drafted in iterate_drafts(generation, rounds):
+        branch_start = len(drafted.text) + drafted.num_accepted
+        wrong = drafted.draft[drafted.num_accepted :][: max_length - branch_start]
+        if not wrong or branch_start >= len(text):
             continue
-        distance[seen] = 0
+        tokens_past_error[branch_start] = 0
         if len(wrong) > 1:
             tokens += wrong
-            places += range(seen, seen + len(wrong))
+            position_ids += range(branch_start, branch_start + len(wrong))
             mask += [False] + [True] * (len(wrong) - 1)
-            distance += [NOT_PAST_ERROR, *range(1, len(wrong))]
-            branches.append((len(wrong), seen))
-    return BranchedAnswer(Replay(Example(tokens, mask), distance), places, branches)
+            tokens_past_error += [NOT_PAST_ERROR, *range(1, len(wrong))]
+            branches.append((len(wrong), branch_start))
+    return BranchedAnswer(Replay(Example(tokens, mask), tokens_past_error), position_ids, branches)
 
 
 def make_unbranched(example: Example) -> BranchedAnswer:
@@ -150,11 +152,11 @@ def make_unbranched(example: Example) -> BranchedAnswer:
 
 def balance_weights(replay: Replay) -> list[float]:
     """Return the weight of every token where accepted and rejected tokens carry half of the loss each, as in Draft-OPD."""
-    wrong = sum(place != NOT_PAST_ERROR for place in replay.tokens_past_error)
+    num_wrong = sum(distance != NOT_PAST_ERROR for distance in replay.tokens_past_error)
     supervised = sum(replay.example.mask)
-    right = supervised - wrong
-    return [supervised / (wrong if place != NOT_PAST_ERROR else right) if on else 0.0
-            for place, on in zip(replay.tokens_past_error, replay.example.mask)]  # fmt: skip
+    num_right = supervised - num_wrong
+    return [supervised / (num_wrong if distance != NOT_PAST_ERROR else num_right) if is_supervised else 0.0
+            for distance, is_supervised in zip(replay.tokens_past_error, replay.example.mask)]  # fmt: skip
 
 
 def round_reward(num_accepted: int, num_drafted: int, draft_cost: float) -> float:
@@ -163,45 +165,51 @@ def round_reward(num_accepted: int, num_drafted: int, draft_cost: float) -> floa
 
 
 def make_windows(generation: Generation, rounds: list[tuple[list[int], int]], draft_cost: float) -> list[DraftWindow]:
-    """The drawn drafts of one decoding, but the first of them.
+    """Make windows of the sampled drafts of one decoding, without the first draft.
 
-    The token at place d of a draft counts where the d before it were right, so its baseline is the mean reward of the answer's
-    earlier drafts that came so far, or of all of them: known before it was drawn, it leaves the gradient's expectation as it
-    is. Tokens behind the first wrong one bring nothing, and are left out.
+    Token d of a draft counts where the d tokens before it were accepted. Its baseline is the mean reward of the answer's
+    earlier drafts that reached d, or of all of them; it does not depend on the draw, so the gradient stays unbiased. Tokens
+    after the first rejected one are left out.
     """
-    reached: list[list[float]] = []  # at every place, the rewards of earlier drafts that came so far
-    found = []
-    for one in iterate_drafts(generation, rounds):
-        brought, drawn = round_reward(one.num_accepted, len(one.draft), draft_cost), one.draft[: one.num_accepted + 1]
+    # The rewards of earlier drafts that reached each position.
+    reached: list[list[float]] = []
+    windows = []
+    for drafted in iterate_drafts(generation, rounds):
+        reward, sampled = (
+            round_reward(drafted.num_accepted, len(drafted.draft), draft_cost),
+            drafted.draft[: drafted.num_accepted + 1],
+        )
         is_first = not reached
-        reached += [[] for _ in range(len(drawn) - len(reached))]
+        reached += [[] for _ in range(len(sampled) - len(reached))]
         if not is_first:
-            gains = [brought - mean(before or reached[0]) for before in reached[: len(drawn)]]
-            found.append(DraftWindow(one.make_example(drawn), [0.0] * len(one.text) + gains, len(one.text)))
-        for before in reached[: len(drawn)]:
-            before.append(brought)
-    return found
+            gains = [reward - mean(earlier_rewards or reached[0]) for earlier_rewards in reached[: len(sampled)]]
+            windows.append(DraftWindow(drafted.make_example(sampled), [0.0] * len(drafted.text) + gains, len(drafted.text)))
+        for earlier_rewards in reached[: len(sampled)]:
+            earlier_rewards.append(reward)
+    return windows
 
 
 def collate_replays(replays: list[Replay], packed: bool = False, balanced: bool = False) -> Batch:
     """Collate replays into one batch, padded on the right or packed."""
     batch = collate([replay.example for replay in replays], packed)
     weight = pad_or_pack([torch.tensor(balance_weights(replay)) for replay in replays], packed) if balanced else None
-    distance = pad_or_pack([torch.tensor(replay.tokens_past_error) for replay in replays], packed, padding=NOT_PAST_ERROR)
-    return replace(batch, tokens_past_error=distance, weight=weight)
+    tokens_past_error = pad_or_pack(
+        [torch.tensor(replay.tokens_past_error) for replay in replays], packed, padding=NOT_PAST_ERROR
+    )
+    return replace(batch, tokens_past_error=tokens_past_error, weight=weight)
 
 
 def collate_branched(answers: list[BranchedAnswer], packed: bool = False, balanced: bool = False) -> Batch:
     """Collate answers with their branches into one batch, padded on the right or packed."""
-    batch = collate_replays([one.replay for one in answers], packed, balanced)
-    places = pad_or_pack([torch.tensor(one.position_ids) for one in answers], packed)
+    batch = collate_replays([answer.replay for answer in answers], packed, balanced)
+    position_ids = pad_or_pack([torch.tensor(answer.position_ids) for answer in answers], packed)
     if packed:
-        return replace(batch, position_ids=places, visible=tuple(one.visibility[None] for one in answers))
+        return replace(batch, position_ids=position_ids, visible=tuple(answer.visibility[None] for answer in answers))
     count = batch.tokens.shape[1]
     visible = torch.ones(count, count, dtype=torch.bool).tril().repeat(len(answers), 1, 1)  # padding sees anything
-    for row, one in zip(visible, answers):
-        row[: len(one.position_ids), : len(one.position_ids)] = one.visibility
-    return replace(batch, position_ids=places, visible=visible)
+    for row, answer in zip(visible, answers):
+        row[: len(answer.position_ids), : len(answer.position_ids)] = answer.visibility
+    return replace(batch, position_ids=position_ids, visible=visible)
 
 
 def collate_windows(windows: list[DraftWindow], packed: bool = False) -> Batch:

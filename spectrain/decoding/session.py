@@ -105,25 +105,25 @@ class Session:
         if self.eager_reason is not None or have_images(prompts):
             return decode_steps(self._make_eager_runner(max_new_tokens), request)
 
-        def begin(way: ExecutionMode) -> DecodingSteps:
-            if way == "eager":
+        def start_decoding(mode: ExecutionMode) -> DecodingSteps:
+            if mode == "eager":
                 return decode_steps(self._make_eager_runner(max_new_tokens), request)
-            engine = self._captured_runner(way)
-            engine.ensure_captured(request)
-            return engine.decode_steps(request)
+            runner = self._captured_runner(mode)
+            runner.ensure_captured(request)
+            return runner.decode_steps(request)
 
-        return self._shared_fallback.run(begin)
+        return self._shared_fallback.run(start_decoding)
 
     def warm_up(self, prompts: list[list[int]], max_new_tokens: int, sequence_ids: list[int] | None = None) -> None:
         """Compile and capture what such a batch needs, so that its decoding can be timed."""
         if self.eager_reason is not None or have_images(prompts):
             return
 
-        def warm(way: ExecutionMode) -> None:
-            if way != "eager" and not self._captured_runner(way).is_ready(prompts, max_new_tokens):
-                self._captured_runner(way).decode(prompts, max_new_tokens, sequence_ids, ignore_eos=True)
+        def compile_and_capture(mode: ExecutionMode) -> None:
+            if mode != "eager" and not self._captured_runner(mode).is_ready(prompts, max_new_tokens):
+                self._captured_runner(mode).decode(prompts, max_new_tokens, sequence_ids, ignore_eos=True)
 
-        self._shared_fallback.run(warm)
+        self._shared_fallback.run(compile_and_capture)
 
     @property
     def prefers_capture(self) -> bool:
@@ -139,7 +139,7 @@ class Session:
     @cached_property
     def _capture_blocker(self) -> str | None:
         if not self.prefers_capture:
-            return "not asked for"
+            return "not requested"
         if self.runner_source is not None:
             return self.runner_source.capture_blocker
         if self.guard is not None or self.pruning is not None:

@@ -68,7 +68,7 @@ class Merged(DrafterWrapper):
         copies = self._tries()
         behind = sum(features.tokens.shape[1] for features, _ in context.waiting)
         soon = 2 * (context.builder.depth + 1)  # what the last round with it committed, and what this one may
-        if behind + soon <= PATIENCE and not context.builder.wants_drafter(context, copies):
+        if behind + soon <= PATIENCE and not context.builder.needs_drafter(context, copies):
             self.resting.skip(context)
             return Draft(continuations=copies)
         draft = self.resting.draft(context)

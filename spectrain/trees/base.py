@@ -80,15 +80,15 @@ class Rollout(ABC):
 
         `num_given` nodes were passed before, the root included. Some drafters run the path in one step.
         """
-        found, kept = [], []
-        for place, column in enumerate(tokens.split(1, dim=1)):
-            found.append(self.extend(column, parents[:, None]))
-            kept.append((self.accept_probs, self.stop_mask))
-            parents = torch.full_like(parents, num_given + place)
-        survival, closed = zip(*kept)
-        self.accept_probs = None if self.accept_probs is None else torch.cat(survival, dim=1)
-        self.stop_mask = None if self.stop_mask is None else torch.cat(closed, dim=1)
-        return torch.cat(found, dim=1)
+        log_probs, estimates = [], []
+        for step, column in enumerate(tokens.split(1, dim=1)):
+            log_probs.append(self.extend(column, parents[:, None]))
+            estimates.append((self.accept_probs, self.stop_mask))
+            parents = torch.full_like(parents, num_given + step)
+        accept_probs, stop_masks = zip(*estimates)
+        self.accept_probs = None if self.accept_probs is None else torch.cat(accept_probs, dim=1)
+        self.stop_mask = None if self.stop_mask is None else torch.cat(stop_masks, dim=1)
+        return torch.cat(log_probs, dim=1)
 
     def to_target_ids(self, ids: Tensor) -> Tensor:
         """Map draft ids to target ids."""
@@ -226,7 +226,7 @@ class TreeBuilder(ABC):
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         """Draft a tree below `prefix.root`, step by step."""
 
-    def wants_drafter(self, prefix: Prefix, tries: list[Trie]) -> bool:
+    def needs_drafter(self, prefix: Prefix, tries: list[Trie]) -> bool:
         """Tell whether the drafter should run although these copies are available without it."""
         return True
 
@@ -278,8 +278,8 @@ class WrappedBuilder(TreeBuilder):
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         return self.builder.expand(prefix, rollout)
 
-    def wants_drafter(self, prefix: Prefix, tries: list[Trie]) -> bool:
-        return self.builder.wants_drafter(prefix, tries)
+    def needs_drafter(self, prefix: Prefix, tries: list[Trie]) -> bool:
+        return self.builder.needs_drafter(prefix, tries)
 
     def copy_budget(self, prefix: Prefix, tries: list[Trie]) -> int:
         return self.builder.copy_budget(prefix, tries)
@@ -310,18 +310,20 @@ def merge_tries(prefix: Prefix, tries: list[Trie], builder: TreeBuilder) -> Toke
 
     Where all tries are empty, the tree is the root alone.
     """
-    room = builder.copy_budget(prefix, tries)
-    chosen = [trie.heaviest_path(builder.depth) if builder.is_chain else trie.best_nodes(builder.depth, room) for trie in tries]
-    roots, width = prefix.root, max(map(len, chosen), default=1)
+    budget = builder.copy_budget(prefix, tries)
+    selections = [
+        trie.heaviest_path(builder.depth) if builder.is_chain else trie.best_nodes(builder.depth, budget) for trie in tries
+    ]
+    roots, width = prefix.root, max(map(len, selections), default=1)
     if width == 1:
         return TokenTree.from_chain(roots[:, None])
     rows = []
-    for root, trie, nodes in zip(roots.tolist(), tries, chosen):
-        place = {node: at for at, node in enumerate(nodes)} | {-1: -1}
+    for root, trie, nodes in zip(roots.tolist(), tries, selections):
+        new_index = {node: index for index, node in enumerate(nodes)} | {-1: -1}
         padding = [0] * (width - len(nodes))
         tokens = [root, *(trie.tokens[node] for node in nodes[1:]), *padding]
-        parents = [*(place[trie.parents[node]] for node in nodes), *padding]
-        rows.append((tokens, parents, [at < len(nodes) for at in range(width)]))
+        parents = [*(new_index[trie.parents[node]] for node in nodes), *padding]
+        rows.append((tokens, parents, [index < len(nodes) for index in range(width)]))
     columns = [torch.tensor(list(part), device=roots.device) for part in zip(*rows)]  # tokens, parents, valid
     return TokenTree.from_chain(columns[0], columns[2]) if builder.is_chain else TokenTree.from_parents(*columns)
 
@@ -342,14 +344,14 @@ def pick_top_and_sampled(q: Tensor, width: int, noise: Tensor, counts: Tensor | 
     Returns their draft ids and log q [.., K], and the distribution of the last one [.., V]: q without the others, normalised;
     all zeros, with log q -inf, where that is empty. Nodes of `counts` [F] children have theirs first, followed by padding.
     """
-    best = q.topk(width, dim=-1)
+    top = q.topk(width, dim=-1)
     last = torch.full(q.shape[:-1], width - 1, device=q.device) if counts is None else (counts - 1).expand(q.shape[:-1])
-    taken = torch.arange(width, device=q.device) < last[..., None]  # [.., K]
-    rest = q.scatter(-1, best.indices, best.values.masked_fill(taken, 0))
-    rest = rest / rest.sum(-1, keepdim=True).clamp(min=MIN_PROB)
-    drawn = (rest.log() + noise).argmax(-1, keepdim=True)
-    ids = best.indices.scatter(-1, last[..., None], drawn)
-    return ids, best.values.scatter(-1, last[..., None], rest.gather(-1, drawn)).log(), rest
+    is_top = torch.arange(width, device=q.device) < last[..., None]  # [.., K]
+    residual = q.scatter(-1, top.indices, top.values.masked_fill(is_top, 0))
+    residual = residual / residual.sum(-1, keepdim=True).clamp(min=MIN_PROB)
+    drawn = (residual.log() + noise).argmax(-1, keepdim=True)
+    ids = top.indices.scatter(-1, last[..., None], drawn)
+    return ids, top.values.scatter(-1, last[..., None], residual.gather(-1, drawn)).log(), residual
 
 
 class GrowingTree:
@@ -424,8 +426,8 @@ class GrowingTree:
             q = self.log_q.new_zeros(batch, count + 1, self.log_q.shape[-1])  # the last row takes nodes that are not selected
             rows = torch.arange(batch, device=keep.device)[:, None]
             for nodes, drawn_from in self.draft_probs:
-                slots = renumber.gather(1, nodes)
-                q[rows, torch.where(slots < 0, count, slots)] = drawn_from
+                indices = renumber.gather(1, nodes)
+                q[rows, torch.where(indices < 0, count, indices)] = drawn_from
             q = q[:, :count]
         every = torch.ones_like(valid)
         drawn = self.builder.children, q, self.rollout.draft_ids

@@ -57,25 +57,25 @@ class Chain(TreeBuilder):
         return Chain(self.depth, "sampled", temperature, self.seed, self.stop, self.stop_on)
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
-        draft = GrowingTree(self, prefix, rollout)
-        going = torch.ones_like(prefix.root, dtype=torch.bool)
+        tree = GrowingTree(self, prefix, rollout)
+        is_open = torch.ones_like(prefix.root, dtype=torch.bool)
         if self.decides_length:
             self.begin_round(prefix)
         depth = self.max_depth(rollout)
         for level in range(depth):
             if self.decides_length:
-                going = going & self.should_draw(draft, level)
+                is_open = is_open & self.should_draw(tree, level)
             if rollout.stop_mask is not None:
-                going = going & ~rollout.stop_mask[:, 0]
-            if (self.decides_length or rollout.stop_mask is not None) and not going.any():
+                is_open = is_open & ~rollout.stop_mask[:, 0]
+            if (self.decides_length or rollout.stop_mask is not None) and not is_open.any():
                 break
-            draft.add_children(1, going[:, None, None] if self.decides_length else None)
+            tree.add_children(1, is_open[:, None, None] if self.decides_length else None)
             if self.decides_length:
-                going = going & self.should_run(draft, level)
-            if level + 1 == depth or (self.decides_length and not going.any()):
+                is_open = is_open & self.should_run(tree, level)
+            if level + 1 == depth or (self.decides_length and not is_open.any()):
                 break
-            draft.extend_frontier(torch.zeros_like(prefix.root)[:, None])
-        return draft.select_nodes(torch.arange(draft.tokens.shape[1], device=prefix.root.device).expand_as(draft.tokens))
+            tree.extend_frontier(torch.zeros_like(prefix.root)[:, None])
+        return tree.select_nodes(torch.arange(tree.tokens.shape[1], device=prefix.root.device).expand_as(tree.tokens))
 
     def begin_round(self, prefix: Prefix) -> None:
         """Reset the state of a round; called before its first token."""
@@ -83,10 +83,12 @@ class Chain(TreeBuilder):
 
     def should_draw(self, draft: GrowingTree, level: int) -> Tensor:
         """Mark the rows [B] that draft one more token after `level` others; decided before it is drawn."""
-        kept = draft.rollout.accept_probs
-        chance = (draft.log_q[:, 0] / self.temperature).softmax(-1).amax(-1) if kept is None else kept[:, 0]
-        self.confidence = self.confidence * chance
-        return (chance if self.stop_on == "token" else self.confidence) >= self.stop
+        accept_probs = draft.rollout.accept_probs
+        accept_prob = (
+            (draft.log_q[:, 0] / self.temperature).softmax(-1).amax(-1) if accept_probs is None else accept_probs[:, 0]
+        )
+        self.confidence = self.confidence * accept_prob
+        return (accept_prob if self.stop_on == "token" else self.confidence) >= self.stop
 
     def should_run(self, draft: GrowingTree, level: int) -> Tensor:
         """Mark the rows [B] whose newest token, after `level` others, the drafter runs to draft another one."""

@@ -39,13 +39,13 @@ class Eagle2(TreeBuilder):
         self.max_drafted = (depth - 1) * top_k
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
-        draft = GrowingTree(self, prefix, rollout)
+        tree = GrowingTree(self, prefix, rollout)
         depth = self.max_depth(rollout)
         for level in range(depth):
-            scores = self._add_level(draft)
+            scores = self._add_level(tree)
             if level + 1 < depth:
-                draft.extend_frontier(_best_of_level(scores, self.top_k))
-        return draft.select_best(self.budget)
+                tree.extend_frontier(_best_of_level(scores, self.top_k))
+        return tree.select_best(self.budget)
 
     def _add_level(self, draft: GrowingTree) -> Tensor:
         return draft.add_children(self.top_k)
@@ -91,15 +91,15 @@ class Beam(Eagle2):
             )
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
-        draft = GrowingTree(self, prefix, rollout)
+        tree = GrowingTree(self, prefix, rollout)
         depth = self.max_depth(rollout)
-        beams = _best_of_level(self._add_level(draft), self.top_k)
+        beams = _best_of_level(self._add_level(tree), self.top_k)
         for _ in range(depth - 1):
-            draft.extend_frontier(beams)
-            beams = _best_of_level(self._add_level(draft), self.top_k)
-        kept = self._select_beams(draft.parents, draft.level_start + beams, depth)
-        draft.scores = draft.scores.masked_fill(~kept, NEG_INF)
-        return draft.select_best(self.budget)
+            tree.extend_frontier(beams)
+            beams = _best_of_level(self._add_level(tree), self.top_k)
+        selected = self._select_beams(tree.parents, tree.level_start + beams, depth)
+        tree.scores = tree.scores.masked_fill(~selected, NEG_INF)
+        return tree.select_best(self.budget)
 
     def _select_beams(self, parents: Tensor, ends: Tensor, depth: int) -> Tensor:
         """Mark the root and the beams, best first, that end in `ends` [B, W] and fit the budget: [B, nodes] bool."""
@@ -111,10 +111,10 @@ class Beam(Eagle2):
         better = torch.ones(width, width, dtype=torch.bool, device=nodes.device).tril(-1)
         shared = ((nodes[:, :, None] == nodes[:, None]) & better[..., None]).any(2)  # with a better beam
         fits = (~shared).sum(-1).cumsum(1) < self.budget  # the root takes one slot
-        kept = torch.zeros_like(parents)
-        kept.scatter_reduce_(1, nodes.flatten(1), fits[..., None].expand_as(nodes).flatten(1).long(), "amax")
-        kept[:, 0] = 1
-        return kept.bool()
+        selected = torch.zeros_like(parents)
+        selected.scatter_reduce_(1, nodes.flatten(1), fits[..., None].expand_as(nodes).flatten(1).long(), "amax")
+        selected[:, 0] = 1
+        return selected.bool()
 
 
 class OptTree(TreeBuilder):
@@ -140,22 +140,22 @@ class OptTree(TreeBuilder):
         self.max_drafted = (depth - 1) * (budget - 1)
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
-        draft = GrowingTree(self, prefix, rollout)
+        tree = GrowingTree(self, prefix, rollout)
         expected = torch.ones(len(prefix.root), device=prefix.root.device)
-        going = torch.ones_like(expected, dtype=torch.bool)
+        is_open = torch.ones_like(expected, dtype=torch.bool)
         depth = self.max_depth(rollout)
         for level in range(depth):
-            draft.add_children(self.budget - 1, going[:, None, None] if level else None)
-            best = draft.scores.topk(min(self.budget, draft.scores.shape[1]), dim=1)
+            tree.add_children(self.budget - 1, is_open[:, None, None] if level else None)
+            best = tree.scores.topk(min(self.budget, tree.scores.shape[1]), dim=1)
             gained = best.values.exp().sum(1) - expected
             expected = expected + gained
-            going = going & (gained > self.threshold)
-            newest = (best.indices >= draft.level_start) & (best.values > NEG_INF)
-            width = int((newest & going[:, None]).sum(1).max())
+            is_open = is_open & (gained > self.threshold)
+            newest = (best.indices >= tree.level_start) & (best.values > NEG_INF)
+            width = int((newest & is_open[:, None]).sum(1).max())
             if level + 1 == depth or width == 0:
                 break
-            draft.extend_frontier(_best_of_level(draft.scores[:, draft.level_start :], width))
-        return draft.select_best(self.budget)
+            tree.extend_frontier(_best_of_level(tree.scores[:, tree.level_start :], width))
+        return tree.select_best(self.budget)
 
 
 class DySpec(TreeBuilder):
@@ -192,31 +192,31 @@ class DySpec(TreeBuilder):
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         rows = [
-            _DySpecRow(self, number, token, keyed_generator(DRAFT, self.seed, key, position))
-            for number, (token, key, position) in enumerate(zip(
+            _DySpecRow(self, index, token, keyed_generator(DRAFT, self.seed, key, position))
+            for index, (token, key, position) in enumerate(zip(
                 prefix.root.tolist(), prefix.sequence_ids.tolist(), prefix.lengths.tolist()
             ))
         ]  # fmt: skip
         device = prefix.root.device
         num_fed = 0
         log_q = rollout.start()
-        asked = [[0] for _ in rows]
+        nodes_by_row = [[0] for _ in rows]
         while True:
-            for row, nodes, q in zip(rows, asked, sampling_probs(log_q, self.temperature)):
-                for place, node in enumerate(nodes):
-                    row.rollout_index[node], row.q[node] = num_fed + place, q[place]
+            for row, nodes, q in zip(rows, nodes_by_row, sampling_probs(log_q, self.temperature)):
+                for position, node in enumerate(nodes):
+                    row.rollout_index[node], row.q[node] = num_fed + position, q[position]
                 if rollout.stop_mask is not None:
-                    row.stopped_nodes |= {node for place, node in enumerate(nodes) if rollout.stop_mask[row.index, place]}
+                    row.stopped_nodes |= {node for position, node in enumerate(nodes) if rollout.stop_mask[row.index, position]}
                 row.fill_slots(rollout)
             num_fed += log_q.shape[1]
-            asked = [row.nodes_to_run() for row in rows]
-            width = max(map(len, asked))
+            nodes_by_row = [row.nodes_to_run() for row in rows]
+            width = max(map(len, nodes_by_row))
             if width == 0:
                 return self._make_tree(rows, rollout, log_q)
-            padding = [[0] * (width - len(nodes)) for nodes in asked]
-            tokens = [[row.tokens[n] for n in nodes] + pad for row, nodes, pad in zip(rows, asked, padding)]
+            padding = [[0] * (width - len(nodes)) for nodes in nodes_by_row]
+            tokens = [[row.tokens[n] for n in nodes] + pad for row, nodes, pad in zip(rows, nodes_by_row, padding)]
             parents = [
-                [row.rollout_index[row.parents[n]] for n in nodes] + pad for row, nodes, pad in zip(rows, asked, padding)
+                [row.rollout_index[row.parents[n]] for n in nodes] + pad for row, nodes, pad in zip(rows, nodes_by_row, padding)
             ]
             log_q = rollout.extend(torch.tensor(tokens, device=device), torch.tensor(parents, device=device))
 
@@ -257,12 +257,12 @@ class _DySpecRow:
             value, parent = heapq.heappop(self.open_slots)
             if parent in self.stopped_nodes:
                 continue
-            left = self.residual_q.get(parent, self.q[parent])
-            scores = left.log()
+            residual = self.residual_q.get(parent, self.q[parent])
+            scores = residual.log()
             if self.builder.children != "deterministic":
-                scores = scores + gumbel_noise(tuple(left.shape), self.rng).to(left.device)
+                scores = scores + gumbel_noise(tuple(residual.shape), self.rng).to(residual.device)
             choice = scores.argmax()
-            chance = float(left[choice])
+            chance = float(residual[choice])
             node = len(self.tokens)
             self.tokens.append(int(rollout.to_target_ids(choice)))
             self.values.append(self.values[parent] * float(self.q[parent][choice]))
@@ -270,7 +270,7 @@ class _DySpecRow:
             self.depths.append(self.depths[parent] + 1)
             if self.depths[node] < self.builder.max_depth(rollout):
                 heapq.heappush(self.open_slots, (value * chance, node))
-            rest = left.clone()
+            rest = residual.clone()
             rest[choice] = 0
             if (total := float(rest.sum())) > 0:
                 self.residual_q[parent] = rest / total

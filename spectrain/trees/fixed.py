@@ -61,15 +61,17 @@ class Static(TreeBuilder):
     def _set_paths(self, paths: list[NodePath]) -> None:
         if not paths:
             raise UserError("tree.paths: there is none; give at least [[0]], or null to search for them")
-        known = {(), *paths}
+        all_paths = {(), *paths}
         for path in paths:
-            earlier = path and path[-1] > 0 and self.children != "deterministic" and (*path[:-1], path[-1] - 1) not in known
-            if not path or min(path) < 0 or path[:-1] not in known or earlier:
+            misses_sibling = (
+                path and path[-1] > 0 and self.children != "deterministic" and (*path[:-1], path[-1] - 1) not in all_paths
+            )
+            if not path or min(path) < 0 or path[:-1] not in all_paths or misses_sibling:
                 raise UserError(
                     f"tree.paths: {list(path)} has a parent or, where children are drawn, an earlier sibling that is not a "
                     "path itself; add it, or leave the path out"
                 )
-        self.paths = sorted(known - {()}, key=lambda path: (len(path), path))
+        self.paths = sorted(all_paths - {()}, key=lambda path: (len(path), path))
         self.depth = max((len(path) for path in self.paths), default=1)
         self.levels_by_shape = {}
         self.budget = len(self.paths) + 1
@@ -89,35 +91,35 @@ class Static(TreeBuilder):
     def search_paths(self, calibration: Calibration) -> list[NodePath]:
         """Return the `budget` - 1 most probable paths; a sibling enters after those before it."""
         hits = calibration.hits[: self.depth]  # limited by the drafter's depth
-        found: list[NodePath] = []
+        paths: list[NodePath] = []
         heap: list[tuple[float, NodePath]] = [(-hits[0][0], (0,))]
-        while heap and len(found) + 1 < self.budget:
+        while heap and len(paths) + 1 < self.budget:
             value, path = heapq.heappop(heap)
-            found.append(path)
-            here = hits[len(path) - 1]
-            if path[-1] + 1 < len(here) and here[path[-1]] > 0:
-                heapq.heappush(heap, (value / here[path[-1]] * here[path[-1] + 1], (*path[:-1], path[-1] + 1)))
+            paths.append(path)
+            rates = hits[len(path) - 1]
+            if path[-1] + 1 < len(rates) and rates[path[-1]] > 0:
+                heapq.heappush(heap, (value / rates[path[-1]] * rates[path[-1] + 1], (*path[:-1], path[-1] + 1)))
             if len(path) < len(hits):
                 heapq.heappush(heap, (value * hits[len(path)][0], (*path, 0)))
-        return found
+        return paths
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         if not self.paths:
             raise UserError(
                 f"tree={self.name}: its shape is not searched yet; call prepare with a Calibration, or give tree.paths"
             )
-        draft = GrowingTree(self, prefix, rollout)
+        tree = GrowingTree(self, prefix, rollout)
         batch, device = prefix.root.shape[0], prefix.root.device
         keep = [torch.zeros(1, dtype=torch.int64, device=device)]
-        where = draft.log_q.shape[-1], self.max_depth(rollout), device
-        if where not in self.levels_by_shape:  # built in an uncaptured round: it copies from the host
-            self.levels_by_shape[where] = _plan_levels(self.paths, *where)
-        for width, nodes, inner, counts in self.levels_by_shape[where]:
-            draft.add_children(width, counts=counts)
-            keep.append(draft.level_start + nodes)
+        shape_key = tree.log_q.shape[-1], self.max_depth(rollout), device
+        if shape_key not in self.levels_by_shape:  # built in an uncaptured round: it copies from the host
+            self.levels_by_shape[shape_key] = _plan_levels(self.paths, *shape_key)
+        for width, nodes, inner, counts in self.levels_by_shape[shape_key]:
+            tree.add_children(width, counts=counts)
+            keep.append(tree.level_start + nodes)
             if len(inner):
-                draft.extend_frontier(inner.expand(batch, -1))
-        return draft.select_nodes(torch.cat(keep).expand(batch, -1))
+                tree.extend_frontier(inner.expand(batch, -1))
+        return tree.select_nodes(torch.cat(keep).expand(batch, -1))
 
     def report_settings(self) -> dict[str, object]:
         return {**super().report_settings(), "paths": [list(path) for path in self.paths]}
@@ -246,9 +248,9 @@ def _plan_levels(paths: list[NodePath], vocab_size: int, depth: int, device: tor
         index = {path: parents[path[:-1]] * width + path[-1] for path in nodes}
         counts = [sum(path[:-1] == parent for path in nodes) for parent in frontier]
         frontier = [path for path in nodes if any(other[:-1] == path for other in possible)]
-        kept, inner, of_each = (
+        selected, inner, of_each = (
             torch.tensor(numbers, dtype=torch.int64, device=device)
             for numbers in (sorted(index.values()), sorted(index[path] for path in frontier), counts)
         )
-        levels.append((width, kept, inner, of_each))
+        levels.append((width, selected, inner, of_each))
     return levels

@@ -84,26 +84,26 @@ class Cast(LatencyAwareBuilder):
         latency = self._require_latency()
         length = prefix.longest
         step = latency.estimate_verify(1, length)
-        draft = GrowingTree(self, prefix, rollout)
+        tree = GrowingTree(self, prefix, rollout)
         depth = self.max_depth(rollout)
-        last = None
+        last_gain = None
         for level in range(depth):
-            scores = draft.add_children(self.top_k)
+            scores = tree.add_children(self.top_k)
             best = scores.sort(dim=1, descending=True, stable=True)
             gains = best.values[:, : self.top_k].exp().mean(0).cumsum(0).tolist()
             costs = [(latency.estimate_step(k, length) + latency.level_seconds) / step for k in range(1, len(gains) + 1)]
             width = choose_size(gains, costs, self.breadth_gain)
-            if last is not None:
-                self.level_ratios[level - 1].append(gains[width - 1] / max(last, 1e-9))
-            last = gains[width - 1]
+            if last_gain is not None:
+                self.level_ratios[level - 1].append(gains[width - 1] / max(last_gain, 1e-9))
+            last_gain = gains[width - 1]
             history = self.level_ratios[level]
             alpha = sum(history) / len(history) if history else 1.0
-            if level + 1 == depth or alpha * last / max(costs[width - 1], 1e-9) < self.depth_gain:
+            if level + 1 == depth or alpha * last_gain / max(costs[width - 1], 1e-9) < self.depth_gain:
                 break
-            draft.extend_frontier(best.indices[:, :width])
-        values = draft.scores.sort(dim=1, descending=True).values[:, : self.budget].exp().mean(0).cumsum(0).tolist()
+            tree.extend_frontier(best.indices[:, :width])
+        values = tree.scores.sort(dim=1, descending=True).values[:, : self.budget].exp().mean(0).cumsum(0).tolist()
         self.verify_costs = [seconds / step for seconds in self._verify_seconds(length)]
-        return draft.select_best(max(2, choose_size(values, self.verify_costs, self.size_gain)))
+        return tree.select_best(max(2, choose_size(values, self.verify_costs, self.size_gain)))
 
     def copy_budget(self, prefix: Prefix, tries: list[Trie]) -> int:
         if not (self.verify_costs and are_calibrated(tries)):
@@ -129,10 +129,10 @@ def are_calibrated(tries: list[Trie]) -> bool:
 
 def chances_by_depth(tries: list[Trie], nodes: list[list[int]], depth: int, budget: int) -> np.ndarray:
     """Return the acceptance probability of each text's nodes, in their order, at the node's depth: [B, depth + 1, budget]."""
-    found = np.zeros((len(tries), depth + 1, budget))
-    for row, trie, chosen in zip(found, tries, nodes):
-        row[[trie.depths[node] for node in chosen], range(len(chosen))] = [trie.weights[node] for node in chosen]
-    return found
+    chances = np.zeros((len(tries), depth + 1, budget))
+    for text_chances, trie, chosen in zip(chances, tries, nodes):
+        text_chances[[trie.depths[node] for node in chosen], range(len(chosen))] = [trie.weights[node] for node in chosen]
+    return chances
 
 
 class Auto(LatencyAwareBuilder):
@@ -189,17 +189,17 @@ class Auto(LatencyAwareBuilder):
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         self.text_length, latency = prefix.longest, self._require_latency()
-        draft = GrowingTree(self, prefix, rollout)
+        tree = GrowingTree(self, prefix, rollout)
         device = prefix.root.device
-        depths = torch.zeros_like(draft.tokens)
+        depths = torch.zeros_like(tree.tokens)
         trust = np.minimum.accumulate(np.clip(self.observed_rates / self.predicted_rates, 0.05, 1.5))
         correction = torch.tensor([0.0, *np.log(trust)], dtype=torch.float32, device=device)
         verify = torch.tensor(self._verify_seconds(self.text_length), dtype=torch.float32, device=device)
         depth = self.max_depth(rollout)
         for level in range(depth):
-            scores = draft.add_children(self.top_k)
+            scores = tree.add_children(self.top_k)
             depths = torch.cat([depths, torch.full_like(scores, level + 1, dtype=torch.int64)], dim=1)
-            chances = (draft.scores + correction[depths]).exp().sort(dim=1, descending=True).values[:, : self.budget]
+            chances = (tree.scores + correction[depths]).exp().sort(dim=1, descending=True).values[:, : self.budget]
             tokens = chances.mean(0).cumsum(0)  # the root alone emits one
             spent = self.start_seconds + level * self.step_seconds + latency.estimate_levels(level + 1)
             speed = tokens / (spent + verify[: len(tokens)])
@@ -210,15 +210,15 @@ class Auto(LatencyAwareBuilder):
             carried = self.observed_rates[level + 1] / max(self.observed_rates[level], 1e-6)
             if mass * carried < (self.step_seconds + latency.level_seconds) * float(speed.max()):
                 break  # another level costs more time than its expected tokens save
-            draft.extend_frontier(best.indices[:, : self.top_k])
+            tree.extend_frontier(best.indices[:, : self.top_k])
         size = max(2, int(speed.argmax()) + 1)
         self.num_levels = level + 1
-        kept = draft.scores.sort(dim=1, descending=True, stable=True)
+        ranked = tree.scores.sort(dim=1, descending=True, stable=True)
         self.expected_by_depth = torch.zeros(len(prefix.root), self.depth + 1, device=device)
-        self.expected_by_depth.scatter_add_(1, depths.gather(1, kept.indices[:, :size]), kept.values[:, :size].exp())
-        return draft.select_best(size)
+        self.expected_by_depth.scatter_add_(1, depths.gather(1, ranked.indices[:, :size]), ranked.values[:, :size].exp())
+        return tree.select_best(size)
 
-    def wants_drafter(self, prefix: Prefix, tries: list[Trie]) -> bool:
+    def needs_drafter(self, prefix: Prefix, tries: list[Trie]) -> bool:
         self.copy_tree, self.text_length = None, prefix.longest
         if not are_calibrated(tries):
             return True
@@ -236,15 +236,15 @@ class Auto(LatencyAwareBuilder):
             return self.budget
         self.text_length = prefix.longest
         if self.num_levels:
-            found = self._fastest_copies(tries, self.start_seconds + (self.num_levels - 1) * self.step_seconds)
+            fastest = self._fastest_copies(tries, self.start_seconds + (self.num_levels - 1) * self.step_seconds)
         else:
-            found = self.copy_tree or self._fastest_copies(tries, self.copy_seconds)
+            fastest = self.copy_tree or self._fastest_copies(tries, self.copy_seconds)
         if self.num_levels and self.copy_tree is not None:
-            self.promised_tokens = found.num_tokens - self.copy_tree.num_tokens
+            self.promised_tokens = fastest.num_tokens - self.copy_tree.num_tokens
             added = self.drafter_gains[self.copy_tree.gain_bucket]
-            added.update_means(self.promised_tokens, self.num_levels, found.seconds - self.copy_tree.seconds, 1 / self.memory)
-        self.expected_by_depth = found.expected_by_depth
-        return found.size
+            added.update_means(self.promised_tokens, self.num_levels, fastest.seconds - self.copy_tree.seconds, 1 / self.memory)
+        self.expected_by_depth = fastest.expected_by_depth
+        return fastest.size
 
     def _fastest_copies(self, tries: list[Trie], spent: float) -> CopyTree:
         """Return the fastest tree of these nodes after `spent` seconds of drafting."""
@@ -258,26 +258,26 @@ class Auto(LatencyAwareBuilder):
             ]
         size = int((tokens / (spent + seconds)).argmax()) + 1
         expected = torch.from_numpy(chances[:, :, :size].sum(2))
-        kept = [set(chosen[:size]) for chosen in nodes]
-        return CopyTree(size, float(tokens[size - 1]), float(seconds[size - 1]), expected, tries, kept)
+        selected = [set(chosen[:size]) for chosen in nodes]
+        return CopyTree(size, float(tokens[size - 1]), float(seconds[size - 1]), expected, tries, selected)
 
     def observe(self, round: RoundResult) -> None:
         rate, levels, self.num_levels = 1 / self.memory, self.num_levels, 0
-        copies, self.copy_tree, hoped, self.promised_tokens = self.copy_tree, None, self.promised_tokens, None
-        if copies is not None and hoped is not None and int(round.counts.min()):  # a finished row emits nothing
+        copies, self.copy_tree, promised, self.promised_tokens = self.copy_tree, None, self.promised_tokens, None
+        if copies is not None and promised is not None and int(round.counts.min()):  # a finished row emits nothing
             self.num_judged += 1
-            swift = max(rate, 1 / self.num_judged)
-            self.mean_promised += swift * (hoped - self.mean_promised)
-            self.mean_gained += swift * (copies.drafter_gain(round) - self.mean_gained)
+            judge_rate = max(rate, 1 / self.num_judged)
+            self.mean_promised += judge_rate * (promised - self.mean_promised)
+            self.mean_gained += judge_rate * (copies.drafter_gain(round) - self.mean_gained)
         judged = (round.tree.valid & round.tree.can_emit).sum(1)
         if int(judged.max()) == 1:
             return  # nothing was drafted
         self.tree_sizes.append(int(judged.max()))
         latency = self._require_latency()
-        usual = latency.estimate_verify(self.tree_sizes[-1], self.text_length)
-        usual += latency.estimate_levels(int(round.tree.depths.max())) if latency.level_seconds else 0.0
-        slower = (round.seconds["verify"] + round.seconds["accept"]) / usual
-        drafting = round.seconds["draft"] / max(slower, 1e-9)
+        expected_seconds = latency.estimate_verify(self.tree_sizes[-1], self.text_length)
+        expected_seconds += latency.estimate_levels(int(round.tree.depths.max())) if latency.level_seconds else 0.0
+        slowdown = (round.seconds["verify"] + round.seconds["accept"]) / expected_seconds
+        drafting = round.seconds["draft"] / max(slowdown, 1e-9)
         if levels > 1:
             step = max(0.0, (drafting - self.start_seconds) / (levels - 1))
             self.step_seconds += rate * (step - self.step_seconds)
@@ -318,8 +318,8 @@ class CopyTree:
         """Return how many more tokens per text a round with drafted nodes accepted than these copies alone would have."""
         assert outcome.path is not None
         paths = outcome.tree.tokens.gather(1, outcome.path).tolist()
-        kept = [path[1:count] for path, count in zip(paths, outcome.counts.tolist())]
-        return sum(len(tokens) - self._matched_length(row, tokens) for row, tokens in enumerate(kept)) / len(kept)
+        accepted = [path[1:count] for path, count in zip(paths, outcome.counts.tolist())]
+        return sum(len(tokens) - self._matched_length(row, tokens) for row, tokens in enumerate(accepted)) / len(accepted)
 
     def _matched_length(self, row: int, tokens: list[int]) -> int:
         """Return how many of the tokens after a text's root follow a path of these nodes."""

@@ -98,8 +98,8 @@ class Calibration:
 
     def save(self, path: Path) -> None:
         parts = {"latency": self.latency, "rules": self.rules}
-        known = {name: None if part is None else vars(part) for name, part in parts.items()}
-        write_text(path, json.dumps({"hits": self.hits, "counts": self.counts, **known}, indent=1) + "\n")
+        fields = {name: None if part is None else vars(part) for name, part in parts.items()}
+        write_text(path, json.dumps({"hits": self.hits, "counts": self.counts, **fields}, indent=1) + "\n")
 
 
 def _interpolate_nodes(table: dict[int, float], nodes: float) -> float:

@@ -101,19 +101,19 @@ class TokenTree:
     def select_nodes(self, keep: Tensor) -> "TokenTree":
         """Return the tree of the nodes that `keep` [B, N] marks, closed under parents; padded to the longest row."""
         order = keep.long().argsort(dim=1, descending=True, stable=True)[:, : int(keep.sum(1).max())]
-        places = torch.zeros_like(self.tokens).scatter(
+        new_index = torch.zeros_like(self.tokens).scatter(
             1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
         )
         parents = self.parents.gather(1, order)
-        parents = torch.where(parents < 0, -1, places.gather(1, parents.clamp(min=0)))
-        real = keep.gather(1, order)
-        parents = torch.where(real, parents, 0)  # padding hangs below the root
+        parents = torch.where(parents < 0, -1, new_index.gather(1, parents.clamp(min=0)))
+        is_real = keep.gather(1, order)
+        parents = torch.where(is_real, parents, 0)  # padding hangs below the root
         q = None if self.q is None else self.q.gather(1, order[..., None].expand(-1, -1, self.q.shape[-1]))
-        valid, emitted = self.valid.gather(1, order) & real, self.can_emit.gather(1, order)
+        valid, emitted = self.valid.gather(1, order) & is_real, self.can_emit.gather(1, order)
         tokens = self.tokens.gather(1, order)
         scores = None if self.scores is None else self.scores.gather(1, order)
-        known = self.children, q, self.draft_ids, self.height, self.max_children
-        return TokenTree(tokens, parents, valid, emitted, *known, scores=scores)
+        properties = self.children, q, self.draft_ids, self.height, self.max_children
+        return TokenTree(tokens, parents, valid, emitted, *properties, scores=scores)
 
     @cached_property
     def ancestor_words(self) -> Tensor:

@@ -50,14 +50,14 @@ class Trie:
 
     def ensure_child(self, parent: int, token: int) -> int:
         """Return the child of a node with this token; add it where it is missing."""
-        found = self.find_child(parent, token)
-        if found is None:
-            found = self.child_index[parent << TOKEN_BITS | token] = len(self.tokens)
+        node = self.find_child(parent, token)
+        if node is None:
+            node = self.child_index[parent << TOKEN_BITS | token] = len(self.tokens)
             self.tokens.append(token)
             self.parents.append(parent)
             self.depths.append(self.depths[parent] + 1)
             self.weights.append(0.0)
-        return found
+        return node
 
     def add_continuation(self, tokens: Sequence[int], weight: float = 1.0) -> list[int]:
         """Add a continuation, increase the weights of its nodes and return them."""

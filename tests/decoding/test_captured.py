@@ -1,4 +1,4 @@
-"""The engine that never asks the device gives what the loop gives."""
+"""The engine without host synchronization gives what the loop gives."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -125,7 +125,7 @@ LEAVING = ("eagle2", "entropy")  # nodes that were run
     ("drafter", "builder"), [pair for pair in product(DRAFTERS, BUILDERS) if pair not in product(KEEPING, LEAVING)]
 )
 def test_every_family_and_tree_equals_the_loop(shallow: Target, drafter: str, builder: str) -> None:
-    """Tokens, accepted lengths, depths and sizes of every round equal those of the loop that asks the device."""
+    """Tokens, accepted lengths, depths and sizes of every round equal those of the eager loop."""
     made = DRAFTERS[drafter](shallow).eval()
     engine = same(shallow, Greedy(), made, BUILDERS[builder]())
     assert max(max(one.round_lengths) for one in engine.decode(PROMPTS, 24)) > (
@@ -137,7 +137,7 @@ def test_every_family_and_tree_equals_the_loop(shallow: Target, drafter: str, bu
 @pytest.mark.parametrize("drafter", KEEPING)
 def test_a_tree_that_leaves_out_what_was_run_is_refused(shallow: Target, drafter: str, builder: str) -> None:
     """With the tree and the drafter by name."""
-    with pytest.raises(UserError, match=f"tree={builder} leaves out nodes that drafter=[a-z]* has run"):
+    with pytest.raises(UserError, match=f"tree={builder} omits nodes that drafter=[a-z]* has run"):
         CapturedRunner(shallow, Greedy(), DRAFTERS[drafter](shallow).eval(), BUILDERS[builder]())
 
 
@@ -392,8 +392,8 @@ def test_old_sizes_are_given_up(shallow: Target) -> None:
 @pytest.mark.parametrize(
     ("rule", "drafter", "builder", "words"),
     [
-        (Block(), None, None, "acceptance=block judges on the host"),
-        (Greedy(), Ngram, Chain(2), "drafter=ngram asks the device"),
+        (Block(), None, None, "acceptance=block decides on the host"),
+        (Greedy(), Ngram, Chain(2), "drafter=ngram reads values from the device"),
         (Greedy(), Eagle3, OptTree(3, 8), "tree=opt decides on the host"),
         (Greedy(), Eagle3, Chain(3, stop=0.5), "tree=chain decides on the host"),
     ],
@@ -410,7 +410,9 @@ def test_a_target_that_asks_the_device_is_refused() -> None:
     """A dynamic rotary embedding looks at the longest position in every forward."""
     target = cut_tiny(3)
     target.config.rope_parameters = {**target.config.rope_parameters, "rope_type": "dynamic", "factor": 2.0}
-    with pytest.raises(UserError, match="eval.engine=captured: target tiny asks the device.*use eval.engine=eager"):
+    with pytest.raises(
+        UserError, match="eval.engine=captured: target tiny reads text lengths from the device.*use eval.engine=eager"
+    ):
         CapturedRunner(target, Greedy())
 
 

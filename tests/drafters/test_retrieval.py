@@ -194,7 +194,7 @@ class Asking(Eagle2):
         super().__init__(4, 10, 3)
         self.pattern, self.asked = pattern, 0
 
-    def wants_drafter(self, prefix: Prefix, tries: list[Trie]) -> bool:
+    def needs_drafter(self, prefix: Prefix, tries: list[Trie]) -> bool:
         self.asked += 1
         return self.pattern[(self.asked - 1) % len(self.pattern)] == "d"
 

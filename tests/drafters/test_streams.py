@@ -177,7 +177,7 @@ def test_drafted_equals_greedy(shallow: Target, kind: str, strategy: str, builde
 @KIND
 @pytest.mark.parametrize("strategy", ["quadratic", "apart"])
 def test_captured_rounds_are_the_loops(shallow: Target, kind: str, strategy: str) -> None:
-    """The engine that never asks the device emits the same tokens in the same rounds."""
+    """The engine without host synchronization emits the same tokens in the same rounds."""
     drafter, builder = make(shallow, kind, strategy=strategy), BUILDERS["static"]
     plain = decode(shallow, PROMPTS, Greedy(), LIMIT, drafter, builder, ignore_eos=True)
     found = CapturedRunner(shallow, Greedy(), drafter, builder).decode(PROMPTS, LIMIT, ignore_eos=True)

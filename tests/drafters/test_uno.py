@@ -295,7 +295,7 @@ def probabilities(
 @pytest.mark.parametrize("builder", [BUILDERS["chain"], BUILDERS["static"]], ids=["chain", "static"])
 @pytest.mark.parametrize("options", [{}, {"noise": "mean", "rank": 0}], ids=["uno", "probed"])
 def test_captured_rounds_are_the_loops(shallow: Target, builder: TreeBuilder, options: dict[str, Any]) -> None:
-    """The engine that never asks the device emits the same tokens in the same rounds."""
+    """The engine without host synchronization emits the same tokens in the same rounds."""
     drafter = make(shallow, **options)
     plain = decode(shallow, PROMPTS, Greedy(), LIMIT, drafter, builder, ignore_eos=True)
     found = CapturedRunner(shallow, Greedy(), drafter, builder).decode(PROMPTS, LIMIT, ignore_eos=True)

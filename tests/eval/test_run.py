@@ -379,14 +379,16 @@ def test_the_engine_that_asks_nothing_scores_the_same(shallow: Target, tmp_path:
     one, other = found
     assert one["acceptance_length"] == other["acceptance_length"] and one["acceptance_by_depth"] == other["acceptance_by_depth"]
     assert "eager" not in one["compared"]["ngram"]["label"] and "(eager)" in other["compared"]["ngram"]["label"]
-    assert "asks the device" in other["compared"]["ngram"]["eager_because"]
+    assert "reads values from the device" in other["compared"]["ngram"]["eager_because"]
     assert one["bounds"]["oracle"] > 0 and other["bounds"]["oracle"] > 0 and one["forced"] == other["forced"]
 
 
 def test_what_cannot_be_captured_is_refused_or_not_captured(shallow: Target, tmp_path: Path) -> None:
     """eval.engine=captured names what asks the device; an unknown engine is refused with the choices."""
     scored = evaluation(tmp_path, engine="captured")
-    with pytest.raises(UserError, match="eval.engine=captured: drafter=ngram asks the device.*use eval.engine=eager"):
+    with pytest.raises(
+        UserError, match="eval.engine=captured: drafter=ngram reads values from the device.*use eval.engine=eager"
+    ):
         scored.score(Candidate(shallow, Ngram(shallow), Chain(2), Greedy(), SETTING), tmp_path / "out")
     with pytest.raises(UserError, match="eval.engine=captured: eval.guard decides on the host"):
         replace(scored, guard=True).score(

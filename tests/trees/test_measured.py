@@ -274,7 +274,7 @@ def test_copies_are_verified_as_far_as_they_pay(name: type[LatencyAwareBuilder],
 def a_round(builder: Auto, tries: list[Trie], drafted: list[float], kept: int) -> bool:
     """One in which copies promise so much, and with the drafter, if it is asked, `drafted`, of which so many tokens are kept:
     whether it was asked."""
-    asked = builder.wants_drafter(context(), tries)
+    asked = builder.needs_drafter(context(), tries)
     tokens = [[7] * len(drafted), [8] * len(drafted)]
     for path in tokens:
         tries[0].add_continuation(path, 0.0)
@@ -342,7 +342,7 @@ def test_auto_counts_the_time_of_a_larger_tree_against_a_drafter() -> None:
         builder = prepared(Auto(), 0.2, 1.0, 0.0, 0.2)
         for _ in range(4):
             builder.drafter_gains[2].update_means(0.5, 1, verifying, 1.0)
-        assert builder.wants_drafter(context(), [copies([])]) is asks
+        assert builder.needs_drafter(context(), [copies([])]) is asks
 
 
 def test_a_slow_spell_changes_no_tree() -> None:

@@ -26,12 +26,12 @@ class FixedChoice(AcceptanceRule):
 
     def acceptance_chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
         """Return the chances; of equal siblings only the first can be accepted."""
-        seen: set[int] = set()
-        found = []
+        earlier_tokens: set[int] = set()
+        chances = []
         for token in siblings.tokens:
-            found.append(0 if token in seen else siblings.p[token])
-            seen.add(token)
-        return found
+            chances.append(0 if token in earlier_tokens else siblings.p[token])
+            earlier_tokens.add(token)
+        return chances
 
 
 class Greedy(FixedChoice):
@@ -77,7 +77,7 @@ class SamplingRule(AcceptanceRule):
         self.temperature, self.top_k, self.top_p, self.seed = temperature, top_k, top_p, seed
 
     def shape_logits(self, logits: Tensor) -> Tensor:
-        """Logits [..., V] after temperature, top-k and top-p."""
+        """Return logits [..., V] after temperature, top-k and top-p."""
         return shape_logits(logits, self.temperature, self.top_k, self.top_p)
 
     def target_distribution(self, logits: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ class RecursiveRejection(SequentialRule):
             q, ids, without_replacement = logits.new_ones(len(sequence_ids), 1, 1), None, False
         else:
             self.check_children(tree.children, not self.chains_only or tree.is_chain)
-            assert tree.q is not None, "a tree with drawn children says what they were drawn from"
+            assert tree.q is not None, "a tree with drawn children has their distribution q"
             q, ids, without_replacement = tree.q, tree.draft_ids, tree.children == "without_replacement"
         draws = self.make_draws(ACCEPT, sequence_ids, positions)
         return AcceptedPath(*tree_recursive(make_nodes(tree), logits, q, ids, without_replacement, draws))
@@ -64,15 +64,15 @@ class RecursiveRejection(SequentialRule):
                 return path, random.draw_token(p, node)
 
     def acceptance_chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
-        p, q, found, left = siblings.p, siblings.q, [], 1
+        p, q, chances, open_chance = siblings.p, siblings.q, [], 1
         for token in siblings.tokens:
-            keep = acceptance_ratio(p[token], q[token])
-            found.append(left * keep)
-            left = left * (1 - keep)
+            accept_chance = acceptance_ratio(p[token], q[token])
+            chances.append(open_chance * accept_chance)
+            open_chance = open_chance * (1 - accept_chance)
             p = normalize_weights((p - q).clip(0), p)
             if siblings.without_replacement:
                 q = remove_token(q, token)
-        return found
+        return chances
 
 
 class SpeculativeSampling(RecursiveRejection):
@@ -90,27 +90,26 @@ class PathRule(SequentialRule):
     children = DRAWN_CHILDREN
 
     def acceptance_chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
-        p, tokens, left, of_parent = siblings.p, siblings.tokens, 1, rate
-        found: list[Any] = [0] * len(tokens)
-        for place, q in iterate_siblings(tokens, siblings.q, siblings.without_replacement):
-            keep = self.child_rate(p, q, tokens[place], rate)
-            found[place] = left * keep / of_parent if of_parent else 0  # 0: the parent is never kept
-            left = left * (1 - keep)
+        p, tokens, open_chance, parent_rate = siblings.p, siblings.tokens, 1, rate
+        chances: list[Any] = [0] * len(tokens)
+        for index, q in iterate_siblings(tokens, siblings.q, siblings.without_replacement):
+            accept_chance = self.child_rate(p, q, tokens[index], rate)
+            chances[index] = open_chance * accept_chance / parent_rate if parent_rate else 0  # 0: the parent is never kept
+            open_chance = open_chance * (1 - accept_chance)
             residual = (rate * p - q).clip(0)
             p, rate = normalize_weights(residual, p), residual_rate(residual.sum(), rate)
-        return found
+        return chances
 
     def child_rate(self, p: Vector, q: Vector, token: int, rate: Any = 1) -> Any:
         return acceptance_ratio(rate * p[token], q[token])
 
 
 class Block(PathRule):
-    """Block verification (Sun et al., 2024, algorithm 2): a path is judged as a whole and keeps no less than token by token.
+    """Block verification (Sun et al., 2024, algorithm 2): judge a path as a unit, which accepts no less than token by token.
 
-    Of one drawn path no lossless rule keeps more in a round (theorem 2): it is the transport of the whole path.
-
-    b_i = min(1, b_{i-1} p_i / q_i); the longest prefix i is kept whose coin h_i = r_i / (r_i + 1 - b_i) falls, where r_i is
-    the mass of max(b_i p - q, 0) after it, and h of the whole path is its b. The next token is drawn from that residual.
+    No lossless rule accepts more of one drawn path in a round (theorem 2). With b_i = min(1, b_{i-1} p_i / q_i), the longest
+    prefix i is accepted whose coin with probability h_i = r_i / (r_i + 1 - b_i) succeeds; r_i is the mass of max(b_i p - q, 0)
+    after it, and h of the full path is its b. The next token is drawn from that residual.
     """
 
     name = "block"
@@ -130,42 +129,41 @@ class Block(PathRule):
             residual = (rate * tree.p(node) - tree.q(node)).clip(0)
             if last == 0 or random.flip_coin(residual_rate(residual.sum(), rate), node):
                 return path[: last + 1], random.draw_token(normalize_weights(residual, tree.p(node)), node)
-        raise AssertionError("the root is always kept")
+        raise AssertionError("the root is always accepted")
 
 
 class Traversal(PathRule):
-    """Traversal verification (Weng et al., 2025): from the leaves to the root, so a node counts with all that is below it.
+    """Traversal verification (Weng et al., 2025): judge nodes from the leaves to the root, each with all that is below it.
 
     A node has a rate (the root 1) and a residual P (at first p). Each child, in the order drawn, is visited with rate
     min(1, rate P(x) / Q(x)); where it fails, the mass S of max(rate P - Q, 0) gives the new residual and the new rate
-    S / (S + 1 - rate). With no child left the node is kept with its rate. On a chain it is block verification.
+    S / (S + 1 - rate). With no child left the node is accepted with its rate. On a chain it is block verification.
 
-    The likeliest children of a node are visited after the one that was drawn, as if each were drawn from itself alone. With
-    them it is the optimal transport of a whole round where only the last level branches: above it there is one path, of which
-    block verification is the optimum, and the last nodes keep what `Transport` does, the optimum of a node. Where an earlier
-    level branches, what lies below one child could be weighed against what lies below another, which no rule here does.
+    The likeliest children of a node are visited after the drawn one, as if each were drawn from a distribution with all mass
+    on it. Where only the last level branches, the result is the optimal transport of a round: above it block verification is
+    optimal for the one path, and the last nodes accept the optimum of a node. Where an earlier level branches, it is not.
     """
 
     name = "traversal"
     children = (*DRAWN_CHILDREN, "top_and_sampled")
 
     def select_path(self, tree: VerifiedTree, random: RandomSource) -> tuple[list[int], int]:
-        found = self._visit_node(tree, random, 0, 1)
-        assert found is not None, "the root is always kept"
-        return found
+        accepted = self._visit_node(tree, random, 0, 1)
+        assert accepted is not None, "the root is always accepted"
+        return accepted
 
     def _visit_node(self, tree: VerifiedTree, random: RandomSource, node: int, rate: Any) -> tuple[list[int], int] | None:
         p, children = tree.p(node), tree.children[node]
-        offered = (
+        siblings = (
             iterate_siblings([tree.tokens[child] for child in children], tree.q(node), tree.without_replacement)
             if children
             else ()
         )
-        for place, q in offered:
-            child = children[place]
-            found = self._visit_node(tree, random, child, self.child_rate(p, q, tree.tokens[child], rate))
-            if found is not None:
-                return [node, *found[0]], found[1]
+        for index, q in siblings:
+            child = children[index]
+            accepted = self._visit_node(tree, random, child, self.child_rate(p, q, tree.tokens[child], rate))
+            if accepted is not None:
+                return [node, *accepted[0]], accepted[1]
             residual = (rate * p - q).clip(0)
             p = normalize_weights(residual, p)
             rate = 1 if node == 0 else residual_rate(residual.sum(), rate)

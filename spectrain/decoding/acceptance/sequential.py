@@ -55,15 +55,15 @@ class SequentialRule(SamplingRule):
     def __call__(self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> AcceptedPath:
         if tree.tokens.shape[1] > 1:  # a root alone has no children to weigh
             self.check_children(tree.children, not self.chains_only or tree.is_chain)
-        verdicts = []
+        decisions = []
         for b, key in enumerate(sequence_ids.tolist()):
-            dice = _KeyedRandomSource(fold_key(host_key(ACCEPT, self.seed), key), positions[b].tolist())
-            verdicts.append(self.select_path(self._make_verified_tree(tree, logits, b), dice))
-        width = max(len(path) for path, _ in verdicts)
+            random = _KeyedRandomSource(fold_key(host_key(ACCEPT, self.seed), key), positions[b].tolist())
+            decisions.append(self.select_path(self._make_verified_tree(tree, logits, b), random))
+        width = max(len(path) for path, _ in decisions)
         device = logits.device
-        padded = torch.tensor([path + path[-1:] * (width - len(path)) for path, _ in verdicts], device=device)
-        counts = torch.tensor([len(path) for path, _ in verdicts], device=device)
-        return AcceptedPath(padded, counts, torch.tensor([bonus for _, bonus in verdicts], device=device))
+        padded = torch.tensor([path + path[-1:] * (width - len(path)) for path, _ in decisions], device=device)
+        counts = torch.tensor([len(path) for path, _ in decisions], device=device)
+        return AcceptedPath(padded, counts, torch.tensor([bonus for _, bonus in decisions], device=device))
 
     def _make_verified_tree(self, tree: TokenTree, logits: Tensor, b: int) -> VerifiedTree:
         children: list[list[int]] = [[] for _ in range(tree.tokens.shape[1])]
@@ -78,7 +78,7 @@ class SequentialRule(SamplingRule):
 
         @cache
         def q(node: int) -> Tensor:
-            assert tree.q is not None, "a tree with drawn children says what they were drawn from"
+            assert tree.q is not None, "a tree with drawn children has their distribution q"
             drawn = tree.q[b, node].double().cpu()
             ids = torch.arange(len(drawn)) if tree.draft_ids is None else tree.draft_ids.cpu()
             return drawn.new_zeros(logits.shape[-1]).scatter(0, ids, drawn)
@@ -90,7 +90,7 @@ class SequentialRule(SamplingRule):
 
 
 class _KeyedRandomSource:
-    """Dice for decoding: each outcome has its own number, by the position of its node."""
+    """The random source of decoding: each outcome has its own number, keyed by the position of its node."""
 
     def __init__(self, key: Tensor, positions: list[int]) -> None:
         self.key, self.positions = key, positions
@@ -114,31 +114,31 @@ def residual_rate(mass: Any, rate: Any) -> Any:
 
 
 def normalize_weights(weights: Vector, fallback: Vector) -> Vector:
-    """The weights as a distribution; `otherwise` where rounding left none."""
+    """Normalize weights to a distribution; return `fallback` where rounding left none."""
     total = weights.sum()
     return weights / total if total > 0 else fallback
 
 
 def iterate_siblings(tokens: list[int], q: Vector, without_replacement: bool) -> Iterator[tuple[int, Vector]]:
-    """The places of siblings in the order in which they are judged, each with what its token was drawn from.
+    """Yield the indices of siblings in the order in which they are judged, each with the distribution of its token.
 
-    Those that q offers were drawn from it. The others are there whatever is drawn, each as if drawn from a distribution that
-    has nothing else, and come last: what the drawn ones leave of p is theirs.
+    Siblings with q > 0 were drawn from q. The others are present whatever is drawn; each counts as drawn from a distribution
+    that has all mass on it. They come last and are judged by what the drawn siblings leave of p.
     """
-    drawn = [place for place, token in enumerate(tokens) if q[token] > 0]
-    left = q
-    for place in drawn:
-        yield place, left
+    drawn_indices = [index for index, token in enumerate(tokens) if q[token] > 0]
+    remaining_q = q
+    for index in drawn_indices:
+        yield index, remaining_q
         if without_replacement:
-            left = remove_token(left, tokens[place])
-    for place in sorted({*range(len(tokens))} - {*drawn}):
-        alone = q * 0
-        alone[tokens[place]] = 1
-        yield place, alone
+            remaining_q = remove_token(remaining_q, tokens[index])
+    for index in sorted({*range(len(tokens))} - {*drawn_indices}):
+        point_mass = q * 0
+        point_mass[tokens[index]] = 1
+        yield index, point_mass
 
 
 def remove_token(q: Vector, token: int) -> Vector:
     """Return q after `token` was drawn from it without replacement."""
-    left = q + 0
-    left[token] = 0
-    return normalize_weights(left, left)
+    remaining = q + 0
+    remaining[token] = 0
+    return normalize_weights(remaining, remaining)

@@ -15,13 +15,13 @@ from .sequential import RandomSource, SequentialRule, VerifiedTree
 
 def lossy_warning(rule: str) -> str:
     """Return the warning that tables, model cards and chat print for a lossy rule."""
-    return f"LOSSY: acceptance={rule} changes what the target would say"
+    return f"LOSSY: acceptance={rule} changes the distribution of the target's output"
 
 
 class TypicalAcceptance(SequentialRule):
-    """Typical acceptance (Cai et al., 2024, section 3.3.1): keep what the target finds likely enough. NOT lossless.
+    """Typical acceptance (Cai et al., 2024, section 3.3.1): accept tokens that are likely enough to the target. NOT lossless.
 
-    A child is kept where p(x) > min(epsilon, delta exp(-H(p))), H the entropy; the longest kept path wins, then the
+    A child is accepted where p(x) > min(epsilon, delta exp(-H(p))), H the entropy; the longest accepted path wins, then the
     likeliest. The next token is drawn from p.
     """
 
@@ -70,17 +70,17 @@ class TypicalAcceptance(SequentialRule):
 
     def acceptance_chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
         """Return 1 for the most likely sibling above the threshold, of equal ones the last, and 0 for all others."""
-        found = [float(siblings.p[token]) for token in siblings.tokens]
-        best = max(range(len(found)), key=lambda place: (found[place], place))
-        return [float(place == best and found[place] > self._min_probability(siblings.p)) for place in range(len(found))]
+        chances = [float(siblings.p[token]) for token in siblings.tokens]
+        best = max(range(len(chances)), key=lambda index: (chances[index], index))
+        return [float(index == best and chances[index] > self._min_probability(siblings.p)) for index in range(len(chances))]
 
 
 class InterleavedSampling(SequentialRule):
     """Interleaved sampling (speculative knowledge distillation, Xu et al., 2024), which writes training text. NOT lossless.
 
-    A drawn token is kept while it is among the target's `top_k` likeliest; the first that is not is replaced by a draw of the
-    target, and what was drafted behind it is dropped. Temperature shapes the target's draw; `top_k` only judges. A block that
-    is wholly kept is followed by the drafter's next token, not by one of the target: its last token ends the round.
+    A drawn token is accepted while it is among the target's `top_k` likeliest; the first that is not is replaced by a draw of
+    the target, and all later drafts are dropped. Temperature shapes the target's draw; `top_k` only judges. After a fully
+    accepted draft the drafter's last token, not one of the target, ends the round.
     """
 
     name = "interleaved"
@@ -113,5 +113,5 @@ class InterleavedSampling(SequentialRule):
 
     def acceptance_chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
         """Return 1 for the first sibling that is accepted; a chain has only one sibling."""
-        kept = [int((siblings.p > siblings.p[token]).sum()) < self.num_candidates for token in siblings.tokens]
-        return [float(good and not any(kept[:place])) for place, good in enumerate(kept)]
+        is_accepted = [int((siblings.p > siblings.p[token]).sum()) < self.num_candidates for token in siblings.tokens]
+        return [float(accepted and not any(is_accepted[:index])) for index, accepted in enumerate(is_accepted)]
