@@ -394,8 +394,8 @@ def test_old_sizes_are_given_up(shallow: Target) -> None:
     [
         (Block(), None, None, "acceptance=block decides on the host"),
         (Greedy(), Ngram, Chain(2), "drafter=ngram reads values from the device"),
-        (Greedy(), Eagle3, OptTree(3, 8), "tree=opt decides on the host"),
-        (Greedy(), Eagle3, Chain(3, stop=0.5), "tree=chain decides on the host"),
+        (Greedy(), Eagle3, OptTree(3, 8), "tree=opt decides the draft length on the host"),
+        (Greedy(), Eagle3, Chain(3, stop=0.5), "tree=chain decides the draft length on the host"),
     ],
 )
 def test_what_cannot_be_held_in_a_graph_is_refused(
