@@ -21,7 +21,7 @@ except ImportError:  # not on Linux: only the torch functions exist
     triton = None
 
 WEYL, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-BELOW_ONE = 1 - 2**-24  # the float32 below 1
+MAX_UNIT = 1 - 2**-24  # the float32 below 1
 
 
 def to_int64(number: int) -> int:
@@ -55,11 +55,11 @@ def host_key(*parts: int) -> int:
 
 def make_key(*parts: int | Tensor) -> Tensor:
     """Derive the key of these parts in this order; int64, broadcast, on the device of the tensors."""
-    known = next((place for place, part in enumerate(parts) if isinstance(part, Tensor)), len(parts))
-    found: int | Tensor = host_key(*(part for part in parts[:known] if isinstance(part, int)))
-    for part in parts[known:]:
-        found = fold_key(found, part)
-    return torch.as_tensor(found)
+    num_host = next((index for index, part in enumerate(parts) if isinstance(part, Tensor)), len(parts))
+    key: int | Tensor = host_key(*(part for part in parts[:num_host] if isinstance(part, int)))
+    for part in parts[num_host:]:
+        key = fold_key(key, part)
+    return torch.as_tensor(key)
 
 
 def random_bits(key: Tensor, counter: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def random_bits(key: Tensor, counter: Tensor) -> Tensor:
 
 def to_unit(bits: Tensor) -> Tensor:
     """Map integers below 2^32 to float32 in (0, 1); small ones retain all 32 bits."""
-    return bits.float().add_(0.5).mul_(2.0**-32).clamp_(max=BELOW_ONE)
+    return bits.float().add_(0.5).mul_(2.0**-32).clamp_(max=MAX_UNIT)
 
 
 def uniform_noise(key: Tensor, counter: Tensor) -> Tensor:

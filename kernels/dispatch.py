@@ -22,10 +22,10 @@ def jit(function: Callable[..., Any]) -> Any:
 
 def kernels_enabled(device: torch.device) -> bool:
     """Tell whether kernels are enabled on a device: on a CPU only where they are requested and interpreted."""
-    asked = os.environ.get("SPECTRAIN_KERNELS")
-    if triton is None or asked == "reference":
+    mode = os.environ.get("SPECTRAIN_KERNELS")
+    if triton is None or mode == "reference":
         return False
-    return device.type != "cpu" or (asked == "triton" and os.environ.get("TRITON_INTERPRET") == "1")
+    return device.type != "cpu" or (mode == "triton" and os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def runs_on(device: torch.device) -> bool:

@@ -69,10 +69,10 @@ def document_attention(
     if lengths is not None:
         starts, longest = document_starts(lengths, q.device), max(lengths)
         q, k, v = (x.squeeze(0) for x in (q, k, v))
-    found: Tensor = torch.ops.aten._flash_attention_forward(
+    output: Tensor = torch.ops.aten._flash_attention_forward(
         q, k, v, starts, starts, longest, longest, 0.0, True, False, scale=scale, window_size_left=back, window_size_right=0
     )[0]
-    return (found if lengths is None else found.unsqueeze(0)).transpose(1, 2)
+    return (output if lengths is None else output.unsqueeze(0)).transpose(1, 2)
 
 
 def document_starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:

@@ -42,15 +42,15 @@ if triton is not None:
         inside = (head < HEADS) & (dim < HEAD_SIZE)
         slot = tl.load(lengths_ptr + batch) + pending + node
         store_ptr += batch * store_stride_b + slot * store_stride_t
-        place = head * HEAD_SIZE + dim
+        offset = head * HEAD_SIZE + dim
         if tl.program_id(2) == 0:
             x = tl.load(keys_ptr + batch * keys_stride_b + node * keys_stride_n + (head * keys_stride_h + dim), mask=inside)
-            tl.store(store_ptr + place, x, mask=inside)
+            tl.store(store_ptr + offset, x, mask=inside)
         else:
             x = tl.load(
                 values_ptr + batch * values_stride_b + node * values_stride_n + (head * values_stride_h + dim), mask=inside
             )
-            tl.store(store_ptr + store_stride_half + place, x, mask=inside)
+            tl.store(store_ptr + store_stride_half + offset, x, mask=inside)
 
 
 @torch.library.custom_op("spectrain::kv_append", mutates_args={"store"})

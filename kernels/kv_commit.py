@@ -40,11 +40,11 @@ def kv_commit_reference(
     lengths += counts
 
 
-NODES_PER_STEP = 8  # moved at once: more than most rounds accept, so that their loads all fly together
-COLUMNS_PER_PROGRAM = (
-    512  # at 8 heads of 128 and 32 layers 128 programs a row, about one for each of an H200's 132 multiprocessors
-)
-# With 4 warps a program keeps 16 KB of float32 in flight, which takes a thread 32 registers of data. Not yet timed.
+# Nodes moved at once: more than most rounds accept, so that their loads overlap.
+NODES_PER_STEP = 8
+# With 8 heads of 128 and 32 layers a row has 128 programs, about one for each of an H200's 132 multiprocessors. With 4 warps a
+# program has 16 KB of float32 in flight, which takes 32 registers of a thread. Not yet timed.
+COLUMNS_PER_PROGRAM = 512
 
 
 if triton is not None:
@@ -52,7 +52,7 @@ if triton is not None:
     @triton.jit  # type: ignore[untyped-decorator]
     def _move_rows(  # type: ignore[no-untyped-def]
         source_ptr, target_ptr, path_ptr, num_moved, source_stride, target_stride, columns,
-        WIDTH: tl.constexpr, NODES: tl.constexpr, IN_PLACE: tl.constexpr,
+        WIDTH: tl.constexpr, NODES: tl.constexpr, INPLACE: tl.constexpr,
     ):  # fmt: skip
         """Set target[i] = source[path[i]] for i < num_moved, in some columns of rows of WIDTH.
 
@@ -62,11 +62,11 @@ if triton is not None:
             step = start + tl.arange(0, NODES)
             moved = step < num_moved
             node = tl.load(path_ptr + step, mask=moved, other=0)
-            if IN_PLACE:
+            if INPLACE:
                 moved = moved & (node != step)
             moved = moved[:, None] & (columns < WIDTH)[None, :]
             rows = tl.load(source_ptr + node[:, None] * source_stride + columns[None, :], mask=moved)
-            if IN_PLACE:
+            if INPLACE:
                 tl.debug_barrier()  # all threads have read their part
             tl.store(target_ptr + step[:, None].to(tl.int64) * target_stride + columns[None, :], rows, mask=moved)
 

@@ -1,15 +1,15 @@
 """The divergence of a drafter from its target, straight from hidden states: output layer, loss and gradients in one.
 
-Shapes: R rows, r of them at a time, D width, V vocabulary, K kept tokens of a target.
-Logits exist for one chunk of rows at a time. Their gradient is worked out there and then, in the forward pass, so that what
-stays of it is [R, D] for the states and [V, D] for the weight. The matrix products are torch's; between them stands one row
-kernel on a GPU (log-sum-exp and argmax of the target's products and the drafter's, KL(p || q), and the gradient in place of the
-logits), and autograd on the chunk elsewhere.
+Shapes: R rows, r of them at a time, D width, V vocabulary, K stored tokens of a target.
+Logits exist for one chunk of rows at a time. Their gradient is computed in the forward pass, so only [R, D] for the states and
+[V, D] for the weight stay in memory. The matrix products are torch's. Between them a GPU runs one row kernel: log-sum-exp and
+argmax of the target's and the drafter's products, KL(p || q), and the gradient, which overwrites the logits. Other devices run
+autograd on the chunk.
 
 Why not Liger's fused losses (0.8.5): on an H100 those of cross-entropy and Jensen-Shannon divergence cut rows into 1/32, small
 products that made a step of 1,024 rows 4.3 times slower than torch without fusion by Liger's own benchmark (of 0.3.1; a
-chunk of 2,048 rows keeps products large); its KL divergence wants all of p, [R, V]; none tells the most likely entries, weighs
-rows or reads a target's products. docs/engine.md has their launches and bytes beside ours, and cut-cross-entropy's.
+chunk of 2,048 rows keeps products large); its KL divergence needs all of p, [R, V]; none returns the most likely entries,
+weighs rows or reads a target's products. docs/engine.md compares launches and bytes, also with cut-cross-entropy.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,13 +35,12 @@ CHUNK_ROWS = 2048
 
 
 MAX_CPU_PRODUCTS = 1 << 23
-"""Products that exist at one time on a CPU where few of them are kept: of more, the C library returns the memory each time, and
-to touch it anew takes longer than all that is done with it."""
-GPU_BLOCK_ROWS = (
-    512  # rows of a chunk that torch works on at one time on a GPU, where no kernel does: each copy is that much smaller
-)
+"""Products that exist at one time on a CPU where few of them are used. For more, the C library returns the memory each time,
+and the page faults of a new allocation take longer than the computation."""
+GPU_BLOCK_ROWS = 512
+"""Rows of a chunk that torch processes at one time on a GPU without the kernel; temporary copies are that much smaller."""
 CPU_BLOCK_LOGITS = 1 << 17
-"""Logits of a chunk that torch works on at one time on a CPU: they stay in its cache, and in memory that is not given back."""
+"""Logits of a chunk that torch processes at one time on a CPU; they stay in its cache and in allocated memory."""
 
 
 @dataclass(frozen=True)
@@ -69,16 +68,18 @@ class Projection:
         return fast_linear(x.to(dtype), self.weight.to(dtype), bias)
 
     def logits(self, x: Tensor) -> Tensor:
-        """[r, D] -> [r, V] in float32, or float64 of float64 weights."""
+        """Compute the logits of states, [r, D] -> [r, V], in float32, or in float64 for float64 weights."""
         return _scale_and_cap(self.compute_products(x), self.scale, self.softcap)
 
 
-SOFTMAX_ROWS = 256  # rows at once
+SOFTMAX_ROWS = 256  # rows of one in-place softmax
 
 
 class TargetLogits(NamedTuple):
-    """Unnormalised products of a target's states and output layer: z = cap(scale * product), and
-    log p = z - log_z, or z - log sum exp z without one."""
+    """Unnormalised products of a target's states and output layer.
+
+    z = cap(scale * product), and log p = z - log_z, or z - log sum exp z without `log_z`.
+    """
 
     products: Tensor  # [r, V]
     scale: float = 1.0
@@ -90,14 +91,14 @@ class TargetLogits(NamedTuple):
         return self._replace(products=self.products[rows], log_z=None if self.log_z is None else self.log_z[rows])
 
     def log_p(self, spent: bool = False) -> Tensor:
-        """[r, V] in float32, or float64; in place of the products where these are `spent`."""
+        """Return log p [r, V] in float32, or float64. With `spent`, the products may be overwritten."""
         logits = _scale_and_cap(self.products, self.scale, self.softcap)
         spent = spent or logits is not self.products
         if self.log_z is not None:
             return logits.sub_(self.log_z[:, None]) if spent else logits - self.log_z[:, None]
         if not spent:
             return logits.log_softmax(-1)
-        for block in logits.split(SOFTMAX_ROWS):  # in place: a second [r, V] would be a fifth of all that a step holds
+        for block in logits.split(SOFTMAX_ROWS):  # in place: a second [r, V] would be a fifth of a step's memory
             block.copy_(block.log_softmax(-1))
         return logits
 
@@ -106,8 +107,8 @@ class TargetLogits(NamedTuple):
 class HeadTarget:
     """A target given by its final states; logits are computed for the requested rows only.
 
-    `head` holds the entries that the drafter has. p is renormalised over them, or with `log_z`, the log-sum-exp over the
-    whole vocabulary, as `most_likely` finds it, carries the target's own mass.
+    `head` holds the entries that the drafter has. p is renormalised over them. With `log_z`, the log-sum-exp over the full
+    vocabulary from `argmax_and_log_z`, p keeps the target's own mass.
     """
 
     final: Tensor  # [R, D]
@@ -116,7 +117,7 @@ class HeadTarget:
 
     @torch.no_grad()
     def __call__(self, rows: slice) -> Tensor:
-        """log p [r, V]"""
+        """Return log p [r, V] of these rows."""
         return self.target_logits(rows).log_p(spent=True)
 
     @torch.no_grad()
@@ -138,16 +139,18 @@ class TopK(NamedTuple):
 
 
 class DivergenceResult(NamedTuple):
+    """The loss and both models' most likely entries."""
+
     loss: Tensor  # scalar, the sum over rows; the only one with a gradient
     predictions: Tensor  # [R] the drafter's most likely entry
     labels: Tensor  # [R] the target's most likely of the same entries, or the token
 
 
 TargetChunk = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""What a target says of a chunk: log p [r, V], or ids and p of a few tokens [r, K]; where a kernel reads them, `Said`."""
+"""The target's distribution for a chunk: log p [r, V], or ids and p of a few tokens [r, K]."""
 Labels = Tensor | TopK | Callable[[slice], Tensor]
-"""What the target says: tokens [R], kept tokens, or for the rows of a slice log p [r, V], such as a `HeadTarget` gives. What
-has a method `products` besides, which gives `Said`, is read as it is by the kernel."""
+"""The target's distribution: tokens [R], its top-k tokens, or a function from a slice of rows to log p [r, V], such as a
+`HeadTarget`. Where that object also has a method `target_logits`, the kernel reads its unnormalised products."""
 
 
 def _product_dtype(weight: Tensor) -> torch.dtype:
@@ -171,7 +174,7 @@ def _differentiate_rows(
     softcap: float | None,
     with_grad: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Weighted losses [r] and the most likely entries [r] of products [r, V], which their gradient overwrites."""
+    """Return weighted losses [r] and the most likely entries [r] of products [r, V], which their gradient overwrites."""
     leaf = product.detach().requires_grad_(with_grad)
     with torch.set_grad_enabled(with_grad):
         log_q = _scale_and_cap(leaf, scale, softcap).log_softmax(-1)
@@ -192,19 +195,19 @@ def row_kl_reference(
     scale: float,
     softcap: float | None,
     with_grad: bool,
-    their_scale: float | None = None,
-    their_softcap: float | None = None,
-    their_log_z: Tensor | None = None,
+    target_scale: float | None = None,
+    target_softcap: float | None = None,
+    target_log_z: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """KL(p || q) of every row times its weight, and the drafter's and the target's most likely entries, each [r].
+    """Return KL(p || q) of every row times its weight, and the drafter's and the target's most likely entries, each [r].
 
-    q is the softmax of the products [r, V] of states and weight, scaled and capped; p is log_p [r, V], or that of a few
-    tokens, ids and p [r, K]. With `their_scale`, `log_p` holds the target's own products instead: see `Said`. With `with_grad`
-    the gradient, (sum p) q - p by the logits, overwrites the products.
+    q is the softmax of the products [r, V] of states and weight, scaled and capped. p is log_p [r, V], or that of a few
+    tokens, ids and p [r, K]. With `target_scale`, `log_p` holds the target's products instead, as in `TargetLogits`. With
+    `with_grad` the gradient with respect to the logits, (sum p) q - p, overwrites the products.
     """
-    if log_p is not None and their_scale is not None:
+    if log_p is not None and target_scale is not None:
         log_p = (
-            TargetLogits(log_p, their_scale, their_softcap, their_log_z)
+            TargetLogits(log_p, target_scale, target_softcap, target_log_z)
             .log_p()
             .to(torch.promote_types(product.dtype, torch.float32))
         )
@@ -213,7 +216,7 @@ def row_kl_reference(
     best = log_q.argmax(-1)
     if log_p is not None:
         p, labels = log_p.exp(), log_p.argmax(-1)
-        # p log p is 0 where p is; autograd, which would add six passes to these, is spared
+        # p log p is 0 where p is 0. Autograd would add six passes.
         losses = (p * (log_p.clamp(min=torch.finfo(log_p.dtype).min) - log_q)).sum(-1)
     else:
         assert ids is not None and p is not None
@@ -239,7 +242,7 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _scale_and_cap_in_kernel(product, scale, softcap, SOFTCAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Logits of products, and their slope there; tanh(x) is 2 sigmoid(2 x) - 1."""
+        """Return the logits of products and their slope; tanh(x) is 2 sigmoid(2 x) - 1."""
         z = product.to(tl.float32) * scale
         slope = scale
         if SOFTCAPPED:
@@ -262,44 +265,52 @@ if triton is not None:
         log_p_stride,
         scale,
         softcap,
-        their_scale,
-        their_softcap,
-        their_log_z_ptr,
+        target_scale,
+        target_softcap,
+        target_log_z_ptr,
         VOCAB: tl.constexpr,  # as a constant: the interpreter of triton 3.6 cannot loop to a runtime bound
-        KEPT: tl.constexpr,  # 0 where p is dense
+        SPARSE: tl.constexpr,  # 0 where p is dense
         BLOCK: tl.constexpr,
-        BLOCK_KEPT: tl.constexpr,
+        BLOCK_SPARSE: tl.constexpr,
         SOFTCAPPED: tl.constexpr,
-        THEIRS_SOFTCAPPED: tl.constexpr,
-        RAW: tl.constexpr,  # the target's products stand where log p would
+        TARGET_SOFTCAPPED: tl.constexpr,
+        HAS_PRODUCTS: tl.constexpr,  # log_p_ptr holds the target's unnormalised products
         WITH_GRAD: tl.constexpr,
     ):
-        """One program a row: sweep its blocks for log-sum-exp and loss, then again for the gradient.
+        """Compute loss, argmaxes and gradient of one row: sweep its blocks for log-sum-exp and loss, then for the gradient.
 
-        Of raw products zt, sum exp(zt - top) and sum exp(zt - top) (zt - z) run along with their top, as the drafter's do."""
+        For unnormalised target logits zt, running sums of exp(zt - top) and exp(zt - top) (zt - z) are rescaled whenever their
+        running maximum `top_log_p` rises, as in an online softmax. Grid [r].
+        """
+        # Locate the row.
         row = tl.program_id(0).to(tl.int64)
         product_ptr += row * product_stride
-        if not KEPT:
+        if not SPARSE:
             log_p_ptr += row * log_p_stride
         row_weight = tl.load(row_weight_ptr + row).to(tl.float32)
         mass = 0.0  # sum p
-        cross = 0.0  # sum p (log p - z)
+        divergence = 0.0  # sum p (log p - z)
         labels = 0
-        if KEPT:
-            kept = tl.arange(0, BLOCK_KEPT)
-            is_kept = kept < KEPT
-            ids = tl.load(ids_ptr + row * KEPT + kept, mask=is_kept, other=0)
-            p_kept = tl.load(p_ptr + row * KEPT + kept, mask=is_kept, other=0.0).to(tl.float32)
-            z_kept, slope_kept = _scale_and_cap_in_kernel(tl.load(product_ptr + ids), scale, softcap, SOFTCAPPED)
-            mass = tl.sum(p_kept, 0)
-            cross = tl.sum(tl.where(p_kept > 0, p_kept * (tl.log(tl.where(p_kept > 0, p_kept, 1.0)) - z_kept), 0.0), 0)
-            likeliest = tl.argmax(tl.where(is_kept, p_kept, -1.0), 0)
-            labels = tl.sum(tl.where(kept == likeliest, ids, 0), 0)
+        # 1. Sparse targets: p has a few tokens, so their terms and the label need no sweep.
+        if SPARSE:
+            sparse_index = tl.arange(0, BLOCK_SPARSE)
+            is_sparse = sparse_index < SPARSE
+            ids = tl.load(ids_ptr + row * SPARSE + sparse_index, mask=is_sparse, other=0)
+            sparse_p = tl.load(p_ptr + row * SPARSE + sparse_index, mask=is_sparse, other=0.0).to(tl.float32)
+            sparse_z, sparse_slope = _scale_and_cap_in_kernel(tl.load(product_ptr + ids), scale, softcap, SOFTCAPPED)
+            mass = tl.sum(sparse_p, 0)
+            divergence = tl.sum(
+                tl.where(sparse_p > 0, sparse_p * (tl.log(tl.where(sparse_p > 0, sparse_p, 1.0)) - sparse_z), 0.0), 0
+            )
+            most_likely = tl.argmax(tl.where(is_sparse, sparse_p, -1.0), 0)
+            labels = tl.sum(tl.where(sparse_index == most_likely, ids, 0), 0)
+        # 2. First sweep: online log-sum-exp and argmax of the drafter and, of dense targets, of p, with sum p (log p - z).
         top = float("-inf")
         top_log_p = float("-inf")
         total = 0.0  # sum exp(z - top)
         best = 0
         for start in range(0, VOCAB, BLOCK):
+            # 2a. The drafter's block.
             columns = start + tl.arange(0, BLOCK)
             is_entry = columns < VOCAB
             product = tl.load(product_ptr + columns, mask=is_entry, other=0.0)
@@ -310,56 +321,60 @@ if triton is not None:
             new_top = tl.maximum(top, block_top)
             total = total * tl.exp(top - new_top) + tl.sum(tl.exp(z - new_top), 0)
             top = new_top
-            if not KEPT:
+            # 2b. The target's block; products are rescaled to their running maximum.
+            if not SPARSE:
                 log_p = tl.load(log_p_ptr + columns, mask=is_entry, other=float("-inf")).to(tl.float32)
-                if RAW:
-                    log_p, _ = _scale_and_cap_in_kernel(log_p, their_scale, their_softcap, THEIRS_SOFTCAPPED)
+                if HAS_PRODUCTS:
+                    log_p, _ = _scale_and_cap_in_kernel(log_p, target_scale, target_softcap, TARGET_SOFTCAPPED)
                     log_p = tl.where(is_entry, log_p, float("-inf"))
                 is_possible = log_p > float("-inf")
                 block_top_log_p = tl.max(log_p, 0)
                 labels = tl.where(block_top_log_p > top_log_p, start + tl.argmax(log_p, 0), labels)
                 new_top_log_p = tl.maximum(top_log_p, block_top_log_p)
-                if RAW:
-                    fade = tl.exp(top_log_p - new_top_log_p)
-                    mass, cross = mass * fade, cross * fade
+                if HAS_PRODUCTS:
+                    rescale = tl.exp(top_log_p - new_top_log_p)
+                    mass, divergence = mass * rescale, divergence * rescale
                     p = tl.exp(log_p - new_top_log_p)
                 else:
                     p = tl.exp(log_p)
                 mass += tl.sum(p, 0)
-                cross += tl.sum(p * (tl.where(is_possible, log_p, 0.0) - tl.where(is_possible, z, 0.0)), 0)
+                divergence += tl.sum(p * (tl.where(is_possible, log_p, 0.0) - tl.where(is_possible, z, 0.0)), 0)
                 top_log_p = new_top_log_p
+        # 3. Normalise: subtract both log-sum-exps, or the target's given one.
         log_z = top + tl.log(total)
-        their_log_z = 0.0
-        if RAW:
-            their_log_z = top_log_p + tl.log(mass)
-            if their_log_z_ptr is not None:
-                their_log_z = tl.load(their_log_z_ptr + row).to(tl.float32)
-            mass *= tl.exp(top_log_p - their_log_z)
-            cross = cross * tl.exp(top_log_p - their_log_z) - mass * their_log_z
-        tl.store(loss_ptr + row, tl.where(row_weight != 0, row_weight * (cross + mass * log_z), 0.0))
+        target_log_z = 0.0
+        if HAS_PRODUCTS:
+            target_log_z = top_log_p + tl.log(mass)
+            if target_log_z_ptr is not None:
+                target_log_z = tl.load(target_log_z_ptr + row).to(tl.float32)
+            mass *= tl.exp(top_log_p - target_log_z)
+            divergence = divergence * tl.exp(top_log_p - target_log_z) - mass * target_log_z
+        tl.store(loss_ptr + row, tl.where(row_weight != 0, row_weight * (divergence + mass * log_z), 0.0))
         tl.store(best_ptr + row, best)
         tl.store(labels_ptr + row, labels)
+        # 4. Second sweep: overwrite the products by the gradient, weight * slope * ((sum p) q - p).
         if WITH_GRAD:
-            if KEPT:
-                tl.debug_barrier()  # every thread has read the products of kept tokens
+            if SPARSE:
+                tl.debug_barrier()  # every thread has read the products of the target's tokens
             for start in range(0, VOCAB, BLOCK):
                 columns = start + tl.arange(0, BLOCK)
                 is_entry = columns < VOCAB
                 product = tl.load(product_ptr + columns, mask=is_entry, other=0.0)
                 z, slope = _scale_and_cap_in_kernel(product, scale, softcap, SOFTCAPPED)
                 grad = mass * tl.exp(z - log_z)
-                if not KEPT:
+                if not SPARSE:
                     log_p = tl.load(log_p_ptr + columns, mask=is_entry, other=float("-inf")).to(tl.float32)
-                    if RAW:
-                        log_p, _ = _scale_and_cap_in_kernel(log_p, their_scale, their_softcap, THEIRS_SOFTCAPPED)
-                    grad -= tl.exp(log_p - their_log_z)
+                    if HAS_PRODUCTS:
+                        log_p, _ = _scale_and_cap_in_kernel(log_p, target_scale, target_softcap, TARGET_SOFTCAPPED)
+                    grad -= tl.exp(log_p - target_log_z)
                 grad = tl.where(row_weight != 0, row_weight * slope * grad, 0.0)
                 tl.store(product_ptr + columns, grad.to(product_ptr.dtype.element_ty), mask=is_entry)
-            if KEPT:
+            # 5. Sparse targets: write the entries of their tokens, for which the sweep has left out p.
+            if SPARSE:
                 tl.debug_barrier()  # the sweep has written these entries too
-                grad = row_weight * slope_kept * (mass * tl.exp(z_kept - log_z) - p_kept)
+                grad = row_weight * sparse_slope * (mass * tl.exp(sparse_z - log_z) - sparse_p)
                 grad = tl.where(row_weight != 0, grad, 0.0)
-                tl.store(product_ptr + ids, grad.to(product_ptr.dtype.element_ty), mask=is_kept)
+                tl.store(product_ptr + ids, grad.to(product_ptr.dtype.element_ty), mask=is_sparse)
 
 
 KERNEL_BLOCKS = ((1024, 1024, 4), (1 << 31, 4096, 8))
@@ -377,25 +392,25 @@ def row_kl(
     scale: float,
     softcap: float | None,
     with_grad: bool,
-    their_scale: float | None = None,
-    their_softcap: float | None = None,
-    their_log_z: Tensor | None = None,
+    target_scale: float | None = None,
+    target_softcap: float | None = None,
+    target_log_z: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `row_kl_reference` computes, in float32 and in one launch."""
+    """Compute `row_kl_reference` in float32 and in one launch."""
     rows, vocab = product.shape
     assert product.stride(1) == 1
     log_p, ids, p = (None if x is None else x.contiguous() for x in (log_p, ids, p))
     loss = product.new_empty(rows, dtype=torch.float32)
     best, labels = (product.new_empty(rows, dtype=torch.int64) for _ in range(2))
-    kept = 0 if ids is None else ids.shape[1]
+    num_sparse = 0 if ids is None else ids.shape[1]
     block, warps = next((block, warps) for largest, block, warps in KERNEL_BLOCKS if vocab <= largest)
     with torch.cuda.device_of(product):
         _row_kl_kernel[(rows,)](
             product, log_p, ids, p, row_weight.contiguous(), loss, best, labels,
             product.stride(0), 0 if log_p is None else log_p.stride(0), scale, softcap or 1.0,
-            their_scale or 1.0, their_softcap or 1.0, None if their_log_z is None else their_log_z.contiguous(),
-            VOCAB=vocab, KEPT=kept, BLOCK=block, BLOCK_KEPT=triton.next_power_of_2(max(1, kept)),
-            SOFTCAPPED=softcap is not None, THEIRS_SOFTCAPPED=their_softcap is not None, RAW=their_scale is not None,
+            target_scale or 1.0, target_softcap or 1.0, None if target_log_z is None else target_log_z.contiguous(),
+            VOCAB=vocab, SPARSE=num_sparse, BLOCK=block, BLOCK_SPARSE=triton.next_power_of_2(max(1, num_sparse)),
+            SOFTCAPPED=softcap is not None, TARGET_SOFTCAPPED=target_softcap is not None, HAS_PRODUCTS=target_scale is not None,
             WITH_GRAD=with_grad, num_warps=warps,
         )  # fmt: skip
     return loss, best, labels
@@ -418,7 +433,7 @@ if triton is not None:
         product_ptr, best_ptr, log_z_ptr, product_stride, scale, softcap,
         VOCAB: tl.constexpr, BLOCK: tl.constexpr, SOFTCAPPED: tl.constexpr,
     ):  # fmt: skip
-        """The likeliest entry and the log-sum-exp of one row, in one sweep."""
+        """Find the most likely entry and the log-sum-exp of one row in one sweep; grid [r]."""
         row = tl.program_id(0).to(tl.int64)
         top, total, best = float("-inf"), 0.0, 0
         for start in range(0, VOCAB, BLOCK):
@@ -437,7 +452,7 @@ if triton is not None:
 
 @torch.library.custom_op("spectrain::row_best", mutates_args=())
 def row_argmax(product: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """The likeliest entries and log-sum-exps [r] of products [r, V], scaled and capped, in float32 and in one launch."""
+    """Return the most likely entries and log-sum-exps [r] of products [r, V], scaled and capped, in float32, in one launch."""
     rows, vocab = product.shape
     assert product.stride(1) == 1
     best, log_z = _empty_argmax(product)
@@ -456,35 +471,35 @@ def _empty_argmax(product: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return product.new_empty(rows, dtype=torch.int64), product.new_empty(rows, dtype=torch.float32)
 
 
-def _argmax_and_log_z(said: TargetLogits) -> tuple[Tensor, Tensor]:
-    """The likeliest entries and log-sum-exps [r] of what a target says."""
-    if _can_run_kernel(said.products):
-        found: tuple[Tensor, Tensor] = row_argmax(said.products, said.scale, said.softcap)
-        return found
-    best, log_z = zip(*((logits.argmax(-1), logits.logsumexp(-1)) for logits in _iterate_blocks(said)))
+def _argmax_and_log_z(target: TargetLogits) -> tuple[Tensor, Tensor]:
+    """Return the most likely entries and log-sum-exps [r] of a target's logits."""
+    if _can_run_kernel(target.products):
+        outputs: tuple[Tensor, Tensor] = row_argmax(target.products, target.scale, target.softcap)
+        return outputs
+    best, log_z = zip(*((logits.argmax(-1), logits.logsumexp(-1)) for logits in _iterate_blocks(target)))
     return torch.cat(best), torch.cat(log_z)
 
 
-def _argmax_rows(said: TargetLogits) -> Tensor:
-    """The likeliest entries [r] of what a target says, without the log-sum-exps where no kernel finds both in one sweep."""
-    if _can_run_kernel(said.products):
-        return _argmax_and_log_z(said)[0]
-    return torch.cat([logits.argmax(-1) for logits in _iterate_blocks(said)])
+def _argmax_rows(target: TargetLogits) -> Tensor:
+    """Return the most likely entries [r] of a target's logits; without the kernel, log-sum-exps are not computed."""
+    if _can_run_kernel(target.products):
+        return _argmax_and_log_z(target)[0]
+    return torch.cat([logits.argmax(-1) for logits in _iterate_blocks(target)])
 
 
-def _iterate_blocks(said: TargetLogits) -> Iterator[Tensor]:
-    """The logits of what a target says, [r, V], of as many rows as torch works on at one time."""
-    for product in said.products.split(_block_rows(said.products)):
-        yield _scale_and_cap(product, said.scale, said.softcap)
+def _iterate_blocks(target: TargetLogits) -> Iterator[Tensor]:
+    """Yield a target's logits [r, V] by as many rows as torch processes at one time."""
+    for product in target.products.split(_block_rows(target.products)):
+        yield _scale_and_cap(product, target.scale, target.softcap)
 
 
 def _block_rows(product: Tensor) -> int:
-    """Of products [r, V], how many rows torch works on at one time."""
+    """Return how many rows of products [r, V] torch processes at one time."""
     return GPU_BLOCK_ROWS if product.device.type in ("cuda", "meta") else max(1, CPU_BLOCK_LOGITS // product.shape[1])
 
 
 def _can_run_kernel(product: Tensor) -> bool:
-    """Whether the kernel is wanted; unlike attention it needs nothing of a GPU that an older one lacks."""
+    """Tell whether the kernel is enabled; unlike attention it runs on older GPUs too."""
     return kernels_enabled(product.device) and product.dtype != torch.float64
 
 
@@ -506,36 +521,36 @@ def restrict_target(
 ) -> tuple[Tensor, "HeadTarget | CachedTarget"]:
     """Return the most likely token [R] of a target's full vocabulary, and the target restricted to these entries.
 
-    Of the rows that are asked for, renormalised unless it shall carry its `own_mass`. Rows that are one chunk are multiplied
-    once, for the products that tell the most likely token hold those entries.
+    The restricted target is renormalised, or keeps its own mass with `own_mass`. Rows of one chunk are multiplied once: the
+    products that decide the most likely token contain those of the entries.
     """
     if len(split_rows(len(final), chunk)) > 1:
         best, log_z = argmax_and_log_z(final, head, chunk)
         return best, HeadTarget(final, head.select_entries(entries), log_z if own_mass else None)
-    at_once = max(1, MAX_CPU_PRODUCTS // len(head.weight)) if final.device.type == "cpu" else max(1, len(final))
-    likeliest, masses, kept = [], [], []
-    for states in final.split(at_once):
-        said = TargetLogits(head.compute_products(states), head.scale, head.softcap)
+    block_rows = max(1, MAX_CPU_PRODUCTS // len(head.weight)) if final.device.type == "cpu" else max(1, len(final))
+    labels, log_zs, products = [], [], []
+    for states in final.split(block_rows):
+        logits = TargetLogits(head.compute_products(states), head.scale, head.softcap)
         if own_mass:
-            likely, mass = _argmax_and_log_z(said)
-            masses.append(mass)
+            block_labels, block_log_z = _argmax_and_log_z(logits)
+            log_zs.append(block_log_z)
         else:
-            likely = _argmax_rows(said)
-        likeliest.append(likely)
-        kept.append(said.products[:, entries])
-    theirs = TargetLogits(torch.cat(kept), head.scale, head.softcap, torch.cat(masses) if own_mass else None)
-    return torch.cat(likeliest), CachedTarget(theirs)
+            block_labels = _argmax_rows(logits)
+        labels.append(block_labels)
+        products.append(logits.products[:, entries])
+    restricted = TargetLogits(torch.cat(products), head.scale, head.softcap, torch.cat(log_zs) if own_mass else None)
+    return torch.cat(labels), CachedTarget(restricted)
 
 
 @dataclass(frozen=True)
 class CachedTarget:
-    """A target whose products of all rows are computed already."""
+    """A target whose products are computed for all rows."""
 
     logits: TargetLogits
 
     @torch.no_grad()
     def __call__(self, rows: slice) -> Tensor:
-        """log p [r, V]"""
+        """Return log p [r, V] of these rows."""
         return self.target_logits(rows).log_p()
 
     def target_logits(self, rows: slice) -> TargetLogits:
@@ -573,10 +588,10 @@ def linear_divergence(
 
     Without a `divergence` this is KL(p || q), which for tokens is their cross-entropy. Otherwise it is a function (log p,
     log q, *per_row) of a chunk, [r, V] and the rows' own [r, ...], to losses [r]. Gradients reach hidden [R, D] and the
-    head's weight and bias, where these ask for any. Rows of weight 0 add nothing, to the loss or to a gradient.
+    head's weight and bias, where these require any. Rows of weight 0 add nothing to the loss or to a gradient.
     """
     if divergence is not None and not callable(labels):
-        raise ValueError("a divergence needs the whole log p: labels=tokens and labels=TopK are for divergence=None")
+        raise ValueError("a divergence needs the full log p: labels=tokens and labels=TopK are for divergence=None")
     assert row_weight is None or not row_weight.requires_grad, "row weights are constants"
     job = _DivergenceTask(
         head, labels, divergence, row_weight, per_row, split_rows(len(hidden), chunk), torch.is_grad_enabled()
@@ -595,26 +610,28 @@ class _DivergenceTask:
     grad_enabled: bool
 
     def compare_chunk(
-        self, product: Tensor, theirs: TargetChunk | TargetLogits, rows: slice, with_grad: bool
+        self, product: Tensor, target: TargetChunk | TargetLogits, rows: slice, with_grad: bool
     ) -> tuple[Tensor, ...]:
-        """Losses, the drafter's and the target's most likely entries [r]; the gradient overwrites the products [r, V]."""
+        """Return losses and both models' most likely entries [r]; the gradient overwrites the products [r, V]."""
         dtype = torch.promote_types(product.dtype, torch.float32)
         weight = product.new_ones(len(product), dtype=dtype) if self.row_weight is None else self.row_weight[rows].to(dtype)
-        if isinstance(theirs, TargetLogits):
-            said, how = theirs.products, theirs[1:]
-            return row_kl(product, said, None, None, weight, self.head.scale, self.head.softcap, with_grad, *how)
-        parts: list[Tensor | None] = [product, weight, *theirs, *(x[rows] for x in self.per_row)]
+        if isinstance(target, TargetLogits):
+            target_products, target_settings = target.products, target[1:]
+            return row_kl(
+                product, target_products, None, None, weight, self.head.scale, self.head.softcap, with_grad, *target_settings
+            )
+        parts: list[Tensor | None] = [product, weight, *target, *(x[rows] for x in self.per_row)]
         if self.divergence is None and _can_run_kernel(product):
             return row_kl(product, *parts[2:5], weight, self.head.scale, self.head.softcap, with_grad)
         size = _block_rows(product)
         blocks: list[list[Any]] = [
             [x if x is None else x[start : start + size] for x in parts] for start in range(0, len(product), size)
         ]
-        found = [self._compare_block(with_grad, *block) for block in blocks]
-        return tuple(torch.cat(column) for column in zip(*found))
+        results = [self._compare_block(with_grad, *block) for block in blocks]
+        return tuple(torch.cat(column) for column in zip(*results))
 
     def read_target(self, rows: slice, hidden: Tensor) -> TargetChunk | TargetLogits:
-        """log p [r, V], or ids and p of a few tokens [r, K]; or what a kernel makes log p of itself, on the way."""
+        """Return log p [r, V], or ids and p of a few tokens [r, K], or the unnormalised logits that the kernel reads."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         if isinstance(self.labels, Tensor):
             ids = self.labels[rows, None]
@@ -622,8 +639,8 @@ class _DivergenceTask:
         if isinstance(self.labels, TopK):
             return None, self.labels.ids[rows], self.labels.p[rows].to(dtype)
         if self.divergence is None and _can_run_kernel(hidden) and hasattr(self.labels, "target_logits"):
-            said: TargetLogits = self.labels.target_logits(rows)
-            return said
+            logits: TargetLogits = self.labels.target_logits(rows)
+            return logits
         return self.labels(rows), None, None
 
     def _compare_block(
@@ -653,45 +670,45 @@ class _LinearDivergence(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: _DivergenceTask
     ) -> tuple[Tensor, Tensor, Tensor]:
-        asked = [job.grad_enabled and x is not None and x.requires_grad for x in (hidden, weight, bias)]
+        needs_grad = [job.grad_enabled and x is not None and x.requires_grad for x in (hidden, weight, bias)]
         dtype = _product_dtype(weight)
-        wide = torch.promote_types(dtype, torch.float32)
+        wide_dtype = torch.promote_types(dtype, torch.float32)
         w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
-        loss = torch.zeros((), dtype=wide, device=hidden.device)
+        loss = torch.zeros((), dtype=wide_dtype, device=hidden.device)
         best, labels = (torch.empty(len(hidden), dtype=torch.int64, device=hidden.device) for _ in range(2))
-        of_hidden = torch.zeros_like(hidden) if asked[0] else None
-        of_weight: Tensor | None = None
-        of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and asked[2] else None
+        hidden_grad = torch.zeros_like(hidden) if needs_grad[0] else None
+        weight_grad: Tensor | None = None
+        bias_grad = torch.zeros_like(bias, dtype=wide_dtype) if bias is not None and needs_grad[2] else None
         for rows in job.chunks:
             h = hidden[rows].to(dtype)
-            theirs = job.read_target(rows, h)  # first, for it takes more memory on the way than it keeps
+            target = job.read_target(rows, h)  # first, because it needs temporary memory
             product = fast_linear(h, w, b)  # [r, V]
-            losses, best[rows], labels[rows] = job.compare_chunk(product, theirs, rows, any(asked))
-            del theirs
+            losses, best[rows], labels[rows] = job.compare_chunk(product, target, rows, any(needs_grad))
+            del target
             loss += losses.sum()
-            if of_hidden is not None:
-                of_hidden[rows] = fast_linear(product, w.t())  # the products are their gradients now
-            if asked[1]:
-                of_weight = _add_product(of_weight, product, h, wide)
-            if of_bias is not None:
-                of_bias += product.sum(0, dtype=wide)
+            if hidden_grad is not None:
+                hidden_grad[rows] = fast_linear(product, w.t())  # the products are their gradients now
+            if needs_grad[1]:
+                weight_grad = _add_product(weight_grad, product, h, wide_dtype)
+            if bias_grad is not None:
+                bias_grad += product.sum(0, dtype=wide_dtype)
             del product  # before the next one is made
-        if asked[1] and of_weight is None:  # of no rows
-            of_weight = torch.zeros_like(weight)
-        of_weight, of_bias = (g if g is None else g.to(weight.dtype) for g in (of_weight, of_bias))
-        ctx.save_for_backward(of_hidden, of_weight, of_bias)
+        if needs_grad[1] and weight_grad is None:  # of no rows
+            weight_grad = torch.zeros_like(weight)
+        weight_grad, bias_grad = (g if g is None else g.to(weight.dtype) for g in (weight_grad, bias_grad))
+        ctx.save_for_backward(hidden_grad, weight_grad, bias_grad)
         ctx.mark_non_differentiable(best, labels)
         return loss, best, labels
 
     @staticmethod
     def backward(ctx: Any, incoming: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError("linear_divergence has no second derivative: it finds its gradients in the forward pass")
+            raise RuntimeError("linear_divergence has no second derivative: it computes its gradients in the forward pass")
         return (*(g if g is None else g * incoming for g in ctx.saved_tensors), None)
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """total + left^T right, in place where there is a total; in this dtype."""
+    """Return total + left^T right in this dtype, in place where there is a total."""
     if _adds_wide(left, dtype):  # no second [V, D], and no sum is rounded on the way
         if total is None:
             return torch.mm(left.t(), right, out_dtype=dtype)
@@ -706,7 +723,7 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch
 
 
 def _adds_wide(left: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a product of half precision is added to a total of float32 in one call."""
+    """Tell whether a product of half precision is added to a total of float32 in one call."""
     return (
         left.device.type != "cpu"
         and left.dtype in (torch.bfloat16, torch.float16)
@@ -718,7 +735,7 @@ def _adds_wide(left: Tensor, dtype: torch.dtype) -> bool:
 
 @cache
 def _counts_wide_totals() -> bool:
-    """Whether this torch knows such a product of tensors without data; 2.11 does not, where a GPU's is right."""
+    """Tell whether this torch computes such a product of meta tensors; 2.11 does not, although it does on a GPU."""
     left = torch.zeros(1, 1, dtype=torch.bfloat16, device="meta")
     try:
         torch.addmm(left.float(), left, left, out_dtype=torch.float32)
@@ -728,6 +745,6 @@ def _counts_wide_totals() -> bool:
 
 
 def _takes_wide_totals(version: str) -> bool:
-    """Whether this torch adds to a total of the product's wider dtype: before 2.10 a GPU wanted it in that of the factors."""
+    """Tell whether this torch adds to a total of wider dtype; before 2.10 a GPU needed the dtype of the factors."""
     major, minor = (int(part) for part in version.split(".")[:2])
     return (major, minor) >= (2, 10)

@@ -42,8 +42,8 @@ def _log_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Write the line of one text; grid [B]."""
     batch, node, step = tl.cast(tl.program_id(0), tl.int64), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_P)
-    place = tl.load(slot_ptr) % num_lines * tl.num_programs(0) + batch
-    lines_ptr += place * (num_steps + 4)
+    line = tl.load(slot_ptr) % num_lines * tl.num_programs(0) + batch
+    lines_ptr += line * (num_steps + 4)
     token = tl.load(tokens_ptr + batch * num_steps + step, mask=step < num_steps, other=0)
     tl.store(lines_ptr + step, token, mask=step < num_steps)
     depth = tl.load(depths_ptr + batch * num_nodes + node, mask=node < num_nodes, other=0)

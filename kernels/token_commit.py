@@ -42,20 +42,21 @@ def token_commit_reference(
     Returns the emitted tokens [B, P] and their number [B], 0 for a finished text. A text that has emitted a stop token or its
     last allowed token is finished from then on.
     """
-    emitted, kept = gather_emitted(nodes, path, counts, bonus), counts * texts.active
+    emitted, emitted_counts = gather_emitted(nodes, path, counts, bonus), counts * texts.active
     steps = torch.arange(emitted.shape[1], device=emitted.device)
     slots = (texts.lengths[:, None] + 1 + steps).clamp(max=texts.tokens.shape[1] - 1)
-    real = steps < kept[:, None]
+    real = steps < emitted_counts[:, None]
     texts.tokens.scatter_(1, slots, torch.where(real, emitted, texts.tokens.gather(1, slots)))
     stopped = ((emitted[..., None] == texts.stop_ids).any(-1) & real).any(-1)
-    texts.tokens_left.sub_(kept)
+    texts.tokens_left.sub_(emitted_counts)
     texts.active.logical_and_(~stopped & (texts.tokens_left > 0))
-    return emitted, kept
+    return emitted, emitted_counts
 
 
 @jit
 def _emit_kernel(  # type: ignore[no-untyped-def]
-    nodes_ptr, path_ptr, counts_ptr, bonus_ptr, tokens_ptr, lengths_ptr, active_ptr, left_ptr, stops_ptr, emitted_ptr, kept_ptr,
+    nodes_ptr, path_ptr, counts_ptr, bonus_ptr, tokens_ptr, lengths_ptr, active_ptr, left_ptr, stops_ptr, emitted_ptr,
+    emitted_counts_ptr,
     num_nodes, num_steps, num_slots, num_stops, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Append to one text; grid [B]."""
@@ -69,15 +70,15 @@ def _emit_kernel(  # type: ignore[no-untyped-def]
     token = tl.where(step == count - 1, tl.load(bonus_ptr + batch), token)
     tl.store(emitted_ptr + batch * num_steps + step, token, mask=inside)
     going = tl.load(active_ptr + batch) != 0
-    kept = tl.where(going, count, 0)
-    tl.store(kept_ptr + batch, kept)
-    real = inside & (step < kept)
+    emitted_count = tl.where(going, count, 0)
+    tl.store(emitted_counts_ptr + batch, emitted_count)
+    real = inside & (step < emitted_count)
     slot = tl.minimum(tl.load(lengths_ptr + batch) + 1 + step, num_slots - 1)
     tl.store(tokens_ptr + batch * num_slots + slot, token, mask=real)
     ends = tl.load(stops_ptr + stop, mask=stop < num_stops, other=0)
     hits = (token[:, None] == ends[None, :]) & real[:, None] & (stop < num_stops)[None, :]
     stopped = tl.max(tl.max(hits.to(tl.int32), 1), 0)
-    left = tl.load(left_ptr + batch) - kept
+    left = tl.load(left_ptr + batch) - emitted_count
     tl.store(left_ptr + batch, left)
     tl.store(active_ptr + batch, going & (stopped == 0) & (left > 0))
 
@@ -97,14 +98,14 @@ def _launch_emit(
     """Launch the kernel."""
     (batch, num_steps), num_stops = path.shape, len(stops)
     assert tokens.is_contiguous() and active.is_contiguous() and left.is_contiguous()
-    emitted, kept = _empty_outputs(nodes, path, counts)
+    emitted, emitted_counts = _empty_outputs(nodes, path, counts)
     with torch.cuda.device_of(tokens):
         _emit_kernel[(batch,)](
-            nodes, path, counts, bonus, tokens, lengths, active, left, stops, emitted, kept,
+            nodes, path, counts, bonus, tokens, lengths, active, left, stops, emitted, emitted_counts,
             nodes.shape[1], num_steps, tokens.shape[1], num_stops,
             BLOCK_P=triton.next_power_of_2(num_steps), BLOCK_S=triton.next_power_of_2(max(1, num_stops)), num_warps=1,
         )  # fmt: skip
-    return emitted, kept
+    return emitted, emitted_counts
 
 
 @_launch_emit.register_fake
@@ -116,5 +117,5 @@ def token_commit(nodes: Tensor, path: Tensor, counts: Tensor, bonus: Tensor, tex
     """Do what `token_commit_reference` does, in place, without synchronisation, in one launch where the kernel runs."""
     if not runs_on(texts.tokens.device):
         return token_commit_reference(nodes, path, counts, bonus, texts)
-    found: tuple[Tensor, Tensor] = _launch_emit(*(x.contiguous() for x in (nodes, path, counts, bonus)), *texts)
-    return found
+    outputs: tuple[Tensor, Tensor] = _launch_emit(*(x.contiguous() for x in (nodes, path, counts, bonus)), *texts)
+    return outputs

@@ -2,7 +2,7 @@
 
 Shapes: B batch, N query nodes, M appended nodes (the N new ones last), W 64-bit words of M bits, T key slots, H query heads,
 K key-value heads, D head size. First the reference in torch, which is also the path on a CPU; then the Triton kernels:
-- a program takes BLOCK_M rows, each a (node, query head) pair of one key-value head, over one split of the key blocks: whole
+- a program takes BLOCK_M rows, each a (node, query head) pair of one key-value head, over one split of the key blocks: full
   blocks of the prefix, which all nodes see, in a loop without a mask; then the masked blocks: the edge of a window, the end of
   the prefix, and the appended nodes, whose visibility is in the packed words;
 - where the keys are split, each split stores its normalised output and the base-2 logarithm of its sum of weights, and
@@ -27,7 +27,7 @@ from .fused_attention import fused_attention
 try:
     import triton
     import triton.language as tl
-except ImportError:  # not on Linux: the reference is all there is
+except ImportError:  # not on Linux: only the reference exists
     triton = None
 
 
@@ -255,11 +255,14 @@ def choose_splits(
 
 @jit
 def _attend_block(  # type: ignore[no-untyped-def]
-    q, best, total, summed, k_ptr, v_ptr, slot, present, seen, dims, value_dims, k_stride, v_stride, scale, softcap,
+    q, best, total, summed, k_ptr, v_ptr, slot, present, visible, dims, value_dims, k_stride, v_stride, scale, softcap,
     BLOCK: tl.constexpr, HEAD_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Fold the BLOCK keys and values at `slot` into a running softmax: its maximum, sum and weighted sum of values. Without
-    `present` all of them are there, and every row sees them."""
+    """Fold the BLOCK keys and values at `slot` into a running softmax: its maximum, sum and weighted sum of values.
+
+    Without `present` no slot is empty, and without `visible` every row sees all of them.
+    """
+    # 1. Scores of the block, in base 2.
     steps = tl.arange(0, BLOCK)[:, None]
     slot = tl.cast(slot, tl.int64)  # a long row may have more than 2^31 elements
     k_ptrs = k_ptr + slot * k_stride + (steps * k_stride + dims[None, :])
@@ -269,8 +272,9 @@ def _attend_block(  # type: ignore[no-untyped-def]
     if softcap is not None:
         scores = softcap * (1 - 2 / (1 + tl.exp2(scores * scale)))  # softcap * tanh(x): scores are 2 x in base 2
         scale = 1.0
-    if seen is not None:
-        scores = tl.where(seen, scores, float("-inf"))
+    if visible is not None:
+        scores = tl.where(visible, scores, float("-inf"))
+    # 2. Rescale the running sums to the new maximum and add the block.
     new_best = tl.maximum(best, tl.max(scores, 1) * scale)
     weights = tl.exp2(scores * scale - new_best[:, None])  # one multiply-add an entry
     fade = tl.exp2(best - new_best)
@@ -303,6 +307,7 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Attend with one tile of rows over one split of the keys; grid [tiles, B * K, splits]. Writes [splits, B, N, H, D]."""
+    # 1. Load the queries of this tile; locate the keys, the values and the visibility words.
     tile, pair, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, kv_head = pair // num_kv_heads, pair % num_kv_heads
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -316,8 +321,8 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     v_ptr += tl.cast(batch, tl.int64) * v_stride_b + kv_head * v_stride_h
     words_ptrs = words_ptr + (batch * num_nodes + node) * tl.cdiv(num_appended, 64)
 
-    # Whole blocks of the prefix, which all rows see, need no mask. Masked are, in smaller blocks: those at the edge of a
-    # window, the rest of the prefix, and the appended nodes. Splits share out both kinds, by their keys.
+    # 2. Divide the keys into blocks. Full blocks of the prefix, visible to all rows, need no mask. Smaller, masked blocks hold
+    # the edge of a window, the rest of the prefix, and the appended nodes. Splits share out both kinds, by their keys.
     length = tl.load(lengths_ptr + batch).to(tl.int32)
     num_lead, first, rest = 0, 0, length // BLOCK_P * BLOCK_P
     lead = 0
@@ -327,23 +332,25 @@ def _split_kernel(  # type: ignore[no-untyped-def]
         first = tl.minimum(tl.cdiv(tl.maximum(tl.max(here, 0) - window + 1, 0), BLOCK_P), rest // BLOCK_P)
         num_lead = tl.maximum(first * BLOCK_P - lead, 0) // BLOCK_N
         rest = tl.maximum(rest, tl.minimum(lead, length))
-    num_whole = tl.maximum(length // BLOCK_P - first, 0)
+    num_full = tl.maximum(length // BLOCK_P - first, 0)
     num_before = num_lead + tl.cdiv(length - rest, BLOCK_N)
     num_masked = num_before + tl.cdiv(num_appended, BLOCK_N)
-    num_units = num_whole * (BLOCK_P // BLOCK_N) + num_masked
+    num_units = num_full * (BLOCK_P // BLOCK_N) + num_masked
     begin, end = num_units * split // num_splits, num_units * (split + 1) // num_splits
-    whole_begin = tl.minimum(begin // (BLOCK_P // BLOCK_N), num_whole)
-    whole_end = tl.minimum(end // (BLOCK_P // BLOCK_N), num_whole)
+    full_begin = tl.minimum(begin // (BLOCK_P // BLOCK_N), num_full)
+    full_end = tl.minimum(end // (BLOCK_P // BLOCK_N), num_full)
 
-    best = tl.full([BLOCK_M], -1e30, tl.float32)  # finite, so that a row that has seen nothing yet is no inf - inf
+    # 3. Fold in the full blocks of this split.
+    best = tl.full([BLOCK_M], -1e30, tl.float32)  # finite: a row without any visible key yet must not give inf - inf
     total = tl.zeros([BLOCK_M], tl.float32)
     summed = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    for block in range(first + whole_begin, first + whole_end):
+    for block in range(first + full_begin, first + full_end):
         best, total, summed = _attend_block(
             q, best, total, summed, k_ptr, v_ptr, block * BLOCK_P, None, None, dims, value_dims, k_stride_t, v_stride_t,
             scale, softcap, BLOCK_P, HEAD_SIZE, VALUE_SIZE,
         )  # fmt: skip
-    num_units = num_whole * (BLOCK_P // BLOCK_N)
+    # 4. Fold in the masked blocks of this split.
+    num_units = num_full * (BLOCK_P // BLOCK_N)
     for block in range(tl.maximum(begin - num_units, 0), tl.maximum(end - num_units, 0)):
         is_node = block >= num_before
         column = tl.maximum(block - num_before, 0) * BLOCK_N
@@ -352,34 +359,34 @@ def _split_kernel(  # type: ignore[no-untyped-def]
         slots = slot + tl.arange(0, BLOCK_N)
         present = slots < tl.where(is_node, length + num_appended, length)
         columns = column + tl.arange(0, BLOCK_N)
-        word = tl.where(is_node, tl.load(words_ptrs + column // 64), -1)  # of the prefix a row sees all
-        seen = (((word[:, None] >> (columns % 64)[None, :]) & 1) != 0) & present[None, :]
+        word = tl.where(is_node, tl.load(words_ptrs + column // 64), -1)  # all slots of the prefix are visible
+        visible = (((word[:, None] >> (columns % 64)[None, :]) & 1) != 0) & present[None, :]
         if window is not None:
             there_ptrs = key_positions_ptr + batch * num_appended + columns
             there = tl.load(there_ptrs, mask=columns < num_appended, other=0).to(tl.int32)
-            seen = seen & (here[:, None] - tl.where(is_node, there, slots)[None, :] < window)
+            visible = visible & (here[:, None] - tl.where(is_node, there, slots)[None, :] < window)
         best, total, summed = _attend_block(
-            q, best, total, summed, k_ptr, v_ptr, slot, present, seen, dims, value_dims, k_stride_t, v_stride_t,
+            q, best, total, summed, k_ptr, v_ptr, slot, present, visible, dims, value_dims, k_stride_t, v_stride_t,
             scale, softcap, BLOCK_N, HEAD_SIZE, VALUE_SIZE,
         )  # fmt: skip
 
-    # Where GROUP is no power of two, divisions are found anew behind the loops, by a 0 that the compiler does not know: they
-    # would otherwise be kept in registers since the queries were read, and these spill.
+    # 5. Normalise and store. Where GROUP is no power of two, the divisions are repeated after the loops, through a 0 that the
+    # compiler cannot infer: otherwise their results would stay in registers from the start and spill.
     if GROUP & (GROUP - 1) != 0:
         row += tl.minimum(num_splits, 0)
         node = tl.minimum(row // GROUP, num_nodes - 1)
         head = kv_head * GROUP + row % GROUP
     stored = row < num_nodes * GROUP
     num_rows = tl.num_programs(1) * num_nodes * GROUP
-    place = tl.cast(split, tl.int64) * num_rows + (batch * num_nodes + node) * num_kv_heads * GROUP + head
-    total = tl.where(total > 0, total, 1)  # a row that has seen nothing has 0 for output and all but 0 for weight
+    out_row = tl.cast(split, tl.int64) * num_rows + (batch * num_nodes + node) * num_kv_heads * GROUP + head
+    total = tl.where(total > 0, total, 1)  # a row without any visible key has output 0 and almost no weight
     if logs_ptr is not None:
-        tl.store(logs_ptr + place, best + tl.log2(total), mask=stored)
+        tl.store(logs_ptr + out_row, best + tl.log2(total), mask=stored)
     out = summed / total[:, None]
     stored = stored[:, None]
     if BLOCK_V != VALUE_SIZE:
         stored = stored & (value_dims < VALUE_SIZE)[None, :]
-    tl.store(out_ptr + place[:, None] * VALUE_SIZE + value_dims[None, :], out, mask=stored)
+    tl.store(out_ptr + out_row[:, None] * VALUE_SIZE + value_dims[None, :], out, mask=stored)
 
 
 @jit
@@ -391,21 +398,21 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     inside = row < num_rows
-    held = inside[:, None] & (dims < HEAD_SIZE)[None, :]
+    stored = inside[:, None] & (dims < HEAD_SIZE)[None, :]
     best = tl.full([BLOCK_M], -1e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     summed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for split in range(num_splits):
-        place = tl.cast(split, tl.int64) * num_rows + row
-        log = tl.load(logs_ptr + place, mask=inside, other=0.0)
-        part = tl.load(parts_ptr + place[:, None] * HEAD_SIZE + dims[None, :], mask=held, other=0.0)
+        split_row = tl.cast(split, tl.int64) * num_rows + row
+        log = tl.load(logs_ptr + split_row, mask=inside, other=0.0)
+        part = tl.load(parts_ptr + split_row[:, None] * HEAD_SIZE + dims[None, :], mask=stored, other=0.0)
         new_best = tl.maximum(best, log)
         fade, weight = tl.exp2(best - new_best), tl.exp2(log - new_best)
         total = total * fade + weight
         summed = summed * fade[:, None] + part * weight[:, None]
         best = new_best
     out_ptrs = out_ptr + tl.cast(row, tl.int64)[:, None] * HEAD_SIZE + dims[None, :]
-    tl.store(out_ptrs, summed / total[:, None], mask=held)
+    tl.store(out_ptrs, summed / total[:, None], mask=stored)
 
 
 @torch.library.custom_op("spectrain::tree_attention", mutates_args=())

@@ -37,6 +37,8 @@ PLAIN = {"abilities", "base", "context", "__init__"}  # modules in drafters/ tha
 ONE_PROGRAM = {
     "kernels/linear_divergence.py:_row_kl_kernel",
     "kernels/tree_attention.py:_split_kernel",
+    "kernels/tree_verify.py:_reject_kernel",
+    "kernels/tree_verify.py:_walk_kernel",
 }
 """Triton kernels of more than 60 lines: one program for the device is one function here."""
 IMPOSED = {

@@ -124,8 +124,8 @@ def lose(dtype: torch.dtype, vocab: int) -> None:
     ]
     for log_p, ids, p in theirs:
         row_kl(product, log_p, ids, p)
-    row_kl(product, product.clone(), None, None, their_scale=1.0)
-    row_kl(product, product.clone(), None, None, their_scale=0.5, their_softcap=30.0, their_log_z=weight)
+    row_kl(product, product.clone(), None, None, target_scale=1.0)
+    row_kl(product, product.clone(), None, None, target_scale=0.5, target_softcap=30.0, target_log_z=weight)
     linear_divergence.row_argmax(product, 1.0, None)
 
 

@@ -128,13 +128,13 @@ def test_groups_that_are_no_power_of_two_fit_sm90(head_size: int, num_rows: int,
 def test_the_rows_of_a_loss_fit_sm90(kernel: str, raw: bool, log_z: bool) -> None:
     """So do the row kernels of the fused loss, over a whole vocabulary; the target's products are read as they are."""
     types = {"product_ptr": "*bf16", "log_p_ptr": "*bf16" if raw else "*fp32", "row_weight_ptr": "*fp32", "loss_ptr": "*fp32"}
-    types |= dict.fromkeys(("best_ptr", "labels_ptr"), "*i64") | dict.fromkeys(("log_z_ptr", "their_log_z_ptr"), "*fp32")
-    types |= dict.fromkeys(("scale", "softcap", "their_scale", "their_softcap"), "fp32")
+    types |= dict.fromkeys(("best_ptr", "labels_ptr"), "*i64") | dict.fromkeys(("log_z_ptr", "target_log_z_ptr"), "*fp32")
+    types |= dict.fromkeys(("scale", "softcap", "target_scale", "target_softcap"), "fp32")
     block, warps = KERNEL_BLOCKS[-1][1:]
     constants: dict[str, Any] = {"VOCAB": 128256, "BLOCK": block, "SOFTCAPPED": False}
     if kernel == "_row_kl_kernel":
-        constants |= {"KEPT": 0, "BLOCK_KEPT": 1, "THEIRS_SOFTCAPPED": False, "RAW": raw, "WITH_GRAD": True}
-        constants |= dict.fromkeys(["ids_ptr", "p_ptr", *([] if log_z else ["their_log_z_ptr"])])
+        constants |= {"SPARSE": 0, "BLOCK_SPARSE": 1, "TARGET_SOFTCAPPED": False, "HAS_PRODUCTS": raw, "WITH_GRAD": True}
+        constants |= dict.fromkeys(["ids_ptr", "p_ptr", *([] if log_z else ["target_log_z_ptr"])])
     usage = aot.compile_for(aot.Request("spectrain.kernels.linear_divergence", kernel, types, constants, warps, 3))
     print(usage)  # with pytest -s
     assert usage.stack == 0 and usage.registers <= 128 and usage.wide > 0, usage

@@ -77,7 +77,7 @@ def test_operator_keeps_its_promises(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernel_compiles_for_sm_90(num_steps: int) -> None:
     """No stack and no shared memory, with one stop token or eight."""
     long = ("nodes_ptr", "path_ptr", "counts_ptr", "bonus_ptr", "tokens_ptr", "lengths_ptr", "left_ptr", "stops_ptr",
-            "emitted_ptr", "kept_ptr")  # fmt: skip
+            "emitted_ptr", "emitted_counts_ptr")  # fmt: skip
     types = dict.fromkeys(long, "*i64") | {"active_ptr": "*i1"}
     for num_stops in (1, 8):
         constants = {"BLOCK_P": num_steps, "BLOCK_S": num_stops}

@@ -29,11 +29,11 @@ LONG = ("tokens_ptr", "parents_ptr", "rows_ptr", "positions_ptr", "path_ptr", "c
 def request(kernel: str, dtype: torch.dtype, config: VerifyTiles, constants: dict[str, Any]) -> Any:
     """The request for what a launch would compile; a constant of None is an argument that is left out."""
     types = dict.fromkeys(LONG, "*i64") | {"logits_ptr": TYPES[dtype], "allowed_ptr": "*i1", "key": "i64"}
-    types |= {"best_ptr": "*fp32", "place_ptr": "*i32", "temperature": "fp32", "top_p": "fp32"}
-    types |= {"top_ptr": "*fp32", "mass_ptr": "*fp32", "found_ptr": "*i32", "candidates_ptr": "*i64"}
+    types |= {"best_ptr": "*fp32", "best_token_ptr": "*i32", "temperature": "fp32", "top_p": "fp32"}
+    types |= {"top_ptr": "*fp32", "mass_ptr": "*fp32", "candidate_counts_ptr": "*i32", "candidates_ptr": "*i64"}
     if constants.get("CUT"):
-        types["place_ptr"] = "*fp32"
-    types |= {"q_ptr": "*fp32", "places_ptr": "*i32", "residual_ptr": "*fp32", "state_ptr": "*i32"}
+        types["best_token_ptr"] = "*fp32"
+    types |= {"q_ptr": "*fp32", "draft_index_ptr": "*i32", "residual_ptr": "*fp32", "state_ptr": "*i32"}
     return aot.Request(
         "spectrain.kernels.tree_verify",
         kernel,
@@ -52,7 +52,11 @@ def choosing(dtype: torch.dtype, noise: bool) -> Any:
 
 def walking(dtype: torch.dtype, top_k: bool, top_p: bool, num_nodes: int = 64, num_tokens: int = NUM_TOKENS) -> Any:
     cut = top_k or top_p
-    absent = ([] if top_k else ["top_k"]) + ([] if top_p else ["top_p"]) + ([] if cut else ["found_ptr", "candidates_ptr"])
+    absent = (
+        ([] if top_k else ["top_k"])
+        + ([] if top_p else ["top_p"])
+        + ([] if cut else ["candidate_counts_ptr", "candidates_ptr"])
+    )
     block_s = 1 << (num_tokens // SAMPLE_TILES.block).bit_length()
     constants = {"CUT": cut, "SHIFT": EMPTY_BITS[dtype], "BLOCK_N": num_nodes, "BLOCK_S": block_s, "CANDIDATES": MAX_CANDIDATES}
     constants |= dict.fromkeys(absent)
@@ -60,8 +64,8 @@ def walking(dtype: torch.dtype, top_k: bool, top_p: bool, num_nodes: int = 64, n
 
 
 def rejecting(dtype: torch.dtype, without: bool = True, cut: bool = True, subset: bool = True, num_nodes: int = 64) -> Any:
-    found = ["top_k", "top_p", "top_ptr", "mass_ptr", "found_ptr", "candidates_ptr"]
-    absent = ([] if cut else found) + ([] if subset else ["places_ptr"])
+    found = ["top_k", "top_p", "top_ptr", "mass_ptr", "candidate_counts_ptr", "candidates_ptr"]
+    absent = ([] if cut else found) + ([] if subset else ["draft_index_ptr"])
     constants = {"WITHOUT": without, "SHIFT": EMPTY_BITS[dtype], "BLOCK_N": num_nodes, **dict.fromkeys(absent)}
     constants |= {"BLOCK_S": 1 << (NUM_TOKENS // PART_TILES.block).bit_length(), "CANDIDATES": MAX_CANDIDATES}
     return request("_reject_kernel", dtype, CUT_TILES, constants)
