@@ -84,7 +84,7 @@ def test_what_cannot_be_captured_is_decoded_by_the_loop(tiny: Target) -> None:
     sessions = {
         "eval.guard decides": Session(tiny, Greedy(), eagle3, Chain(2), guard=Guard(), engine="captured"),
         "eval.prune_layer decides": Session(tiny, Greedy(), eagle3, Chain(2), pruning=Pruning(4, 2), engine="captured"),
-        "drafter=ngram asks": Session(tiny, Greedy(), Ngram(tiny), Chain(2), engine="captured"),
+        "drafter=ngram reads values": Session(tiny, Greedy(), Ngram(tiny), Chain(2), engine="captured"),
     }
     plain = [one.output for one in decode(tiny, PROMPTS, Greedy(), 8)]
     for words, session in sessions.items():
