@@ -9,8 +9,8 @@ import torch
 from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.eval.metrics import Turn
 from spectrain.eval.systems import Decoder, System
+from spectrain.models.architectures.quantized import is_quantized
 from spectrain.models.images import get_images
-from spectrain.models.quantization import is_quantized
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 

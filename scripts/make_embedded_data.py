@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from spectrain.models.packed_linears import pack_linears
+from spectrain.models.fast import pack_linears
 
 PROMPTS = Path(__file__).parent / "embedded_prompts"
 

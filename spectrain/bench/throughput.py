@@ -19,7 +19,7 @@ from spectrain.data.chat import tokenize_prompt
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.errors import UserError
-from spectrain.models.packed_linears import unpack_linears
+from spectrain.models.fast import unpack_linears
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from spectrain.provenance import processor_name

@@ -56,7 +56,7 @@ def count_traffic(
     target: Target, drafter: Drafter, builder: TreeBuilder, rule: AcceptanceRule, prompt: list[int]
 ) -> dict[str, Any] | None:
     """Return the traffic of one answer to a prompt, or None for a drafter that does not count its reads."""
-    if drafter.cost.read is None or not target.traits.attention_layers:
+    if drafter.cost.read is None or not target.architecture.attention_layers:
         return None
     length = min(NUM_DECODED_TOKENS, target.max_length - len(prompt))
     (generation,) = decode(target, [prompt], rule, length, drafter, builder, ignore_eos=True)

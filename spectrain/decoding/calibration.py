@@ -308,7 +308,7 @@ def time_levels(target: Target, prompt: list[int], depth: int, repeats: int = 5)
 
     It is 0 but for targets with recurrent layers, which update their state level by level.
     """
-    if not target.traits.recurrent_modules or depth < 2:
+    if not target.architecture.keeps_state or depth < 2:
         return 0.0
     nodes = torch.zeros(1, depth + 1, dtype=torch.int64, device=target.device)
     parents = torch.zeros_like(nodes)

@@ -50,15 +50,9 @@ MAX_CACHED_STATES = 4  # batch sizes with caches and graphs in memory
 
 def capture_blocker(target: Target, rule: AcceptanceRule, drafter: Drafter | None, builder: TreeBuilder | None) -> str | None:
     """Return the reason why rounds cannot be captured in a graph, or None where they can."""
-    rope: Any = getattr(target.config, "rope_parameters", None) or {}
-    if any(kind.get("rope_type") == "dynamic" for kind in (rope, *rope.values()) if isinstance(kind, dict)):
-        return f"target {target.name} reads text lengths from the device for its rotary embedding (rope_type=dynamic)"
-    if target.traits.attention_ranges is not None:
-        return f"target {target.name} has layers of different attention ranges, which compiled code cannot tell apart"
-    if target.traits.recurrent_modules:
-        return f"target {target.name} has recurrent layers, whose state is computed level by level of a tree"
-    if target.traits.masked_attention is not None:
-        return f"target {target.name} has layers with their own attention, whose masks are built in every round"
+    reason = target.capture_blocker()
+    if reason is not None:
+        return reason
     if not rule.on_device:
         return f"acceptance={rule.name} decides on the host"
     if drafter is None or builder is None:

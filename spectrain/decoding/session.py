@@ -9,8 +9,8 @@ from typing import Literal, Protocol
 
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
+from spectrain.models.fast import pack_linears
 from spectrain.models.images import have_images
-from spectrain.models.packed_linears import pack_linears
 from spectrain.models.target import Target
 from spectrain.trees.base import RootOnlyBuilder, TreeBuilder
 

@@ -122,7 +122,7 @@ class Causal(Drafter):
     def draft(self, context: Context) -> Draft:
         """Run the tokens that are new to it, the root last, then draft from there on."""
         slots = 1 + context.builder.max_drafted
-        self.cache = context.drafting_cache(self.cache, self.model.num_layers, slots, self.model.traits.kv_shapes)
+        self.cache = context.drafting_cache(self.cache, self.model.num_layers, slots, self.model.architecture.kv_shapes)
         behind = context.cache.lengths - self.cache.lengths  # the root comes after so many
         steps = torch.arange(context.fresh.tokens.shape[1] + 1, device=behind.device)
         places = self.cache.lengths[:, None] + steps

@@ -20,10 +20,10 @@ from spectrain.drafters.layers.target_layer import TargetLayer, make_cached_atte
 from spectrain.drafters.layers.vocabulary import Supervision, VocabularyDrafter
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
+from spectrain.models.architectures.mtp import MTP_HINT, has_mtp_layer, load_mtp_layer
 from spectrain.models.attention import unrolled_attention
 from spectrain.models.features import Layer
 from spectrain.models.kv_cache import AttentionOptions, TreeCache
-from spectrain.models.mtp_files import MTP_HINT, has_mtp_layer, load_mtp_layer
 from spectrain.trees.base import Draft
 from spectrain.trees.token_tree import AcceptedPath
 

@@ -212,7 +212,7 @@ class Pard(Drafter):
         """One forward over the committed tokens that are new to it, the root and the masks."""
         lengths, device = context.cache.lengths, context.tokens.device
         slots = 1 + self.num_drafts
-        self.cache = context.drafting_cache(self.cache, self.model.num_layers, slots, self.model.traits.kv_shapes)
+        self.cache = context.drafting_cache(self.cache, self.model.num_layers, slots, self.model.architecture.kv_shapes)
         behind = lengths - self.cache.lengths  # the root comes after so many
         width = context.fresh.tokens.shape[1] + self.num_drafts
         places = torch.arange(width, device=device)

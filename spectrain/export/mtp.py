@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spectrain.errors import UserError
 from spectrain.files import PICKLE_SUFFIXES
-from spectrain.models.mtp_files import (
+from spectrain.models.architectures.mtp import (
     ENGINE_LAYOUTS,
     FUSED_EXPERTS,
     INDEX_FILE,

@@ -22,9 +22,9 @@ from spectrain.kernels.fused_attention import document_attention, fused_attentio
 from spectrain.kernels.tree_attention import Visibility, eager_attention, tree_attention
 
 from .compiled_layers import attend_layer, mark_layer_done
+from .fast import is_mergeable, merged_attention
 from .kv_cache import DEFAULT_OPTIONS, AttentionOptions, KeyValueShape, TreeCache
 from .masks import make_mask
-from .merged_attention import is_mergeable, merged_attention
 
 ATTENTION_NAME = "spectrain"  # what transformers knows it by
 AttentionFunction = Callable[..., Tensor]
@@ -111,15 +111,6 @@ def unrolled_attention(
     return attend_per_document(attend, lengths, q, *keys, *values)
 
 
-def uncached_visibility(mask: Tensor | tuple[Tensor, ...], positions: Tensor, lengths: tuple[int, ...] | None) -> Any:
-    """Return the visibility of tree tokens without committed tokens: one, or one for each packed document."""
-    if lengths is None:
-        assert isinstance(mask, Tensor)
-        return Visibility(positions.new_zeros(len(positions)), 0, mask, positions, positions)
-    places = positions.split(lengths, dim=1)
-    return [Visibility(place.new_zeros(1), 0, tree, place, place) for tree, place in zip(mask, places)]
-
-
 @dataclass(frozen=True)
 class AttentionRange:
     """How far back a layer attends: over its last `window` positions, or within its chunk of `chunk` positions."""
@@ -136,7 +127,7 @@ class AttentionCall:
     shape: KeyValueShape
     mask: Tensor | None
     window: int | None
-    unsupported: tuple[str, ...]  # arguments that would change the outcome, which nothing here takes heed of
+    unsupported: tuple[str, ...]  # arguments that change the outcome, and are not supported here
 
 
 UNSUPPORTED_ARGUMENTS = ("position_bias", "indices", "block_indices", "sinks")
@@ -156,41 +147,45 @@ def layer_attention(  # transformers calls it, by these names
     s_aux: Tensor | None = None,
     calls: list[AttentionCall] | None = None,
     lengths: tuple[int, ...] | None = None,
-    sights: Sequence[Visibility | list[Visibility]] | None = None,
-    reaches: Mapping[int, AttentionRange] | None = None,
+    layer_visibility: Sequence[Visibility | list[Visibility]] | None = None,
+    ranges: Mapping[int, AttentionRange] | None = None,
     attends: Callable[[Tensor, Tensor, Tensor, AttentionOptions], Tensor] | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of every target layer: tree attention with a `visibility`, else causal attention over texts, which
     may be packed documents of these `lengths`.
 
-    `reaches` gives the range of layers that do not pass their own. `sights` gives a visibility per layer where layers differ. A
-    drafter with a layer of the same kind passes `attends` and computes the attention itself.
+    `ranges` gives the range of layers that do not pass their own. `layer_visibility` gives a visibility per layer where layers
+    differ. A drafter with a layer of the same kind passes `attends` and computes the attention itself.
     """
     if calls is not None:
-        unheeded = tuple(name for name in UNSUPPORTED_ARGUMENTS if others.get(name) is not None)
+        unsupported = tuple(name for name in UNSUPPORTED_ARGUMENTS if others.get(name) is not None)
         shape = KeyValueShape(key.shape[1], key.shape[3], value.shape[3])
-        calls.append(AttentionCall(module.layer_idx, shape, attention_mask, sliding_window, unheeded))
+        calls.append(AttentionCall(module.layer_idx, shape, attention_mask, sliding_window, unsupported))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if tree_cache is not None and visibility is not None and attends is None and torch.compiler.is_compiling():  # of all layers
+    # The compiled code is the same for all layers.
+    if tree_cache is not None and visibility is not None and attends is None and torch.compiler.is_compiling():
         return attend_layer(query, key, value, scale, sliding_window, softcap, s_aux), None
-    layer = module.layer_idx  # below 0 of a module that several layers share
-    layer, chunk = layer if layer >= 0 or tree_cache is None else tree_cache.last_updated, None
-    if reaches is not None and layer in reaches:
-        sliding_window, chunk = reaches[layer].window, reaches[layer].chunk
-    visibility = visibility if sights is None else sights[layer]
-    rules = scale, sliding_window, softcap, s_aux
+    # The index of a module that several layers share is below 0.
+    layer, chunk = module.layer_idx, None
+    layer = layer if layer >= 0 or tree_cache is None else tree_cache.last_updated
+    if ranges is not None and layer in ranges:
+        sliding_window, chunk = ranges[layer].window, ranges[layer].chunk
+    visibility = visibility if layer_visibility is None else layer_visibility[layer]
+    options = scale, sliding_window, softcap, s_aux
     if attends is not None:
-        return attends(query, key, value, AttentionOptions(*rules)).transpose(1, 2).contiguous(), None
+        return attends(query, key, value, AttentionOptions(*options)).transpose(1, 2).contiguous(), None
     if visibility is None:
         _check_keys(key.shape[2] == query.shape[2], layer)
         if tree_cache is not None:
             tree_cache.append(layer, key, value)
         lengths = lengths if chunk is None else chunk_lengths(lengths or (query.shape[2],), chunk)
-        return causal_attention(query, key, value, lengths, *rules).transpose(1, 2).contiguous(), None
+        return causal_attention(query, key, value, lengths, *options).transpose(1, 2).contiguous(), None
     if isinstance(visibility, list):
-        seen = iter(visibility if chunk is None else [one.in_chunks(chunk) for one in visibility])
-        attended = attend_per_document(lambda q, k, v: tree_attention(q, k, v, next(seen), *rules), lengths, query, key, value)
+        trees = iter(visibility if chunk is None else [tree.in_chunks(chunk) for tree in visibility])
+        attended = attend_per_document(
+            lambda q, k, v: tree_attention(q, k, v, next(trees), *options), lengths, query, key, value
+        )
         return attended.transpose(1, 2).contiguous(), None
     if tree_cache is not None:
         mark_layer_done(layer)
@@ -198,7 +193,7 @@ def layer_attention(  # transformers calls it, by these names
             tree_cache.query_observer(layer, query, scale)
         key, value = tree_cache.append(layer, key, value)
     visibility = visibility if chunk is None else visibility.in_chunks(chunk)
-    return tree_attention(query, key, value, visibility, *rules).transpose(1, 2).contiguous(), None
+    return tree_attention(query, key, value, visibility, *options).transpose(1, 2).contiguous(), None
 
 
 def _check_keys(are_tokens: bool, layer: int) -> None:

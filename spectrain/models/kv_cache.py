@@ -9,7 +9,7 @@ path of these and discards the rest.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,8 +20,6 @@ from spectrain.errors import UserError
 from spectrain.kernels.kv_append import kv_append
 from spectrain.kernels.kv_commit import kv_commit
 from spectrain.kernels.tree_attention import Visibility, tree_attention
-
-from .recurrent import Recurrence
 
 _cache_ids = count()
 live_caches: WeakValueDictionary[int, "TreeCache"] = WeakValueDictionary()
@@ -53,6 +51,16 @@ KVTransform = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(layer, its keys, its values [B, H, T', D]) -> the keys and values that are attended to instead."""
 QueryObserver = Callable[[int, Tensor, float], None]
 """(layer, queries [B, H, N, D] of new nodes, the scale of their scores) -> None."""
+
+
+class RecurrentStates(Protocol):
+    """The states of a recurrent layer, which follow the commits of the cache."""
+
+    def commit(self, path: Tensor | None, counts: Tensor) -> None: ...
+
+    def reorder_nodes(self, order: Tensor) -> None: ...
+
+    def roll_back(self, batch: int) -> None: ...
 
 
 class TreeCache(Cache):
@@ -88,7 +96,7 @@ class TreeCache(Cache):
         self.is_empty = True  # no forward has appended anything yet
         self.uncommitted = 0  # nodes appended behind the committed tokens and not yet committed or forgotten
         self.positions: Tensor | None = None  # [B, pending] the position ids of these nodes, where they were said
-        self.recurrences: dict[int, Recurrence] = {}
+        self.recurrences: dict[int, RecurrentStates] = {}  # by layer
         self.prompt_lengths: Tensor | None = None  # [B] of prompts that are about to be read
         self.position_offsets: Tensor | None = None  # [B] what position ids are ahead of places in the text, behind images
         self.storage: Tensor | None = None  # allocated when the first keys tell the shape and dtype

@@ -23,12 +23,22 @@ def max_text_length(config: Any) -> int:
 
 def find_rope_switch(config: Any) -> int | None:
     """Return the position from which on all positions are rotated differently; None where this never happens."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    found = []
-    for kind in (one for one in (rope, *rope.values()) if isinstance(one, dict)):
-        if kind.get("rope_type") == "longrope":
-            said = kind.get("original_max_position_embeddings"), getattr(config, "original_max_position_embeddings", None)
-            found.append(next((size for size in said if size), config.max_position_embeddings))
-        elif kind.get("rope_type") == "dynamic":
-            found.append(config.max_position_embeddings)
-    return min(found, default=None)
+    switches = []
+    for rope in _rope_parameters(config):
+        if rope.get("rope_type") == "longrope":
+            sizes = rope.get("original_max_position_embeddings"), getattr(config, "original_max_position_embeddings", None)
+            switches.append(next((size for size in sizes if size), config.max_position_embeddings))
+        elif rope.get("rope_type") == "dynamic":
+            switches.append(config.max_position_embeddings)
+    return min(switches, default=None)
+
+
+def has_dynamic_rope(config: Any) -> bool:
+    """Return whether the rotary embedding of a model depends on the length of the text."""
+    return any(rope.get("rope_type") == "dynamic" for rope in _rope_parameters(config))
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """Return the parameters of every rotary embedding of a model: of all layers, or by kind of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return [rope for rope in (parameters, *parameters.values()) if isinstance(rope, dict)]

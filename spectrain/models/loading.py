@@ -15,11 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from spectrain.errors import UserError, first_line
 
-from .attention import ATTENTION_NAME, attn_implementation_for
-from .check import check_exact
-from .masked_attention import MASKED
-from .packed_linears import SMALL_WEIGHTS, has_batch_invariance
-from .quantization import (
+from .architectures.masked import MASKED
+from .architectures.quantized import (
     DEQUANTIZED_METHODS,
     Quantization,
     cast_dequantized,
@@ -29,6 +26,9 @@ from .quantization import (
     quantization_options,
     required_package,
 )
+from .attention import ATTENTION_NAME, attn_implementation_for
+from .check import check_exact, check_vision
+from .fast import has_batch_invariance, is_large_weight
 from .sharding import Sharding, load_network, select_auto_class
 from .target import Target
 
@@ -57,7 +57,7 @@ def _has_large_layers(config: Any) -> bool:
     """Return whether a product with the weights of a layer takes longer than its launch."""
     width, inner = config.hidden_size, getattr(config, "intermediate_size", None) or config.hidden_size
     widest = max(inner) if isinstance(inner, (list, tuple)) else inner  # layers of different widths
-    return bool(width * widest > SMALL_WEIGHTS)
+    return is_large_weight(width * widest)
 
 
 def resolve_device(device: str = "auto") -> str:
@@ -150,6 +150,7 @@ def load_hf(
         raise UserError(f"target.model={model}: its output layer, which drafters read, is quantised; use another checkpoint")
     if network is load_network:
         check_exact(target)
+        target.image_check = check_vision
     return target
 
 

@@ -12,7 +12,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from .quantization import clear_quantization, dequantize_weight, has_dense_weight, is_quantized, refuse_training
+from .architectures.quantized import clear_quantization, dequantize_weight, has_dense_weight, is_quantized, refuse_training
 from .target import Target
 
 

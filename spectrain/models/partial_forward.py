@@ -111,7 +111,7 @@ class PartialForward:
             depths = tree.depths.gather(1, order)
             self._append_nodes(tree.tokens.gather(1, order), depths, visible, self.exit_layer, ())
         places = places.clamp(min=0)
-        self.cache.reorder_nodes(places, self.target.cache_slice_below(self.exit_layer))
+        self.cache.reorder_nodes(places, self.target.architecture.cache_slice_below(self.exit_layer))
         self.cache.roll_back()
         assert self.hidden is not None
         self.hidden = self.hidden.gather(1, places[:, :, None, None].expand(-1, -1, *self.hidden.shape[2:]))

@@ -2,23 +2,18 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from .attention import ATTENTION_NAME, attn_implementation_for
-from .forward_override import Forward, override_forwards
+from .fast import is_packed, pack_linears, paired_forwards, unpack_linears
+from .forward_override import override_forwards
 from .images import get_images
 from .kv_cache import attention_dtype
-from .masked_attention import MASKED
-from .packed_linears import is_batch_invariant, is_packed, multiply_paired, pack_linears, packable_dtypes, unpack_linears
-from .quantization import has_dense_weight
 from .target import Target
 
 EXACT_SDPA = "sdpa_exact"
@@ -41,47 +36,25 @@ def reference_model(target: Target) -> Iterator[Any]:
     """Yield the unmodified target: transformers' attention and cache, torch's linears. In half precision on a CPU single tokens
     attend in float64, as they do here, and a single row is multiplied as a pair where one alone has other bits."""
     model: Any = target.model
+    architecture, is_paired = target.architecture, target.dtype == torch.bfloat16 and target.device.type == "cpu"
     packed = any(is_packed(module) for module in model.modules())
     unpack_linears(model)
-    _set_attention(target, _reference_attention(target))
+    architecture.set_attention(model, _reference_attention(target))
     try:
-        with override_forwards(_paired_overrides(target)):
+        with override_forwards(paired_forwards(model) if is_paired else ()):
             yield model
     finally:
-        _set_attention(target, ATTENTION_NAME if target.traits.masked_attention is None else MASKED)
+        architecture.set_attention(model, architecture.attention_name)
         if packed:
             pack_linears(model)
-
-
-def _paired_overrides(target: Target) -> Iterator[tuple[nn.Module, Forward]]:
-    """Yield the bfloat16 linears on a CPU that sum a single row in another order, with forwards that multiply pairs."""
-    if target.dtype == torch.bfloat16 and target.device.type == "cpu" and torch.bfloat16 in packable_dtypes():
-        for linear in target.model.modules():
-            if type(linear) is nn.Linear and has_dense_weight(linear) and not is_batch_invariant(linear.in_features, 1):
-                yield linear, partial(_paired_product, linear)
-
-
-def _paired_product(linear: nn.Linear, input: Tensor) -> Tensor:
-    return multiply_paired(input, lambda rows: F.linear(rows, linear.weight, linear.bias))
-
-
-def _set_attention(target: Target, implementation: str) -> None:
-    model: Any = target.model
-    if target.traits.masked_attention is None:
-        model.set_attn_implementation(attn_implementation_for(model.config, implementation))
-    else:  # which transformers would not set, for its code does not ask the interface
-        model.config._attn_implementation = implementation
 
 
 def _reference_attention(target: Target) -> str:
     """Return the attention that transformers would choose; on a CPU in half precision, with single tokens in float64."""
     if not target.model._supports_sdpa:
         return "eager"
-    return (
-        "sdpa"
-        if target.traits.masked_attention is not None or attention_dtype(target.dtype, target.device) == target.dtype
-        else EXACT_SDPA
-    )
+    is_exact = target.architecture.attends_by_masks or attention_dtype(target.dtype, target.device) == target.dtype
+    return "sdpa" if is_exact else EXACT_SDPA
 
 
 def generate(

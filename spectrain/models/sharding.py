@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from spectrain.errors import RunError, UserError
 
-from .decoder import find_decoder, find_layers
+from .model_parts import find_decoder, find_layers
 
 Sharding = Literal["none", "fsdp2", "tensor"]
 

@@ -61,15 +61,15 @@ def weight_bytes(target: Target, coded: LinearCodes | None = None) -> int:
 def slot_bytes(target: Target) -> dict[int, int]:
     """Return the bytes of the keys and values of one token, by attention layer."""
     size = attention_dtype(target.dtype, target.device).itemsize
-    kept = target.traits.attention_layers
-    return {layer: size * one.shape.num_heads * (one.shape.key_size + one.shape.value_size) for layer, one in kept.items()}
+    shapes = {layer: attention.shape for layer, attention in target.architecture.attention_layers.items()}
+    return {layer: size * shape.num_heads * (shape.key_size + shape.value_size) for layer, shape in shapes.items()}
 
 
 def key_bytes(target: Target, length: int, nodes: int) -> int:
     """Return the bytes of keys and values that a forward over a chain of `nodes` after `length` tokens reads."""
     total = 0
     for layer, slot in slot_bytes(target).items():
-        reach = target.traits.attention_layers[layer].range
+        reach = target.architecture.attention_layers[layer].range
         furthest = min(size for size in (reach.window, reach.chunk, length + nodes) if size is not None)
         total += slot * min(length + nodes, furthest + nodes - 1)
     return total

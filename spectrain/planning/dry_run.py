@@ -23,9 +23,9 @@ from spectrain.drafters.base import Drafter, Losses, Stage, TrainingState, stage
 from spectrain.features.base import BatchRequest, Source
 from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
+from spectrain.models.fast import pack_linears
 from spectrain.models.features import Layer
 from spectrain.models.loading import build_untrained_network
-from spectrain.models.packed_linears import pack_linears
 from spectrain.models.target import Target
 from spectrain.training.parallel import ReplicatedStrategy
 from spectrain.training.run import TrainingRun

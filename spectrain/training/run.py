@@ -16,7 +16,7 @@ from spectrain.drafters.base import Drafter, TrainingState, stage_at
 from spectrain.errors import RunError, RunInterrupted, UserError
 from spectrain.features.base import BatchRequest, Source
 from spectrain.features.batch import Batch
-from spectrain.models.packed_linears import pack_linears
+from spectrain.models.fast import pack_linears
 from spectrain.models.target import Target
 
 from .averages import WeightAverages

@@ -8,9 +8,9 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.session import Session
 from spectrain.drafters.ngram import Ngram
 from spectrain.eval.identity import logit_gap
+from spectrain.models.fast import has_batch_invariance, is_packed
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import resolve_dtype
-from spectrain.models.packed_linears import has_batch_invariance, is_packed
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from spectrain.trees.chain import Chain

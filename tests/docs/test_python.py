@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import spectrain
-from spectrain.models.packed_linears import is_packed
+from spectrain.models.fast import is_packed
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "python.md").read_text(), re.MULTILINE | re.DOTALL)

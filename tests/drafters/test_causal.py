@@ -23,9 +23,9 @@ from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
-from spectrain.models.decoder import find_decoder
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_hf, load_tiny
+from spectrain.models.model_parts import find_decoder
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from spectrain.training.checkpoints import collect_tensors, load_tensors

@@ -22,9 +22,9 @@ from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
+from spectrain.models.fast import pack_linears
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
-from spectrain.models.packed_linears import pack_linears
 from spectrain.models.target import Target
 from spectrain.trees import Chain
 from tests.decoding.rounds import Keeping

@@ -33,9 +33,9 @@ from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
 from spectrain.kernels import linear_divergence as fused
 from spectrain.models.attention import ATTENTION_NAME
+from spectrain.models.fast import pack_linears
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.lora import disable_adapters
-from spectrain.models.packed_linears import pack_linears
 from spectrain.models.target import Target
 from spectrain.training.state import select_trained_groups
 

@@ -80,7 +80,7 @@ def windowed(tiny: Target, window: int) -> Target:
 def test_window_layers_miss_nothing(tiny: Target, prompts: list[list[int]], case: str) -> None:
     """Layers that see 6 positions draft what they say from any 12 tokens: whatever is chosen, these hold the newest."""
     target = windowed(tiny, 6)
-    assert {kept.range.window for kept in target.traits.attention_layers.values()} == {6}
+    assert {kept.range.window for kept in target.architecture.attention_layers.values()} == {6}
     options = {**LESS[case], "budget": 12, "refresh": 8}
     found = decode(target, prompts[:2], Greedy(), 17, SelfDraft(target, **options), Chain(3), ignore_eos=True)
     assert all(one.round_lengths == [4, 4, 4, 4] for one in found)

@@ -94,7 +94,7 @@ class Trial:
         tokens = words(2, 20)
         with torch.no_grad():
             states = self.plain(tokens, output_hidden_states=True, use_cache=False)
-        several, count = not self.target.traits.has_single_stream, self.target.num_layers
+        several, count = not self.target.architecture.has_single_stream, self.target.num_layers
         first = 1 if self.target.config.model_type in STATES_AFTER else 0
         layers: tuple[Layer, ...] = ("final",) if several else (*range(first, first + count), "final")
         seen = self.target.run(tokens, ForwardPlan(layers=layers, logits=True))

@@ -10,10 +10,11 @@ import transformers as hf
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-import spectrain.models.target as targets
+import spectrain.models.architectures.standard as standard
+from spectrain.models.attention import layer_attention
+from spectrain.models.fast import fuse_cpu_layers, unpack_linears
+from spectrain.models.fast.packed_linears import packable_dtypes
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan, Sublayer
-from spectrain.models.fused_cpu_layers import fuse_cpu_layers
-from spectrain.models.packed_linears import packable_dtypes, unpack_linears
 from spectrain.models.target import Target
 from spectrain.trees.token_tree import TokenTree
 
@@ -83,7 +84,7 @@ def test_bits_are_those_of_transformers_layers(
     """The same with the layers' own forwards, to the last bit."""
     torch.manual_seed(1)
     lean = ask(target)
-    monkeypatch.setattr(targets, "fuse_cpu_layers", lambda layers: [])
+    monkeypatch.setattr(standard, "fuse_cpu_layers", lambda layers, attend: [])
     torch.manual_seed(1)
     for one, other in zip(lean, ask(target), strict=True):
         assert one.isfinite().all() and one.std() > 0.1 and torch.equal(one, other)
@@ -92,20 +93,20 @@ def test_bits_are_those_of_transformers_layers(
 def test_it_steps_aside(target: Target) -> None:
     """A layer runs by itself where a hook listens inside, where something runs in its place or a part's, and unpacked."""
     every = list(target.layers)
-    assert [layer for layer, _ in fuse_cpu_layers(every)] == every
+    assert [layer for layer, _ in fuse_cpu_layers(every, layer_attention)] == every
     first = every[0]
     hook = first.self_attn.o_proj.register_forward_hook(lambda *_: None)
-    assert [layer for layer, _ in fuse_cpu_layers(every)] == every[1:]
+    assert [layer for layer, _ in fuse_cpu_layers(every, layer_attention)] == every[1:]
     hook.remove()
     for module in (first, first.self_attn, first.mlp):
         module.forward = module.forward
-        assert [layer for layer, _ in fuse_cpu_layers(every)] == every[1:]
+        assert [layer for layer, _ in fuse_cpu_layers(every, layer_attention)] == every[1:]
         del module.forward
-    assert [layer for layer, _ in fuse_cpu_layers(every)] == every
+    assert [layer for layer, _ in fuse_cpu_layers(every, layer_attention)] == every
     unpack_linears(first.mlp)
-    assert [layer for layer, _ in fuse_cpu_layers(every)] == every[1:]
+    assert [layer for layer, _ in fuse_cpu_layers(every, layer_attention)] == every[1:]
     target.pack_weights()
-    assert [layer for layer, _ in fuse_cpu_layers(every)] == every
+    assert [layer for layer, _ in fuse_cpu_layers(every, layer_attention)] == every
 
 
 def test_other_layers_are_left_alone(tiny: Target) -> None:
@@ -113,4 +114,7 @@ def test_other_layers_are_left_alone(tiny: Target) -> None:
     model = AutoModelForCausalLM.from_config(hf.GemmaConfig(**SIZE, head_dim=8), attn_implementation="spectrain").eval()
     target = Target(model, tiny.tokenizer, "gemma", "")
     target.pack_weights()
-    assert not list(fuse_cpu_layers(target.layers)) and len(list(fuse_cpu_layers(tiny.layers))) == tiny.num_layers
+    assert (
+        not list(fuse_cpu_layers(target.layers, layer_attention))
+        and len(list(fuse_cpu_layers(tiny.layers, layer_attention))) == tiny.num_layers
+    )

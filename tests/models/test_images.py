@@ -22,7 +22,9 @@ from spectrain.export.targets import TargetFiles
 from spectrain.features.base import BatchRequest
 from spectrain.features.live_source import LiveSource
 from spectrain.features.stored_source import StoredSource
-from spectrain.models.images import _bidirectional_masks, get_images, make_decoder_inputs, masks_for_kind
+from spectrain.models.architectures.vision import _bidirectional_masks, make_decoder_inputs, masks_for_kind
+from spectrain.models.check import check_vision
+from spectrain.models.images import get_images
 from spectrain.models.loading import load_tiny
 from spectrain.models.masks import RequestedMask
 from spectrain.models.reference_model import generate, reference_model
@@ -246,7 +248,7 @@ def test_images_that_a_model_sees_otherwise_are_refused(target: Target, pictures
         is_ours = "visibility" in told and "inputs_embeds" in told
         return (args, {**told, "inputs_embeds": told["inputs_embeds"].flip(1)}) if is_ours else None
 
-    handle, target.vision_checked = target.decoder.register_forward_pre_hook(turned, with_kwargs=True), False
+    handle, target.image_check = target.decoder.register_forward_pre_hook(turned, with_kwargs=True), check_vision
     try:
         with pytest.raises(UserError, match="with images its logits differ"):
             target.features(torch.tensor([text]), ("final",), texts=[text])

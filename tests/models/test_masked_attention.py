@@ -9,9 +9,9 @@ import torch
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.captured import capture_blocker
 from spectrain.errors import UserError
+from spectrain.models.architectures.masked import MASKED, Masked, MaskVisibility, PerRowBias
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.loading import load_hf, load_tiny
-from spectrain.models.masked_attention import MASKED, MaskVisibility, PerRowBias
 from spectrain.models.reference_model import reference_model
 from spectrain.models.target import Target
 from spectrain.trees.token_tree import TokenTree
@@ -36,8 +36,8 @@ def words(*shape: int) -> torch.Tensor:
 
 def test_what_is_read_of_a_model(target: Target) -> None:
     """Biases are found by what layers are called with, windows in the masks that they keep."""
-    own, windows = target.traits.masked_attention, [kept.range.window for kept in target.traits.attention_layers.values()]
-    assert own is not None and target.config._attn_implementation == MASKED
+    own, windows = target.architecture, [kept.range.window for kept in target.architecture.attention_layers.values()]
+    assert isinstance(own, Masked) and target.config._attn_implementation == MASKED
     assert own.bias_arguments == (("position_bias",) if target.name == "mpt" else ())
     assert windows == ([None] * 4 if target.name == "mpt" else [None, WINDOW, None, WINDOW])
 

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.captured import CapturedRunner
 from spectrain.decoding.loop import decode
+from spectrain.models.fast.merged_linears import is_merged, merge_linears
 from spectrain.models.lora import inject_lora, merge_lora
-from spectrain.models.merged_linears import is_merged, merge_linears
 from spectrain.models.target import Target
 from spectrain.trees.token_tree import TokenTree
 
@@ -63,7 +63,7 @@ def logits(target: Target) -> Tensor:
 def joined(target: Target) -> set[str]:
     """The names of the linears that are, with those beside them, one product now."""
     linears = {name: part for name, part in target.model.named_modules() if is_merged(part)}
-    return {name.split(".")[-1] for name, part in linears.items() if part.joined.weights.are_adjacent()}  # type: ignore[union-attr]
+    return {name.split(".")[-1] for name, part in linears.items() if part.merged_slot.weights.are_adjacent()}  # type: ignore[union-attr]
 
 
 def held(target: Target) -> int:

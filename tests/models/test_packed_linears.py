@@ -12,10 +12,8 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.decoding.session import prepare_for_decoding
 from spectrain.drafters.causal import Causal
-from spectrain.models import packed_linears as prepacked
-from spectrain.models.forward_plan import ForwardPlan
-from spectrain.models.loading import load_tiny
-from spectrain.models.packed_linears import (
+from spectrain.models.fast import packed_linears as prepacked
+from spectrain.models.fast.packed_linears import (
     FeatureLinear,
     enforce_batch_invariance,
     has_batch_invariance,
@@ -27,6 +25,8 @@ from spectrain.models.packed_linears import (
     packable_dtypes,
     unpack_linears,
 )
+from spectrain.models.forward_plan import ForwardPlan
+from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.trees import Chain
 

@@ -15,9 +15,9 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.session import Session
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
+from spectrain.models.architectures.quantized import QUANTIZERS, quantization_method
 from spectrain.models.loading import TINY_DIRECTORY, load_hf, load_tokenizer
 from spectrain.models.lora import TargetTraining
-from spectrain.models.quantization import QUANTIZERS, quantization_method
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2

@@ -10,10 +10,11 @@ import torch
 
 from spectrain.decoding.calibration import time_levels
 from spectrain.errors import UserError
+from spectrain.models.architectures.recurrent import Recurrent
+from spectrain.models.architectures.recurrent_states import PathPolicy
 from spectrain.models.forward_override import override_forwards
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.loading import load_hf, load_tiny
-from spectrain.models.recurrent import PathPolicy
 from spectrain.models.target import Target
 from spectrain.trees.token_tree import TokenTree
 from tests.models.architectures import VOCAB, save_small
@@ -66,18 +67,20 @@ def test_a_tree_in_stages_after_a_forgotten_one(target: Target, lengths: list[in
 
 @contextmanager
 def run_along(target: Target, along: PathPolicy) -> Iterator[None]:
-    before = target.traits
-    target.traits = replace(before, path_policy=along)
+    before = target.architecture
+    assert isinstance(before, Recurrent)
+    target.architecture = replace(before, path_policy=along)
     try:
         yield
     finally:
-        target.traits = before
+        target.architecture = before
 
 
 @contextmanager
 def runs_of(target: Target) -> Iterator[list[str]]:
     """What runs meanwhile of the first layer's module that keeps a state: in, out, and what lies between."""
-    stateful, ran = target.traits.recurrent_modules[0], list[str]()
+    assert isinstance(target.architecture, Recurrent)
+    stateful, ran = target.architecture.recurrent_modules[0], list[str]()
     assert stateful.output_linear is not None and len(stateful.input_linears) == 2
     norm: Any = stateful.module.norm
 
@@ -99,7 +102,7 @@ PARENTS = ([-1, 0, 1, 2, 3, 4], [-1, 0, 0, 1, 2, 3], [-1, 0, 0, 0, 2, 2])
 
 def test_a_module_goes_on_from_a_state_as_transformers_does(target: Target) -> None:
     """What loading found: several tokens behind a state are what they are one after another."""
-    assert target.traits.path_policy == "where cheaper"
+    assert isinstance(target.architecture, Recurrent) and target.architecture.path_policy == "where cheaper"
 
 
 @pytest.mark.parametrize("parents", PARENTS)

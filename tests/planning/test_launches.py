@@ -31,7 +31,7 @@ from spectrain.experimental.gumiho.drafter import Gumiho
 from spectrain.experimental.hydra.drafter import Hydra
 from spectrain.experimental.redrafter.drafter import Redrafter
 from spectrain.experimental.transformer_heads.drafter import TransformerHeads
-from spectrain.models.merged_linears import merge_linears
+from spectrain.models.fast.merged_linears import merge_linears
 from spectrain.models.target import Target
 from spectrain.planning.launches import LaunchCounter, count_round
 from spectrain.trees import Beam, Chain, Eagle2, TreeBuilder

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from spectrain.models.attention import causal_attention
-from spectrain.models.packed_linears import pack_linears
+from spectrain.models.fast import pack_linears
 from spectrain.planning.dry_run import autocasting
 from spectrain.planning.memory_tracker import FORMULAS, MemoryTracker
 

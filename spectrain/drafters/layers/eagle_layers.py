@@ -17,9 +17,9 @@ from transformers import LlamaConfig
 from spectrain.drafters.abilities import Capture
 from spectrain.drafters.base import Stage
 from spectrain.errors import UserError
+from spectrain.models.fast import FeatureLinear
 from spectrain.models.features import Features, Layer
 from spectrain.models.kv_cache import TreeCache
-from spectrain.models.packed_linears import FeatureLinear
 
 from . import fused_cpu_eagle
 from .layers import Attention, Mlp, NormedAttention, init_from_target, llama_config, make_rotary

@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.models.attention import causal_attention
-from spectrain.models.fused_cpu_layers import CachedRotation, shared_product
+from spectrain.models.fast import CachedRotation, is_packed, packed_product, shared_input, shared_product
 from spectrain.models.kv_cache import TreeCache
-from spectrain.models.packed_linears import PackedLinear, is_packed
 
 from .layers import Attention
 
@@ -32,7 +31,7 @@ def uses_fused_cpu(drafter: EagleDrafter) -> bool:
         return False
     if type(attention) is not Attention or attention.window is not None or torch.compiler.is_compiling():
         return False
-    return all(isinstance(linear.forward, PackedLinear) and linear.forward.shared for linear in (attention.q_proj, mlp.up_proj))
+    return all(shared_input(linear) is not None for linear in (attention.q_proj, mlp.up_proj))
 
 
 def run_layer(
@@ -46,26 +45,21 @@ def run_layer(
     num_keys = attention.k_proj.out_features // attention.head_dim
     rotated = CachedRotation()(heads[:, :, :-num_keys], drafter.rotary(x, positions)).transpose(1, 2)
     q, k, v = rotated[:, :-num_keys], rotated[:, -num_keys:], heads[:, :, -num_keys:].transpose(1, 2)
-    hidden = hidden + _packed_product(attention.o_proj, _attend_cached(q, k, v, cache, visible).transpose(1, 2).flatten(2))
+    hidden = hidden + packed_product(attention.o_proj, _attend_cached(q, k, v, cache, visible).transpose(1, 2).flatten(2))
     cache.add_uncommitted(tokens.shape[1])
     mlp = drafter.mlp
     inner = shared_product(mlp.gate_proj, _apply_norm(drafter.post_attention_layernorm, hidden))
     gate, up = inner.chunk(2, dim=-1)
-    return hidden + _packed_product(mlp.down_proj, F.silu(gate) * up)
+    return hidden + packed_product(mlp.down_proj, F.silu(gate) * up)
 
 
 def log_q(drafter: EagleDrafter, hidden: Tensor) -> Tensor:
     """Compute `EagleDrafter.log_q`: [B, F, V]."""
-    return _packed_product(drafter.lm_head, _apply_norm(drafter.norm, hidden.float())).log_softmax(-1)
+    return packed_product(drafter.lm_head, _apply_norm(drafter.norm, hidden.float())).log_softmax(-1)
 
 
 def _apply_norm(norm: nn.RMSNorm, x: Tensor) -> Tensor:
     return F.rms_norm(x, norm.normalized_shape, norm.weight.float(), norm.eps)
-
-
-def _packed_product(linear: nn.Linear, x: Tensor) -> Tensor:
-    product: Tensor = linear.forward.weights.product(x)  # type: ignore[attr-defined]
-    return product
 
 
 def _attend_cached(q: Tensor, k: Tensor, v: Tensor, cache: TreeCache, visible: Tensor | None) -> Tensor:

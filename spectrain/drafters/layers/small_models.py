@@ -16,10 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from spectrain.errors import UserError, first_line
 from spectrain.models.attention import ATTENTION_NAME
-from spectrain.models.decoder import find_decoder, layer_list_name
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.loading import TINY_DIRECTORY, convert_smollm2
+from spectrain.models.model_parts import find_decoder, layer_list_name
 from spectrain.models.target import Target
 from spectrain.trees.base import BranchVisibility, Rollout
 
@@ -58,7 +58,7 @@ def wrap_model(inner: Any, tokenizer: PreTrainedTokenizerBase, path: str) -> Tar
     """Wrap a model as a frozen target that drafts; refuse one with layers that cannot roll back drafts."""
     inner.config._attn_implementation = ATTENTION_NAME
     target = Target(inner, tokenizer, "drafter", path)
-    if target.traits.recurrent_modules:
+    if target.architecture.keeps_state:
         raise UserError(
             "drafter: layers of the small model keep a state, which cannot be rolled back; use a drafter.model or "
             "drafter.architecture with attention layers only"

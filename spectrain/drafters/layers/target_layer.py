@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.errors import UserError, first_line
+from spectrain.models.architectures.mtp import mtp_layer_types
 from spectrain.models.attention import ATTENTION_NAME, causal_attention
-from spectrain.models.decoder import layer_list_name
 from spectrain.models.kv_cache import AttentionOptions, TreeCache
-from spectrain.models.mtp_files import mtp_layer_types
+from spectrain.models.model_parts import layer_list_name
 
 from .layers import append_and_attend
 

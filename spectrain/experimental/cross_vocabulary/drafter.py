@@ -145,7 +145,7 @@ class Universal(Drafter):
         if self.cache is None or context.round == 0 or needed > self.cache.max_length:
             slots = 2 * needed + context.builder.depth + int(context.left.max())
             self.cache = TreeCache(
-                self.model.num_layers, len(rows), slots, context.tokens.device, None, self.model.traits.kv_shapes
+                self.model.num_layers, len(rows), slots, context.tokens.device, None, self.model.architecture.kv_shapes
             )
             kept, width = [0] * len(rows), max(map(len, rows))
         device = context.tokens.device

@@ -61,7 +61,7 @@ class SelectedCache(TreeCache):
         super().__init__(len(whole.layers), len(whole.lengths), size, whole.lengths.device, None, whole.shapes)
         assert whole.storage is not None
         self.source, self.selector, self.position_offsets = whole, chooser, whole.position_offsets
-        reaches = {layer: kept.range.window for layer, kept in target.traits.attention_layers.items()}
+        reaches = {layer: kept.range.window for layer, kept in target.architecture.attention_layers.items()}
         self.windows = {layer: window for layer, window in reaches.items() if window is not None}
         self.slot_bytes = slot_bytes(target)
         shape = list(whole.storage.shape)
@@ -134,7 +134,7 @@ class QuantizedKV:
     def __init__(self, target: Target, whole: TreeCache, bits: Bits, group: int) -> None:
         self.source, self.bits, self.group_size = whole, bits, group
         self.slot_bytes = slot_bytes(target)
-        reaches = {layer: kept.range.window for layer, kept in target.traits.attention_layers.items()}
+        reaches = {layer: kept.range.window for layer, kept in target.architecture.attention_layers.items()}
         self.windows = {layer: window for layer, window in reaches.items() if window is not None}
         self.keys: dict[int, QuantizedGroups] = {}  # [B, groups, H, D, G]
         self.values: dict[int, QuantizedGroups] = {}  # [B, groups * G, H, D]

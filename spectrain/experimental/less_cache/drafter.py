@@ -208,7 +208,7 @@ class SelfDraft(Drafter):
 
 def refuse_unlike(target: Target, cache: Cached) -> None:
     """Stop at a target that cannot draft so."""
-    if target.traits.recurrent_modules:
+    if target.architecture.keeps_state:
         raise UserError(
             f"target {target.name}: its layers keep a state, which drafting for itself would change; use another drafter, such "
             "as eagle3"
@@ -218,12 +218,12 @@ def refuse_unlike(target: Target, cache: Cached) -> None:
             f"target {target.name}: processes hold it together, and what each drafts from would differ; leave out "
             "target.sharding"
         )
-    if target.traits.masked_attention is not None and cache != "full":
+    if target.architecture.attends_by_masks and cache != "full":
         raise UserError(
             f"target {target.name}: its layers attend by themselves, to all that is cached; use drafter.cache=full "
             "drafter.weights=int8"
         )
-    chunked = any(kept.range.chunk is not None for kept in target.traits.attention_layers.values())
+    chunked = any(kept.range.chunk is not None for kept in target.architecture.attention_layers.values())
     if chunked and cache != "full":
         raise UserError(
             f"target {target.name}: its layers see chunks of the text, which a part of its cache has not; use "

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.errors import UserError
-from spectrain.models.quantization import has_dense_weight
+from spectrain.models.architectures.quantized import has_dense_weight
 
 Bits = Literal[8, 4]
 RANGE_MARGIN = 2**-9  # outward margin of offset and scale, so that their rounding to 16 bits covers the group

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,19 +21,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.kernels.onednn import onednn_linear
+from spectrain.models.architectures.quantized import has_dense_weight
+from spectrain.models.forward_override import Forward, set_forward
 
-from .forward_override import set_forward
-from .quantization import has_dense_weight
+from .shared_product import SharedProduct, find_shared_linears
 
-SMALL_WEIGHTS = (
-    1 << 18
-)  # weights: with so few, and FEW rows, the default BLAS is done before oneDNN has begun (Xeon: 8 us against 25)
+SMALL_WEIGHTS = 1 << 18
+"""Number of weights up to which the default BLAS, over few rows, is done before oneDNN has begun (Xeon: 8 us against 25)."""
 FEW_ROWS = 64
-CONSISTENT_ROWS = 32  # rows of bfloat16, from two on, up to which oneDNN gives a row the same bits whatever stands beside it
-SHARED_INPUT_NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+CONSISTENT_ROWS = 32
+"""Rows of bfloat16, from two on, up to which oneDNN gives a row the same bits whatever the other rows are."""
 
-
-_batch_invariant = ContextVar("rows_alike", default=False)
+_batch_invariant = ContextVar("batch_invariant", default=False)
 
 
 @contextmanager
@@ -62,21 +61,21 @@ class _TrainableLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
-        of_input, of_weight = ctx.types
+        input_dtype, weight_dtype = ctx.types
         gradient = gradients[0].reshape(-1, weight.shape[0]).contiguous()
         for_input = for_weight = for_bias = None
         if ctx.needs_input_grad[0]:
-            for_input = onednn_linear(gradient, weight.t()).view(input.shape).to(of_input)
+            for_input = onednn_linear(gradient, weight.t()).view(input.shape).to(input_dtype)
         if ctx.needs_input_grad[1]:
-            # contiguous: oneDNN multiplies rows with gaps between them a hundred times slower
-            for_weight = onednn_linear(gradient.t(), input.reshape(-1, weight.shape[1]).contiguous().t()).to(of_weight)
+            # The input must be contiguous: oneDNN multiplies rows with gaps between them a hundred times slower.
+            for_weight = onednn_linear(gradient.t(), input.reshape(-1, weight.shape[1]).contiguous().t()).to(weight_dtype)
         if ctx.has_bias and ctx.needs_input_grad[2]:
-            for_bias = gradient.sum(0, dtype=of_weight)
+            for_bias = gradient.sum(0, dtype=weight_dtype)
         return for_input, for_weight, for_bias, None
 
 
 class FeatureLinear(nn.Linear):
-    """A linear that reads target features. A few features are so large that 8 bits would say little of the others, so packed
+    """A linear that reads target features. A few features are so large that 8 bits would hold little of the others, so packed
     weights of this class are never rounded to integers."""
 
 
@@ -101,11 +100,11 @@ class PackedWeights:
     def product(self, input: Tensor) -> Tensor:
         """Return the outputs of all linears side by side, [.., D] -> [.., O]."""
         weights: list[Tensor] = [linear.weight for linear in self.linears]
-        known = len(self.packed_versions) == len(weights) and all(
+        is_current = len(self.packed_versions) == len(weights) and all(
             copied() is weight and version == weight._version
             for (copied, version), weight in zip(self.packed_versions, weights)
         )
-        if self.packed is None or not known:
+        if self.packed is None or not is_current:
             self._pack_weights(weights[0].detach() if len(weights) == 1 else torch.cat([weight.detach() for weight in weights]))
             self.packed_versions = [(weakref.ref(weight), weight._version) for weight in weights]
         assert self.packed is not None
@@ -123,15 +122,15 @@ class PackedWeights:
         output = onednn_linear(input.to(self.packed.dtype), self.packed).to(input.dtype)
         return output if bias is None else output + bias
 
-    def _pack_weights(self, whole: Tensor) -> None:
-        """Store weights [O, D] in the form in which they are multiplied."""
-        self.packed, self.packed_int8 = whole, None
+    def _pack_weights(self, weight: Tensor) -> None:
+        """Store a weight [O, D] in the form in which it is multiplied."""
+        self.packed, self.packed_int8 = weight, None
         reads_features = any(isinstance(linear, FeatureLinear) for linear in self.linears)
-        if self.low_precision and whole.numel() > SMALL_WEIGHTS and has_int8() and not reads_features:
-            self.packed, self.packed_int8 = whole[:0], pack_int8(whole)
-        elif not self._is_small(whole):
-            whole = whole.bfloat16() if self.low_precision and whole.dtype == torch.float32 and has_bfloat16() else whole
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(whole)
+        if self.low_precision and is_large_weight(weight.numel()) and has_int8() and not reads_features:
+            self.packed, self.packed_int8 = weight[:0], pack_int8(weight)
+        elif not self._is_small(weight):
+            weight = weight.bfloat16() if self.low_precision and weight.dtype == torch.float32 and has_bfloat16() else weight
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight)
 
     @staticmethod
     def _bfloat16_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -144,25 +143,18 @@ class PackedWeights:
 
     @staticmethod
     def _is_small(weight: Tensor) -> bool:
-        return weight.dtype == torch.float32 and weight.numel() <= SMALL_WEIGHTS
+        return weight.dtype == torch.float32 and not is_large_weight(weight.numel())
 
 
-class SharedInput:
-    """Linears that read the same input. The first one that is called computes the outputs of all."""
+class SharedInput(SharedProduct):
+    """Packed linears that read the same input."""
 
     def __init__(self, linears: Sequence[nn.Linear], low_precision: bool = False) -> None:
+        super().__init__(linears)
         self.weights = PackedWeights(linears, low_precision)
-        self.sizes = [linear.out_features for linear in linears]
-        self.input: weakref.ref[Tensor] | None = None
-        self.outputs: dict[nn.Linear, Tensor] = {}  # outputs not yet taken
 
-    def take_output(self, linear: nn.Linear, input: Tensor) -> Tensor:
-        """Return the output of one linear. Each output is returned once: the same input again may have been written to, so it
-        is multiplied again."""
-        if self.input is None or self.input() is not input or linear not in self.outputs:
-            outputs = self.weights.product(input).split(self.sizes, dim=-1)
-            self.input, self.outputs = weakref.ref(input), dict(zip(self.weights.linears, outputs))
-        return self.outputs.pop(linear)
+    def product(self, input: Tensor) -> Tensor:
+        return self.weights.product(input)
 
 
 class PackedLinear:
@@ -184,12 +176,13 @@ class PackedLinear:
             return F.linear(input, weight, bias)
         learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (input, weight, bias))
         if learns and (cast or input.dtype == weight.dtype):
-            self.discard_packed()  # An optimizer may be about to change the weight.
+            # An optimizer may be about to change the weight.
+            self.discard_packed()
             return _TrainableLinear.apply(input, weight, bias, dtype)
         if learns or input.dtype != weight.dtype:
             return F.linear(input, weight, bias)
         if self.shared is not None:
-            return self.shared.take_output(self.linear, input)
+            return self.shared.take_output(self.shared.linears.index(self.linear), input)
         return self.weights.product(input)
 
     def discard_packed(self) -> None:
@@ -197,6 +190,11 @@ class PackedLinear:
         self.weights.packed = None
         if self.shared is not None:
             self.shared.weights.packed = None
+
+
+def is_large_weight(num_weights: int) -> bool:
+    """Return whether a product with so many weights takes longer than its launch."""
+    return num_weights > SMALL_WEIGHTS
 
 
 @cache
@@ -220,7 +218,8 @@ def has_int8() -> bool:
         return False
     try:
         pack_int8(torch.ones(8, 8))
-    except (AttributeError, RuntimeError):  # torch means to give up quantised tensors
+    # Later versions of torch may have no quantized tensors.
+    except (AttributeError, RuntimeError):
         return False
     return True
 
@@ -270,40 +269,36 @@ def multiply_paired(input: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tens
     return multiply(input.reshape(1, -1).repeat(2, 1))[:1].view(*input.shape[:-1], -1)
 
 
+def paired_forwards(module: nn.Module) -> Iterator[tuple[nn.Module, Forward]]:
+    """Yield the plain linears that sum a single row of bfloat16 in another order, with forwards that multiply pairs."""
+    if torch.bfloat16 not in packable_dtypes():
+        return
+    for linear in module.modules():
+        if type(linear) is nn.Linear and has_dense_weight(linear) and not is_batch_invariant(linear.in_features, 1):
+            yield linear, partial(_paired_product, linear)
+
+
+def _paired_product(linear: nn.Linear, input: Tensor) -> Tensor:
+    return multiply_paired(input, lambda rows: F.linear(rows, linear.weight, linear.bias))
+
+
 def pack_linears(module: nn.Module, low_precision: bool = False) -> None:
     """Give every `nn.Linear` in `module` the packed forward; do nothing off the CPU or without oneDNN. Draft models may use
     `low_precision` weights, as `PackedWeights` describes. Linears that are packed already pack their weights anew, because a
     write through `.data` leaves the version of a weight unchanged."""
     if not packable_dtypes():
         return
-    together = {linear: shared for parent in module.modules() for shared in group_shared_inputs(parent, low_precision)
-                for linear in shared.weights.linears}  # fmt: skip
+    groups = [SharedInput(linears, low_precision) for parent in module.modules() for linears in find_shared_linears(parent)]
+    shared = {linear: group for group in groups for linear in group.linears}
     for child in module.modules():
         if is_packed(child):
             child.forward.discard_packed()  # type: ignore[attr-defined]
-        elif isinstance(child, nn.Linear) and type(child) in (nn.Linear, FeatureLinear) and is_on_cpu(child):
-            set_forward(child, PackedLinear(child, together.get(child), low_precision))
+        elif isinstance(child, nn.Linear) and type(child) in (nn.Linear, FeatureLinear) and _is_on_cpu(child):
+            set_forward(child, PackedLinear(child, shared.get(child), low_precision))
 
 
-def is_on_cpu(linear: nn.Linear) -> bool:
+def _is_on_cpu(linear: nn.Linear) -> bool:
     return has_dense_weight(linear) and linear.weight.device.type == "cpu"
-
-
-def group_shared_inputs(parent: nn.Module, low_precision: bool = False) -> list[SharedInput]:
-    """Return the groups of linears of an attention or feed-forward block that read the same input."""
-    return [SharedInput(linears, low_precision) for linears in find_shared_linears(parent)]
-
-
-def find_shared_linears(parent: nn.Module) -> list[list[nn.Linear]]:
-    """Return the linears of a block that read the same input, by their names, where their weights are dense and alike."""
-    found = []
-    for names in SHARED_INPUT_NAMES:
-        found_linears = [child for name in names if type(child := getattr(parent, name, None)) is nn.Linear]
-        linears = [linear for linear in found_linears if has_dense_weight(linear)]
-        alike = len({(linear.in_features, linear.bias is None, linear.weight.dtype) for linear in linears}) == 1
-        if len(linears) == len(names) and alike:
-            found.append(linears)
-    return found
 
 
 def unpack_linears(module: nn.Module) -> None:
@@ -315,3 +310,14 @@ def unpack_linears(module: nn.Module) -> None:
 
 def is_packed(module: nn.Module) -> bool:
     return isinstance(module.__dict__.get("forward"), PackedLinear)
+
+
+def packed_product(linear: Any, input: Tensor) -> Tensor:
+    """Return the output [.., O] of a packed linear."""
+    weights: PackedWeights = linear.forward.weights
+    return weights.product(input)
+
+
+def shared_input(linear: Any) -> SharedInput | None:
+    """Return the linears that read the same input as a packed one; None where it is not packed or is alone."""
+    return linear.forward.shared if is_packed(linear) else None

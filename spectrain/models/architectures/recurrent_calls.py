@@ -18,18 +18,12 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from spectrain.errors import UserError
-
-from .forward_override import override_forwards
+from spectrain.models.forward_override import override_forwards
 
 LayerStates: TypeAlias = LinearAttentionLayer
 """States of several rows, [rows, ..] each."""
-ATTENTION_ARGUMENTS = (
-    "visibility",
-    "tree_cache",
-    "lengths",
-    "reaches",
-    "calls",
-)  # what attention is told, no affair of these layers
+ATTENTION_ARGUMENTS = ("visibility", "tree_cache", "lengths", "ranges", "layer_visibility", "calls")
+"""Arguments for attention, which recurrent layers do not receive."""
 DEFAULT_CHUNK_SIZE = 64  # tokens that a recurrence over several computes at once, where its module does not say
 
 
@@ -45,6 +39,13 @@ class RecurrentModule:
     def chunk_size(self) -> int:
         return int(getattr(self.module, "chunk_size", DEFAULT_CHUNK_SIZE))
 
+    @property
+    def class_forward(self) -> Callable[..., Any]:
+        """The module's own forward, whatever overrides it."""
+        module: Any = self.module
+        forward: Callable[..., Any] = type(module).forward.__get__(module)
+        return forward
+
 
 @dataclass(frozen=True)
 class StateCall:
@@ -53,24 +54,24 @@ class StateCall:
     recurrent: RecurrentModule
     layer: int
     forward: Callable[..., Tensor]
-    cache: Any  # what among the arguments it is given for its states
+    # The argument that holds its states.
+    cache: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    output_sizes: list[torch.Size | None] = field(
-        default_factory=list
-    )  # what of a tuple it gives for each token; None: no such thing
+    # For each part of a tuple output, its shape per token; None where it has no part per token.
+    output_sizes: list[torch.Size | None] = field(default_factory=list)
 
     def __call__(self, hidden: Tensor, states: LayerStates) -> Tensor:
         """Run [K, T, D] -> [K, T, D] from the states of K rows and update these. A tuple of outputs becomes one tensor."""
-        own = _LayerStateCache(self.layer, states)
-        args = [own if value is self.cache else value for value in self.args]
-        kwargs = {key: own if value is self.cache else value for key, value in self.kwargs.items()}
+        cache = _LayerStateCache(self.layer, states)
+        args = [cache if value is self.cache else value for value in self.args]
+        kwargs = {key: cache if value is self.cache else value for key, value in self.kwargs.items()}
         output = self.forward(hidden, *args, **kwargs)
         if isinstance(output, Tensor):
             return output
-        of_tokens = [isinstance(part, Tensor) and part.shape[:2] == hidden.shape[:2] for part in output]
-        self.output_sizes[:] = [part.shape[2:] if each else None for part, each in zip(output, of_tokens)]
-        return torch.cat([part.flatten(2) for part, each in zip(output, of_tokens) if each], dim=-1)
+        per_token = [isinstance(part, Tensor) and part.shape[:2] == hidden.shape[:2] for part in output]
+        self.output_sizes[:] = [part.shape[2:] if each else None for part, each in zip(output, per_token)]
+        return torch.cat([part.flatten(2) for part, each in zip(output, per_token) if each], dim=-1)
 
     def split_output(self, output: Tensor) -> Tensor | tuple[Tensor | None, ...]:
         """Return [B, N, ..] in the form in which the module returns it."""
@@ -81,14 +82,13 @@ class StateCall:
 
 
 def make_state_call(
-    stateful: RecurrentModule, layer: int, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    recurrent: RecurrentModule, layer: int, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> StateCall:
     """Record the call of a module, so that it can be repeated. `cache` is the argument that holds its states."""
-    module: Any = stateful.module
     if not any(value is cache for value in (*args, *kwargs.values())):
-        raise UserError(f"target: the state of its layer {layer} is not asked for as other models do; use another target")
-    theirs = {key: value for key, value in kwargs.items() if key not in (*ATTENTION_ARGUMENTS, "hidden_states")}
-    return StateCall(stateful, layer, type(module).forward.__get__(module), cache, args[1:], theirs)
+        raise UserError(f"target: layer {layer} does not read its state from the cache as other models do; use another target")
+    own_kwargs = {key: value for key, value in kwargs.items() if key not in (*ATTENTION_ARGUMENTS, "hidden_states")}
+    return StateCall(recurrent, layer, recurrent.class_forward, cache, args[1:], own_kwargs)
 
 
 class StateNodes:
@@ -111,28 +111,28 @@ class StateNodes:
     def run(self, rows: Tensor, nodes: Tensor, states: LayerStates) -> Tensor:
         """Run nodes [K, T] of batch rows [K] from given states; return [K, T, I], which `project_output` turns into the
         output."""
-        at = rows[:, None], nodes
-        hidden = self.hidden[at]
-        known = [
-            _reuse_product(linear, hidden, product[at])
-            for linear, product in zip(self.call.recurrent.input_linears, self.products)
+        index = rows[:, None], nodes
+        hidden, recurrent = self.hidden[index], self.call.recurrent
+        overrides = [
+            _reuse_product(linear, hidden, product[index]) for linear, product in zip(recurrent.input_linears, self.products)
         ]
-        giving = self.call.recurrent.output_linear
-        with override_forwards([*known, *([] if giving is None else [(giving, lambda inner: inner)])]):
+        if recurrent.output_linear is not None:
+            overrides.append((recurrent.output_linear, lambda inner: inner))
+        with override_forwards(overrides):
             return self.call(hidden, states)
 
     def project_output(self, inner: Tensor) -> Tensor:
         """Apply the output linear, [B, N, I] -> [B, N, D]."""
-        giving = self.call.recurrent.output_linear
-        return inner if giving is None else giving(inner)
+        linear = self.call.recurrent.output_linear
+        return inner if linear is None else linear(inner)
 
 
 def _reuse_product(linear: nn.Module, hidden: Tensor, product: Tensor) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
-    """Return a linear and a forward that returns the product known for this input."""
+    """Return a linear and a forward that returns the product already computed for this input."""
     forward = linear.forward
 
-    def run(given: Tensor) -> Tensor:
-        return product if given is hidden else forward(given)
+    def run(input: Tensor) -> Tensor:
+        return product if input is hidden else forward(input)
 
     return linear, run
 
@@ -141,36 +141,37 @@ def _reuse_product(linear: nn.Module, hidden: Tensor, product: Tensor) -> tuple[
 
 
 def map_states(states: LayerStates, change: Callable[[int, str], Tensor | None]) -> LayerStates:
-    found = copy.copy(states)
-    found.conv_states = {place: change(place, "conv_states") for place in states.conv_states}
-    found.recurrent_states = {place: change(place, "recurrent_states") for place in states.recurrent_states}
-    return found
+    """Copy states, with every tensor changed by `change(index, name)`."""
+    changed = copy.copy(states)
+    changed.conv_states = {index: change(index, "conv_states") for index in states.conv_states}
+    changed.recurrent_states = {index: change(index, "recurrent_states") for index in states.recurrent_states}
+    return changed
 
 
 def gather_states(states: LayerStates, rows: Tensor) -> LayerStates:
     """Copy the states of some rows."""
 
-    def take(place: int, name: str) -> Tensor | None:
-        held = getattr(states, name)[place]
-        return None if held is None else held[rows]
+    def select_rows(index: int, name: str) -> Tensor | None:
+        state = getattr(states, name)[index]
+        return None if state is None else state[rows]
 
-    return map_states(states, take)
+    return map_states(states, select_rows)
 
 
 def concat_states(parts: Sequence[LayerStates]) -> LayerStates:
     if len(parts) == 1:
         return parts[0]
 
-    def join(place: int, name: str) -> Tensor | None:
-        held = [getattr(part, name)[place] for part in parts]
-        return None if held[0] is None else torch.cat(held)
+    def concat(index: int, name: str) -> Tensor | None:
+        tensors = [getattr(part, name)[index] for part in parts]
+        return None if tensors[0] is None else torch.cat(tensors)
 
-    return map_states(parts[0], join)
+    return map_states(parts[0], concat)
 
 
 def count_rows(states: LayerStates) -> int:
-    held = [*states.conv_states.values(), *states.recurrent_states.values()]
-    return next(len(one) for one in held if one is not None)
+    tensors = [*states.conv_states.values(), *states.recurrent_states.values()]
+    return next(len(tensor) for tensor in tensors if tensor is not None)
 
 
 def is_conv_only(states: LayerStates) -> bool:
@@ -186,14 +187,14 @@ class _LayerStateCache(Cache):
         self.layers = {layer: states}
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        """Return the state for MiniMax, which asks by this method."""
+        """Return the state for MiniMax, which calls this method."""
         return self.layers[layer_idx].recurrent_states[0]
 
     def set_linear_cache(self, layer_idx: int, state: Tensor) -> None:
         self.layers[layer_idx].recurrent_states[0] = state
 
 
-# Which modules they are
+# Detection
 
 
 @dataclass
@@ -203,17 +204,18 @@ class _ActiveModule:
     module: nn.Module
     argument: Any  # its first argument
     input_linears: list[nn.Module] = field(default_factory=list)
-    last_linear: tuple[nn.Module | None, Any] = (None, None)  # the linear inside it that ran last, and its output
+    # The linear inside it that ran last, and its output.
+    last_linear: tuple[nn.Module | None, Any] = (None, None)
 
 
 class StateRecorder(DynamicCache):
-    """A cache that records which modules ask for a state, by the module that runs when it is asked."""
+    """A cache that records which modules read a state: those that run when it is read."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
         self.active: list[_ActiveModule] = []
         self.recurrent_modules: dict[int, RecurrentModule] = {}
-        self.updated_layers: list[int] = []  # the numbers by which keys were given, one after another
+        self.updated_layers: list[int] = []  # the layer index of every call of `update`
 
     @property
     def is_recurrent(self) -> bool:
@@ -224,7 +226,7 @@ class StateRecorder(DynamicCache):
         return super().get_conv_state(layer_idx, state_idx)
 
     def get_linear_cache(self, layer_idx: int) -> None:
-        """Record a state request of MiniMax, which asks by this method."""
+        """Record a state request of MiniMax, which calls this method."""
         self.recurrent_modules[layer_idx] = RecurrentModule(self.active[-1].module)
 
     def set_linear_cache(self, layer_idx: int, state: Tensor) -> None: ...
@@ -247,19 +249,19 @@ class StateRecorder(DynamicCache):
                 handle.remove()
 
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = args[0] if args else kwargs.get("hidden_states")
+        argument = args[0] if args else kwargs.get("hidden_states")
         if isinstance(module, nn.Linear):
             for outer in self.active:
-                if outer.argument is given:
+                if outer.argument is argument:
                     outer.input_linears.append(module)
-        self.active.append(_ActiveModule(module, given))
+        self.active.append(_ActiveModule(module, argument))
 
     def _leave_module(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        left = self.active.pop()
+        done = self.active.pop()
         if isinstance(module, nn.Linear):
             for outer in self.active:
                 outer.last_linear = module, output
-        for layer, stateful in self.recurrent_modules.items():
-            if stateful.module is module:
-                giving = left.last_linear[0] if left.last_linear[1] is output else None
-                self.recurrent_modules[layer] = RecurrentModule(module, tuple(left.input_linears), giving)
+        for layer, recurrent in self.recurrent_modules.items():
+            if recurrent.module is module:
+                output_linear = done.last_linear[0] if done.last_linear[1] is output else None
+                self.recurrent_modules[layer] = RecurrentModule(module, tuple(done.input_linears), output_linear)

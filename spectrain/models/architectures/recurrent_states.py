@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .recurrent_nodes import LayerStates, StateCall, StateNodes, concat_states, count_rows, gather_states, is_conv_only
+from .recurrent_calls import LayerStates, StateCall, StateNodes, concat_states, count_rows, gather_states, is_conv_only
 
 PathPolicy = Literal["never", "where cheaper", "always"]
-"""When nodes run along paths: never, where a module computes several tokens at once differently from one by one."""
+"""When nodes run along paths: "never" where a module computes several tokens at once differently from token by token."""
 NODES_PER_CHUNK = 4
 """A chunk of a recurrence costs as much as a quarter of it takes token by token. Measured on a Xeon core with transformers'
 own code, six tokens behind a state, without the linears: gated delta rule 8.0 ms in a chunk of 64, 7.5 ms in steps; Mamba 2
@@ -29,8 +29,8 @@ own code, six tokens behind a state, without the linears: gated delta rule 8.0 m
 class Recurrence:
     """The states of one layer: of every row at its last committed token, and of the nodes after it."""
 
-    def __init__(self, along: PathPolicy = "never") -> None:
-        self.path_policy = along
+    def __init__(self, path_policy: PathPolicy = "never") -> None:
+        self.path_policy = path_policy
         self.states: LayerStates | None = None  # the rows of the batch, then nodes as they came
         self.state_rows: Tensor | None = None  # [B, M] state row of each node, when run by level
         self.path_nodes: StateNodes | None = None  # nodes that were run along paths and have no states
@@ -40,16 +40,16 @@ class Recurrence:
 
     def run_prompts(self, call: StateCall, hidden: Tensor, lengths: Tensor) -> Tensor:
         """Run prompts [B, T, D], each row with its own length, into an empty recurrence."""
-        output, found, order = hidden.new_zeros(0), list[LayerStates](), list[Tensor]()
+        output, parts, order = hidden.new_zeros(0), list[LayerStates](), list[Tensor]()
         for length in lengths.unique().tolist():
             rows = (lengths == length).nonzero()[:, 0]
             states = LayerStates()
-            read = call(hidden[rows, :length], states)
-            output = read.new_zeros(*hidden.shape[:2], read.shape[-1]) if not found else output
-            output[rows, :length] = read
-            found.append(states)
+            part = call(hidden[rows, :length], states)
+            output = part.new_zeros(*hidden.shape[:2], part.shape[-1]) if not parts else output
+            output[rows, :length] = part
+            parts.append(states)
             order.append(rows)
-        self._set_committed(gather_states(concat_states(found), torch.cat(order).argsort()))
+        self._set_committed(gather_states(concat_states(parts), torch.cat(order).argsort()))
         return output
 
     def run_nodes(self, call: StateCall, hidden: Tensor, visible: Tensor) -> Tensor:
@@ -76,25 +76,24 @@ class Recurrence:
         elif self.states is not None and self.state_rows is not None:
             last = (counts - 1).clamp(min=0)[:, None]
             node = last if path is None else path.gather(1, last)
-            own = torch.arange(len(counts), device=counts.device)
-            self._set_committed(gather_states(self.states, torch.where(counts > 0, self.state_rows.gather(1, node)[:, 0], own)))
+            committed = torch.arange(len(counts), device=counts.device)
+            rows = torch.where(counts > 0, self.state_rows.gather(1, node)[:, 0], committed)
+            self._set_committed(gather_states(self.states, rows))
 
     def reorder_nodes(self, order: Tensor) -> None:
         """Reorder the appended nodes: the i-th becomes node `order[b, i]`."""
         if self.state_rows is not None:
             self.state_rows = self.state_rows.gather(1, order)
         if self.path_nodes is not None and self.visible is not None:
-            self.path_nodes, rows = (
-                self.path_nodes.reorder_nodes(order),
-                torch.arange(len(order), device=order.device)[:, None, None],
-            )
+            self.path_nodes = self.path_nodes.reorder_nodes(order)
+            rows = torch.arange(len(order), device=order.device)[:, None, None]
             self.visible, self.end_states = self.visible[rows, order[:, :, None], order[:, None]], None
 
     def roll_back(self, batch: int) -> None:
         """Discard the nodes."""
         if self.states is not None and self.state_rows is not None:
-            own = torch.arange(batch, device=self.state_rows.device)
-            self.states = gather_states(self.states, own) if self.has_committed else None
+            committed = torch.arange(batch, device=self.state_rows.device)
+            self.states = gather_states(self.states, committed) if self.has_committed else None
         self.state_rows = self.path_nodes = self.visible = self.end_states = None
 
     def _set_committed(self, states: LayerStates) -> None:
@@ -129,7 +128,7 @@ class Recurrence:
 
     def _states_after(self, nodes: StateNodes, path: Tensor | None, counts: Tensor) -> LayerStates:
         """Return the states after the first `counts` [B] nodes of a path, for nodes that were run along paths."""
-        found, order = [], []
+        parts, order = [], []
         batch, num_nodes = nodes.hidden.shape[:2]
         path = torch.arange(num_nodes, device=counts.device).expand(batch, -1) if path is None else path
         for number in counts.unique().tolist():
@@ -140,9 +139,9 @@ class Recurrence:
                 states = self._start_states(rows)
                 if number:
                     nodes.run(rows, path[rows, :number], states)
-            found.append(states)
+            parts.append(states)
             order.append(rows)
-        return gather_states(concat_states(found), torch.cat(order).argsort())
+        return gather_states(concat_states(parts), torch.cat(order).argsort())
 
     def _run_levels(self, nodes: StateNodes, visible: Tensor) -> Tensor:
         """Run siblings from the same state and return [B, N, I]."""
@@ -195,8 +194,8 @@ class TreePaths:
         batch, num_nodes, _ = visible.shape
         itself = torch.eye(num_nodes, dtype=torch.bool, device=visible.device)
         rows, leaves = (~(visible & ~itself).any(1)).nonzero(as_tuple=True)
-        seen = visible[rows, leaves] | itself[leaves]
-        lengths = seen.sum(-1)
+        on_path = visible[rows, leaves] | itself[leaves]
+        lengths = on_path.sum(-1)
         longest = int(lengths.max())
-        nodes = (~seen).long().argsort(dim=1, stable=True)[:, :longest]
+        nodes = (~on_path).long().argsort(dim=1, stable=True)[:, :longest]
         return cls((batch, num_nodes), rows, nodes, torch.arange(longest, device=rows.device) < lengths[:, None])

@@ -17,40 +17,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .forward_override import set_forward
-from .packed_linears import find_shared_linears, is_packed
+from spectrain.models.forward_override import set_forward
+
+from .packed_linears import is_packed
+from .shared_product import SharedProduct, find_shared_linears
 
 
-class MergedWeights:
-    """Linears with adjacent weights. The first one that is called computes the outputs of all."""
+class MergedWeights(SharedProduct):
+    """Linears with adjacent weights, which are multiplied as one."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        self.linears = list(linears)
-        self.sizes = [linear.out_features for linear in linears]
+        super().__init__(linears)
         self.are_merged = True  # as last checked; compiled code cannot check
         self.storages: list[int] = []  # storages of the merged weights
-        self.input: Tensor | None = None
-        self.outputs: list[Tensor | None] = []  # outputs of this input, not yet taken
 
-    def take_output(self, place: int, input: Tensor) -> Tensor:
-        """Return the output of one linear, [.., D] -> [.., O]. Each output is returned once: the same input again may have been
-        written to, so it is multiplied again."""
-        if self.input is not input or self.outputs[place] is None:
+    def take_output(self, index: int, input: Tensor) -> Tensor:
+        """Return the output of one linear: its part of the merged product, or its own product where the merge was undone."""
+        if self.input is not input or self.outputs[index] is None:
             if not torch.compiler.is_compiling():
                 self.are_merged = self.are_adjacent()
             if not self.are_merged:
                 self.input = None
-                linear = self.linears[place]
+                linear = self.linears[index]
                 return F.linear(input, linear.weight, linear.bias)
-            self.input, self.outputs = input, list(self.product(input).split(self.sizes, dim=-1))
-        found, self.outputs[place] = self.outputs[place], None
-        if all(output is None for output in self.outputs):
-            self.input = None
-        assert found is not None
-        return found
+        return super().take_output(index, input)
 
     def product(self, input: Tensor) -> Tensor:
-        """Return the outputs of all linears side by side, [.., D] -> [.., O]."""
         biases = [linear.bias for linear in self.linears]
         return F.linear(
             input,
@@ -76,16 +68,17 @@ def _merged_forward(linear: Any, input: Tensor) -> Tensor:
     """Return the output of a linear as a part of the merged product, or of its own product where a gradient is needed."""
     kind = input.device.type
     learns = torch.is_grad_enabled() and (input.requires_grad or linear.weight.requires_grad)
-    cast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)  # else without data; 2.11 traces no more than this
+    # Other device types hold no data. Torch 2.11 traces no more than this.
+    cast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
     if learns or cast or input.dtype != linear.weight.dtype:
         return F.linear(input, linear.weight, linear.bias)
-    joined = _get_slot(linear)
-    return joined.weights.take_output(joined.index, input)
+    slot = _get_slot(linear)
+    return slot.weights.take_output(slot.index, input)
 
 
 def _get_slot(linear: Any) -> MergedSlot:
-    joined: MergedSlot = linear.joined
-    return joined
+    slot: MergedSlot = linear.merged_slot
+    return slot
 
 
 @torch.no_grad()
@@ -97,9 +90,9 @@ def merge_linears(module: nn.Module) -> None:
         for linears in find_shared_linears(parent):
             if is_merged(linears[0]) and _get_slot(linears[0]).weights.are_adjacent():
                 continue
-            parameters = [(one, p) for one in linears for p in one._parameters.values() if p is not None]
-            others = any("forward" in vars(one) and not (is_merged(one) or is_packed(one)) for one in linears)
-            if not others and all(uses[id(p)] == 1 and _is_movable(one, p) for one, p in parameters):
+            parameters = [(linear, p) for linear in linears for p in linear._parameters.values() if p is not None]
+            overridden = any("forward" in vars(linear) and not (is_merged(linear) or is_packed(linear)) for linear in linears)
+            if not overridden and all(uses[id(p)] == 1 and _is_movable(linear, p) for linear, p in parameters):
                 _merge_group(linears)
 
 
@@ -115,18 +108,19 @@ def _merge_group(linears: Sequence[nn.Linear]) -> None:
             for part, data in zip(parts, torch.cat([part.detach() for part in parts]).split([len(part) for part in parts])):
                 part.data = data
             weights.storages.append(parts[0].untyped_storage()._cdata)
-    for place, linear in enumerate(linears):
-        vars(linear)["joined"] = MergedSlot(weights, place)  # not a submodule: it has no parameters
+    for index, linear in enumerate(linears):
+        # It has no parameters, so it is no submodule.
+        vars(linear)["merged_slot"] = MergedSlot(weights, index)
         set_forward(linear, MethodType(_merged_forward, linear))
 
 
 def _is_movable(linear: nn.Linear, parameter: nn.Parameter) -> bool:
     """Return whether a parameter may move: it is frozen, and alone in its storage or put there by a merge."""
     storage = parameter.untyped_storage()
-    own = parameter.numel() * parameter.element_size() == storage.nbytes()
-    joined: MergedSlot | None = vars(linear).get("joined")
-    put = joined is not None and storage._cdata in joined.weights.storages
-    return (own or put) and parameter.is_contiguous() and not parameter.requires_grad
+    is_alone = parameter.numel() * parameter.element_size() == storage.nbytes()
+    slot: MergedSlot | None = vars(linear).get("merged_slot")
+    is_merged_storage = slot is not None and storage._cdata in slot.weights.storages
+    return (is_alone or is_merged_storage) and parameter.is_contiguous() and not parameter.requires_grad
 
 
 def _are_adjacent(parts: Sequence[Tensor]) -> bool:

@@ -1,0 +1,24 @@
+"""The choice of a target's architecture, made once when it is loaded."""
+
+from spectrain.models.model_parts import ModelParts, cache_argument
+
+from .base import Architecture
+from .masked import MASKED, Masked
+from .probe import Probe, probe_target
+from .recurrent import Recurrent
+from .standard import Standard
+
+ARCHITECTURES: tuple[type[Architecture], ...] = (Masked, Recurrent, Standard)
+"""The kinds of targets; a target is of the first kind that matches it. A new kind has its line here."""
+
+
+def detect_architecture(parts: ModelParts) -> Architecture:
+    """Return the architecture of a target; raise UserError where trees cannot be verified with it."""
+    # A model on the meta device has only shapes, so nothing can run.
+    if parts.device.type == "meta":
+        return Standard()
+    # Models that were loaded without the attention interface accept no arguments for it.
+    goes_past_interface = parts.config._attn_implementation == MASKED
+    probe = Probe(parts, cache_argument(parts.decoder)) if goes_past_interface else probe_target(parts)
+    kind = next(kind for kind in ARCHITECTURES if kind.matches(probe))
+    return kind.from_probe(probe)

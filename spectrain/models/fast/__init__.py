@@ -1,0 +1,48 @@
+"""Faster ways to compute what the modules compute; the only door to this room.
+
+`speed_up_linears` serves a target, `pack_linears` a drafter. Layers and attention take the faster way where it is possible.
+"""
+
+from torch import nn
+
+from .fused_cpu_layers import CachedRotation, fuse_cpu_layers, shared_product
+from .merged_attention import is_mergeable, merged_attention
+from .merged_linears import merge_linears
+from .packed_linears import (
+    FeatureLinear,
+    enforce_batch_invariance,
+    has_batch_invariance,
+    is_large_weight,
+    is_packed,
+    pack_linears,
+    packed_product,
+    paired_forwards,
+    shared_input,
+    unpack_linears,
+)
+
+__all__ = [
+    "CachedRotation",
+    "FeatureLinear",
+    "enforce_batch_invariance",
+    "fuse_cpu_layers",
+    "has_batch_invariance",
+    "is_large_weight",
+    "is_mergeable",
+    "is_packed",
+    "merged_attention",
+    "pack_linears",
+    "packed_product",
+    "paired_forwards",
+    "shared_input",
+    "shared_product",
+    "speed_up_linears",
+    "unpack_linears",
+]
+
+
+def speed_up_linears(model: nn.Module) -> None:
+    """Switch a model to reordered weights on a CPU, and on a GPU to one product for the linears that read the same input."""
+    pack_linears(model)
+    if next(model.parameters()).device.type == "cuda":
+        merge_linears(model)
