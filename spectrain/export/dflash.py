@@ -1,4 +1,4 @@
-"""The base of the layouts of DFlash, DSpark and DFlash2.
+"""The base of the layouts of DFlash, DSpark and DFlash2. Spectrain's `blocks.N.` are `layers.N.`, `markov.` is `markov_head.`.
 
 Embedding and output layer are the target's. Two numberings of the fused layers exist: `target_layer_ids` names a layer by its
 output, one less than the stream entering the next layer, which `aux_hidden_state_layer_ids` and spectrain name.
@@ -6,133 +6,144 @@ output, one less than the stream entering the next layer, which `aux_hidden_stat
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.drafters.layers.block_drafter import default_layers
 from spectrain.errors import UserError
 
-from .block_families import DFLASH, BlockFamily, find_cell_conflict
-from .block_settings import NAME_PREFIXES, BlockConfig, drafter_settings, flatten_config, layout_name, native_name
-from .eagle3 import IGNORED_TENSORS, equal_when_rounded
-from .fused_settings import FusedConfig
-from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, Layout
+from .eagle3 import drafter_layer_config
+from .fused import HEAD, FusedLayout, equal_when_rounded
+from .fused_settings import FusedConfig, flatten_config
+from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding
 from .targets import TargetFiles
 
-FOREIGN_TENSORS = {
-    "candidate_selector": "a selector of candidates, which DFlash2 has",
-    "attention_conv": "a convolution over the block, which DFlash2 has",
-    "mlp_conv": "a convolution over the block, which DFlash2 has",
-    "markov_head": "a Markov head, which DSpark has",
-    "confidence_head": "a confidence head, which DSpark has",
-    "mask_hidden": "a hidden state for masks, which P-EAGLE has",
-    "attention_sink": "an attention sink, which our layers lack",
-    ".bias": "a bias, which our linears lack",
-}
-"""Part of a tensor's name -> what the tensor is; a family holds only those that its `name_markers` list."""
-FIXED_VALUES: dict[str, Any] = {
-    "attention_bias": False, "attention_sink_bias": False, "add_swa_attention_sink_bias": False, "hidden_act": "silu",
-    "is_neox_style": True, "rope_is_neox_style": True, "attention_value_scale": 1.0, "logit_scale": 1.0,
-}  # fmt: skip
-"""Key of config.json -> the only value that spectrain's classes can represent."""
+
+@dataclass(frozen=True)
+class BlockFamily:
+    """A family of block drafters, as its files differ from DFlash's."""
+
+    title: str  # also the name of its class
+    config_keys: dict[str, str]  # setting of the family -> key of config.json
+    own_parts: tuple[str, ...]  # parts of the names of its own tensors
+    fixed_entries: dict[str, Any] = field(default_factory=dict)  # further entries of config.json
+    is_shifted: bool = False  # its authors train with sample_from_anchor
+    allows_draft_vocabulary: bool = True  # its readers accept a draft vocabulary
+
+    @property
+    def name(self) -> str:
+        """The value of `drafter` and of `speculators_model_type`."""
+        return self.title.lower()
+
+    def read_settings(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the family's own settings from config.json; raise KeyError naming the keys that are missing."""
+        missing = [key for key in self.config_keys.values() if config.get(key) is None]
+        if missing:
+            raise KeyError(", ".join(missing))
+        return {setting: config[key] for setting, key in self.config_keys.items()}
+
+    def config_entries(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
+        """Return the entries of config.json for the family's own settings."""
+        return {**{key: drafter.drafter[setting] for setting, key in self.config_keys.items()}, **self.fixed_entries}
+
+
+DFLASH = BlockFamily("DFlash", {}, ())
+DSPARK = BlockFamily(
+    "DSpark", {"markov_head": "markov_head_type", "rank": "markov_rank", "confidence": "enable_confidence_head"},
+    ("markov_head", "confidence_head"), {"confidence_head_with_markov": True}, is_shifted=True,
+)  # fmt: skip
+DFLASH2 = BlockFamily(
+    "DFlash2", {key: key for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")},
+    ("candidate_selector", "attention_conv", "mlp_conv"), allows_draft_vocabulary=False,
+)  # fmt: skip
+FAMILIES = {family.name: family for family in (DFLASH, DSPARK, DFLASH2)}
+
+BLOCK_SETTINGS = (
+    "block_size", "num_layers", "layers", "vocab_size", "sample_from_anchor", "causal", "window", "mask_token_id",
+    "own_embedding", "architecture",
+)  # fmt: skip
+"""Settings of every block drafter that the files determine."""
+LAYER_KEYS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size",
+)  # fmt: skip
 LAYER_ID_OFFSETS = {"target_layer_ids": 1, "aux_hidden_state_layer_ids": 0, "eagle_aux_hidden_state_layer_ids": 0}
 """Key of the fused layers -> what to add to its ids for spectrain's numbering."""
 SHIFTED_BLOCK_REASON = "every engine would serve it as a DFlash block, one token off"
+CONFIDENCE_WEIGHT = "confidence_head.proj.weight"
 
 
-class DFlashLayout(Layout):
+class DFlashLayout(FusedLayout):
     """The base of a block drafter's layouts: `parse_config` translates config.json, all else is shared."""
 
     family: ClassVar[BlockFamily] = DFLASH
     layer_id_offset: ClassVar[int]  # spectrain's layer ids minus the layout's
-    name_prefixes: ClassVar[dict[str, str]] = NAME_PREFIXES  # spectrain's -> the layout's
+    # Prefix of a tensor's name in spectrain -> in the layout.
+    name_prefixes: ClassVar[dict[str, str]] = {"blocks.": "layers.", "markov.": "markov_head."}
+    foreign_parts: ClassVar[dict[str, str]] = {
+        "candidate_selector": "a selector of candidates, which DFlash2 has",
+        "attention_conv": "a convolution over the block, which DFlash2 has",
+        "mlp_conv": "a convolution over the block, which DFlash2 has",
+        "markov_head": "a Markov head, which DSpark has",
+        "confidence_head": "a confidence head, which DSpark has",
+        "mask_hidden": "a hidden state for masks, which P-EAGLE has",
+        "attention_sink": "an attention sink, which our layers lack",
+        **FusedLayout.foreign_parts,
+    }
+    fixed_values: ClassVar[dict[str, Any]] = {
+        "attention_bias": False, "attention_sink_bias": False, "add_swa_attention_sink_bias": False, "hidden_act": "silu",
+        "is_neox_style": True, "rope_is_neox_style": True, "attention_value_scale": 1.0, "logit_scale": 1.0,
+    }  # fmt: skip
+
+    def __init__(self) -> None:
+        self.constructor = f"spectrain.drafters.{self.family.name}.{self.family.title}"
+        self.own_parts = self.family.own_parts
 
     @property
     def covers(self) -> tuple[str, ...]:
         return tuple(self.family.config_keys)
 
-    @abstractmethod
-    def parse_config(self, files: DrafterFiles) -> BlockConfig:
-        """Translate config.json into spectrain's terms; raise KeyError naming the keys that are missing."""
+    def native_name(self, name: str) -> str:
+        name = name.removeprefix("model.")
+        prefixes = self.name_prefixes.items()
+        return next((ours + name.removeprefix(other) for ours, other in prefixes if name.startswith(other)), name)
 
-    def as_fused(self, files: DrafterFiles) -> tuple[FusedConfig, dict[str, Tensor]] | None:
-        return self.parse_config(files), self.native_tensors(files)
+    def layout_name(self, name: str) -> str:
+        prefixes = self.name_prefixes.items()
+        return next((other + name.removeprefix(ours) for ours, other in prefixes if name.startswith(ours)), name)
 
-    def native_tensors(self, files: DrafterFiles) -> dict[str, Tensor]:
-        """Return the tensors under spectrain's names."""
-        return {native_name(name, self.name_prefixes): tensor for name, tensor in files.tensors.items()}
-
-    def layout_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors under the layout's names."""
-        return {layout_name(name, self.name_prefixes): tensor for name, tensor in tensors.items()}
-
-    def native_shapes(self, config: BlockConfig) -> dict[str, tuple[int | None, ...]]:
-        """Return the shapes of the tensors that the family always has, under spectrain's names."""
-        return config.dflash_shapes | self.family.extra_shapes(config)
-
-    def foreign_tensors(self, files: DrafterFiles) -> dict[str, str]:
-        """Return the tensors that the family cannot hold, each with a description."""
-        shapes = self.native_shapes(self.parse_config(files))
-        parts = {part: what for part, what in FOREIGN_TENSORS.items() if part not in self.family.name_markers}
-        unknown = [name for name in files.tensors if native_name(name, self.name_prefixes) not in shapes]
-        matches = {name: [what for part, what in parts.items() if part in name] for name in unknown}
-        return {name: descriptions[0] for name, descriptions in matches.items() if descriptions}
+    def class_settings(self, config: FusedConfig, files: DrafterFiles, own_embedding: bool) -> dict[str, Any]:
+        values = {**config.settings, "num_layers": config.num_layers, "layers": config.layers, "vocab_size": config.draft_rows}
+        values |= {"own_embedding": own_embedding, "architecture": config.architecture}
+        return {key: values[key] for key in (*BLOCK_SETTINGS, *self.family.config_keys)}
 
     def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
-        config, present = self.parse_config(files), {native_name(name, self.name_prefixes): name for name in files.tensors}
-        required = self.native_shapes(config)
-        head = {"lm_head.weight": (config.draft_rows, config.width), "d2t": (config.draft_rows,)}
-        optional: dict[str, tuple[int | None, ...]] = {"embed_tokens.weight": (config.vocab_size, config.width)}
-        if config.has_draft_vocabulary:
-            required, optional = required | head, optional | {"t2d": (config.vocab_size,)}
-        else:
-            optional["lm_head.weight"] = head["lm_head.weight"]
-        foreign = {name: (None,) * files.tensors[name].dim() for name in self.foreign_tensors(files)}
-        renamed = (
-            {present.get(name, layout_name(name, self.name_prefixes)): shape for name, shape in group.items()}
-            for group in (required, optional)
-        )
-        required, optional = renamed
-        return ExpectedTensors(required, {**foreign, **optional}, IGNORED_TENSORS)
+        expected = super().expected_tensors(files)
+        if CONFIDENCE_WEIGHT in expected.required:
+            # Some confidence heads do not read the preceding token; `find_unsupported` names them.
+            expected.required[CONFIDENCE_WEIGHT] = (1, None)
+        return expected
 
     def find_unsupported(self, files: DrafterFiles) -> str | None:
-        """Describe the first tensor, key or file that spectrain's class cannot represent; return None where there is none."""
-        config, drafter = flatten_config(files.config), f"drafter={self.family.name}"
-        for name, what in self.foreign_tensors(files).items():
-            return f"{name} is {what}"
-        for key, fixed in FIXED_VALUES.items():
-            if config.get(key, fixed) not in (fixed, None):
-                return f"{key}={config[key]}: {drafter} has {key}={fixed}"
-        if config.get("enable_confidence_head") and config.get("confidence_head_with_markov") is False:
-            return f"confidence_head_with_markov=False: the confidence head of {drafter} reads the preceding token, too"
-        if len(kinds := sorted(set(config.get("layer_types") or []))) > 1:
-            return f"layer_types mixes {' and '.join(kinds)}, and all layers of {drafter} attend alike"
-        target_width = config.get("target_hidden_size")
-        if target_width is not None and target_width != config["hidden_size"]:
-            return f"target_hidden_size={target_width}: {drafter} has its target's width, not {config['hidden_size']}"
-        block_config = self.parse_config(files)
-        if conflict := find_cell_conflict(
-            {**block_config.extra_settings, "sample_from_anchor": block_config.sample_from_anchor}
-        ):
-            return conflict
-        if (files.directory / "mask_embedding.pt").exists():
-            return f"mask_embedding.pt is a separate embedding of the mask, which {drafter} lacks"
-        return None
+        config = flatten_config(files.config)
+        problem = super().find_unsupported(files) or find_cell_conflict(self.parse_config(files).settings)
+        if problem is None and config.get("enable_confidence_head") and config.get("confidence_head_with_markov") is False:
+            return f"confidence_head_with_markov=False: the confidence head of {self.choice} reads the preceding token, too"
+        if problem is None and (files.directory / "mask_embedding.pt").exists():
+            return f"mask_embedding.pt is a separate embedding of the mask, which {self.choice} lacks"
+        return problem
 
     def findings(self, files: DrafterFiles) -> Iterator[Finding]:
-        problem = self.find_unsupported(files)
-        if problem is not None:
-            yield Finding(
-                "not-representable", "warning", problem, "spectrain cannot score or fine-tune it", "nothing, to serve it"
-            )
+        yield from super().findings(files)
+        if self.find_unsupported(files) is not None:
             return
         config = self.parse_config(files)
-        if config.sample_from_anchor and not self.family.is_shifted:
+        mask_token, is_shifted = config.settings["mask_token_id"], config.settings["sample_from_anchor"]
+        if is_shifted and not self.family.is_shifted:
             yield Finding(
                 "shifted-block", "error", "slot 0 of its blocks drafts too (sample_from_anchor, as DeepSpec trains)",
                 SHIFTED_BLOCK_REASON,
@@ -143,10 +154,9 @@ class DFlashLayout(Layout):
                 "cut-vocabulary", "error", f"draft_vocab_size={config.draft_rows} of {config.vocab_size} tokens",
                 f"every reader of {self.family.title} needs the full vocabulary", "train with drafter.vocab_size=null",
             )  # fmt: skip
-        if not 0 <= config.mask_token_id < config.vocab_size:
+        if not 0 <= mask_token < config.vocab_size:
             yield Finding(
-                "mask-token-range", "error",
-                f"mask_token_id={config.mask_token_id}: the embedding has {config.vocab_size} rows",
+                "mask-token-range", "error", f"mask_token_id={mask_token}: the embedding has {config.vocab_size} rows",
                 "engines put that token into every slot to draft", "write the id that it was trained with",
             )  # fmt: skip
         values = flatten_config(files.config)
@@ -159,61 +169,41 @@ class DFlashLayout(Layout):
                 "which they read", "keep the key that it was trained with",
             )  # fmt: skip
 
+        yield from markov_findings(files)
+
     def findings_with_target(self, files: DrafterFiles, target: TargetFiles) -> Iterator[Finding]:
         config = self.parse_config(files)
         assert config.layers is not None
-        default = default_layers(target.num_layers, len(config.layers))
-        misnumbered = [layer + (1 if self.layer_id_offset else -1) for layer in default]
-        if config.layers == misnumbered:
-            ids = [layer - self.layer_id_offset for layer in config.layers]
+        default, mask_token = default_layers(target.num_layers, len(config.layers)), config.settings["mask_token_id"]
+        if config.layers == [layer + (1 if self.layer_id_offset else -1) for layer in default]:
             yield Finding(
-                "layer-ids-numbering", "warning", f"layer ids {ids} look like the other layout's numbers",
+                "layer-ids-numbering", "warning",
+                f"layer ids {[layer - self.layer_id_offset for layer in config.layers]} look like the other layout's numbers",
                 "target_layer_ids numbers a layer's output, one less than aux_hidden_state_layer_ids, the stream entering "
                 "the next", f"write {[layer - self.layer_id_offset for layer in default]}, unless it was trained on these",
             )  # fmt: skip
-        if occurs_in_text(target.tokenizer, config.mask_token_id):
-            token = target.tokenizer.convert_ids_to_tokens(config.mask_token_id)
+        if occurs_in_text(target.tokenizer, mask_token):
             yield Finding(
-                "mask-token-heard", "warning", f"mask_token_id={config.mask_token_id} is {token!r}, which occurs in texts",
+                "mask-token-heard", "warning",
+                f"mask_token_id={mask_token} is {target.tokenizer.convert_ids_to_tokens(mask_token)!r}, which occurs in texts",
                 "a drafter that was trained to read it as a mask reads it as text, too",
                 "write the id that it was trained with; train with a token that no text holds",
             )  # fmt: skip
 
-    def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
-        config, tensors = self.parse_config(files), self.native_tensors(files)
-        problem = self.find_unsupported(files)
-        if problem is not None:
-            raise UserError(f"{files.directory}: {problem}")
-        tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(IGNORED_TENSORS)}
-        embedding, head = tensors.get("embed_tokens.weight"), tensors.get("lm_head.weight")
-        if embedding is not None and target is not None and equal_when_rounded(embedding, target.load_embedding()):
-            del tensors["embed_tokens.weight"]
-        if head is not None and not config.has_draft_vocabulary:
-            if target is None or not equal_when_rounded(head, target.load_head()):
-                raise UserError(
-                    f"{files.directory}: lm_head.weight has all {len(head)} rows, and with the full vocabulary "
-                    f"drafter={self.family.name} uses the target's"
-                    f"{'; if they are equal, give --target' if target is None else ''}"
-                )
-            del tensors["lm_head.weight"]
-        tensors["d2t"] = tensors.get("d2t", torch.zeros(config.draft_rows)).to(torch.int64)
-        ids = tensors["d2t"] + torch.arange(config.draft_rows)
-        mask = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
-        tensors["t2d"] = tensors.get("t2d", mask).to(torch.bool)
-        metadata = files.read_metadata()
-        drafter = {
-            "_target_": self.family.constructor,
-            **metadata.drafter,
-            **drafter_settings(config, "embed_tokens.weight" in tensors),
-        }
-        return DrafterCheckpoint(drafter, tensors, self.target_name(files), description=metadata.description)
+    def read_head(
+        self, files: DrafterFiles, config: FusedConfig, tensors: dict[str, Tensor], target: TargetFiles | None
+    ) -> None:
+        if HEAD not in tensors or config.has_draft_vocabulary:
+            return
+        if target is None or not equal_when_rounded(tensors[HEAD], target.load_head()):
+            raise UserError(
+                f"{files.directory}: {HEAD} has all {config.vocab_size} rows, and with the full vocabulary {self.choice} uses "
+                f"the target's{'; if they are equal, give --target' if target is None else ''}"
+            )
+        del tensors[HEAD]
 
-    def target_name(self, files: DrafterFiles) -> str | None:
-        """Return the target that the files name."""
-        return files.read_metadata().target
-
-    def check_writable(self, drafter: DrafterCheckpoint) -> None:
-        """Raise UserError where no layout can hold the drafter."""
+    def check_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
+        """Raise UserError where no layout can hold the drafter, or this one has no key for a setting."""
         if drafter.drafter["sample_from_anchor"] and not self.family.is_shifted:
             raise UserError(
                 f"sample_from_anchor: in a shifted block slot 0 drafts too, and {SHIFTED_BLOCK_REASON}; "
@@ -226,11 +216,69 @@ class DFlashLayout(Layout):
             )
         if conflict := find_cell_conflict(drafter.drafter):
             raise UserError(f"{conflict}; train with drafter.markov_head=gated")
-        if not self.family.allows_draft_vocabulary and len(drafter.tensors["d2t"]) < len(drafter.tensors["t2d"]):
-            raise UserError(
-                f"d2t: it drafts {len(drafter.tensors['d2t'])} of {len(drafter.tensors['t2d'])} tokens, and every reader of "
-                f"{self.family.title} needs the full vocabulary; train with drafter.vocab_size=null"
-            )
+        if not self.family.allows_draft_vocabulary:
+            refuse_draft_vocabulary(drafter, f"every reader of {self.family.title} needs the full vocabulary; train")
+
+
+def require_keys(config: dict[str, Any], keys: tuple[str, ...]) -> None:
+    """Raise KeyError naming every missing key."""
+    missing = [key for key in (*keys, *LAYER_KEYS) if config.get(key) is None]
+    if not any(config.get(key) for key in ("rope_theta", "rope_parameters", "rope_scaling")):
+        missing.append("rope_theta")
+    if missing:
+        raise KeyError(", ".join(missing))
+
+
+def qwen3_layer(drafter: DrafterCheckpoint) -> dict[str, Any]:
+    """Return the drafter's layers as a Qwen3 configuration."""
+    count, window = drafter.drafter["num_layers"], drafter.drafter["window"]
+    layer = {key: value for key, value in drafter_layer_config(drafter).items() if key != "mlp_bias"}
+    return {
+        **layer,
+        "model_type": "qwen3",
+        "num_hidden_layers": count,
+        "layer_types": ["full_attention" if window is None else "sliding_attention"] * count,
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+    }
+
+
+def refuse_draft_vocabulary(drafter: DrafterCheckpoint, reason: str) -> None:
+    """Raise UserError where the drafter drafts a part of the vocabulary."""
+    rows, vocab = len(drafter.tensors["d2t"]), len(drafter.tensors["t2d"])
+    if rows < vocab:
+        raise UserError(f"d2t: it drafts {rows} of {vocab} tokens, and {reason} with drafter.vocab_size=null")
+
+
+def num_drafts(drafter: DrafterCheckpoint) -> int:
+    """Return the number of tokens that a block drafts."""
+    return int(drafter.drafter["block_size"]) - (0 if drafter.drafter["sample_from_anchor"] else 1)
+
+
+def find_cell_conflict(settings: dict[str, Any]) -> str | None:
+    """Describe the fault of an RNN Markov head in blocks whose anchor drafts nothing; return None where there is none."""
+    if settings.get("markov_head") == "rnn" and not settings["sample_from_anchor"]:
+        return (
+            "markov_head=rnn and sample_from_anchor=false: the speculators library runs the cell over slot 0 too, which drafts "
+            "nothing, and drafter=dspark does not"
+        )
+    return None
+
+
+def markov_findings(files: DrafterFiles) -> Iterator[Finding]:
+    """Yield the keys of DSpark that its readers interpret differently."""
+    kind = files.config.get("markov_head_type", "vanilla")
+    if kind != "vanilla":
+        yield Finding(
+            "markov-head", "warning", f"markov_head_type is {kind}", "vLLM supports only vanilla; SGLang supports all three",
+            "serve it with SGLang, in the flat layout, or train with drafter.markov_head=vanilla",
+        )  # fmt: skip
+    if files.config.get("enable_confidence_head") and files.config.get("confidence_head_with_markov") is None:
+        yield Finding(
+            "confidence-implicit", "error", "config.json lacks confidence_head_with_markov",
+            "the default is false in vLLM and true in the speculators library, so the head may read another input",
+            "write the value that it was trained with",
+        )  # fmt: skip
 
 
 def occurs_in_text(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:

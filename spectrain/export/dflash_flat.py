@@ -1,4 +1,5 @@
-"""The flat layouts of block drafters for SGLang and vLLM: DFlash and DFlash2 as z-lab publishes them, DSpark as DeepSpec does.
+"""The flat layouts of block drafters: DFlash and DFlash2 as z-lab publishes them and DSpark as DeepSpec does, which SGLang and
+vLLM read, and DFlash for transformers.
 
 Layer ids number a layer's output, one less than the stream entering the next layer.
 """
@@ -13,11 +14,10 @@ from torch import Tensor
 
 from spectrain.errors import UserError
 
-from .block_families import DFLASH2, DSPARK, dspark_config, markov_findings
-from .block_settings import BlockConfig, flatten_config, qwen3_layer, require_keys
-from .dflash import DFlashLayout
-from .eagle3 import equal_when_rounded
-from .fused_settings import flat_rope
+from .dflash import DFLASH2, DSPARK, DFlashLayout, qwen3_layer, refuse_draft_vocabulary, require_keys
+from .fused import EMBEDDING, HEAD, equal_when_rounded
+from .fused_settings import FusedConfig, flat_rope, flatten_config
+from .huggingface import generate_snippet
 from .layout import DrafterCheckpoint, DrafterFiles, Finding, require_target, write_json, write_tensors
 from .serving import serve_sglang_block, serve_sglang_dspark, serve_vllm
 from .targets import TargetFiles
@@ -41,7 +41,7 @@ class FlatDFlash(DFlashLayout):
         )
         return (has_architecture or "dflash_config" in files.config) and "speculators_model_type" not in files.config
 
-    def parse_config(self, files: DrafterFiles) -> BlockConfig:
+    def parse_config(self, files: DrafterFiles) -> FusedConfig:
         config = flatten_config(files.config)
         require_keys(config, ("block_size", "mask_token_id", "target_layer_ids"))
         slides, window = "sliding_attention" in (config.get("layer_types") or []), None
@@ -49,12 +49,16 @@ class FlatDFlash(DFlashLayout):
             window = config.get("swa_window_size") or config["sliding_window"]
         causal = next(value for value in (config.get("is_causal"), config.get("causal"), slides) if value is not None)
         shifted = config.get("sample_from_anchor", DEEPSPEC_ARCHITECTURE in (config.get("architectures") or []))
-        layers = [layer + 1 for layer in config["target_layer_ids"]]
-        return BlockConfig(
-            config, layers, {}, config.get("draft_vocab_size"),
-            config["block_size"], config["mask_token_id"], bool(shifted), bool(causal), window,
-                self.family.read_settings(config),
-        )  # fmt: skip
+        settings = {
+            "block_size": config["block_size"],
+            "mask_token_id": config["mask_token_id"],
+            "sample_from_anchor": bool(shifted),
+            "causal": bool(causal),
+            "window": window,
+            **self.family.read_settings(config),
+        }
+        layers = [layer + self.layer_id_offset for layer in config["target_layer_ids"]]
+        return FusedConfig(config, layers, {}, config.get("draft_vocab_size"), settings)
 
     def findings(self, files: DrafterFiles) -> Iterator[Finding]:
         yield from super().findings(files)
@@ -64,7 +68,7 @@ class FlatDFlash(DFlashLayout):
                 "architecture", "error", f"architectures={names}",
                 f"engines choose the class by it: they expect {self.architecture}", f'write ["{self.architecture}"]',
             )  # fmt: skip
-        ignored = [name for name in ("lm_head.weight", "embed_tokens.weight") if name in self.native_tensors(files)]
+        ignored = [name for name in (HEAD, EMBEDDING) if name in self.native_tensors(files)]
         if ignored and DEEPSPEC_ARCHITECTURE not in names:
             yield Finding(
                 "ignored-head", "error", f"the files hold {' and '.join(ignored)}",
@@ -73,13 +77,17 @@ class FlatDFlash(DFlashLayout):
             )  # fmt: skip
 
     def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
-        self.check_flat_writable(drafter, target)
-        tensors = {
-            name: tensor for name, tensor in drafter.tensors.items() if name not in ("d2t", "t2d", "embed_tokens.weight")
-        }
+        self.check_writable(drafter, target)
+        write_json(directory / "config.json", self.make_config(drafter, target))
+        own = {name: tensor for name, tensor in drafter.tensors.items() if name not in ("d2t", "t2d", EMBEDDING)}
+        tensors = self.layout_tensors(own | self.borrowed_tensors(drafter, target))
+        write_tensors(directory / "model.safetensors", tensors)
+
+    def make_config(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> dict[str, Any]:
+        """Return config.json."""
         layer = qwen3_layer(drafter)
         rope = layer.pop("rope_parameters")
-        config = {
+        return {
             "architectures": [self.architecture],
             **layer,
             **flat_rope(rope),
@@ -89,24 +97,14 @@ class FlatDFlash(DFlashLayout):
             "torch_dtype": drafter.dtype,
             "use_cache": True,
         }
-        write_json(directory / "config.json", config)
-        tensors |= self.borrowed_tensors(drafter, target)
-        write_tensors(directory / "model.safetensors", self.layout_tensors(tensors))
 
-    def check_flat_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
-        """Raise UserError where this layout has no key for a setting."""
-        self.check_writable(drafter)
-        settings, tensors = drafter.drafter, drafter.tensors
-        if len(tensors["d2t"]) < len(tensors["t2d"]):
-            raise UserError(
-                f"d2t: it drafts {len(tensors['d2t'])} of {len(tensors['t2d'])} tokens, and SGLang uses the target's full "
-                "output layer; use --to vllm, or train with drafter.vocab_size=null"
-            )
-        embedding = tensors.get("embed_tokens.weight")
+    def check_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
+        super().check_writable(drafter, target)
+        settings = drafter.drafter
+        refuse_draft_vocabulary(drafter, "SGLang uses the target's full output layer; use --to vllm, or train")
+        embedding = drafter.tensors.get(EMBEDDING)
         if embedding is not None and (target is None or not equal_when_rounded(embedding, target.load_embedding())):
-            raise UserError(
-                "embed_tokens.weight: SGLang uses the target's embedding, and this drafter has its own; use --to vllm"
-            )
+            raise UserError(f"{EMBEDDING}: SGLang uses the target's embedding, and this drafter has its own; use --to vllm")
         if settings["causal"] != (settings["window"] is not None):
             raise UserError(
                 f"drafter.causal={str(settings['causal']).lower()}, drafter.window={settings['window']}: SGLang treats "
@@ -117,7 +115,7 @@ class FlatDFlash(DFlashLayout):
 
     def extra_config(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
         """Return the entries of config.json that do not describe the layers."""
-        return {"dflash_config": {**self.mask_and_layers(drafter), **self.family.config_entries(drafter.drafter)}}
+        return {"dflash_config": {**self.mask_and_layers(drafter), **self.family.config_entries(drafter)}}
 
     def mask_and_layers(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
         """Return the mask token and the fused layers."""
@@ -156,28 +154,21 @@ class FlatDSpark(FlatDFlash):
         has_architecture = self.architecture in (files.config.get("architectures") or [])
         return has_architecture and files.config.get("markov_rank") != 0 and "speculators_model_type" not in files.config
 
-    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
-        yield from super().findings(files)
-        yield from markov_findings(files)
-
-    def check_flat_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
+    def check_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
         if not drafter.drafter["sample_from_anchor"]:
             raise UserError(
                 "drafter.sample_from_anchor=false: DeepSpec's layout of DSpark has no key for it, and in engines every slot "
                 "drafts the token after its own position; use --to vllm"
             )
-        super().check_flat_writable(drafter, target)
+        super().check_writable(drafter, target)
 
     def extra_config(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
         num_anchors = drafter.drafter.get("num_anchors", 512)
-        return {**self.mask_and_layers(drafter), "num_anchors": num_anchors, **dspark_config(drafter)}
+        return {**self.mask_and_layers(drafter), "num_anchors": num_anchors, **self.family.config_entries(drafter)}
 
     def borrowed_tensors(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> dict[str, Tensor]:
-        target, dtype = (
-            require_target(target, "the files hold its embedding and output layer"),
-            drafter.tensors["fc.weight"].dtype,
-        )
-        return {"embed_tokens.weight": target.load_embedding().to(dtype), "lm_head.weight": target.load_head().to(dtype)}
+        target, dtype = require_target(target, "the files hold its two layers of tokens"), drafter.tensors["fc.weight"].dtype
+        return {EMBEDDING: target.load_embedding().to(dtype), HEAD: target.load_head().to(dtype)}
 
     def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
         size = drafter.drafter["block_size"]
@@ -185,3 +176,48 @@ class FlatDSpark(FlatDFlash):
         if drafter.drafter["markov_head"] == "vanilla":
             commands["vLLM"] = serve_vllm(target, {"method": "dspark", "model": drafter_path, "num_speculative_tokens": size})
         return commands
+
+
+class TransformersDFlash(FlatDFlash):
+    """The layout of DFlash for transformers, whose class for it is MuseGlimmerAssistantModel: all keys at the top level.
+
+    A block attends in both directions, and embedding and output layer are always the target's.
+    """
+
+    title = "DFlash, transformers"
+    architecture = "MuseGlimmerAssistantModel"
+    model_type: ClassVar[str] = "muse_glimmer_assistant"
+    name_prefixes: ClassVar[dict[str, str]] = {
+        **DFlashLayout.name_prefixes,
+        "fc.": "encoder.fc.",
+        "hidden_norm.": "encoder.output_norm_enc.",
+    }
+
+    def matches_files(self, files: DrafterFiles) -> bool:
+        return files.config.get("model_type") == self.model_type
+
+    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
+        yield from DFlashLayout.findings(self, files)
+
+    def check_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
+        super().check_writable(drafter, target)
+        if drafter.drafter["window"] is not None:
+            raise UserError(
+                f"drafter.window={drafter.drafter['window']}: transformers applies a window to both sides of a slot; use "
+                "--to vllm, or train with drafter.window=null"
+            )
+
+    def make_config(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> dict[str, Any]:
+        return {
+            **{key: value for key, value in qwen3_layer(drafter).items() if "sliding" not in key},
+            "model_type": self.model_type,
+            "architectures": [self.architecture],
+            "block_size": drafter.drafter["block_size"],
+            **self.mask_and_layers(drafter),
+            "dtype": drafter.dtype,
+            **({} if target is None else target.special_token_ids),
+        }
+
+    def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
+        assistant = f'assistant_model=AutoModel.from_pretrained("{drafter_path}"), speculation_type="dflash"'
+        return {"transformers": generate_snippet(target, assistant, "AutoModel, AutoModelForCausalLM, AutoTokenizer")}

@@ -3,70 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 
 from spectrain.errors import UserError
 
-from .block_families import DFLASH2, DSPARK, dspark_config, markov_findings
-from .block_settings import BlockConfig, flatten_config, qwen3_layer, require_keys
-from .dflash import DFlashLayout
-from .layout import DrafterCheckpoint, DrafterFiles, Finding, require_target, write_json, write_tensors
+from .dflash import DFLASH2, DSPARK, DFlashLayout, num_drafts, qwen3_layer, require_keys
+from .fused_settings import FusedConfig, flatten_config
+from .layout import DrafterCheckpoint, DrafterFiles, Finding
 from .serving import serve_vllm
-from .speculators import SPECULATORS_VERSION, common_layer_config, proposal_config, proposal_findings, verifier_name
+from .speculators import SpeculatorsLayout, read_method
 from .targets import TargetFiles
 
 
-class SpeculatorsDFlash(DFlashLayout):
+class SpeculatorsDFlash(SpeculatorsLayout, DFlashLayout):
     """The speculators layout of DFlash: its layer in `transformer_layer_config`, its target in `speculators_config`."""
 
     title = "DFlash, speculators layout"
     layer_id_offset = 0
-    architecture: ClassVar[str] = "DFlashSpeculator"
+    model_type = "dflash"
+    architecture = "DFlashSpeculator"
     method: ClassVar[str] = "dflash"  # vLLM's name of it
 
-    def matches_files(self, files: DrafterFiles) -> bool:
-        return files.config.get("speculators_model_type") == self.family.name
-
-    def parse_config(self, files: DrafterFiles) -> BlockConfig:
+    def parse_config(self, files: DrafterFiles) -> FusedConfig:
         config = files.config
         require_keys(
             flatten_config(config), ("block_size", "mask_token_id", "aux_hidden_state_layer_ids", "transformer_layer_config")
         )
         layer = config["transformer_layer_config"]
         slides = "sliding_attention" in (layer.get("layer_types") or [])
-        shifted = config.get("sample_from_anchor", self.family.is_shifted)
-        return BlockConfig(
-            layer, config["aux_hidden_state_layer_ids"], {}, config.get("draft_vocab_size"), config["block_size"],
-            config["mask_token_id"], bool(shifted), slides and self.trains_causal(config),
-            layer["sliding_window"] if slides else None, self.family.read_settings(config),
-        )  # fmt: skip
+        settings = {
+            "block_size": config["block_size"],
+            "mask_token_id": config["mask_token_id"],
+            "sample_from_anchor": bool(config.get("sample_from_anchor", self.family.is_shifted)),
+            "causal": slides and self.trains_causal(config),
+            "window": layer["sliding_window"] if slides else None,
+            **self.family.read_settings(config),
+        }
+        return FusedConfig(layer, config["aux_hidden_state_layer_ids"], {}, config.get("draft_vocab_size"), settings)
 
     def trains_causal(self, config: dict[str, Any]) -> bool:
         """Tell whether the library trains layers with a window causally inside the block."""
         return not config.get("sliding_window_non_causal", True)
 
-    def target_name(self, files: DrafterFiles) -> str | None:
-        return verifier_name(files) or super().target_name(files)
-
     def findings(self, files: DrafterFiles) -> Iterator[Finding]:
         yield from super().findings(files)
-        yield from proposal_findings(files)
-        yield from self.num_tokens_findings(files)
         yield from self.causality_findings(files)
-
-    def num_tokens_findings(self, files: DrafterFiles) -> Iterator[Finding]:
-        """Yield a fault where the file asks for more drafts than a block has slots."""
-        methods = (files.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-        config = self.parse_config(files)
-        num_tokens, num_slots = (
-            methods[0].get("speculative_tokens") or 0,
-            config.block_size - (0 if config.sample_from_anchor else 1),
-        )
+        settings = self.parse_config(files).settings
+        num_tokens = read_method(files).get("speculative_tokens") or 0
+        num_slots = settings["block_size"] - (0 if settings["sample_from_anchor"] else 1)
         if num_tokens > num_slots:
             yield Finding(
                 "too-many-tokens", "error",
-                f"speculative_tokens is {num_tokens}, and a block of {config.block_size} drafts {num_slots}",
+                f"speculative_tokens is {num_tokens}, and a block of {settings['block_size']} drafts {num_slots}",
                 "engines run longer blocks than it was trained on", f"write {num_slots}",
             )  # fmt: skip
 
@@ -90,43 +78,26 @@ class SpeculatorsDFlash(DFlashLayout):
                 is_repairable=True,
             )  # fmt: skip
 
-    def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
-        target = require_target(target, "the files name the target")
-        self.check_writable(drafter)
-        settings, tensors = drafter.drafter, dict(drafter.tensors)
-        rows, vocab = len(tensors["d2t"]), len(tensors["t2d"])
-        if rows == vocab:
-            del tensors["d2t"], tensors["t2d"]
-        config: dict[str, Any] = {
-            "architectures": [self.architecture],
-            "speculators_model_type": self.family.name,
-            "speculators_version": SPECULATORS_VERSION,
-            "dtype": drafter.dtype,
-            "tie_word_embeddings": False,
-            "draft_vocab_size": rows,
+    def layer_entries(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
+        return {**qwen3_layer(drafter), "architectures": ["Qwen3ForCausalLM"]}
+
+    def family_entries(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
+        settings = drafter.drafter
+        return {
             "block_size": settings["block_size"],
             "aux_hidden_state_layer_ids": settings["layers"],
             "mask_token_id": settings["mask_token_id"],
             "sample_from_anchor": settings["sample_from_anchor"],
             "sliding_window_non_causal": not settings["causal"],
-            **self.family_config(drafter),
+            **self.family.config_entries(drafter),
             "target_hidden_size": None,
-            "transformer_layer_config": {
-                **qwen3_layer(drafter),
-                "architectures": ["Qwen3ForCausalLM"],
-                **common_layer_config(target),
-            },
-            "speculators_config": proposal_config(self.family.name, num_drafts(drafter), target),
         }
-        write_json(directory / "config.json", config)
-        write_tensors(directory / "model.safetensors", self.layout_tensors(tensors))
 
-    def family_config(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
-        """Return the entries of config.json for the family's own settings."""
-        return self.family.config_entries(drafter.drafter)
+    def num_drafts(self, drafter: DrafterCheckpoint) -> int:
+        return num_drafts(drafter)
 
-    def check_writable(self, drafter: DrafterCheckpoint) -> None:
-        super().check_writable(drafter)
+    def check_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
+        super().check_writable(drafter, target)
         if drafter.drafter["causal"] and drafter.drafter["window"] is None:
             raise UserError(
                 "drafter.causal=true: the speculators library trains layers without a window in both directions and vLLM "
@@ -143,6 +114,7 @@ class SpeculatorsDFlash2(SpeculatorsDFlash):
 
     title = "DFlash2, speculators layout"
     family = DFLASH2
+    model_type = "dflash2"
     architecture = "DFlash2DraftModel"
 
     def causality_findings(self, files: DrafterFiles) -> Iterator[Finding]:
@@ -159,6 +131,7 @@ class SpeculatorsDSpark(SpeculatorsDFlash):
 
     title = "DSpark, speculators layout"
     family = DSPARK
+    model_type = "dspark"
     architecture = "DSparkSpeculator"
     method = "dspark"
 
@@ -167,7 +140,6 @@ class SpeculatorsDSpark(SpeculatorsDFlash):
 
     def findings(self, files: DrafterFiles) -> Iterator[Finding]:
         yield from super().findings(files)
-        yield from markov_findings(files)
         if files.config.get("sample_from_anchor") is None:
             yield Finding(
                 "anchor-implicit", "error", "config.json lacks sample_from_anchor",
@@ -176,19 +148,16 @@ class SpeculatorsDSpark(SpeculatorsDFlash):
             )  # fmt: skip
 
     def causality_findings(self, files: DrafterFiles) -> Iterator[Finding]:
-        config = self.parse_config(files)
-        if config.slot_window is not None and not config.causal:
+        settings = self.parse_config(files).settings
+        if settings["window"] is not None and not settings["causal"]:
             yield Finding(
                 "block-causality", "error", "layers with a window and sliding_window_non_causal is true",
                 "the speculators library trains them in both directions, and vLLM serves a DSpark with a window causally",
                 "train with sliding_window_non_causal: false, or without a window", is_repairable=True,
             )  # fmt: skip
 
-    def family_config(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
-        return dspark_config(drafter)
-
-    def check_writable(self, drafter: DrafterCheckpoint) -> None:
-        super().check_writable(drafter)
+    def check_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
+        super().check_writable(drafter, target)
         if drafter.drafter["window"] is not None and not drafter.drafter["causal"]:
             raise UserError(
                 f"drafter.window={drafter.drafter['window']}: vLLM serves a DSpark with a window causally; train with "
@@ -199,9 +168,3 @@ class SpeculatorsDSpark(SpeculatorsDFlash):
         return (
             super().serve_commands(drafter, files, target, drafter_path) if drafter.drafter["markov_head"] == "vanilla" else {}
         )
-
-
-def num_drafts(drafter: DrafterCheckpoint) -> int:
-    """Return the number of tokens that a block drafts."""
-    settings = drafter.drafter
-    return int(settings["block_size"]) - (0 if settings["sample_from_anchor"] else 1)

@@ -7,6 +7,7 @@ bias, and in whether they hold the target's embedding.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,22 +15,29 @@ from torch import Tensor
 
 from spectrain.errors import UserError
 
-from .eagle3 import IGNORED_TENSORS, LAYER_PARTS, equal_when_rounded, layer_shapes
+from .eagle3 import LAYER_PARTS
+from .fused import EMBEDDING, HEAD, FusedLayout, require_sizes
 from .fused_settings import FusedConfig, flat_rope
-from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, Layout, require_target, write_json, write_tensors
+from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, require_target, write_json, write_tensors
 from .serving import serve_sglang, serve_vllm
 from .targets import TargetFiles
 
-EAGLE1_CLASS = "spectrain.drafters.eagle1.Eagle1"
-EMBEDDING, FC_BIAS, LAYER_PREFIX = "embed_tokens.weight", "fc.bias", "layers.0."
+FC_BIAS, LAYER_PREFIX = "fc.bias", "layers.0."
 
 
-class OriginalEagle1(Layout):
+class OriginalEagle1(FusedLayout):
     """The authors' layout: it holds the target's embedding, and a bias of fc unless config.json has bias=false."""
 
     title = "EAGLE, original layout"
+    constructor = "spectrain.drafters.eagle1.Eagle1"
     architecture: ClassVar[str] = "LlamaForCausalLM"
     holds_embedding: ClassVar[bool] = True
+    own_parts = (FC_BIAS, "post_attention_layernorm")
+    foreign_parts: ClassVar[dict[str, str]] = {
+        "norm": "a norm before or after the layer, which our layer lacks",
+        **FusedLayout.foreign_parts,
+    }
+    fixed_values: ClassVar[dict[str, Any]] = {"num_hidden_layers": 1, "hidden_act": "silu"}
 
     def matches_files(self, files: DrafterFiles) -> bool:
         shape = files.tensors["fc.weight"].shape if "fc.weight" in files.tensors else ()
@@ -39,69 +47,52 @@ class OriginalEagle1(Layout):
         return has_architecture and not (is_other_layout or is_eagle3) and len(shape) == 2 and shape[1] == 2 * shape[0]
 
     def parse_config(self, files: DrafterFiles) -> FusedConfig:
-        """Translate config.json into spectrain's terms."""
-        for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
-            if key not in files.config:
-                raise UserError(f"{files.directory / 'config.json'}: {key} is missing; copy it from where it was trained")
+        require_sizes(files)
         return FusedConfig(files.config, None, {}, None)
+
+    def native_name(self, name: str) -> str:
+        return name.removeprefix("model.").removeprefix(LAYER_PREFIX)
+
+    def layout_name(self, name: str) -> str:
+        return LAYER_PREFIX + name if name.startswith(LAYER_PARTS) else name
+
+    def class_settings(self, config: FusedConfig, files: DrafterFiles, own_embedding: bool) -> dict[str, Any]:
+        bias = self.native_tensors(files).get(FC_BIAS)
+        # SGLang's layout has one, even an untrained one.
+        return {"bias": bias is not None and bool(bias.any()), "architecture": config.architecture}
 
     def needs_bias(self, files: DrafterFiles) -> bool:
         """Tell whether its readers expect a bias of fc."""
         return bool(files.config.get("bias", True))
 
     def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
-        config = self.parse_config(files)
-        width, prefix = config.width, "model." if "model.fc.weight" in files.tensors else ""
-        layer = layer_shapes(config.architecture, width, width)
-        del layer["input_layernorm.weight"]
-        shapes: dict[str, tuple[int | None, ...]] = {LAYER_PREFIX + name: shape for name, shape in layer.items()}
-        shapes["fc.weight"] = (width, 2 * width)
-        optional: dict[str, tuple[int | None, ...]] = {EMBEDDING: (int(files.config["vocab_size"]), width)}
-        (shapes if self.needs_bias(files) else optional)[FC_BIAS] = (width,)
-        renamed = [{prefix + name: shape for name, shape in group.items()} for group in (shapes, optional)]
-        return ExpectedTensors(renamed[0], renamed[1], IGNORED_TENSORS)
+        expected, prefix = super().expected_tensors(files), "model." if "model.fc.weight" in files.tensors else ""
+        required = {name: shape for name, shape in expected.required.items() if name != prefix + FC_BIAS}
+        optional = {name: shape for name, shape in expected.optional.items() if name not in (HEAD, "d2t", "t2d")}
+        group = required if self.needs_bias(files) else optional
+        group[prefix + FC_BIAS] = (self.parse_config(files).width,)
+        return ExpectedTensors(required, optional, expected.ignored)
 
-    def native_tensors(self, files: DrafterFiles) -> dict[str, Tensor]:
-        """Return the tensors under spectrain's names."""
-        names = {name: name.removeprefix("model.").removeprefix(LAYER_PREFIX) for name in files.tensors}
-        return {native: files.tensors[name] for name, native in names.items() if not native.endswith(IGNORED_TENSORS)}
-
-    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
-        problem = find_unsupported(files, self.native_tensors(files))
-        if problem is not None:
-            yield Finding(
-                "not-representable", "warning", problem, "spectrain cannot score or fine-tune it", "nothing, to serve it"
-            )
+    def read_head(
+        self, files: DrafterFiles, config: FusedConfig, tensors: dict[str, Tensor], target: TargetFiles | None
+    ) -> None:
+        if EMBEDDING in tensors:
+            require_target(target, f"{EMBEDDING} should be the target's own")
+            raise UserError(f"{files.directory}: {EMBEDDING} is not the target's, and {self.choice} uses the target's")
+        if FC_BIAS in tensors and not tensors[FC_BIAS].any():
+            del tensors[FC_BIAS]
 
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
-        config, tensors = self.parse_config(files), self.native_tensors(files)
-        problem = find_unsupported(files, tensors)
-        if problem is not None:
-            raise UserError(f"{files.directory}: {problem}")
-        embedding = tensors.pop(EMBEDDING, None)
-        if embedding is not None and not equal_when_rounded(
-            embedding, require_target(target, f"{EMBEDDING} should be the target's own").load_embedding()
-        ):
-            raise UserError(f"{files.directory}: {EMBEDDING} is not the target's, and drafter=eagle1 uses the target's")
-        if FC_BIAS in tensors and not tensors[FC_BIAS].any():  # SGLang's layout has one, even an untrained one
-            del tensors[FC_BIAS]
-        metadata = files.read_metadata()
-        drafter = {
-            "_target_": EAGLE1_CLASS,
-            **metadata.drafter,
-            "bias": FC_BIAS in tensors,
-            "architecture": config.architecture,
-        }
-        return DrafterCheckpoint(drafter, tensors, metadata.target, description=metadata.description)
+        drafter = super().read(files, target)
+        return replace(drafter, tensors={name: drafter.tensors[name] for name in drafter.tensors if name not in ("d2t", "t2d")})
 
     def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
         tensors = self.select_tensors(drafter)
-        renamed = {LAYER_PREFIX + name if name.startswith(LAYER_PARTS) else name: tensor for name, tensor in tensors.items()}
-        target_files = require_target(target, "this layout holds the size of the target's vocabulary")
+        target = require_target(target, "this layout holds the size of the target's vocabulary")
         if self.holds_embedding:
-            renamed[EMBEDDING] = target_files.load_embedding().to(renamed["fc.weight"].dtype)
-        write_tensors(directory / "model.safetensors", renamed)
-        write_json(directory / "config.json", self._make_config(drafter, target_files.vocab_size, FC_BIAS in tensors))
+            tensors[EMBEDDING] = target.load_embedding().to(tensors["fc.weight"].dtype)
+        write_tensors(directory / "model.safetensors", self.layout_tensors(tensors))
+        write_json(directory / "config.json", self._make_config(drafter, target.vocab_size, FC_BIAS in tensors))
 
     def _make_config(self, drafter: DrafterCheckpoint, vocab: int, bias: bool) -> dict[str, Any]:
         layer = dict(drafter.drafter["architecture"])
@@ -171,17 +162,3 @@ class VllmEagle1(OriginalEagle1):
 
     def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
         return {"vLLM": serve_vllm(target, {"method": "eagle", "model": drafter_path, "num_speculative_tokens": 3})}
-
-
-def find_unsupported(files: DrafterFiles, tensors: dict[str, Tensor]) -> str | None:
-    """Describe the first key or tensor that spectrain's class cannot represent; return None where there is none."""
-    if files.config.get("num_hidden_layers", 1) != 1:
-        return f"num_hidden_layers={files.config['num_hidden_layers']}: drafter=eagle1 has one layer"
-    if files.config.get("hidden_act", "silu") != "silu":
-        return f"hidden_act={files.config['hidden_act']}: drafter=eagle1 has silu"
-    for name in sorted(tensors):
-        if name.endswith(".bias") and name != FC_BIAS:
-            return f"{name}: drafter=eagle1 has no bias except fc's"
-        if name.startswith(("input_layernorm", "norm", "embedding_layernorm", "hidden_states_layernorm")):
-            return f"{name}: drafter=eagle1 has no norm before or after its layer"
-    return None

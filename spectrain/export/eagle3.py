@@ -1,4 +1,4 @@
-"""The base of EAGLE-3's layouts. Sizes: H width of the drafter, V vocabulary of the target, Vd of the drafter.
+"""The base of EAGLE-3's layouts.
 
 Spectrain's tensor names have no prefix for the first layer (`fc.weight`, `self_attn.q_proj.weight`); layouts have one. Later
 layers are `later.0.` and so on in spectrain, `layers.1.` and so on in layouts.
@@ -6,11 +6,8 @@ layers are `later.0.` and so on in spectrain, `layers.1.` and so on in layouts.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from spectrain.drafters.eagle3 import VARIANTS
@@ -18,125 +15,55 @@ from spectrain.drafters.layers.eagle_layers import LAYER_KEYS, default_layers
 from spectrain.drafters.layers.layers import llama_layer_settings
 from spectrain.errors import UserError
 
+from .fused import HEAD, FusedLayout
 from .fused_settings import FusedConfig, read_rope
-from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, Layout
+from .layout import DrafterCheckpoint, DrafterFiles
 from .targets import TargetFiles
 
 LAYER_PARTS = ("input_layernorm", "hidden_norm", "post_attention_layernorm", "self_attn", "mlp")
-FIRST_LAYER_PREFIXES = ("midlayer.", "layers.0.")
-IGNORED_TENSORS = ("verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
-"""Tensors that every reader ignores without harm."""
-EAGLE3_CLASS = "spectrain.drafters.eagle3.Eagle3"
 
 
-def native_name(name: str) -> str:
-    """Return spectrain's name of a tensor: no prefix for the first layer, `later.` for the others."""
-    name = name.removeprefix("model.")
-    for prefix in FIRST_LAYER_PREFIXES:
-        name = name.removeprefix(prefix)
-    kind, _, rest = name.partition(".")
-    number, _, rest = rest.partition(".")
-    return f"later.{int(number) - 1}.{rest}" if kind == "layers" and number.isdecimal() else name
-
-
-def layout_name(name: str, prefix: str) -> str:
-    """Return a layout's name of a tensor."""
-    if name.startswith("later."):
-        _, number, rest = name.split(".", 2)
-        return f"layers.{int(number) + 1}.{rest}"
-    return prefix + name if name.startswith(LAYER_PARTS) else name
-
-
-class Eagle3Layout(Layout):
+class Eagle3Layout(FusedLayout):
     """The base of EAGLE-3's layouts: `parse_config` translates config.json, all else is shared."""
 
-    constructor: ClassVar[str] = EAGLE3_CLASS
-    prefix: ClassVar[str]
+    constructor = "spectrain.drafters.eagle3.Eagle3"
+    prefix: ClassVar[str]  # of the first layer's tensors
 
-    @abstractmethod
-    def parse_config(self, files: DrafterFiles) -> FusedConfig:
-        """Translate config.json into spectrain's terms; raise KeyError naming what is missing."""
+    def native_name(self, name: str) -> str:
+        name = name.removeprefix("model.").removeprefix("midlayer.").removeprefix("layers.0.")
+        kind, _, rest = name.partition(".")
+        number, _, rest = rest.partition(".")
+        return f"later.{int(number) - 1}.{rest}" if kind == "layers" and number.isdecimal() else name
 
-    def native_tensors(self, files: DrafterFiles) -> dict[str, Tensor]:
-        """Return the tensors under spectrain's names."""
-        return {native_name(name): tensor for name, tensor in files.tensors.items()}
+    def layout_name(self, name: str) -> str:
+        if name.startswith("later."):
+            _, number, rest = name.split(".", 2)
+            return f"layers.{int(number) + 1}.{rest}"
+        return self.prefix + name if name.startswith(LAYER_PARTS) else name
 
-    def as_fused(self, files: DrafterFiles) -> tuple[FusedConfig, dict[str, Tensor]] | None:
-        return self.parse_config(files), self.native_tensors(files)
+    def class_settings(self, config: FusedConfig, files: DrafterFiles, own_embedding: bool) -> dict[str, Any]:
+        settings = {"vocab_size": config.draft_rows, "layers": config.layers, "num_layers": config.num_layers}
+        if config.window is not None:
+            settings["window"] = config.window
+        return settings | self.embedding_settings(config, files, own_embedding)
 
-    def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
-        config = self.parse_config(files)
-        target_vocab = int(config.layer_config["vocab_size"])
-        has_draft_vocabulary = config.draft_vocab_size is not None and config.draft_vocab_size != target_vocab
-        shapes = self.native_shapes(config, config.draft_vocab_size or target_vocab)
-        optional = {"embed_tokens.weight": (target_vocab, config.width), "t2d": shapes.pop("t2d")}
-        if not has_draft_vocabulary:
-            optional |= {name: shapes.pop(name) for name in ("d2t", "lm_head.weight")}
-        present = {native_name(name): name for name in files.tensors}
-
-        def rename(group: dict[str, tuple[int | None, ...]]) -> dict[str, tuple[int | None, ...]]:
-            return {present.get(name, layout_name(name, self.prefix)): shape for name, shape in group.items()}
-
-        return ExpectedTensors(rename(shapes), rename(optional), IGNORED_TENSORS)
-
-    def native_shapes(self, config: FusedConfig, draft_vocab: int) -> dict[str, tuple[int | None, ...]]:
-        """Return the shapes of the class's tensors, under spectrain's names."""
-        return eagle3_shapes(config, draft_vocab, int(config.layer_config["vocab_size"]))
-
-    def family_settings(self, files: DrafterFiles, config: FusedConfig, own_embedding: bool) -> dict[str, Any]:
-        """Return the settings of the class that not every EAGLE-3 drafter has."""
+    def embedding_settings(self, config: FusedConfig, files: DrafterFiles, own_embedding: bool) -> dict[str, Any]:
+        """Return the settings that EAGLE-3 and P-EAGLE hold differently: the layer, and whether the embedding is its own."""
         return {"architecture": config.architecture | ({"own_embedding": True} if own_embedding else {})}
 
-    def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
-        config, tensors = self.parse_config(files), self.native_tensors(files)
-        problem = find_unsupported(files, config, tensors)
-        if problem is not None:
-            raise UserError(f"{files.directory}: {problem}")
-        for name in IGNORED_TENSORS:
-            tensors.pop(name, None)
-        vocab = int(config.layer_config["vocab_size"])
-        if "lm_head.weight" not in tensors:
+    def read_head(
+        self, files: DrafterFiles, config: FusedConfig, tensors: dict[str, Tensor], target: TargetFiles | None
+    ) -> None:
+        if HEAD not in tensors:
             if target is None:
-                raise UserError(f"{files.directory}: lm_head.weight is missing, so it is the target's; give --target")
-            tensors["lm_head.weight"] = target.load_head().to(tensors["fc.weight"].dtype)
-        size = len(tensors["lm_head.weight"])
-        tensors.setdefault("d2t", torch.zeros(size, dtype=torch.int64))
-        tensors["d2t"] = tensors["d2t"].to(torch.int64)
-        ids = tensors["d2t"] + torch.arange(size)
-        if "t2d" not in tensors:
-            tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
-        tensors["t2d"] = tensors["t2d"].to(torch.bool)
-        embedding = tensors.get("embed_tokens.weight")
-        if embedding is not None and target is not None and equal_when_rounded(embedding, target.load_embedding()):
-            embedding = None
-            del tensors["embed_tokens.weight"]
-        metadata = files.read_metadata()
-        drafter = {"_target_": self.constructor, **metadata.drafter}
-        drafter |= {"vocab_size": size, "layers": config.layers, "num_layers": config.num_layers}
-        if config.window is not None:
-            drafter["window"] = config.window
-        if config.layers is None and target is not None:
-            drafter["layers"] = default_layers(target.num_layers)
-        drafter |= self.family_settings(files, config, embedding is not None)
-        return DrafterCheckpoint(drafter, tensors, self.target_name(files), description=metadata.description)
+                raise UserError(f"{files.directory}: {HEAD} is missing, so it is the target's; give --target")
+            tensors[HEAD] = target.load_head().to(tensors["fc.weight"].dtype)
 
-    def target_name(self, files: DrafterFiles) -> str | None:
-        """Return the target that the files name."""
-        return files.read_metadata().target
-
-    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
-        config, tensors = self.parse_config(files), self.native_tensors(files)
-        problem = find_unsupported(files, config, tensors)
-        if problem is not None:
-            yield Finding(
-                "not-representable", "warning", problem, "spectrain cannot score or fine-tune it", "nothing, to serve it"
-            )
-        if len(tensors.get("d2t", ())) == config.layer_config["vocab_size"]:
-            yield Finding(
-                "d2t-of-all", "error", "the files hold d2t and an output layer over the full vocabulary",
-                "vLLM expects no map there and stops at the tensor", "spectrain convert DIR OUT --to vllm --target TARGET",
-                is_repairable=True,
-            )  # fmt: skip
+    def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
+        drafter = super().read(files, target)
+        if drafter.drafter["layers"] is None and target is not None:
+            drafter.drafter["layers"] = default_layers(target.num_layers)
+        return drafter
 
 
 def drop_full_maps(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -185,69 +112,3 @@ def complete_layer(architecture: dict[str, Any] | None, target: TargetFiles) -> 
     layer = {key: value for key, value in llama_layer_settings(target.config).items() if key in LAYER_KEYS}
     layer["rope_parameters"] = read_rope(layer)
     return {**layer, **(architecture or {})}
-
-
-def eagle3_shapes(config: FusedConfig, draft_vocab: int, vocab: int) -> dict[str, tuple[int | None, ...]]:
-    """Return the shapes of the tensors of `Eagle3` with these settings, under spectrain's names."""
-    architecture, width = config.architecture, config.width
-    fused = (3 if config.layers is None else len(config.layers)) * width
-    shapes: dict[str, tuple[int | None, ...]] = {
-        "fc.weight": (width, fused),
-        "hidden_norm.weight": (width,),
-        "norm.weight": (width,),
-        **layer_shapes(architecture, width, 2 * width),
-        **{
-            f"later.{number}.{name}": shape
-            for number in range(config.num_layers - 1)
-            for name, shape in layer_shapes(architecture, width, width).items()
-        },
-        "lm_head.weight": (draft_vocab, width),
-        "d2t": (draft_vocab,),
-        "t2d": (vocab,),
-    }
-    if architecture.get("norm_before_fc"):
-        shapes["input_norm.weight"] = (fused,)
-    if architecture.get("fc_norm"):
-        shapes |= {f"fc_norm.{index}.weight": (width,) for index in range(fused // width)}
-    if architecture.get("own_embedding"):
-        shapes["embed_tokens.weight"] = (vocab, width)
-    return shapes
-
-
-def layer_shapes(architecture: dict[str, Any], width: int, in_width: int) -> dict[str, tuple[int | None, ...]]:
-    """Return the shapes of one layer's tensors; its attention reads `in_width` features."""
-    inner, head = architecture["intermediate_size"], architecture["head_dim"]
-    queries, keys = architecture["num_attention_heads"] * head, architecture["num_key_value_heads"] * head
-    return {
-        "input_layernorm.weight": (width,),
-        "post_attention_layernorm.weight": (width,),
-        "self_attn.q_proj.weight": (queries, in_width),
-        "self_attn.k_proj.weight": (keys, in_width),
-        "self_attn.v_proj.weight": (keys, in_width),
-        "self_attn.o_proj.weight": (width, queries),
-        **({f"self_attn.{part}_norm.weight": (head,) for part in "qk"} if architecture.get("qk_norm") else {}),
-        "mlp.gate_proj.weight": (inner, width),
-        "mlp.up_proj.weight": (inner, width),
-        "mlp.down_proj.weight": (width, inner),
-    }
-
-
-def find_unsupported(files: DrafterFiles, fused: FusedConfig, tensors: dict[str, Tensor]) -> str | None:
-    """Describe the first tensor or key that spectrain's class cannot represent; return None where there is none."""
-    layer, config = fused.layer_config, files.config
-    for name in tensors:
-        if name.endswith(".bias"):
-            return f"{name}: linears of drafter=eagle3 have no bias"
-    if layer.get("hidden_act", "silu") != "silu":
-        return f"hidden_act={layer['hidden_act']}: drafter=eagle3 has silu"
-    if len(fused.attention_kinds) > 1:
-        return "layer_types: drafter=eagle3 has the same sliding window in all of its layers, or none"
-    target_width = config.get("target_hidden_size")
-    if target_width is not None and target_width != fused.width:
-        return f"target_hidden_size={target_width}: drafter=eagle3 has its target's width, and hidden_size is {fused.width}"
-    return None
-
-
-def equal_when_rounded(first: Tensor, second: Tensor) -> bool:
-    """Tell whether two tensors are equal after rounding the second to the first one's dtype."""
-    return first.shape == second.shape and torch.equal(first, second.to(first.dtype))

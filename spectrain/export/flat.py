@@ -14,7 +14,8 @@ from torch import Tensor
 from spectrain.drafters.layers.eagle_layers import default_layers
 from spectrain.errors import UserError
 
-from .eagle3 import Eagle3Layout, drafter_layer_config, drop_full_maps, equal_when_rounded, layout_name, variant_flags
+from .eagle3 import Eagle3Layout, drafter_layer_config, drop_full_maps, variant_flags
+from .fused import EMBEDDING, equal_when_rounded, require_sizes
 from .fused_settings import FusedConfig, flat_rope
 from .layout import DrafterCheckpoint, DrafterFiles, Finding, write_json, write_tensors
 from .serving import serve_sglang, serve_vllm
@@ -43,9 +44,7 @@ class FlatEagle3(Eagle3Layout):
 
     def parse_config(self, files: DrafterFiles) -> FusedConfig:
         config = files.config
-        for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
-            if key not in config:
-                raise UserError(f"{files.directory / 'config.json'}: {key} is missing; copy it from where it was trained")
+        require_sizes(files)
         layer_ids = self._layer_ids(config)
         return FusedConfig(
             config,
@@ -108,14 +107,13 @@ class FlatEagle3(Eagle3Layout):
             "use_cache": True,
         }
         if target is not None:
-            config |= {key: getattr(target.config, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+            config |= target.special_token_ids
         write_json(directory / "config.json", config | self.extra_config(drafter, target))
-        renamed = {layout_name(name, self.prefix): tensor for name, tensor in drop_full_maps(tensors).items()}
-        write_tensors(directory / "model.safetensors", renamed)
+        write_tensors(directory / "model.safetensors", self.layout_tensors(drop_full_maps(tensors)))
 
     def file_tensors(self, drafter: DrafterCheckpoint) -> dict[str, Tensor]:
         """Return the tensors that the files hold."""
-        return {name: tensor for name, tensor in drafter.tensors.items() if name != "embed_tokens.weight"}
+        return {name: tensor for name, tensor in drafter.tensors.items() if name != EMBEDDING}
 
     def extra_config(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> dict[str, Any]:
         """Return further entries of config.json: here the fused layers where they are not the default."""
@@ -139,7 +137,7 @@ class FlatEagle3(Eagle3Layout):
                 raise UserError(
                     f"drafter.{key}: SGLang's EAGLE-3 is one full-attention layer without head norms; use --to vllm"
                 )
-        embedding = drafter.tensors.get("embed_tokens.weight")
+        embedding = drafter.tensors.get(EMBEDDING)
         if embedding is not None and (target is None or not equal_when_rounded(embedding, target.load_embedding())):
             raise UserError(
                 "embed_tokens.weight: SGLang uses the target's embedding, and this drafter has its own"

@@ -153,12 +153,16 @@ class Finding:
     is_repairable: bool = False  # reading the files and writing them again mends it
 
 
+Shape = tuple[int | None, ...]
+"""A tensor's shape, where None stands for any size."""
+
+
 @dataclass(frozen=True)
 class ExpectedTensors:
-    """The tensors that readers of a layout look for: shapes by name, where None stands for any size."""
+    """The tensors that readers of a layout look for, with their shapes by name."""
 
-    required: dict[str, tuple[int | None, ...]]
-    optional: dict[str, tuple[int | None, ...]] = field(default_factory=dict)
+    required: dict[str, Shape]
+    optional: dict[str, Shape] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()  # every engine ignores these without harm
 
 

@@ -43,7 +43,7 @@ LAYOUTS = (
     TableRow("eagle1.SglangEagle1", "sglang", "eagle1"),
     TableRow("eagle1.OriginalEagle1", "eagle", "eagle1"),
     TableRow("medusa.OriginalMedusa", "medusa", "medusa"),
-    TableRow("dflash_transformers.TransformersDFlash", "hf", "dflash"),
+    TableRow("dflash_flat.TransformersDFlash", "hf", "dflash"),
     TableRow("peagle.FlatPEagle", "flat", "peagle"),
     TableRow("flat.FlatEagle3", "sglang flat", "eagle3"),
     TableRow("mtp.MtpTargetLayout", "mtp", "mtp"),

@@ -7,22 +7,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from spectrain.config.build import build, settings_with_defaults
+from spectrain.config.build import settings_with_defaults
 from spectrain.config.check import check_node
 from spectrain.config.choices import by_choice_name, choice_name
 from spectrain.config.saved import parse_description, parse_groups
-from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import VARIANTS
 from spectrain.drafters.layers.block_drafter import default_layers
 from spectrain.drafters.peagle import NUM_DRAFTS
 from spectrain.errors import UserError
 from spectrain.provenance import package_versions
 
-from .block_families import FAMILIES, Shapes
-from .eagle3 import complete_layer, complete_settings, eagle3_shapes
+from .dflash import BLOCK_SETTINGS, FAMILIES
+from .eagle3 import complete_layer, complete_settings
+from .fused import build_meta_drafter, fused_shapes
 from .fused_settings import FusedConfig
 from .layout import (
     DESCRIPTION_KEYS,
@@ -55,12 +54,10 @@ class NativeLayout(Layout):
         parse_description(files.config, files.directory / "config.json")
 
     def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
-        fused = self.as_fused(files)
-        if fused is None:
-            present: Shapes = {name: (None,) * tensor.dim() for name, tensor in files.tensors.items()}
-            return self._expected_from_config(files) or ExpectedTensors(present)
-        config, vocab = fused[0], fused[0].layer_config["vocab_size"]
-        return ExpectedTensors(eagle3_shapes(config, min(config.draft_vocab_size or vocab, vocab), vocab))
+        expected, fused = self._expected_from_config(files), self.as_fused(files)
+        if expected is None and fused is not None:
+            return ExpectedTensors(fused_shapes(fused[0], self._resolve_settings(files)))
+        return expected or ExpectedTensors({name: (None,) * tensor.dim() for name, tensor in files.tensors.items()})
 
     def as_fused(self, files: DrafterFiles) -> tuple[FusedConfig, dict[str, Tensor]] | None:
         drafter = self._resolve_settings(files)
@@ -85,8 +82,7 @@ class NativeLayout(Layout):
         if target is None or not target.is_local:
             return None
         try:
-            with torch.device("meta"), torch.random.fork_rng(devices=[]):
-                drafter: Drafter = build(self._resolve_settings(files), target=target.build_meta_target())
+            drafter = build_meta_drafter(self._resolve_settings(files), target.build_meta_target())
         except (UserError, *MALFORMED_ERRORS, KeyError):
             return None
         saved_names = drafter.saved.layout(drafter)
@@ -195,7 +191,8 @@ def shape_of_block(drafter: dict[str, Any], files: DrafterFiles, target: TargetF
         target = require_named_target(target, files)
         layers = settings["layers"] or default_layers(target.num_layers, settings["num_layers"])
         settings |= {"layers": sorted(set(layers)), "architecture": complete_layer(settings["architecture"], target)}
-    return {key: settings[key] for key in (*BLOCK_SETTINGS, *FAMILIES[choice_name("drafter", drafter)].config_keys)}
+    keys = (*BLOCK_SETTINGS, *FAMILIES[choice_name("drafter", drafter)].config_keys)
+    return {key: settings[key] for key in keys if key not in ("vocab_size", "mask_token_id")}
 
 
 def require_named_target(target: TargetFiles | None, files: DrafterFiles) -> TargetFiles:
@@ -216,9 +213,6 @@ def shape_of_adapter(drafter: dict[str, Any], files: DrafterFiles, target: Targe
     return adapter_shape(files.tensors, adapter or {"r": 0, "lora_alpha": drafter.get("alpha", 32.0)})
 
 
-BLOCK_SETTINGS = (
-    "block_size", "num_layers", "layers", "sample_from_anchor", "causal", "window", "own_embedding", "architecture",
-)  # fmt: skip
 SHAPE_READERS = {
     "eagle1": shape_of_eagle1,
     "eagle3": shape_of_eagle3,

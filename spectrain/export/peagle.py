@@ -11,12 +11,12 @@ from torch import Tensor
 from spectrain.drafters.layers.eagle_layers import default_layers
 from spectrain.drafters.peagle import NUM_DRAFTS
 
-from .eagle3 import Eagle3Layout, eagle3_shapes
+from .eagle3 import Eagle3Layout
 from .flat import FlatEagle3
 from .fused_settings import FusedConfig
 from .layout import DrafterCheckpoint, DrafterFiles, Finding
 from .serving import serve_vllm
-from .speculators import SpeculatorsEagle3
+from .speculators import SpeculatorsEagle3, read_method
 from .targets import TargetFiles
 
 MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
@@ -36,11 +36,7 @@ class PEagleLayout(Eagle3Layout):
         """Return the id of the mask token, or None where the files name none."""
         return next((files.config[key] for key in MASK_TOKEN_KEYS if files.config.get(key) is not None), None)
 
-    def native_shapes(self, config: FusedConfig, draft_vocab: int) -> dict[str, tuple[int | None, ...]]:
-        shapes = eagle3_shapes(config, draft_vocab, int(config.layer_config["vocab_size"]))
-        return {**shapes, "mask_hidden": (1, 1, shapes["fc.weight"][1])}
-
-    def family_settings(self, files: DrafterFiles, config: FusedConfig, own_embedding: bool) -> dict[str, Any]:
+    def embedding_settings(self, config: FusedConfig, files: DrafterFiles, own_embedding: bool) -> dict[str, Any]:
         num_drafts = self.read_num_drafts(files)
         return {
             "architecture": config.architecture,
@@ -51,7 +47,7 @@ class PEagleLayout(Eagle3Layout):
 
     def findings(self, files: DrafterFiles) -> Iterator[Finding]:
         yield from super().findings(files)
-        token, rows = self.mask_token_id(files), self.parse_config(files).layer_config["vocab_size"]
+        token, rows = self.mask_token_id(files), self.parse_config(files).vocab_size
         if not isinstance(token, int) or not 0 <= token < rows:
             yield Finding(
                 "mask-token", "error", f"the mask token is {token}, outside the embedding, which has {rows} rows",
@@ -78,10 +74,9 @@ class SpeculatorsPEagle(PEagleLayout, SpeculatorsEagle3):
         return int(drafter.drafter["num_drafts"])
 
     def read_num_drafts(self, files: DrafterFiles) -> int | None:
-        methods = (files.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-        return int(methods[0].get("speculative_tokens", NUM_DRAFTS))
+        return int(read_method(files).get("speculative_tokens", NUM_DRAFTS))
 
-    def extra_config(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
+    def extra_entries(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
         return {"mask_token_id": drafter.drafter["mask_token_id"]}
 
     def findings(self, files: DrafterFiles) -> Iterator[Finding]:

@@ -108,13 +108,12 @@ class TargetFiles:
 
     def build_meta_target(self) -> Target:
         """Return the target on the device "meta", without data, for its shapes."""
-        with torch.device("meta"):
-            model_class, attention = (
-                select_auto_class(self.full_config),
-                attn_implementation_for(self.full_config, ATTENTION_NAME),
-            )
-            model = model_class.from_config(self.full_config, attn_implementation=attention, trust_remote_code=False)
-        return Target(model, self.tokenizer, self.reference, str(self.directory))
+        return make_meta_target(self.full_config, self.tokenizer, self.reference, str(self.directory))
+
+    @property
+    def special_token_ids(self) -> dict[str, Any]:
+        """The ids of special tokens, as configurations hold them."""
+        return {key: getattr(self.config, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
     def load_embedding(self) -> Tensor:
         """Return the embedding [V, D]."""
@@ -144,6 +143,14 @@ class TargetFiles:
     def template_hash(self) -> str:
         """Return a hash of tokens and chat template, equal for targets that use the same ids and text."""
         return tokenizer_hash(self.tokenizer)
+
+
+def make_meta_target(config: Any, tokenizer: Any = None, name: str = "", path: str = "") -> Target:
+    """Return the target of a configuration on the device "meta", without data, for its shapes."""
+    attention = attn_implementation_for(config, ATTENTION_NAME)
+    with torch.device("meta"):
+        model = select_auto_class(config).from_config(config, attn_implementation=attention, trust_remote_code=False)
+    return Target(model, tokenizer, name, path)
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:

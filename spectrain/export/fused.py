@@ -1,0 +1,203 @@
+"""The base of layouts of drafters that fuse layers of their target: EAGLE-3, P-EAGLE and the block drafters; EAGLE reads one.
+
+A layout translates config.json and the names of tensors; shapes come from the drafter's class, and all else is shared here.
+Sizes: H width of the drafter, V vocabulary of the target, Vd of the drafter.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from spectrain.config.build import build
+from spectrain.drafters.base import Drafter
+from spectrain.errors import UserError, first_line
+from spectrain.models.target import Target
+
+from .fused_settings import FusedConfig, flatten_config
+from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, Layout, Shape
+from .targets import TargetFiles, make_meta_target
+
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+IGNORED_TENSORS = ("verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
+"""Tensors that every reader ignores without harm."""
+
+
+class FusedLayout(Layout):
+    """The base of a fused drafter's layouts; a layout has `parse_config`, the names of tensors and `write`."""
+
+    constructor: str
+    # Part of a tensor's name -> what the tensor is: tensors that the family's class lacks, unless `own_parts` is in the name.
+    foreign_parts: ClassVar[dict[str, str]] = {".bias": "a bias, which our linears lack"}
+    own_parts: tuple[str, ...] = ()
+    # Key of config.json -> the only value that the family's class can represent.
+    fixed_values: ClassVar[dict[str, Any]] = {"hidden_act": "silu"}
+
+    @abstractmethod
+    def parse_config(self, files: DrafterFiles) -> FusedConfig:
+        """Translate config.json into spectrain's terms; raise KeyError naming the keys that are missing."""
+
+    @abstractmethod
+    def native_name(self, name: str) -> str:
+        """Return spectrain's name of a tensor."""
+
+    @abstractmethod
+    def layout_name(self, name: str) -> str:
+        """Return the layout's name of a tensor."""
+
+    @abstractmethod
+    def class_settings(self, config: FusedConfig, files: DrafterFiles, own_embedding: bool) -> dict[str, Any]:
+        """Return the constructor's settings that the files determine."""
+
+    @property
+    def choice(self) -> str:
+        """The choice of `drafter`, as messages name it."""
+        return f"drafter={self.constructor.split('.')[-2]}"
+
+    def native_tensors(self, files: DrafterFiles) -> dict[str, Tensor]:
+        """Return the tensors under spectrain's names."""
+        return {self.native_name(name): tensor for name, tensor in files.tensors.items()}
+
+    def layout_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors under the layout's names."""
+        return {self.layout_name(name): tensor for name, tensor in tensors.items()}
+
+    def as_fused(self, files: DrafterFiles) -> tuple[FusedConfig, dict[str, Tensor]] | None:
+        return self.parse_config(files), self.native_tensors(files)
+
+    def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
+        config = self.parse_config(files)
+        shapes = fused_shapes(config, {"_target_": self.constructor, **self.class_settings(config, files, False)})
+        optional = {EMBEDDING: (config.vocab_size, config.width), "t2d": shapes.pop("t2d", (config.vocab_size,))}
+        if not config.has_draft_vocabulary:
+            optional |= {HEAD: (config.vocab_size, config.width), "d2t": shapes.pop("d2t", (config.vocab_size,))}
+            shapes.pop(HEAD, None)
+        names = {self.native_name(name): name for name in files.tensors}
+        required, optional = (
+            {names.get(name, self.layout_name(name)): shape for name, shape in group.items()} for group in (shapes, optional)
+        )
+        foreign = {name: (None,) * files.tensors[name].dim() for name in self.find_foreign_tensors(files)}
+        return ExpectedTensors(required, optional | foreign, IGNORED_TENSORS)
+
+    def find_foreign_tensors(self, files: DrafterFiles) -> dict[str, str]:
+        """Return the tensors that the family's class cannot hold, each with a description."""
+        matches = {
+            name: next((what for part, what in self.foreign_parts.items() if part in name), None)
+            for name in files.tensors
+            if not any(part in name for part in self.own_parts) and not name.endswith(IGNORED_TENSORS)
+        }
+        return {name: what for name, what in matches.items() if what is not None}
+
+    def find_unsupported(self, files: DrafterFiles) -> str | None:
+        """Describe the first tensor, key or file that the family's class cannot represent; return None where there is none."""
+        config, drafter = flatten_config(files.config), self.choice
+        for name, what in self.find_foreign_tensors(files).items():
+            return f"{name} is {what}"
+        for key, fixed in self.fixed_values.items():
+            if config.get(key, fixed) not in (fixed, None):
+                return f"{key}={config[key]}: {drafter} has {key}={fixed}"
+        if len(kinds := sorted(set(config.get("layer_types") or []))) > 1:
+            return f"layer_types mixes {' and '.join(kinds)}, and all layers of {drafter} attend alike"
+        target_width = config.get("target_hidden_size")
+        if target_width is not None and target_width != config["hidden_size"]:
+            return f"target_hidden_size={target_width}: {drafter} has its target's width, not {config['hidden_size']}"
+        return None
+
+    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
+        problem = self.find_unsupported(files)
+        if problem is not None:
+            yield Finding(
+                "not-representable", "warning", problem, "spectrain cannot score or fine-tune it", "nothing, to serve it"
+            )
+        if len(files.tensors.get("d2t", ())) == self.parse_config(files).vocab_size:
+            yield Finding(
+                "d2t-of-all", "error", "the files hold d2t and an output layer over the full vocabulary",
+                "vLLM expects no map there and stops at the tensor", "spectrain convert DIR OUT --to vllm --target TARGET",
+                is_repairable=True,
+            )  # fmt: skip
+
+    def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
+        config, tensors = self.parse_config(files), self.native_tensors(files)
+        problem = self.find_unsupported(files)
+        if problem is not None:
+            raise UserError(f"{files.directory}: {problem}")
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(IGNORED_TENSORS)}
+        if target is not None and EMBEDDING in tensors and equal_when_rounded(tensors[EMBEDDING], target.load_embedding()):
+            del tensors[EMBEDDING]
+        self.read_head(files, config, tensors, target)
+        add_maps(tensors, config.draft_rows, config.vocab_size)
+        metadata = files.read_metadata()
+        settings = self.class_settings(config, files, EMBEDDING in tensors)
+        drafter = {"_target_": self.constructor, **metadata.drafter, **settings}
+        return DrafterCheckpoint(drafter, tensors, self.target_name(files), description=metadata.description)
+
+    @abstractmethod
+    def read_head(
+        self, files: DrafterFiles, config: FusedConfig, tensors: dict[str, Tensor], target: TargetFiles | None
+    ) -> None:
+        """Add or drop an output layer that is the target's; raise UserError where the class cannot hold the file's."""
+
+    def check_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
+        """Raise UserError where this layout has no key for a setting."""
+        return
+
+    def target_name(self, files: DrafterFiles) -> str | None:
+        """Return the target that the files name."""
+        return files.read_metadata().target
+
+
+def require_sizes(files: DrafterFiles) -> None:
+    """Raise UserError where a flat config.json lacks a size without which nothing can be read."""
+    for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
+        if key not in files.config:
+            raise UserError(f"{files.directory / 'config.json'}: {key} is missing; copy it from where it was trained")
+
+
+def fused_shapes(config: FusedConfig, settings: dict[str, Any]) -> dict[str, Shape]:
+    """Return the shapes of the tensors of a fused drafter, under spectrain's names; raise ValueError where it cannot be built.
+
+    Ids of layers and of the mask token shape nothing, so faults in them are left to other checks; so is the rotary embedding.
+    """
+    count = 3 if config.layers is None else len(config.layers)
+    architecture = {key: value for key, value in config.architecture.items() if key != "rope_parameters"}
+    if architecture.get("norm_before_fc"):
+        # Both flags together are a fault with a check of its own.
+        architecture.pop("fc_norm", None)
+    neutral = {"layers": list(range(count)), "mask_token_id": 0, "own_embedding": False, "architecture": architecture}
+    # The drafter takes its width and its vocabulary from the target, and the sizes of its layers from `architecture`.
+    model_config = LlamaConfig(
+        hidden_size=config.width, vocab_size=config.vocab_size, num_hidden_layers=count, intermediate_size=1,
+        num_attention_heads=1,
+    )  # fmt: skip
+    try:
+        changes = {key: value for key, value in neutral.items() if key in settings}
+        drafter = build_meta_drafter({**settings, **changes}, make_meta_target(model_config))
+    except Exception as error:  # settings of another project may raise anything
+        raise ValueError(first_line(error)) from error
+    return {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+
+
+def build_meta_drafter(settings: dict[str, Any], target: Target) -> Drafter:
+    """Return the drafter of these settings on the device "meta", for its shapes."""
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        drafter: Drafter = build(settings, target=target)
+    return drafter
+
+
+def add_maps(tensors: dict[str, Tensor], rows: int, vocab: int) -> None:
+    """Add d2t [Vd], the offsets from draft ids to ids of the target, and t2d [V] where they are missing."""
+    tensors["d2t"] = tensors.get("d2t", torch.zeros(rows)).to(torch.int64)
+    ids = tensors["d2t"] + torch.arange(rows)
+    if "t2d" not in tensors:
+        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
+    tensors["t2d"] = tensors["t2d"].to(torch.bool)
+
+
+def equal_when_rounded(first: Tensor, second: Tensor) -> bool:
+    """Tell whether two tensors are equal after rounding the second to the first one's dtype."""
+    return first.shape == second.shape and torch.equal(first, second.to(first.dtype))
