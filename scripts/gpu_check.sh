@@ -49,41 +49,40 @@ target=(target=smollm2)
 [ -n "${TARGET:-}" ] && target=(target=smollm2 "target.path=$TARGET")
 
 # The same, and what is measured by now in $OUT/report.md, whatever became of it.
-tries_and_tells() {
+try_and_report() {
   local code=0
   tries "$@" || code=$?
-  "$PYTHON" -c "from spectrain.bench.report import Report; Report('$OUT').run()" > "$OUT/report.md"
+  "$PYTHON" -m benchmarks.report results="$OUT" > "$OUT/report.md"
   return "$code"
 }
 
-# What `spectrain bench kernels` and `spectrain bench report` run, without the command line: torch, triton and rich are enough.
+# For kernels and the report, torch, triton and rich are enough.
 kernels() {
-  local out="$OUT/kernels.json" toy=False
-  if [ "${2:-}" = toy ]; then out="$OUT/kernels-toy.json" toy=True; fi
-  tries_and_tells "$PYTHON" -c "from spectrain.bench.kernels import KernelBench as K; K('${1:-all}', '$out', $toy, 420).run()"
+  local out="$OUT/kernels.json" toy=false
+  if [ "${2:-}" = toy ]; then out="$OUT/kernels-toy.json" toy=true; fi
+  try_and_report "$PYTHON" -m benchmarks.kernels part="${1:-all}" out="$out" toy="$toy" seconds=420
 }
 
-# Without the command line too: transformers and peft besides.
+# The engine needs transformers and peft besides.
 engine() {
-  local out="$OUT/engine.json" toy=False place=None
+  local out="$OUT/engine.json" toy=false
   [ $# -gt 0 ] || { echo "gpu_check.sh engine: say which, counts, identity, single, batched or training" >&2; exit 2; }
-  if [ "${2:-}" = toy ]; then out="$OUT/engine-toy.json" toy=True; fi
-  [ -n "${TARGET:-}" ] && place="'$TARGET'"
-  tries_and_tells "$PYTHON" -c "from spectrain.bench.engine import EngineBench as E; E('$1', '$out', $toy, 360, $place).run()"
+  if [ "${2:-}" = toy ]; then out="$OUT/engine-toy.json" toy=true; fi
+  try_and_report "$PYTHON" -m benchmarks.engine part="$1" out="$out" toy="$toy" seconds=360 target="${TARGET:-null}"
 }
 
 online() {
-  local out="$OUT/online.json" toy=False
-  if [ "${1:-}" = toy ]; then out="$OUT/online-toy.json" toy=True; fi
-  timeout 530 "$PYTHON" -c "from spectrain.bench.online import OnlineBench as O; O(out='$out', toy=$toy).run()" || [ $? -eq 124 ]
+  local out="$OUT/online.json" toy=false
+  if [ "${1:-}" = toy ]; then out="$OUT/online-toy.json" toy=true; fi
+  timeout 530 "$PYTHON" -m benchmarks.online out="$out" toy="$toy" || [ $? -eq 124 ]
 }
 
 families() {
-  local place=()
+  local target_path=()
   [ -n "${RUNS:-}" ] || { echo "gpu_check.sh families: name run folders in RUNS" >&2; exit 2; }
-  [ -n "${TARGET:-}" ] && place=("target.path=$TARGET")
+  [ -n "${TARGET:-}" ] && target_path=("target.path=$TARGET")
   for run in $RUNS; do
-    timeout 120 "$PYTHON" -m spectrain eval run="$run" "${place[@]}" eval.engine=captured eval.name=captured \
+    timeout 120 "$PYTHON" -m spectrain eval run="$run" "${target_path[@]}" eval.engine=captured eval.name=captured \
       eval.limit=10 eval.max_new_tokens=64 || { echo "gpu_check.sh families: $run failed" >&2; continue; }
     cp "$run/eval/captured/summary.json" "$OUT/gpu-$(basename "$run")-captured.json"
   done
@@ -103,10 +102,9 @@ score() {
 }
 
 scale() {
-  local out="$OUT/scale.json" toy=False place=None
-  if [ "${1:-}" = toy ]; then out="$OUT/scale-toy.json" toy=True; fi
-  [ -n "${TARGET:-}" ] && place="'$TARGET'"
-  timeout 530 "$PYTHON" -c "from spectrain.bench.scale import Scale as S; S('$out', $toy, 20, $place).run()"
+  local out="$OUT/scale.json" toy=false
+  if [ "${1:-}" = toy ]; then out="$OUT/scale-toy.json" toy=true; fi
+  timeout 530 "$PYTHON" -m benchmarks.scale out="$out" toy="$toy" steps=20 target="${TARGET:-null}"
 }
 
 bench() {

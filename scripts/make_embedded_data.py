@@ -2,7 +2,7 @@
 
     python scripts/make_embedded_data.py TARGET_DIR [--work build/embedded] [--out spectrain/data/conversations.jsonl.gz]
 
-Prompts are read from scripts/embedded_prompts/*.jsonl. Answers are sampled in batches of 64 at a low
+Prompts are read from data/embedded_prompts/*.jsonl. Answers are sampled in batches of 64 at a low
 temperature. Each finished batch is one file in --work, so a killed run goes on where it stopped; each
 batch has its own seed. 2,200 conversations take about an hour on two CPU cores, minutes on a GPU.
 
@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from spectrain.models.fast import pack_linears
 
-PROMPTS = Path(__file__).parent / "embedded_prompts"
+PROMPTS = Path(__file__).parents[1] / "data" / "embedded_prompts"
 
 
 def answer(

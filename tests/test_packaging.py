@@ -54,7 +54,8 @@ def test_wheel_holds_everything_and_nothing_else(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"spectrain"}
-    wanted = ["conf/train.yaml", "conf/recipe/eagle3.yaml", "eval/run.py", "eval/page.html", "eval/results/goals.json",
+    assert not [name for name in names if "benchmarks" in name or "embedded_prompts" in name]
+    wanted = ["conf/train.yaml", "conf/recipe/eagle3.yaml", "eval/run.py", "eval/page.html",
               "kernels/tree_attention.py", "py.typed", "cli/help.yaml", "cli/completion.bash", "data/conversations.jsonl.gz",
               "data/heldout.jsonl", "data/tiny/model.safetensors"]  # fmt: skip
     for name in wanted:

@@ -1,1 +1,1 @@
-"""`spectrain bench`: what a machine can do, what the kernels and the engine make of it, and a report on both."""
+"""`spectrain bench`: what a user measures on her own machine. The project's own measurements are in benchmarks/."""

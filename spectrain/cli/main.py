@@ -184,7 +184,6 @@ COMMAND_TASKS: Mapping[str, Task] = {
     "data verify": call_task("features.capture.verify_store", ("path", "drop")),
     "bench decode": call_task("bench.throughput.decode_table", TRAIN_KEYS),
     "bench train": call_task("bench.throughput.training_throughput", TRAIN_KEYS),
-    **dict.fromkeys(("bench context", "bench kernels", "bench engine", "bench report"), build_task("bench")),
     "export": call_task("cli.export.export_command", ("run", "format", "out", "push", "private", "target")),
     "convert": call_task("cli.export.convert_command", ("run", "format", "out", "target")),
     "lint": call_task("cli.export.lint_command", ("run", "target")),

@@ -148,7 +148,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no shell": (("completion",), ("completion bash",)),
     "recipe that is none": (("recipes", "eagle"), ("eagle", "eagle3")),
     "sweep of a misspelt recipe": (("train", "-m", "recipe=eagle3,eagl"), ("recipe=eagl", "eagle3")),
-    "bench with a target": (("bench", "kernels", "target=tiny"), ("target", "bench")),
+    "benchmark that moved": (("bench", "kernels"), ("bench kernels", "bench train")),
     "export of nothing": (("export", "format=vllm"), ("run", "run=runs/NAME")),
     "convert to nothing": (("convert", "taken", "out"), ("--to",)),
     "convert without a drafter": (("convert", "out=out", "format=vllm"), ("run", "IN OUT --to vllm")),

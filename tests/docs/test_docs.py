@@ -22,7 +22,7 @@ FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
 DOCUMENTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 EVERY_DRAFTER = {"init"}  # settings of all drafters, which no constructor has
-OURS = re.compile(r"(?:conf|docs|eval|examples|kernels|recipes|scripts|spectrain|tests)/[a-z0-9_./-]*")
+OURS = re.compile(r"(?:benchmarks|conf|data|docs|eval|examples|kernels|recipes|scripts|spectrain|tests)/[a-z0-9_./-]*")
 
 
 def lines(text: str) -> Iterator[list[str]]:

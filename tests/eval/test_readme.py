@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scripts.compare_heads import table
+from benchmarks.compare_heads import table
 from spectrain.eval.report import comparison_markdown
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from spectrain.bench.attention import random_tree
+from benchmarks.attention import random_tree
 from spectrain.kernels import kv_append, kv_commit, linear_divergence, round_log, token_commit, tree_attention, tree_verify
 from spectrain.kernels.counter import host_key
 

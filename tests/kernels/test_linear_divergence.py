@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import spectrain.kernels.linear_divergence as module
-from spectrain.bench.divergence import loss_systems
+from benchmarks.divergence import loss_systems
 from spectrain.drafters.layers.losses import (
     ACCEPTANCE_LOSSES,
     DIVERGENCES,

@@ -14,7 +14,7 @@ import torch
 from hydra import compose, initialize_config_module
 from torch.utils.flop_counter import FlopCounterMode
 
-from spectrain.bench.online import TOY, measure_peak, online_row
+from benchmarks.online import TOY, measure_peak, online_row
 from spectrain.cli.doctor import check_targets
 from spectrain.cli.main import dispatch_command
 from spectrain.cli.overrides import allow_new_keys, list_config_groups
@@ -41,7 +41,7 @@ WITHIN = pytest.approx(1, abs=0.15)
 TIGHT = pytest.approx(1, abs=0.10)
 ONE_PASS = ("dflash", "dspark", "dflash2", "peagle")
 SHORT = ("data.limit=6", "data.max_length=128")
-LLAMA = ("target=hf", f"target.model={ROOT / 'scripts' / 'llama-3.1-8b'}", "data=hub", "data.path=any", "data.max_length=2048")
+LLAMA = ("target=hf", f"target.model={ROOT / 'data' / 'llama-3.1-8b'}", "data=hub", "data.path=any", "data.max_length=2048")
 
 
 def composed(*overrides: str, device: str = "auto") -> Any:

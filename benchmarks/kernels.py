@@ -1,4 +1,4 @@
-"""`spectrain bench kernels`: the machine's limits, the kernels' correctness, and how close they come to the limits.
+"""`python -m benchmarks.kernels`: the machine's limits, the kernels' correctness, and how close they come to the limits.
 
 Parts: ceilings (copy bandwidth and a large matrix product, which every part measures first), correctness, table (tree attention
 and its alternatives at the shape of Llama-3.1-8B), tuning (tree attention with other tiles) and divergence (the fused loss).
@@ -15,6 +15,7 @@ import torch
 from spectrain.kernels import linear_divergence, tree_attention
 
 from .attention import AttentionCell, Geometry, table_row
+from .command import run_benchmark
 from .correctness import check_case, iterate_cases
 from .divergence import LossShape, divergence_row
 from .steps import Bench, Measurement, source_digest
@@ -136,3 +137,7 @@ class KernelBench(Bench):
         rest = self.dtype, self.device, self.sizes.loss_repeats
         for loss in self.sizes.loss_shapes():
             yield Measurement(loss.name, source_digest(linear_divergence), partial(divergence_row, loss, *rest))
+
+
+if __name__ == "__main__":
+    run_benchmark(KernelBench)

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from spectrain.bench.scale import SHARING_MODES, markdown_table
+from benchmarks.scale import SHARING_MODES, markdown_table
 
 ROOT = Path(__file__).parents[2]
 

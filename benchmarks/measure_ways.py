@@ -1,6 +1,6 @@
 """Ways to accept and to draft on the tiny target, each by the command that docs/systems.md names.
 
-    python scripts/measure_ways.py [--work DIR] [--out eval/results/ways-tiny.json] [GROUP ..]
+    python -m benchmarks.measure_ways [--work DIR] [--out eval/results/ways-tiny.json] [GROUP ..]
 
 One thread, float32, one seed; what a group trains or has scored already is not done again, and rows of other groups stay in the
 file. Without names: every group but `overlap`, whose wall clock wants two cores that do nothing else.

@@ -12,6 +12,8 @@ import torch
 
 from spectrain.provenance import collect_provenance
 
+from .command import run_benchmark
+
 ACCELERATE_CONFIGS = Path(__file__).resolve().parents[1] / "conf" / "accelerate"
 SHARING_MODES = ("ddp", "fsdp2", "zero2", "zero3")
 
@@ -93,3 +95,7 @@ class Scale:
             if result.returncode == 0
             else (result.stderr.strip().splitlines() or ["the process failed"])[-1][:300],
         }
+
+
+if __name__ == "__main__":
+    run_benchmark(Scale)

@@ -28,6 +28,7 @@ from spectrain.planning import memory_tracker
 from spectrain.planning.dry_run import dry_run, size_of
 from spectrain.training.trainer import Trainer
 
+from .command import run_benchmark
 from .engine import TOY as TOY_ENGINE
 from .models import ModelGeometry, random_network, randomize_weights
 from .steps import Bench, Measurement, source_digest
@@ -140,3 +141,7 @@ def measure_peak(work: Callable[[], Any], resident_bytes: int, device: torch.dev
             current += event.nbytes()
             highest = max(highest, current)
     return resident_bytes + highest
+
+
+if __name__ == "__main__":
+    run_benchmark(OnlineBench)

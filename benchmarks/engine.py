@@ -1,4 +1,4 @@
-"""`spectrain bench engine`: what the decoding engine reaches at the size of Llama-3.1-8B, with random weights.
+"""`python -m benchmarks.engine`: what the decoding engine reaches at the size of Llama-3.1-8B, with random weights.
 
 Parts: counts (kernel launches a round, counted without a device); identity (the engine's answers against the loop's, in
 float32); single and batched (autoregressive steps, verification and EAGLE-3 rounds at several prefixes, with one row and with
@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 import torch
 
+from benchmarks import launches
+from benchmarks.launches import count_round
 from spectrain.decoding import captured as engine
 from spectrain.decoding import generation
 from spectrain.decoding import loop as decode
@@ -27,11 +29,10 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.kernels import kv_append, kv_commit, round_log, token_commit, tree_attention, tree_verify
 from spectrain.models import compiled_layers as compiled
 from spectrain.models.target import Target
-from spectrain.planning import launches
-from spectrain.planning.launches import count_round
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 
 from . import identity, rounds, training
+from .command import run_benchmark
 from .identity import FAMILIES, identity_row, target_loaders
 from .measure import sample_shuffled, summarize_times
 from .models import ModelGeometry, build_meta_target, random_drafter, random_target
@@ -298,3 +299,7 @@ class EngineBench(Bench):
         best = self.build_roofline().max_efficiency(fixture.batch, fixture.prefix, builder.budget, builder.depth)
         row |= {"tree": builder.report_settings(), "alone_us": {name: median(measured[name]) * 1e6 for name in parts_by_name}}
         return row | compute_gains(samples, costs, list(taus), best)
+
+
+if __name__ == "__main__":
+    run_benchmark(EngineBench)

@@ -1,4 +1,4 @@
-"""`spectrain bench context`: the acceptance and memory traffic of drafting with less of the cache, by text length.
+"""`python -m benchmarks.context`: the acceptance and memory traffic of drafting with less of the cache, by text length.
 
 Every prompt is read once and continued by all drafters in turn. Positions beyond the target's training length are allowed, so
 that small targets can be measured; the perplexity next to each length shows what its answers are worth.
@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from spectrain.bench.traffic import measure_traffic
 from spectrain.config.choices import load_constructor
 from spectrain.data.chat import render_chat
 from spectrain.data.readers import load_embedded
@@ -30,8 +31,8 @@ from spectrain.models.traffic import BytesRead
 from spectrain.trees import Chain, TreeBuilder
 from spectrain.trees.base import RootOnlyBuilder
 
+from .command import run_benchmark
 from .measure import describe_setting
-from .traffic import measure_traffic
 
 NUM_SCORED_TOKENS = 128
 """Tokens at a prompt's end whose perplexity is computed."""
@@ -62,9 +63,9 @@ class ContextBench:
         # The first new token takes no round, so at least two are needed.
         for key, least in (("prompts", 1), ("new_tokens", 2), ("depth", 1), ("budget", 1)):
             if getattr(self, key) < least:
-                raise UserError(f"bench.{key}={getattr(self, key)}: use {least} or more")
+                raise UserError(f"{key}={getattr(self, key)}: use {least} or more")
         if not self.lengths or min(self.lengths) < 2:
-            raise UserError(f"bench.lengths={list(self.lengths)}: give lengths of 2 or more tokens")
+            raise UserError(f"lengths={list(self.lengths)}: give lengths of 2 or more tokens")
 
     def build_drafters(self, target: Target) -> dict[str, Any]:
         """Return the drafters to measure, by name."""
@@ -131,7 +132,7 @@ def extend_context(target: Target, length: int) -> None:
     rope = getattr(target.config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "default":
         raise UserError(
-            f"bench.lengths: {target.name} takes {target.max_length} tokens, and its positions "
+            f"lengths: {target.name} takes {target.max_length} tokens, and its positions "
             "cannot be extended; use shorter prompts"
         )
     target.config.max_position_embeddings = length
@@ -145,7 +146,7 @@ def take_tokens(target: Target, count: int) -> list[int]:
         if len(tokens) >= count:
             return tokens[:count]
     raise UserError(
-        f"bench.lengths: the embedded conversations have {len(tokens)} tokens, fewer than {count}; use fewer or shorter prompts"
+        f"lengths: the embedded conversations have {len(tokens)} tokens, fewer than {count}; use fewer or shorter prompts"
     )
 
 
@@ -221,3 +222,7 @@ def plot_results(path: Path, rows: list[dict[str, Any]], trained_length: int) ->
         panels[1].legend(fontsize=7)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    run_benchmark(ContextBench)

@@ -7,10 +7,19 @@ from typing import Any
 
 import pytest
 
-from spectrain.bench.correctness import CHECKS, iterate_cases
-from spectrain.bench.kernels import KernelSizes
-from spectrain.bench.report import GOALS_PATH, Evidence, gather_evidence, line_values, meets_goal, render_goals, render_markdown
-from spectrain.cli.main import main
+from benchmarks.command import run_benchmark
+from benchmarks.correctness import CHECKS, iterate_cases
+from benchmarks.kernels import KernelSizes
+from benchmarks.report import (
+    GOALS_PATH,
+    Evidence,
+    Report,
+    gather_evidence,
+    line_values,
+    meets_goal,
+    render_goals,
+    render_markdown,
+)
 
 SETTING = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "driver": "570", "toy": False, "date": "2026-01-01"}
 SHARES = {64: 0.5, 32: 0.4, 16: 0.3, 8: 0.2, 1: 0.1}
@@ -175,7 +184,7 @@ def test_only_gpus_at_full_size_count(tmp_path: Path) -> None:
 
 
 def test_goals_name_what_the_report_knows() -> None:
-    """Every goal that `bench engine` has no line for is one that rows can fill, and every kernel that is checked has a goal."""
+    """Rows can fill every goal that the engine has no line for, and every checked kernel has a goal."""
     known = line_values(Evidence("GPU", rows=whole_rows()))
     named_goals = {name for name in goals() if not name.startswith(("engine", "training"))}
     assert named_goals <= set(known)
@@ -184,21 +193,20 @@ def test_goals_name_what_the_report_knows() -> None:
 
 
 def test_command_prints_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """bench.results names the folder; one that is not there, or that holds a broken file, is the user's mistake."""
-    words = ["spectrain", "bench", "report"]
-    monkeypatch.setattr(sys, "argv", [*words, f"bench.results={tmp_path}"])
-    main()
+    """results names the folder; one that is not there, or that holds a broken file, is the user's mistake."""
+    monkeypatch.setattr(sys, "argv", ["report", f"results={tmp_path}"])
+    run_benchmark(Report)
     assert "not measured" in capsys.readouterr().out
     (tmp_path / "broken.json").write_text("{")
     for folder in (tmp_path, tmp_path / "none"):
-        monkeypatch.setattr(sys, "argv", [*words, f"bench.results={folder}"])
+        monkeypatch.setattr(sys, "argv", ["report", f"results={folder}"])
         with pytest.raises(SystemExit) as stopped:
-            main()
+            run_benchmark(Report)
         assert stopped.value.code == 2 and str(folder) in capsys.readouterr().err
 
 
 def test_the_page_holds_what_was_measured() -> None:
-    """Its table is the one that `spectrain bench report` prints of the committed results, goals without data included."""
+    """Its table is the one that `benchmarks.report` prints of the committed results, goals without data included."""
     text = (Path(__file__).parents[2] / "docs" / "engine.md").read_text()
     shown = text.split("<!-- goals -->\n")[1].split("\n<!-- /goals -->")[0]
     assert shown == render_goals(GOALS_PATH.parent)

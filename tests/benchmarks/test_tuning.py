@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from spectrain.bench import measure, tuning
-from spectrain.bench.attention import H200_CEILINGS, AttentionCell, Geometry
-from spectrain.bench.measure import ResultFile
+from benchmarks import measure, tuning
+from benchmarks.attention import H200_CEILINGS, AttentionCell, Geometry
+from benchmarks.measure import ResultFile
 from spectrain.kernels import tree_attention as kernels
 from spectrain.kernels.tree_attention import HOPPER_TILE_CONFIGS, TILE_CONFIGS, AttentionTiles
 

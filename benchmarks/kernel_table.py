@@ -1,6 +1,6 @@
 """Write the table of tree attention's configurations into docs/engine.md: what the compiler makes of them for sm_90.
 
-python -m scripts.kernel_table              needs triton and git and no GPU, and takes two minutes; nothing is run
+python -m benchmarks.kernel_table              needs triton and git and no GPU, and takes two minutes; nothing is run
 
 Before is the file at the revision below, after is the file as it stands, compiled by the same compiler with the same arguments.
 """

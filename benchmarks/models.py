@@ -52,7 +52,7 @@ def random_network(model: ModelGeometry, device: torch.device, dtype: torch.dtyp
 
 def random_target(model: ModelGeometry, device: torch.device, dtype: torch.dtype) -> Target:
     """Return a target of random weights with the tiny target's tokenizer, which is not used."""
-    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[1] / "data" / "tiny")
+    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[1] / "spectrain" / "data" / "tiny")
     return Target(random_network(model, device, dtype), tokenizer, "random", "random")
 
 

@@ -1,6 +1,6 @@
-"""`spectrain bench report`: the results in the JSON files of a folder as markdown, against eval/results/goals.json.
+"""`python -m benchmarks.report`: the results in the JSON files of a folder as markdown, against eval/results/goals.json.
 
-A file takes part if its "setting" names a GPU and is not "toy", and if it has "rows", as `bench kernels` writes them, or
+A file takes part if its "setting" names a GPU and is not "toy", and if it has "rows", as `benchmarks.kernels` writes them, or
 "lines": numbers by the name of a goal. A line without data in any file is printed as not measured.
 """
 
@@ -16,6 +16,7 @@ from spectrain.errors import UserError
 from spectrain.kernels import linear_divergence, tree_attention
 
 from .attention import H200_CEILINGS, AttentionCell, TimeBounds, time_bounds
+from .command import run_benchmark
 from .correctness import CHECKS, iterate_cases
 from .kernels import KernelSizes
 from .steps import source_digest
@@ -37,7 +38,7 @@ class Report:
 
     def run(self) -> None:
         if not Path(self.results).is_dir():
-            raise UserError(f"bench.results={self.results}: there is no such folder")
+            raise UserError(f"results={self.results}: there is no such folder")
         print(render_markdown(Path(self.results)))
 
 
@@ -263,3 +264,7 @@ def collect_notes(evidence: Evidence) -> list[str]:
     outdated = [name for name, row in evidence.rows.items() for part, source in current.items()
            if name.startswith(f"{part}/") and row.get("source") != source]  # fmt: skip
     return [*notes, *([f"{len(outdated)} rows were measured before their kernel's file changed last."] if outdated else [])]
+
+
+if __name__ == "__main__":
+    run_benchmark(Report)

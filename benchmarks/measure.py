@@ -68,11 +68,11 @@ class ResultFile:
             content = json.loads(self.path.read_text())
             rows, setting = content["rows"], content["setting"]
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"bench.out={self.path}: it does not hold measured rows; give another name") from error
+            raise UserError(f"out={self.path}: it does not hold measured rows; give another name") from error
         differing = [key for key in MACHINE_KEYS if setting.get(key) != self.setting[key]]
         if differing:
             differences = ", ".join(f"{key} {setting.get(key)}, here {self.setting[key]}" for key in differing)
-            raise UserError(f"bench.out={self.path}: it was measured elsewhere ({differences}); give another name")
+            raise UserError(f"out={self.path}: it was measured elsewhere ({differences}); give another name")
         self.rows, self.attempts, self.setting = rows, content.get("attempts", {}), setting
         self.goal_values = content.get("lines", {})
 

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from spectrain.bench import engine, identity, rounds
-from spectrain.bench.engine import TOY, EngineBench, EngineSizes
-from spectrain.bench.identity import FAMILIES
-from spectrain.bench.models import ModelGeometry, random_drafter, random_target
-from spectrain.bench.report import GOALS_PATH, gather_evidence, line_values, render_markdown
-from spectrain.bench.rounds import (
+from benchmarks import engine, identity, rounds
+from benchmarks.command import run_benchmark
+from benchmarks.engine import TOY, EngineBench, EngineSizes
+from benchmarks.identity import FAMILIES
+from benchmarks.models import ModelGeometry, random_drafter, random_target
+from benchmarks.report import GOALS_PATH, gather_evidence, line_values, render_markdown
+from benchmarks.rounds import (
     BenchFixture,
     FixedTreeDrafter,
     RoundSample,
@@ -30,9 +31,8 @@ from spectrain.bench.rounds import (
     prepare,
     split_evenly,
 )
-from spectrain.bench.speedup import AR, Roofline, RoundCosts, compute_gains, engine_goal_values
-from spectrain.bench.training import compute_gradients, count_flops, count_visible_pairs, loss_functions, random_batch
-from spectrain.cli.main import main
+from benchmarks.speedup import AR, Roofline, RoundCosts, compute_gains, engine_goal_values
+from benchmarks.training import compute_gradients, count_flops, count_visible_pairs, loss_functions, random_batch
 from spectrain.decoding.captured import CapturedRunner
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
@@ -354,11 +354,11 @@ def test_the_twin_computes_the_drafters_loss() -> None:
 
 @pytest.mark.slow
 def test_command_takes_its_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """bench.part, bench.out and bench.toy reach it."""
+    """part, out and toy reach it."""
     path = tmp_path / "found.json"
-    words = ["spectrain", "bench", "engine", "bench.part=counts", f"bench.out={path}", "bench.toy=true"]
+    words = ["engine", "part=counts", f"out={path}", "toy=true"]
     monkeypatch.setattr(sys, "argv", words)
-    main()
+    run_benchmark(EngineBench)
     assert {name.split("/")[0] for name in read(path)["rows"]} == {"ceilings", "counts"}
 
 
@@ -369,7 +369,7 @@ def test_gpu_check_runs_without_the_command_line(tmp_path: Path, monkeypatch: py
     hidden.mkdir()
     missing = ("hydra", "omegaconf", "pydantic", "datasets", "gguf", "wandb")
     (hidden / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({missing}))\n")
-    root = Path(rounds.__file__).parents[2]
+    root = Path(rounds.__file__).parents[1]
     for key, value in {"PYTHONPATH": f"{hidden}:{root}", "PYTHON": sys.executable, "OUT": str(tmp_path / "out")}.items():
         monkeypatch.setenv(key, value)
     script = ["bash", str(root / "scripts" / "gpu_check.sh")]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.launches import LaunchCounter, count_round
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
 from spectrain.decoding.acceptance.rejection import RecursiveRejection, SpeculativeSampling
 from spectrain.decoding.captured import CapturedRunner
@@ -33,7 +34,6 @@ from spectrain.experimental.redrafter.drafter import Redrafter
 from spectrain.experimental.transformer_heads.drafter import TransformerHeads
 from spectrain.models.fast.merged_linears import merge_linears
 from spectrain.models.target import Target
-from spectrain.planning.launches import LaunchCounter, count_round
 from spectrain.trees import Beam, Chain, Eagle2, TreeBuilder
 from spectrain.trees.fixed import Static
 from tests.targets import cut_tiny

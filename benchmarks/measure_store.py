@@ -1,6 +1,6 @@
 """What a feature store's types cost: bytes a token, error of features, acceptance length after training EAGLE-3 from it.
 
-    python scripts/measure_store.py [--work DIR] [--out eval/results/store.json] [--seeds 2]
+    python -m benchmarks.measure_store [--work DIR] [--out eval/results/store.json] [--seeds 2]
 
 The tiny target, 160 conversations, 2 epochs, 20 held-out prompts of 64 tokens, greedy, chain of 4; a minute a training.
 """

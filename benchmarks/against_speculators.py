@@ -1,7 +1,7 @@
 """EAGLE-3 trained here and by the speculators library, on the same tokens in as many passes: acceptance, tokens a second.
 
-    python scripts/against_speculators.py [--work DIR] [--out FILE] [--seeds 3] [--passes 1] [--prompts 16]
-    python scripts/against_speculators.py --pace 24 [--out FILE]
+    python -m benchmarks.against_speculators [--work DIR] [--out FILE] [--seeds 3] [--passes 1] [--prompts 16]
+    python -m benchmarks.against_speculators --pace 24 [--out FILE]
 
 Needs an environment with both (make .venv-engines/installed). The target is tiny, with embedded conversations up to --limit,
 batches of 512 packed tokens and three unrolled steps. The library has its defaults: Muon with AdamW beside it, its rates, its
@@ -39,7 +39,7 @@ from spectrain.data.dataset import Batching, Dataset
 from spectrain.data.readers import EmbeddedReader
 from spectrain.features.base import BatchRequest, Source
 from spectrain.features.batch import Batch, collate
-from spectrain.models.features import Features
+from spectrain.models.features import Features, Layer
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance
@@ -63,25 +63,25 @@ def main() -> None:
     arguments.add_argument("--out", type=Path, default=None)
     for name, default in (("seeds", 3), ("passes", 1), ("prompts", 16), ("limit", 320), ("pace", 0)):
         arguments.add_argument(f"--{name}", type=int, default=default)
-    asked = arguments.parse_args()
+    settings = arguments.parse_args()
     torch.set_num_threads(1)
-    if asked.pace:
-        write(pace(asked.pace, asked.limit), asked.out)
+    if settings.pace:
+        write(pace(settings.pace, settings.limit), settings.out)
         return
-    rows = []
-    for seed in range(asked.seeds):
-        for by in (train_ours, train_theirs) if seed % 2 == 0 else (train_theirs, train_ours):
-            folder = asked.work / f"{by.__name__}-{asked.passes}-{seed}"
-            tokens, seconds = by(folder, seed, asked.passes, asked.limit)
-            row = {"by": by.__name__, "seed": seed, "tokens": tokens, "tokens_a_second": round(tokens / seconds)}
-            rows.append(row | {tree: scored(folder / "drafter", tree, asked.prompts) for tree in TREES})
+    rows: list[dict[str, Any]] = []
+    for seed in range(settings.seeds):
+        for train in (train_ours, train_theirs) if seed % 2 == 0 else (train_theirs, train_ours):
+            folder = settings.work / f"{train.__name__}-{settings.passes}-{seed}"
+            tokens, seconds = train(folder, seed, settings.passes, settings.limit)
+            row = {"by": train.__name__, "seed": seed, "tokens": tokens, "tokens_a_second": round(tokens / seconds)}
+            rows.append(row | {tree: scored(folder / "drafter", tree, settings.prompts) for tree in TREES})
             print(json.dumps(rows[-1]), flush=True)
-    found: dict[str, Any] = {"setting": {key: value for key, value in vars(asked).items() if key not in ("work", "out")}}
+    found: dict[str, Any] = {"setting": {key: value for key, value in vars(settings).items() if key not in ("work", "out")}}
     for key in ("chain", "tree", "tokens_a_second"):
         ours, theirs = (mean(row[key] for row in rows if row["by"] == by) for by in ("train_ours", "train_theirs"))
         found[key] = {"ours": ours, "theirs": theirs, "ratio": ours / theirs}
     print(json.dumps({key: found[key] for key in ("chain", "tree", "tokens_a_second")}, indent=1))
-    write(found | {"rows": rows, "provenance": collect_provenance()}, asked.out)
+    write(found | {"rows": rows, "provenance": collect_provenance()}, settings.out)
 
 
 def write(found: dict[str, Any], out: Path | None) -> None:
@@ -157,9 +157,10 @@ def pace(steps: int, limit: int) -> dict[str, Any]:
     target: Target = build(config.target)
     target.pack_weights()
     data: Dataset = EmbeddedReader(limit=limit, max_length=512).make_dataset(target.tokenizer)
-    drafter, trainer, given = init_drafter(config, target, data), Trainer.from_config(config), Given()
-    layers: tuple[int, ...] = drafter.fused  # type: ignore[assignment]
-    wanted = (*layers, "final", target.num_layers)
+    drafter: Any = init_drafter(config, target, data)
+    trainer, given = Trainer.from_config(config), Given()
+    layers: tuple[int, ...] = drafter.fused
+    wanted: tuple[Layer, ...] = (*layers, "final", target.num_layers)
     job = TrainingRun(
         trainer,
         drafter,
@@ -177,7 +178,10 @@ def pace(steps: int, limit: int) -> dict[str, Any]:
         features = timed(seconds["target"], partial(target.features, batch.tokens, wanted, batch.lengths))
         given.given = replace(batch, features=features)
         inputs = shifted(batch, features, layers, target.num_layers)
-        both = [("ours", partial(job.train_step, [examples])), ("theirs", partial(theirs.step, inputs))]
+        both: list[tuple[str, Callable[[], Any]]] = [
+            ("ours", partial(job.train_step, [examples])),
+            ("theirs", partial(theirs.step, inputs)),
+        ]
         for by, step in both if number % 2 else both[::-1]:
             timed(seconds[by], step)
         tokens.append(batch.tokens.numel())
@@ -204,8 +208,10 @@ def timed(seconds: list[float], work: Callable[[], Any]) -> Any:
 
 def library_model(target: Target, draft_ids: Tensor, layers: tuple[int, ...]) -> Any:
     """The library's EAGLE-3 for a target, over a draft vocabulary, with the defaults of its command line."""
-    said = target.model.config.to_diff_dict()
-    config = LlamaConfig(**{key: value for key, value in said.items() if key not in ("model_type", "architectures")})
+    config: Any = target.model.config
+    config = LlamaConfig(
+        **{key: value for key, value in config.to_diff_dict().items() if key not in ("model_type", "architectures")}
+    )
     config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
     drafted = torch.zeros(target.head.vocab_size, dtype=torch.bool)
     drafted[draft_ids] = True

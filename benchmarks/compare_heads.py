@@ -1,6 +1,6 @@
 """Heads, masks, blocks and their cousins on the tiny target: each trained on the same tokens and scored on the same prompts.
 
-    python scripts/compare_heads.py [--work DIR] [--out eval/results/heads-tiny.json] [RECIPE[+drafter.KEY=VALUE ..] ..]
+    python -m benchmarks.compare_heads [--work DIR] [--out eval/results/heads-tiny.json] [RECIPE[+drafter.KEY=VALUE ..] ..]
 
 300 steps of at most 512 tokens of the embedded data, the recipe's own rate, one seed; 40 held-out prompts of 64 tokens, greedy,
 eight at once. One to three minutes a recipe with one thread. A finished run is not trained again, nor scored; rows of other
@@ -98,7 +98,7 @@ def main() -> None:
         rows[name] = measure(name, options.work.absolute())
         setting = {
             "target": "tiny", "training": TRAINING, "scoring": SCORING, "trees": TREES,
-            **collect_provenance(), "command": "python scripts/compare_heads.py",
+            **collect_provenance(), "command": "python -m benchmarks.compare_heads",
         }  # fmt: skip
         write_text(options.out, json.dumps({"setting": setting, "rows": list(rows.values())}, indent=1) + "\n")
     if options.out == RESULTS:

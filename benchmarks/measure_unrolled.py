@@ -1,6 +1,6 @@
 """EAGLE-3's training step on a CPU: CPU seconds and peak memory, with joined attention and with one mask for all steps.
 
-python -m scripts.measure_unrolled > table.md          a quarter of an hour of one thread
+python -m benchmarks.measure_unrolled > table.md          a quarter of an hour of one thread
 
 SmolLM2's geometry, random weights and features; loss and gradients of the drafter, without the target's forward. Each case is a
 process of its own, and takes the less of two steps. The mask is what was before: [T, T + (steps - 1) T].
@@ -11,6 +11,7 @@ import resource
 import subprocess
 import sys
 import time
+from unittest.mock import patch
 
 LENGTHS, STEPS, WAYS = (512, 1024, 2048), (3, 7), ("masked", "joined")
 
@@ -19,13 +20,13 @@ def measure(length: int, steps: int, way: str) -> tuple[float, float]:
     """CPU seconds of a step, and MiB that the process took more at its highest than before the first."""
     import torch
 
-    from spectrain.bench.models import ModelGeometry, random_drafter, random_target
-    from spectrain.bench.training import compute_gradients, loss_functions, random_batch
+    from benchmarks.models import ModelGeometry, random_drafter, random_target
+    from benchmarks.training import compute_gradients, loss_functions, random_batch
     from spectrain.models import attention
 
     torch.manual_seed(0)
     if way == "masked":
-        attention.is_mergeable = lambda q, v: False
+        patch.object(attention, "is_mergeable", lambda q, v: False).start()
     model = ModelGeometry(
         layers=3, width=576, inner=1536, heads=9, kv_heads=3, head_size=64, vocab=49152, draft_vocab=8192, context=8192
     )
@@ -61,7 +62,7 @@ def main() -> None:
 
 def case(length: int, steps: int, way: str) -> tuple[float, float]:
     """The same in a process of its own."""
-    command = [sys.executable, "-m", "scripts.measure_unrolled", str(length), str(steps), way]
+    command = [sys.executable, "-m", "benchmarks.measure_unrolled", str(length), str(steps), way]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     return float(said[-2]), float(said[-1])
 

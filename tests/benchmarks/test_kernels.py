@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.bench import attention, correctness, kernels, measure
-from spectrain.bench.attention import H200_CEILINGS, AttentionCell, AttentionProblem, Geometry, count_cost, time_bounds
-from spectrain.bench.kernels import TOY, KernelBench, KernelSizes
-from spectrain.bench.measure import ResultFile, paired_ratio, summarize_times, time_interleaved
-from spectrain.cli.main import main
+from benchmarks import attention, correctness, kernels, measure
+from benchmarks.attention import H200_CEILINGS, AttentionCell, AttentionProblem, Geometry, count_cost, time_bounds
+from benchmarks.command import run_benchmark
+from benchmarks.kernels import TOY, KernelBench, KernelSizes
+from benchmarks.measure import ResultFile, paired_ratio, summarize_times, time_interleaved
 from spectrain.errors import UserError
 from spectrain.kernels.tree_attention import tree_attention_reference
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
 TINY = Geometry(4, 2, 16, torch.float32, CPU)
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
@@ -111,22 +112,22 @@ def test_a_part_brings_its_ceilings(part: Any, tmp_path: Path, monkeypatch: pyte
 
 
 def test_command_takes_its_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """bench.part, bench.out and bench.toy reach it; another part is refused by name."""
+    """part, out and toy reach it; another part is refused by name."""
     path = tmp_path / "found.json"
-    words = ["spectrain", "bench", "kernels", "bench.part=ceilings", f"bench.out={path}", "bench.toy=true"]
+    words = ["kernels", "part=ceilings", f"out={path}", "toy=true"]
     monkeypatch.setattr(sys, "argv", words)
-    main()
+    run_benchmark(KernelBench)
     assert set(read(path)["rows"]) == {"ceilings/copy", "ceilings/product"}
-    monkeypatch.setattr(sys, "argv", [*words[:3], "bench.part=celings"])
+    monkeypatch.setattr(sys, "argv", ["kernels", "part=celings"])
     with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code == 2 and "bench.part=celings" in capsys.readouterr().err
+        run_benchmark(KernelBench)
+    assert stopped.value.code == 2 and "part=celings" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU measures at full size")
 def test_full_size_needs_a_gpu(tmp_path: Path) -> None:
     """On a CPU it says how to run, and writes nothing."""
-    with pytest.raises(UserError, match=r"bench\.toy=true"):
+    with pytest.raises(UserError, match="toy=true"):
         KernelBench(out=str(tmp_path / "kernels.json")).run()
     assert not list(tmp_path.iterdir())
 
@@ -254,7 +255,7 @@ def test_a_wrong_kernel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_kernel_is_checked() -> None:
     """Each file that registers an operation is one whose change makes some verdict void, and has cases in every type."""
-    sources = Path(kernels.__file__).parents[1].joinpath("kernels").glob("*.py")
+    sources = ROOT.joinpath("kernels").glob("*.py")
     registering = {path.name for path in sources if 'custom_op("spectrain::' in path.read_text()}
     checked = {Path(str(module.__file__)).name for check in correctness.CHECKS.values() for module in check.modules}
     assert checked == registering | {"counter.py"}  # which draws for verification, inside its kernels
@@ -369,15 +370,17 @@ def test_an_illegal_access_of_a_baseline_starves_nothing(tmp_path: Path, monkeyp
 def test_the_script_goes_on_three_times_and_then_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part whose process fails is run three times in all; the report is written, and the status is the part's."""
     told, python = tmp_path / "told", tmp_path / "python"
-    python.write_text(f'#!/bin/bash\necho "$2" >> {told}\n[[ "$2" != *Bench* ]]\n')
+    python.write_text(f'#!/bin/bash\necho "$2" >> {told}\n[[ "$2" == *report ]]\n')
     python.chmod(0o755)
     monkeypatch.setenv("PYTHON", str(python))
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
-    script = Path(kernels.__file__).parents[2] / "scripts" / "gpu_check.sh"
+    script = ROOT / "scripts" / "gpu_check.sh"
     for part in (["kernels", "all", "toy"], ["engine", "counts", "toy"]):
         told.write_text("")
         ran = subprocess.run(["bash", str(script), *part], capture_output=True, text=True, check=False)
-        words = ["Bench" in line or ("Report" in line and "report") for line in told.read_text().splitlines()]
+        words = [
+            (line.endswith("report") and "report") or line.startswith("benchmarks.") for line in told.read_text().splitlines()
+        ]
         assert ran.returncode == 1 and words == [True, True, True, "report"], ran.stderr
         assert (tmp_path / "out" / "report.md").exists()
 
@@ -386,7 +389,7 @@ def test_a_row_that_never_ends_is_left(tmp_path: Path) -> None:
     """The watchdog writes that it took too long, and ends the process."""
     path = tmp_path / "kernels.json"
     hangs = (
-        "import time; from spectrain.bench import kernels, steps; steps.Bench.row_seconds = 1\n"
+        "import time; from benchmarks import kernels, steps; steps.Bench.row_seconds = 1\n"
         "kernels.check_case = lambda *arguments: time.sleep(60)\n"
         f"kernels.KernelBench('correctness', {str(path)!r}, True, 50).run()"
     )
@@ -428,7 +431,7 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     hidden = tmp_path / "hidden"
     hidden.mkdir()
     (hidden / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({missing}))\n")
-    root = Path(kernels.__file__).parents[2]
+    root = ROOT
     monkeypatch.setenv("PYTHONPATH", f"{hidden}:{root}")
     monkeypatch.setenv("PYTHON", sys.executable)
     monkeypatch.setenv("OUT", str(tmp_path / "out"))

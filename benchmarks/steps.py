@@ -81,7 +81,7 @@ class Bench(ABC):
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         if self.device.type != "cuda" and not self.toy:
-            raise UserError("bench.toy=false: there is no GPU; bench.toy=true runs every line at a small size")
+            raise UserError("toy=false: there is no GPU; toy=true runs every line at a small size")
         self.results = ResultFile(Path(self.out), describe_setting(self.device, self.dtype, self.toy))
         console, began = Console(soft_wrap=True), time.monotonic()
         left = self.pending_measurements()
