@@ -23,8 +23,8 @@ from spectrain.training.trainer import Trainer
 
 from .dry_run import STEP, TARGET, DryRun, dry_run
 from .hours import hours
-from .table import RESERVE, show
-from .workload import Workload, kept_features, survey, total_flops
+from .table import RESERVE, print_plan
+from .workload import Workload, kept_features, read_workload, total_flops
 
 SPREAD = {"drafter": "trainer.sharding=fsdp2", "drafter and target": "trainer.sharding=fsdp2 target.sharding=fsdp2"}
 
@@ -85,13 +85,13 @@ class Plan:
         if self.json:
             print(text, end="")
         else:
-            show(found)
+            print_plan(found)
         return found
 
 
 def plan(config: DictConfig, asked: Plan) -> dict[str, Any]:
     """Everything that is known of a run before it starts, as plain numbers."""
-    work = survey(config, asked)
+    work = read_workload(config, asked)
     seen = dry_run(config, asked.planned, work.dataset, work.batches, work.num_steps)
     kept = kept_features(config, seen, work)
     if asked.planned.type == "cpu" and kept:
@@ -116,7 +116,7 @@ def plan(config: DictConfig, asked: Plan) -> dict[str, Any]:
     if limit is not None:
         room = limit * (1 - RESERVE)
         found["fits"] = seen.peak <= room
-        found["changes"] = [] if found["fits"] else changes(config, asked, seen, sharded)
+        found["changes"] = [] if found["fits"] else list_changes(config, asked, seen, sharded)
     return {**found, "setting": OmegaConf.to_container(config), "provenance": collect_provenance()}
 
 
@@ -159,7 +159,7 @@ def sharded_memory(seen: DryRun, asked: Plan) -> dict[str, int]:
     return {"drafter": drafter, "drafter and target": drafter - weights * (count - 1) // count + 2 * seen.layer_bytes}
 
 
-def changes(config: DictConfig, asked: Plan, seen: DryRun, sharded: dict[str, int]) -> list[dict[str, Any]]:
+def list_changes(config: DictConfig, asked: Plan, seen: DryRun, sharded: dict[str, int]) -> list[dict[str, Any]]:
     """What would take less, each planned anew, best first."""
     found: list[dict[str, Any]] = [
         {"change": f"{SPREAD[what]} on {asked.devices} devices", "peak_bytes": size} for what, size in sharded.items()
@@ -167,11 +167,11 @@ def changes(config: DictConfig, asked: Plan, seen: DryRun, sharded: dict[str, in
     if seen.features and not build(config.source).stores_features:
         weights = seen.memory.get("target weights", 0) + seen.memory.get("packed copies of weights", 0)
         found.append({"change": "source=store", "peak_bytes": seen.peak - max(0, weights - seen.lent_bytes)})
-    for settings in alternatives(config, seen):
+    for settings in cheaper_settings(config, seen):
         changed = deepcopy(config)
         for key, value in settings.items():
             OmegaConf.update(changed, key, value)
-        work = survey(changed, asked)
+        work = read_workload(changed, asked)
         peak = dry_run(changed, asked.planned, work.dataset, work.batches[:64], work.num_steps).peak
         asked_for = {key: str(value).lower() if isinstance(value, bool) else value for key, value in settings.items()}
         found.append({"change": " ".join(f"{key}={value}" for key, value in asked_for.items()), "peak_bytes": peak})
@@ -181,7 +181,7 @@ def changes(config: DictConfig, asked: Plan, seen: DryRun, sharded: dict[str, in
     return sorted((entry for entry in found if entry["saves_bytes"] > 0), key=lambda entry: entry["peak_bytes"])
 
 
-def alternatives(config: DictConfig, seen: DryRun) -> list[dict[str, Any]]:
+def cheaper_settings(config: DictConfig, seen: DryRun) -> list[dict[str, Any]]:
     """Settings that cost less memory, as far as this run has them."""
     trainer = Trainer.from_config(config)
     found: list[dict[str, Any]] = []

@@ -9,32 +9,32 @@ WIDTH = 120  # however narrow the terminal says it is
 RESERVE = 0.08  # of a device, for what is no tensor: its context, workspaces, holes between blocks
 
 
-def show(found: dict[str, Any]) -> None:
+def print_plan(found: dict[str, Any]) -> None:
     """The plan as tables."""
     console = Console(soft_wrap=True)
     console.width = max(console.width, WIDTH)
     tokens, memory, disk_, flops, hours_ = (found[key] for key in ("tokens", "memory", "disk", "flops", "hours"))
     table = Table(title="spectrain plan", show_header=False)
-    sizes = {name: amount(number) for name, number in found["parameters"].items()}
+    sizes = {name: format_count(number) for name, number in found["parameters"].items()}
     table.add_row("parameters", f"{sizes['trained']} trained; drafter {sizes['drafter']}, target {sizes['target']}")
     how = "counted" if tokens["counted"] else "plan.tokens"
     table.add_row(
-        "tokens", f"{amount(tokens['epoch'])} an epoch ({how}), {tokens['epochs']:.3g} epochs, {tokens['steps']} steps"
+        "tokens", f"{format_count(tokens['epoch'])} an epoch ({how}), {tokens['epochs']:.3g} epochs, {tokens['steps']} steps"
     )
     table.add_section()
-    table.add_row(f"memory a {memory['device']} device", f"{gigabytes(memory['peak_bytes'])} in tensors at the worst moment")
+    table.add_row(f"memory a {memory['device']} device", f"{format_bytes(memory['peak_bytes'])} in tensors at the worst moment")
     for part, size in sorted(memory["parts"].items(), key=lambda item: -item[1]):
         if size >= 0.001 * memory["peak_bytes"]:
-            table.add_row(f"  {part}", gigabytes(size))
+            table.add_row(f"  {part}", format_bytes(size))
     for what, size in memory["sharded"].items():
-        table.add_row(f"  {what} sharded over {memory['devices']}", gigabytes(size))
+        table.add_row(f"  {what} sharded over {memory['devices']}", format_bytes(size))
     table.add_section()
-    run = f"{gigabytes(disk_['run_bytes'])}: {disk_['checkpoints_kept']} checkpoints of {gigabytes(disk_['checkpoint_bytes'])}"
-    run += f", drafter {gigabytes(disk_['drafter_bytes'])}"
-    run += f", target {gigabytes(disk_['trained_target_bytes'])}" if disk_["trained_target_bytes"] else ""
+    run = f"{format_bytes(disk_['run_bytes'])}: {disk_['checkpoints_kept']} checkpoints of {format_bytes(disk_['checkpoint_bytes'])}"
+    run += f", drafter {format_bytes(disk_['drafter_bytes'])}"
+    run += f", target {format_bytes(disk_['trained_target_bytes'])}" if disk_["trained_target_bytes"] else ""
     table.add_row("disk, the run", run)
     if disk_["store_bytes"]:
-        stored = ", ".join(f"{dtype} {gigabytes(size)}" for dtype, size in disk_["store_bytes"].items())
+        stored = ", ".join(f"{dtype} {format_bytes(size)}" for dtype, size in disk_["store_bytes"].items())
         table.add_row("disk, a feature store", stored)
     table.add_section()
     each = f"{flops['target_per_token'] / 1e9:.3g} GFLOP a token in the target, {flops['step_per_token'] / 1e9:.3g} in the step"
@@ -46,21 +46,21 @@ def show(found: dict[str, Any]) -> None:
     if memory["limit_bytes"] is None:
         console.print("plan.device_gb=80 says whether it fits, and what to change if not", highlight=False)
         return
-    room = f"{gigabytes(memory['limit_bytes'])}, of which {RESERVE:.0%} stay for what is no tensor"
+    room = f"{format_bytes(memory['limit_bytes'])}, of which {RESERVE:.0%} stay for what is no tensor"
     console.print(f"it {'fits' if found['fits'] else 'does not fit'} in {room}", highlight=False)
     if found["changes"]:
         table = Table("change", "memory", "saves", "fits")
         for entry in found["changes"]:
             fits = "yes" if entry["fits"] else "no"
-            table.add_row(entry["change"], gigabytes(entry["peak_bytes"]), gigabytes(entry["saves_bytes"]), fits)
+            table.add_row(entry["change"], format_bytes(entry["peak_bytes"]), format_bytes(entry["saves_bytes"]), fits)
         console.print(table)
 
 
-def gigabytes(size: float) -> str:
+def format_bytes(size: float) -> str:
     return f"{size / 1e9:.3g} GB" if size >= 1e7 else f"{size / 1e6:.3g} MB"
 
 
-def amount(number: float) -> str:
+def format_count(number: float) -> str:
     for unit, name in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
         if number >= unit:
             return f"{number / unit:.3g} {name}"

@@ -43,7 +43,7 @@ class Workload:
         return self.padded * self.epochs
 
 
-def survey(config: DictConfig, asked: "Plan") -> Workload:
+def read_workload(config: DictConfig, asked: "Plan") -> Workload:
     """The batches of a run: the data's own where it is quick to read, else full ones."""
     trainer = Trainer.from_config(config)
     data = build(config.data)
