@@ -29,7 +29,8 @@ def print_plan(found: dict[str, Any]) -> None:
     for what, size in memory["sharded"].items():
         table.add_row(f"  {what} sharded over {memory['devices']}", format_bytes(size))
     table.add_section()
-    run = f"{format_bytes(disk_['run_bytes'])}: {disk_['checkpoints_kept']} checkpoints of {format_bytes(disk_['checkpoint_bytes'])}"
+    run = format_bytes(disk_["run_bytes"])
+    run += f": {disk_['checkpoints_kept']} checkpoints of {format_bytes(disk_['checkpoint_bytes'])}"
     run += f", drafter {format_bytes(disk_['drafter_bytes'])}"
     run += f", target {format_bytes(disk_['trained_target_bytes'])}" if disk_["trained_target_bytes"] else ""
     table.add_row("disk, the run", run)
