@@ -24,45 +24,45 @@ if TYPE_CHECKING:
 
 CALIBRATION = 20  # steps
 WARM = 4  # of these, which pack weights and fill caches, and do not count
-SMALL = 300e6  # parameters up to which a target is small enough to calibrate on without being asked
+SMALL = 300e6  # parameters up to which a target is small enough to calibrate on without a request
 
 
-def hours(config: DictConfig, asked: "Plan", seen: DryRun, work: Workload, flops: float) -> dict[str, Any]:
+def hours(config: DictConfig, options: "Plan", sizes: DryRun, work: Workload, flops: float) -> dict[str, Any]:
     """Hours of the run, and where they come from."""
-    whole = work.padded_in_all
-    if asked.tokens_per_second is not None:
-        rate = asked.tokens_per_second * asked.devices
-        return {"value": whole / rate / 3600, "basis": f"plan.tokens_per_second={asked.tokens_per_second:g} of a device"}
-    if should_calibrate(config, asked, seen):
+    total = work.padded_in_all
+    if options.tokens_per_second is not None:
+        rate = options.tokens_per_second * options.devices
+        return {"value": total / rate / 3600, "basis": f"plan.tokens_per_second={options.tokens_per_second:g} of a device"}
+    if should_calibrate(config, options, sizes):
         target, step = calibrate(config)
-        seconds = work.padded * (target * target_epochs(config, seen, work) + step * work.epochs) / asked.devices
+        seconds = work.padded * (target * target_epochs(config, sizes, work) + step * work.epochs) / options.devices
         basis = f"measured over {CALIBRATION} steps on this machine"
         return {
             "value": seconds / 3600,
             "basis": basis,
-            "tokens_per_second": whole / seconds,
+            "tokens_per_second": total / seconds,
             "seconds_per_token": [target, step],
         }
-    rate = asked.share * asked.peak_tflops * 1e12 * asked.devices
-    basis = f"assumed: {asked.share:.0%} of {asked.peak_tflops:g} TFLOP/s, nothing was run"
-    return {"value": flops / rate / 3600, "basis": basis, "tokens_per_second": whole * rate / flops if flops else None}
+    rate = options.share * options.peak_tflops * 1e12 * options.devices
+    basis = f"assumed: {options.share:.0%} of {options.peak_tflops:g} TFLOP/s, nothing was run"
+    return {"value": flops / rate / 3600, "basis": basis, "tokens_per_second": total * rate / flops if flops else None}
 
 
-def should_calibrate(config: DictConfig, asked: "Plan", seen: DryRun) -> bool:
-    """Whether steps may run here: asked for, or small and at hand."""
-    if asked.calibrate is not None:
-        if asked.calibrate and (not asked.is_here or not work_is_real(asked)):
+def should_calibrate(config: DictConfig, options: "Plan", sizes: DryRun) -> bool:
+    """Whether steps may run here: options for, or small and at hand."""
+    if options.calibrate is not None:
+        if options.calibrate and (not options.is_here or not work_is_real(options)):
             raise UserError(
                 "plan.calibrate=true: it runs steps on this machine; leave out plan.tokens and a plan.device not here"
             )
-        return asked.calibrate
+        return options.calibrate
     model = config.target.get("model")
     local = model is None or any(Path(model).glob("*.safetensors"))
-    return local and asked.is_here and work_is_real(asked) and seen.target <= SMALL
+    return local and options.is_here and work_is_real(options) and sizes.target <= SMALL
 
 
-def work_is_real(asked: "Plan") -> bool:
-    return asked.tokens is None
+def work_is_real(options: "Plan") -> bool:
+    return options.tokens is None
 
 
 def calibrate(config: DictConfig) -> tuple[float, float]:

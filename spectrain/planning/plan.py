@@ -24,7 +24,7 @@ from spectrain.training.trainer import Trainer
 from .dry_run import STEP, TARGET, DryRun, dry_run
 from .hours import hours
 from .table import RESERVE, print_plan
-from .workload import Workload, kept_features, read_workload, total_flops
+from .workload import Workload, cached_features, read_workload, total_flops
 
 SPREAD = {"drafter": "trainer.sharding=fsdp2", "drafter and target": "trainer.sharding=fsdp2 target.sharding=fsdp2"}
 
@@ -77,127 +77,127 @@ class Plan:
 
     def run(self, config: DictConfig) -> dict[str, Any]:
         """Plan, print a table or JSON, and give what was printed."""
-        found = plan(config, self)
-        text = json.dumps(found, indent=2) + "\n"
+        summary = plan(config, self)
+        text = json.dumps(summary, indent=2) + "\n"
         if self.out is not None:
             Path(self.out).parent.mkdir(parents=True, exist_ok=True)
             Path(self.out).write_text(text)
         if self.json:
             print(text, end="")
         else:
-            print_plan(found)
-        return found
+            print_plan(summary)
+        return summary
 
 
-def plan(config: DictConfig, asked: Plan) -> dict[str, Any]:
+def plan(config: DictConfig, options: Plan) -> dict[str, Any]:
     """Everything that is known of a run before it starts, as plain numbers."""
-    work = read_workload(config, asked)
-    seen = dry_run(config, asked.planned, work.dataset, work.batches, work.num_steps)
-    kept = kept_features(config, seen, work)
-    if asked.planned.type == "cpu" and kept:
-        seen.memory["features kept for later epochs"] = int(kept)
-    flops = total_flops(config, seen, work)
-    limit = asked.limit()
-    sharded = sharded_memory(seen, asked)
-    found: dict[str, Any] = {
-        "parameters": {"trained": seen.trained, "drafter": seen.drafter, "target": seen.target},
+    work = read_workload(config, options)
+    sizes = dry_run(config, options.planned, work.dataset, work.batches, work.num_steps)
+    cached = cached_features(config, sizes, work)
+    if options.planned.type == "cpu" and cached:
+        sizes.memory["features kept for later epochs"] = int(cached)
+    flops = total_flops(config, sizes, work)
+    limit = options.limit()
+    sharded = sharded_memory(sizes, options)
+    summary: dict[str, Any] = {
+        "parameters": {"trained": sizes.trained, "drafter": sizes.drafter, "target": sizes.target},
         "tokens": {
             "epoch": work.tokens, "padded": work.padded, "epochs": work.epochs, "counted": work.counted,
             "steps": work.num_steps, "batch_tokens": work.batch_tokens,
         },
         "memory": {
-            "device": str(asked.planned.type), "devices": asked.devices, "peak_bytes": seen.peak, "parts": seen.memory,
-            "sharded": sharded, "limit_bytes": limit, "assumed_sizes": seen.assumed,
+            "device": str(options.planned.type), "devices": options.devices, "peak_bytes": sizes.peak, "parts": sizes.memory,
+            "sharded": sharded, "limit_bytes": limit, "assumed_sizes": sizes.assumed,
         },
-        "disk": disk(seen, work),
-        "flops": {"target_per_token": seen.flops.get(TARGET, 0.0), "step_per_token": seen.flops.get(STEP, 0.0), "run": flops},
-        "hours": hours(config, asked, seen, work, flops), "notes": notes(config, asked, seen),
+        "disk": disk(sizes, work),
+        "flops": {"target_per_token": sizes.flops.get(TARGET, 0.0), "step_per_token": sizes.flops.get(STEP, 0.0), "run": flops},
+        "hours": hours(config, options, sizes, work, flops), "notes": notes(config, options, sizes),
     }  # fmt: skip
     if limit is not None:
         room = limit * (1 - RESERVE)
-        found["fits"] = seen.peak <= room
-        found["changes"] = [] if found["fits"] else list_changes(config, asked, seen, sharded)
-    return {**found, "setting": OmegaConf.to_container(config), "provenance": collect_provenance()}
+        summary["fits"] = sizes.peak <= room
+        summary["changes"] = [] if summary["fits"] else list_changes(config, options, sizes, sharded)
+    return {**summary, "setting": OmegaConf.to_container(config), "provenance": collect_provenance()}
 
 
-def notes(config: DictConfig, asked: Plan, seen: DryRun) -> list[str]:
+def notes(config: DictConfig, options: Plan, sizes: DryRun) -> list[str]:
     """What the numbers leave out or take for granted."""
-    found = []
-    if seen.assumed:
-        found.append(f"{seen.assumed} sizes hang on what the target says; the most was assumed")
+    summary = []
+    if sizes.assumed:
+        summary.append(f"{sizes.assumed} sizes hang on what the target says; the most was assumed")
     if build(config.source).generates_text:
-        found.append("sequences that are written while training are not counted, in memory, arithmetic or assumed hours")
-    if asked.planned.type == "cuda":
-        found.append(
+        summary.append("sequences that are written while training are not counted, in memory, arithmetic or assumed hours")
+    if options.planned.type == "cuda":
+        summary.append(
             "attention is taken to run in fused kernels, masked too, as on an H100; elsewhere it may store every score"
         )
-    return found
+    return summary
 
 
-def disk(seen: DryRun, work: Workload) -> dict[str, Any]:
+def disk(sizes: DryRun, work: Workload) -> dict[str, Any]:
     """Bytes that the run folder holds at its end, and that a feature store of this data takes."""
-    stores = {dtype: count_state_bytes(work.tokens * len(seen.features), seen.width, dtype) for dtype in TORCH_DTYPES}
+    stores = {dtype: count_state_bytes(work.tokens * len(sizes.features), sizes.width, dtype) for dtype in TORCH_DTYPES}
     return {
-        "checkpoint_bytes": seen.checkpoint_bytes, "checkpoints_kept": len(seen.checkpoints),
-        "drafter_bytes": seen.drafter_bytes, "trained_target_bytes": seen.trained_target_bytes,
-        "run_bytes": sum(seen.checkpoints) + seen.drafter_bytes + seen.trained_target_bytes,
-        "store_bytes": stores if seen.features else {},
+        "checkpoint_bytes": sizes.checkpoint_bytes, "checkpoints_kept": len(sizes.checkpoints),
+        "drafter_bytes": sizes.drafter_bytes, "trained_target_bytes": sizes.trained_target_bytes,
+        "run_bytes": sum(sizes.checkpoints) + sizes.drafter_bytes + sizes.trained_target_bytes,
+        "store_bytes": stores if sizes.features else {},
     }  # fmt: skip
 
 
-def sharded_memory(seen: DryRun, asked: Plan) -> dict[str, int]:
+def sharded_memory(sizes: DryRun, options: Plan) -> dict[str, int]:
     """Peak bytes of one of `devices` where the drafter's states are spread over them, and where the target is too.
 
     Full sharding gathers a piece at a time: of the drafter, which is small, all of it, of the target its largest layer.
     """
-    count, parts = asked.devices, seen.memory
+    count, parts = options.devices, sizes.memory
     if count == 1:
         return {}
     states = sum(parts.get(part, 0) for part in ("drafter weights", "gradients", "optimiser state"))
-    drafter = seen.peak - states * (count - 1) // count + parts.get("drafter weights", 0)
+    drafter = sizes.peak - states * (count - 1) // count + parts.get("drafter weights", 0)
     weights = parts.get("target weights", 0)
-    return {"drafter": drafter, "drafter and target": drafter - weights * (count - 1) // count + 2 * seen.layer_bytes}
+    return {"drafter": drafter, "drafter and target": drafter - weights * (count - 1) // count + 2 * sizes.layer_bytes}
 
 
-def list_changes(config: DictConfig, asked: Plan, seen: DryRun, sharded: dict[str, int]) -> list[dict[str, Any]]:
+def list_changes(config: DictConfig, options: Plan, sizes: DryRun, sharded: dict[str, int]) -> list[dict[str, Any]]:
     """What would take less, each planned anew, best first."""
-    found: list[dict[str, Any]] = [
-        {"change": f"{SPREAD[what]} on {asked.devices} devices", "peak_bytes": size} for what, size in sharded.items()
+    summary: list[dict[str, Any]] = [
+        {"change": f"{SPREAD[what]} on {options.devices} devices", "peak_bytes": size} for what, size in sharded.items()
     ]
-    if seen.features and not build(config.source).stores_features:
-        weights = seen.memory.get("target weights", 0) + seen.memory.get("packed copies of weights", 0)
-        found.append({"change": "source=store", "peak_bytes": seen.peak - max(0, weights - seen.lent_bytes)})
-    for settings in cheaper_settings(config, seen):
+    if sizes.features and not build(config.source).stores_features:
+        weights = sizes.memory.get("target weights", 0) + sizes.memory.get("packed copies of weights", 0)
+        summary.append({"change": "source=store", "peak_bytes": sizes.peak - max(0, weights - sizes.lent_bytes)})
+    for settings in cheaper_settings(config, sizes):
         changed = deepcopy(config)
         for key, value in settings.items():
             OmegaConf.update(changed, key, value)
-        work = read_workload(changed, asked)
-        peak = dry_run(changed, asked.planned, work.dataset, work.batches[:64], work.num_steps).peak
-        asked_for = {key: str(value).lower() if isinstance(value, bool) else value for key, value in settings.items()}
-        found.append({"change": " ".join(f"{key}={value}" for key, value in asked_for.items()), "peak_bytes": peak})
-    for entry in found:
-        entry["saves_bytes"] = seen.peak - entry["peak_bytes"]
-        entry["fits"] = entry["peak_bytes"] <= (asked.limit() or math.inf) * (1 - RESERVE)
-    return sorted((entry for entry in found if entry["saves_bytes"] > 0), key=lambda entry: entry["peak_bytes"])
+        work = read_workload(changed, options)
+        peak = dry_run(changed, options.planned, work.dataset, work.batches[:64], work.num_steps).peak
+        shown = {key: str(value).lower() if isinstance(value, bool) else value for key, value in settings.items()}
+        summary.append({"change": " ".join(f"{key}={value}" for key, value in shown.items()), "peak_bytes": peak})
+    for entry in summary:
+        entry["saves_bytes"] = sizes.peak - entry["peak_bytes"]
+        entry["fits"] = entry["peak_bytes"] <= (options.limit() or math.inf) * (1 - RESERVE)
+    return sorted((entry for entry in summary if entry["saves_bytes"] > 0), key=lambda entry: entry["peak_bytes"])
 
 
-def cheaper_settings(config: DictConfig, seen: DryRun) -> list[dict[str, Any]]:
+def cheaper_settings(config: DictConfig, sizes: DryRun) -> list[dict[str, Any]]:
     """Settings that cost less memory, as far as this run has them."""
     trainer = Trainer.from_config(config)
-    found: list[dict[str, Any]] = []
+    summary: list[dict[str, Any]] = []
     if trainer.batch_tokens >= 512:
         halved = {"trainer.batch_tokens": trainer.batch_tokens // 2, "trainer.accumulate": trainer.accumulate * 2}
         longest = build(config.data).max_length
-        found.append(
+        summary.append(
             {**halved, **({"data.max_length": trainer.batch_tokens // 2} if longest > trainer.batch_tokens // 2 else {})}
         )
     has = settings_with_defaults(config.drafter)
     for key in ("ttt_steps", "num_heads", "vocab_size", "num_masks", "num_drafts"):
         value = has.get(key)
         if isinstance(value, int) and value > 3:
-            found.append({f"drafter.{key}": value // 2})
+            summary.append({f"drafter.{key}": value // 2})
     if has.get("adapt") == "full":
-        found.append({"drafter.adapt": "lora"})
-    if not trainer.gradient_checkpointing and not seen.adapts_layers:
-        found.append({"trainer.gradient_checkpointing": True})
-    return found
+        summary.append({"drafter.adapt": "lora"})
+    if not trainer.gradient_checkpointing and not sizes.adapts_layers:
+        summary.append({"trainer.gradient_checkpointing": True})
+    return summary

@@ -9,13 +9,13 @@ WIDTH = 120  # however narrow the terminal says it is
 RESERVE = 0.08  # of a device, for what is no tensor: its context, workspaces, holes between blocks
 
 
-def print_plan(found: dict[str, Any]) -> None:
+def print_plan(summary: dict[str, Any]) -> None:
     """The plan as tables."""
     console = Console(soft_wrap=True)
     console.width = max(console.width, WIDTH)
-    tokens, memory, disk_, flops, hours_ = (found[key] for key in ("tokens", "memory", "disk", "flops", "hours"))
+    tokens, memory, disk_, flops, hours_ = (summary[key] for key in ("tokens", "memory", "disk", "flops", "hours"))
     table = Table(title="spectrain plan", show_header=False)
-    sizes = {name: format_count(number) for name, number in found["parameters"].items()}
+    sizes = {name: format_count(number) for name, number in summary["parameters"].items()}
     table.add_row("parameters", f"{sizes['trained']} trained; drafter {sizes['drafter']}, target {sizes['target']}")
     how = "counted" if tokens["counted"] else "plan.tokens"
     table.add_row(
@@ -42,16 +42,16 @@ def print_plan(found: dict[str, Any]) -> None:
     table.add_row("arithmetic", f"{flops['run']:.3g} FLOP; {each}")
     table.add_row("hours", f"{hours_['value']:.3g} ({hours_['basis']})")
     console.print(table)
-    for note in found["notes"]:
+    for note in summary["notes"]:
         console.print(note, highlight=False)
     if memory["limit_bytes"] is None:
         console.print("plan.device_gb=80 says whether it fits, and what to change if not", highlight=False)
         return
     room = f"{format_bytes(memory['limit_bytes'])}, of which {RESERVE:.0%} stay for what is no tensor"
-    console.print(f"it {'fits' if found['fits'] else 'does not fit'} in {room}", highlight=False)
-    if found["changes"]:
+    console.print(f"it {'fits' if summary['fits'] else 'does not fit'} in {room}", highlight=False)
+    if summary["changes"]:
         table = Table("change", "memory", "saves", "fits")
-        for entry in found["changes"]:
+        for entry in summary["changes"]:
             fits = "yes" if entry["fits"] else "no"
             table.add_row(entry["change"], format_bytes(entry["peak_bytes"]), format_bytes(entry["saves_bytes"]), fits)
         console.print(table)

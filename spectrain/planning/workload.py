@@ -22,7 +22,7 @@ from .memory_tracker import MemoryTracker
 if TYPE_CHECKING:
     from .plan import Plan
 
-QUICK_BYTES = 256e6  # of data whose tokens are counted rather than asked for
+QUICK_BYTES = 256e6  # of data whose tokens are counted rather than options for
 
 
 @dataclass
@@ -43,11 +43,11 @@ class Workload:
         return self.padded * self.epochs
 
 
-def read_workload(config: DictConfig, asked: "Plan") -> Workload:
+def read_workload(config: DictConfig, options: "Plan") -> Workload:
     """The batches of a run: the data's own where it is quick to read, else full ones."""
     trainer = Trainer.from_config(config)
     data = build(config.data)
-    if asked.tokens is None:
+    if options.tokens is None:
         if data.num_bytes() > QUICK_BYTES:
             raise UserError("plan.tokens: this data is not read for a plan; say how many tokens it has, as in plan.tokens=4e8")
         dataset = data.make_dataset(tokenizer(config))
@@ -59,12 +59,12 @@ def read_workload(config: DictConfig, asked: "Plan") -> Workload:
     batches = [dataset[indices] for indices in dataset.make_batches(0, trainer.batch_settings)]
     sizes = [slots(batch, trainer.packing) for batch in batches]
     once, largest = float(sum(sizes)), max(sizes)
-    tokens = float(dataset.num_tokens if asked.tokens is None else asked.tokens)
-    all_padded = once if asked.tokens is None else tokens
-    per_step = trainer.accumulate * asked.devices * once / len(batches)
+    tokens = float(dataset.num_tokens if options.tokens is None else options.tokens)
+    all_padded = once if options.tokens is None else tokens
+    per_step = trainer.accumulate * options.devices * once / len(batches)
     num_steps = trainer.max_steps or max(1, math.ceil(trainer.epochs * all_padded / per_step))
     return Workload(
-        dataset, batches, num_steps, num_steps * per_step / all_padded, all_padded, tokens, asked.tokens is None, largest
+        dataset, batches, num_steps, num_steps * per_step / all_padded, all_padded, tokens, options.tokens is None, largest
     )
 
 
@@ -77,38 +77,40 @@ def tokenizer(config: DictConfig) -> Any:
     return target.tokenizer
 
 
-def kept_features(config: DictConfig, seen: DryRun, work: Workload) -> float:
+def cached_features(config: DictConfig, sizes: DryRun, work: Workload) -> float:
     """Bytes of features that the live source keeps in the host's memory."""
     keep = build(config.source).max_cached_bytes
-    whole = work.tokens * len(seen.features) * seen.width * seen.dtype.itemsize
-    return float(min(keep, whole)) if work.epochs > 0 and seen.features else 0.0
+    total = work.tokens * len(sizes.features) * sizes.width * sizes.dtype.itemsize
+    return float(min(keep, total)) if work.epochs > 0 and sizes.features else 0.0
 
 
-def target_epochs(config: DictConfig, seen: DryRun, work: Workload) -> float:
-    """How often the target runs over the data: of what is kept once only, where all of a batch is."""
-    whole = work.tokens * len(seen.features) * seen.width * seen.dtype.itemsize
-    kept = kept_features(config, seen, work) / whole if whole else 0.0
+def target_epochs(config: DictConfig, sizes: DryRun, work: Workload) -> float:
+    """How often the target runs over the data: of what is cached once only, where all of a batch is."""
+    total = work.tokens * len(sizes.features) * sizes.width * sizes.dtype.itemsize
+    cached = cached_features(config, sizes, work) / total if total else 0.0
     rows = (work.dataset.examples and len(work.dataset.examples) / len(work.batches)) or 1.0
-    return min(1.0, work.epochs) + max(0.0, work.epochs - 1) * (1 - kept**rows)
+    return min(1.0, work.epochs) + max(0.0, work.epochs - 1) * (1 - cached**rows)
 
 
-def total_flops(config: DictConfig, seen: DryRun, work: Workload) -> float:
-    times = 0.0 if build(config.source).stores_features else target_epochs(config, seen, work)
-    trained = work.padded * (seen.flops.get(TARGET, 0.0) * times + seen.flops.get(STEP, 0.0) * work.epochs)
-    return trained + num_looks(config, work) * look_flops(seen, work)
+def total_flops(config: DictConfig, sizes: DryRun, work: Workload) -> float:
+    times = 0.0 if build(config.source).stores_features else target_epochs(config, sizes, work)
+    trained = work.padded * (sizes.flops.get(TARGET, 0.0) * times + sizes.flops.get(STEP, 0.0) * work.epochs)
+    return trained + num_looks(config, work) * look_flops(sizes, work)
 
 
 def num_looks(config: DictConfig, work: Workload) -> int:
-    """How often what is held out is drafted for: with each checkpoint or as often as is asked for, and at the end."""
+    """How often what is held out is drafted for: with each checkpoint or as often as is options for, and at the end."""
     trainer = Trainer.from_config(config)
     every = trainer.save_every if trainer.eval_every is None else trainer.eval_every
     return math.ceil(work.num_steps / every) if every else 1
 
 
-def look_flops(seen: DryRun, work: Workload) -> float:
+def look_flops(sizes: DryRun, work: Workload) -> float:
     """Two for every weight that a row of a look is multiplied with; attention, behind texts so short, is left out, and so is
     what a drafter does beside drafting."""
-    rows = count_validation_rows(select_prompts(work.dataset.held_out, seen.longest))
+    rows = count_validation_rows(select_prompts(work.dataset.held_out, sizes.longest))
     return 2.0 * (
-        (rows.num_prompt + rows.num_verified) * seen.layers + rows.num_verified * seen.output + rows.num_drafted * seen.drafter
+        (rows.num_prompt + rows.num_verified) * sizes.layers
+        + rows.num_verified * sizes.output
+        + rows.num_drafted * sizes.drafter
     )
