@@ -19,8 +19,8 @@ from spectrain.decoding.captured import BatchState, CapturedRunner, RoundTimer, 
 from spectrain.decoding.fallback import COMPILE_BACKENDS, ExecutionMode, Fallback
 from spectrain.decoding.generation import ROUND_PARTS, Generation
 from spectrain.decoding.loop import Request
-from spectrain.drafters.abilities import Abilities, Capture
 from spectrain.drafters.base import Drafter
+from spectrain.drafters.capabilities import Capabilities, Capture
 from spectrain.drafters.context import Context
 from spectrain.errors import describe_error
 from spectrain.models.device import synchronize_device
@@ -86,7 +86,7 @@ def fixed_paths(nodes: int, depth: int) -> list[list[int]]:
 class FixedTreeDrafter(Drafter):
     """Propose the builder's tree at almost no cost, so that a round measures its verification."""
 
-    abilities = Abilities(capture=Capture())
+    capabilities = Capabilities(capture=Capture())
     parents: Tensor
     choices: Tensor
 

@@ -10,6 +10,7 @@ from typing import Any
 from spectrain.config.choices import find_choice, find_constructor
 from spectrain.data.datastore import Datastore
 from spectrain.drafters.base import Drafter
+from spectrain.drafters.capabilities import DrafterWithExits
 from spectrain.drafters.hybrid import Merged
 from spectrain.drafters.layers.copies import CopySource
 from spectrain.drafters.ngram import Ngram
@@ -45,7 +46,7 @@ class Baselines(Part):
     prompts: Sequence[Prompt] = ()  # what is scored
 
     def check(self, candidate: Candidate) -> None:
-        if "early_exit" in self.names and self.exit_layer is None and candidate.drafter.abilities.exits is None:
+        if "early_exit" in self.names and self.exit_layer is None and not isinstance(candidate.drafter, DrafterWithExits):
             raise UserError("eval.baselines: early_exit needs eval.exit_layer=N")
 
     def systems(self, candidate: Candidate, first: System) -> list[System]:
@@ -53,7 +54,7 @@ class Baselines(Part):
         own = candidate.default_builder or builder
         chain = Chain(min(3, own.depth), own.children, own.temperature, own.seed)
         plain = rule.matching_rule()  # a drafter that copies text draws nothing, so p / q has no meaning for it
-        drafts = not drafter.abilities.copies_text
+        drafts = not drafter.capabilities.is_copier
         judged = "" if plain.name == rule.name else f", rule {plain.name}"
         found = []
         if "own" in self.names and candidate.default_builder is not None:
@@ -64,7 +65,7 @@ class Baselines(Part):
         others = {name for name in self.names if name in TRAINING_FREE and name != own_name}
         store = self._store(candidate) if COPYING & ({*self.names} - {*TRAINING_FREE} | others) else None
         tree = Auto() if target.sharding == "none" else Eagle2(own.depth, own.budget)
-        if "copies" in self.names and drafts and not drafter.abilities.undrawn:
+        if "copies" in self.names and drafts and not drafter.capabilities.has_no_q:
             label = f"drafter with copies, {describe(tree)}{judged}"
             found.append(System("copies", label, Merged(drafter, CopySource(store)), tree, plain))
         if "chain" in self.names and not own.is_chain and drafts:
@@ -104,7 +105,7 @@ class Baselines(Part):
         if not names:
             return {}
         drafter = results.candidate.drafter
-        own = drafter.saved.settings(drafter).get("exit_layer")
+        own = drafter.saved.settings.get("exit_layer")
         target, turns = results.candidate.target, results.turns["drafter"]
         return {"transformers": run_transformers(target, turns, names, self.assistant, self.exit_layer or own)}
 
@@ -112,7 +113,7 @@ class Baselines(Part):
 def goes_by_clock(target: Target, drafter: Drafter, builder: TreeBuilder) -> bool:
     """Whether another tree, sized by this machine's times, can stand for a builder's: processes that share a target must draft
     the same ones, and such a tree draws nothing."""
-    apart = target.sharding == "none" and not drafter.abilities.copies_text
+    apart = target.sharding == "none" and not drafter.capabilities.is_copier
     return apart and builder.children == "deterministic" and builder.name != Auto.name
 
 

@@ -181,9 +181,9 @@ class Contest:
     def settings(self, group: str, name: str) -> DictConfig:
         """The whole configuration of one, its tree and data those of all."""
         tree = HydraConfig.get().runtime.choices["tree"]
-        able = import_constructor(compose("train", overrides=[f"{group}={name}"]).drafter).abilities
-        if able.copies_text:  # what is copied at no cost is best as long as it is sure, or where it knows how sure it is
-            tree = "auto" if able.undrawn else "chain"
+        able = import_constructor(compose("train", overrides=[f"{group}={name}"]).drafter).capabilities
+        if able.is_copier:  # what is copied at no cost is best as long as it is sure, or where it knows how sure it is
+            tree = "auto" if able.has_no_q else "chain"
         alike = ["++eval.baselines=[own,auto,copies,chain]", "++eval.oracle=false"]
         config = compose("train", overrides=[f"{group}={name}", f"tree={tree}", *alike, *self.passed])
         OmegaConf.set_struct(config, False)
@@ -256,7 +256,7 @@ class Contest:
     def target_for(self, config: DictConfig) -> Target:
         """The target of all or, for a drafter whose training changes it, one of its own."""
         drafter: Drafter = build(config.drafter, target=self.target)
-        return build(config.target) if drafter.abilities.target_training else self.target
+        return build(config.target) if drafter.capabilities.target_training else self.target
 
     def allotted(self, config: DictConfig, dataset: Dataset) -> dict[str, Any]:
         """The budget in the trainer's settings: minutes by the clock, or the steps that the tokens are worth."""
@@ -274,7 +274,7 @@ def recipes(named: Any) -> list[str]:
     known = sorted(GlobalHydra.instance().config_loader().get_group_options("recipe"))
 
     def drafts(name: str) -> bool:
-        return not import_constructor(compose("train", overrides=[f"recipe={name}"]).drafter).abilities.judges
+        return not import_constructor(compose("train", overrides=[f"recipe={name}"]).drafter).capabilities.is_acceptance_probe
 
     if named == "all":
         return [name for name in known if drafts(name)]

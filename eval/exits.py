@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spectrain.drafters.capabilities import DrafterWithExits
 from spectrain.eval.drift import Text, own_answers, target_drift
 from spectrain.eval.metrics import Turn
 from spectrain.models.target import Target
@@ -26,7 +27,7 @@ def judge_target(candidate: Candidate, turns: Sequence[Turn], max_new_tokens: in
     if original is not None:
         texts = own_answers(original, [prompt for prompt, _ in texts], max_new_tokens)
         found["target_drift"] = target_drift(original, target, texts, max_new_tokens)
-    if candidate.drafter.abilities.exits is not None:
+    if isinstance(candidate.drafter, DrafterWithExits):
         models = {"target": target} if original is None else {"original": original, "trained": target}
         found["exits"] = {name: exit_quality(model, texts) for name, model in models.items()}
         plot_exits(folder / "exits.svg", found["exits"])

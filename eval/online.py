@@ -126,9 +126,9 @@ class Online(Part):
         drafter = candidate.drafter
         if self.learn == "split" and not candidate.builder.is_chain:
             raise UserError("eval.online_learn=split: it replays chains, and this tree branches; use tree=chain")
-        if not has_weights(drafter) or drafter.abilities.target_training:
+        if not has_weights(drafter) or drafter.capabilities.target_training:
             raise UserError("eval.online: this drafter has no weights of its own to learn with; use one that was trained")
-        if self.learn == "split" and not drafter.abilities.on_policy.learns_replays:
+        if self.learn == "split" and drafter.capabilities.on_policy is None:
             raise UserError(
                 "eval.online_learn=split: this family does not learn from replayed drafts; use corrections or answers"
             )

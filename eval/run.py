@@ -19,6 +19,7 @@ from spectrain.decoding.calibration import calibrate_builders, resolve_rule
 from spectrain.decoding.guard import Guard
 from spectrain.decoding.pruning import fit_early_heads
 from spectrain.decoding.session import check_compatibility, prepare_for_decoding, tune_drafter
+from spectrain.drafters.capabilities import find_datastore
 from spectrain.errors import UserError
 from spectrain.eval.baselines import OURS, OWN, TRANSFORMERS, Baselines, goes_by_clock
 from spectrain.eval.drafts import record_drafts
@@ -130,7 +131,7 @@ class Evaluation(Sweeping, Learning, Scoring):
         for part in parts:
             part.check(candidate)
             part.keep(candidate)
-        if (store := drafter.abilities.datastore(drafter)) is not None:
+        if (store := find_datastore(drafter)) is not None:
             admit(store, self.chosen, candidate.setting)
         drafter.to(target.device, target.dtype).eval()
         target.pack_weights()
@@ -212,7 +213,7 @@ class Evaluation(Sweeping, Learning, Scoring):
     def _refuse_answers(self, decoding: Interleaving, target: Target) -> None:
         """Stop where a store holds an answer; of a run's own store, whoever copied from it is left out."""
         for system in list(decoding.systems):
-            if (store := system.drafter.abilities.datastore(system.drafter)) is None:
+            if (store := find_datastore(system.drafter)) is None:
                 continue
             try:
                 refuse_answers(store, decoding.turns["drafter"], target.tokenizer)
@@ -268,7 +269,7 @@ class Evaluation(Sweeping, Learning, Scoring):
             "guard": self.guard,
             "threads": torch.get_num_threads(),
             "engine": summary["engine"],
-            "drafter": {**candidate.setting.get("drafter", {}), **drafter.saved.settings(drafter)},
+            "drafter": {**candidate.setting.get("drafter", {}), **drafter.saved.settings},
         }
 
     def _write(self, results: Results, summary: dict[str, Any], calibration: Calibration | None) -> None:

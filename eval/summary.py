@@ -102,10 +102,10 @@ def bounds(target: Target, drafter: Drafter, turns: Sequence[Turn], oracle: Sequ
     depth = sum(sum(turn.drafted.depths) for turn in turns) / rounds
     sparse = bool(getattr(target.config, "num_experts", None) or getattr(target.config, "num_local_experts", None))
     floor = roofline_seconds(target.model, batch, target.device, target.dtype)
-    read = drafter.cost.weights(drafter, target)
-    drafting = drafter.cost.passes(drafter, depth) * roofline_seconds(read, batch, target.device, target.dtype)
+    read = drafter.cost.weights(target)
+    drafting = drafter.cost.num_passes(depth) * roofline_seconds(read, batch, target.device, target.dtype)
     verifying = roofline_seconds(target.model, batch * nodes, target.device, target.dtype)
-    forwards = 1 + drafter.cost.forwards(drafter)
+    forwards = 1 + drafter.cost.num_target_forwards()
     return {
         **({"forwards_per_round": forwards} if forwards > 1 else {}),
         "engine_efficiency": round(metrics.speedup(turns) / length, 4),

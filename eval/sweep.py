@@ -6,6 +6,7 @@ from typing import Any
 
 from spectrain.config.choices import find_constructor
 from spectrain.decoding.pruning import Pruning
+from spectrain.drafters.capabilities import DrafterWithExits
 from spectrain.errors import UserError
 from spectrain.eval.noise import is_possible
 from spectrain.eval.parts import Part, Results
@@ -113,20 +114,19 @@ class ExitSweep(Part):
     depths: Sequence[int]
 
     def check(self, candidate: Candidate) -> None:
-        if candidate.drafter.abilities.exits is None:
+        if not isinstance(candidate.drafter, DrafterWithExits):
             raise UserError(
                 "eval.sweep=exit: this drafter has no exits to choose from; use drafter=early_exit, or a run of "
                 "recipe=layerskip"
             )
 
     def systems(self, candidate: Candidate, first: System) -> list[System]:
-        exits = candidate.drafter.abilities.exits
-        assert exits is not None
+        assert isinstance(candidate.drafter, DrafterWithExits)
         rows = exits_of(candidate.target, self.exits)
         self.grid = Grid("exit", "exit_layer", "depth", rows, tuple(sorted(set(self.depths))))
         found, builder = [], candidate.builder
         for exit_layer in self.grid.rows:
-            other = exits.at(candidate.drafter, exit_layer, candidate.target)
+            other = candidate.drafter.at_exit(exit_layer, candidate.target)
             for depth in self.grid.columns:
                 label = f"exit {exit_layer}, chain of {depth}"
                 chain = Chain(depth, builder.children, builder.temperature, builder.seed)
@@ -149,7 +149,7 @@ class PruneSweep(Part):
 
     def systems(self, candidate: Candidate, first: System) -> list[System]:
         drafter, builder, rule = candidate.drafter, candidate.builder, candidate.rule
-        rows = exits_of(candidate.target, self.exits, max(1, drafter.cost.verified_from(drafter)))
+        rows = exits_of(candidate.target, self.exits, max(1, drafter.cost.first_verified_layer()))
         self.grid = Grid("prune", "prune_layer", "prune_top", rows, tuple(sorted(set(self.tops))))
         found = []
         for layer in self.grid.rows:

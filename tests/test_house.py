@@ -32,7 +32,7 @@ ROOMS = (
 )
 """The rooms, and the modules beside them, each of which imports from those of its line and the lines before it."""
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
-PLAIN = {"abilities", "base", "context", "__init__"}  # modules in drafters/ that are no family
+PLAIN = {"base", "capabilities", "context", "__init__"}  # modules in drafters/ that are no family
 
 ONE_PROGRAM = {
     "kernels/linear_divergence.py:_row_kl_kernel",

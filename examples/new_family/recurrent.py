@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from spectrain.drafters.abilities import SavedFiles
 from spectrain.drafters.base import Losses, Stage, TrainingState
+from spectrain.drafters.capabilities import SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.losses import LossName as Loss
 from spectrain.drafters.layers.vocabulary import Supervision, VocabularyDrafter

@@ -56,10 +56,11 @@ def count_traffic(
     target: Target, drafter: Drafter, builder: TreeBuilder, rule: AcceptanceRule, prompt: list[int]
 ) -> dict[str, Any] | None:
     """Return the traffic of one answer to a prompt, or None for a drafter that does not count its reads."""
-    if drafter.cost.read is None or not target.architecture.attention_layers:
+    if drafter.cost.bytes_read() is None or not target.architecture.attention_layers:
         return None
     length = min(NUM_DECODED_TOKENS, target.max_length - len(prompt))
     (generation,) = decode(target, [prompt], rule, length, drafter, builder, ignore_eos=True)
-    if not generation.round_lengths:
+    drafting = drafter.cost.bytes_read()
+    if drafting is None or not generation.round_lengths:
         return None
-    return {"prompt_tokens": len(prompt), **measure_traffic(target, drafter.cost.read(drafter), [generation])}
+    return {"prompt_tokens": len(prompt), **measure_traffic(target, drafting, [generation])}

@@ -250,7 +250,7 @@ class Chat:
         rule, builder, drafter = build(config.acceptance), build(config.tree), load_drafter(config, folder, target)
         if self.measured and rule.lossless and not Session(target, rule, engine=self.engine).prefers_capture:
             check_compatibility(drafter, builder, rule)
-            if goes_by_clock(target, drafter, builder) and not drafter.abilities.undrawn:
+            if goes_by_clock(target, drafter, builder) and not drafter.capabilities.has_no_q:
                 drafter = Merged(drafter, CopySource(open_answer_store(config, folder, target, None)))
                 builder, rule = Auto(budget=MAX_TREE_NODES), rule.matching_rule()
         return Session.from_drafter(target, drafter, builder, rule, prompts, self.engine)

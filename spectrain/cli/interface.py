@@ -99,7 +99,7 @@ class PretrainedDrafter:
         config = check_config(config, TRAIN_KEYS)
         module = load_drafter(config, folder, target)
         trained = find_trained_target(folder)
-        if module.abilities.target_training and trained is not None and Path(target.path) != trained.resolve():
+        if module.capabilities.target_training and trained is not None and Path(target.path) != trained.resolve():
             raise UserError(f"target {target.name}: this drafter belongs to the target in {trained}; load that one")
         return cls(module, build(config.tree), build(config.acceptance), config)
 

@@ -85,7 +85,7 @@ def resolve_rule(
         if builder.children in rule_class.children:
             return rule_class(*rule.sampling_settings), builder, None
     sampled = builder.sampled_variant(rule.sampling_settings[0])
-    if sampled is None or drafter.abilities.copies_text or drafter.abilities.undrawn:
+    if sampled is None or drafter.capabilities.is_copier or drafter.capabilities.has_no_q:
         return rule.matching_rule(), builder, None
     forecast = run_teacher_forced(
         target, drafter, builder, rule.matching_rule(), prompts()[:RULE_TRIAL_PROMPTS], RULE_TRIAL_TOKENS

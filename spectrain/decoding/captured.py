@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from spectrain.drafters.base import Drafter, Drafts
+from spectrain.drafters.capabilities import adapts_layers
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.kernels.round_log import round_log
@@ -57,10 +58,10 @@ def capture_blocker(target: Target, rule: AcceptanceRule, drafter: Drafter | Non
         return f"acceptance={rule.name} decides on the host"
     if drafter is None or builder is None:
         return None
-    name, capture = type(drafter).__name__.lower(), drafter.abilities.capture
+    name, capture = type(drafter).__name__.lower(), drafter.capabilities.capture
     if capture is None:
         return f"drafter={name} reads values from the device while it drafts"
-    if capture.keeps_drafts and not builder.verifies_all:
+    if capture.needs_all_drafts and not builder.verifies_all:
         return f"tree={builder.name} omits nodes that drafter={name} has run"
     if not builder.is_fixed:
         return f"tree={builder.name} decides the draft length on the host"
@@ -193,15 +194,15 @@ class CapturedRunner:
         self.round_drafter: Drafts = NullDrafter() if drafter is None else drafter
         if backend == "auto":
             backend = "inductor" if target.device.type == "cuda" else None
-        self.backend = None if drafter is not None and drafter.abilities.adapts_layers else backend
+        self.backend = None if drafter is not None and adapts_layers(drafter) else backend
         self._drafter_models = [] if drafter is None else [model for model in drafter.modules() if isinstance(model, Target)]
-        capture = None if drafter is None else drafter.abilities.capture
+        capture = None if drafter is None else drafter.capabilities.capture
         # Of such a drafter only the model's layers are compiled.
-        runs_model = capture is None or self._drafter_models or capture.keeps_drafts
+        runs_model = capture is None or self._drafter_models or capture.needs_all_drafts
         self._compiled_drafter: Drafts = self.round_drafter
         if drafter is not None and self.backend is not None and not runs_model:
             self._compiled_drafter = CompiledProposer(drafter, self.builder, self.backend)
-        self._state_names = () if capture is None else capture.carried
+        self._state_names = () if capture is None else capture.state_names
         self.states: dict[tuple[int, int], BatchState] = {}
         self.checked_sizes: set[tuple[int, int]] = set()  # sizes of batches that have run once
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from spectrain.drafters.base import Drafter, Drafts
+from spectrain.drafters.capabilities import prefill_prompts
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.models.features import Features, Layer
-from spectrain.models.images import refuse_images
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
 from spectrain.trees.base import Draft, RootOnlyBuilder, RoundResult, TreeBuilder
@@ -211,7 +211,7 @@ def slots_per_round(drafter: Drafter | None, builder: TreeBuilder) -> int:
     """Count the cache slots that a round needs after the committed tokens: a path, the tree, the nodes that a drafter runs in
     the target's cache, and mask nodes."""
     nodes = builder.depth + builder.budget + builder.max_drafted
-    return nodes if drafter is None else nodes + drafter.cost.extra_nodes(drafter, builder)
+    return nodes if drafter is None else nodes + drafter.cost.extra_nodes(builder)
 
 
 def required_layers(drafter: Drafter | None, rule: AcceptanceRule) -> tuple[Layer, ...]:
@@ -247,11 +247,8 @@ def run_prompts(context: Context, drafter: Drafter | None, rule: AcceptanceRule,
     context.stops.copy_(torch.tensor([*sorted(request.stop_ids), *[NO_TOKEN] * (len(context.stops) - len(request.stop_ids))]))
     padded = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in request.prompts], device=device)
     lengths = torch.tensor([len(prompt) for prompt in request.prompts], device=device)
-    prefill = None if drafter is None else drafter.abilities.prefill
-    if prefill is not None:
-        refuse_images(request.prompts, "drafter: this family reads prompts by itself")
     context.texts = request.prompts
-    features = context.prefill(padded, lengths) if prefill is None else prefill(drafter, context, padded, lengths)
+    features = prefill_prompts(drafter, context, padded, lengths)
     assert features.logits is not None
     context.tokens[:, :width] = padded
     first = rule.choose_tokens(features.logits, context.sequence_ids, lengths[:, None])

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Literal, Protocol
 
 from spectrain.drafters.base import Drafter
+from spectrain.drafters.capabilities import TunableDrafter
 from spectrain.errors import UserError
 from spectrain.models.fast import pack_linears
 from spectrain.models.images import have_images
@@ -192,14 +193,14 @@ def make_fallback(target: Target, engine: EngineChoice) -> Fallback:
 
 def check_compatibility(drafter: Drafter, builder: TreeBuilder, rule: AcceptanceRule) -> None:
     """Raise a UserError where the rule is not valid for the trees of this drafter and builder."""
-    if drafter.abilities.undrawn and "deterministic" not in rule.children:
+    if drafter.capabilities.has_no_q and "deterministic" not in rule.children:
         raise UserError(
             f"acceptance={rule.name}: it weighs p against the q that a child was drawn from, and copied tokens have none, nor "
             "have matched texts; use acceptance=greedy or match"
         )
-    if drafter.abilities.undrawn and not drafter.abilities.copies_text and builder.children != "deterministic":
+    if drafter.capabilities.has_no_q and not drafter.capabilities.is_copier and builder.children != "deterministic":
         raise UserError(f"tree.children={builder.children}: copied tokens are not drawn; use tree.children=deterministic")
-    if not drafter.abilities.copies_text:  # otherwise nothing is drawn, whatever the builder is made for
+    if not drafter.capabilities.is_copier:  # otherwise nothing is drawn, whatever the builder is made for
         rule.check_children(builder.children, builder.is_chain)
 
 
@@ -212,14 +213,13 @@ def prepare_for_decoding(drafter: Drafter, target: Target) -> Drafter:
 
 def tune_drafter(drafter: Drafter, target: Target, prompts: PromptLoader, depth: int) -> None:
     """Let a drafter that has settings to search search them, for trees of this depth."""
-    tuning = drafter.abilities.tuning
-    if tuning is None or not tuning.is_open(drafter):
+    if not isinstance(drafter, TunableDrafter) or not drafter.needs_search:
         return
     texts = []
     for prompt in prompts():
-        limit = min(tuning.answer_tokens(drafter), target.max_length - len(prompt))
+        limit = min(drafter.answer_tokens, target.max_length - len(prompt))
         texts.append((prompt, decode(target, [prompt], Greedy(), limit)[0].output))
-    tuning.search(drafter, target, texts, depth)
+    drafter.search(target, texts, depth)
 
 
 def require_capture(session: Session, key: str) -> None:

@@ -23,7 +23,7 @@ from spectrain.models.target import Target
 from spectrain.trees.base import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
-from .abilities import Abilities, DraftingCost, SavedFiles
+from .capabilities import Capabilities, DraftingCost, SavedFiles
 from .context import Context
 
 
@@ -106,19 +106,24 @@ class Drafts(Protocol):
 class Drafter(nn.Module, ABC):
     """A model that proposes its target's next tokens. The constructor takes runtime objects by one keyword, `target`.
 
-    A family declares optional features as objects: class attributes, or instance attributes if they depend on settings.
+    A family declares what only some can do in `capabilities` and by the base classes beside it (drafters/capabilities.py).
     """
 
     # Features that it reads in training and decoding; empty for an independent model.
     layers: tuple[Layer, ...] = ()
-    abilities = Abilities()
-    cost = DraftingCost()
+    capabilities = Capabilities()
     saved = SavedFiles()
+    _cost_type: type[DraftingCost] = DraftingCost
 
     @property
     def stages(self) -> Sequence[Stage]:
         """The training stages in order; by default one stage for the drafter's own parameters, on the features in `layers`."""
         return [Stage.whole(self, self.layers)]
+
+    @property
+    def cost(self) -> DraftingCost:
+        """What drafting takes, as the family's `_cost_type` computes it."""
+        return self._cost_type(self)
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Return the training losses of a batch with the stage's features. A training-free family raises UserError."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spectrain.drafters.layers.losses import LossName, head_loss
-from spectrain.drafters.layers.small_models import make_small_model
+from spectrain.drafters.layers.small_models import describe_model, make_small_model
 from spectrain.drafters.layers.stop_head import StopHead
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
@@ -22,15 +22,15 @@ from spectrain.models.kv_cache import TreeCache
 from spectrain.trees.base import BranchVisibility, Draft, Rollout
 from spectrain.trees.token_tree import AcceptedPath
 
-from .abilities import Abilities, Capture, OnPolicy, SavedFiles
 from .base import Drafter, Losses, Stage, TrainingState
+from .capabilities import Capabilities, Capture, OnPolicy, RewindableDrafter, SavedFiles
 from .context import Context
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
 
 
-class Causal(Drafter):
+class Causal(Drafter, RewindableDrafter):
     """A small LM with the target's tokenizer, from one of three places.
 
     `num_layers` of the target, evenly spaced with its first and last, and its embeddings; `model`, a directory or a name on
@@ -41,14 +41,8 @@ class Causal(Drafter):
     it learns, beside, how likely its tokens are kept, by which tree=chain tree.stop=0.3 ends a chain (SpecDec++).
     """
 
-    saved = SavedFiles(
-        shape=("architecture", "num_layers", "model", "stop_head"), settings=lambda drafter: drafter.description()
-    )
-    abilities = Abilities(
-        capture=Capture(carried=("cache",)),
-        follows_at_once=True,
-        ahead=lambda drafter, lengths: drafter.cache.crop(lengths),
-    )
+    saved = SavedFiles(shape=("architecture", "num_layers", "model", "stop_head"))
+    capabilities = Capabilities(capture=Capture(state_names=("cache",)), scores_path_at_once=True)
 
     def __init__(
         self,
@@ -76,17 +70,12 @@ class Causal(Drafter):
             raise UserError(f"drafter.loss_temperature={loss_temperature}: use more than 0")
         self.divergence, self.beta, self.loss_temperature = loss, beta, loss_temperature
         self.model = make_small_model(target, num_layers, model, architecture)
-        self.abilities = replace(
-            self.abilities, on_policy=OnPolicy(self.model, learns_replays=True, learns_branches=True, learns_windows=True)
-        )
+        self.capabilities = replace(self.capabilities, on_policy=OnPolicy(self.model))
+        self.saved = replace(self.saved, settings=describe_model(self.model))
         self.stop_head = None if stop_head is None else StopHead(self.model.width, stop_head)
         self.head = target.head
         self.vocab_size = min(self.model.head.vocab_size, target.head.vocab_size)
         self.cache: TreeCache | None = None
-
-    def description(self) -> dict[str, Any]:
-        """The architecture itself, so that the saved drafter needs neither the target's layers nor another directory."""
-        return {"architecture": self.model.config.to_diff_dict(), "num_layers": None, "model": None}
 
     # Training
 
@@ -135,6 +124,10 @@ class Causal(Drafter):
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
         assert self.cache is not None
         self.cache.roll_back(committed=1)  # the root: in a row that is done it is the next one as well
+
+    def rewind(self, lengths: Tensor) -> None:
+        assert self.cache is not None
+        self.cache.crop(lengths)
 
     def log_q(self, final: Tensor) -> Tensor:
         """[B, F, D] -> [B, F, V]"""

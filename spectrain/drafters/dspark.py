@@ -138,7 +138,8 @@ class DSpark(BlockDrafter):
         self.markov = MarkovHead(markov_head, target.head.vocab_size, len(self.d2t), rank, target.width)
         self.confidence_head = ConfidenceHead(target.width + rank) if confidence else None
         if self.cuts:
-            self.abilities = replace(self.abilities, capture=None)  # where it stops, the host decides
+            # The host decides where a draft stops.
+            self.capabilities = replace(self.capabilities, capture=None)
 
     @property
     def cuts(self) -> bool:

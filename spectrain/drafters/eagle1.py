@@ -31,8 +31,8 @@ from spectrain.randomness import FEATURE_NOISE, sequence_generator
 from spectrain.trees.base import Draft
 from spectrain.trees.token_tree import AcceptedPath
 
-from .abilities import Capture, DraftingCost, SavedFiles
 from .base import Losses, Stage, TrainingState
+from .capabilities import Capture, OutputLayerCost, SavedFiles
 from .context import Context
 
 Held = tuple[Tensor, Tensor]  # keys and values of a step
@@ -53,8 +53,8 @@ class Eagle1(VocabularyDrafter):
 
     layers: tuple[Layer, ...] = ("final",)
     saved = SavedFiles(shape=("bias", "architecture"))
-    abilities = replace(VocabularyDrafter.abilities, capture=Capture(carried=("cache",)))
-    cost = DraftingCost(weights=lambda drafter, target: nn.ModuleList([drafter, drafter.head.output]))
+    capabilities = replace(VocabularyDrafter.capabilities, capture=Capture(state_names=("cache",)))
+    _cost_type = OutputLayerCost
 
     def __init__(
         self,

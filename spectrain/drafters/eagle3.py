@@ -18,8 +18,8 @@ from spectrain.features.batch import Batch
 from spectrain.models.target import Target
 from spectrain.trees.base import Draft
 
-from .abilities import SavedFiles
 from .base import Losses, TrainingState
+from .capabilities import SavedFiles
 from .context import Context
 
 VARIANTS = (*NORM_VARIANTS, "norm_output", "own_embedding")

@@ -24,8 +24,8 @@ from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.lora import TargetTraining
 from spectrain.randomness import LAYER_DROPOUT, sequence_generator
 
-from .abilities import Exits, SavedFiles
 from .base import Losses, Stage, TrainingState
+from .capabilities import DrafterWithExits
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Curriculum = Literal["rotational", "gradual", "all"]
 
 
-class EarlyExit(SelfDrafter):
+class EarlyExit(SelfDrafter, DrafterWithExits):
     """Drafts with the layers before `exit_layer` and the target's own norm and head; training makes the target good at it.
 
     Layer dropout (section 4.1.1): a sequence skips layer l with probability S(t) D(l) max_dropout, D(l) = exp(l ln 2 / (L - 1))
@@ -46,9 +46,6 @@ class EarlyExit(SelfDrafter):
     With self_distillation Y is not the data's token but the distribution of the target as it was: with adapters, the target
     with them off, otherwise a frozen copy. The output is that of the trained target.
     """
-
-    saved = SavedFiles(settings=lambda drafter: {"exit_layer": drafter.exit_layer})
-    abilities = replace(SelfDrafter.abilities, exits=Exits(lambda drafter, *where: drafter.at_exit(*where)))
 
     def __init__(
         self,
@@ -85,12 +82,12 @@ class EarlyExit(SelfDrafter):
         for key, value in (("rotate", rotate), ("rank", rank)):
             if value < 1:
                 raise UserError(f"drafter.{key}={value}: use 1 or more")
-        self.exit_layer = resolve_exit_layer(target, exit_layer, 1 / 4)
+        self._set_exit(target, exit_layer)
         self.max_dropout, self.dropout_schedule, self.exit_scale = max_dropout, dropout_schedule, exit_scale
         self.curriculum, self.rotate, self.seed = curriculum, rotate, seed
         self.self_distillation = self_distillation
         self.target_training = TargetTraining(adapt, rank, alpha, keeps_original=self_distillation)
-        self.abilities = replace(self.abilities, target_training=self.target_training)
+        self.capabilities = replace(self.capabilities, target_training=self.target_training)
         self.head = target.head
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
@@ -100,8 +97,12 @@ class EarlyExit(SelfDrafter):
     def at_exit(self, exit_layer: int, target: Target) -> EarlyExit:
         """The same drafter, sharing its weights, with another exit."""
         other = copy.copy(self)
-        other.exit_layer = resolve_exit_layer(target, exit_layer, 1 / 4)
+        other._set_exit(target, exit_layer)
         return other
+
+    def _set_exit(self, target: Target, exit_layer: int | None) -> None:
+        self.exit_layer = resolve_exit_layer(target, exit_layer, 1 / 4)
+        self.saved = replace(self.saved, settings={"exit_layer": self.exit_layer})
 
     # Training
 

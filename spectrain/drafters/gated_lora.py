@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,8 +33,8 @@ from spectrain.kernels.linear_divergence import HeadTarget, argmax_and_log_z
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.randomness import NOISE, sequence_generator
 
-from .abilities import DraftingCost, SavedFiles
 from .base import Losses, Stage, TrainingState, has_weights
+from .capabilities import SavedFiles
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -68,17 +69,7 @@ class GatedLora(MaskDrafter):
     forgotten; its answer at the root, the target's own, is the first draft, those at masks the others.
     """
 
-    saved = SavedFiles(
-        shape=("num_masks", "rank", "alpha", "sampler", "noise", "ensembles", "transfer_layer"),
-        layout=lambda drafter: peft_layout(drafter.names),
-        sidecars=lambda drafter: drafter.sidecars(),
-    )
-    cost = DraftingCost(
-        extra_nodes=lambda drafter, builder: drafter.masks_per_host * drafter.max_hosts(builder.budget),
-        passes=lambda drafter, depth: min(1.0, depth) if drafter.strategy == "apart" else depth,
-        weights=lambda drafter, target: drafter.drafting_layers(target),
-        forwards=lambda drafter: int(drafter.strategy == "apart"),
-    )
+    saved = SavedFiles(shape=("num_masks", "rank", "alpha", "sampler", "noise", "ensembles", "transfer_layer"))
 
     def __init__(
         self,
@@ -125,10 +116,11 @@ class GatedLora(MaskDrafter):
         self.divergence, self.consistency, self.mask_ratio, self.seed = loss, consistency, mask_ratio, seed
         self.step_decay = step_decay
         self.transfer_layer = resolve_transfer_layer(target, transfer_layer) if noise in MADE else None
-        self.abilities = self.make_capabilities(rank > 0 or noise in MADE)
+        self.capabilities, self.adapts_layers = self.make_capabilities(), rank > 0 or noise in MADE
         self.head, self.path = target.head, target.path
         linears = find_linears(target, self.transfer_layer or 0) if rank else {}
         self.names = list(linears)  # of the target's linears that LoRA acts on: where masks run
+        self.saved = replace(self.saved, layout=peft_layout(self.names), sidecars=self.sidecars())
         self.factors = nn.ModuleList(LoraFactors(linear, rank) for linear in linears.values())
         self.masks = nn.Parameter(torch.zeros(self.masks_per_host, target.width)) if noise == "masks" else None
         self.transfer = HiddenTransfer(target.width, num_masks, noise == "streams") if noise in MADE else None

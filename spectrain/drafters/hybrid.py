@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from spectrain.data.datastore import Datastore
 from spectrain.drafters.layers.copies import CopySource
@@ -13,12 +13,12 @@ from spectrain.drafters.layers.inner_drafters import DrafterWrapper, build_inner
 from spectrain.drafters.layers.skippable import SkippableDrafter
 from spectrain.errors import UserError
 from spectrain.models.features import Features
-from spectrain.trees.base import Draft
+from spectrain.trees.base import Draft, TreeBuilder
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from spectrain.trees.trie import Trie
 
-from .abilities import DraftingCost, SavedFiles
 from .base import Drafter
+from .capabilities import DraftingCost, PromptRunner, SavedFiles, StoreReader, prefill_prompts
 from .context import Context
 
 if TYPE_CHECKING:
@@ -28,7 +28,22 @@ if TYPE_CHECKING:
 PATIENCE = 256  # tokens that a drafter may fall behind: what it catches up with needs slots
 
 
-class Merged(DrafterWrapper):
+class MergedCost(DraftingCost):
+    def extra_nodes(self, builder: TreeBuilder) -> int:
+        return int(self.drafter.inner.cost.extra_nodes(builder)) + PATIENCE
+
+    def num_passes(self, depth: float) -> float:
+        return float(self.drafter.inner.cost.num_passes(depth))
+
+    def weights(self, target: Target) -> nn.Module:
+        weights: nn.Module = self.drafter.inner.cost.weights(target)
+        return weights
+
+    def first_verified_layer(self) -> int:
+        return int(self.drafter.inner.cost.first_verified_layer())
+
+
+class Merged(DrafterWrapper, PromptRunner, StoreReader):
     """The tree that a builder grows along the drafter `inner`, and what is copied, merged under the builder's budget by
     calibrated chance; the share of each is learnt while decoding. Trained, it trains the drafter inside.
 
@@ -36,32 +51,18 @@ class Merged(DrafterWrapper):
     meanwhile waits until it is asked again.
     """
 
-    cost = DraftingCost(
-        extra_nodes=lambda drafter, builder: drafter.inner.cost.extra_nodes(drafter.inner, builder) + PATIENCE,
-        passes=lambda drafter, depth: drafter.inner.cost.passes(drafter.inner, depth),
-        weights=lambda drafter, target: drafter.inner.cost.weights(drafter.inner, target),
-        verified_from=lambda drafter: drafter.inner.cost.verified_from(drafter.inner),
-    )
+    _cost_type: type[DraftingCost] = MergedCost
 
     def __init__(self, inner: Drafter, copying: CopySource) -> None:
         super().__init__()
         self.inner, self.copying = inner, copying
         self.resting = SkippableDrafter(inner)
         self.layers = inner.layers
-        self.abilities = replace(
-            inner.abilities,
-            capture=None,
-            exits=None,
-            tuning=None,
-            undrawn=True,
-            plain=False,
-            prefill=inner.abilities.prefill and Merged.prefill,
-            datastore=lambda drafter: drafter.copying.store,
-        )
+        self.datastore = copying.store
+        self.capabilities = replace(inner.capabilities, capture=None, has_no_q=True, nestable=False)
 
     def prefill(self, context: Context, tokens: Tensor, lengths: Tensor) -> Features:
-        assert self.inner.abilities.prefill is not None
-        return self.inner.abilities.prefill(self.inner, context, tokens, lengths)
+        return prefill_prompts(self.inner, context, tokens, lengths)
 
     def draft(self, context: Context) -> Draft:
         self.copying.propose_copies(context)
@@ -97,7 +98,7 @@ class Merged(DrafterWrapper):
 class Hybrid(Merged):
     """Combines a drafter with the copies of drafter=retrieval, with its settings, in one tree."""
 
-    saved = SavedFiles(inner=("inner",), settings=lambda drafter: {"inner": drafter.description})
+    saved = SavedFiles(inner=("inner",))
 
     def __init__(
         self,
@@ -114,10 +115,10 @@ class Hybrid(Merged):
         enough: int = 64,
     ) -> None:
         drafter, description = build_inner(inner, "inner", target)
-        if drafter.abilities.copies_text or drafter.abilities.undrawn:
+        if drafter.capabilities.is_copier or drafter.capabilities.has_no_q:
             raise UserError(
                 f"drafter.inner={description['choice']}: it copies too; name one that drafts, or use drafter=retrieval"
             )
         known = None if store is None else Datastore(store, target.tokenizer)
         super().__init__(drafter, CopySource(known, longest, matches, enough))
-        self.description = description
+        self.saved = replace(self.saved, settings={"inner": description})

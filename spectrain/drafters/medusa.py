@@ -25,8 +25,8 @@ from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.lora import TargetTraining
 from spectrain.trees.base import DepthRollout, Draft
 
-from .abilities import Capture, SavedFiles
 from .base import Losses, Stage, TrainingState
+from .capabilities import Capture, SavedFiles
 from .context import Context
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Medusa(HeadsDrafter):
 
     layers: tuple[Layer, ...] = ("final",)
     saved = SavedFiles(shape=("num_heads", "num_layers", "vocab_size", "head_rank"))
-    abilities = replace(HeadsDrafter.abilities, capture=Capture())
+    capabilities = replace(HeadsDrafter.capabilities, capture=Capture())
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Medusa(HeadsDrafter):
         self.heads_first, self.heads_coefficient, self.schedule = heads_first, heads_coefficient, schedule
         self.self_distillation, self.target_lr_scale = self_distillation, target_lr_scale
         self.target_training = None if adapt is None else TargetTraining(adapt, rank, alpha)
-        self.abilities = replace(self.abilities, target_training=self.target_training)
+        self.capabilities = replace(self.capabilities, target_training=self.target_training)
         self.head = target.head
         vocab_size = min(vocab_size, target.head.vocab_size)
         self.heads = nn.ModuleList(MedusaHead(target.width, vocab_size, num_layers, head_rank) for _ in range(num_heads))

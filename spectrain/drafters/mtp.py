@@ -27,8 +27,8 @@ from spectrain.models.kv_cache import AttentionOptions, TreeCache
 from spectrain.trees.base import Draft
 from spectrain.trees.token_tree import AcceptedPath
 
-from .abilities import Capture, DraftingCost, SavedFiles
 from .base import Losses, Stage, TrainingState
+from .capabilities import Capture, OutputLayerCost, SavedFiles
 from .context import Context
 
 if TYPE_CHECKING:
@@ -49,12 +49,9 @@ class Mtp(VocabularyDrafter):
 
     layers: tuple[Layer, ...] = ("final",)
     # What is saved is loaded over a layer that begins anew: its weights are all in the drafter's own file.
-    saved = SavedFiles(
-        settings=lambda drafter: {"start": "new"},
-        layout=lambda drafter: {name: ("model.safetensors", there) for name, there in drafter.names.items()},
-    )
-    abilities = replace(VocabularyDrafter.abilities, capture=Capture(carried=("cache",)))
-    cost = DraftingCost(weights=lambda drafter, target: nn.ModuleList([drafter, drafter.head.output]))
+    saved = SavedFiles(settings={"start": "new"})
+    capabilities = replace(VocabularyDrafter.capabilities, capture=Capture(state_names=("cache",)))
+    _cost_type = OutputLayerCost
 
     def __init__(
         self,
@@ -79,6 +76,7 @@ class Mtp(VocabularyDrafter):
         rows = target.head.vocab_size
         self.register_buffer("d2t", torch.zeros(rows, dtype=torch.int64), persistent=False)
         self.register_buffer("t2d", torch.ones(rows, dtype=torch.bool), persistent=False)
+        self.saved = replace(self.saved, layout={name: ("model.safetensors", there) for name, there in self.names.items()})
         self.cache: TreeCache | None = None
         has_data = target.device.type != "meta" and self.fc.weight.device.type != "meta"
         self.starts_new = start == "new" or (start == "auto" and not (has_data and has_mtp_layer(target.path)))

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from spectrain.drafters.layers.copies import GrowingTexts, build_trie
 from spectrain.errors import UserError
 from spectrain.trees.base import Draft
 from spectrain.trees.trie import Trie
 
-from .abilities import Abilities
 from .base import Drafter
+from .capabilities import Capabilities, RewindableDrafter
 from .context import Context
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
 
 
-class Ngram(Drafter):
+class Ngram(Drafter, RewindableDrafter):
     """Copies the continuations of earlier occurrences of the text's last `shortest` to `longest` tokens.
 
     Up to `matches` occurrences form one weighted trie: a chain takes its most likely path, other trees its heaviest nodes.
     """
 
-    abilities = Abilities(copies_text=True, ahead=lambda drafter, lengths: drafter.texts.reset_texts())
+    capabilities = Capabilities(is_copier=True)
 
     def __init__(
         self,
@@ -53,3 +55,6 @@ class Ngram(Drafter):
             return build_trie(self.texts.rows[row].find_occurrences(depth, self.matches, self.shortest, path))
 
         return Draft(continuations=[after(row, []) for row in range(len(self.texts.rows))], copies_after=after)
+
+    def rewind(self, lengths: Tensor) -> None:
+        self.texts.reset_texts()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from spectrain.drafters.layers.masks import (
     init_mask_vectors,
     replace_embeddings,
 )
-from spectrain.drafters.layers.small_models import make_small_model
+from spectrain.drafters.layers.small_models import describe_model, make_small_model
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch, pad_or_pack
 from spectrain.kernels.linear_divergence import CHUNK_ROWS, HeadTarget, Projection, argmax_and_log_z
@@ -32,8 +33,8 @@ from spectrain.models.kv_cache import TreeCache
 from spectrain.randomness import MASKED_PREFIXES, WITHOUT_FEATURES, sequence_generator
 from spectrain.trees.base import Draft, MarginalRollout
 
-from .abilities import Abilities, Capture, DraftingCost, SavedFiles
 from .base import Drafter, Losses, Stage, TrainingState
+from .capabilities import Capabilities, Capture, OnePassCost, SavedFiles
 from .context import Context
 
 if TYPE_CHECKING:
@@ -57,8 +58,8 @@ class Pard(Drafter):
     all masks those of the root; `without` is the share of the sequences that train without them.
     """
 
-    saved = SavedFiles(shape=("architecture", "num_layers", "model", "layers"), settings=lambda drafter: drafter.description())
-    cost = DraftingCost(passes=lambda drafter, depth: min(1.0, depth))
+    saved = SavedFiles(shape=("architecture", "num_layers", "model", "layers"))
+    _cost_type = OnePassCost
 
     def __init__(
         self,
@@ -107,16 +108,13 @@ class Pard(Drafter):
         wide = len(self.layers) * target.width
         self.features = nn.Linear(wide, self.model.width, bias=False) if wide else None
         self.last: Tensor | None = None  # [B, 1, F] the features of the last committed token
-        self.abilities = Abilities(capture=Capture(carried=("cache", *(("last",) if wide else ()))))
+        self.saved = replace(self.saved, settings=describe_model(self.model))
+        self.capabilities = Capabilities(capture=Capture(state_names=("cache", *(("last",) if wide else ()))))
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """The mask starts near the mean embedding."""
         with torch.no_grad():
             self.mask.copy_(init_mask_vectors(self.model.head.embedding, 1))
-
-    def description(self) -> dict[str, Any]:
-        """The architecture itself, so that the saved drafter needs neither the target's layers nor another directory."""
-        return {"architecture": self.model.config.to_diff_dict(), "num_layers": None, "model": None}
 
     # Training
 

@@ -25,8 +25,8 @@ from spectrain.features.batch import Batch
 from spectrain.models.attention import causal_attention
 from spectrain.trees.base import Draft, MarginalRollout
 
-from .abilities import DraftingCost, OnPolicy, SavedFiles
 from .base import Losses, TrainingState
+from .capabilities import OnePassCost, SavedFiles
 from .context import Context
 
 if TYPE_CHECKING:
@@ -46,11 +46,10 @@ class PEagle(EagleDrafter):
     """
 
     saved = SavedFiles(
-        shape=("vocab_size", "layers", "num_layers", "window", "mask_token_id", "own_embedding", "head_rank", "architecture"),
-        settings=lambda drafter: {"mask_token_id": drafter.mask_token_id},
+        shape=("vocab_size", "layers", "num_layers", "window", "mask_token_id", "own_embedding", "head_rank", "architecture")
     )
-    abilities = replace(EagleDrafter.abilities, on_policy=OnPolicy())
-    cost = DraftingCost(passes=lambda drafter, depth: min(1.0, depth))
+    capabilities = replace(EagleDrafter.capabilities, on_policy=None)
+    _cost_type = OnePassCost
 
     def __init__(
         self,

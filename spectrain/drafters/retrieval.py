@@ -8,15 +8,15 @@ from spectrain.data.datastore import Datastore
 from spectrain.drafters.layers.copies import CopySource
 from spectrain.trees.base import Draft
 
-from .abilities import Abilities
 from .base import Drafter
+from .capabilities import Capabilities, StoreReader
 from .context import Context
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
 
 
-class Retrieval(Drafter):
+class Retrieval(Drafter, StoreReader):
     """Merges continuations of earlier matches of the text's end into one tree, weighted by calibrated probability.
 
     Up to `longest` final tokens are matched in the text itself and up to 16 in the `store`. With fewer than `enough` matches,
@@ -24,7 +24,7 @@ class Retrieval(Drafter):
     probability of a copy is learned while decoding, from its source, the matched length and the share of agreeing matches.
     """
 
-    abilities = Abilities(copies_text=True, undrawn=True, datastore=lambda drafter: drafter.copying.store)
+    capabilities = Capabilities(is_copier=True, has_no_q=True)
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class Retrieval(Drafter):
         enough: int = 64,
     ) -> None:
         super().__init__()
-        known = None if store is None else Datastore(store, target.tokenizer)
-        self.copying = CopySource(known, longest, matches, enough)
+        self.datastore = None if store is None else Datastore(store, target.tokenizer)
+        self.copying = CopySource(self.datastore, longest, matches, enough)
 
     def draft(self, context: Context) -> Draft:
         proposals = self.copying.propose_copies(context)

@@ -85,7 +85,7 @@ class NativeLayout(Layout):
             drafter = build_meta_drafter(self._resolve_settings(files), target.build_meta_target())
         except (UserError, *MALFORMED_ERRORS, KeyError):
             return None
-        saved_names = drafter.saved.layout(drafter)
+        saved_names = drafter.saved.layout
         shapes = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
         # Of tied tensors, named_parameters lists the first, and only that one is saved.
         required = dict([*drafter.named_parameters(), *drafter.named_buffers()])

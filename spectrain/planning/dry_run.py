@@ -20,6 +20,7 @@ from spectrain.config.build import build
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter, Losses, Stage, TrainingState, stage_at
+from spectrain.drafters.capabilities import adapts_layers
 from spectrain.features.base import BatchRequest, Source
 from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
@@ -178,7 +179,7 @@ def measure_sizes(found: DryRun, drafter: Drafter, target: Target, stage: Stage)
     own = {id(parameter) for parameter in drafter.parameters()}
     trained = [p for group in stage.groups for p in group["params"]]
     theirs = [p for p in target.parameters() if id(p) not in own]
-    found.adapts_layers = drafter.abilities.adapts_layers
+    found.adapts_layers = adapts_layers(drafter)
     found.trained = sum(p.numel() for p in trained)
     found.drafter = sum(p.numel() for p in drafter.parameters())
     found.target = sum(p.numel() for p in theirs)
@@ -190,7 +191,7 @@ def measure_sizes(found: DryRun, drafter: Drafter, target: Target, stage: Stage)
     found.lent_bytes = size_of(*target.head.embedding.parameters(), *target.head.output.parameters())
     found.drafter_bytes = size_of(*drafter.state_dict().values())
     found.checkpoint_bytes = checkpoint_bytes(drafter, stage)
-    if drafter.abilities.target_training:
+    if drafter.capabilities.target_training:
         adapters = {id(p) for name, p in target.named_parameters() if ".lora_" in name}  # merged when it is saved
         kept = [p for p in theirs if id(p) not in adapters]
         found.trained_target_bytes = sum({p.data_ptr(): p.numel() for p in kept}.values()) * target.dtype.itemsize

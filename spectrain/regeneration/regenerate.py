@@ -248,7 +248,7 @@ def make_engine_writer(
     if config.run is None:
         return plain
     directory, drafter, builder = find_drafter_directory(run), build_drafter(completed.drafter, target), build(completed.tree)
-    if drafter.abilities.target_training or find_trained_target(run) is not None:
+    if drafter.capabilities.target_training or find_trained_target(run) is not None:
         raise UserError(
             f"run={run}: its drafter belongs to the target that was trained with it; regenerate without a drafter, by "
             f"target=hf target.model={find_trained_target(run) or run / 'target'}"

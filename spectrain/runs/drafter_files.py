@@ -35,20 +35,20 @@ def save_drafter(
     training."""
     groups = by_choice_name(to_container(config))
     description = {key: groups.get(key) for key in ("drafter", "target", "tree", "acceptance")}
-    description["drafter"] = {**(description["drafter"] or {}), **drafter.saved.settings(drafter)}
+    description["drafter"] = {**(description["drafter"] or {}), **drafter.saved.settings}
     description |= {"recipe": recipe_name(config), "spectrain_version": package_versions().get("spectrain")}
     if result is not None:
         description["training"] = {"steps": result.num_steps, "tokens": result.num_tokens, "seconds": round(result.seconds, 2),
                                    "parameters": result.num_parameters, "taken": result.result_step}  # fmt: skip
     files: dict[str, dict[str, Tensor]] = {"model.safetensors": {}}
-    layout = drafter.saved.layout(drafter)
+    layout = drafter.saved.layout
     for name, tensor in collect_tensors(drafter).items():
         file, there = layout.get(name, ("model.safetensors", name))
         files.setdefault(file, {})[there] = tensor
     with atomic_write(directory, folder=True, remedy=remedy) as scratch:
         for file, tensors in files.items():
             save_file(tensors, scratch / file, metadata={"format": "pt"})
-        for file, text in drafter.saved.sidecars(drafter).items():
+        for file, text in drafter.saved.sidecars.items():
             (scratch / file).write_text(text)
         (scratch / "config.json").write_text(json.dumps(description, indent=2) + "\n")
 
@@ -90,7 +90,7 @@ def load_drafter(config: DictConfig, run: Path, target: Target) -> Drafter:
     directory = find_drafter_directory(run)
     if directory is not None:
         load_weights(drafter, directory, target)
-        if drafter.abilities.target_training and find_trained_target(run) is None:
+        if drafter.capabilities.target_training and find_trained_target(run) is None:
             raise UserError(
                 f"run={run}: the drafter belongs to the target that was trained with it; keep its folder target beside it"
             )
@@ -103,7 +103,7 @@ def load_weights(drafter: Drafter, directory: Path, target: Target | None = None
     A tensor that is missing, unknown, of another shape or not finite raises an error with its name, and nothing is loaded
     then.
     """
-    layout = drafter.saved.layout(drafter)
+    layout = drafter.saved.layout
     weights: dict[str, Tensor] = {}
     home = {name: file for name, (file, _) in layout.items()}
     if is_native(directory):

@@ -9,6 +9,7 @@ from spectrain.config.build import import_constructor
 from spectrain.config.choices import choice_name
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter, has_weights
+from spectrain.drafters.capabilities import adapts_layers
 from spectrain.errors import UserError
 from spectrain.models.target import Target
 
@@ -29,8 +30,8 @@ def init_drafter(config: DictConfig, target: Target, dataset: Dataset) -> Drafte
             f"drafter.init={config.drafter.init}: this family has no weights beside the target's; go on from a trained target, "
             "as in target=hf target.model=RUN/target"
         )
-    adapts = drafter.abilities.adapts_layers and target.sharding == "tensor"
-    if target.sharding != "none" and (drafter.abilities.target_training or adapts):
+    adapts = adapts_layers(drafter) and target.sharding == "tensor"
+    if target.sharding != "none" and (drafter.capabilities.target_training or adapts):
         raise UserError(
             f"target.sharding={target.sharding}: this family changes what the target's layers compute, so each process needs "
             "them whole; leave it out, or use trainer.sharding=zero3 where the target trains"
@@ -46,7 +47,7 @@ def init_drafter(config: DictConfig, target: Target, dataset: Dataset) -> Drafte
 
 def is_trainable(drafter: Drafter) -> bool:
     """Tell whether training changes any parameter, the drafter's or the target's."""
-    return bool(drafter.abilities.target_training) or any(
+    return bool(drafter.capabilities.target_training) or any(
         parameter.requires_grad for stage in drafter.stages for group in stage.groups for parameter in group["params"]
     )
 

@@ -104,7 +104,7 @@ def make_candidate(
     config: DictConfig, run: Path, target: Target, drafter: Drafter, dataset: Dataset | None, folder: Path
 ) -> Candidate:
     """Return the candidate to score, with everything that the run knows about it."""
-    trained, training = find_trained_target(run), drafter.abilities.target_training
+    trained, training = find_trained_target(run), drafter.capabilities.target_training
     setting = {
         "target": target.name,
         "target_path": str(trained.resolve()) if training and trained is not None else target.path,
@@ -119,7 +119,7 @@ def make_candidate(
     began: Any = OmegaConf.create(load_run_settings(run)) if (run / "config.yaml").exists() else config
     trainable = dataset is not None and has_weights(drafter) and not training
     # The saved settings no longer describe the initial drafter.
-    trainable = trainable and (began is not config or not drafter.saved.settings(drafter))
+    trainable = trainable and (began is not config or not drafter.saved.settings)
     return Candidate(
         target,
         drafter,

@@ -116,7 +116,7 @@ def load_inputs(config: DictConfig, trainer: Trainer, target: Target | None, dat
 
 def save_trained(inputs: TrainingInputs, config: DictConfig, run: Path, result: TrainingResult) -> None:
     """Save the drafter, and before it the target if it was trained too."""
-    if inputs.drafter.abilities.target_training:
+    if inputs.drafter.capabilities.target_training:
         with atomic_write(run / "target", folder=True, remedy=resume_advice(run)) as scratch:
             inputs.target.save(scratch)
         inputs.target.name = f"{inputs.target.name}, trained"
@@ -134,4 +134,4 @@ def score_trained(
     if result.is_reusable and is_unsharded and accelerator.is_main_process:
         score(config, run, inputs.target, inputs.drafter, inputs.evaluation, inputs.dataset, tracker)
     elif not result.is_reusable or not is_unsharded:
-        evaluate(config, run, None if inputs.drafter.abilities.target_training else inputs.target, tracker)
+        evaluate(config, run, None if inputs.drafter.capabilities.target_training else inputs.target, tracker)

@@ -112,7 +112,7 @@ class GeneratedSource(Source):
     def begin(self, drafter: nn.Module) -> None:
         assert isinstance(drafter, Drafter)
         if self.near and self.initial_policy is None:
-            self.initial_policy = copy.deepcopy(drafter.abilities.on_policy.writer)
+            self.initial_policy = copy.deepcopy(language_model(drafter))
 
     def make_batch(self, request: BatchRequest) -> Batch:
         target, layers, examples = request.target, request.layers, request.examples
@@ -154,7 +154,7 @@ class GeneratedSource(Source):
 
     def _has_room(self, example: Example, target: Target, drafter: Drafter | None) -> bool:
         """Tell whether the context has room for a prompt and two new tokens."""
-        writer = drafter.abilities.on_policy.writer if drafter is not None and self.by == "drafter" else None
+        writer = language_model(drafter) if self.by == "drafter" else None
         return len(example.prompt) + 2 <= min(target.max_length, (writer or target).max_length)
 
     def _answer_limit(self, writer: Target, prompts: list[list[int]]) -> int:
@@ -163,12 +163,12 @@ class GeneratedSource(Source):
 
     def _decode_drafts(self, examples: list[Example], target: Target, drafter: Drafter, step: int) -> list[RecordedDecoding]:
         """Greedy answers to their prompts, and the drafts of every round: likeliest ones, or for a policy drawn ones."""
-        ability, prompts = drafter.abilities.on_policy, [example.prompt for example in examples]
-        if self.branches and not ability.learns_branches:
+        prompts = [example.prompt for example in examples]
+        if self.branches and language_model(drafter) is None:
             raise UserError(
                 "source.branches=true: this family does not learn from side branches; use recipe=gkd, or leave it out"
             )
-        if not (ability.learns_replays if self.by == "replay" else ability.learns_windows):
+        if (drafter.capabilities.on_policy if self.by == "replay" else language_model(drafter)) is None:
             other = "source.by=target" if self.by == "replay" else "recipe=gkd, or source.by=replay"
             raise UserError(f"source.by={self.by}: this family does not learn from such drafts; use {other}")
         chain = Chain(self.block)
@@ -200,7 +200,7 @@ class GeneratedSource(Source):
     ) -> Batch:
         """Of every answer a draft and what it brought; the data's tokens were not drawn."""
         found = [DraftWindow(example, [0.0] * len(example.tokens)) for example in examples]
-        writer = None if drafter is None else drafter.abilities.on_policy.writer
+        writer = language_model(drafter)
         for index, (generation, rounds, draw) in drawn.items():
             if not (some := make_windows(generation, rounds, self.draft_cost)):
                 continue
@@ -220,7 +220,7 @@ class GeneratedSource(Source):
         """New answers to the same prompts, each drawn by its example's key, so that no batching changes it."""
         rows = [int(example.content_hash[:7], 16) for example in examples]
         prompts = [example.prompt for example in examples]
-        writer = target if self.by != "drafter" else drafter.abilities.on_policy.writer
+        writer = target if self.by != "drafter" else language_model(drafter)
         if writer is None:
             raise UserError("source.by=drafter: this family cannot write by itself; use source.by=target or interleaved")
         limit = self._answer_limit(writer, prompts)
@@ -245,3 +245,9 @@ def evaluation_mode(drafter: Drafter) -> Iterator[None]:
         yield
     finally:
         drafter.train(training)
+
+
+def language_model(drafter: Drafter | None) -> Target | None:
+    """Return the drafter as a language model that writes text by itself; None if it is not one."""
+    on_policy = None if drafter is None else drafter.capabilities.on_policy
+    return None if on_policy is None else on_policy.language_model

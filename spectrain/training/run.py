@@ -336,7 +336,7 @@ class TrainingRun:
         best = self.validation_history.best_step if self.trainer.keep_best else 0
         if best and (self.parallel.is_reusable or self.parallel.is_main):
             load_trained_weights(self.drafter, self.target, load_best(self.run, best))
-        changes = self.drafter.abilities.target_training
+        changes = self.drafter.capabilities.target_training
         if changes is not None and (self.parallel.is_reusable or self.parallel.is_main):
             changes.finish_training(self.target)
         return TrainingResult(

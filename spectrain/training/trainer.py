@@ -16,6 +16,7 @@ from spectrain.config.build import build
 from spectrain.config.values import Below1, Count, NotNegative, Positive, Seed, Share
 from spectrain.data.dataset import Batching, Dataset
 from spectrain.drafters.base import Drafter
+from spectrain.drafters.capabilities import adapts_layers
 from spectrain.errors import UserError
 from spectrain.features.base import Source
 from spectrain.models.target import Target
@@ -232,7 +233,7 @@ class Trainer:
                 f"optimizer={self.optimizer.name}: with trainer.sharding={job.parallel.name} no process holds a weight as the "
                 "matrix that it is; use trainer.sharding=ddp or optimizer=adamw"
             )
-        if self.gradient_checkpointing and job.drafter.abilities.adapts_layers:
+        if self.gradient_checkpointing and adapts_layers(job.drafter):
             raise UserError(
                 "trainer.gradient_checkpointing=true: this family adds to the target's layers while they run, so they cannot "
                 "be run again; leave it out and lower trainer.batch_tokens"

@@ -150,7 +150,7 @@ def test_recipe_composes_and_builds(recipe: str, tiny: Target) -> None:
             assert isinstance(build(checked[group]), kind)
     drafter = build(checked.drafter, target=tiny)
     assert isinstance(drafter, Drafter)
-    assert drafter.abilities.target_training or sum(len(group["params"]) for group in drafter.stages[0].groups) > 0
+    assert drafter.capabilities.target_training or sum(len(group["params"]) for group in drafter.stages[0].groups) > 0
 
 
 @pytest.mark.sweep(6, free=("target", "recipe"))

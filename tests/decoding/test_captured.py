@@ -263,8 +263,8 @@ def test_compiled_rounds_equal_the_loop(drafter: str | None, builder: str | None
     for _ in range(2):
         assert facts(engine.decode(PROMPTS[:2], 9)) == facts(expected)
     assert not counters["graph_break"]
-    capture = None if made is None else made.abilities.capture
-    at_once = capture is not None and not engine._drafter_models and not capture.keeps_drafts
+    capture = None if made is None else made.capabilities.capture
+    at_once = capture is not None and not engine._drafter_models and not capture.needs_all_drafts
     assert counters["stats"]["unique_graphs"] == models + at_once
     if drafter == "eagle3":  # caches of another bound run by the same code
         longer = [list(range(5, 265))] * 2

@@ -174,7 +174,7 @@ def test_the_output_is_the_loops(
     """In a process of its own, or on a stream, the drafter gives the same tokens, prompt after prompt; without steps of the
     target in between, in the same rounds."""
     drafter, builder, overlap = made(name, shallow, stranger), Chain(3), Overlap(**way, uses_streams=streams)
-    if overlap.num_outcomes and not drafter.abilities.follows_at_once:
+    if overlap.num_outcomes and not drafter.capabilities.scores_path_at_once:
         pytest.skip("its chances do not say what follows")
     session = Session(shallow, rule, drafter, builder, runner_source=overlap)
     for number, prompt in enumerate(PROMPTS[1:]):

@@ -174,7 +174,7 @@ def test_a_vocabulary_without_all_tokens_is_refused(shallow: Target) -> None:
 def rebuilt(drafter: Causal, target: Target, **options: Any) -> Causal:
     """A drafter from nothing but the saved settings, as they come back from JSON, and the saved tensors."""
     torch.manual_seed(99)
-    other = Causal(target, **json.loads(json.dumps({**options, **drafter.saved.settings(drafter)})))
+    other = Causal(target, **json.loads(json.dumps({**options, **drafter.saved.settings})))
     load_tensors(other, collect_tensors(drafter))
     return other
 

@@ -244,7 +244,7 @@ def test_each_is_taken_by_its_directory(shallow: Target, tmp_path: Path) -> None
     weights = inner.state_dict()
     assert all(torch.equal(value, drafter.inner[1].state_dict()[key]) for key, value in weights.items())
     save_drafter(tmp_path / "whole", drafter, composed("drafter=chosen", "target=tiny"))
-    again: Any = build({**node, "inner": drafter.descriptions}, target=shallow)
+    again: Any = build({**node, "inner": drafter.saved.settings["inner"]}, target=shallow)
     load_weights(again, tmp_path / "whole")
     assert all(torch.equal(value, again.inner[1].state_dict()[key]) for key, value in weights.items())
 

@@ -145,10 +145,10 @@ def trained(name: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Drafte
     return drafter, target
 
 
-def test_what_looks_at_verification_drafts_alone(name: str) -> None:
-    """Within another drafter nobody asks it to verify, so what does anything of its own there says that it is not plain."""
+def test_nestable_drafters_leave_verification_to_the_target(name: str) -> None:
+    """A drafter inside another one is not called to verify, so one with a verification of its own is not nestable."""
     drafter = make(name, whole())
-    assert not drafter.abilities.plain or type(drafter).verify is Drafter.verify
+    assert not drafter.capabilities.nestable or type(drafter).verify is Drafter.verify
 
 
 def stages(drafter: Drafter, num_steps: int) -> list[int]:
@@ -213,7 +213,7 @@ def test_reloaded_equals_saved(name: str, trained: tuple[Drafter, Target], tmp_p
     """A drafter that was trained, saved and loaded has the same weights, bit by bit, and drafts the same."""
     drafter, target = trained
     save_drafter(tmp_path / "drafter", drafter, composed("drafter=ngram", "target=tiny"))
-    if drafter.abilities.target_training:
+    if drafter.capabilities.target_training:
         target.save(tmp_path / "target")
         again = build({"_target_": "spectrain.models.loading.load_hf", "model": str(tmp_path / "target")})
     else:
@@ -222,7 +222,7 @@ def test_reloaded_equals_saved(name: str, trained: tuple[Drafter, Target], tmp_p
     load_weights(other, tmp_path / "drafter")
     first, second = drafter.state_dict(), other.state_dict()
     assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
-    if not drafter.abilities.target_training:  # a trained target is saved in its own dtype
+    if not drafter.capabilities.target_training:  # a trained target is saved in its own dtype
         prompts = [[5, 6, 7, 8, 5, 6]]
         found = [decode(again, prompts, Greedy(), 8, d.eval(), Chain(3))[0].round_lengths for d in (drafter, other)]
         assert found[0] == found[1]
@@ -235,4 +235,4 @@ def test_target_is_untouched(trained: tuple[Drafter, Target]) -> None:
     drafter, target = trained
     before = whole().model.state_dict()
     changed = [key for key, value in target.model.state_dict().items() if not torch.equal(value, before[key])]
-    assert bool(changed) == bool(drafter.abilities.target_training)
+    assert bool(changed) == bool(drafter.capabilities.target_training)

@@ -145,7 +145,7 @@ def test_children_depend_on_their_parents(shallow: Target, head: str, builder: T
 def test_confidence_cuts(shallow: Target, builder: TreeBuilder) -> None:
     """No node hangs below one whose confidence is under the threshold, some are cut, and the output stays greedy."""
     drafter = make(shallow, confidence_threshold=0.5)
-    assert drafter.abilities.capture is None
+    assert drafter.capabilities.capture is None
     with torch.no_grad():
         assert drafter.confidence_head is not None
         drafter.confidence_head.proj.weight.mul_(4)

@@ -326,7 +326,7 @@ def test_split_loss_of_replays_equals_that_of_whole_matrices(
     """Draft-OPD's loss, whatever the family is trained on otherwise."""
     kind, reference, options = FAMILIES[family]
     drafter = kind(target, **options, loss=loss)
-    assert drafter.abilities.on_policy.learns_replays
+    assert drafter.capabilities.on_policy is not None
     drafter.prepare(target, torch.randint(0, 1000, (VOCAB,)))
     shake(drafter, 0.3)
     monkeypatch.setattr(fused, "CHUNK_ROWS", CHUNK)
@@ -345,7 +345,7 @@ def test_losses_that_train_the_target_equal_those_of_whole_matrices(
     drafter.prepare(target, torch.randint(0, 1000, (VOCAB,)))
     shake(drafter, 0.3)
     with torch.no_grad():
-        for parameter in drafter.abilities.target_training.parameters:
+        for parameter in drafter.capabilities.target_training.parameters:
             parameter.add_(0.1 * torch.randn_like(parameter))
     monkeypatch.setattr(fused, "CHUNK_ROWS", chunk)
     stage = stage_at(drafter.stages, 1, 1)

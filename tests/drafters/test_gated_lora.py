@@ -679,7 +679,7 @@ def test_drafted_equals_greedy(shallow: Target, fitted: Fitted, strategy: str, b
     assert check_ready(drafter, witness) >= ({(True, True)} if strategy == "quadratic" else linear | {(True, False)})
     deepest = {depth for generation in found for depth in generation.depths if depth}
     assert max(deepest) <= min(builder.depth, MASKS) and (not builder.is_chain or deepest == {min(builder.depth, MASKS)})
-    assert witness.rounds[0][0].tokens.shape[1] <= builder.budget + drafter.cost.extra_nodes(drafter, builder)
+    assert witness.rounds[0][0].tokens.shape[1] <= builder.budget + drafter.cost.extra_nodes(builder)
 
 
 @pytest.mark.parametrize("sampler", [True, False])
@@ -953,7 +953,7 @@ def test_reloaded_equals_saved(shallow: Target, tmp_path: Path) -> None:
 def test_rank_0_is_masks_alone(shallow: Target, tmp_path: Path, strategy: str) -> None:
     """Without LoRA the masks and the sampler learn, output is greedy, and one file holds all of it."""
     drafter, prompts = make(shallow, rank=0, strategy=strategy), [[5, 6, 7, 8], [40, 41]]
-    assert not drafter.abilities.adapts_layers and {name.split(".")[0] for name, _ in drafter.named_parameters()} == {
+    assert not drafter.adapts_layers and {name.split(".")[0] for name, _ in drafter.named_parameters()} == {
         "masks",
         "sampler",
     }
@@ -1002,7 +1002,7 @@ def test_a_tensor_that_does_not_fit_is_refused(
         tensors[there] = tensor[:-1].clone()
     save_file(tensors, path, metadata={"format": "pt"})
     if change != "unknown" and name == "lora_B.weight":
-        name = next(ours for ours, place in drafter.saved.layout(drafter).items() if place == (file, there))
+        name = next(ours for ours, place in drafter.saved.layout.items() if place == (file, there))
     with pytest.raises(UserError) as caught:
         load_weights(make(shallow), tmp_path / "drafter")
     assert name in str(caught.value)

@@ -233,7 +233,7 @@ def test_given_layers_are_not_searched_for(tiny: Target, measured: list[frozense
 
     drafter = LayerSkipping(tiny, skipped=[5, 2, 5])
     tune_drafter(drafter, tiny, prompts, 3)
-    assert drafter.skipped == {2, 5} and drafter.saved.settings(drafter) == {"skipped": [2, 5]} and not measured
+    assert drafter.skipped == {2, 5} and drafter.saved.settings == {"skipped": [2, 5]} and not measured
 
 
 def test_a_searched_set_is_saved_and_not_searched_again(tiny: Target, tmp_path: Path, measured: list[frozenset[int]]) -> None:
@@ -245,7 +245,7 @@ def test_a_searched_set_is_saved_and_not_searched_again(tiny: Target, tmp_path: 
         "seed": 3,
     }
     drafter: LayerSkipping = build(node, target=tiny)
-    assert drafter.saved.settings(drafter) == {}
+    assert drafter.saved.settings == {}
     tune_drafter(drafter, tiny, lambda: PROMPTS, 3)
     assert drafter.skipped == search(tiny, answered(tiny, PROMPTS, 6), 3, 8, seed=3)
     found = len(measured)
@@ -255,7 +255,7 @@ def test_a_searched_set_is_saved_and_not_searched_again(tiny: Target, tmp_path: 
     again: LayerSkipping = build(resolve_choice("drafter", described, ""), target=tiny)
     load_weights(again, tmp_path / "drafter")
     tune_drafter(again, tiny, lambda: PROMPTS, 3)
-    assert again.skipped == drafter.skipped and again.saved.settings(again) == drafter.saved.settings(drafter)
+    assert again.skipped == drafter.skipped and again.saved.settings == drafter.saved.settings
     assert len(measured) == found
 
 
@@ -323,7 +323,7 @@ def test_drafts_without_halves_are_lossless(tiny: Target, case: str, builder: Tr
     plain = decode(target, PROMPTS, Greedy(), 16, ignore_eos=True)
     found = decode(target, PROMPTS, Greedy(), 16, drafter, builder, ignore_eos=True)
     assert [one.output for one in found] == [one.output for one in plain]
-    assert drafter.cost.verified_from(drafter) == min(int(str(one)[-1]) for one in HALVES[case])
+    assert drafter.cost.first_verified_layer() == min(int(str(one)[-1]) for one in HALVES[case])
 
 
 @pytest.mark.parametrize("builder", [Chain(3), Eagle2(3, 8, 2)], ids=lambda builder: builder.name)
@@ -379,9 +379,9 @@ def test_moves_stay_inside(tiny: Target) -> None:
 def test_settings_say_halves(tiny: Target) -> None:
     """A set is described as it is given, sorted; both halves of a layer are the layer, as in descriptions of before."""
     drafter = LayerSkipping(tiny, skipped=["mlp5", 3, "attention4", "mlp4", "attention2"])
-    assert drafter.saved.settings(drafter) == {"skipped": ["attention2", 3, 4, "mlp5"]}
+    assert drafter.saved.settings == {"skipped": ["attention2", 3, 4, "mlp5"]}
     assert LayerSkipping(tiny, skipped=["attention4", "mlp4"]).skipped == LayerSkipping(tiny, skipped=[4]).skipped == {4}
-    assert LayerSkipping(tiny, skipped=[4], tries=1).abilities.capture is None
+    assert LayerSkipping(tiny, skipped=[4], tries=1).capabilities.capture is None
     for wrong in (
         ["attention8"],
         ["head1"],

@@ -94,7 +94,7 @@ def test_output_is_the_target_s(
         assert (tree.valid & ~tree.can_emit).sum(1).tolist() == [window * (ngram - 1)] * batch
         assert int((verified.sum(1)).max()) <= min(builder.budget, 1 + guesses * (ngram - 1))
         assert int((tree.depths * verified).max()) <= min(builder.depth, ngram - 1)
-        assert tree.tokens.shape[1] <= builder.budget + drafter.cost.extra_nodes(drafter, builder)
+        assert tree.tokens.shape[1] <= builder.budget + drafter.cost.extra_nodes(builder)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

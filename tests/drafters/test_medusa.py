@@ -238,8 +238,8 @@ def test_stages_and_their_groups() -> None:
     assert batch_of(target, drafter, 0).features is not None and batch_of(target, drafter, 1).features is None
     heads, adapted = drafter.stages[1].groups
     assert drafter.stages[0].groups == [heads] and heads["params"] == list(drafter.parameters())
-    assert adapted["params"] == drafter.abilities.target_training.parameters and adapted["lr_scale"] == 0.1
-    assert len(make(target).stages) == 1 and make(target).abilities.target_training is None
+    assert adapted["params"] == drafter.capabilities.target_training.parameters and adapted["lr_scale"] == 0.1
+    assert len(make(target).stages) == 1 and make(target).capabilities.target_training is None
 
 
 @pytest.mark.sweep(4, free=("progress", "factor"))

@@ -357,7 +357,7 @@ def test_a_round_is_one_forward(shallow: Target) -> None:
     drafter.model.layers[0].register_forward_hook(lambda module, args, output: calls.append(1))
     together = decode(shallow, PROMPTS, Greedy(), LIMIT, drafter, Chain(9), ignore_eos=True)
     assert len(calls) == max(len(one.round_lengths) for one in together)
-    assert drafter.cost.passes(drafter, 3.0) == drafter.cost.passes(drafter, 1.0) == 1
+    assert drafter.cost.num_passes(3.0) == drafter.cost.num_passes(1.0) == 1
     for row, one in enumerate(together):
         (alone,) = decode(shallow, [PROMPTS[row]], Greedy(), LIMIT, drafter, Chain(9), ignore_eos=True)
         assert (alone.output, alone.round_lengths, alone.depths) == (one.output, one.round_lengths, one.depths)

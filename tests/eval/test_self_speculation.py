@@ -367,7 +367,7 @@ def test_forwards_of_the_target_are_counted(tiny: Target, strategy: Any, forward
     assert (
         len(ran)
         == 1 + forwards * len(drafted.round_lengths)
-        == 1 + (1 + drafter.cost.forwards(drafter)) * len(drafted.round_lengths)
+        == 1 + (1 + drafter.cost.num_target_forwards()) * len(drafted.round_lengths)
     )
     (plain,) = decode(tiny, [text], Greedy(), LIMIT)
     turns = [Turn("id", 0, "any", plain, drafted)]

@@ -15,7 +15,8 @@ from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
 from spectrain.decoding.pruning import Pruning
 from spectrain.decoding.session import Session
-from spectrain.drafters.base import Drafter, DraftingCost
+from spectrain.drafters.base import Drafter
+from spectrain.drafters.capabilities import DraftingCost
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.early_exit import EarlyExit
 from spectrain.drafters.ngram import Ngram
@@ -184,7 +185,7 @@ def test_settings_are_sorted_and_named_once(tiny: Target) -> None:
     grid = sweep.grid
     assert (grid.rows, grid.columns) == ((2, 6), (1, 4))
     assert [system.name for system in systems] == [grid.name(row, column) for row in (2, 6) for column in (1, 4)]
-    assert [system.drafter.saved.settings(system.drafter)["exit_layer"] for system in systems] == [2, 2, 6, 6]
+    assert [system.drafter.saved.settings["exit_layer"] for system in systems] == [2, 2, 6, 6]
     assert [system.builder.depth for system in systems] == [1, 4, 1, 4] and drafter.exit_layer == EXIT
 
 
@@ -225,7 +226,7 @@ def test_exits_that_are_none_are_refused(tiny: Target, tmp_path: Path, sweep: An
 def test_default_exits(num_layers: int) -> None:
     """Up to seven exits from 1 to L - 1, both among them, whose gaps differ by at most one layer."""
     target: Any = SimpleNamespace(name="model", num_layers=num_layers)
-    drafter: Any = SimpleNamespace(cost=DraftingCost())
+    drafter: Any = SimpleNamespace(cost=DraftingCost(None))
     sweep, candidate = PruneSweep(None, (4,)), Candidate(target, drafter, Chain(2), Greedy(), SETTING)
     sweep.systems(candidate, System("drafter", "", drafter, Chain(2), Greedy()))
     grid = sweep.grid

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from spectrain.drafters.abilities import Capture, DraftingCost, OnPolicy, SavedFiles
 from spectrain.drafters.base import Losses, Stage, TrainingState
+from spectrain.drafters.capabilities import Capture, OnePassCost, SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
@@ -88,10 +88,9 @@ class BlockDrafter(VocabularyDrafter):
             "vocab_size", "layers", "num_layers", "architecture", "sample_from_anchor", "causal", "window", "mask_token_id",
             "own_embedding",
         ),
-        settings=lambda drafter: {"mask_token_id": drafter.mask_token_id},
     )  # fmt: skip
-    abilities = replace(VocabularyDrafter.abilities, capture=Capture(carried=("cache",)), on_policy=OnPolicy())
-    cost = DraftingCost(passes=lambda drafter, depth: min(1.0, depth))
+    capabilities = replace(VocabularyDrafter.capabilities, capture=Capture(state_names=("cache",)), on_policy=None)
+    _cost_type = OnePassCost
     # Where the labels of a cross-entropy and of the accuracy come from.
     label_source: Literal["data", "target"] = "target"
 
@@ -116,6 +115,7 @@ class BlockDrafter(VocabularyDrafter):
         self.causal, self.window, self.num_anchors = settings.causal, settings.window, settings.num_anchors
         self.start, self.seed = settings.start, settings.seed
         self.mask_token_id = resolve_mask_token(target, settings.mask_token_id)
+        self.saved = replace(self.saved, settings={"mask_token_id": self.mask_token_id})
         self.head, width = target.head, target.width
         self.embed_tokens = nn.Embedding(rows, width) if settings.own_embedding else None
         self.fc = nn.Linear(len(fused) * width, width, bias=False)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from spectrain.drafters.abilities import Capture
 from spectrain.drafters.base import Stage
+from spectrain.drafters.capabilities import Capture
 from spectrain.errors import UserError
 from spectrain.models.fast import FeatureLinear
 from spectrain.models.features import Features, Layer
@@ -92,7 +92,7 @@ class EagleDrafter(VocabularyDrafter):
     The first layer's modules are attributes of the drafter, so that a drafter of one layer keeps its tensor names on disk.
     """
 
-    abilities = replace(VocabularyDrafter.abilities, capture=Capture(carried=("cache",)))
+    capabilities = replace(VocabularyDrafter.capabilities, capture=Capture(state_names=("cache",)))
     # Whether the next draft step reads the normed output.
     norm_output = False
 

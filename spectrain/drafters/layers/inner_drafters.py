@@ -38,13 +38,13 @@ def build_inner(choice: str | dict[str, Any], key: str, target: Target) -> tuple
     """Build the drafter that `drafter.KEY` names, a choice with or without settings, and its description for a file."""
     settings: dict[str, Any] = {"choice": choice} if isinstance(choice, str) else choice
     drafter: Drafter = build(resolve_choice("drafter", settings, f"drafter.{key}"), target=target)
-    return drafter, {**settings, **drafter.saved.settings(drafter)}
+    return drafter, {**settings, **drafter.saved.settings}
 
 
 def build_nestable(choice: str | dict[str, Any], key: str, target: Target) -> tuple[Drafter, dict[str, Any]]:
     """Build an inner drafter as `build_inner`; raise `UserError` for one that another drafter cannot contain."""
     drafter, description = build_inner(choice, key, target)
-    if not drafter.abilities.plain:
+    if not drafter.capabilities.nestable:
         raise UserError(
             f"drafter.{key}={description['choice']}: it runs the target, verifies its own drafts or adds nodes to "
             "the tree, so no other drafter can contain it; use another one, such as causal, eagle3 or ngram"

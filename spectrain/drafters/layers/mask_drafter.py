@@ -15,14 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spectrain.drafters.abilities import Abilities, Capture
 from spectrain.drafters.base import Drafter
+from spectrain.drafters.capabilities import Capabilities, Capture, DraftingCost, PromptRunner
 from spectrain.drafters.context import Context
 from spectrain.kernels import counter
 from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan
+from spectrain.models.images import refuse_images
 from spectrain.randomness import NOISE
-from spectrain.trees.base import Draft
+from spectrain.trees.base import Draft, TreeBuilder
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 from .tree_masks import MaskRollout, append_masks, end_probabilities, parallel_chains_mask
@@ -35,12 +36,29 @@ Strategy = Literal["quadratic", "linear", "apart"]
 Noise = Literal["masks", "uniform", "mean", "transfer", "streams"]
 
 
-class MaskDrafter(Drafter):
+class MaskCost(DraftingCost):
+    drafter: MaskDrafter
+
+    def extra_nodes(self, builder: TreeBuilder) -> int:
+        return self.drafter.masks_per_host * self.drafter.max_hosts(builder.budget)
+
+    def num_passes(self, depth: float) -> float:
+        return min(1.0, depth) if self.drafter.strategy == "apart" else depth
+
+    def weights(self, target: Target) -> nn.Module:
+        return self.drafter.drafting_layers(target)
+
+    def num_target_forwards(self) -> int:
+        return int(self.drafter.strategy == "apart")
+
+
+class MaskDrafter(Drafter, PromptRunner):
     """Runs masks in the target: after nodes of a tree in the forward that verifies it, or in a forward of their own before it.
 
     A node with masks after it is a host.
     """
 
+    _cost_type: type[DraftingCost] = MaskCost
     num_masks: int
     # Number of mask chains after a host, whose states are averaged.
     ensembles: int
@@ -67,14 +85,17 @@ class MaskDrafter(Drafter):
         the indices in the row of their hosts.
         """
 
-    def make_capabilities(self, adapts_layers: bool) -> Abilities:
+    def make_capabilities(self) -> Capabilities:
         """Declare what the drafter can do. With few hosts a round cannot be captured: the CPU must check for ready masks."""
         carried = ("means",) if self.noise == "mean" else ()
         state_names = () if self.strategy == "apart" else ("states", "ready_at")
         needs_check = self.strategy == "linear" or (self.strategy == "quadratic" and self.num_hosts is not None)
-        capture = None if needs_check else Capture(carried=(*state_names, *carried))
-        prefill = MaskDrafter.prefill if state_names or carried else None
-        return Abilities(capture=capture, adapts_layers=adapts_layers, prefill=prefill, plain=False)
+        capture = None if needs_check else Capture(state_names=(*state_names, *carried))
+        return Capabilities(capture=capture, nestable=False)
+
+    @abstractmethod
+    def drafting_layers(self, target: Target) -> nn.Module:
+        """Return the modules that a draft step reads."""
 
     @property
     def masks_per_host(self) -> int:
@@ -94,6 +115,9 @@ class MaskDrafter(Drafter):
 
     def prefill(self, context: Context, tokens: Tensor, lengths: Tensor) -> Features:
         """Run the prompts with the first round's masks after them, which no committed token sees and no cache holds."""
+        if self.strategy == "apart" and self.noise != "mean":
+            return context.prefill(tokens, lengths)
+        refuse_images(context.texts, "drafter: this family reads prompts by itself")
         steps = torch.arange(tokens.shape[1] + self.num_masks, device=tokens.device)
         if self.noise == "mean":
             is_real = (steps[: tokens.shape[1]] < lengths[:, None])[..., None]

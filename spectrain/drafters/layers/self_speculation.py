@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from spectrain.drafters.abilities import Abilities, Capture, DraftingCost
 from spectrain.drafters.base import Drafter
+from spectrain.drafters.capabilities import Capabilities, Capture, DraftingCost
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.models.forward_plan import SUBLAYER_KINDS, LayerSpan, SkippedLayer, Sublayer, layer_index
@@ -18,6 +18,16 @@ from spectrain.trees.base import Draft, Rollout
 if TYPE_CHECKING:
     from spectrain.models.head import Head
     from spectrain.models.target import Target
+
+
+class SelfDraftingCost(DraftingCost):
+    drafter: SelfDrafter
+
+    def weights(self, target: Target) -> nn.Module:
+        return self.drafter.drafting_layers(target)
+
+    def first_verified_layer(self) -> int:
+        return min((self.drafter.exit_layer, *map(layer_index, self.drafter.skipped)))
 
 
 class SelfDrafter(Drafter):
@@ -32,11 +42,8 @@ class SelfDrafter(Drafter):
     # Layers, or sublayers of them, that a draft step skips.
     skipped: Collection[SkippedLayer] = ()
     head: Head
-    abilities = Abilities(capture=Capture(keeps_drafts=True), plain=False)
-    cost = DraftingCost(
-        weights=lambda drafter, target: drafter.drafting_layers(target),
-        verified_from=lambda drafter: min((drafter.exit_layer, *map(layer_index, drafter.skipped))),
-    )
+    capabilities = Capabilities(capture=Capture(needs_all_drafts=True), nestable=False)
+    _cost_type: type[DraftingCost] = SelfDraftingCost
 
     def draft(self, context: Context) -> Draft:
         context.partial = PartialForward(context.target, context.cache, self.exit_layer, self.skipped, context.layers)

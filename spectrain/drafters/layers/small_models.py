@@ -54,6 +54,11 @@ def make_small_model(target: Target, num_layers: int | None, model: str | None, 
     return small_model
 
 
+def describe_model(model: Target) -> dict[str, Any]:
+    """Return the settings of `make_small_model` that need neither the target's layers nor another directory."""
+    return {"architecture": model.config.to_diff_dict(), "num_layers": None, "model": None}
+
+
 def wrap_model(inner: Any, tokenizer: PreTrainedTokenizerBase, path: str) -> Target:
     """Wrap a model as a frozen target that drafts; refuse one with layers that cannot roll back drafts."""
     inner.config._attn_implementation = ATTENTION_NAME

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from spectrain.drafters.abilities import Abilities, DraftingCost, OnPolicy
 from spectrain.drafters.base import Drafter, Losses
+from spectrain.drafters.capabilities import Capabilities, DraftingCost, OnPolicy
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import DivergenceResult, Projection, restrict_target
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class VocabularyDrafter(Drafter):
     """A drafter whose head covers only the tokens that the assistant uses most; it cannot draft the others."""
 
-    abilities = Abilities(on_policy=OnPolicy(learns_replays=True))
+    capabilities = Capabilities(on_policy=OnPolicy())
     d2t: Tensor
     t2d: Tensor
     divergence: str
@@ -84,12 +84,17 @@ class SharedHeadDrafter(VocabularyDrafter):
         init_output_layer(self.lm_down, self.lm_head, self.head.output.weight[ids])
 
 
+class HeadsCost(DraftingCost):
+    def num_passes(self, depth: float) -> float:
+        return min(1.0, depth / len(self.drafter.heads))
+
+
 class HeadsDrafter(VocabularyDrafter):
     """A drafter with a head for every draft step, each whose output layer (`lm_down`, `lm_head`) starts as the target's."""
 
     heads: Any  # nn.ModuleList
     head_decay: float
-    cost = DraftingCost(passes=lambda drafter, depth: min(1.0, depth / len(drafter.heads)))
+    _cost_type: type[DraftingCost] = HeadsCost
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """Choose the draft vocabulary and copy the target's output layer into every head."""

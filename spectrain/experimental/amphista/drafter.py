@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.config.values import Count, Number, Share, Steps, VocabularySize
-from spectrain.drafters.abilities import Capture, DraftingCost, SavedFiles
 from spectrain.drafters.base import Losses, Stage, TrainingState
+from spectrain.drafters.capabilities import Capture, OnePassCost, SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.heads import HeadMixer, MedusaHead, StagedAdapter
 from spectrain.drafters.layers.losses import LossName
@@ -45,8 +45,8 @@ class Amphista(HeadsDrafter):
     saved = SavedFiles(
         shape=("num_heads", "num_layers", "attention_layers", "adaptation_layers", "vocab_size", "head_rank"),
     )
-    abilities = replace(HeadsDrafter.abilities, capture=Capture(carried=("cache",)))
-    cost = DraftingCost(passes=lambda drafter, depth: min(1.0, depth))
+    capabilities = replace(HeadsDrafter.capabilities, capture=Capture(state_names=("cache",)))
+    _cost_type = OnePassCost
 
     def __init__(
         self,

@@ -11,9 +11,9 @@ from math import log
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from spectrain.drafters.abilities import Abilities, DraftingCost, SavedFiles
+from spectrain.drafters.capabilities import Capabilities, DraftingCost, SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.copy_rollout import as_rollout
 from spectrain.drafters.layers.inner_drafters import DrafterWrapper, build_nestable, union_layers
@@ -23,6 +23,16 @@ from spectrain.trees.token_tree import AcceptedPath
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
+
+
+class CascadeCost(DraftingCost):
+    drafter: Cascade
+
+    def num_passes(self, depth: float) -> float:
+        return self.drafter.inner.cost.num_passes(min(depth, self.drafter.handover or depth))
+
+    def weights(self, target: Target) -> nn.Module:
+        return self.drafter.inner.cost.weights(target)
 
 
 class Cascade(DrafterWrapper):
@@ -41,12 +51,8 @@ class Cascade(DrafterWrapper):
     target: what passes the qualifier, the target verifies by the rule that `acceptance` names.
     """
 
-    abilities = Abilities()
-    saved = SavedFiles(inner=("inner", "helper"), settings=lambda drafter: drafter.descriptions)
-    cost = DraftingCost(
-        passes=lambda drafter, depth: drafter.inner.cost.passes(drafter.inner, min(depth, drafter.handover or depth)),
-        weights=lambda drafter, target: drafter.inner.cost.weights(drafter.inner, target),
-    )
+    saved = SavedFiles(inner=("inner", "helper"))
+    _cost_type = CascadeCost
 
     def __init__(
         self,
@@ -67,20 +73,17 @@ class Cascade(DrafterWrapper):
             raise UserError("drafter.ahead=0: the helper has nothing to do; give drafter.handover, or use 1 or more")
         self.inner, first = build_nestable(inner, "inner", target)
         self.helper, second = build_nestable(helper, "helper", target)
-        self.descriptions = {"inner": first, "helper": second}
-        if ahead and not self.inner.abilities.follows_at_once:
+        self.saved = replace(self.saved, settings={"inner": first, "helper": second})
+        if ahead and not self.inner.capabilities.scores_path_at_once:
             raise UserError(
                 f"drafter.ahead={ahead}: {first['choice']} cannot run several tokens of a path in one step, so nothing can be "
                 "drafted for it; use drafter.ahead=0 with drafter.handover, or drafter.inner=causal"
             )
         self.ahead, self.handover, self.qualify = ahead, handover, qualify
         self.layers = union_layers([self.inner, self.helper])
-        able = self.inner.abilities, self.helper.abilities
-        known = [one for one, ability in zip((self.inner, self.helper), able) if ability.datastore(one) is not None]
-        self.abilities = Abilities(
-            target_training=able[0].target_training,
-            follows_at_once=able[0].follows_at_once,
-            datastore=lambda drafter: known[0].abilities.datastore(known[0]) if known else None,
+        inner_capabilities = self.inner.capabilities
+        self.capabilities = Capabilities(
+            target_training=inner_capabilities.target_training, scores_path_at_once=inner_capabilities.scores_path_at_once
         )
 
     def draft(self, context: Context) -> Draft:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from spectrain.drafters.abilities import Abilities, SavedFiles
 from spectrain.drafters.base import Drafter
+from spectrain.drafters.capabilities import Capabilities, RewindableDrafter, SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.small_models import ModelRollout, load_foreign_model
 from spectrain.errors import UserError
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from spectrain.models.target import Target
 
 
-class Universal(Drafter):
+class Universal(Drafter, RewindableDrafter):
     """A small causal LM as it is, `model`: a directory, a name on the hub, or tiny or smollm2. What the target says is encoded
     anew for it, round by round; its cache keeps what of that encoding has not changed.
 
@@ -52,7 +52,6 @@ class Universal(Drafter):
     spectrain export format=hf has written it: give that directory as `model`.
     """
 
-    saved = SavedFiles(settings=lambda drafter: {"model": drafter.name})
     shared_theirs: Tensor
     shared_mine: Tensor
     translated: Tensor
@@ -79,7 +78,8 @@ class Universal(Drafter):
         self.heard = {mine: theirs for theirs, mine in self.special.items()}
         if match == "intersection":
             self._add_shared(target)
-        self.abilities = Abilities(undrawn=match != "intersection", ahead=lambda drafter, lengths: drafter.forget())
+        self.saved = SavedFiles(settings={"model": model})
+        self.capabilities = Capabilities(has_no_q=match != "intersection")
         self.texts: list[RetokenizedText] = []  # of every text
         self.cache: TreeCache | None = None
         self.cached: list[list[int]] = []  # what it holds
@@ -128,7 +128,7 @@ class Universal(Drafter):
         depth = builder.depth if self.num_tokens is None else self.num_tokens
         return Chain(depth) if builder.is_chain else Eagle2(depth, builder.budget, self.width)
 
-    def forget(self) -> None:
+    def rewind(self, lengths: Tensor) -> None:
         """Read the texts from their beginning again; what the cache holds of them stays."""
         self.texts = [RetokenizedText(self.mine, self.theirs, self.special) for _ in self.texts]
 

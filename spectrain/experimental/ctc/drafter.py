@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spectrain.config.values import Count, Number, Steps, VocabularySize
-from spectrain.drafters.abilities import Capture, DraftingCost, OnPolicy, SavedFiles
 from spectrain.drafters.base import Losses, Stage, TrainingState
+from spectrain.drafters.capabilities import Capture, OnePassCost, SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.heads import HeadMixer, StagedAdapter
 from spectrain.drafters.layers.layers import ResBlock
@@ -116,8 +116,8 @@ class Ctc(SharedHeadDrafter):
     saved = SavedFiles(
         shape=("num_slots", "num_layers", "attention_layers", "adaptation_layers", "vocab_size", "head_rank"),
     )
-    abilities = replace(SharedHeadDrafter.abilities, capture=Capture(carried=("cache",)), on_policy=OnPolicy())
-    cost = DraftingCost(passes=lambda drafter, depth: min(1.0, depth))
+    capabilities = replace(SharedHeadDrafter.capabilities, capture=Capture(state_names=("cache",)), on_policy=None)
+    _cost_type = OnePassCost
 
     def __init__(
         self,

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.config.values import Count, Number, Share, Steps, VocabularySize
-from spectrain.drafters.abilities import DraftingCost, SavedFiles
 from spectrain.drafters.base import Losses, TrainingState
+from spectrain.drafters.capabilities import DraftingCost, SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.eagle_layers import NORM_VARIANTS, EagleSettings, check_architecture
 from spectrain.drafters.layers.eagle_unrolled import UnrolledEagle
@@ -46,6 +46,11 @@ class ParallelHead(nn.Module):
         return hidden
 
 
+class GumihoCost(DraftingCost):
+    def num_passes(self, depth: float) -> float:
+        return min(depth, self.drafter.num_serial + 1.0)
+
+
 class Gumiho(UnrolledEagle):
     """EAGLE's layers say the first `num_serial` tokens, which decide most, one by one; `num_parallel` heads say the rest in one
     go from what these steps have read and said (section 3.2). The loss is that of all steps, weighted by step_decay^i.
@@ -59,7 +64,7 @@ class Gumiho(UnrolledEagle):
     saved = SavedFiles(
         shape=("num_serial", "num_parallel", "num_blocks", "vocab_size", "layers", "num_layers", "head_rank"),
     )
-    cost = DraftingCost(passes=lambda drafter, depth: min(depth, drafter.num_serial + 1.0))
+    _cost_type = GumihoCost
 
     def __init__(
         self,

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.config.values import Count, Share, Steps, VocabularySize
-from spectrain.drafters.abilities import Capture, SavedFiles
 from spectrain.drafters.base import Losses, Stage, TrainingState
+from spectrain.drafters.capabilities import Capture, SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.heads import PrefixAttention
 from spectrain.drafters.layers.layers import ResBlock
@@ -63,7 +63,7 @@ class Hydra(HeadsDrafter):
 
     layers: tuple[Layer, ...] = ("final",)
     saved = SavedFiles(shape=("num_heads", "num_layers", "vocab_size", "prefix_attention", "head_rank"))
-    abilities = replace(HeadsDrafter.abilities, capture=Capture(carried=("cache",)))
+    capabilities = replace(HeadsDrafter.capabilities, capture=Capture(state_names=("cache",)))
 
     def __init__(
         self,

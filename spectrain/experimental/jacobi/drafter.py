@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from spectrain.config.values import Count, NotNegative, Positive, Seed, Steps
-from spectrain.drafters.abilities import Abilities
 from spectrain.drafters.base import Drafter, Losses, Stage, TrainingState
+from spectrain.drafters.capabilities import Capabilities
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.losses import TargetLogProbs, head_loss
 from spectrain.features.batch import Batch
@@ -50,7 +50,7 @@ class Jacobi(Drafter):
     self_distillation, KL(original || trained). The output is the trained target's.
     """
 
-    abilities = Abilities(copies_text=True, plain=False)
+    capabilities = Capabilities(is_copier=True, nestable=False)
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Jacobi(Drafter):
         self.method, self.block, self.num_blocks, self.seed = method, block, num_blocks, seed
         self.language_model_weight, self.self_distillation = language_model_weight, self_distillation
         self.target_training = TargetTraining(adapt, rank, alpha, keeps_original=True)
-        self.abilities = replace(self.abilities, target_training=self.target_training)
+        self.capabilities = replace(self.capabilities, target_training=self.target_training)
         self.trajectories = Trajectories(block, num_blocks, seed)
         self.guesses: list[list[int]] = []  # of each text, verified last
         self.answers: list[list[int]] = []  # what the target says at the root and behind each of them

@@ -6,13 +6,14 @@ Index t of the adapter reads the residual stream entering layer `exit_layer` at 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from spectrain.drafters.abilities import Abilities, Capture, OnPolicy, SavedFiles
 from spectrain.drafters.base import Losses, Stage, TrainingState
+from spectrain.drafters.capabilities import Capabilities, Capture, OnPolicy, SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.layers import Attention, final_norm_scale, llama_config, make_rotary
 from spectrain.drafters.layers.losses import LossName, head_loss
@@ -38,15 +39,16 @@ class Kangaroo(SelfDrafter):
     `exit_layer` is by default behind a fourteenth of the layers, at least one: the authors' 2 of 32 and 3 of 40.
     """
 
-    saved = SavedFiles(shape=("exit_layer",), settings=lambda drafter: {"exit_layer": drafter.exit_layer})
-    abilities = Abilities(
-        capture=Capture(carried=("cache",), keeps_drafts=True), on_policy=OnPolicy(learns_replays=True), plain=False
+    saved = SavedFiles(shape=("exit_layer",))
+    capabilities = Capabilities(
+        capture=Capture(state_names=("cache",), needs_all_drafts=True), on_policy=OnPolicy(), nestable=False
     )
 
     def __init__(self, target: Target, exit_layer: int | None = None, loss: LossName = "forward_kl") -> None:
         super().__init__()
         config = llama_config(target)
         self.exit_layer, self.divergence = resolve_exit_layer(target, exit_layer, 1 / 14), loss
+        self.saved = replace(self.saved, settings={"exit_layer": self.exit_layer})
         self.layers: tuple[Layer, ...] = (self.exit_layer,)
         self.head = target.head
         self.input_layernorm = nn.RMSNorm(target.width, eps=config.rms_norm_eps)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from spectrain.drafters.abilities import SavedFiles, Tuning
+from spectrain.drafters.capabilities import SavedFiles, TunableDrafter
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.self_speculation import SelfDrafter
 from spectrain.errors import UserError
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Text = tuple[list[int], list[int]]  # a prompt and the target's answer
 
 
-class LayerSkipping(SelfDrafter):
+class LayerSkipping(SelfDrafter, TunableDrafter):
     """Drafts with all layers but `skipped`, which are given or, by default, searched for on the calibration prompts.
 
     The layers before the first skipped one are not run again to verify. The search measures a set on the target's own greedy
@@ -45,16 +45,6 @@ class LayerSkipping(SelfDrafter):
     and values, and the one that promises more, by how often it keeps the token that followed, is drafted with. The search
     ends when `tries` are spent, over all texts, or `patience` of them in a row brought nothing.
     """
-
-    saved = SavedFiles(settings=lambda drafter: {"skipped": listed(drafter.skipped)} if drafter.searched else {})
-    abilities = replace(
-        SelfDrafter.abilities,
-        tuning=Tuning(
-            is_open=lambda drafter: not drafter.searched,
-            answer_tokens=lambda drafter: drafter.answer_tokens,
-            search=lambda drafter, target, texts, depth: drafter.search(target, texts, depth),
-        ),
-    )
 
     def __init__(
         self,
@@ -83,19 +73,23 @@ class LayerSkipping(SelfDrafter):
         self.search_steps, self.answer_tokens, self.seed = search_steps, answer_tokens, seed
         self.exit_layer = target.num_layers
         self.head = target.head
-        self.skipped: frozenset[SkippedLayer] = joined(given or (target.num_layers // 2,))
-        self.searched = given is not None
+        self.needs_search = given is None
+        self._use_set(joined(given or (target.num_layers // 2,)))
         self.tries, self.window, self.patience = tries, window, patience
         self.fruitless = 0  # tries since the last better set
         self.random = Random(seed)
         if tries:
             self.prompts = torch.zeros(0)  # [B] tokens before the first that was verified
-            self.abilities = replace(self.abilities, capture=None)  # sets change on the host
+            self.capabilities = replace(self.capabilities, capture=None)  # sets change on the host
 
     def search(self, target: Target, texts: list[Text], depth: int) -> None:
         """Search for the set to skip."""
-        self.skipped = joined(search(target, texts, depth, self.search_steps, self.seed))
-        self.searched = True
+        self.needs_search = False
+        self._use_set(joined(search(target, texts, depth, self.search_steps, self.seed)))
+
+    def _use_set(self, skipped: frozenset[SkippedLayer]) -> None:
+        self.skipped: frozenset[SkippedLayer] = skipped
+        self.saved = SavedFiles(settings={} if self.needs_search else {"skipped": listed(skipped)})
 
     def draft(self, context: Context) -> Draft:
         if self.tries:
@@ -113,7 +107,8 @@ class LayerSkipping(SelfDrafter):
         other, depth = moved(self.skipped, context.target.num_layers, self.random), context.builder.depth
         best, found = (promise(context.target, one, agreement(context, one, size), depth) for one in (self.skipped, other))
         self.fruitless = 0 if found > best else self.fruitless + 1
-        self.skipped = other if found > best else self.skipped
+        if found > best:
+            self._use_set(other)
 
 
 def search(target: Target, texts: list[Text], depth: int, steps: int, seed: int = 0) -> frozenset[int]:

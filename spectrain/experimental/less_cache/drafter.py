@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spectrain.drafters.abilities import Abilities, DraftingCost
 from spectrain.drafters.base import Drafter
+from spectrain.drafters.capabilities import Capabilities, DraftingCost
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.copies import GrowingTexts
 from spectrain.errors import UserError
@@ -26,7 +26,7 @@ from spectrain.models.forward_override import override_forwards
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.traffic import BytesRead, key_bytes, weight_bytes
-from spectrain.trees.base import Draft, Rollout
+from spectrain.trees.base import Draft, Rollout, TreeBuilder
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 if TYPE_CHECKING:
@@ -35,6 +35,19 @@ if TYPE_CHECKING:
 Cached = Literal["full", "window", "snap", "quest", "int8", "int4"]
 Weights = Literal["full", "int8", "int4"]
 BITS: dict[str, Bits] = {"int8": 8, "int4": 4}
+
+
+class SelfDraftCost(DraftingCost):
+    drafter: SelfDraft
+
+    def extra_nodes(self, builder: TreeBuilder) -> int:
+        return self.drafter.guesses * (1 + builder.max_drafted)
+
+    def weights(self, target: Target) -> nn.Module:
+        return self.drafter.drafting_weights(target)
+
+    def bytes_read(self) -> BytesRead:
+        return self.drafter.reads
 
 
 class SelfDraft(Drafter):
@@ -52,12 +65,8 @@ class SelfDraft(Drafter):
     model). They change no draft, only how often the target runs.
     """
 
-    abilities = Abilities(plain=False)
-    cost = DraftingCost(
-        extra_nodes=lambda drafter, builder: drafter.guesses * (1 + builder.max_drafted),
-        weights=lambda drafter, target: drafter.drafting_weights(target),
-        read=lambda drafter: drafter.reads,
-    )
+    capabilities = Capabilities(nestable=False)
+    _cost_type = SelfDraftCost
 
     def __init__(
         self,

@@ -9,18 +9,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from spectrain.drafters.abilities import Abilities, DraftingCost
 from spectrain.drafters.base import Drafter
+from spectrain.drafters.capabilities import Capabilities, DraftingCost
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.models.features import Features
 from spectrain.randomness import DRAFT, keyed_generator
-from spectrain.trees.base import Draft
+from spectrain.trees.base import Draft, TreeBuilder
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from spectrain.trees.trie import Trie
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
+
+
+class LookaheadCost(DraftingCost):
+    def extra_nodes(self, builder: TreeBuilder) -> int:
+        return int(self.drafter.window_nodes)
 
 
 class Lookahead(Drafter):
@@ -39,8 +44,8 @@ class Lookahead(Drafter):
     the root as column 0, whose n-gram begins in text that is already there; here all W columns lie ahead of it.
     """
 
-    abilities = Abilities(copies_text=True, plain=False)
-    cost = DraftingCost(extra_nodes=lambda drafter, builder: drafter.window_nodes)
+    capabilities = Capabilities(is_copier=True, nestable=False)
+    _cost_type = LookaheadCost
 
     def __init__(
         self, target: Target, window: int = 5, ngram: int = 4, guesses: int = 5, pool_from_prompt: bool = True

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spectrain.drafters.abilities import Abilities
 from spectrain.drafters.base import Drafter, Losses, Stage, TrainingState
+from spectrain.drafters.capabilities import Capabilities
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.copies import GrowingTexts, build_trie
 from spectrain.drafters.layers.masks import MaskBlocks, add_blocks
@@ -43,7 +43,7 @@ class DraftJudge(Drafter):
     """
 
     layers: tuple[Layer, ...] = ()
-    abilities = Abilities(copies_text=True, judges=True)
+    capabilities = Capabilities(is_copier=True, is_acceptance_probe=True)
 
     def __init__(
         self,

@@ -28,6 +28,7 @@ from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.decoding.loop import EagerRunner, Request
 from spectrain.decoding.session import Session
 from spectrain.drafters.base import Drafter
+from spectrain.drafters.capabilities import RewindableDrafter
 from spectrain.drafters.context import Context
 from spectrain.errors import RunError, UserError
 from spectrain.models.features import Features
@@ -72,10 +73,10 @@ class Overlap:
 
 def check_overlap(drafter: Drafter | None, builder: TreeBuilder | None, rule: AcceptanceRule, num_outcomes: int = 0) -> None:
     """Raise a UserError for drafters that cannot draft ahead, and for rules whose tokens depend on drafts."""
-    if drafter is None or drafter.abilities.ahead is None:
+    if not isinstance(drafter, RewindableDrafter):
         raise UserError("eval.overlap: this drafter reads what the target computes, so it cannot draft ahead of it; use "
                         "drafter=causal, universal or ngram")  # fmt: skip
-    if num_outcomes and not drafter.abilities.follows_at_once:
+    if num_outcomes and not drafter.capabilities.scores_path_at_once:
         raise UserError("eval.overlap=outcomes: this drafter's own chances do not say what follows; use eval.overlap=post, or "
                         "drafter=causal")  # fmt: skip
     if builder is None or not builder.is_chain or not builder.is_fixed or builder.children != "deterministic":

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.config.values import Count, Number, Share, Steps, VocabularySize
-from spectrain.drafters.abilities import Capture, SavedFiles
 from spectrain.drafters.base import Losses, Stage, TrainingState
+from spectrain.drafters.capabilities import Capture, SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.layers import ResBlock
 from spectrain.drafters.layers.losses import LossName
@@ -40,7 +40,7 @@ class Redrafter(VocabularyDrafter):
 
     layers: tuple[Layer, ...] = ("final",)
     saved = SavedFiles(shape=("vocab_size", "num_blocks", "head_rank"))
-    abilities = replace(VocabularyDrafter.abilities, capture=Capture())
+    capabilities = replace(VocabularyDrafter.capabilities, capture=Capture())
 
     def __init__(
         self,

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from torch import nn
 
-from spectrain.drafters.abilities import Abilities, DraftingCost, SavedFiles
 from spectrain.drafters.base import Drafter
+from spectrain.drafters.capabilities import Capabilities, DraftingCost, SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.inner_drafters import build_nestable, union_layers
 from spectrain.errors import UserError
 from spectrain.models.features import Features
-from spectrain.trees.base import Draft
+from spectrain.trees.base import Draft, TreeBuilder
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 from .arms import Arm, Hedge, Stopwatch
@@ -33,6 +33,14 @@ if TYPE_CHECKING:
 PATIENCE = 64  # tokens that a drafter may fall behind: what it catches up with needs slots
 TIMED = 9  # of the last rounds' seconds the median counts: half of them may be slowed by something else
 TRIALS = 4  # rounds that every drafter drafts at the start, to be timed
+
+
+class RouterCost(DraftingCost):
+    def extra_nodes(self, builder: TreeBuilder) -> int:
+        return PATIENCE + max(drafter.cost.extra_nodes(builder) for drafter in self.drafter.inner)
+
+    def num_passes(self, depth: float) -> float:
+        return max(float(drafter.cost.num_passes(depth)) for drafter in self.drafter.inner)
 
 
 class Chosen(Drafter):
@@ -49,11 +57,9 @@ class Chosen(Drafter):
     the weight of the drafters whose first choice it is, the weights being Hedge's (Minions' majority).
     """
 
-    saved = SavedFiles(inner=("inner",), settings=lambda drafter: {"inner": drafter.descriptions})
-    cost = DraftingCost(
-        extra_nodes=lambda drafter, builder: PATIENCE + max(one.cost.extra_nodes(one, builder) for one in drafter.inner),
-        passes=lambda drafter, depth: max(one.cost.passes(one, depth) for one in drafter.inner),
-    )
+    saved = SavedFiles(inner=("inner",))
+    capabilities = Capabilities(nestable=False)
+    _cost_type = RouterCost
 
     def __init__(
         self,
@@ -74,12 +80,8 @@ class Chosen(Drafter):
         made = [build_nestable(one, "inner", target) for one in named]
         drafters = [drafter for drafter, _ in made]
         self.inner = nn.ModuleList(drafters).requires_grad_(False)
-        self.descriptions = [description for _, description in made]
+        self.saved = replace(self.saved, settings={"inner": [description for _, description in made]})
         self.by, self.score_every, self.layers = by, score_every, union_layers(drafters)
-        stores = [one for one in drafters if one.abilities.datastore(one) is not None]
-        self.abilities = Abilities(
-            plain=False, datastore=lambda drafter: stores[0].abilities.datastore(stores[0]) if stores else None
-        )
         self.arms = [Arm(1 - 1 / memory, TIMED) for _ in drafters]
         self.hedge = Hedge(len(drafters), memory)
         self.source = np.random.default_rng(seed)

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from spectrain.config.values import Count, Share, Steps, VocabularySize
-from spectrain.drafters.abilities import Capture, DraftingCost, SavedFiles
 from spectrain.drafters.base import Losses, Stage, TrainingState
+from spectrain.drafters.capabilities import Capture, OnePassCost, SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.heads import PrefixAttention
 from spectrain.drafters.layers.losses import LossName
@@ -39,8 +39,8 @@ class TransformerHeads(SharedHeadDrafter):
 
     layers: tuple[Layer, ...] = ("final",)
     saved = SavedFiles(shape=("num_heads", "vocab_size", "head_rank"))
-    abilities = replace(SharedHeadDrafter.abilities, capture=Capture(carried=("cache",)))
-    cost = DraftingCost(passes=lambda drafter, depth: min(1.0, depth))
+    capabilities = replace(SharedHeadDrafter.capabilities, capture=Capture(state_names=("cache",)))
+    _cost_type = OnePassCost
 
     def __init__(
         self,
