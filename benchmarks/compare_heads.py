@@ -4,7 +4,7 @@
 
 300 steps of at most 512 tokens of the embedded data, the recipe's own rate, one seed; 40 held-out prompts of 64 tokens, greedy,
 eight at once. One to three minutes a recipe with one thread. A finished run is not trained again, nor scored; rows of other
-names stay in the file, and docs/families.md shows all of it. Without names: those of RECIPES.
+names stay in the file. Without names: those of RECIPES. `python scripts/make_results_pages.py` then writes docs/results/.
 """
 
 import argparse
@@ -22,7 +22,6 @@ RECIPES = (
     "speculative_streaming", "uno", "dflash", "dspark", "dflash2", "peagle",
 )  # fmt: skip
 RESULTS = Path(__file__).parents[1] / "eval" / "results" / "heads-tiny.json"
-PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 STEPS, DEPTH = 300, 4
 TRAINING = [
     "target=tiny", "data.limit=null", "data.max_length=512", "trainer.batch_tokens=512",
@@ -70,23 +69,6 @@ def measure(name: str, work: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The markdown of what was measured, as docs/families.md shows it, in the order of RECIPES."""
-    order = {name: number for number, name in enumerate(RECIPES)}
-    lines = ["| recipe | chain of 4 | 16 nodes of `eagle2`, 4 deep | kept by depth (chain) |"]
-    lines.append("|---|---|---|---|")
-    for row in sorted(rows, key=lambda row: order.get(row["name"], len(order))):
-        recipe, *changes = row["name"].split("+")
-        name = ", ".join(f"`{part}`" for part in (recipe, *changes))
-        lengths = [
-            f"{said['acceptance_length']:.2f} [{said['ci95'][0]:.2f}, {said['ci95'][1]:.2f}]"
-            for said in (row["chain"], row["tree"])
-        ]
-        kept = " ".join(f"{share:.2f}" for share in row["chain"]["acceptance_by_depth"])
-        lines.append(f"| {name} | {lengths[0]} | {lengths[1]} | {kept} |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path("runs/heads"))
@@ -101,10 +83,6 @@ def main() -> None:
             **collect_provenance(), "command": "python -m benchmarks.compare_heads",
         }  # fmt: skip
         write_text(options.out, json.dumps({"setting": setting, "rows": list(rows.values())}, indent=1) + "\n")
-    if options.out == RESULTS:
-        before, _, rest = PAGE.read_text().partition("<!-- heads -->\n")
-        after = rest.partition("\n<!-- /heads -->")[2]
-        write_text(PAGE, f"{before}<!-- heads -->\n{table(list(rows.values()))}\n<!-- /heads -->{after}")
 
 
 if __name__ == "__main__":

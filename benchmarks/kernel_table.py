@@ -1,4 +1,4 @@
-"""Write the table of tree attention's configurations into docs/engine.md: what the compiler makes of them for sm_90.
+"""Write the table of tree attention's configurations into docs/results/kernels.md: what the compiler makes of them for sm_90.
 
 python -m benchmarks.kernel_table              needs triton and git and no GPU, and takes two minutes; nothing is run
 
@@ -22,7 +22,7 @@ from tests.kernels import aot
 from tests.kernels.test_compiled import ROWS, attention
 
 BEFORE = "4f886a9"  # the last revision whose loop masked every block of keys
-PAGE = Path(__file__).parents[1] / "docs" / "engine.md"
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "kernels.md"
 MARKS = "<!-- registers -->", "<!-- /registers -->"
 DENSE = 790e12 / 132 / 1.755e9  # bf16 operations a cycle of a multiprocessor, at the rate that a large product reaches
 

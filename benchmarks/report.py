@@ -139,7 +139,7 @@ def render_markdown(folder: Path) -> str:
 
 
 def render_goals(folder: Path) -> str:
-    """Return, for every GPU, what has a goal and every missed goal by name; docs/engine.md contains it."""
+    """Return, for every GPU, what has a goal and every missed goal by name; docs/results/gpu-goals.md contains it."""
     return "\n\n".join(
         "\n\n".join(render_verdicts(evidence)) for evidence in gather_evidence(folder) or [Evidence("no GPU yet")]
     )

@@ -12,15 +12,20 @@ from typing import Any
 import pytest
 import yaml
 
+from scripts.make_reference import INTERFACE_PAGE, SETTINGS_PAGE, render_pages
+from scripts.make_results_pages import FOLDER
+from scripts.make_results_pages import PAGES as RESULTS_PAGES
 from spectrain.cli import help, main, overrides
 from spectrain.config.schema import find_owners, load_schema, select_choices, settings_by_group
 from spectrain.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
 DOCUMENTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# Pages that the site writes while it is built.
+GENERATED = {SETTINGS_PAGE, INTERFACE_PAGE}
 EVERY_DRAFTER = {"init"}  # settings of all drafters, which no constructor has
 OURS = re.compile(r"(?:benchmarks|conf|data|docs|eval|examples|kernels|recipes|scripts|spectrain|tests)/[a-z0-9_./-]*")
 
@@ -145,20 +150,67 @@ def test_links_lead_somewhere(document: str) -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(DOCUMENTS["README.md"].splitlines()) <= 220
+    assert len(DOCUMENTS["README.md"].splitlines()) <= 150
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/families.md"])
-def test_every_recipe_is_told_of(document: str) -> None:
-    """The first column of the table of families names each."""
+@pytest.mark.parametrize("document", ["README.md", "docs/families/index.md"])
+def test_every_recipe_is_in_the_table(document: str) -> None:
+    """The first column of the tables of families names each."""
     lines = [line for line in DOCUMENTS[document].splitlines() if line.startswith("| `")]
     table = {name for line in lines for name in re.findall("`([^`]+)`", line.split("|")[1])}
     assert {path.stem for path in (ROOT / "recipes").glob("*.yaml")} <= table
 
 
+FAMILIES = sorted(name for name in DOCUMENTS if name.startswith("docs/families/") and not name.endswith("index.md"))
+
+
+@pytest.mark.parametrize("document", FAMILIES)
+def test_a_family_page_has_four_parts(document: str) -> None:
+    """What it is, when to use it, settings, how to serve it; further parts may follow."""
+    titles = re.findall(r"^## (.*)$", FENCE.sub("", DOCUMENTS[document]), re.MULTILINE)
+    singular = [title.replace("they are", "it is").replace("them", "it") for title in titles]
+    assert singular[:4] == ["What it is", "When to use it", "Settings", "How to serve it"]
+
+
+@pytest.mark.parametrize("document", FAMILIES)
+def test_settings_of_a_family_page_exist(document: str) -> None:
+    """Every drafter.KEY that the page names is a setting of some drafter, and every choice is a file of conf/."""
+    keys = {name for name in re.findall(r"`drafter\.(\w+)", DOCUMENTS[document])} - EVERY_DRAFTER
+    assert not [key for key in keys if not find_owners("drafter", key)]
+    for group, choice in re.findall(r"\b(drafter|recipe|acceptance|tree)=([a-z][a-z0-9_-]*)\b", DOCUMENTS[document]):
+        folder = ROOT / "recipes" if group == "recipe" else ROOT / "conf" / group
+        assert (folder / f"{choice}.yaml").exists(), f"{group}={choice}"
+
+
+def test_generated_pages_of_results_are_the_committed_ones() -> None:
+    """Every number of these pages comes from eval/results/; `python scripts/make_results_pages.py` writes them."""
+    for name, page in RESULTS_PAGES.items():
+        assert (FOLDER / f"{name}.md").read_text() == page.render(), name
+
+
+def test_the_reference_describes_every_setting() -> None:
+    """Each key that a command accepts has its row, with a description."""
+    settings = render_pages()[SETTINGS_PAGE]
+    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in settings.splitlines() if line.startswith("| `")]
+    names = {name.strip(" `") for name, *_ in rows}
+    for config in ("train", "eval", "compare"):
+        for group, keys in settings_by_group(load_schema(config), []).items():
+            assert {f"{group}.{key.name}" for key in keys} <= names
+    assert all(f"recipe={path.stem}" in settings for path in (ROOT / "recipes").glob("*.yaml"))
+
+
 def site() -> dict[str, Any]:
     loaded: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     return loaded
+
+
+def flatten_navigation(entries: list[Any]) -> list[str]:
+    """Return the pages of a navigation, in order."""
+    names = []
+    for entry in entries:
+        for value in entry.values() if isinstance(entry, dict) else [entry]:
+            names += [value] if isinstance(value, str) else flatten_navigation(value)
+    return names
 
 
 @pytest.mark.parametrize("group", ["tree", "acceptance"])
@@ -170,11 +222,21 @@ def test_every_tree_and_rule_is_told_of(group: str) -> None:
 
 
 def test_every_page_is_in_the_site() -> None:
-    """The navigation lists them all, once, and the first page links to each."""
-    listed = [name for entry in site()["nav"] for name in entry.values()]
-    assert sorted(listed) == [page.name for page in PAGES]
-    assert {name for name in listed if f"]({name})" in DOCUMENTS["docs/index.md"]} == {*listed} - {"index.md"}
-    assert {name for name in listed if f"](docs/{name})" in DOCUMENTS["README.md"]} == {*listed}
+    """The navigation lists all pages once, and the first page of each folder links to every page of the folder."""
+    listed = flatten_navigation(site()["nav"])
+    names = [page.relative_to(ROOT / "docs").as_posix() for page in PAGES]
+    assert sorted(listed) == sorted([*names, *GENERATED])
+    for folder in ("", "families/", "results/"):
+        inside = [name.removeprefix(folder) for name in names if name.rpartition("/")[0] == folder.rstrip("/")]
+        first = DOCUMENTS[f"docs/{folder}index.md"]
+        assert not [name for name in inside if name != "index.md" and f"]({name})" not in first]
+
+
+def test_the_site_has_four_parts() -> None:
+    """Tutorials, how-to guides, reference, explanation and results; and search."""
+    parts = [name for entry in site()["nav"] for name in entry]
+    assert parts == ["Start", "Tutorials", "How-to guides", "Reference", "Explanation and results"]
+    assert "search" in site()["plugins"]
 
 
 def built(config: Path, out: Path) -> "subprocess.CompletedProcess[str]":
@@ -187,8 +249,10 @@ def test_the_site_builds(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="pip install spectrain[docs]")
     done = built(ROOT / "mkdocs.yml", tmp_path / "site")
     assert done.returncode == 0, done.stderr
-    pages = list((tmp_path / "site").glob("*.html"))
-    assert {page.stem for page in pages} == {page.stem for page in PAGES} | {"404"}
+    pages = list((tmp_path / "site").rglob("*.html"))
+    names = {page.relative_to(ROOT / "docs").with_suffix("").as_posix() for page in PAGES}
+    generated = {name.removesuffix(".md") for name in GENERATED}
+    assert {page.relative_to(tmp_path / "site").with_suffix("").as_posix() for page in pages} == names | generated | {"404"}
     fetched = r"<(?:script|img|iframe)[^>]*src=.?https?:|<link[^>]*rel=.?stylesheet[^>]*href=.?https?:|fonts\.g"
     assert not [page.name for page in pages if re.search(fetched, page.read_text())]
 
@@ -197,7 +261,8 @@ def test_the_site_builds(tmp_path: Path) -> None:
 @pytest.mark.parametrize("broken", ["[x](nowhere.md)", "[x](data.md#nowhere)", "[x](#nowhere)"])
 def test_a_broken_link_ends_the_build(tmp_path: Path, broken: str) -> None:
     pytest.importorskip("mkdocs", reason="pip install spectrain[docs]")
-    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    settings = (ROOT / "mkdocs.yml").read_text().replace("scripts/make_reference.py", f"{ROOT}/scripts/make_reference.py")
+    (tmp_path / "mkdocs.yml").write_text(settings)
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     with (tmp_path / "docs" / "runs.md").open("a") as page:
         page.write(f"\n{broken}\n")

@@ -185,7 +185,7 @@ def outcomes(name: str, folder: Path) -> dict[str, str]:
     return {check: outcome(lambda: run(trials[0])) for check, run in CHECKS.items()}  # noqa: B023
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "targets.md"
+PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 SAMPLE = ("gpt_oss", "deepseek_v3", "gemma4_text", "llama4_text", "doge", "qwen3_vl", "qwen3_next")
 
 
