@@ -1,8 +1,7 @@
-"""The attention of the target's layers: over a cached tree, or over texts, in training: causal, and never across packed
-documents.
+"""The attention of the target's layers: over a cached tree, or causal over texts, never across packed documents.
 
 Shapes: B batch, T tokens, S keys, H query heads, K key-value heads, D head size. The documents of a packed row are attended to
-one by one, or on a GPU in one launch that knows their boundaries. No [T, T] mask is built, and nothing that a mask would hide
+one by one, or on a GPU in one launch that reads their boundaries. No [T, T] mask is built, and nothing that a mask would hide
 is computed.
 """
 
@@ -26,7 +25,7 @@ from .fast import is_mergeable, merged_attention
 from .kv_cache import DEFAULT_OPTIONS, AttentionOptions, KeyValueShape, TreeCache
 from .masks import make_mask
 
-ATTENTION_NAME = "spectrain"  # what transformers knows it by
+ATTENTION_NAME = "spectrain"  # name in transformers
 AttentionFunction = Callable[..., Tensor]
 
 

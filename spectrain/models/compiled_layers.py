@@ -67,8 +67,8 @@ def attend_layer(
 ) -> Tensor:
     """Append keys and values of the next layer and attend, [B, N, H, D]."""
     now = _contexts[-1]
-    held = now.cache.append(next(now.layers), k, v)
-    attended = tree_attention(q, *held, now.visibility, scale, window, softcap, sinks)
+    keys_values = now.cache.append(next(now.layers), k, v)
+    attended = tree_attention(q, *keys_values, now.visibility, scale, window, softcap, sinks)
     return attended.transpose(1, 2).contiguous()
 
 
@@ -92,16 +92,16 @@ def attend_with_cache(
     return _attend_with_cache(q, k, v, visible, cache.lengths, cache.cache_id, layer, cache.uncommitted, *options, positions)
 
 
-@torch.library.custom_op("spectrain::attend_behind", mutates_args=())
+@torch.library.custom_op("spectrain::attend_with_cache", mutates_args=())
 def _attend_with_cache(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     visible: Tensor,
     lengths: Tensor,
-    number: Tensor,
+    cache_id: Tensor,
     layer: int,
-    pending: int,
+    uncommitted: int,
     scale: float | None,
     window: int | None,
     softcap: float | None,
@@ -109,13 +109,13 @@ def _attend_with_cache(
     positions: Tensor | None,
 ) -> Tensor:
     """Attend with the lengths and uncommitted nodes at this point of the code; the cache itself is updated at the end."""
-    held = live_caches[int(number)]
-    before = held.lengths, held.uncommitted
-    held.lengths, held.uncommitted = lengths, pending
+    cache = live_caches[int(cache_id)]
+    before = cache.lengths, cache.uncommitted
+    cache.lengths, cache.uncommitted = lengths, uncommitted
     try:
-        attended = held.attend_new(layer, q, k, v, visible, AttentionOptions(scale, window, softcap, sinks), positions)
+        attended = cache.attend_new(layer, q, k, v, visible, AttentionOptions(scale, window, softcap, sinks), positions)
     finally:
-        held.lengths, held.uncommitted = before
+        cache.lengths, cache.uncommitted = before
     return attended.transpose(1, 2).contiguous()
 
 
@@ -133,8 +133,8 @@ def _compile_layer(backend: str) -> Any:
 def compile_function(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
     """Compile a function for calls of fixed shapes. It gets its own code object, so that its compilations count separately."""
     assert isinstance(function, FunctionType)
-    mine = FunctionType(function.__code__.replace(), function.__globals__)
-    return torch.compile(mine, backend=backend, dynamic=False)
+    copied = FunctionType(function.__code__.replace(), function.__globals__)
+    return torch.compile(copied, backend=backend, dynamic=False)
 
 
 @contextmanager

@@ -35,8 +35,8 @@ def override_forwards(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator
             before.append((module, set_forward(module, forward)))
         yield
     finally:
-        for module, own in reversed(before):
-            set_forward(module, own)
+        for module, override in reversed(before):
+            set_forward(module, override)
 
 
 def checkpoint_layer(layer: nn.Module) -> Forward:
@@ -57,35 +57,36 @@ def zeros(returns_tuple: bool) -> Forward:
     """Return a forward that outputs zeros, for attention or feed-forward, whose output is added to the residual stream."""
 
     def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        nothing = torch.zeros_like(hidden_states)
-        return (nothing, None) if returns_tuple else nothing
+        output = torch.zeros_like(hidden_states)
+        return (output, None) if returns_tuple else output
 
     return run
 
 
 def run_on_subset(
-    layer: nn.Module, kept: Tensor, lengths: tuple[int, ...] | None, returns_tuple: bool, device: torch.device
+    layer: nn.Module, running: Tensor, lengths: tuple[int, ...] | None, returns_tuple: bool, device: torch.device
 ) -> Forward:
-    """Return a forward that runs the layer for the sequences in `kept`, [B] bool (rows, or parts of a packed row); the others
-    skip it."""
+    """Return a forward that runs the layer for the sequences in `running`, [B] bool (rows, or parts of a packed row); the
+    others skip it."""
     forward = layer.forward
-    dim, remaining, kept_tokens = 0, None, kept
+    dim, remaining, running_tokens = 0, None, running
     if lengths is not None:
-        dim, remaining = 1, tuple(length for length, keep in zip(lengths, kept.tolist()) if keep)
-        kept_tokens = kept.repeat_interleave(torch.tensor(lengths))
-    index = kept_tokens.nonzero()[:, 0].to(device)
-    if not len(index):  # other processes run this layer, so run a dummy
+        dim, remaining = 1, tuple(length for length, runs in zip(lengths, running.tolist()) if runs)
+        running_tokens = running.repeat_interleave(torch.tensor(lengths))
+    index = running_tokens.nonzero()[:, 0].to(device)
+    # Other processes run this layer, so a dummy runs here.
+    if not len(index):
         index = index.new_tensor(range(lengths[0]) if lengths is not None else [0])
         remaining = lengths[:1] if lengths is not None else None
 
     def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Whatever else has a part for each sequence is cut to the same ones."""
+        """Run with every argument that has a part for each sequence cut to the same sequences."""
         size = hidden_states.shape[dim]
         args, kwargs = (_select_sequences(value, index, size, dim) for value in (args, kwargs))
         kwargs["lengths"] = remaining
         output = forward(hidden_states.index_select(dim, index), *args, **kwargs)
         states = output[0] if returns_tuple else output
-        result = hidden_states.index_copy(dim, index, states) if kept.any() else hidden_states + 0 * states.sum()
+        result = hidden_states.index_copy(dim, index, states) if running.any() else hidden_states + 0 * states.sum()
         return (result, *output[1:]) if returns_tuple else result
 
     return run

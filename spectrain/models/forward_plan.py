@@ -37,7 +37,7 @@ class LayerSpan:
 
     first: int = 0
     last: int | None = None  # None is the last layer
-    hidden: Tensor | None = None  # [B, N, D] what enters layer `first`, in place of the embedded tokens
+    hidden: Tensor | None = None  # [B, N, D] what enters layer `first`, instead of the embedded tokens
     skipped: Collection[SkippedLayer] = ()
     dropped: Tensor | None = None
 
@@ -55,23 +55,27 @@ ALL_LAYERS = LayerSpan()
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """One forward over tokens [B, N]: which features it keeps, what each token sees, and which layers run.
+    """One forward over tokens [B, N]: which features it returns, what each token sees, and which layers run.
 
     Without a cache, `mask` [B, N, N] says what each token sees. With a cache, it marks the appended nodes that each new node
     sees, [B, N, uncommitted + N]. None is causal. With `lengths`, the one row [1, N] holds packed documents that do not see
     each other: positions start anew in each, `span.dropped` is [layers, documents], and `mask` has one [1, n, n] per document.
     """
 
-    layers: tuple[Layer, ...] = ()  # features to keep; "final" is the final norm of whatever layer ran last
+    # The features to return; "final" is the final norm of the layer that ran last.
+    layers: tuple[Layer, ...] = ()
     logits: bool = False
-    upcast: bool = True  # the logits in float32; else in the output layer's dtype, where float32 would hold the same numbers
+    # Whether logits are in float32; else they have the output layer's type, where float32 would hold the same numbers.
+    upcast: bool = True
     grad: bool = False
-    recompute: bool = False  # gradient checkpointing: layers that train are run again in the backward pass
+    # Gradient checkpointing: layers that train run again in the backward pass.
+    recompute: bool = False
     positions: Tensor | None = None  # [B, N]; None: in the order of the tokens
     mask: Tensor | tuple[Tensor, ...] | None = None
     cache: TreeCache | None = None
     lengths: tuple[int, ...] | None = None
-    texts: Sequence[Sequence[int]] = ()  # rows or documents, where any has images
+    # Rows or documents as texts, where any has images.
+    texts: Sequence[Sequence[int]] = ()
     span: LayerSpan = ALL_LAYERS
 
     def __post_init__(self) -> None:

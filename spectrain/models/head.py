@@ -10,7 +10,8 @@ from spectrain.kernels.linear_divergence import Projection
 
 LOGIT_MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
 LOGIT_DIVISOR = "logits_scaling"
-MULTIPLYING_MODELS = ("hyperclovax",)  # model types that multiply by what other ones divide by
+MULTIPLYING_MODELS = ("hyperclovax",)
+"""Model types that multiply by the number by which other types divide."""
 
 
 def logit_scale(config: Any) -> float:
@@ -73,7 +74,6 @@ class Head:
 
     def scale_and_cap(self, product: Tensor) -> Tensor:
         """Scale and cap products of the output layer [..., V], in float32."""
-        logits = (
-            product if self.scale == 1 else product * self.scale
-        )  # a pass over a verified tree's logits, where it can be saved
+        # A factor of 1 is skipped, because a product reads and writes the logits of all nodes.
+        logits = product if self.scale == 1 else product * self.scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap

@@ -66,8 +66,8 @@ class RecurrentStates(Protocol):
 class TreeCache(Cache):
     """Keys and values of `num_layers` layers for `batch_size` rows of at most `max_length` tokens, tree nodes included.
 
-    Without a `bound`, the host knows `longest` exactly, and every commit asks the device for it. With a `bound` on the length
-    of every active row, the host only knows the bound: nothing synchronises, tensors stay in place, and a CUDA graph may replay
+    Without a `bound`, the host has `longest` exactly, and every commit reads it from the device. With a `bound` on the length
+    of every active row, the host has only the bound: nothing synchronizes, tensors stay in place, and a CUDA graph may replay
     the operations. `shapes` holds the shape of each attention layer where these differ or where not every layer attends. The
     states of recurrent layers are in `recurrences`.
     """
@@ -83,27 +83,25 @@ class TreeCache(Cache):
     ) -> None:
         number = next(_cache_ids)
         live_caches[number] = self
-        self.cache_id = torch.tensor(
-            number, device="cpu"
-        )  # what compiled code knows it by: an input, no constant of one cache's
+        # An input by which compiled code finds the cache, so that it is compiled for all caches.
+        self.cache_id = torch.tensor(number, device="cpu")
         self.max_length, self.bound, self.shapes = max_length, bound, shapes
-        self.is_bounded = bound is not None  # what compiled code asks, for which a bound would be a constant
-        self.storage_index = {
-            layer: place for place, layer in enumerate(shapes or ())
-        }  # in the storage, of layers of unlike shapes
-        self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)  # committed tokens a row
-        self.longest = bound or 0  # the largest of them, or its bound, known without asking the device
+        # Compiled code reads this flag, because it would be compiled again for every bound.
+        self.is_bounded = bound is not None
+        self.storage_index = {layer: index for index, layer in enumerate(shapes or ())}  # where shapes differ
+        self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)  # [B] committed tokens
+        self.longest = bound or 0  # the largest length, or its bound; the host has it without asking the device
         self.is_empty = True  # no forward has appended anything yet
-        self.uncommitted = 0  # nodes appended behind the committed tokens and not yet committed or forgotten
-        self.positions: Tensor | None = None  # [B, pending] the position ids of these nodes, where they were said
+        self.uncommitted = 0  # appended nodes that are not yet committed or discarded
+        self.positions: Tensor | None = None  # [B, uncommitted] position ids of these nodes, where they are set
         self.recurrences: dict[int, RecurrentStates] = {}  # by layer
-        self.prompt_lengths: Tensor | None = None  # [B] of prompts that are about to be read
-        self.position_offsets: Tensor | None = None  # [B] what position ids are ahead of places in the text, behind images
-        self.storage: Tensor | None = None  # allocated when the first keys tell the shape and dtype
-        self.kv_transform: KVTransform | None = None  # while it is `read_through` something
-        self.query_observer: QueryObserver | None = None  # while it is `watched`
-        self.last_updated = -1  # the number by which a layer has given its keys last
-        self.returns_all_keys = False  # to layers that attend by themselves
+        self.prompt_lengths: Tensor | None = None  # [B] lengths of the prompts that the next forward runs
+        self.position_offsets: Tensor | None = None  # [B] position ids minus indices in the text, after images
+        self.storage: Tensor | None = None  # allocated at the first keys, whose shape and dtype it takes
+        self.kv_transform: KVTransform | None = None  # within `transform_reads`
+        self.query_observer: QueryObserver | None = None  # within `observe_queries`
+        self.last_updated = -1  # layer index of the last call of `update`
+        self.returns_all_keys = False  # whether layers compute attention themselves, over all keys
         super().__init__(layers=[_CacheLayer(self) for _ in range(num_layers)])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TreeCache":
@@ -124,12 +122,14 @@ class TreeCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Implement the method that layers of `transformers` call. Attention itself appends, so keys and values pass unchanged.
         Layers with attention of their own get all keys and values instead."""
-        if not torch.compiler.is_compiling():  # whose code is the same for all layers, so it reads no number
+        # Compiled code is the same for all layers, so it reads no index.
+        if not torch.compiler.is_compiling():
             self.last_updated = layer_idx
         if not self.returns_all_keys:
             return key_states, value_states
         keys, values = self.append(layer_idx, key_states, value_states)
-        return keys.to(key_states.dtype).contiguous(), values.to(value_states.dtype).contiguous()  # some view them
+        # Some models view the keys and values, which then must be contiguous.
+        return keys.to(key_states.dtype).contiguous(), values.to(value_states.dtype).contiguous()
 
     def max_prefix_length(self, num_nodes: int) -> int:
         """Return the most committed tokens that a row can hold when `num_nodes` more follow the uncommitted ones."""
@@ -172,11 +172,11 @@ class TreeCache(Cache):
     ) -> Tensor:
         """Append keys and values [B, H, N, D] of a drafter's layer, and attend. The queries belong to the newest N appended
         nodes and see `visible` [B, N, M]. A window needs the `positions` [B, M] of the appended nodes."""
-        own = None if positions is None else positions[:, -queries.shape[2] :]
-        held = self.append(layer, keys, values)
+        query_positions = None if positions is None else positions[:, -queries.shape[2] :]
+        keys, values = self.append(layer, keys, values)
         scale = queries.shape[-1] ** -0.5 if options.scale is None else options.scale
-        seen = self.visibility(visible, own, positions)
-        return tree_attention(queries, *held, seen, scale, options.window, options.softcap, options.sinks)
+        visibility = self.visibility(visible, query_positions, positions)
+        return tree_attention(queries, keys, values, visibility, scale, options.window, options.softcap, options.sinks)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys and values [B, H, N, D] after those of a layer, and return all its slots up to the newest, [B, H, T',
@@ -188,18 +188,18 @@ class TreeCache(Cache):
         end = self.max_prefix_length(num_nodes) + self.uncommitted + num_nodes
         if self.shapes is not None:
             rows = torch.arange(len(keys), device=keys.device)[:, None]
-            for held, new in zip(self.keys_values(layer), (keys, values)):
-                held[rows, self.next_slots(num_nodes)] = new.transpose(1, 2)
+            for slots, new in zip(self.keys_values(layer), (keys, values)):
+                slots[rows, self.next_slots(num_nodes)] = new.transpose(1, 2)
         else:
             store = self.storage[layer]
             if (len(keys), keys.shape[1], keys.shape[3]) != (store.shape[1], *store.shape[3:]) or values.shape != keys.shape:
-                raise UserError("target: its layers differ in key-value shape, which the static cache was not told")
+                raise UserError("target: its layers differ in key-value shape, and the cache was made for equal shapes")
             if len(keys) == 1 and not self.is_bounded:
                 store[0, :, end - num_nodes : end] = keys.transpose(1, 2)
                 store[1, :, end - num_nodes : end] = values.transpose(1, 2)
             else:
                 kv_append(store, keys, values, self.lengths, self.uncommitted)
-        keys, values = (held[:, :end].transpose(1, 2) for held in self.keys_values(layer))
+        keys, values = (slots[:, :end].transpose(1, 2) for slots in self.keys_values(layer))
         return (keys, values) if self.kv_transform is None else self.kv_transform(layer, keys, values)
 
     def keys_values(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -218,18 +218,18 @@ class TreeCache(Cache):
         return list(range(len(self.layers))) if self.shapes is None else list(self.shapes)
 
     @contextmanager
-    def transform_reads(self, reader: KVTransform | None) -> Iterator[None]:
-        """While the context is open, layers attend to what `reader` returns for the stored keys and values."""
-        before, self.kv_transform = self.kv_transform, reader
+    def transform_reads(self, transform: KVTransform | None) -> Iterator[None]:
+        """While the context is open, layers attend to what `transform` returns for the stored keys and values."""
+        before, self.kv_transform = self.kv_transform, transform
         try:
             yield
         finally:
             self.kv_transform = before
 
     @contextmanager
-    def observe_queries(self, watcher: QueryObserver | None) -> Iterator[None]:
-        """While the context is open, call `watcher` with the queries of every uncompiled layer."""
-        before, self.query_observer = self.query_observer, watcher
+    def observe_queries(self, observer: QueryObserver | None) -> Iterator[None]:
+        """While the context is open, call `observer` with the queries of every uncompiled layer."""
+        before, self.query_observer = self.query_observer, observer
         try:
             yield
         finally:
@@ -238,11 +238,11 @@ class TreeCache(Cache):
     def _allocate_storage(self, keys: Tensor) -> Tensor:
         """Return empty slots for all attention layers."""
         batch, heads, _, size = keys.shape
-        count, each = len(self.layers), (heads, size)
+        count, slot = len(self.layers), (heads, size)
         if self.shapes is not None:
-            count, each = len(self.shapes), (1, max(shape.width for shape in self.shapes.values()))
+            count, slot = len(self.shapes), (1, max(shape.width for shape in self.shapes.values()))
         dtype = attention_dtype(keys.dtype, keys.device)
-        return torch.zeros((count, 2, batch, self.max_length, *each), dtype=dtype, device=keys.device)
+        return torch.zeros((count, 2, batch, self.max_length, *slot), dtype=dtype, device=keys.device)
 
     def add_uncommitted(self, num_nodes: int) -> None:
         """Count the `num_nodes` nodes that a forward over every layer has appended."""

@@ -56,7 +56,8 @@ def resolve_dtype(device: str, config: Any, dtype: str = "auto") -> torch.dtype:
 def _has_large_layers(config: Any) -> bool:
     """Return whether a product with the weights of a layer takes longer than its launch."""
     width, inner = config.hidden_size, getattr(config, "intermediate_size", None) or config.hidden_size
-    widest = max(inner) if isinstance(inner, (list, tuple)) else inner  # layers of different widths
+    # Layers may have different widths.
+    widest = max(inner) if isinstance(inner, (list, tuple)) else inner
     return is_large_weight(width * widest)
 
 
@@ -70,11 +71,12 @@ def resolve_device(device: str = "auto") -> str:
 def check_device(device: str) -> None:
     """Raise UserError for a device that this machine does not have."""
     try:
-        place = torch.device(device)
-        found = place.type == "cpu" or torch.zeros(1, device=place).device.type == place.type
-    except (RuntimeError, AssertionError, NotImplementedError):  # Torch raises any of these.
-        found = False
-    if not found:
+        kind = torch.device(device).type
+        exists = kind == "cpu" or torch.zeros(1, device=device).device.type == kind
+    # Torch raises any of these.
+    except (RuntimeError, AssertionError, NotImplementedError):
+        exists = False
+    if not exists:
         has = f"cuda:0 to cuda:{torch.cuda.device_count() - 1}" if torch.cuda.is_available() else "no GPU"
         raise UserError(f"target.device={device}: this machine has {has}; use cpu, or leave it out")
 
@@ -83,9 +85,9 @@ NetworkLoader = Callable[..., Any]
 """Makes a model from a name, its configuration, a device, a sharding and options; not a user setting."""
 
 
-def build_untrained_network(model: str, config: Any, place: str, sharding: Sharding, **options: Any) -> Any:
+def build_untrained_network(model: str, config: Any, device: str, sharding: Sharding, **options: Any) -> Any:
     """Build the model of a configuration with random weights and without sharding, for planning."""
-    return select_auto_class(config).from_config(config, **options).to(place)
+    return select_auto_class(config).from_config(config, **options).to(device)
 
 
 def load_hf(
@@ -110,62 +112,71 @@ def load_hf(
     With `build_untrained_network` as `network`, only config.json is read, and the tokenizer where there is one. A checkpoint
     that is already quantized stays as it is.
     """
-    path = Path(model).expanduser()
-    if path.suffix == ".gguf" and network is load_network:
+    path, reads_weights = Path(model).expanduser(), network is load_network
+    if path.suffix == ".gguf" and reads_weights:
         path = convert_gguf(path)
         model, name = str(path), name or Path(model).stem
-    local = path.is_dir()
-    if (path.is_absolute() or model.startswith(".")) and not local:
-        raise UserError(f"target.model={model}: there is no such directory; give a model directory or a name on the hub")
-    if local and network is load_network and not any(path.glob("*.safetensors")):
-        raise UserError(
-            f"target.model={model}: the directory holds no weights (*.safetensors); save the model there first, or name the "
-            "file where it is a .gguf"
-        )
-    place = resolve_device(device)
-    if network is load_network:
-        check_device(place)
+    device = resolve_device(device)
+    check_path(model, path, reads_weights)
+    if reads_weights:
+        check_device(device)
     if quantization is not None and sharding != "none":
         raise UserError(
-            f"target.quantization={quantization}: weights that processes share are whole; leave out target.sharding"
+            f"target.quantization={quantization}: processes cannot share quantized weights; leave out target.sharding"
         )
     with explain_load_failure(model):
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-        tokenizer = load_tokenizer(model, trust_remote_code, required=network is load_network)
+        tokenizer = load_tokenizer(model, trust_remote_code, required=reads_weights)
+        weight_dtype = resolve_dtype(device, config, dtype)
         options: dict[str, Any] = {
             "attn_implementation": attn_implementation_for(config, ATTENTION_NAME),
             "trust_remote_code": trust_remote_code,
+            "dtype": weight_dtype,
         }
-        options["dtype"] = kind = resolve_dtype(place, config, dtype)
-        if network is load_network:
-            options |= quantization_options(model, config, quantization, kind, place)
+        if reads_weights:
+            options |= quantization_options(model, config, quantization, weight_dtype, device)
         with suggest_package(model, config, quantization):
-            made = _build_network(network, model, config, place, sharding, options)
+            built = _build_network(network, model, config, device, sharding, options)
             if quantization_method(config) in DEQUANTIZED_METHODS and sharding == "none":
-                cast_dequantized(made, kind)
-    where = str(path.resolve()) if local else model
-    target = Target(made, tokenizer, name or (path.name if local else model), where, sharding)
+                cast_dequantized(built, weight_dtype)
+    is_local = path.is_dir()
+    location = str(path.resolve()) if is_local else model
+    target = Target(built, tokenizer, name or (path.name if is_local else model), location, sharding)
     target.vision.trust_remote_code = trust_remote_code
-    if network is load_network and is_quantized(made) and not has_dense_weight(target.head.output):
-        raise UserError(f"target.model={model}: its output layer, which drafters read, is quantised; use another checkpoint")
-    if network is load_network:
+    if reads_weights:
+        if is_quantized(built) and not has_dense_weight(target.head.output):
+            raise UserError(
+                f"target.model={model}: its output layer, which drafters read, is quantized; use another checkpoint"
+            )
         check_exact(target)
         target.image_check = check_vision
     return target
 
 
+def check_path(model: str, path: Path, needs_weights: bool) -> None:
+    """Raise UserError for a path that is no directory, or whose directory lacks the weights that are needed."""
+    if path.is_dir():
+        if needs_weights and not any(path.glob("*.safetensors")):
+            raise UserError(
+                f"target.model={model}: the directory holds no weights (*.safetensors); save the model there first, or name "
+                "the file where it is a .gguf"
+            )
+    elif path.is_absolute() or model.startswith("."):
+        raise UserError(f"target.model={model}: there is no such directory; give a model directory or a name on the hub")
+
+
 def _build_network(
-    network: NetworkLoader, model: str, config: Any, place: str, sharding: Sharding, options: dict[str, Any]
+    network: NetworkLoader, model: str, config: Any, device: str, sharding: Sharding, options: dict[str, Any]
 ) -> Any:
     """Build a network that uses the attention interface, or masked attention where its classes only have their own."""
     try:
-        return network(model, config, place, sharding, **options)
+        return network(model, config, device, sharding, **options)
     except KeyError as error:
         if error.args != (ATTENTION_NAME,):
             raise
-    made = network(model, config, place, sharding, **options | {"attn_implementation": "eager"})
-    made.config._attn_implementation = MASKED
-    return made
+    built = network(model, config, device, sharding, **options | {"attn_implementation": "eager"})
+    built.config._attn_implementation = MASKED
+    return built
 
 
 @contextmanager
@@ -189,12 +200,13 @@ def suggest_package(model: str, config: Any, quantization: Quantization | None) 
         yield
     except UserError:
         raise
-    except Exception as error:  # Quantizers raise any kind.
+    # Quantizers raise errors of any kind.
+    except Exception as error:
         if package is None:
             raise
         raise UserError(
-            f"target.model={model}: its quantised weights could not be loaded ({first_line(error)}); this needs pip install "
-            f"{package}, and a machine that its kernels know"
+            f"target.model={model}: its quantized weights could not be loaded ({first_line(error)}); this needs pip install "
+            f"{package}, and a machine that its kernels support"
         ) from error
 
 
@@ -259,8 +271,8 @@ def convert_gguf(gguf: Path) -> Path:
     """Return the directory of a GGUF model in transformers format, dequantized to float32; the first call writes it."""
     if not gguf.is_file():
         raise UserError(f"target.model={gguf}: there is no such file; download it first")
-    found = gguf.stat()
-    digest = hashlib.sha256(f"{gguf.resolve()} {found.st_size} {found.st_mtime_ns}".encode()).hexdigest()[:16]
+    status = gguf.stat()
+    digest = hashlib.sha256(f"{gguf.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
     directory = cache_directory() / f"gguf-{gguf.stem}-{digest}"
     if (directory / "config.json").exists():
         return directory
@@ -276,7 +288,8 @@ def _write_converted(gguf: Path, directory: Path, name: str) -> Path:
         save_gguf(gguf, scratch, name)
         scratch.rename(directory)
     except OSError:
-        if not (directory / "config.json").exists():  # Otherwise another process has finished the same work.
+        # Another process may have finished the same work.
+        if not (directory / "config.json").exists():
             raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -291,8 +304,9 @@ def save_gguf(gguf: Path, directory: Path, name: str) -> None:
         from transformers import GgufConfig
 
         options["quantization_config"] = GgufConfig(dequantize=True)
+    # Older versions of transformers have no such class and always dequantize.
     except ImportError:
-        pass  # Older versions of transformers have no such class and always dequantize.
+        pass
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

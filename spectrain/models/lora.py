@@ -26,7 +26,8 @@ def inject_lora(target: Target, rank: int, alpha: float) -> list[nn.Parameter]:
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha, target_modules=linears or "all-linear"), target.decoder)
     for layer in find_lora_layers(target):
         for factors in (layer.lora_A, layer.lora_B):
-            factors.float()  # bfloat16 would lose small steps
+            # bfloat16 would lose small steps.
+            factors.float()
     return [parameter for name, parameter in target.named_parameters() if ".lora_" in name]
 
 
@@ -50,20 +51,21 @@ def disable_adapters(target: Target) -> Iterator[None]:
 def dequantize_linear(linear: nn.Linear, dtype: torch.dtype) -> nn.Linear:
     """Return a linear with the same weights, dequantized."""
     weight = dequantize_weight(linear, dtype)
-    found = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
-    found.weight = nn.Parameter(weight, requires_grad=False)
+    dense = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+    dense.weight = nn.Parameter(weight, requires_grad=False)
     if linear.bias is not None:
-        found.bias = nn.Parameter(linear.bias.detach().to(dtype), requires_grad=False)
-    return found
+        dense.bias = nn.Parameter(linear.bias.detach().to(dtype), requires_grad=False)
+    return dense
 
 
 def merge_lora(target: Target) -> None:
     """Merge the adapters into the weights, so that the target is an ordinary model again. Quantized weights are dequantized
-    first, because rounding would remove what was learnt."""
+    first, because rounding would remove what was learned."""
     for name, module in list(target.named_modules()):
         if isinstance(module, LoraLayer):
             base: nn.Linear = module.get_base_layer()
-            with torch.no_grad():  # peft's own merge writes where no copy of the weight would notice
+            # peft's own merge writes through `.data`, which copies of the weight would not notice.
+            with torch.no_grad():
                 if not has_dense_weight(base):
                     base = dequantize_linear(base, target.dtype)
                 base.weight.add_(module.get_delta_weight("default").to(base.weight.dtype))
@@ -99,7 +101,7 @@ class TargetTraining:
     def use_original(self, target: Target) -> Iterator[Target]:
         """Yield the target as it was before training."""
         if self.adapt == "full":
-            assert self.original is not None, "weights that changed are only known where the original was kept"
+            assert self.original is not None, "the original weights were not stored"
             yield self.original
             return
         with disable_adapters(target):

@@ -24,8 +24,8 @@ class RequestedMask:
     def visible_keys(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Return [Q, K], which keys each query sees."""
         none = torch.zeros((), dtype=torch.int64, device=queries.device)
-        seen = self.function(none, none, queries[:, None], keys[None])
-        return torch.as_tensor(seen).expand(len(queries), len(keys))
+        visible = self.function(none, none, queries[:, None], keys[None])
+        return torch.as_tensor(visible).expand(len(queries), len(keys))
 
 
 _recorded: list[list[tuple[Tensor, RequestedMask]]] = []
@@ -34,10 +34,10 @@ _recorded: list[list[tuple[Tensor, RequestedMask]]] = []
 @contextmanager
 def record_masks() -> Iterator[list[tuple[Tensor, RequestedMask]]]:
     """Record every mask that a model requests while the context is open, with the tensor that it receives."""
-    asked: list[tuple[Tensor, RequestedMask]] = []
-    _recorded.append(asked)
+    requests: list[tuple[Tensor, RequestedMask]] = []
+    _recorded.append(requests)
     try:
-        yield asked
+        yield requests
     finally:
         _recorded.pop()
 
@@ -50,7 +50,7 @@ def make_mask(
     local_size: int | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Answer the mask request of transformers: with None, because attention itself knows what a token sees; while a target is
+    """Answer the mask request of transformers: with None, because attention has the visibility of tokens; while a target is
     inspected, with a causal mask [1, 1, Q, K] that identifies the layers which receive it."""
     if not _recorded or mask_function is None:
         return None

@@ -55,7 +55,7 @@ class PartialForward:
         self.parents = torch.zeros_like(self.tokens)  # indices of nodes, -1 at the root
         self.depths = torch.zeros_like(self.tokens)
         self.visible = torch.zeros(batch, 0, 0, dtype=torch.bool, device=device)
-        self.hidden: Tensor | None = None  # [B, M, len(kept), D] the residual stream entering the layers `kept`
+        self.hidden: Tensor | None = None  # [B, M, len(captured_layers), D] what enters these layers
 
     def run_root(self, root: Tensor) -> NodeLevel:
         """Run the root [B]."""
@@ -74,48 +74,48 @@ class PartialForward:
         self.align_to_tree(tree)
         assert self.hidden is not None
         later = tuple(layer for layer in self.layers if layer not in self.captured_layers)
-        positions = self.cache.lengths[:, None] + tree.depths
-        seen = self.target.run(
-            tree.tokens,
-            ForwardPlan(
-                layers=later,
-                logits=True,
-                positions=positions,
-                mask=tree.ancestors,
-                cache=self.cache,
-                span=LayerSpan(first=self.exit_layer, hidden=self.hidden[:, :, -1]),
-            ),
-        )
+        features = self._continue_tree(tree, later, logits=True)
         states = [
-            self.hidden[:, :, self.captured_layers.index(k)] if k in self.captured_layers else seen.at_layer(k)
+            self.hidden[:, :, self.captured_layers.index(k)] if k in self.captured_layers else features.at_layer(k)
             for k in self.layers
         ]
-        return Features(tree.tokens, self.layers, torch.stack(states, dim=2) if states else seen.hidden, seen.logits)
+        return Features(tree.tokens, self.layers, torch.stack(states, dim=2) if states else features.hidden, features.logits)
+
+    def _continue_tree(
+        self, tree: TokenTree, layers: tuple[Layer, ...], last: int | None = None, logits: bool = False
+    ) -> Features:
+        """Run the nodes of an aligned tree from `exit_layer` on."""
+        assert self.hidden is not None
+        positions = self.cache.lengths[:, None] + tree.depths
+        span = LayerSpan(first=self.exit_layer, last=last, hidden=self.hidden[:, :, -1])
+        plan = ForwardPlan(layers, logits, positions=positions, mask=tree.ancestors, cache=self.cache, span=span)
+        return self.target.run(tree.tokens, plan)
 
     def align_to_tree(self, tree: TokenTree) -> None:
         """Run the missing nodes of the tree up to `exit_layer`, and drop and reorder nodes so that they are those of the
         tree."""
-        places = self._match_nodes(tree)
-        missing = (places < 0) & tree.valid
+        nodes = self._match_nodes(tree)
+        missing = (nodes < 0) & tree.valid
         before = self.tokens.shape[1]
-        # A bounded cache never synchronises. Its trees keep all drafted nodes, so the number that is missing is known.
+        # A bounded cache never synchronizes. Its trees hold all drafted nodes, so the host can compute how many are missing.
         count = int(missing.sum(1).max()) if self.cache.bound is None else tree.tokens.shape[1] - before
         if count:
-            assert self.cache.uncommitted == before, "a settled tree can lose nodes, not gain any"
+            assert self.cache.uncommitted == before, "after a bounded cache is aligned, a tree can only lose nodes"
             # Rows with fewer missing nodes repeat some.
             order = missing.long().argsort(dim=1, descending=True, stable=True)[:, :count]
-            places = torch.where(missing, before + missing.long().cumsum(1) - 1, places)
+            nodes = torch.where(missing, before + missing.long().cumsum(1) - 1, nodes)
             above = tree.ancestors.gather(1, order[..., None].expand(-1, -1, tree.tokens.shape[1])).long()
-            columns = places.clamp(min=0)[:, None].expand(-1, count, -1)
+            columns = nodes.clamp(min=0)[:, None].expand(-1, count, -1)
             visible = above.new_zeros(len(above), count, before + count).scatter_add_(2, columns, above) > 0
             depths = tree.depths.gather(1, order)
             self._append_nodes(tree.tokens.gather(1, order), depths, visible, self.exit_layer, ())
-        places = places.clamp(min=0)
-        self.cache.reorder_nodes(places, self.target.architecture.cache_slice_below(self.exit_layer))
+        nodes = nodes.clamp(min=0)
+        self.cache.reorder_nodes(nodes, self.target.architecture.cache_slice_below(self.exit_layer))
         self.cache.roll_back()
         assert self.hidden is not None
-        self.hidden = self.hidden.gather(1, places[:, :, None, None].expand(-1, -1, *self.hidden.shape[2:]))
-        self.tokens = tree.tokens.masked_fill(~tree.valid, -1)  # padding has no path
+        self.hidden = self.hidden.gather(1, nodes[:, :, None, None].expand(-1, -1, *self.hidden.shape[2:]))
+        # Padding has no path.
+        self.tokens = tree.tokens.masked_fill(~tree.valid, -1)
         self.parents, self.depths, self.visible = tree.parents, tree.depths, tree.ancestors
 
     def run_to_layer(self, tree: TokenTree, layer: int) -> None:
@@ -124,48 +124,34 @@ class PartialForward:
         if layer <= self.exit_layer:
             return
         assert self.hidden is not None
-        between: tuple[int, ...] = tuple(sorted(k for k in self.layers if isinstance(k, int) and self.exit_layer < k < layer))
-        positions = self.cache.lengths[:, None] + tree.depths
-        reached: tuple[Layer, ...] = (*between, layer)
-        seen = self.target.run(
-            tree.tokens,
-            ForwardPlan(
-                layers=reached,
-                positions=positions,
-                mask=tree.ancestors,
-                cache=self.cache,
-                span=LayerSpan(first=self.exit_layer, last=layer, hidden=self.hidden[:, :, -1]),
-            ),
-        )
+        between = sorted(k for k in self.layers if isinstance(k, int) and self.exit_layer < k < layer)
+        features = self._continue_tree(tree, (*between, layer), last=layer)
         self.cache.roll_back()
-        self.hidden = torch.cat([self.hidden, seen.hidden], dim=2)
+        self.hidden = torch.cat([self.hidden, features.hidden], dim=2)
         self.captured_layers, self.exit_layer, self.last = (*self.captured_layers, *between, layer), layer, layer
 
     def _run_level(self, tokens: Tensor, parents: Tensor, depths: Tensor, above: Tensor) -> NodeLevel:
         batch, num_new = tokens.shape
         itself = torch.eye(num_new, dtype=torch.bool, device=tokens.device).expand(batch, -1, -1)
         visible = torch.cat([above, itself], dim=2)
-        seen = self._append_nodes(tokens, depths, visible, self.last, self.skipped)
+        features = self._append_nodes(tokens, depths, visible, self.last, self.skipped)
         self.visible = torch.cat([F.pad(self.visible, (0, num_new)), visible], dim=1)
         self.tokens = torch.cat([self.tokens, tokens], dim=1)
         self.parents = torch.cat([self.parents, parents], dim=1)
         self.depths = torch.cat([self.depths, depths], dim=1)
-        return NodeLevel(seen, self.cache.lengths[:, None] + depths, visible)
+        return NodeLevel(features, self.cache.lengths[:, None] + depths, visible)
 
     def _append_nodes(
         self, tokens: Tensor, depths: Tensor, visible: Tensor, last: int, skipped: Collection[SkippedLayer]
     ) -> Features:
         positions = self.cache.lengths[:, None] + depths
         layers: tuple[Layer, ...] = (*self.captured_layers, "final")
-        seen = self.target.run(
-            tokens,
-            ForwardPlan(
-                layers=layers, positions=positions, mask=visible, cache=self.cache, span=LayerSpan(last=last, skipped=skipped)
-            ),
-        )
-        kept = seen.hidden[:, :, :-1]
-        self.hidden = kept if self.hidden is None else torch.cat([self.hidden, kept], dim=1)
-        return seen
+        span = LayerSpan(last=last, skipped=skipped)
+        plan = ForwardPlan(layers, positions=positions, mask=visible, cache=self.cache, span=span)
+        features = self.target.run(tokens, plan)
+        captured = features.hidden[:, :, :-1]
+        self.hidden = captured if self.hidden is None else torch.cat([self.hidden, captured], dim=1)
+        return features
 
     def _match_nodes(self, tree: TokenTree) -> Tensor:
         """Return [B, N], the node already run that has the path of each tree node, or -1.

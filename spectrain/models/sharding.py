@@ -23,35 +23,37 @@ Sharding = Literal["none", "fsdp2", "tensor"]
 def select_auto_class(config: Any) -> Any:
     """Return the class that loads a configuration: a causal LM, or a model of text and images, whose text decoder is the
     target. Where both fit, the checkpoint's own class decides."""
-    seeing, text = (auto._model_mapping for auto in (AutoModelForImageTextToText, AutoModelForCausalLM))
-    if type(config) not in seeing:
+    multimodal, text = (auto._model_mapping for auto in (AutoModelForImageTextToText, AutoModelForCausalLM))
+    if type(config) not in multimodal:
         return AutoModelForCausalLM
-    saved_so = seeing[type(config)].__name__ in (config.architectures or ())
-    return AutoModelForImageTextToText if saved_so or type(config) not in text else AutoModelForCausalLM
+    is_saved_multimodal = multimodal[type(config)].__name__ in (config.architectures or ())
+    return AutoModelForImageTextToText if is_saved_multimodal or type(config) not in text else AutoModelForCausalLM
 
 
-def load_network(model: str, config: Any, place: str, sharding: Sharding, **options: Any) -> nn.Module:
-    """Load a causal LM by hub name or directory onto device `place`, complete or shared between the processes of the launch."""
-    options["use_safetensors"] = True  # nothing is unpickled
+def load_network(model: str, config: Any, device: str, sharding: Sharding, **options: Any) -> nn.Module:
+    """Load a causal LM by hub name or directory onto a device, complete or shared between the processes of the launch."""
+    # Nothing is unpickled.
+    options["use_safetensors"] = True
     if sharding == "none":
-        made: nn.Module = select_auto_class(config).from_pretrained(model, config=config, **options)
-        return made if "device_map" in options or place == "cpu" else made.to(place)
+        network: nn.Module = select_auto_class(config).from_pretrained(model, config=config, **options)
+        return network if "device_map" in options or device == "cpu" else network.to(device)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         raise UserError(
             f"target.sharding={sharding}: this launch has one process; start several with torchrun or accelerate launch"
         )
     share = _load_tensor_parallel if sharding == "tensor" else _load_fsdp2
-    return share(model, config, place, options)
+    return share(model, config, device, options)
 
 
-def _load_tensor_parallel(model: str, config: Any, place: str, options: dict[str, Any]) -> nn.Module:
+def _load_tensor_parallel(model: str, config: Any, device: str, options: dict[str, Any]) -> nn.Module:
     """Load with tensor parallelism, by the plan of transformers for the model."""
     try:
         from transformers.distributed import DistributedConfig
     except ImportError as error:
         raise UserError("target.sharding=tensor: this transformers cannot; run pip install -U transformers") from error
-    known: Any = select_auto_class(config)._model_mapping[type(config)]
-    headless: Any = type(known.__name__, (known,), {"_tp_plan": {}})  # without the output layer
+    model_class: Any = select_auto_class(config)._model_mapping[type(config)]
+    # The output layer is not split.
+    headless: Any = type(model_class.__name__, (model_class,), {"_tp_plan": {}})
     count = dist.get_world_size()
     try:
         plan = DistributedConfig(tp_size=count)
@@ -63,35 +65,38 @@ def _load_tensor_parallel(model: str, config: Any, place: str, options: dict[str
         ) from error
     head: Any = network.get_output_embeddings()  # type: ignore[operator]
     for name, parameter in list(head.named_parameters(recurse=False)):
-        if hasattr(parameter, "full_tensor"):  # tied to a split embedding
+        # It is split where it is tied to a split embedding.
+        if hasattr(parameter, "full_tensor"):
             setattr(head, name, nn.Parameter(parameter.full_tensor(), requires_grad=False))
     _check_sharded(network)
     return network
 
 
-def _load_fsdp2(model: str, config: Any, place: str, options: dict[str, Any]) -> nn.Module:
+def _load_fsdp2(model: str, config: Any, device: str, options: dict[str, Any]) -> nn.Module:
     """Load with FSDP2 over the decoder layers. Only the first process reads the weights; it sends the others their shards."""
     first = dist.get_rank() == 0
-    whole: Any = select_auto_class(config).from_pretrained(model, config=config, **options) if first else None
+    complete: Any = select_auto_class(config).from_pretrained(model, config=config, **options) if first else None
     with torch.device("meta"):
         network: Any = select_auto_class(config).from_config(
             config, dtype=options["dtype"], attn_implementation=options["attn_implementation"]
         )
     network.tie_weights()
-    mesh = dist.device_mesh.init_device_mesh(torch.device(place).type, (dist.get_world_size(),))
+    mesh = dist.device_mesh.init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
     for layer in find_layers(find_decoder(network)) or ():
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    network.to_empty(device=place)
-    network.tie_weights()  # to_empty separated tied weights
-    state = whole.state_dict() if first else {}
+    network.to_empty(device=device)
+    # `to_empty` has separated tied weights.
+    network.tie_weights()
+    state = complete.state_dict() if first else {}
     set_model_state_dict(network, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-    theirs = dict(whole.named_buffers()) if first else {}
-    for name, buffer in network.named_buffers():  # no checkpoint holds rotary frequencies
+    # No checkpoint holds buffers such as rotary frequencies.
+    buffers = dict(complete.named_buffers()) if first else {}
+    for name, buffer in network.named_buffers():
         if first:
-            buffer.copy_(theirs[name])
+            buffer.copy_(buffers[name])
         dist.broadcast(buffer, src=0)
     if first:
-        network.generation_config = whole.generation_config
+        network.generation_config = complete.generation_config
     settings = [network.generation_config]
     dist.broadcast_object_list(settings)
     network.generation_config = settings[0]
@@ -101,8 +106,8 @@ def _load_fsdp2(model: str, config: Any, place: str, options: dict[str, Any]) ->
 
 def _check_sharded(network: Any) -> None:
     """Raise RunError where a process holds all of the layers after all."""
-    parameters: list[Any] = [one for layer in find_layers(find_decoder(network)) or () for one in layer.parameters()]
-    held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in parameters)
-    whole = sum(parameter.numel() for parameter in parameters)
-    if held >= whole:
-        raise RunError(f"target: this process holds all {whole} parameters of its layers, so nothing was shared")
+    parameters: list[Any] = [p for layer in find_layers(find_decoder(network)) or () for p in layer.parameters()]
+    local = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in parameters)
+    total = sum(parameter.numel() for parameter in parameters)
+    if local >= total:
+        raise RunError(f"target: this process holds all {total} parameters of its layers, so nothing was shared")

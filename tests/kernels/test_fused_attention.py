@@ -18,9 +18,10 @@ from spectrain.drafters.layers.chunked_attention import attend_chunks
 from spectrain.kernels.fused_attention import sdpa_without_cudnn, supports_documents
 from spectrain.kernels.tree_attention import tree_attention_reference
 from spectrain.models import attention
-from spectrain.models.attention import causal_attention, uncached_visibility, unrolled_attention
+from spectrain.models.attention import causal_attention, unrolled_attention
 from spectrain.models.fast import is_mergeable
 from spectrain.models.kv_cache import AttentionOptions
+from spectrain.models.positions import uncached_visibility
 from spectrain.planning.memory_tracker import MemoryTracker
 
 GPU = torch.device("cuda", 0)

@@ -125,7 +125,7 @@ def test_a_quantised_checkpoint_names_its_package(method: str, small: Path, tmp_
     with pytest.raises(UserError, match="pip install") as told:
         load_hf(str(folder), device="cpu")
     assert "\n" not in str(told.value)
-    with pytest.raises(UserError, match=f"quantised already .{method}"):
+    with pytest.raises(UserError, match=f"already quantized .{method}"):
         load_hf(str(folder), device="cpu", quantization="4bit")
 
 

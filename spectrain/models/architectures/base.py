@@ -1,4 +1,4 @@
-"""The contract of an architecture: what a forward of the target asks it. Shapes: B batch, N tokens or nodes.
+"""The contract of an architecture: what a forward needs of it. Shapes: B batch, N tokens or nodes.
 
 `standard.py` is the default. A kind of target that differs derives from it and overrides what differs.
 """

@@ -1,9 +1,9 @@
 """Masked attention: models whose layers compute attention themselves, without transformers' attention interface.
 
-Their code asks transformers for a mask and a cache. It gets a mask [B, 1, N, S] over the committed tokens and the nodes after
-them, and all keys in the tree cache. In a tree the slot of a node is not its position, so two things that such code computes
-from slots are corrected: biases that grow with the slot of a key (ALiBi), and masks that a layer stores (GPT-Neo), whose
-windows count positions. Shapes: B batch, N new tokens, S key slots, H heads, P positions of a stored mask.
+Their code requests a mask and a cache from transformers. It receives a mask [B, 1, N, S] over the committed tokens and the
+nodes after them, and all keys in the tree cache. In a tree the slot of a node is not its position, so two things that such code
+computes from slots are corrected: biases that grow with the slot of a key (ALiBi), and masks that a layer stores (GPT-Neo),
+whose windows count positions. Shapes: B batch, N new tokens, S key slots, H heads, P positions of a stored mask.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Masked(Standard):
 
     @contextmanager
     def _apply_masks(self, call: ForwardCall) -> Iterator[None]:
-        """Let the layers see what the call says while the context is open."""
+        """Pass the layers the masks of the call while the context is open."""
         visibility, layers, cache = make_mask_visibility(call), call.parts.layers, call.plan.cache
 
         def move_biases(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -169,7 +169,7 @@ _active_masks: list[MaskVisibility] = []
 def mask_function(
     *args: Any, dtype: torch.dtype = torch.float32, q_length: int = 0, kv_length: int = 0, **kwargs: Any
 ) -> Tensor:
-    """Return the mask that transformers asks for, to be added to scores [B, 1, N, S]."""
+    """Return the mask that transformers requests, to be added to scores [B, 1, N, S]."""
     # The request is recorded while a target is probed.
     make_mask(*args, q_length=q_length, kv_length=kv_length, **kwargs)
     if _active_masks:
@@ -194,7 +194,7 @@ def _masked_attention(
     """Compute attention for layers that use the interface but pass nothing except a mask."""
     if any(others.get(name) is not None for name in ("sliding_window", "softcap", "s_aux")):
         raise UserError(
-            "target: its attention has windows, caps or sinks, of which its layers tell nothing; use another target"
+            "target: its attention has windows, caps or sinks, which tree attention does not support here; use another target"
         )
     attended = fused_attention(query, key, value, attention_mask, scale=scaling)
     return attended.transpose(1, 2).contiguous(), None

@@ -23,7 +23,8 @@ from spectrain.errors import UserError
 
 MTP_HINT = "use drafter.start=new, or recipe=eagle3"
 INDEX_FILE = "model.safetensors.index.json"
-TARGET_TENSORS = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the target's embedding and head beside a layer
+TARGET_TENSORS = ("embed_tokens.weight", "shared_head.head.weight")
+"""Copies of the target's embedding and head that checkpoints store with a layer."""
 FUSED_EXPERTS = "mlp.experts.gate_up_proj"
 EXPERT_PATTERN = re.compile(r"(.*mlp\.experts\.)(\d+)\.(gate|up|down)_proj\.weight")
 
@@ -35,20 +36,24 @@ class MtpLayout:
 
     title: str
     marker: re.Pattern[str]
-    tensor_names: dict[str, str]  # our name -> theirs behind the prefix
-    layer_prefix: str  # what stands before the decoder layer's own names, behind the prefix
-    prefix: str  # of a new layer; {layer} counts on behind the target's layers
-    hidden_first: bool = False  # the projection reads [state, embedding]
+    # Our name of a tensor -> the checkpoint's name after the prefix.
+    tensor_names: dict[str, str]
+    # What comes between the prefix and the decoder layer's own names.
+    layer_prefix: str
+    # The prefix of a new layer; {layer} counts on after the target's layers.
+    prefix: str
+    # Whether the projection reads [state, embedding].
+    hidden_first: bool = False
 
     def to_internal(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of a layer, named without the prefix, under our names."""
-        mine = {theirs: name for name, theirs in self.tensor_names.items()}
-        found = {}
-        for name, tensor in tensors.items():
-            found[mine.get(name) or f"layer.{name.removeprefix(self.layer_prefix)}"] = tensor
-        if self.hidden_first and "fc.weight" in found:
-            found["fc.weight"] = swap_halves(found["fc.weight"])
-        return fuse_experts(found)
+        names = {stored: name for name, stored in self.tensor_names.items()}
+        internal = {
+            names.get(name) or f"layer.{name.removeprefix(self.layer_prefix)}": tensor for name, tensor in tensors.items()
+        }
+        if self.hidden_first and "fc.weight" in internal:
+            internal["fc.weight"] = swap_halves(internal["fc.weight"])
+        return fuse_experts(internal)
 
     def to_checkpoint(self, tensors: dict[str, Tensor], by_expert: bool) -> dict[str, Tensor]:
         """Return tensors under the checkpoint's names without the prefix; `by_expert` gives every expert tensors of its own."""
@@ -110,18 +115,19 @@ ENGINE_LAYOUTS = {
 
 def find_layout(names: Collection[str]) -> MtpLayout | None:
     """Return the layout of the MTP layers among tensors of these names; None where there are none."""
-    return next((one for one in MTP_LAYOUTS if any(one.marker.match(name) for name in names)), None)
+    return next((layout for layout in MTP_LAYOUTS if any(layout.marker.match(name) for name in names)), None)
 
 
 def mtp_layer_types(config: dict[str, Any]) -> dict[str, list[str]]:
     """Return the type of an MTP layer, where the layers of a model have several: as the configuration says, else full attention
     where it exists, else that of the last layer."""
-    found = {}
+    layer_types = {}
     for key in ("layer_types", "mlp_layer_types"):
-        kinds, said = config.get(key), config.get(f"mtp_{key}")
+        kinds, mtp_kinds = config.get(key), config.get(f"mtp_{key}")
         if kinds:
-            found[f"mtp_{key}"] = [said[0] if said else "full_attention" if "full_attention" in kinds else kinds[-1]]
-    return found
+            default = "full_attention" if "full_attention" in kinds else kinds[-1]
+            layer_types[f"mtp_{key}"] = [mtp_kinds[0] if mtp_kinds else default]
+    return layer_types
 
 
 class CheckpointReader:
@@ -130,7 +136,7 @@ class CheckpointReader:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         index = directory / INDEX_FILE
-        self.tensor_files: dict[str, str] = {}  # of every tensor
+        self.tensor_files: dict[str, str] = {}  # tensor name -> file name
         if index.exists():
             self.tensor_files = dict(json.loads(index.read_text())["weight_map"])
         else:
@@ -162,15 +168,16 @@ class CheckpointReader:
 
     def layer_prefixes(self, layout: MtpLayout) -> list[str]:
         """Return the prefixes of all MTP layers, in order."""
-        found = {match[1] for name in self.tensor_files if (match := layout.marker.match(name))}
-        return sorted(found, key=lambda prefix: [int(number) for number in re.findall(r"\d+", prefix)])
+        prefixes = {match[1] for name in self.tensor_files if (match := layout.marker.match(name))}
+        return sorted(prefixes, key=lambda prefix: [int(number) for number in re.findall(r"\d+", prefix)])
 
     def layer_tensor_names(self, layout: MtpLayout, prefix: str) -> list[str]:
         """Return the tensors of the MTP layer of a prefix, without copies of the target's embedding and head."""
         names = [
             name for name in self.tensor_files if name.startswith(prefix) and name.removeprefix(prefix) not in TARGET_TENSORS
         ]
-        return [name for name in names if not re.match(r"mtp\.layers\.[1-9]", name)]  # of several the first
+        # Of several layers under the prefix mtp., only the first is read.
+        return [name for name in names if not re.match(r"mtp\.layers\.[1-9]", name)]
 
 
 def has_mtp_layer(path: str) -> bool:
@@ -189,9 +196,9 @@ def load_mtp_layer(path: str) -> dict[str, Tensor]:
     tensors = {
         name.removeprefix(prefix): checkpoint.read_tensor(name) for name in checkpoint.layer_tensor_names(layout, prefix)
     }
-    quantised = sorted(name for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.element_size() < 2)
-    if quantised:
-        raise UserError(f"{path}: its MTP layer is quantised ({prefix}{quantised[0]}); give the unquantised checkpoint")
+    quantized = sorted(name for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.element_size() < 2)
+    if quantized:
+        raise UserError(f"{path}: its MTP layer is quantized ({prefix}{quantized[0]}); give the unquantized checkpoint")
     return {name: tensor.float() for name, tensor in layout.to_internal(tensors).items()}
 
 
@@ -202,25 +209,25 @@ def swap_halves(weight: Tensor) -> Tensor:
 
 def fuse_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Stack separate experts as the classes of transformers hold them: gate_up_proj [E, 2 I, D] and down_proj [E, D, I]."""
-    found = {name: tensor for name, tensor in tensors.items() if not EXPERT_PATTERN.fullmatch(name)}
-    single = {match.groups(): tensor for name, tensor in tensors.items() if (match := EXPERT_PATTERN.fullmatch(name))}
-    for stem in {stem for stem, _, _ in single}:
-        order = sorted({int(expert) for place, expert, _ in single if place == stem})
-        gates, ups, downs = ([single[stem, str(n), part] for n in order] for part in ("gate", "up", "down"))
-        found[f"{stem}gate_up_proj"] = torch.stack([torch.cat(pair) for pair in zip(gates, ups, strict=True)])
-        found[f"{stem}down_proj"] = torch.stack(downs)
-    return found
+    stacked = {name: tensor for name, tensor in tensors.items() if not EXPERT_PATTERN.fullmatch(name)}
+    experts = {match.groups(): tensor for name, tensor in tensors.items() if (match := EXPERT_PATTERN.fullmatch(name))}
+    for stem in {stem for stem, _, _ in experts}:
+        numbers = sorted({int(number) for other, number, _ in experts if other == stem})
+        gates, ups, downs = ([experts[stem, str(number), part] for number in numbers] for part in ("gate", "up", "down"))
+        stacked[f"{stem}gate_up_proj"] = torch.stack([torch.cat(pair) for pair in zip(gates, ups, strict=True)])
+        stacked[f"{stem}down_proj"] = torch.stack(downs)
+    return stacked
 
 
 def split_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Split stacked experts into separate tensors."""
-    found: dict[str, Tensor] = {}
+    split: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         stem = name.removesuffix("gate_up_proj").removesuffix("down_proj")
         if not stem.endswith("mlp.experts."):
-            found[name] = tensor
+            split[name] = tensor
             continue
         for number, weight in enumerate(tensor):
             parts = {"down": weight} if name.endswith("down_proj") else dict(zip(("gate", "up"), weight.chunk(2)))
-            found |= {f"{stem}{number}.{part}_proj.weight": one for part, one in parts.items()}
-    return found
+            split |= {f"{stem}{number}.{part}_proj.weight": piece for part, piece in parts.items()}
+    return split

@@ -18,25 +18,23 @@ Quantization = Literal["8bit", "4bit", "int8"]
 """The quantization of loaded weights: bitsandbytes in 8 bits (LLM.int8) or 4 (NF4), or torchao as 8-bit integers, which are
 multiplied in the type of the model."""
 
-METHOD_PACKAGES = {"bitsandbytes": "bitsandbytes", "torchao": "torchao", "gptq": "optimum gptqmodel", "awq": "gptqmodel",
-            "compressed-tensors": "compressed-tensors loguru", "hqq": "hqq", "quanto": "optimum-quanto",
-            "mxfp4": "triton kernels", "fbgemm_fp8": "fbgemm-gpu", "auto-round": "auto-round", "aqlm": "aqlm", "vptq": "vptq",
-            "eetq": "eetq"}  # fmt: skip
-"""The packages that transformers needs for each method."""
+METHOD_PACKAGES = {
+    "gptq": "optimum gptqmodel", "awq": "gptqmodel", "compressed-tensors": "compressed-tensors loguru",
+    "quanto": "optimum-quanto", "mxfp4": "triton kernels", "fbgemm_fp8": "fbgemm-gpu",
+}  # fmt: skip
+"""The packages that transformers needs for a method, where they are not named as the method is."""
 NF4_BLOCK_SIZE = 64  # weights per scale
-DEQUANTIZED_METHODS = ("fp8", "mxfp4", "compressed-tensors")  # whose weights may become numbers while they are loaded
-MERGEABLE_METHODS = (
-    "bitsandbytes",
-    "bitsandbytes_4bit",
-    "bitsandbytes_8bit",
-    "torchao",
-)  # to which adapters can be added for good
+DEQUANTIZED_METHODS = ("fp8", "mxfp4", "compressed-tensors")
+"""Methods whose weights may be dequantized while they are loaded."""
+MERGEABLE_METHODS = ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit", "torchao")
+"""Methods to whose weights adapters can be added permanently."""
 
 
 def _bnb_8bit_config() -> Any:
     from transformers import BitsAndBytesConfig
 
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it logs a cast at every product
+    # bitsandbytes logs a cast at every product.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     # No column is treated as an outlier. Outliers are chosen over all rows of a product, so the logits of a token would depend
     # on the other rows of its batch.
     return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
@@ -64,61 +62,66 @@ QUANTIZERS: dict[str, tuple[str, Callable[[torch.dtype], Any]]] = {
 
 def quantization_method(config: Any) -> str | None:
     """Return the method by which the weights of a model are quantized; None where they are not."""
-    found = getattr(config, "quantization_config", None) or getattr(config.get_text_config(), "quantization_config", None)
-    if found is None:
+    settings = getattr(config, "quantization_config", None) or getattr(config.get_text_config(), "quantization_config", None)
+    if settings is None:
         return None
-    said = found.get("quant_method") if isinstance(found, dict) else found.quant_method
-    return str(getattr(said, "value", said))
+    method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
+    return str(getattr(method, "value", method))
 
 
-def quantization_options(model: str, config: Any, asked: Quantization | None, dtype: torch.dtype, place: str) -> dict[str, Any]:
+def quantization_options(
+    model: str, config: Any, quantization: Quantization | None, dtype: torch.dtype, device: str
+) -> dict[str, Any]:
     """Return the options for `from_pretrained` that say how weights are stored, and on which device."""
     stored = quantization_method(config)
-    if asked is None:
-        return _stored_options(model, stored, place)
+    if quantization is None:
+        return _stored_options(model, stored, device)
     if stored is not None:
-        raise UserError(f"target.quantization={asked}: the weights of {model} are quantised already ({stored}); leave it out")
-    package, make = QUANTIZERS[asked]
+        raise UserError(
+            f"target.quantization={quantization}: the weights of {model} are already quantized ({stored}); leave it out"
+        )
+    package, make = QUANTIZERS[quantization]
     text = config.get_text_config()
     widths = [width for name in ("hidden_size", "intermediate_size") if isinstance(width := getattr(text, name, None), int)]
-    if asked == "4bit" and place == "cpu" and any(width % NF4_BLOCK_SIZE for width in widths):
+    if quantization == "4bit" and device == "cpu" and any(width % NF4_BLOCK_SIZE for width in widths):
         raise UserError(
             f"target.quantization=4bit: on a CPU layers must be multiples of {NF4_BLOCK_SIZE} wide, and those of {model} are "
             f"{' and '.join(map(str, widths))}; use 8bit"
         )
     try:
-        return {"quantization_config": make(dtype), "device_map": {"": place}}
+        return {"quantization_config": make(dtype), "device_map": {"": device}}
     except ImportError as error:
-        raise UserError(f"target.quantization={asked}: its package is missing; run pip install {package}") from error
+        raise UserError(f"target.quantization={quantization}: its package is missing; run pip install {package}") from error
 
 
-def _stored_options(model: str, stored: str | None, place: str) -> dict[str, Any]:
+def _stored_options(model: str, stored: str | None, device: str) -> dict[str, Any]:
     """Return the options for weights as a checkpoint stores them."""
-    options: dict[str, Any] = {} if stored is None or place == "cpu" else {"device_map": {"": place}}
-    if stored == "compressed-tensors":  # else the first call of the whole model unpacks them, and here its decoder is called
+    options: dict[str, Any] = {} if stored is None or device == "cpu" else {"device_map": {"": device}}
+    # Without dequantization, the first call of the complete model unpacks the weights, and here only its decoder is called.
+    if stored == "compressed-tensors":
         from transformers import CompressedTensorsConfig
 
         try:
             options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
         except ImportError as error:
             raise UserError(
-                f"target.model={model}: its quantised weights need their package; run pip install compressed-tensors loguru"
+                f"target.model={model}: its quantized weights need their package; run pip install compressed-tensors loguru"
             ) from error
     return options
 
 
 def cast_dequantized(network: Any, dtype: torch.dtype) -> None:
     """Cast weights that were dequantized, which have the type of their scales or of the file, to the requested type."""
-    kept = {*(network._keep_in_fp32_modules or ()), *(network._keep_in_fp32_modules_strict or ())}
+    float32_modules = {*(network._keep_in_fp32_modules or ()), *(network._keep_in_fp32_modules_strict or ())}
     for name, weight in network.named_parameters():
-        plain = type(weight) is nn.Parameter and weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        if plain and not any(part in name for part in kept):
+        is_dense = type(weight) is nn.Parameter and weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        if is_dense and not any(part in name for part in float32_modules):
             weight.data = weight.data.to(dtype)
 
 
-def required_package(config: Any, asked: Quantization | None) -> str | None:
+def required_package(config: Any, quantization: Quantization | None) -> str | None:
     """Return the package that the weights of a model need; None where they need none."""
-    method = QUANTIZERS[asked][0] if asked is not None else quantization_method(config)
+    method = QUANTIZERS[quantization][0] if quantization is not None else quantization_method(config)
     return None if method is None else METHOD_PACKAGES.get(method, method)
 
 
@@ -129,8 +132,8 @@ def is_quantized(model: nn.Module) -> bool:
 def has_dense_weight(linear: nn.Linear) -> bool:
     """Return whether the weight of a linear is a floating-point tensor that any product can read."""
     weight = linear.weight
-    plain = type(weight) in (nn.Parameter, Tensor) or getattr(type(weight), "stands_for_plain", False)
-    return plain and weight.is_floating_point()
+    is_dense = type(weight) in (nn.Parameter, Tensor) or getattr(type(weight), "stands_for_plain", False)
+    return is_dense and weight.is_floating_point()
 
 
 @torch.no_grad()
@@ -147,10 +150,10 @@ def refuse_training(name: str, model: nn.Module, adapt: str) -> None:
         return
     method = quantization_method(model.config)
     if adapt != "lora":
-        raise UserError(f"target {name}: its weights are quantised ({method}) and cannot learn; use drafter.adapt=lora")
+        raise UserError(f"target {name}: its weights are quantized ({method}) and cannot be trained; use drafter.adapt=lora")
     if method not in MERGEABLE_METHODS:
         raise UserError(
-            f"target {name}: adapters cannot be added to its quantised weights ({method}); train another target, or load one "
+            f"target {name}: adapters cannot be added to its quantized weights ({method}); train another target, or load one "
             "with target.quantization=4bit"
         )
 

@@ -1,4 +1,4 @@
-"""A recurrent module, called over nodes that follow given states, in the way of transformers, with its cache of states.
+"""A recurrent module, called over nodes from the states before them, with a cache of states as transformers has it.
 
 The input and output linears of the module treat every token by itself and hold most of its weights. Their products of all new
 nodes are computed once, however many calls the states between them take. Shapes: B batch, M nodes, D width, K rows of a call, T
@@ -24,7 +24,7 @@ LayerStates: TypeAlias = LinearAttentionLayer
 """States of several rows, [rows, ..] each."""
 ATTENTION_ARGUMENTS = ("visibility", "tree_cache", "lengths", "ranges", "layer_visibility", "calls")
 """Arguments for attention, which recurrent layers do not receive."""
-DEFAULT_CHUNK_SIZE = 64  # tokens that a recurrence over several computes at once, where its module does not say
+DEFAULT_CHUNK_SIZE = 64  # tokens that a recurrence computes at once, where its module has no chunk size
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ PathPolicy = Literal["never", "where cheaper", "always"]
 """When nodes run along paths: "never" where a module computes several tokens at once differently from token by token."""
 NODES_PER_CHUNK = 4
 """A chunk of a recurrence costs as much as a quarter of it takes token by token. Measured on a Xeon core with transformers'
-own code, six tokens behind a state, without the linears: gated delta rule 8.0 ms in a chunk of 64, 7.5 ms in steps; Mamba 2
+own code, six tokens after a state, without the linears: gated delta rule 8.0 ms in a chunk of 64, 7.5 ms in steps; Mamba 2
 37 ms in a chunk of 256, 10 ms; Nemotron-H 12 ms in one of 128, 10 ms; and the accepted ones are run once more."""
 
 
@@ -31,7 +31,7 @@ class Recurrence:
 
     def __init__(self, path_policy: PathPolicy = "never") -> None:
         self.path_policy = path_policy
-        self.states: LayerStates | None = None  # the rows of the batch, then nodes as they came
+        self.states: LayerStates | None = None  # the rows of the batch, then nodes in order of arrival
         self.state_rows: Tensor | None = None  # [B, M] state row of each node, when run by level
         self.path_nodes: StateNodes | None = None  # nodes that were run along paths and have no states
         self.visible: Tensor | None = None  # [B, M, M] of these
@@ -110,7 +110,8 @@ class Recurrence:
             return True
         if paths.nodes.device.type == "cpu":
             return len(paths.rows) * call.recurrent.chunk_size <= NODES_PER_CHUNK * batch * num_nodes
-        return len(paths.rows) == batch  # a call launches the same kernels for one row as for many
+        # A call launches the same kernels for one row as for many.
+        return len(paths.rows) == batch
 
     def _start_states(self, rows: Tensor) -> LayerStates:
         """Return copies of the committed states of some rows."""

@@ -63,15 +63,14 @@ class _MergedAttention(torch.autograd.Function):
     ) -> Tensor:
         batch, num_heads, length, size = q.shape
         groups, ctx.scale = num_heads // k.shape[1], scale
-        first, lse, ctx.kept = _causal_forward(q, _repeat_heads(k, groups), _repeat_heads(v, groups), scale, lengths)
+        first, lse, ctx.causal_state = _causal_forward(q, _repeat_heads(k, groups), _repeat_heads(v, groups), scale, lengths)
         shape = batch, -1, groups, length
-        scores = (q.unflatten(1, (-1, groups))[:, :, :, None].float() * later_keys[:, :, None]).sum(
-            -1
-        ) * scale  # [B, K, G, S, T]
-        own = lse.view(shape)[:, :, :, None]
-        total = torch.cat([own, scores], dim=3).logsumexp(dim=3, keepdim=True)
+        grouped = q.unflatten(1, (-1, groups))[:, :, :, None].float()
+        scores = (grouped * later_keys[:, :, None]).sum(-1) * scale  # [B, K, G, S, T]
+        causal_lse = lse.view(shape)[:, :, :, None]
+        total = torch.cat([causal_lse, scores], dim=3).logsumexp(dim=3, keepdim=True)
         share = (scores - total).exp()
-        out = first.view(*shape, size) * (own - total).exp()[:, :, :, 0, :, None]
+        out = first.view(*shape, size) * (causal_lse - total).exp()[:, :, :, 0, :, None]
         out = (out + (share[..., None] * later_values[:, :, None]).sum(3)).to(q.dtype).view(q.shape)
         ctx.save_for_backward(q, k, v, later_keys, later_values, out, total.view(batch, num_heads, length), share)
         return out
@@ -80,16 +79,16 @@ class _MergedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, later_keys, later_values, out, total, share = ctx.saved_tensors
         groups, scale = q.shape[1] // k.shape[1], ctx.scale
-        whole = _repeat_heads(k, groups), _repeat_heads(v, groups)
-        of_q, of_k, of_v = _causal_backward(grad.contiguous(), q, *whole, out, total, ctx.kept, scale)
-        of_k, of_v = (part.unflatten(1, (-1, groups)).sum(2) for part in (of_k, of_v))
+        repeated = _repeat_heads(k, groups), _repeat_heads(v, groups)
+        grad_q, grad_k, grad_v = _causal_backward(grad.contiguous(), q, *repeated, out, total, ctx.causal_state, scale)
+        grad_k, grad_v = (part.unflatten(1, (-1, groups)).sum(2) for part in (grad_k, grad_v))
         grad, out, q = (part.float().unflatten(1, (-1, groups))[:, :, :, None] for part in (grad, out, q))
-        of_scores = share * ((grad * later_values[:, :, None]).sum(-1) - (grad * out).sum(-1)) * scale
-        of_q = of_q + (of_scores[..., None] * later_keys[:, :, None]).sum(3).flatten(1, 2)
-        of_later_keys = (of_scores[..., None] * q).sum(2)
-        of_later_values = (share[..., None] * grad).sum(2)
-        found = of_q, of_k, of_v, of_later_keys, of_later_values
-        return (*(part.to(k.dtype) for part in found), None, None)
+        grad_scores = share * ((grad * later_values[:, :, None]).sum(-1) - (grad * out).sum(-1)) * scale
+        grad_q = grad_q + (grad_scores[..., None] * later_keys[:, :, None]).sum(3).flatten(1, 2)
+        grad_later_keys = (grad_scores[..., None] * q).sum(2)
+        grad_later_values = (share[..., None] * grad).sum(2)
+        gradients = grad_q, grad_k, grad_v, grad_later_keys, grad_later_values
+        return (*(gradient.to(k.dtype) for gradient in gradients), None, None)
 
 
 def _repeat_heads(heads: Tensor, groups: int) -> Tensor:
@@ -104,14 +103,14 @@ def _causal_forward(
     if lengths is not None:
         starts, longest = document_starts(lengths, q.device), max(lengths)
         q, k, v = (_flatten_heads(x) for x in (q, k, v))
-        where = starts, starts, longest, longest
-        out, lse, seed, offset, _ = aten._flash_attention_forward(q, k, v, *where, 0.0, True, False, scale=scale)
-        return out[None].transpose(1, 2), lse[None], (*where, seed, offset, True)
+        documents = starts, starts, longest, longest
+        out, lse, seed, offset, _ = aten._flash_attention_forward(q, k, v, *documents, 0.0, True, False, scale=scale)
+        return out[None].transpose(1, 2), lse[None], (*documents, seed, offset, True)
     if q.device.type == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, attn_mask=None, scale=scale)
         return out, lse if lse.shape[1] == q.shape[1] else lse.transpose(1, 2), ()
-    out, lse, *kept, _ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)
-    return out, lse, (*kept, False)
+    out, lse, *state, _ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)
+    return out, lse, (*state, False)
 
 
 def _flatten_heads(heads: Tensor) -> Tensor:
@@ -120,23 +119,23 @@ def _flatten_heads(heads: Tensor) -> Tensor:
 
 
 def _causal_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: tuple[Any, ...], scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, state: tuple[Any, ...], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values [B, H, T, D], given the joint output and log-sum-exps."""
-    found: tuple[Tensor, Tensor, Tensor]
-    if kept and kept[-1]:
+    gradients: tuple[Tensor, Tensor, Tensor]
+    if state and state[-1]:
         grad, q, k, v, out = (_flatten_heads(x) for x in (grad, q, k, v, out))
-        *where, seed, offset, _ = kept
-        of_flat = aten._flash_attention_backward(grad, q, k, v, out, lse[0], *where, 0.0, True, seed, offset, scale=scale)
-        of_q, of_k, of_v = (part[None].transpose(1, 2) for part in of_flat)
-        return of_q, of_k, of_v
+        *documents, seed, offset, _ = state
+        flat = aten._flash_attention_backward(grad, q, k, v, out, lse[0], *documents, 0.0, True, seed, offset, scale=scale)
+        grad_q, grad_k, grad_v = (part[None].transpose(1, 2) for part in flat)
+        return grad_q, grad_k, grad_v
     if q.device.type == "cpu":
-        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, True, attn_mask=None, scale=scale
         )
-        return found
-    starts_q, starts_k, most_q, most_k, seed, offset, _ = kept
-    found = aten._scaled_dot_product_flash_attention_backward(
+        return gradients
+    starts_q, starts_k, most_q, most_k, seed, offset, _ = state
+    gradients = aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, out, lse, starts_q, starts_k, most_q, most_k, 0.0, True, seed, offset, scale=scale
     )
-    return found
+    return gradients
