@@ -17,8 +17,7 @@ from spectrain.drafters.layers.block_drafter import default_layers
 from spectrain.errors import UserError
 
 from .eagle3 import drafter_layer_config
-from .fused import HEAD, FusedLayout, equal_when_rounded
-from .fused_settings import FusedConfig, flatten_config
+from .fused import HEAD, FusedConfig, FusedLayout, equal_when_rounded, flatten_config
 from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding
 from .targets import TargetFiles
 
@@ -172,6 +171,7 @@ class DFlashLayout(FusedLayout):
         yield from markov_findings(files)
 
     def findings_with_target(self, files: DrafterFiles, target: TargetFiles) -> Iterator[Finding]:
+        yield from super().findings_with_target(files, target)
         config = self.parse_config(files)
         assert config.layers is not None
         default, mask_token = default_layers(target.num_layers, len(config.layers)), config.settings["mask_token_id"]

@@ -15,8 +15,7 @@ from torch import Tensor
 from spectrain.errors import UserError
 
 from .dflash import DFLASH2, DSPARK, DFlashLayout, qwen3_layer, refuse_draft_vocabulary, require_keys
-from .fused import EMBEDDING, HEAD, equal_when_rounded
-from .fused_settings import FusedConfig, flat_rope, flatten_config
+from .fused import EMBEDDING, HEAD, FusedConfig, equal_when_rounded, flat_rope, flatten_config
 from .huggingface import generate_snippet
 from .layout import DrafterCheckpoint, DrafterFiles, Finding, require_target, write_json, write_tensors
 from .serving import serve_sglang_block, serve_sglang_dspark, serve_vllm

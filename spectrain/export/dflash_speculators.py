@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from spectrain.errors import UserError
 
 from .dflash import DFLASH2, DSPARK, DFlashLayout, num_drafts, qwen3_layer, require_keys
-from .fused_settings import FusedConfig, flatten_config
+from .fused import FusedConfig, flatten_config
 from .layout import DrafterCheckpoint, DrafterFiles, Finding
 from .serving import serve_vllm
 from .speculators import SpeculatorsLayout, read_method

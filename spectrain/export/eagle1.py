@@ -16,8 +16,7 @@ from torch import Tensor
 from spectrain.errors import UserError
 
 from .eagle3 import LAYER_PARTS
-from .fused import EMBEDDING, HEAD, FusedLayout, require_sizes
-from .fused_settings import FusedConfig, flat_rope
+from .fused import EMBEDDING, HEAD, FusedConfig, FusedLayout, flat_rope, require_sizes
 from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, require_target, write_json, write_tensors
 from .serving import serve_sglang, serve_vllm
 from .targets import TargetFiles

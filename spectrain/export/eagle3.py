@@ -15,8 +15,7 @@ from spectrain.drafters.layers.eagle_layers import LAYER_KEYS, default_layers
 from spectrain.drafters.layers.layers import llama_layer_settings
 from spectrain.errors import UserError
 
-from .fused import HEAD, FusedLayout
-from .fused_settings import FusedConfig, read_rope
+from .fused import HEAD, FusedConfig, FusedLayout, read_rope
 from .layout import DrafterCheckpoint, DrafterFiles
 from .targets import TargetFiles
 
@@ -64,12 +63,6 @@ class Eagle3Layout(FusedLayout):
         if drafter.drafter["layers"] is None and target is not None:
             drafter.drafter["layers"] = default_layers(target.num_layers)
         return drafter
-
-
-def drop_full_maps(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Drop d2t and t2d where the draft vocabulary is the full one, because vLLM expects no map there."""
-    is_full = len(tensors["d2t"]) == len(tensors["t2d"])
-    return {name: tensor for name, tensor in tensors.items() if not is_full or name not in ("d2t", "t2d")}
 
 
 def drafter_layer_config(drafter: DrafterCheckpoint) -> dict[str, Any]:

@@ -14,12 +14,12 @@ from torch import Tensor
 from spectrain.drafters.layers.eagle_layers import default_layers
 from spectrain.errors import UserError
 
-from .eagle3 import Eagle3Layout, drafter_layer_config, drop_full_maps, variant_flags
-from .fused import EMBEDDING, equal_when_rounded, require_sizes
-from .fused_settings import FusedConfig, flat_rope
+from .eagle3 import Eagle3Layout, drafter_layer_config, variant_flags
+from .fused import EMBEDDING, FusedConfig, equal_when_rounded, flat_rope, require_sizes
 from .layout import DrafterCheckpoint, DrafterFiles, Finding, write_json, write_tensors
 from .serving import serve_sglang, serve_vllm
 from .targets import TargetFiles
+from .vocabulary import drop_full_maps
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM")
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm")
@@ -85,6 +85,7 @@ class FlatEagle3(Eagle3Layout):
             )  # fmt: skip
 
     def findings_with_target(self, files: DrafterFiles, target: TargetFiles) -> Iterator[Finding]:
+        yield from super().findings_with_target(files, target)
         default = default_layers(target.num_layers)
         if self._layer_ids(files.config) == default:
             yield Finding(

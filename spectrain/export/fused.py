@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -16,16 +17,89 @@ from transformers import LlamaConfig
 
 from spectrain.config.build import build
 from spectrain.drafters.base import Drafter
+from spectrain.drafters.layers.eagle_layers import LAYER_KEYS
 from spectrain.errors import UserError, first_line
 from spectrain.models.target import Target
 
-from .fused_settings import FusedConfig, flatten_config
 from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, Layout, Shape
 from .targets import TargetFiles, make_meta_target
+from .vocabulary import add_maps, check_vocabulary
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 IGNORED_TENSORS = ("verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
 """Tensors that every reader ignores without harm."""
+
+
+def read_rope(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration's rotary embedding in the form of `rope_parameters`."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = rope.pop("type", None)
+    rope.setdefault("rope_type", kind or "default")
+    theta = config.get("rope_theta")
+    rope.setdefault("rope_theta", 10000.0 if theta is None else theta)
+    return rope
+
+
+def flat_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    """Return a rotary embedding in the form of flat configurations."""
+    is_default = set(rope) <= {"rope_type", "rope_theta"} and rope.get("rope_type") == "default"
+    scaling = None if is_default else {key: value for key, value in rope.items() if key != "rope_theta"}
+    return {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+
+
+def flatten_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json with its nested groups merged into the top level."""
+    return {**config, **(config.get("transformer_layer_config") or {}), **(config.get("dflash_config") or {})}
+
+
+@dataclass
+class FusedConfig:
+    """A drafter's settings from a layout's config.json, in spectrain's terms."""
+
+    layer_config: dict[str, Any]  # a Llama configuration
+    layers: list[int] | None  # fused streams, by the layer that they enter; None for the engine's default
+    variants: dict[str, bool]
+    draft_vocab_size: int | None
+    settings: dict[str, Any] = field(default_factory=dict)  # further settings of the family
+
+    @property
+    def width(self) -> int:
+        return int(self.layer_config["hidden_size"])
+
+    @property
+    def vocab_size(self) -> int:
+        """The size of the target's vocabulary."""
+        return int(self.layer_config["vocab_size"])
+
+    @property
+    def draft_rows(self) -> int:
+        """The number of tokens that it can draft."""
+        return self.vocab_size if self.draft_vocab_size is None else min(self.draft_vocab_size, self.vocab_size)
+
+    @property
+    def has_draft_vocabulary(self) -> bool:
+        return self.draft_rows < self.vocab_size
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.layer_config.get("num_hidden_layers") or 1)
+
+    @property
+    def window(self) -> int | None:
+        """The number of positions back that its layers attend to; None for all."""
+        kinds = set(self.layer_config.get("layer_types") or [])
+        return int(self.layer_config["sliding_window"]) if kinds == {"sliding_attention"} else None
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """The constructor's `architecture`, complete except for variants that are off."""
+        heads = self.layer_config["num_attention_heads"]
+        values = {"head_dim": self.width // heads, "num_key_value_heads": heads, "rms_norm_eps": 1e-6, **self.layer_config}
+        values["head_dim"] = values["head_dim"] or self.width // heads
+        values["num_key_value_heads"] = values["num_key_value_heads"] or heads
+        values["rope_parameters"] = read_rope(self.layer_config)
+        variants = {name: True for name, is_on in self.variants.items() if is_on}
+        return {key: values[key] for key in LAYER_KEYS if key in values} | variants
 
 
 class FusedLayout(Layout):
@@ -66,9 +140,6 @@ class FusedLayout(Layout):
     def layout_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors under the layout's names."""
         return {self.layout_name(name): tensor for name, tensor in tensors.items()}
-
-    def as_fused(self, files: DrafterFiles) -> tuple[FusedConfig, dict[str, Tensor]] | None:
-        return self.parse_config(files), self.native_tensors(files)
 
     def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
         config = self.parse_config(files)
@@ -114,12 +185,18 @@ class FusedLayout(Layout):
             yield Finding(
                 "not-representable", "warning", problem, "spectrain cannot score or fine-tune it", "nothing, to serve it"
             )
-        if len(files.tensors.get("d2t", ())) == self.parse_config(files).vocab_size:
+        config, tensors = self.parse_config(files), self.native_tensors(files)
+        yield from check_vocabulary(config.vocab_size, tensors)
+        yield from check_layers_and_norms(config, tensors)
+        if len(tensors.get("d2t", ())) == config.vocab_size:
             yield Finding(
                 "d2t-of-all", "error", "the files hold d2t and an output layer over the full vocabulary",
                 "vLLM expects no map there and stops at the tensor", "spectrain convert DIR OUT --to vllm --target TARGET",
                 is_repairable=True,
             )  # fmt: skip
+
+    def findings_with_target(self, files: DrafterFiles, target: TargetFiles) -> Iterator[Finding]:
+        yield from check_against_target(self.parse_config(files), target)
 
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
         config, tensors = self.parse_config(files), self.native_tensors(files)
@@ -189,15 +266,63 @@ def build_meta_drafter(settings: dict[str, Any], target: Target) -> Drafter:
     return drafter
 
 
-def add_maps(tensors: dict[str, Tensor], rows: int, vocab: int) -> None:
-    """Add d2t [Vd], the offsets from draft ids to ids of the target, and t2d [V] where they are missing."""
-    tensors["d2t"] = tensors.get("d2t", torch.zeros(rows)).to(torch.int64)
-    ids = tensors["d2t"] + torch.arange(rows)
-    if "t2d" not in tensors:
-        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
-    tensors["t2d"] = tensors["t2d"].to(torch.bool)
-
-
 def equal_when_rounded(first: Tensor, second: Tensor) -> bool:
     """Tell whether two tensors are equal after rounding the second to the first one's dtype."""
     return first.shape == second.shape and torch.equal(first, second.to(first.dtype))
+
+
+def check_layers_and_norms(config: FusedConfig, tensors: dict[str, Tensor]) -> Iterator[Finding]:
+    """Yield the faults of the fused layers' ids and of norms whose flags and tensors disagree."""
+    layers = config.layers
+    if layers is not None and any(not isinstance(layer, int) for layer in layers):
+        yield Finding("layer-ids-range", "error", f"layer ids are {layers}", "engines need integers", "write integers")
+    elif layers is not None and layers != sorted(set(layers)):
+        yield Finding(
+            "layer-ids-order", "error", f"layer ids {layers} do not ascend",
+            "vLLM sorts them, so fc reads its inputs in another order than it was trained on",
+            "sort them, and the columns of fc.weight with them",
+        )  # fmt: skip
+    for flag, name in (("norm_before_fc", "input_norm.weight"), ("fc_norm", "fc_norm.0.weight")):
+        if (name in tensors) != bool(config.architecture.get(flag)):
+            yield Finding(
+                "norm-flag", "error",
+                f"{flag}={bool(config.architecture.get(flag))} and {name} is {'present' if name in tensors else 'missing'}",
+                "either the norm is skipped, or an untrained one is used", f"write {flag} as it was trained",
+            )  # fmt: skip
+
+
+def check_against_target(config: FusedConfig, target: TargetFiles) -> Iterator[Finding]:
+    """Yield the settings that contradict the target's."""
+    target_config, vocab = target.config, target.vocab_size
+    if config.layer_config["vocab_size"] != vocab:
+        yield Finding(
+            "vocab-size", "error", f"vocab_size is {config.layer_config['vocab_size']} and the target's {vocab}",
+            "engines allocate d2t and the embedding by it", "write the target's, or lint with the target it is for",
+        )  # fmt: skip
+    if config.width != target_config.hidden_size:
+        yield Finding(
+            "hidden-size", "error", f"hidden_size is {config.width} and the target's {target_config.hidden_size}",
+            "the target's states do not fit", "lint with the target it is for",
+        )  # fmt: skip
+    layers = config.layers or []
+    if any(isinstance(layer, int) and not 0 <= layer <= target.num_layers for layer in layers):
+        yield Finding(
+            "layer-ids-range", "error", f"layers {layers} are not all in the target's range 0 to {target.num_layers}",
+            "engines stop, or never fill the features", "write the layers that it was trained on",
+        )  # fmt: skip
+    rope, target_rope = config.architecture["rope_parameters"], read_rope(target_config.to_dict())
+    differing = sorted(key for key in {*rope, *target_rope} if rope.get(key) != target_rope.get(key))
+    if differing:
+        shown = ", ".join(f"{key} {rope.get(key)} against {target_rope.get(key)}" for key in differing[:3])
+        yield Finding(
+            "rope", "warning", f"the rotary embedding is not the target's: {shown}",
+            "correct only if it was trained so; often it is a default that was never replaced",
+            "write the target's rope_parameters",
+        )  # fmt: skip
+    max_positions = config.layer_config.get("max_position_embeddings")
+    if max_positions is not None and max_positions < target_config.max_position_embeddings:
+        yield Finding(
+            "max-position", "warning",
+            f"max_position_embeddings is {max_positions}, the target's {target_config.max_position_embeddings}",
+            "some engines limit the served context to it", "write the target's",
+        )  # fmt: skip

@@ -22,7 +22,6 @@ from spectrain.config.saved import check_no_directives, parse_groups, read_json_
 from spectrain.errors import UserError, first_line
 from spectrain.files import PICKLE_SUFFIXES
 
-from .fused_settings import FusedConfig
 from .targets import TargetFiles
 
 DESCRIPTION_KEYS = ("tree", "acceptance", "recipe")
@@ -197,10 +196,6 @@ class Layout(ABC):
     def findings_with_target(self, files: DrafterFiles, target: TargetFiles) -> Iterator[Finding]:
         """Yield the faults that only a comparison with the target's files shows."""
         return iter(())
-
-    def as_fused(self, files: DrafterFiles) -> tuple[FusedConfig, dict[str, Tensor]] | None:
-        """Return settings and tensors in spectrain's terms where the files hold a drafter that fuses target layers."""
-        return None
 
     @abstractmethod
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:

@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from spectrain.config.saved import parse_groups, read_yaml
 from spectrain.errors import UserError, first_line
 from spectrain.files import PICKLE_SUFFIXES
 
-from .fused_settings import FusedConfig, read_rope
 from .layout import MALFORMED_ERRORS, DrafterFiles, ExpectedTensors, Finding, Layout
 from .layouts import detect_layout
 from .targets import TargetFiles, tokenizer_hash
@@ -58,14 +56,6 @@ def check_files(files: DrafterFiles, layout: Layout, target: TargetFiles | None)
     try:
         yield from check_shapes(files, layout.expected_tensors(files))
         yield from layout.findings(files)
-        if (fused := layout.as_fused(files)) is not None:
-            config, tensors = fused
-            yield from check_vocabulary(int(config.layer_config["vocab_size"]), tensors)
-            yield from check_fused(config, tensors)
-            if target is not None:
-                yield from check_against_target(config, target)
-        elif {"d2t", "t2d"} <= files.tensors.keys():
-            yield from check_vocabulary(len(files.tensors["t2d"]), files.tensors)
         if target is not None:
             yield from layout.findings_with_target(files, target)
             yield from check_tokenizer(files, target)
@@ -189,113 +179,6 @@ def shape_finding(name: str, actual: tuple[int, ...], expected: tuple[int | None
             "write the target's vocab_size",
         )  # fmt: skip
     return Finding("wrong-shape", "error", problem, "engines stop, or read it wrongly", "write the sizes as they were trained")
-
-
-def check_vocabulary(vocab: int, tensors: dict[str, Tensor]) -> Iterator[Finding]:
-    """Yield the faults of d2t, which holds offsets from draft ids to target ids, and of t2d."""
-    offsets, flags = tensors.get("d2t"), tensors.get("t2d")
-    if offsets is None:
-        return
-    if offsets.is_floating_point():
-        yield Finding("d2t-dtype", "error", f"d2t is {offsets.dtype}", "ids are rounded", "save it as int64")
-        return
-    ids = offsets.long() + torch.arange(len(offsets))
-    marks = None if flags is None else flags.bool()
-    is_absolute = (
-        marks is not None and bool(((offsets >= 0) & (offsets < len(marks))).all()) and bool(marks[offsets.long()].all())
-    )
-    is_absolute = is_absolute and len(offsets.unique()) == len(offsets)
-    if is_absolute and marks is not None and not is_marked(ids, marks):
-        yield Finding(
-            "d2t-absolute", "error", "d2t holds ids of the target where offsets belong",
-            "engines add the draft id to it, so every draft is another token", "subtract 0, 1, 2 and so on from it",
-        )  # fmt: skip
-        return
-    if bool(((ids < 0) | (ids >= vocab)).any()):
-        yield Finding(
-            "d2t-range", "error", f"d2t points outside the target's {vocab} tokens",
-            "engines fail while they decode, or read other memory", "write target id - draft id, in draft order",
-        )  # fmt: skip
-        return
-    if len(ids.unique()) < len(ids):
-        yield Finding(
-            "d2t-repeated", "error", "d2t maps two draft ids to the same token",
-            "either offsets and ids were confused, or rows were lost", "write target id - draft id, in draft order",
-        )  # fmt: skip
-        return
-    if marks is not None and not is_marked(ids, marks):
-        yield Finding(
-            "t2d-mismatch", "error", "t2d marks other tokens than d2t maps to",
-            "trainers ignore the wrong tokens; either d2t or t2d is from another run", "make t2d from d2t: spectrain convert",
-        )  # fmt: skip
-    elif len(ids) < vocab and not offsets.any():
-        yield Finding(
-            "d2t-identity", "warning", f"the draft vocabulary is the first {len(ids)} ids of the target",
-            "this is usually a default that was never replaced, not what was trained", "take d2t from the training run",
-        )  # fmt: skip
-
-
-def is_marked(ids: Tensor, marks: Tensor) -> bool:
-    """Tell whether t2d is True at exactly these ids."""
-    in_range = bool(((ids >= 0) & (ids < len(marks))).all())
-    return in_range and int(marks.sum()) == len(ids) and bool(marks[ids].all())
-
-
-def check_fused(config: FusedConfig, tensors: dict[str, Tensor]) -> Iterator[Finding]:
-    """Yield the faults of the fused layers' ids and of norms whose flags and tensors disagree."""
-    layers = config.layers
-    if layers is not None and any(not isinstance(layer, int) for layer in layers):
-        yield Finding("layer-ids-range", "error", f"layer ids are {layers}", "engines need integers", "write integers")
-    elif layers is not None and layers != sorted(set(layers)):
-        yield Finding(
-            "layer-ids-order", "error", f"layer ids {layers} do not ascend",
-            "vLLM sorts them, so fc reads its inputs in another order than it was trained on",
-            "sort them, and the columns of fc.weight with them",
-        )  # fmt: skip
-    for flag, name in (("norm_before_fc", "input_norm.weight"), ("fc_norm", "fc_norm.0.weight")):
-        if (name in tensors) != bool(config.architecture.get(flag)):
-            yield Finding(
-                "norm-flag", "error",
-                f"{flag}={bool(config.architecture.get(flag))} and {name} is {'present' if name in tensors else 'missing'}",
-                "either the norm is skipped, or an untrained one is used", f"write {flag} as it was trained",
-            )  # fmt: skip
-
-
-def check_against_target(config: FusedConfig, target: TargetFiles) -> Iterator[Finding]:
-    """Yield the settings that contradict the target's."""
-    target_config, vocab = target.config, target.vocab_size
-    if config.layer_config["vocab_size"] != vocab:
-        yield Finding(
-            "vocab-size", "error", f"vocab_size is {config.layer_config['vocab_size']} and the target's {vocab}",
-            "engines allocate d2t and the embedding by it", "write the target's, or lint with the target it is for",
-        )  # fmt: skip
-    if config.width != target_config.hidden_size:
-        yield Finding(
-            "hidden-size", "error", f"hidden_size is {config.width} and the target's {target_config.hidden_size}",
-            "the target's states do not fit", "lint with the target it is for",
-        )  # fmt: skip
-    layers = config.layers or []
-    if any(isinstance(layer, int) and not 0 <= layer <= target.num_layers for layer in layers):
-        yield Finding(
-            "layer-ids-range", "error", f"layers {layers} are not all in the target's range 0 to {target.num_layers}",
-            "engines stop, or never fill the features", "write the layers that it was trained on",
-        )  # fmt: skip
-    rope, target_rope = config.architecture["rope_parameters"], read_rope(target_config.to_dict())
-    differing = sorted(key for key in {*rope, *target_rope} if rope.get(key) != target_rope.get(key))
-    if differing:
-        shown = ", ".join(f"{key} {rope.get(key)} against {target_rope.get(key)}" for key in differing[:3])
-        yield Finding(
-            "rope", "warning", f"the rotary embedding is not the target's: {shown}",
-            "correct only if it was trained so; often it is a default that was never replaced",
-            "write the target's rope_parameters",
-        )  # fmt: skip
-    max_positions = config.layer_config.get("max_position_embeddings")
-    if max_positions is not None and max_positions < target_config.max_position_embeddings:
-        yield Finding(
-            "max-position", "warning",
-            f"max_position_embeddings is {max_positions}, the target's {target_config.max_position_embeddings}",
-            "some engines limit the served context to it", "write the target's",
-        )  # fmt: skip
 
 
 def check_tokenizer(files: DrafterFiles, target: TargetFiles) -> Iterator[Finding]:

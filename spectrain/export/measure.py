@@ -29,7 +29,7 @@ from spectrain.models.target import Target
 from spectrain.training.checkpoints import find_mismatches, load_tensors
 from spectrain.trees import Chain
 
-from .fused_settings import read_rope
+from .fused import read_rope
 from .layout import DrafterCheckpoint, Finding
 from .targets import TargetFiles
 

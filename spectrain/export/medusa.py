@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,64 +21,76 @@ from spectrain.errors import UserError
 from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, Layout, write_json, write_tensors
 from .serving import serve_vllm
 from .targets import TargetFiles
+from .vocabulary import add_maps, target_ids
 
-MEDUSA_CLASS = "spectrain.drafters.medusa.Medusa"
+
+class MedusaLayout(Layout):
+    """The base of Medusa's layouts, which differ in the names of tensors and in config.json."""
+
+    block_name: ClassVar[str]  # the name of a tensor of a block
+    head_name: ClassVar[str]  # the name of a head's output layer
+
+    def file_names(self, heads: int, layers: int) -> dict[str, str]:
+        """Return the layout's name of every tensor, by spectrain's name."""
+        names = {
+            f"heads.{head}.blocks.{layer}.linear.{kind}": self.block_name.format(head=head, layer=layer, kind=kind)
+            for head in range(heads) for layer in range(layers) for kind in ("weight", "bias")
+        }  # fmt: skip
+        return names | {
+            f"heads.{head}.lm_head.weight": self.head_name.format(head=head, layers=layers) for head in range(heads)
+        }
+
+    def make_checkpoint(
+        self, files: DrafterFiles, tensors: dict[str, Tensor], vocab: int | None, target: str | None
+    ) -> DrafterCheckpoint:
+        """Return spectrain's drafter of these tensors; without d2t the heads draft every token."""
+        rows, metadata = len(tensors["heads.0.lm_head.weight"]), files.read_metadata()
+        add_maps(tensors, rows, vocab or rows)
+        drafter: dict[str, Any] = {"_target_": "spectrain.drafters.medusa.Medusa", **metadata.drafter}
+        heads, blocks = ({name.split(".")[index] for name in tensors if ".blocks." in name} for index in (1, 3))
+        drafter |= {"num_heads": len(heads), "num_layers": len(blocks), "vocab_size": rows}
+        reference = metadata.target if target is None else target
+        return DrafterCheckpoint(drafter, tensors, reference, description=metadata.description)
 
 
-class OriginalMedusa(Layout):
+class OriginalMedusa(MedusaLayout):
     """The authors' layout."""
 
     title = "Medusa, original layout"
+    block_name, head_name = "{head}.{layer}.linear.{kind}", "{head}.{layers}.weight"
 
     def matches_files(self, files: DrafterFiles) -> bool:
         return "medusa_num_heads" in files.config
 
     def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
-        tensors = self._strip_prefix(files)
-        heads, layers = int(files.config["medusa_num_heads"]), int(files.config.get("medusa_num_layers", 1))
-        width = head_width(tensors)
-        shapes: dict[str, tuple[int | None, ...]] = {}
-        for head in range(heads):
-            shapes |= {f"{head}.{layer}.linear.weight": (width, width) for layer in range(layers)}
-            shapes |= {f"{head}.{layer}.linear.bias": (width,) for layer in range(layers)}
-            if not self._shares_head(files):
-                rows = tensors[f"0.{layers}.weight"].shape[0] if f"0.{layers}.weight" in tensors else None
-                shapes[f"{head}.{layers}.weight"] = (rows, width)
+        tensors = strip_prefix(files)
+        rows, width = len(tensors.get(f"0.{num_layers(files)}.weight", ())) or None, head_width(tensors)
         prefix = "medusa_heads." if any(name.startswith("medusa_heads.") for name in files.tensors) else ""
-        return ExpectedTensors({prefix + name: shape for name, shape in shapes.items()})
-
-    def _strip_prefix(self, files: DrafterFiles) -> dict[str, Tensor]:
-        return {re.sub(r"^medusa_heads?\.", "", name): tensor for name, tensor in files.tensors.items()}
-
-    def _shares_head(self, files: DrafterFiles) -> bool:
-        return str(files.config.get("version", "1")) == "2"
+        names = self.file_names(int(files.config["medusa_num_heads"]), num_layers(files))
+        return ExpectedTensors(
+            {
+                prefix + name: medusa_shape(native, width, rows)
+                for native, name in names.items() if not (shares_head(files) and native.endswith("lm_head.weight"))
+            }
+        )  # fmt: skip
 
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
-        tensors, config = self._strip_prefix(files), files.config
-        heads, layers = int(config["medusa_num_heads"]), int(config.get("medusa_num_layers", 1))
-        shared = None
-        if self._shares_head(files):
+        tensors = strip_prefix(files)
+        if shares_head(files):
             if target is None:
                 raise UserError(
-                    f"{files.directory}: 0.{layers}.weight is missing, because heads of version 2 end in the target's "
-                    "output layer; give --target"
+                    f"{files.directory}: 0.{num_layers(files)}.weight is missing, because heads of version 2 end in the "
+                    "target's output layer; give --target"
                 )
-            shared = target.load_head()
-        native = {}
-        for head in range(heads):
-            for layer in range(layers):
-                for kind in ("weight", "bias"):
-                    native[f"heads.{head}.blocks.{layer}.linear.{kind}"] = tensors[f"{head}.{layer}.linear.{kind}"]
-            head_weight = (
-                tensors[f"{head}.{layers}.weight"]
-                if shared is None
-                else shared.to(native["heads.0.blocks.0.linear.weight"].dtype, copy=True)
-            )
-            native[f"heads.{head}.lm_head.weight"] = head_weight
-        return medusa_checkpoint(files, native, heads, layers, None, config.get("base_model_name_or_path"))
+            dtype, head = tensors["0.0.linear.weight"].dtype, target.load_head()
+            for number in range(int(files.config["medusa_num_heads"])):
+                tensors[f"{number}.{num_layers(files)}.weight"] = head.to(dtype, copy=True)
+        names = self.file_names(int(files.config["medusa_num_heads"]), num_layers(files))
+        native = {ours: tensors[name] for ours, name in names.items()}
+        return self.make_checkpoint(files, native, None, files.config.get("base_model_name_or_path"))
 
     def findings(self, files: DrafterFiles) -> Iterator[Finding]:
-        config, tensors = files.config, self._strip_prefix(files)
+        config, tensors = files.config, strip_prefix(files)
         heads = {int(name.split(".")[0]) for name in tensors if name.split(".")[0].isdigit()}
         if heads and len(heads) != config["medusa_num_heads"]:
             yield Finding(
@@ -87,30 +100,24 @@ class OriginalMedusa(Layout):
             )  # fmt: skip
 
     def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
-        tensors, settings = drafter.tensors, drafter.drafter
+        tensors, heads, layers = drafter.tensors, drafter.drafter["num_heads"], drafter.drafter["num_layers"]
         rows, vocab = len(tensors["d2t"]), len(tensors["t2d"])
         if rows != vocab:
             raise UserError(
                 f"d2t: the heads draft {rows} of {vocab} tokens, and the original layout has no token map; use --to vllm, or "
                 f"train with drafter.vocab_size={vocab}"
             )
-        heads, layers = settings["num_heads"], settings["num_layers"]
-        renamed = {}
-        for head in range(heads):
-            for layer in range(layers):
-                for kind in ("weight", "bias"):
-                    renamed[f"{head}.{layer}.linear.{kind}"] = tensors[f"heads.{head}.blocks.{layer}.linear.{kind}"]
-            renamed[f"{head}.{layers}.weight"] = tensors[f"heads.{head}.lm_head.weight"]
         config = {
             "medusa_num_heads": heads,
             "medusa_num_layers": layers,
             "base_model_name_or_path": target.engine_path if target is not None else drafter.target,
         }
         write_json(directory / "config.json", config)
+        renamed = {name: tensors[native] for native, name in self.file_names(heads, layers).items()}
         write_tensors(directory / "medusa_lm_head.safetensors", renamed)
 
 
-class VllmMedusa(Layout):
+class VllmMedusa(MedusaLayout):
     """vLLM's layout: `blocks.{head}.layers.{block}` and `lm_heads.{head}`, or a single `lm_head` for all heads.
 
     vLLM (0.32) supports a draft vocabulary, with ids in `token_map`, only for the single head; separate heads need all V rows.
@@ -119,59 +126,52 @@ class VllmMedusa(Layout):
     """
 
     title = "Medusa, vLLM layout"
+    block_name, head_name = "blocks.{head}.layers.{layer}.{kind}", "lm_heads.{head}.weight"
 
     def matches_files(self, files: DrafterFiles) -> bool:
         return files.config.get("model_type") == "medusa" or "MedusaModel" in (files.config.get("architectures") or [])
 
     def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
         config = files.config
-        width, heads, layers = config["hidden_size"], config["num_heads"], config["num_hidden_layers"]
+        if has_original_names(files):
+            return OriginalMedusa().expected_tensors(as_original(files))
         rows = map_rows = config.get("truncated_vocab_size") or config["vocab_size"]
         if "d2t" in files.tensors:
             rows = config["vocab_size"]
-        shapes: dict[str, tuple[int | None, ...]] = {}
-        for head in range(heads):
-            shapes |= {f"blocks.{head}.layers.{layer}.weight": (width, width) for layer in range(layers)}
-            if config.get("medusa_fc_bias"):
-                shapes |= {f"blocks.{head}.layers.{layer}.bias": (width,) for layer in range(layers)}
-            if not config.get("original_lm_head"):
-                shapes[f"lm_heads.{head}.weight"] = (rows, width)
+        names = self.file_names(config["num_heads"], config["num_hidden_layers"])
+        shapes = {name: medusa_shape(native, config["hidden_size"], rows) for native, name in names.items()}
+        if not config.get("medusa_fc_bias"):
+            shapes = {name: shape for name, shape in shapes.items() if not name.endswith(".bias")}
         if config.get("original_lm_head"):
-            shapes["lm_heads.0.weight" if "lm_heads.0.weight" in files.tensors else "lm_head.weight"] = (rows, width)
+            shapes = {name: shape for name, shape in shapes.items() if not name.startswith("lm_heads.")}
+            shared = "lm_heads.0.weight" if "lm_heads.0.weight" in files.tensors else "lm_head.weight"
+            shapes[shared] = (rows, config["hidden_size"])
         if map_rows < config["vocab_size"]:
             shapes["token_map"] = (map_rows,)
-        originals = any(re.match(r"(medusa_heads\.)?\d+\.\d+\.", name) for name in files.tensors)
-        return (
-            ExpectedTensors(shapes, {"d2t": (None,)})
-            if not originals
-            else OriginalMedusa().expected_tensors(as_original(files))
-        )
+        return ExpectedTensors(shapes, {"d2t": (None,)})
 
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
-        if any(re.match(r"(medusa_heads\.)?\d+\.\d+\.", name) for name in files.tensors):
+        if has_original_names(files):
             return OriginalMedusa().read(as_original(files), target)
         config, tensors = files.config, {n.removeprefix("medusa_heads."): t for n, t in files.tensors.items()}
         if config.get("logit_scale", 1.0) != 1.0:
             raise UserError(f"{files.directory}: logit_scale={config['logit_scale']}: heads of drafter=medusa have no scale")
-        heads, layers, width = config["num_heads"], config["num_hidden_layers"], config["hidden_size"]
         shared = tensors.get("lm_head.weight", tensors.get("lm_heads.0.weight")) if config.get("original_lm_head") else None
-        native = {}
-        for head in range(heads):
-            for layer in range(layers):
-                weight = tensors[f"blocks.{head}.layers.{layer}.weight"]
-                native[f"heads.{head}.blocks.{layer}.linear.weight"] = weight
-                bias = tensors.get(f"blocks.{head}.layers.{layer}.bias")
-                native[f"heads.{head}.blocks.{layer}.linear.bias"] = weight.new_zeros(width) if bias is None else bias
-            head_weight = tensors[f"lm_heads.{head}.weight"] if shared is None else shared.clone()
-            native[f"heads.{head}.lm_head.weight"] = (
-                head_weight if "d2t" not in tensors else head_weight[target_ids(tensors["d2t"])]
-            )
+        native: dict[str, Tensor] = {}
+        for ours, name in self.file_names(config["num_heads"], config["num_hidden_layers"]).items():
+            if ours.endswith("lm_head.weight"):
+                head = tensors[name] if shared is None else shared.clone()
+                native[ours] = head[target_ids(tensors["d2t"])] if "d2t" in tensors else head
+            elif name.endswith(".bias") and name not in tensors:
+                native[ours] = native[ours.replace(".bias", ".weight")].new_zeros(config["hidden_size"])
+            else:
+                native[ours] = tensors[name]
         if "d2t" in tensors:
             native["d2t"] = tensors["d2t"]
         elif "token_map" in tensors:
             ids = tensors["token_map"].to(torch.int64)
             native["d2t"] = ids - torch.arange(len(ids))
-        return medusa_checkpoint(files, native, heads, layers, int(config["vocab_size"]), None)
+        return self.make_checkpoint(files, native, int(config["vocab_size"]), None)
 
     def findings(self, files: DrafterFiles) -> Iterator[Finding]:
         config, tensors = files.config, files.tensors
@@ -214,16 +214,13 @@ class VllmMedusa(Layout):
             )  # fmt: skip
 
     def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
-        tensors, settings = drafter.tensors, drafter.drafter
-        rows, vocab = len(tensors["d2t"]), len(tensors["t2d"])
-        heads, layers = settings["num_heads"], settings["num_layers"]
-        renamed = {}
-        for head in range(heads):
-            for layer in range(layers):
-                for kind in ("weight", "bias"):
-                    renamed[f"blocks.{head}.layers.{layer}.{kind}"] = tensors[f"heads.{head}.blocks.{layer}.linear.{kind}"]
-            renamed[f"lm_heads.{head}.weight"] = fill_rows(tensors[f"heads.{head}.lm_head.weight"], tensors["d2t"], vocab)
-        if rows < vocab:
+        tensors, heads, layers = drafter.tensors, drafter.drafter["num_heads"], drafter.drafter["num_layers"]
+        vocab, names = len(tensors["t2d"]), self.file_names(heads, layers)
+        renamed = {
+            name: fill_rows(tensors[native], tensors["d2t"], vocab) if native.endswith("lm_head.weight") else tensors[native]
+            for native, name in names.items()
+        }
+        if len(tensors["d2t"]) < vocab:
             renamed["d2t"] = tensors["d2t"]
         config = {
             "architectures": ["MedusaModel"],
@@ -246,15 +243,37 @@ class VllmMedusa(Layout):
         return {"vLLM": serve_vllm(target, {"method": "medusa", "model": drafter_path, "num_speculative_tokens": heads})}
 
 
+def strip_prefix(files: DrafterFiles) -> dict[str, Tensor]:
+    """Return the authors' tensors without the prefix that some files have."""
+    return {re.sub(r"^medusa_heads?\.", "", name): tensor for name, tensor in files.tensors.items()}
+
+
+def num_layers(files: DrafterFiles) -> int:
+    """Return the number of blocks a head in the authors' config.json."""
+    return int(files.config.get("medusa_num_layers", 1))
+
+
+def shares_head(files: DrafterFiles) -> bool:
+    """Tell whether the heads of the authors' files end in the target's own output layer."""
+    return str(files.config.get("version", "1")) == "2"
+
+
+def has_original_names(files: DrafterFiles) -> bool:
+    """Tell whether the tensors have their authors' names, which vLLM reads as well."""
+    return any(re.match(r"(medusa_heads\.)?\d+\.\d+\.", name) for name in files.tensors)
+
+
 def as_original(files: DrafterFiles) -> DrafterFiles:
-    """Return the files of vLLM's config.json with tensors under their authors' names, which vLLM reads as well."""
+    """Return the files with vLLM's config.json translated into the authors'."""
     config = {"medusa_num_heads": files.config["num_heads"], "medusa_num_layers": files.config["num_hidden_layers"]}
-    return DrafterFiles(files.directory, config, files.tensors)
+    return replace(files, config=config)
 
 
-def target_ids(d2t: Tensor) -> Tensor:
-    """Return the target's id of every draft token."""
-    return d2t + torch.arange(len(d2t))
+def medusa_shape(name: str, width: int, rows: int | None) -> tuple[int | None, ...]:
+    """Return the shape of a tensor, by spectrain's name."""
+    if name.endswith(".bias"):
+        return (width,)
+    return (rows if name.endswith("lm_head.weight") else width, width)
 
 
 def fill_rows(head: Tensor, d2t: Tensor, vocab: int) -> Tensor:
@@ -269,19 +288,3 @@ def fill_rows(head: Tensor, d2t: Tensor, vocab: int) -> Tensor:
 def head_width(tensors: dict[str, Tensor]) -> int:
     """Return H, from any of the blocks."""
     return next((tensor.shape[-1] for name, tensor in tensors.items() if name.endswith("weight") and tensor.dim() == 2), 0)
-
-
-def medusa_checkpoint(
-    files: DrafterFiles, tensors: dict[str, Tensor], heads: int, layers: int, vocab: int | None, target: str | None
-) -> DrafterCheckpoint:
-    """Return spectrain's drafter of these tensors; without d2t the heads draft every token."""
-    rows = tensors["heads.0.lm_head.weight"].shape[0]
-    vocab = vocab or rows
-    tensors.setdefault("d2t", torch.zeros(rows, dtype=torch.int64))
-    ids = target_ids(tensors["d2t"])
-    tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
-    metadata = files.read_metadata()
-    drafter: dict[str, Any] = {"_target_": MEDUSA_CLASS, **metadata.drafter}
-    drafter |= {"num_heads": heads, "num_layers": layers, "vocab_size": rows}
-    reference = metadata.target if target is None else target
-    return DrafterCheckpoint(drafter, tensors, reference, description=metadata.description)

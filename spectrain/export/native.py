@@ -7,13 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from spectrain.config.build import settings_with_defaults
 from spectrain.config.check import check_node
 from spectrain.config.choices import by_choice_name, choice_name
 from spectrain.config.saved import parse_description, parse_groups
-from spectrain.drafters.eagle3 import VARIANTS
 from spectrain.drafters.layers.block_drafter import default_layers
 from spectrain.drafters.peagle import NUM_DRAFTS
 from spectrain.errors import UserError
@@ -21,8 +18,7 @@ from spectrain.provenance import package_versions
 
 from .dflash import BLOCK_SETTINGS, FAMILIES
 from .eagle3 import complete_layer, complete_settings
-from .fused import build_meta_drafter, fused_shapes
-from .fused_settings import FusedConfig
+from .fused import build_meta_drafter
 from .layout import (
     DESCRIPTION_KEYS,
     MALFORMED_ERRORS,
@@ -36,6 +32,7 @@ from .layout import (
 )
 from .peft import adapter_shape
 from .targets import TargetFiles
+from .vocabulary import check_vocabulary
 
 ARCHITECTURE_SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 """Keys of an `architecture` that needs no target."""
@@ -54,42 +51,22 @@ class NativeLayout(Layout):
         parse_description(files.config, files.directory / "config.json")
 
     def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
-        expected, fused = self._expected_from_config(files), self.as_fused(files)
-        if expected is None and fused is not None:
-            return ExpectedTensors(fused_shapes(fused[0], self._resolve_settings(files)))
-        return expected or ExpectedTensors({name: (None,) * tensor.dim() for name, tensor in files.tensors.items()})
-
-    def as_fused(self, files: DrafterFiles) -> tuple[FusedConfig, dict[str, Tensor]] | None:
-        drafter = self._resolve_settings(files)
-        if choice_name("drafter", drafter) != "eagle3" or drafter.get("head_rank"):
-            return None
-        target = self._target_files(files)
-        width = files.tensors["fc.weight"].shape[0] if "fc.weight" in files.tensors else 0
-        vocab = len(files.tensors["t2d"]) if "t2d" in files.tensors else 0
-        if target is not None:
-            width, vocab = target.config.hidden_size, target.vocab_size
-        architecture = drafter["architecture"]
-        layer = {**architecture, "hidden_size": width, "vocab_size": vocab, "num_hidden_layers": drafter["num_layers"]}
-        variants = {key: bool(architecture.get(key, False)) for key in VARIANTS}
-        return FusedConfig(layer, drafter.get("layers"), variants, drafter.get("vocab_size", 32000)), dict(files.tensors)
-
-    def _expected_from_config(self, files: DrafterFiles) -> ExpectedTensors | None:
         """Return the tensors of the drafter that config.json describes, built on the device "meta".
 
-        Return None where it cannot be built, which other findings report, or where its target would have to be downloaded.
+        Where it cannot be built, which other findings report, or its target would have to be downloaded, any tensor will do.
         """
+        present = ExpectedTensors({name: (None,) * tensor.dim() for name, tensor in files.tensors.items()})
         target = self._target_files(files)
         if target is None or not target.is_local:
-            return None
+            return present
         try:
             drafter = build_meta_drafter(self._resolve_settings(files), target.build_meta_target())
         except (UserError, *MALFORMED_ERRORS, KeyError):
-            return None
-        saved_names = drafter.saved.layout
+            return present
         shapes = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+        file_names = {name: drafter.saved.layout.get(name, ("", name))[1] for name in shapes}
         # Of tied tensors, named_parameters lists the first, and only that one is saved.
         required = dict([*drafter.named_parameters(), *drafter.named_buffers()])
-        file_names = {name: saved_names.get(name, ("", name))[1] for name in shapes}
         return ExpectedTensors(
             {file_names[name]: shape for name, shape in shapes.items() if name in required},
             {file_names[name]: shape for name, shape in shapes.items() if name not in required},
@@ -110,6 +87,8 @@ class NativeLayout(Layout):
         return drafter
 
     def findings(self, files: DrafterFiles) -> Iterator[Finding]:
+        if {"d2t", "t2d"} <= files.tensors.keys():
+            yield from check_vocabulary(len(files.tensors["t2d"]), files.tensors)
         for group in ("drafter", "tree", "acceptance"):
             node = files.read_group(group)
             try:

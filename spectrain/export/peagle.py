@@ -13,7 +13,7 @@ from spectrain.drafters.peagle import NUM_DRAFTS
 
 from .eagle3 import Eagle3Layout
 from .flat import FlatEagle3
-from .fused_settings import FusedConfig
+from .fused import FusedConfig
 from .layout import DrafterCheckpoint, DrafterFiles, Finding
 from .serving import serve_vllm
 from .speculators import SpeculatorsEagle3, read_method
@@ -114,6 +114,7 @@ class FlatPEagle(PEagleLayout, FlatEagle3):
             )  # fmt: skip
 
     def findings_with_target(self, files: DrafterFiles, target: TargetFiles) -> Iterator[Finding]:
+        yield from Eagle3Layout.findings_with_target(self, files, target)
         lower = [layer - 1 for layer in default_layers(target.num_layers)]
         if self._layer_ids(files.config) == lower:
             yield Finding(

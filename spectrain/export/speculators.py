@@ -11,12 +11,12 @@ from torch import Tensor
 
 from spectrain.errors import UserError
 
-from .eagle3 import Eagle3Layout, drafter_layer_config, drop_full_maps, variant_flags
-from .fused import EMBEDDING, FusedLayout
-from .fused_settings import FusedConfig
+from .eagle3 import Eagle3Layout, drafter_layer_config, variant_flags
+from .fused import EMBEDDING, FusedConfig, FusedLayout
 from .layout import DrafterCheckpoint, DrafterFiles, Finding, require_target, write_json, write_tensors
 from .serving import serve_vllm
 from .targets import TargetFiles
+from .vocabulary import drop_full_maps
 
 SPECULATORS_VERSION = "0.9.0"  # of the library, whose files these match
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
