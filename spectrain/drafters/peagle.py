@@ -91,6 +91,7 @@ class PEagle(EagleDrafter):
         self.num_drafts, self.divergence = num_drafts, loss
         self.drop = ConditionalDrop(num_drafts, keep, keep_least, seed)
         self.mask_token_id = resolve_mask_token(target, mask_token_id)
+        self.saved = replace(self.saved, settings={"mask_token_id": self.mask_token_id})
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
