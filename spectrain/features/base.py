@@ -1,16 +1,50 @@
-"""The contract of feature sources: a request for a batch, and the batch with its features."""
+"""The contracts of feature sources and of caches on disk. Shapes: B batch, T tokens, L layers, D target width."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 from spectrain.data.chat import Example
-from spectrain.models.features import Layer
+from spectrain.models.features import Features, Layer
+from spectrain.models.images import refuse_images
 from spectrain.models.target import Target
 
-from .batch import Batch
-from .store import FeatureStore
+from .batch import Batch, collate
+
+
+class FeatureCache(ABC):
+    """Features on disk: a store of this project or a cache of another one."""
+
+    path: Path
+
+    @property
+    @abstractmethod
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers that can be read."""
+
+    def sequence_key(self, example: Example) -> str:
+        """Return the key that identifies a sequence."""
+        return example.content_hash
+
+    @abstractmethod
+    def __contains__(self, example: Example) -> bool: ...
+
+    @abstractmethod
+    def describe_capture(self, distinct: list[Example], missing: list[Example]) -> str:
+        """Describe in a sentence what a training on these sequences reads, and what it adds for the missing ones."""
+
+    @abstractmethod
+    def read_states(self, example: Example, layers: tuple[Layer, ...], like: Target) -> Tensor | None:
+        """Read the states [T, L, D] of a sequence in the target's type and on its device; None if no intact copy is stored."""
+
+    @abstractmethod
+    def put_states(self, example: Example, states: Tensor, layers: tuple[Layer, ...]) -> Tensor:
+        """Take states [T, L, D] of all cached layers and return what reading `layers` gives; a writable cache stores them."""
+
+    def flush(self) -> None:
+        """Write the pending states to disk."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +97,24 @@ class Source(ABC):
     def begin(self, drafter: nn.Module) -> None:
         """Receive the drafter in its state before the first step of the training, resumed or not."""
 
-    def writable_store(self) -> FeatureStore | None:
+    def writable_store(self) -> FeatureCache | None:
         """Return the prepared store that batches add to; None if the source writes nothing to disk."""
         return None
 
     def flush(self) -> None:
         """Write pending features to disk. The trainer calls this before every checkpoint and at the end."""
+
+
+class FeatureSource(Source):
+    """A source whose batches hold the examples as they are, with the features of the layers that are requested."""
+
+    def make_batch(self, request: BatchRequest) -> Batch:
+        batch = collate(request.examples, request.packed).to(request.target.device)
+        if not request.layers:
+            refuse_images(request.texts, "source: this family reads no features, because it runs the target itself")
+            return batch
+        return replace(batch, features=Features(batch.tokens, request.layers, self.get_states(batch, request)))
+
+    @abstractmethod
+    def get_states(self, batch: Batch, request: BatchRequest) -> Tensor:
+        """Return the states [B, T, L, D] of the layers that are requested, on the target's device."""

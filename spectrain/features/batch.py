@@ -1,7 +1,8 @@
 """Batches of tokenised conversations. Shapes: B batch, T tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,13 +69,14 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return the batch with all tensors on `device`."""
-        features = None if self.features is None else self.features.to(device)
-        parts = (self.tokens_past_error, self.weight, self.advantage, self.position_ids)
-        past_error, weight, advantage, position_ids = (None if part is None else part.to(device) for part in parts)
-        visible = tuple(part.to(device) for part in self.visible) if isinstance(self.visible, tuple) else self.visible
-        visible = visible.to(device) if isinstance(visible, Tensor) else visible
-        tokens, mask = self.tokens.to(device), self.loss_mask.to(device)
-        return Batch(tokens, mask, features, past_error, self.lengths, weight, advantage, position_ids, visible)
+        changes: dict[str, Any] = {
+            field.name: value.to(device)
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), (Tensor, Features))
+        }
+        if isinstance(self.visible, tuple):
+            changes["visible"] = tuple(part.to(device) for part in self.visible)
+        return replace(self, **changes)
 
 
 def pad_or_pack(rows: list[Tensor], packed: bool, padding: int = 0) -> Tensor:

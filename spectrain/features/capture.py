@@ -11,7 +11,8 @@ from spectrain.errors import RunError, UserError
 from spectrain.models.target import Target
 
 from .base import BatchRequest, Source
-from .store import FeatureStore, format_layers
+from .store import FeatureStore
+from .store_contents import format_layers
 
 
 def capture_features(config: DictConfig) -> None:

@@ -1,19 +1,15 @@
 """A source that computes features with the target during training. Shapes: T tokens, L layers, D target width."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from spectrain.data.chat import Example
-from spectrain.models.features import Features
-from spectrain.models.images import refuse_images
 
-from .base import BatchRequest, Source
-from .batch import Batch, collate, pad_or_pack
+from .base import BatchRequest, FeatureSource
+from .batch import Batch, pad_or_pack
 
 
-class LiveSource(Source):
+class LiveSource(FeatureSource):
     """Runs the target during training, and caches features in memory for later epochs."""
 
     def __init__(
@@ -25,16 +21,12 @@ class LiveSource(Source):
         self.cached_features: dict[str, Tensor] = {}  # an example's hash -> [T, L, D]
         self.cached_bytes = 0
 
-    def make_batch(self, request: BatchRequest) -> Batch:
-        target, layers = request.target, request.layers
-        batch = collate(request.examples, request.packed).to(target.device)
-        if not layers:
-            refuse_images(request.texts, "source: this family reads no features, because it runs the target itself")
-            return batch
+    def get_states(self, batch: Batch, request: BatchRequest) -> Tensor:
+        target = request.target
         if self.max_cached_bytes and not target.runs_in_lockstep:
-            hidden = pad_or_pack([self._compute_features(example, request) for example in request.examples], request.packed)
-            return replace(batch, features=Features(batch.tokens, layers, hidden.to(target.device)))
-        return replace(batch, features=target.features(batch.tokens, layers, batch.lengths, request.texts))
+            rows = [self._compute_features(example, request) for example in request.examples]
+            return pad_or_pack(rows, request.packed).to(target.device)
+        return target.features(batch.tokens, request.layers, batch.lengths, request.texts).hidden
 
     def _compute_features(self, example: Example, request: BatchRequest) -> Tensor:
         """Return the features [T, L, D] of one example, and cache them if there is room.

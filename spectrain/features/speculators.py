@@ -20,7 +20,8 @@ from spectrain.errors import UserError
 from spectrain.models.features import Layer
 from spectrain.models.target import Target
 
-from .store import format_layers
+from .base import FeatureCache
+from .store_contents import format_layers
 
 MAX_STATE_ERROR = 0.1
 """Largest relative distance of stored states from the target's own at the median token. Measured on tiny and SmolLM2: bfloat16
@@ -70,7 +71,7 @@ def find_hidden_states(path: Path) -> Path | None:
     return next(folders, None)
 
 
-class SpeculatorsCache:
+class SpeculatorsCache(FeatureCache):
     """Reads a folder of cached features. Missing sequences run live each time, because the folder is another project's."""
 
     def __init__(self, path: Path, target: Target) -> None:
@@ -123,9 +124,6 @@ class SpeculatorsCache:
             layers.append(layer)
         return layers[:-1]
 
-    def sequence_key(self, example: Example) -> str:
-        return example.content_hash
-
     def describe_capture(self, distinct: list[Example], missing: list[Example]) -> str:
         """Describe how many of these sequences are cached; raise `UserError` if none is."""
         if len(missing) == len(distinct):
@@ -144,7 +142,6 @@ class SpeculatorsCache:
         return example.content_hash in self.files
 
     def read_states(self, example: Example, layers: tuple[Layer, ...], like: Target) -> Tensor | None:
-        """Read the states [T, L, D] of a sequence in the target's type and on its device; None if it has no file."""
         file = self.files.get(example.content_hash)
         if file is None:
             return None
@@ -160,6 +157,3 @@ class SpeculatorsCache:
     def put_states(self, example: Example, states: Tensor, layers: tuple[Layer, ...]) -> Tensor:
         """Select `layers` of live states [T, L, D] of all cached layers; the cache stores nothing."""
         return states[:, [self.layers.index(layer) for layer in layers]]
-
-    def flush(self) -> None:
-        """Do nothing: the cache never writes."""

@@ -1,9 +1,8 @@
 """A source that reads captured features from disk. Shapes: B batch, T tokens, L layers, D target width."""
 
 import hashlib
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -11,42 +10,17 @@ from torch import Tensor
 
 from spectrain.data.chat import Example
 from spectrain.errors import RunError, UserError
-from spectrain.models.features import Features, Layer
-from spectrain.models.images import refuse_images
+from spectrain.models.features import Layer
 from spectrain.models.target import Target
 
-from .base import BatchRequest, Source
-from .batch import Batch, collate, pad_or_pack
+from .base import BatchRequest, FeatureCache, FeatureSource
+from .batch import Batch, pad_or_pack
 from .speculators import SpeculatorsCache, find_hidden_states
-from .store import FeatureStore, StoreContents, format_layers, hash_weights, read_manifest
+from .store import FeatureStore
+from .store_contents import StoreContents, format_layers, hash_weights, read_manifest
 
 
-class FeatureCache(Protocol):
-    """Features on disk: a store of this project or a cache of another one."""
-
-    @property
-    def layers(self) -> tuple[Layer, ...]:
-        """The layers that can be read."""
-
-    def sequence_key(self, example: Example) -> str:
-        """Return the key that identifies a sequence."""
-
-    def __contains__(self, example: Example) -> bool: ...
-
-    def describe_capture(self, distinct: list[Example], missing: list[Example]) -> str:
-        """Describe in a sentence what a training on these sequences reads, and what it adds for the missing ones."""
-
-    def read_states(self, example: Example, layers: tuple[Layer, ...], like: Target) -> Tensor | None:
-        """Read the states [T, L, D] of a sequence in the target's type and on its device; None if they are not stored."""
-
-    def put_states(self, example: Example, states: Tensor, layers: tuple[Layer, ...]) -> Tensor:
-        """Take states [T, L, D] of all cached layers and return what reading `layers` gives; a writable cache stores them."""
-
-    def flush(self) -> None:
-        """Write the pending states to disk."""
-
-
-class StoredSource(Source):
+class StoredSource(FeatureSource):
     """Reads features from a folder that `spectrain data store` fills, and captures missing sequences at their first use.
 
     A new folder holds the layers that the drafter reads. A cache of the speculators project is read, but never written.
@@ -145,12 +119,8 @@ class StoredSource(Source):
         identity = target.name, target.path, hash_weights(target.model), template
         return StoreContents(*identity, layers, target.width, dtype, final_reach if stores_supervised_only else None)
 
-    def make_batch(self, request: BatchRequest) -> Batch:
+    def get_states(self, batch: Batch, request: BatchRequest) -> Tensor:
         target, layers, examples = request.target, request.layers, request.examples
-        batch = collate(examples, request.packed).to(target.device)
-        if not layers:
-            refuse_images(request.texts, "source: this family reads no features, because it runs the target itself")
-            return batch
         store = self._open_store(target, layers, None)
         rows = [store.read_states(example, layers, target) for example in examples]
         num_missing = sum(row is None for row in rows)
@@ -166,8 +136,7 @@ class StoredSource(Source):
                 store.put_states(example, states[: len(example.tokens)], layers) if row is None else row
                 for example, row, states in zip(examples, rows, parts)
             ]
-        hidden_rows = pad_or_pack([row for row in rows if row is not None], request.packed)
-        return replace(batch, features=Features(batch.tokens, layers, hidden_rows))
+        return pad_or_pack([row for row in rows if row is not None], request.packed)
 
     def flush(self) -> None:
         if self.store is not None:

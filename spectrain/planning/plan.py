@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from spectrain.config.build import build, settings_with_defaults
 from spectrain.errors import UserError
-from spectrain.features.store import TORCH_DTYPES, count_state_bytes
+from spectrain.features.store_contents import TORCH_DTYPES, count_state_bytes
 from spectrain.provenance import collect_provenance
 from spectrain.training.trainer import Trainer
 

@@ -23,14 +23,8 @@ from spectrain.features import store as module
 from spectrain.features.base import BatchRequest, Source
 from spectrain.features.batch import Batch, collate
 from spectrain.features.live_source import LiveSource
-from spectrain.features.store import (
-    FeatureStore,
-    StoreContents,
-    compute_checksum,
-    hash_weights,
-    quantize,
-    select_final_positions,
-)
+from spectrain.features.store import FeatureStore, compute_checksum
+from spectrain.features.store_contents import StoreContents, hash_weights, quantize, select_final_positions
 from spectrain.features.stored_source import StoredSource
 from spectrain.models.loading import load_tiny
 from spectrain.models.lora import inject_lora
