@@ -141,8 +141,8 @@ def extend_context(target: Target, length: int) -> None:
 def take_tokens(target: Target, count: int) -> list[int]:
     """Return the first `count` tokens of the embedded conversations."""
     tokens: list[int] = []
-    for messages in load_embedded():
-        tokens += target.tokenizer(render_chat(target.tokenizer, messages), add_special_tokens=False)["input_ids"]
+    for conversation in load_embedded():
+        tokens += target.tokenizer(render_chat(target.template, conversation), add_special_tokens=False)["input_ids"]
         if len(tokens) >= count:
             return tokens[:count]
     raise UserError(

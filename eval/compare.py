@@ -250,7 +250,7 @@ class Contest:
         """The data of a configuration, tokenised once for all that say the same."""
         key = json.dumps(OmegaConf.to_container(config.data), sort_keys=True)
         if key not in self.datasets:
-            self.datasets[key] = build(config.data).make_dataset(self.target.tokenizer, self.target.vision)
+            self.datasets[key] = build(config.data).make_dataset(self.target.template, self.target.vision)
         return self.datasets[key]
 
     def target_for(self, config: DictConfig) -> Target:

@@ -11,11 +11,11 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from spectrain.data.chat import Message
 from spectrain.data.images import MessageContent, RowImages, content_text
-from spectrain.data.readers import MAX_TURNS, check_text
+from spectrain.data.messages import MAX_TURNS, check_text
 from spectrain.errors import UserError, first_line
 from spectrain.eval.tasks import Reference, reference_of
+from spectrain.models.chat_template import Message
 
 HUB: dict[str, tuple[str, str | None, str]] = {  # name -> data set, subset, split
     "mt_bench": ("HuggingFaceH4/mt_bench_prompts", None, "train"),

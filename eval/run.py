@@ -74,7 +74,7 @@ class Evaluation(Sweeping, Learning, Scoring):
 
     def check_prompts(self, target: Target) -> None:
         """Leave out prompts that do not fit the target's context with their answer; stop where none does."""
-        lengths = [len(tokenize_prompt(target.tokenizer, prompt.opening, target.vision)) for prompt in self.chosen]
+        lengths = [len(tokenize_prompt(target.template, prompt.opening, target.vision)) for prompt in self.chosen]
         room = target.max_length - self.max_new_tokens
         fitting = [prompt for prompt, length in zip(self.chosen, lengths) if length <= room]
         if not fitting:
@@ -297,7 +297,7 @@ class Evaluation(Sweeping, Learning, Scoring):
             mine = [builder for builder in alike if builder.children == children]
             if any(builder.requirements for builder in mine):
                 prompts = self._calibration_prompts(target)
-                texts = [tokenize_prompt(target.tokenizer, prompt.opening, target.vision) for prompt in self.chosen]
+                texts = [tokenize_prompt(target.template, prompt.opening, target.vision) for prompt in self.chosen]
                 longest = max(map(len, texts)) + self.max_new_tokens
                 found = calibrate_builders(target, first.drafter, mine, first.rule, prompts, max_text_tokens=longest)
                 calibration = found if children == first.builder.children else calibration
@@ -310,6 +310,8 @@ class Evaluation(Sweeping, Learning, Scoring):
         else:
             from spectrain.data.readers import EmbeddedReader
 
-            openings = [messages[:1] for messages in EmbeddedReader(limit=self.calibration_limit).load_conversations()]
-        tokens = [tokenize_prompt(target.tokenizer, opening, target.vision) for opening in openings]
+            openings = [
+                conversation.messages[:1] for conversation in EmbeddedReader(limit=self.calibration_limit).load_conversations()
+            ]
+        tokens = [tokenize_prompt(target.template, opening, target.vision) for opening in openings]
         return [prompt for prompt in tokens if len(prompt) + 64 <= target.max_length] or tokens[:1]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import track
 
-from spectrain.data.chat import Message, tokenize_prompt
+from spectrain.data.chat import tokenize_prompt
 from spectrain.decoding.generation import Generation
 from spectrain.eval.metrics import Turn
 from spectrain.eval.noise import is_unsteady, median_pairs
@@ -16,6 +16,7 @@ from spectrain.eval.oracle import Oracle
 from spectrain.eval.parts import Part
 from spectrain.eval.prompts import Prompt
 from spectrain.eval.systems import Decoder, System
+from spectrain.models.chat_template import Message
 from spectrain.training.progress import Pace, format_duration
 
 AUTOREGRESSIVE, ORACLE = "autoregressive", "oracle"
@@ -58,7 +59,7 @@ class Interleaving:
     def run(self, prompts: Sequence[Prompt]) -> None:
         """Decode all turns of all prompts."""
         target = self.decoder.target
-        opening = tokenize_prompt(target.tokenizer, prompts[0].opening, target.vision)
+        opening = tokenize_prompt(target.template, prompts[0].opening, target.vision)
         for system in (None, *self.systems):  # warm up, outside every timer
             self.decoder(system, [opening], min(8, self.max_new_tokens), [0])
         for part in self.parts:
@@ -81,7 +82,7 @@ class Interleaving:
             batch: list[Asked] = []
             for prompt, messages in chats:
                 messages.append({"role": "user", "content": prompt.turns[index]})
-                tokens = tokenize_prompt(target.tokenizer, messages, target.vision)
+                tokens = tokenize_prompt(target.template, messages, target.vision)
                 batch.append(Asked(prompt, index, tokens, sum(map(len, self.batches)) + len(batch) + 1))
             self.batches.append(batch)
             runs = self._decode(batch, len(self.batches) - 1)
@@ -147,7 +148,7 @@ class Interleaving:
             if index >= len(prompt.turns):
                 continue
             following = [*messages, {"role": "user", "content": prompt.turns[index]}]
-            if len(tokenize_prompt(target.tokenizer, following, target.vision)) + self.max_new_tokens > target.max_length:
+            if len(tokenize_prompt(target.template, following, target.vision)) + self.max_new_tokens > target.max_length:
                 self.left_out["turn too long"] += len(prompt.turns) - index
                 continue
             left.append((prompt, messages))

@@ -187,9 +187,9 @@ def train_drafter(family: str, target: Target, run: Path, pictures: Path, steps:
 def prompts_for(target: Target, pictures: Path, count: int) -> list[list[int]]:
     """Held-out ones: pictures that nothing was trained on, or questions of the held-out set."""
     if target.vision.has_vision:
-        chats = [messages[:1] for messages in JsonlReader(str(pictures)).load_conversations()[:count]]
-        return [tokenize_prompt(target.tokenizer, chat, target.vision) for chat in chats]
-    return [tokenize_prompt(target.tokenizer, prompt.opening) for prompt in read_prompts(None, count).prompts]
+        chats = [conversation.messages[:1] for conversation in JsonlReader(str(pictures)).load_conversations()[:count]]
+        return [tokenize_prompt(target.template, chat, target.vision) for chat in chats]
+    return [tokenize_prompt(target.template, prompt.opening) for prompt in read_prompts(None, count).prompts]
 
 
 def measure(target: Target, drafter: Any, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ LENGTH = 48
 def prompts(tiny: Target) -> list[list[int]]:
     """The held-out prompts, on subjects that the tiny target has never seen."""
     openings = [[{"role": "user", "content": prompt.turns[0]}] for prompt in read_prompts(None, 30).prompts]
-    return [tokenize_prompt(tiny.tokenizer, opening) for opening in openings]
+    return [tokenize_prompt(tiny.template, opening) for opening in openings]
 
 
 def acceptance(tiny: Target, prompts: list[list[int]], drafter: Drafter, builder: Chain | Eagle2) -> float:
@@ -56,5 +56,5 @@ def test_copying_does_not_explain_it(tiny: Target, prompts: list[list[int]]) -> 
 def test_an_untrained_drafter_knows_nothing(tiny: Target, prompts: list[list[int]]) -> None:
     """EAGLE-3 before its first step accepts fewer than 1.2 tokens a forward, even with a tree."""
     drafter = Eagle3(tiny, ttt_steps=3).eval()
-    drafter.prepare(tiny, Dataset.from_data(EmbeddedReader(limit=50), tiny.tokenizer).token_counts(tiny.head.vocab_size))
+    drafter.prepare(tiny, Dataset.from_data(EmbeddedReader(limit=50), tiny.template).token_counts(tiny.head.vocab_size))
     assert acceptance(tiny, prompts, drafter, Eagle2(depth=5, budget=16, top_k=4)) < 1.2

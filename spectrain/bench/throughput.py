@@ -37,7 +37,7 @@ def decode_table(config: DictConfig, repeats: int = 9) -> None:
     if evaluation is None:
         raise UserError("eval=none: bench decode needs prompts; leave it out")
     console = Console()
-    prompts = [tokenize_prompt(target.tokenizer, prompt.opening) for prompt in evaluation.chosen[:8]]
+    prompts = [tokenize_prompt(target.template, prompt.opening) for prompt in evaluation.chosen[:8]]
     machine = (
         torch.cuda.get_device_name()
         if target.device.type == "cuda"
@@ -116,7 +116,7 @@ def training_throughput(config: DictConfig, steps: int = 12) -> None:
     target.pack_weights()
     data = build(config.data)
     data.limit = min(data.limit or 200, 200)
-    dataset = data.make_dataset(target.tokenizer, target.vision)
+    dataset = data.make_dataset(target.template, target.vision)
     drafter = init_drafter(config, target, dataset)
     with TemporaryDirectory() as folder:
         trainer.fit(drafter, target, dataset, build(config.source), Path(folder))

@@ -20,7 +20,8 @@ from tokenizers.decoders import DecodeStream
 
 from spectrain.config.build import build
 from spectrain.data.chat import tokenize_prompt
-from spectrain.data.readers import EmbeddedReader, check_text
+from spectrain.data.messages import check_text
+from spectrain.data.readers import EmbeddedReader
 from spectrain.decoding.acceptance.typical import lossy_warning
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.session import EngineChoice, Session, check_compatibility, require_capture
@@ -244,7 +245,8 @@ class Chat:
 
         def prompts() -> list[list[int]]:
             return [
-                tokenize_prompt(target.tokenizer, messages[:1]) for messages in EmbeddedReader(limit=8).load_conversations()
+                tokenize_prompt(target.template, conversation.messages[:1])
+                for conversation in EmbeddedReader(limit=8).load_conversations()
             ]
 
         rule, builder, drafter = build(config.acceptance), build(config.tree), load_drafter(config, folder, target)
@@ -342,7 +344,7 @@ class TerminalChat:
         """Return the conversation's tokens. If they exceed the target's context, the oldest turns are dropped, with a note."""
         forgotten = 0
         while True:
-            prompt = tokenize_prompt(self.target.tokenizer, [*self.system_messages, *self.messages])
+            prompt = tokenize_prompt(self.target.template, [*self.system_messages, *self.messages])
             if len(self.messages) < 3 or len(prompt) + self.settings.max_new_tokens <= self.target.max_length:
                 break
             self.messages, forgotten = self.messages[2:], forgotten + 1

@@ -18,7 +18,7 @@ from spectrain.config.build import build, register_resolvers
 from spectrain.config.check import check_config
 from spectrain.config.keys import TRAIN_KEYS
 from spectrain.data.chat import tokenize_prompt
-from spectrain.data.readers import check_text
+from spectrain.data.messages import check_text
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.session import Session
@@ -155,7 +155,7 @@ def generate(
     for key, number in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
         if number < 1:
             raise UserError(f"{key}={number}: use 1 or more")
-    tokens = [tokenize_prompt(target.tokenizer, to_chat(prompt, f"prompts[{at}]")) for at, prompt in enumerate(prompts)]
+    tokens = [tokenize_prompt(target.template, to_chat(prompt, f"prompts[{at}]")) for at, prompt in enumerate(prompts)]
     for at, prompt_ids in enumerate(tokens):
         if len(prompt_ids) + max_new_tokens > target.max_length:
             raise UserError(

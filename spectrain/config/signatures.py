@@ -134,13 +134,23 @@ def _constructor_keys(source: ParsedModule, node: ast.stmt, docs: str) -> list[S
         is_data = any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
         for item in body:
             if is_data and isinstance(item, ast.AnnAssign) and "init=False" not in ast.unparse(item):
-                result.append(_make_key(source, ast.arg(ast.unparse(item.target), item.annotation), item.value, item, docs))
+                parameter = ast.arg(ast.unparse(item.target), item.annotation)
+                result.append(_make_key(source, parameter, _field_default(item.value), item, docs))
     elif isinstance(function := made or node, ast.FunctionDef):
         given = function.args
         defaults = [*[None] * (len(given.args) - len(given.defaults)), *given.defaults, *given.kw_defaults]
         for parameter, default in zip([*given.args, *given.kwonlyargs], defaults):
             result += [_make_key(source, parameter, default, parameter, docs)] if parameter.annotation else []
     return [key for key in result if key is not None]
+
+
+def _field_default(value: ast.expr | None) -> ast.expr | None:
+    """Return the default of a dataclass field, also of `field(default=..)` and `field(default_factory=lambda: ..)`."""
+    if not (isinstance(value, ast.Call) and ast.unparse(value.func) == "field"):
+        return value
+    options = {option.arg: option.value for option in value.keywords}
+    factory = options.get("default_factory")
+    return factory.body if isinstance(factory, ast.Lambda) else options.get("default", factory)
 
 
 def _make_key(source: ParsedModule, one: ast.arg, default: ast.expr | None, node: Any, docs: str) -> SettingKey | None:

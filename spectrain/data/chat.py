@@ -1,23 +1,33 @@
-"""Chat templates and loss masks: which tokens of a rendered conversation belong to the assistant.
+"""Token ids and loss masks of conversations: which tokens the assistant generates, and of which kind they are.
 
-Few templates mark the assistant's turns, so this module finds them by rendering growing prefixes of the conversation.
+What a model generates carries loss: content, reasoning and tool calls; what users and tools say never does. A template that
+marks generation by {% generation %} says where that is. For others, rendered prefixes of the conversation show it: an answer
+is what follows the generation prompt.
 """
 
-import os
+from __future__ import annotations
+
+import re
 from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from spectrain.errors import UserError
+from spectrain.models.chat_template import KINDS, REASONING_NAMES, ChatTemplate, Kind, Message, common_length
 from spectrain.models.images import ImageProcessor, get_images
 
-from .images import image_paths, to_template_messages, tokenize_with_images
+from .images import content_text, image_paths, tokenize_with_images
+from .messages import Conversation
+from .plain_text import tokenize_text, tokenize_text_prompt
 
-Message = dict[str, Any]  # "role", and "content": a text, or parts of which some are images
+KIND_CODES: dict[Kind, int] = {kind: code for code, kind in enumerate(KINDS, 1)}
+"""The code of each kind in `Example.kinds`; 0 stands for context."""
+
+INLINE_REASONING = re.compile(r"\s*(?:<think>)?(.*?)</think>\s*(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -26,6 +36,8 @@ class Example:
 
     tokens: list[int]
     mask: list[bool]
+    # The code of each token's kind; empty where the source does not tell kinds apart.
+    kinds: bytes = b""
 
     @cached_property
     def content_hash(self) -> str:
@@ -39,26 +51,71 @@ class Example:
         """The tokens before the first supervised token."""
         return self.tokens[: self.mask.index(True)]
 
+    def cut(self, length: int) -> Example:
+        """Return the first `length` tokens."""
+        return Example(self.tokens[:length], self.mask[:length], self.kinds[:length])
 
-def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message], for_generation: bool = False) -> str:
-    """Render a conversation as text; `for_generation` ends the text where the assistant's next turn begins."""
-    try:
-        return str(
-            tokenizer.apply_chat_template(to_template_messages(messages), tokenize=False, add_generation_prompt=for_generation)
-        )
-    except Exception as error:  # templates raise whatever their author chose
-        roles = ", ".join(message["role"] for message in messages)
-        raise UserError(f"data: the chat template refuses a conversation of {roles} ({error}); mend or drop it") from error
+    def split(self, length: int) -> list[Example]:
+        """Return consecutive examples of at most `length` tokens; a single token at the end is left out."""
+        starts = range(0, max(1, len(self.tokens) - 1), length)
+        return [Example(self.tokens[at : at + length], self.mask[at : at + length]) for at in starts]
+
+
+@dataclass(frozen=True)
+class AnswerSpan:
+    """The characters of a rendered text that one assistant turn generates, end-of-turn token included."""
+
+    begin: int
+    end: int
+    # The index of the message.
+    message: int
+    # The kind of the first character.
+    kind: Kind = "content"
+
+
+@dataclass(frozen=True)
+class RenderedText:
+    """A text to train on, with its answers in order."""
+
+    text: str
+    answers: list[AnswerSpan]
+
+
+def render_chat(template: ChatTemplate, messages: Conversation | Sequence[Message], for_generation: bool = False) -> str:
+    """Render a conversation as text; with `for_generation` the text ends where the assistant's next turn begins."""
+    conversation = Conversation.wrap(messages)
+    if any(message.get("tool_calls") for message in conversation.messages) and not template.renders_tool_calls:
+        raise UserError("data: a conversation has tool calls, and the chat template renders none; leave such rows out")
+    return template.render(
+        conversation.messages, conversation.tools, conversation.documents, conversation.template_arguments, for_generation
+    )
 
 
 def tokenize_prompt(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], vision: ImageProcessor | None = None
+    template: ChatTemplate, messages: Conversation | Sequence[Message], vision: ImageProcessor | None = None
 ) -> list[int]:
-    """Return the token ids after which the assistant's turn begins; `vision` processes the images of the conversation."""
-    text, paths = render_chat(tokenizer, messages, for_generation=True), image_paths(messages)
+    """Return the token ids after which the assistant's turn begins; `vision` processes the images of the conversation.
+
+    Answers with generated token ids keep these ids, so that nothing is tokenized twice.
+    """
+    conversation = Conversation.wrap(messages)
+    if conversation.text is not None:
+        return tokenize_text_prompt(template.tokenizer, conversation.text)
+    require_template(template)
+    text, paths = render_chat(template, conversation, for_generation=True), image_paths(conversation.messages)
     if paths:
         return _require_vision(vision).tokenize_text(text, paths)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    spans = [] if not conversation.answer_ids else _shared_spans(template, conversation, text)
+    return encode(template, text, spans, conversation.answer_ids)[0]
+
+
+def require_template(template: ChatTemplate) -> None:
+    """Raise a UserError if the target has no chat template."""
+    if not template.exists:
+        raise UserError(
+            "target: its tokenizer has no chat template; give one with target.chat_template=FILE, use an instruction-tuned "
+            "model, or train and score on plain text (data=text)"
+        )
 
 
 def _require_vision(vision: ImageProcessor | None) -> ImageProcessor:
@@ -67,58 +124,201 @@ def _require_vision(vision: ImageProcessor | None) -> ImageProcessor:
     return vision
 
 
-def find_assistant_spans(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message]
-) -> list[tuple[str, list[tuple[int, int]]]]:
-    """Return the texts to train on, each with the character spans of the assistant's turns, end-of-turn token included.
+def render_answers(template: ChatTemplate, messages: Conversation | Sequence[Message]) -> list[RenderedText]:
+    """Return the texts to train on, each with its answers.
 
     The whole conversation is one text if no turn renders differently once later turns follow it. Otherwise, as with
     reasoning models whose templates drop earlier thoughts, each assistant turn has a text of its own.
     """
-    conversation_text = render_chat(tokenizer, messages)
-    shared: list[tuple[int, int]] = []
-    apart: list[tuple[str, list[tuple[int, int]]]] = []
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        text = render_chat(tokenizer, messages[: index + 1])
-        opening = render_chat(tokenizer, messages[:index], for_generation=True)
-        start = len(os.path.commonprefix([opening, text]))  # noqa: RUF071 - characters are meant
-        if not text.startswith(opening):  # the answer may share its first characters with what the generation prompt adds
-            other = render_chat(tokenizer, [*messages[:index], {**message, "content": "\u2400"}])
-            start = min(start, len(os.path.commonprefix([other, text])))  # noqa: RUF071
-        span = (start, max(start, len(text.rstrip())))  # the line break after the end of turn is the template's
-        apart.append((text, [span]))
-        if conversation_text.startswith(text[: span[1]]):
-            shared.append(span)
-    return [(conversation_text, shared)] if len(shared) == len(apart) else apart
+    conversation = Conversation.wrap(messages)
+    conversation_text = render_chat(template, conversation)
+    turns = [
+        _render_turn(template, conversation, index)
+        for index, message in enumerate(conversation.messages)
+        if message["role"] == "assistant"
+    ]
+    shared = [turn.answers[-1] for turn in turns if conversation_text.startswith(turn.text[: turn.answers[-1].end])]
+    texts = [RenderedText(conversation_text, shared)] if len(shared) == len(turns) else turns
+    return [_apply_generation_marks(template, conversation, text) for text in texts] if template.marks_generation else texts
+
+
+def _render_turn(template: ChatTemplate, conversation: Conversation, index: int) -> RenderedText:
+    """Return the text up to an assistant turn, with the span of this turn."""
+    earlier, message = conversation.up_to(index), conversation.messages[index]
+    text = render_chat(template, conversation.up_to(index + 1))
+    opening = render_chat(template, earlier, for_generation=True)
+    begin = common_length(opening, text)
+    header = opening[common_length(opening, render_chat(template, earlier)) :] if template.markers.reasoning else ""
+    kind = template.markers.last_kind(header)
+    reasoning, content = split_reasoning(message)
+    if kind == "reasoning" and reasoning and reasoning not in text[begin:]:
+        # The template drops the reasoning even of the last turn; the model writes it behind the generation prompt.
+        close = "\n</think>\n\n" if opening.endswith("\n") else "</think>"
+        text, begin = f"{opening}{reasoning}{close}{content}{template.turn_end}", len(opening)
+    elif not text.startswith(opening):
+        # The answer may share its first characters with what the generation prompt adds.
+        blank = Conversation([*earlier.messages, {"role": "assistant", "content": "\u2400"}], conversation.tools,
+                             conversation.documents, conversation.template_arguments)  # fmt: skip
+        begin = min(begin, common_length(render_chat(template, blank), text))
+        kind = template.markers.last_kind(text[common_length(text, render_chat(template, earlier)) : begin])
+    # The line break after the end of turn is the template's.
+    return RenderedText(text, [AnswerSpan(begin, max(begin, len(text.rstrip())), index, kind)])
+
+
+def split_reasoning(message: Message) -> tuple[str, str]:
+    """Return the reasoning and the content of a message; reasoning may stand in the content, before </think>."""
+    content = content_text(message.get("content") or "")
+    field_value = next((message[name] for name in REASONING_NAMES if message.get(name)), "")
+    if not field_value and (match := INLINE_REASONING.fullmatch(content)):
+        return match[1].strip(), match[2]
+    return field_value.strip(), content
+
+
+def _apply_generation_marks(template: ChatTemplate, conversation: Conversation, text: RenderedText) -> RenderedText:
+    """Return the text with the spans that {% generation %} marks in place of those of its prefixes."""
+    count = text.answers[-1].message + 1
+    part = conversation if text.text == render_chat(template, conversation) else conversation.up_to(count)
+    marked = template.generation_spans(part.messages, part.tools, part.documents, part.template_arguments)
+    answers = []
+    for answer in text.answers:
+        spans = [(begin, end) for begin, end in marked if begin < answer.end and end > answer.begin]
+        answers += [AnswerSpan(begin, end, answer.message, answer.kind) for begin, end in spans]
+    return RenderedText(text.text, answers)
 
 
 def tokenize_conversation(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message] | Example, vision: ImageProcessor | None = None
+    template: ChatTemplate,
+    messages: Conversation | Sequence[Message] | Example,
+    vision: ImageProcessor | None = None,
+    train_on: Sequence[Kind] = KINDS,
+    unread: Counter[str] | None = None,
 ) -> list[Example]:
-    """Return the examples (token ids and loss masks) of a conversation.
+    """Return the examples (token ids, loss masks, kinds) of a conversation.
 
-    An `Example`, which another project has tokenized, is returned unchanged. `vision` processes the images. A UserError is
-    raised if a mask supervises no token or every token.
+    An `Example`, which another project has tokenized, is returned unchanged. `vision` processes the images. Only the kinds in
+    `train_on` carry loss. `unread` counts what the chat template does not render. A UserError is raised if an answer has no
+    token, or if every token is an answer.
     """
     if isinstance(messages, Example):
         return [messages]
-    if not tokenizer.chat_template:
-        raise UserError(
-            "target: its tokenizer has no chat template; use an instruction-tuned model or add one to the tokenizer"
-        )
-    if not tokenizer.is_fast:
+    conversation = Conversation.wrap(messages)
+    if not template.tokenizer.is_fast:
         raise UserError("target: its tokenizer cannot tell where tokens lie in the text; save it as a fast tokenizer")
-    examples, paths = [], image_paths(messages)
-    for text, spans in find_assistant_spans(tokenizer, messages):
-        encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        mask = [any(low <= start < high for low, high in spans) for start, _ in encoded["offset_mapping"]]
-        if not any(mask) or all(mask):
-            what = "no token is the assistant's" if not any(mask) else "every token is the assistant's"
-            raise UserError(f"data: in this conversation {what}, so its chat template or its roles are wrong: {text!r}")
-        tokens = list(encoded["input_ids"])
+    if conversation.text is not None:
+        tokens = tokenize_text(template.tokenizer, conversation.text, conversation.completion, conversation.infill_seed)
+        return [Example(tokens.tokens, tokens.mask)]
+    require_template(template)
+    texts, paths = render_answers(template, conversation), image_paths(conversation.messages)
+    if unread is not None:
+        unread.update(list_unrendered(template, conversation, [text.text for text in texts]))
+    codes = {KIND_CODES[kind] for kind in train_on}
+    examples = []
+    for text in texts:
+        tokens, kinds = encode(template, text.text, text.answers, conversation.answer_ids)
+        if not any(kinds) or all(kinds):
+            problem = "no token is the assistant's" if not any(kinds) else "every token is the assistant's"
+            raise UserError(f"data: in this conversation {problem}, so its chat template or its roles are wrong: {text.text!r}")
         if paths:
-            tokens, mask = tokenize_with_images(tokenizer, _require_vision(vision), text, mask, paths)
-        examples.append(Example(tokens, mask))
+            tokens, kinds = tokenize_with_images(template.tokenizer, _require_vision(vision), text.text, kinds, paths)
+        examples.append(Example(tokens, [kind in codes for kind in kinds], bytes(kinds)))
     return examples
+
+
+def encode(
+    template: ChatTemplate, text: str, answers: list[AnswerSpan], answer_ids: dict[int, list[int]]
+) -> tuple[list[int], list[int]]:
+    """Return the token ids of a rendered text and the kind code of each. Answers with generated ids keep these ids."""
+    encoded: Any = template.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    parts = [
+        (begin, end, KIND_CODES[kind])
+        for answer in answers
+        for begin, end, kind in template.markers.split_kinds(text, answer.begin, answer.end, answer.kind)
+    ]
+    tokens: list[int] = list(encoded["input_ids"])
+    kinds = _mark_kinds([begin for begin, _ in encoded["offset_mapping"]], parts)
+    for answer in reversed(answers):
+        if answer.message in answer_ids:
+            _splice(template, text, answer, answer_ids[answer.message], encoded["offset_mapping"], tokens, kinds)
+    return tokens, kinds
+
+
+def _mark_kinds(starts: list[int], parts: list[tuple[int, int, int]]) -> list[int]:
+    """Return the code of the part in which each token begins, 0 outside of all parts; starts and parts ascend."""
+    kinds, number = [], 0
+    for start in starts:
+        while number < len(parts) and start >= parts[number][1]:
+            number += 1
+        kinds.append(parts[number][2] if number < len(parts) and start >= parts[number][0] else 0)
+    return kinds
+
+
+def _splice(
+    template: ChatTemplate,
+    text: str,
+    answer: AnswerSpan,
+    ids: list[int],
+    offsets: list[tuple[int, int]],
+    tokens: list[int],
+    kinds: list[int],
+) -> None:
+    """Put the generated ids of an answer in place of its tokens.
+
+    An end of turn that the model did not write follows as context.
+    """
+    first = next((at for at, (begin, _) in enumerate(offsets) if begin >= answer.begin), len(offsets))
+    last = next((at for at, (begin, _) in enumerate(offsets) if begin >= answer.end), len(offsets))
+    tokenizer: Any = template.tokenizer
+    head: list[int] = []
+    if first and offsets[first - 1][1] > answer.begin:
+        # A token reaches across the beginning of the answer; in the prompt it ended there.
+        first -= 1
+        head = list(tokenizer(text[offsets[first][0] : answer.begin], add_special_tokens=False)["input_ids"])
+    written = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    end = template.turn_end
+    tail = [] if not end or written.rstrip().endswith(end) else list(tokenizer(end, add_special_tokens=False)["input_ids"])
+    begins, kind = [], 0
+    for token in ids:
+        begins.append(kind)
+        kind += len(tokenizer.decode([token]))
+    parts = [
+        (begin, finish, KIND_CODES[name])
+        for begin, finish, name in template.markers.split_kinds(written, 0, max(kind, len(written)), answer.kind)
+    ]
+    generated = [code or KIND_CODES["content"] for code in _mark_kinds(begins, parts)]
+    tokens[first:last] = head + ids + tail
+    kinds[first:last] = [0] * len(head) + generated + [0] * len(tail)
+
+
+def _shared_spans(template: ChatTemplate, conversation: Conversation, text: str) -> list[AnswerSpan]:
+    """Return the spans of answers with generated ids that stand in the text as they were generated."""
+    turns = [_render_turn(template, conversation, index) for index in sorted(conversation.answer_ids)]
+    return [turn.answers[-1] for turn in turns if text.startswith(turn.text[: turn.answers[-1].end])]
+
+
+def list_unrendered(template: ChatTemplate, conversation: Conversation, texts: Iterable[str]) -> list[str]:
+    """List what a conversation says and the chat template renders in none of the texts."""
+    rendered = "\n".join(texts)
+    missing = []
+    if conversation.tools and conversation.tools[0]["function"]["name"] not in rendered:
+        missing.append("tools of a row, which the chat template does not render")
+    if conversation.documents and not any(str(value) in rendered for value in conversation.documents[0].values()):
+        missing.append("documents of a row, which the chat template does not render")
+    missing += [
+        f"template argument {name!r} of a row, which the chat template does not read"
+        for name in conversation.template_arguments
+        if not template.reads(name)
+    ]
+    for message in conversation.messages:
+        reasoning, content = split_reasoning(message)
+        if message["role"] == "developer" and not template.reads("developer"):
+            missing.append("message of the role developer, rendered as system")
+        if not _stands_in(content.strip(), rendered):
+            missing.append(f"content of a message of the role {message['role']}, which the chat template does not render")
+        if reasoning and not _stands_in(reasoning, rendered):
+            missing.append("reasoning of a message, which the chat template does not render")
+    return missing
+
+
+def _stands_in(content: str, rendered: str) -> bool:
+    """Tell whether a text stands in the rendered one, as it is or in JSON."""
+    return content in rendered or content.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") in rendered

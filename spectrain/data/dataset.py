@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
@@ -13,12 +14,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from spectrain.errors import UserError
+from spectrain.models.chat_template import KINDS, ChatTemplate, Kind
 from spectrain.models.images import ImageProcessor, has_complete_images
 
-from .chat import Example, Message, tokenize_conversation
+from .chat import Example, tokenize_conversation
+from .messages import Conversation
 
 if TYPE_CHECKING:
     from .readers import ConversationReader
@@ -54,22 +56,33 @@ class Dataset:
         default=list, kw_only=True
     )  # answers that only a vocabulary is chosen from
 
+    # Counts of what the rows say and nothing reads.
+    unread: Counter[str] = field(default_factory=Counter, kw_only=True)
+
     # Whether the examples are only a sample of the training data.
     is_sample: ClassVar[bool] = False
 
     @classmethod
-    def from_data(
-        cls, data: ConversationReader, tokenizer: PreTrainedTokenizerBase, vision: ImageProcessor | None = None
-    ) -> Dataset:
+    def from_data(cls, data: ConversationReader, template: ChatTemplate, vision: ImageProcessor | None = None) -> Dataset:
         """Tokenize every conversation of `data`; `vision` processes the images."""
         conversations = data.load_conversations()
-        tokenized = [make_examples(tokenizer, messages, data.max_length, vision) for messages in conversations]
+        unread = data.unread.copy()
+        tokenized = [
+            make_examples(template, conversation, data.max_length, vision, data.train_on, unread)
+            for conversation in conversations
+        ]
         examples, held_out = split_held_out([conversation_examples for conversation_examples, _, _ in tokenized], data.held_out)
         if not examples:
             raise UserError(f"data.max_length={data.max_length}: it cuts off every answer; raise it")
         cut, dropped = sum(cut for _, cut, _ in tokenized), sum(none for _, _, none in tokenized)
         return cls(
-            examples, len(conversations), cut, dropped, held_out=held_out, extra_texts=partial(data.extra_texts, tokenizer)
+            examples,
+            len(conversations),
+            cut,
+            dropped,
+            held_out=held_out,
+            extra_texts=partial(data.extra_texts, template.tokenizer),
+            unread=unread,
         )
 
     @property
@@ -133,6 +146,10 @@ class Dataset:
         """Return the batches of one process over endless epochs; a saved `state` continues where it was saved."""
         return EpochBatchStream(self, batching, rank, num_processes, state)
 
+    def unread_lines(self) -> list[str]:
+        """Return a line for each thing that the rows say and nothing reads, with its count."""
+        return [f"not used: {count} x {name}" for name, count in sorted(self.unread.items())]
+
     def summary_line(self) -> str:
         """Describe the data, and what of it was cut or left out, for the first line that a run prints."""
         return (
@@ -148,12 +165,19 @@ class Dataset:
 
 
 def make_examples(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], max_length: int, vision: ImageProcessor | None = None
+    template: ChatTemplate,
+    conversation: Conversation | Example,
+    max_length: int,
+    vision: ImageProcessor | None = None,
+    train_on: Sequence[Kind] = KINDS,
+    unread: Counter[str] | None = None,
 ) -> tuple[list[Example], int, int]:
     """Return a conversation's examples, the number that were cut to `max_length`, and the number that were dropped because
-    the cut left no answer or only a part of an image."""
-    tokenized = tokenize_conversation(tokenizer, messages, vision)
-    cut = [Example(example.tokens[:max_length], example.mask[:max_length]) for example in tokenized]
+    the cut left no answer or only a part of an image. A plain document is not cut: it becomes several examples."""
+    tokenized = tokenize_conversation(template, conversation, vision, train_on, unread)
+    if isinstance(conversation, Conversation) and conversation.is_document:
+        tokenized = [part for example in tokenized for part in example.split(max_length)]
+    cut = [example.cut(max_length) for example in tokenized]
     usable = [example for example in cut if any(example.mask) and has_complete_images(example.tokens)]
     return usable, sum(len(example.tokens) > max_length for example in tokenized), len(cut) - len(usable)
 

@@ -61,34 +61,23 @@ class RowImages:
         return str(path)
 
 
-def content_text(content: MessageContent) -> str:
-    """Return the text of a turn's content, images left out."""
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+def content_text(content: MessageContent | None) -> str:
+    """Return the text of a turn's content, images left out; empty where there is none."""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content or ())
 
 
 def image_paths(messages: list[dict[str, Any]]) -> list[str]:
     """Return the image paths of a conversation, in order."""
-    parts = [part for message in messages if not isinstance(message["content"], str) for part in message["content"]]
+    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
     return [part["path"] for part in parts if part["type"] == "image"]
 
 
-def to_template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages without image paths, in the form that chat templates read."""
-
-    def strip_path(content: MessageContent) -> Any:
-        if isinstance(content, str):
-            return content
-        return [{key: value for key, value in part.items() if key != "path"} for part in content]
-
-    return [{**message, "content": strip_path(message["content"])} for message in messages]
-
-
 def tokenize_with_images(
-    tokenizer: PreTrainedTokenizerBase, vision: ImageProcessor, text: str, mask: list[bool], paths: list[str]
-) -> tuple[TextWithImages, list[bool]]:
-    """Return the tokens of a text with every placeholder expanded to the tokens of its image, and the expanded mask.
+    tokenizer: PreTrainedTokenizerBase, vision: ImageProcessor, text: str, codes: list[int], paths: list[str]
+) -> tuple[TextWithImages, list[int]]:
+    """Return the tokens of a text with every placeholder expanded to the tokens of its image, and the expanded codes.
 
-    No token of an image is supervised.
+    The code of an image's tokens is 0: no token of an image carries loss.
     """
     plain = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     shown = plain.count(vision.placeholder_id)
@@ -98,12 +87,12 @@ def tokenize_with_images(
             "or leave such conversations out"
         )
     expanded = vision.tokenize_text(text, paths[:shown])
-    return expanded, expand_mask(plain, mask, list(expanded), vision.placeholder_id)
+    return expanded, expand_codes(plain, codes, list(expanded), vision.placeholder_id)
 
 
-def expand_mask(plain: list[int], mask: list[bool], expanded: list[int], placeholder: int) -> list[bool]:
-    """Expand a mask of the text's tokens to the processor's tokens, in which several tokens replace each placeholder."""
-    result: list[bool] = []
+def expand_codes(plain: list[int], codes: list[int], expanded: list[int], placeholder: int) -> list[int]:
+    """Expand the codes of the text's tokens to the processor's tokens, in which several tokens replace each placeholder."""
+    result: list[int] = []
     start = 0
     while start < len(plain):
         end = start
@@ -117,10 +106,10 @@ def expand_mask(plain: list[int], mask: list[bool], expanded: list[int], placeho
         if end == start and least > position:
             # The processor changed the text itself.
             break
-        result += [False] * (least - position) + mask[end:next_placeholder]
+        result += [0] * (least - position) + codes[end:next_placeholder]
         start = next_placeholder
     if len(result) > len(expanded) or start < len(plain):
         raise UserError(
             "data: the target's processor changes the text around images, so it is not known which tokens are answers"
         )
-    return result + [False] * (len(expanded) - len(result))
+    return result + [0] * (len(expanded) - len(result))

@@ -25,7 +25,7 @@ def index_command(config: DictConfig) -> None:
     data: ConversationReader = build(config.data)
     target: Any = build(config.target)
     tokenizer = target.tokenizer
-    size = index_dataset(data, data.make_dataset(tokenizer, target.vision), tokenizer, Path(config.out))
+    size = index_dataset(data, data.make_dataset(target.template, target.vision), tokenizer, Path(config.out))
     print(f"{size} tokens of {len(data.load_conversations())} conversations, {data.name}, written to {config.out}")
 
 
@@ -33,8 +33,8 @@ def index_dataset(data: ConversationReader, dataset: Dataset, tokenizer: Any, fo
     """Write the answers of `data`, tokenized in `dataset`, as a store, and return the number of its tokens."""
     texts = [example.tokens[max(0, example.mask.index(True) - MAX_MATCH) :] for example in dataset.examples]
     texts_by_role: dict[str, list[str]] = {"user": [], "assistant": []}
-    for messages in data.load_conversations():
-        for message in messages:
+    for conversation in data.load_conversations():
+        for message in conversation.messages:
             texts_by_role.get(message["role"], []).append(content_text(message["content"]))
     facts = {
         "data": data.name,

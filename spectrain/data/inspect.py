@@ -21,9 +21,12 @@ def inspect_command(config: DictConfig) -> None:
             f"index={config.index}: the data holds {len(conversations)} conversations; use 0 to {len(conversations) - 1}"
         )
     target: Any = build(config.target)
+    template = data.apply_arguments(target.template)
     tokenizer = target.tokenizer
     console = Console(highlight=False)
-    for number, example in enumerate(tokenize_conversation(tokenizer, conversations[config.index], target.vision)):
+    for number, example in enumerate(
+        tokenize_conversation(template, conversations[config.index], target.vision, data.train_on)
+    ):
         if number:
             console.rule("the next assistant turn is an example of its own")
         text = Text()
@@ -31,7 +34,7 @@ def inspect_command(config: DictConfig) -> None:
             text.append(tokenizer.decode([token]), style="bold green" if supervised else "dim")
         console.print(text)
         console.print(f"[bold green]{sum(example.mask)} supervised[/] of {len(example.tokens)} tokens")
-    dataset = data.dataset(tokenizer, target.vision)
+    dataset = data.make_dataset(target.template, target.vision)
     console.rule(f"{data.name}")
     console.print(
         f"{dataset.num_conversations} conversations, {len(dataset.examples)} examples, {dataset.num_tokens} tokens, "

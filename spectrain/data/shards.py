@@ -18,8 +18,7 @@ from filelock import FileLock, Timeout
 
 from spectrain.errors import UserError
 from spectrain.files import write_text
-
-from .chat import Message
+from spectrain.models.chat_template import Message
 
 MANIFEST = "manifest.json"
 FailureKind = Literal["failed", "too_long", "cut"]

@@ -13,6 +13,7 @@ import json
 import math
 import sys
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from glob import glob, has_magic
@@ -21,15 +22,16 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from transformers import PreTrainedTokenizerBase
-
-from spectrain.config.values import Below1
 from spectrain.errors import RunError, UserError
+from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.images import ImageProcessor
 
-from .chat import Example, Message
+from .chat import Example
 from .dataset import Batching, BatchStream, Dataset, StreamState, group_by_length, make_examples, split_held_out
-from .readers import ConversationReader, parse_conversation
+from .messages import Conversation, parse_conversation
+from .readers import ConversationReader
+from .text import parse_document
+from .tokens import parse_tokens
 
 if TYPE_CHECKING:
     import datasets
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 MAX_EMPTY_WINDOWS = 64
 
 
+@dataclass
 class StreamReader(ConversationReader):
     """Any data set that `datasets` can stream: a name on the hub, a directory, or .jsonl, .jsonl.gz or .parquet files, by
     path or pattern.
@@ -47,36 +50,32 @@ class StreamReader(ConversationReader):
     of a draft vocabulary, reads the first `sample` conversations.
     """
 
-    def __init__(
-        self,
-        # Name of a data set on the Hugging Face hub, a directory, or a file or pattern of .jsonl, .jsonl.gz or .parquet files.
-        path: str,
-        # Split of the data set.
-        split: str = "train",
-        # Subset (configuration) of the data set; null uses its default.
-        subset: str | None = None,
-        # Number of rows to read in each epoch at most; null reads all of them.
-        limit: int | None = None,
-        # Number of tokens at which a tokenized conversation is cut.
-        max_length: int = 2048,
-        # Number of shards whose windows are read in turn; use a multiple of the number of processes.
-        shards: int = 16,
-        # Number of conversations that are shuffled and batched together.
-        window: int = 512,
-        # Number of first conversations that are read before training, for example to choose a draft vocabulary.
-        sample: int = 2000,
-        # Share of the sampled conversations that is used for validation instead of training; 0 uses none.
-        held_out: Below1 = 0.0,
-    ) -> None:
-        super().__init__(limit, max_length, held_out)
-        for key, value in (("shards", shards), ("window", window), ("sample", sample)):
-            if value < 1:
-                raise UserError(f"data.{key}={value}: use 1 or more")
-        self.path, self.split, self.subset = path, split, subset
-        self.shards, self.window, self.sample = shards, window, sample
-        self.name = path
+    # Name of a data set on the Hugging Face hub, a directory, or a file or pattern of .jsonl, .jsonl.gz or .parquet files.
+    path: str
+    # Split of the data set.
+    split: str = "train"
+    # Subset (configuration) of the data set; null uses its default.
+    subset: str | None = None
+    # Number of shards whose windows are read in turn; use a multiple of the number of processes.
+    shards: int = 16
+    # Number of conversations that are shuffled and batched together.
+    window: int = 512
+    # Number of first conversations that are read before training, for example to choose a draft vocabulary.
+    sample: int = 2000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("shards", "window", "sample"):
+            if getattr(self, key) < 1:
+                raise UserError(f"data.{key}={getattr(self, key)}: use 1 or more")
+        # Whether each row is a line of JSON, in the column `text`.
+        self.reads_lines = True
         # The reason for the first skipped row.
         self.first_skip_reason = ""
+
+    @property
+    def name(self) -> str:
+        return self.path
 
     def num_bytes(self) -> float:
         return math.inf
@@ -86,6 +85,7 @@ class StreamReader(ConversationReader):
         import datasets
 
         local = Path(self.path).expanduser()
+        self.reads_lines = False
         if local.is_dir() and (local / "dataset_info.json").exists():
             return datasets.load_from_disk(str(local)).to_iterable_dataset()
         files = sorted(glob(str(local), recursive=True)) if has_magic(self.path) else [str(local)] * local.is_file()
@@ -96,6 +96,7 @@ class StreamReader(ConversationReader):
         kinds = {"parquet" if file.endswith(".parquet") else "text" for file in files}
         if len(kinds) > 1 or not all(file.endswith((".jsonl", ".jsonl.gz", ".parquet")) for file in files):
             raise ValueError("files are read that end in .jsonl or .jsonl.gz, or all of them in .parquet")
+        self.reads_lines = kinds == {"text"}
         return datasets.load_dataset(kinds.pop(), data_files=files, split="train", streaming=True)
 
     def iterate_tables(self, size: int, skip: int = 0) -> Iterator[pyarrow.Table]:
@@ -112,20 +113,20 @@ class StreamReader(ConversationReader):
                 f"data.path={self.path}: it cannot be read ({reason}); check path, split and subset{mend}"
             ) from error
 
-    def try_parse(self, row: dict[str, Any]) -> list[Message] | None:
-        """Return the conversation of a row, which may be a line of JSON; None if it has no usable one."""
+    def try_parse(self, row: dict[str, Any]) -> Conversation | Example | None:
+        """Return the conversation, the document or the tokens of a row, which may be a line of JSON; None if it has none."""
         try:
-            return parse_conversation(json.loads(row["text"]) if row.keys() == {"text"} else row, "the row")
+            return parse_row(json.loads(row["text"]) if self.reads_lines else row, self.unread)
         except (UserError, ValueError) as error:
             self._report_first(error)
             return None
 
     def try_tokenize(
-        self, tokenizer: PreTrainedTokenizerBase, messages: list[Message] | None
+        self, template: ChatTemplate, conversation: Conversation | Example | None
     ) -> tuple[list[Example], int, int] | None:
         """Return a conversation's examples, the number cut and the number dropped; None if it is unusable."""
         try:
-            return None if messages is None else make_examples(tokenizer, messages, self.max_length)
+            return None if conversation is None else make_examples(template, conversation, self.max_length, None, self.train_on)
         except UserError as error:
             self._report_first(error)
             return None
@@ -136,17 +137,17 @@ class StreamReader(ConversationReader):
             self.first_skip_reason = str(error)
             print(f"data.path={self.path}: rows are left out and counted; the first: {error}", file=sys.stderr, flush=True)
 
-    def read_conversations(self) -> Iterator[list[Message]]:
+    def read_conversations(self) -> Iterator[Conversation]:
         """Yield the usable conversations among the first `sample` rows."""
         for table in islice(self.iterate_tables(self.sample), 1):
             for row in table.to_pylist():
-                messages = self.try_parse(row)
-                if messages is not None:
-                    yield messages
+                conversation = self.try_parse(row)
+                if conversation is not None:
+                    yield conversation
                 else:
                     self.num_left_out += 1
 
-    def load_conversations(self) -> list[list[Message]]:
+    def load_conversations(self) -> list[Conversation]:
         try:
             return super().load_conversations()
         except UserError as error:
@@ -155,10 +156,11 @@ class StreamReader(ConversationReader):
             read = f"data.path={self.path}: none of its first {self.num_left_out} rows is of use"
             raise UserError(f"{read}; of the first: {self.first_skip_reason}") from error
 
-    def make_dataset(self, tokenizer: PreTrainedTokenizerBase, vision: ImageProcessor | None = None) -> StreamedDataset:
+    def make_dataset(self, template: ChatTemplate, vision: ImageProcessor | None = None) -> StreamedDataset:
         """Return the stream with a sample of its content; conversations with images are skipped."""
         conversations = self.load_conversations()
-        results = [self.try_tokenize(tokenizer, messages) for messages in conversations]
+        template = self.apply_arguments(template)
+        results = [self.try_tokenize(template, conversation) for conversation in conversations]
         usable = [result for result in results if result is not None]
         examples, apart = split_held_out([row_examples for row_examples, _, _ in usable], self.held_out)
         if not examples:
@@ -166,7 +168,17 @@ class StreamReader(ConversationReader):
             raise UserError(f"data.path={self.path}: its first {len(conversations)} conversations teach nothing; {reason}")
         self.num_left_out += len(results) - len(usable)
         cut, dropped = sum(cut for _, cut, _ in usable), sum(dropped for _, _, dropped in usable)
-        return StreamedDataset(examples, len(usable), cut, dropped, self, tokenizer, held_out=apart)
+        return StreamedDataset(examples, len(usable), cut, dropped, self, template, held_out=apart, unread=self.unread)
+
+
+def parse_row(row: Any, unread: Counter[str]) -> Conversation | Example:
+    """Return what a row holds: a conversation, plain text, or tokens."""
+    if isinstance(row, dict) and not {"messages", "conversations"} & row.keys():
+        if "input_ids" in row:
+            return parse_tokens(row, "the row")
+        if "text" in row or {"prompt", "completion"} <= row.keys():
+            return parse_document(row, "the row")
+    return parse_conversation(row, "the row", unread=unread)
 
 
 @dataclass(frozen=True)
@@ -174,7 +186,7 @@ class StreamedDataset(Dataset):
     """A sample of a stream, and the stream to train on."""
 
     data: StreamReader
-    tokenizer: PreTrainedTokenizerBase = field(repr=False)
+    template: ChatTemplate = field(repr=False)
 
     is_sample: ClassVar[bool] = True
 
@@ -292,7 +304,7 @@ class ShardBatchStream(BatchStream):
             rows = self.windows.take_rows(shard.window)
         except UserError as error:
             raise RunError(f"{error}, and go on with trainer.resume=auto") from error
-        results = [self.data.try_tokenize(self.dataset.tokenizer, self.data.try_parse(row)) for row in rows]
+        results = [self.data.try_tokenize(self.dataset.template, self.data.try_parse(row)) for row in rows]
         shard.num_unusable = sum(item is None for item in results)
         examples = [
             example for item in results if item is not None for example in item[0] if example.content_hash not in self.held_out

@@ -81,7 +81,7 @@ def find_misinterpretation(drafter: DrafterCheckpoint, files: TargetFiles) -> li
 def opening_prompts(target: Target) -> list[list[int]]:
     """Return the tokens of `NUM_PROMPTS` prompts in the target's own template."""
     conversations = EmbeddedReader(limit=NUM_PROMPTS).load_conversations()
-    texts = [render_chat(target.tokenizer, messages[:1], for_generation=True) for messages in conversations]
+    texts = [render_chat(target.template, messages[:1], for_generation=True) for messages in conversations]
     return [target.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
 
 

@@ -28,7 +28,7 @@ def capture_features(config: DictConfig) -> None:
     data = build(config.data)
     data.load_conversations()
     target: Target = build(config.target)
-    dataset: Dataset = data.make_dataset(target.tokenizer, target.vision)
+    dataset: Dataset = data.make_dataset(target.template, target.vision)
     if dataset.is_sample:
         raise UserError("data: the length of a stream is unknown; train with source=store, which captures what it reads")
     if target.sharding != "none":

@@ -1,21 +1,17 @@
-"""Data of the `speculators` project: tokens and loss masks saved by `datasets`, and cached features.
+"""Cached features of the `speculators` project.
 
 Each sequence has a file hidden_states/hs_{i}.safetensors with token_ids [T] and hidden_states [T, A + 1, D]: the residual
 streams that enter A layers, then the un-normed output of the last layer. No file names these layers, so the cache runs the
 target to identify them. Shapes: T tokens, A captured layers, D width.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from spectrain.config.values import Below1
 from spectrain.data.chat import Example
-from spectrain.data.readers import ConversationReader
 from spectrain.errors import UserError
 from spectrain.models.features import Layer
 from spectrain.models.target import Target
@@ -26,43 +22,6 @@ from .store_contents import format_layers
 MAX_STATE_ERROR = 0.1
 """Largest relative distance of stored states from the target's own at the median token. Measured on tiny and SmolLM2: bfloat16
 instead of float32 causes at most 0.02, and neighbouring layers differ by at least 0.2."""
-
-
-class PreparedData(ConversationReader):
-    """Reads sequences that speculators tokenised, from a `datasets` directory with input_ids and loss_mask."""
-
-    def __init__(
-        self,
-        # Folder that speculators prepared.
-        path: str,
-        # Largest number of sequences to read; null reads all of them.
-        limit: int | None = None,
-        # Number of tokens to which a sequence is cut.
-        max_length: int = 1_000_000,
-        # Share of the sequences that is not trained on but used for validation; 0 uses none.
-        held_out: Below1 = 0.0,
-    ) -> None:
-        super().__init__(limit, max_length, held_out)
-        self.path = Path(path).expanduser()
-        self.name = path
-
-    def read_conversations(self) -> Iterator[Any]:
-        import datasets
-
-        try:
-            rows = datasets.load_from_disk(str(self.path))
-        except Exception as error:
-            reason = str(error).strip().splitlines()[0]
-            raise UserError(
-                f"data.path={self.path}: datasets could not load it ({reason}); give the folder that speculators prepared"
-            ) from error
-        for number, row in enumerate(rows.with_format(None)):
-            tokens, mask = ([*row.get(key, [])] for key in ("input_ids", "loss_mask"))
-            if not tokens or len(tokens) != len(mask):
-                raise UserError(
-                    f"{self.path}, row {number}: it has {len(tokens)} input_ids and {len(mask)} loss_mask; prepare it again"
-                )
-            yield Example(tokens, list(map(bool, mask)))
 
 
 def find_hidden_states(path: Path) -> Path | None:

@@ -21,6 +21,7 @@ from spectrain.errors import UserError
 from spectrain.trees.token_tree import TokenTree
 
 from .architectures.detect import detect_architecture
+from .chat_template import ChatTemplate
 from .fast import speed_up_linears
 from .features import Features, Layer
 from .forward_plan import DEFAULT_PLAN, ForwardPlan, LayerSpan
@@ -42,6 +43,7 @@ class Target(ModelParts):
     ) -> None:
         super().__init__(model, name)
         self.tokenizer, self.path = tokenizer, path
+        self.template = ChatTemplate(tokenizer)
         # How the processes of the launch hold the model together.
         self.sharding = sharding
         self.runs_in_lockstep = sharding != "none"

@@ -69,7 +69,7 @@ def calibrate(config: DictConfig) -> tuple[float, float]:
     """Seconds that a padded token takes in the target's features and in the rest of a step, from steps that really run."""
     trainer = Trainer.from_config(config).make_trial(CALIBRATION)
     target: Target = build(config.target)
-    dataset = build(config.data).make_dataset(target.tokenizer, target.vision)
+    dataset = build(config.data).make_dataset(target.template, target.vision)
     drafter = init_drafter(config, target, dataset)
     target.pack_weights()
     source = _Timed(build(config.source), target)

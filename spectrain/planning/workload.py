@@ -11,6 +11,7 @@ from spectrain.config.build import build
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.errors import UserError
+from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.loading import build_untrained_network, load_tokenizer
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer
@@ -50,7 +51,7 @@ def read_workload(config: DictConfig, options: "Plan") -> Workload:
     if options.tokens is None:
         if data.num_bytes() > QUICK_BYTES:
             raise UserError("plan.tokens: this data is not read for a plan; say how many tokens it has, as in plan.tokens=4e8")
-        dataset = data.make_dataset(tokenizer(config))
+        dataset = data.make_dataset(ChatTemplate(tokenizer(config)))
     else:
         length = min(data.max_length, trainer.batch_tokens)
         count = max(1, trainer.batch_tokens // length)

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from spectrain.config.build import build, import_constructor
 from spectrain.config.check import check_config
-from spectrain.data.chat import Message
+from spectrain.data.messages import Conversation
 from spectrain.data.readers import ConversationReader
 from spectrain.data.shards import FailedRow, PendingRow, Row, Shard, ShardSet
 from spectrain.decoding.session import Session
@@ -100,7 +100,7 @@ class Regeneration:
     def run(self, out: Path, data: ConversationReader, sampling: Sampling, writer: AnswerWriter) -> None:
         """Write every missing shard, and print a summary."""
         shards = ShardSet(out)
-        wanted = [self.make_pending_row(number, messages) for number, messages in enumerate(data.load_conversations())]
+        wanted = [self.make_pending_row(number, conversation) for number, conversation in enumerate(data.load_conversations())]
         begun = shards.is_begun
         faults = shards.find_faults() if begun else {}
         if not begun or faults or self.retry_failed:
@@ -151,8 +151,9 @@ class Regeneration:
             else:
                 yield shard
 
-    def make_pending_row(self, number: int, messages: list[Message]) -> PendingRow:
+    def make_pending_row(self, number: int, conversation: Conversation) -> PendingRow:
         """Return the conversation to answer, up to its last assistant turn or its first."""
+        messages = conversation.messages
         answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
         messages = messages[: (answers[0] if self.turns == "first" else answers[-1]) + 1]
         if self.system is not None:
@@ -166,8 +167,8 @@ class Regeneration:
         """Return the settings that determine the set, by their command-line names."""
         conversations = data.load_conversations()
         digest = hashlib.sha256()
-        for messages in conversations:
-            digest.update(json.dumps(messages).encode() + b"\n")
+        for conversation in conversations:
+            digest.update(json.dumps(conversation.messages).encode() + b"\n")
         return {
             "data": f"{len(conversations)} conversations, sha256 {digest.hexdigest()[:16]}",
             **writer.recorded_settings(),
@@ -255,7 +256,9 @@ def make_engine_writer(
         )
     assert directory is not None, "it was read from there"
     load_weights(drafter, directory)
-    first = [settings.make_pending_row(number, messages) for number, messages in enumerate(data.load_conversations()[:64])]
+    first = [
+        settings.make_pending_row(number, conversation) for number, conversation in enumerate(data.load_conversations()[:64])
+    ]
     prompts = collect_prompts(plain, first)
     Session.from_drafter(target, drafter, builder, sampling.acceptance_rule, lambda: prompts)
     return build(config.writer, sampling=sampling, target=target, drafter=drafter, builder=builder)

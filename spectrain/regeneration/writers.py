@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from spectrain.data.chat import Message, tokenize_prompt
+from spectrain.data.chat import tokenize_prompt
 from spectrain.data.shards import FailedRow, FailureKind, PendingRow, Row, Shard
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.session import EngineChoice, Session, require_capture
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
+from spectrain.models.chat_template import Message
 from spectrain.models.target import Target
 from spectrain.trees import TreeBuilder
 
@@ -167,7 +168,7 @@ class EngineWriter(AnswerWriter):
 
     def make_prompt(self, messages: list[Message]) -> list[int]:
         """Return the tokens up to the next answer; raise an AnswerError if the context has no room for the answer."""
-        tokens = tokenize_prompt(self.target.tokenizer, messages)
+        tokens = tokenize_prompt(self.target.template, messages)
         room = self.target.max_length - self.sampling.max_new_tokens
         if len(tokens) > room:
             raise AnswerError(

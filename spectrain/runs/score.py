@@ -56,7 +56,7 @@ def evaluate(config: DictConfig, run: Path, target: Target | None = None, tracke
     evaluation.check_prompts(target)
     dataset = None
     if evaluation.reads_data and config.get("data") and "_target_" in config.data:
-        dataset = build(config.data).make_dataset(target.tokenizer, target.vision)
+        dataset = build(config.data).make_dataset(target.template, target.vision)
     drafter = load_drafter(config, run, target)
     if state.is_main_process:
         settings: Any = OmegaConf.to_container(config)

@@ -100,7 +100,7 @@ def load_inputs(config: DictConfig, trainer: Trainer, target: Target | None, dat
     assert target is not None
     if evaluation is not None:
         evaluation.check_prompts(target)
-    dataset = dataset or data.make_dataset(target.tokenizer, target.vision)
+    dataset = dataset or data.make_dataset(target.template, target.vision)
     # A stream needs trainer.max_steps.
     trainer.num_steps(dataset)
     drafter = init_drafter(config, target, dataset)

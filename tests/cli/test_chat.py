@@ -56,7 +56,7 @@ class Heard(PlainOutput):
 def asked(target: Target, *texts: str) -> list[int]:
     """The prompt of a conversation of user and assistant in turn."""
     return tokenize_prompt(
-        target.tokenizer, [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
+        target.template, [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
     )
 
 
@@ -166,7 +166,7 @@ def test_the_oldest_turns_are_forgotten_where_the_context_ends(tiny: Target, tal
         assert talk.answer_question(long) is not None
     kept = [*talk.system_messages, *talk.messages]
     assert kept[0]["role"] == "system" and [one["role"] for one in talk.messages[::2]] == ["user"] * (len(talk.messages) // 2)
-    assert len(talk.messages) < 24 and len(tokenize_prompt(tiny.tokenizer, kept[:-1])) <= room
+    assert len(talk.messages) < 24 and len(tokenize_prompt(tiny.template, kept[:-1])) <= room
     assert any("left out" in note for note in heard(talk).notes)
 
 
@@ -315,9 +315,9 @@ def test_a_system_message_is_a_sentence(
     """chat.system may hold what hydra's grammar does not: apostrophes, commas, brackets."""
     system, text = "Don't be long, (please)!", "Hi"
     messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
-    assert system in render_chat(tiny.tokenizer, messages)
+    assert system in render_chat(tiny.template, messages)
     status, out, _ = spoken(monkeypatch, capsys, "drafter=ngram", f"chat.system={system}", "--once", text)
-    assert (status, out) == (0, answered(tiny, tokenize_prompt(tiny.tokenizer, messages), 24) + "\n")
+    assert (status, out) == (0, answered(tiny, tokenize_prompt(tiny.template, messages), 24) + "\n")
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ def needed(tmp_path: Path) -> dict[tuple[str, str], list[str]]:
     (tmp_path / "judge").mkdir()
     save_file({"probe.weight": torch.zeros(1, 4), "probe.bias": torch.zeros(1)}, tmp_path / "judge" / "model.safetensors")
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "Hello!"}) + "\n")
     Dataset.from_list([{"messages": MESSAGES}]).save_to_disk(tmp_path / "saved")
     Dataset.from_list([{"input_ids": [1, 2], "loss_mask": [0, 1]}]).save_to_disk(tmp_path / "prepared")
     return {
@@ -73,6 +74,8 @@ def needed(tmp_path: Path) -> dict[tuple[str, str], list[str]]:
         ("source", "store"): [f"source.path={tmp_path / 'store'}"],
         ("data", "jsonl"): [f"data.path={tmp_path / 'chats.jsonl'}"],
         ("data", "speculators"): [f"data.path={tmp_path / 'prepared'}"],
+        ("data", "tokens"): [f"data.path={tmp_path / 'prepared'}"],
+        ("data", "text"): [f"data.path={tmp_path / 'texts.jsonl'}"],
         ("data", "hub"): [f"data.path={tmp_path / 'saved'}"],
         ("data", "stream"): [f"data.path={tmp_path / 'chats.jsonl'}"],
         ("acceptance", "judge"): [f"acceptance.path={tmp_path / 'judge'}"],

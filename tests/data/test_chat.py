@@ -11,8 +11,9 @@ from tokenizers import AddedToken, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import spectrain
-from spectrain.data.chat import Example, Message, render_chat, tokenize_conversation
+from spectrain.data.chat import Example, render_chat, tokenize_conversation
 from spectrain.errors import UserError
+from spectrain.models.chat_template import ChatTemplate, Message
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def test_supervised_text_is_the_answers_with_their_end_of_turn(
     """One example holds both turns; its masked tokens are both answers, each with its end of turn, and nothing else."""
     style = STYLES[name]
     tokenizer = dressed(plain, style)
-    examples = tokenize_conversation(tokenizer, talk("What is 2 + 2?", answers[0], "Is it even?", answers[1]))
+    examples = tokenize_conversation(ChatTemplate(tokenizer), talk("What is 2 + 2?", answers[0], "Is it even?", answers[1]))
     assert len(examples) == 1
     assert [text.rstrip("\n") for text in supervised(tokenizer, examples[0])] == [
         style.before + answer + style.end for answer in answers
@@ -147,8 +148,8 @@ def test_tokens_are_the_rendered_conversation(plain: PreTrainedTokenizerBase, na
     """The tokens of the last example spell what the template renders, so no token is added or lost."""
     tokenizer: Any = dressed(plain, STYLES[name])
     messages = talk("Hi", "Hello!", "Bye", "See you.")
-    example = tokenize_conversation(tokenizer, messages)[-1]
-    assert example.tokens == tokenizer(render_chat(tokenizer, messages), add_special_tokens=False)["input_ids"]
+    example = tokenize_conversation(ChatTemplate(tokenizer), messages)[-1]
+    assert example.tokens == tokenizer(render_chat(ChatTemplate(tokenizer), messages), add_special_tokens=False)["input_ids"]
     assert len(example.mask) == len(example.tokens)
 
 
@@ -156,7 +157,7 @@ def test_qwen3_makes_one_example_of_each_turn(plain: PreTrainedTokenizerBase) ->
     """Where history drops thoughts, each assistant turn is an example of its own, with its own thoughts alone."""
     tokenizer: Any = dressed(plain, STYLES["qwen3"])
     first, second = "<think>\nTwo and two.\n</think>\n\nIt is 4.", "<think>\n4 = 2 * 2.\n</think>\n\nYes."
-    examples = tokenize_conversation(tokenizer, talk("What is 2 + 2?", first, "Is it even?", second))
+    examples = tokenize_conversation(ChatTemplate(tokenizer), talk("What is 2 + 2?", first, "Is it even?", second))
     assert [supervised(tokenizer, example) for example in examples] == [[first + "<|im_end|>"], [second + "<|im_end|>"]]
     texts = [tokenizer.decode(example.tokens) for example in examples]
     assert "Is it even?" not in texts[0]
@@ -170,22 +171,22 @@ def test_qwen3_single_turn_is_one_example(plain: PreTrainedTokenizerBase) -> Non
         ("<think>\nEasy.\n</think>\n\nIt is 4.", "<think>\nEasy.\n</think>\n\nIt is 4.<|im_end|>"),
         ("It is 4.", "<think>\n\n</think>\n\nIt is 4.<|im_end|>"),
     ):
-        (example,) = tokenize_conversation(tokenizer, talk("What is 2 + 2?", content))
+        (example,) = tokenize_conversation(ChatTemplate(tokenizer), talk("What is 2 + 2?", content))
         assert supervised(tokenizer, example) == [expected]
 
 
-def test_deepseek_r1_leaves_out_what_only_the_generation_prompt_writes(plain: PreTrainedTokenizerBase) -> None:
-    """The <think> of the generation prompt and the thoughts that the template drops carry no loss."""
+def test_deepseek_r1_trains_on_reasoning_that_its_template_drops(plain: PreTrainedTokenizerBase) -> None:
+    """The model writes its thoughts behind the <think> of the generation prompt, which itself carries no loss."""
     tokenizer: Any = dressed(plain, STYLES["deepseek_r1"])
-    (example,) = tokenize_conversation(tokenizer, talk("What is 2 + 2?", "<think>\nEasy.\n</think>\n\nIt is 4."))
-    assert [text.lstrip("\n") for text in supervised(tokenizer, example)] == ["It is 4.<eos>"]
-    assert "Easy." not in tokenizer.decode(example.tokens)
+    (example,) = tokenize_conversation(ChatTemplate(tokenizer), talk("What is 2 + 2?", "<think>\nEasy.\n</think>\n\nIt is 4."))
+    assert supervised(tokenizer, example) == ["Easy.\n</think>\n\nIt is 4.<eos>"]
+    assert "<|Assistant|><think>\nEasy." in tokenizer.decode(example.tokens)
 
 
 def test_phi3_end_of_turn_that_swallows_the_line_break_is_supervised(plain: PreTrainedTokenizerBase) -> None:
     """A special token that takes the following white space into its offsets is still the end of the answer."""
     tokenizer: Any = dressed(plain, STYLES["phi3"])
-    (example,) = tokenize_conversation(tokenizer, talk("Hi", "Hello!"))
+    (example,) = tokenize_conversation(ChatTemplate(tokenizer), talk("Hi", "Hello!"))
     kept = [token for token, keep in zip(example.tokens, example.mask) if keep]
     assert kept[-1] == tokenizer.convert_tokens_to_ids("<|end|>")
 
@@ -194,9 +195,9 @@ def test_trimmed_offsets_keep_white_space_supervised(plain: PreTrainedTokenizerB
     """A tokenizer that reports white space as empty spans supervises the same tokens as one that does not."""
     style, messages = STYLES["llama3"], talk("Hi", "Done:  two  spaces")
     tokenizer: Any = dressed(plain, style)
-    expected = tokenize_conversation(tokenizer, messages)
+    expected = tokenize_conversation(ChatTemplate(tokenizer), messages)
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    assert tokenize_conversation(tokenizer, messages) == expected
+    assert tokenize_conversation(ChatTemplate(tokenizer), messages) == expected
 
 
 @pytest.mark.parametrize("name", ["llama3", "smollm2", "gemma"])
@@ -204,7 +205,7 @@ def test_system_turn_carries_no_loss(plain: PreTrainedTokenizerBase, name: str) 
     """A system turn, given or injected, and a trailing question are context only."""
     tokenizer = dressed(plain, STYLES[name])
     messages = [{"role": "system", "content": "Be brief."}, *talk("Hi", "Hello!", "Bye")]
-    (example,) = tokenize_conversation(tokenizer, messages)
+    (example,) = tokenize_conversation(ChatTemplate(tokenizer), messages)
     assert supervised(tokenizer, example) == ["Hello!" + STYLES[name].end]
 
 
@@ -213,7 +214,7 @@ def test_mistral_refuses_roles_that_do_not_alternate(plain: PreTrainedTokenizerB
     """What the template raises becomes one sentence that names the roles and the template's reason."""
     messages = [{"role": role, "content": "text"} for role in roles]
     with pytest.raises(UserError, match=rf"{', '.join(roles)}.*must alternate"):
-        tokenize_conversation(dressed(plain, STYLES["mistral"]), messages)
+        tokenize_conversation(ChatTemplate(dressed(plain, STYLES["mistral"])), messages)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +229,7 @@ def test_mistral_refuses_roles_that_do_not_alternate(plain: PreTrainedTokenizerB
 def test_all_zero_and_all_one_masks_stop(plain: PreTrainedTokenizerBase, template: str, what: str) -> None:
     """A mask without a supervised token, or with no other, means a wrong template."""
     with pytest.raises(UserError, match=what):
-        tokenize_conversation(dressed(plain, Style(template, (), "")), talk("Hi", "Hello!"))
+        tokenize_conversation(ChatTemplate(dressed(plain, Style(template, (), ""))), talk("Hi", "Hello!"))
 
 
 def test_tokenizer_without_template_or_offsets_is_refused(plain: PreTrainedTokenizerBase) -> None:
@@ -236,7 +237,7 @@ def test_tokenizer_without_template_or_offsets_is_refused(plain: PreTrainedToken
     bare = copy.deepcopy(plain)
     bare.chat_template = None
     with pytest.raises(UserError, match="no chat template"):
-        tokenize_conversation(bare, talk("Hi", "Hello!"))
+        tokenize_conversation(ChatTemplate(bare), talk("Hi", "Hello!"))
     slow: Any = SimpleNamespace(chat_template="{{ messages }}", is_fast=False)
     with pytest.raises(UserError, match="fast tokenizer"):
-        tokenize_conversation(slow, talk("Hi", "Hello!"))
+        tokenize_conversation(ChatTemplate(slow), talk("Hi", "Hello!"))

@@ -10,11 +10,13 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import spectrain
-from spectrain.data.chat import Example, Message, tokenize_conversation
+from spectrain.data.chat import Example, tokenize_conversation
 from spectrain.data.dataset import Batching, Dataset
+from spectrain.data.messages import Conversation
 from spectrain.data.readers import ConversationReader, EmbeddedReader, load_embedded
 from spectrain.errors import UserError
 from spectrain.features.batch import collate
+from spectrain.models.chat_template import ChatTemplate, Message
 
 
 class Fixed(ConversationReader):
@@ -23,8 +25,8 @@ class Fixed(ConversationReader):
     name = "fixed"
 
     def __init__(self, rows: list[list[Message]], max_length: int = 2048) -> None:
-        super().__init__(None, max_length)
-        self.rows = rows
+        super().__init__(max_length=max_length)
+        self.rows = [Conversation(messages) for messages in rows]
 
     def read_conversations(self):  # type: ignore[no-untyped-def]
         return iter(self.rows)
@@ -136,10 +138,10 @@ def test_cut_and_dropped_are_counted(tokenizer: PreTrainedTokenizerBase) -> None
     """An example over max_length is cut, and dropped where nothing of its answer is left."""
     late = [{"role": "user", "content": "long question " * 40}, {"role": "assistant", "content": "Yes."}]
     rows = [chat("Hello!"), chat("word " * 100), late]
-    dataset = Dataset.from_data(Fixed(rows, max_length=32), tokenizer)
+    dataset = Dataset.from_data(Fixed(rows, max_length=32), ChatTemplate(tokenizer))
     assert (dataset.num_conversations, dataset.num_cut, dataset.num_dropped) == (3, 2, 1)
-    (short,), (long,) = tokenize_conversation(tokenizer, rows[0]), tokenize_conversation(tokenizer, rows[1])
-    assert dataset.examples == [short, Example(long.tokens[:32], long.mask[:32])]
+    (short,), (long,) = (tokenize_conversation(ChatTemplate(tokenizer), row) for row in rows[:2])
+    assert dataset.examples == [short, long.cut(32)]
     assert dataset.num_tokens == len(short.tokens) + 32
     assert dataset.num_supervised == sum(short.mask) + sum(long.mask[:32])
 
@@ -148,7 +150,7 @@ def test_data_that_is_all_cut_away_stops(tokenizer: PreTrainedTokenizerBase) -> 
     """The message names the setting that cut every answer off."""
     rows = [[{"role": "user", "content": "long question " * 40}, {"role": "assistant", "content": "Yes."}]]
     with pytest.raises(UserError, match=r"data\.max_length=8"):
-        Dataset.from_data(Fixed(rows, max_length=8), tokenizer)
+        Dataset.from_data(Fixed(rows, max_length=8), ChatTemplate(tokenizer))
 
 
 def test_fingerprint_sees_every_token_and_mask() -> None:
@@ -178,7 +180,7 @@ def test_token_counts_are_the_supervised_tokens() -> None:
 
 def test_a_vocabulary_is_chosen_from_all_that_is_embedded(tokenizer: PreTrainedTokenizerBase) -> None:
     """Counts are those of the examples and of the answers behind data.limit; what is held out adds nothing."""
-    few = EmbeddedReader(limit=40, held_out=0.1).make_dataset(tokenizer)
+    few = EmbeddedReader(limit=40, held_out=0.1).make_dataset(ChatTemplate(tokenizer))
     counts = few.token_counts(len(tokenizer))
     for example in few.examples:
         counts -= torch.bincount(torch.tensor(example.tokens)[torch.tensor(example.mask)], minlength=len(tokenizer))
@@ -187,7 +189,7 @@ def test_a_vocabulary_is_chosen_from_all_that_is_embedded(tokenizer: PreTrainedT
         counts, torch.bincount(torch.tensor([token for answer in answers for token in answer]), minlength=len(tokenizer))
     )
     assert few.held_out and len(answers) == len(load_embedded()) - 40
-    said = "\n".join(message["content"] for message in load_embedded()[50] if message["role"] == "assistant")
+    said = "\n".join(message["content"] for message in load_embedded()[50].messages if message["role"] == "assistant")
     assert answers[10] == tokenizer(said, add_special_tokens=False)["input_ids"]
     every = EmbeddedReader()
     every.load_conversations()

@@ -131,7 +131,7 @@ def test_data_becomes_a_store(shallow: Target, shallow_folder: Path, tmp_path: P
     store = Datastore(str(tmp_path / "store"), shallow.tokenizer)
     assert sorted(store.questions.tolist()) == sorted(hash_text(question) for question, _ in said)
     assert sorted(store.answers.tolist()) == sorted(hash_text(answer) for _, answer in said)
-    (example,) = tokenize_conversation(shallow.tokenizer, lines[0]["messages"])
+    (example,) = tokenize_conversation(shallow.template, lines[0]["messages"])
     first = example.mask.index(True)
     assert store.contains_tokens(example.tokens[first - MAX_MATCH :]) and not store.contains_tokens(
         example.tokens[first - MAX_MATCH - 1 :]

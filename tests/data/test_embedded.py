@@ -88,4 +88,4 @@ def test_heldout_prompts_are_on_other_subjects(rows: list[dict[str, Any]], heldo
 def test_a_prefix_covers_every_subject() -> None:
     """Reading with a limit gives a mixture of subjects, not the first file."""
     first = EmbeddedReader(limit=80).load_conversations()
-    assert len(first) == 80 and len({len(chat) for chat in first}) >= 2
+    assert len(first) == 80 and len({len(chat.messages) for chat in first}) >= 2

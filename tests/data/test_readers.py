@@ -9,7 +9,8 @@ from typing import Any
 import datasets
 import pytest
 
-from spectrain.data.readers import EmbeddedReader, HubReader, JsonlReader, iterate_json_array, parse_conversation
+from spectrain.data.messages import Conversation, parse_conversation
+from spectrain.data.readers import EmbeddedReader, HubReader, JsonlReader, iterate_json_array
 from spectrain.errors import UserError
 
 MESSAGES = [
@@ -34,7 +35,7 @@ def test_both_layouts_read_the_same(tmp_path: Path, row: dict[str, Any], name: s
     opener = gzip.open if name.endswith(".gz") else open
     with opener(tmp_path / name, "wt", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n\n" + json.dumps(row, ensure_ascii=False) + "\n")
-    assert JsonlReader(str(tmp_path / name)).load_conversations() == [MESSAGES, MESSAGES]
+    assert JsonlReader(str(tmp_path / name)).load_conversations() == [Conversation(MESSAGES), Conversation(MESSAGES)]
 
 
 def test_a_directory_or_a_pattern_is_read_in_the_order_of_names(tmp_path: Path) -> None:
@@ -49,7 +50,7 @@ def test_a_directory_or_a_pattern_is_read_in_the_order_of_names(tmp_path: Path) 
     (tmp_path / "failed" / "a.jsonl").write_text("no JSON")
 
     def asked(path: Path) -> list[str]:
-        return [messages[0]["content"] for messages in JsonlReader(str(path)).load_conversations()]
+        return [chat.messages[0]["content"] for chat in JsonlReader(str(path)).load_conversations()]
 
     assert asked(tmp_path) == ["one", "two", "three"]
     assert asked(tmp_path / "[bc].jsonl") == ["two", "three"]
@@ -64,7 +65,7 @@ def test_a_directory_or_a_pattern_is_read_in_the_order_of_names(tmp_path: Path) 
 def test_answers_before_the_first_question_are_dropped(system: list[dict[str, str]]) -> None:
     """An opening greeting of the assistant goes, a system turn stays."""
     greeting = {"role": "assistant", "content": "Welcome!"}
-    assert parse_conversation({"messages": [*system, greeting, *MESSAGES[1:]]}, "here") == [*system, *MESSAGES[1:]]
+    assert parse_conversation({"messages": [*system, greeting, *MESSAGES[1:]]}, "here").messages == [*system, *MESSAGES[1:]]
 
 
 BAD = {
@@ -91,17 +92,19 @@ def test_bad_line_is_named_by_file_and_number(tmp_path: Path, line: str) -> None
     assert "\n" not in str(caught.value)
 
 
-def test_a_json_list_is_told_to_become_lines(tmp_path: Path) -> None:
+def test_a_json_list_is_read_and_one_in_json_lines_is_named(tmp_path: Path) -> None:
     """As ShareGPT's own files are lists of conversations."""
     path = write(tmp_path / "chats.json", f"[{GOOD}, {GOOD}]")
+    assert JsonlReader(str(path)).load_conversations() == [Conversation(MESSAGES)] * 2
+    path = write(tmp_path / "chats.jsonl", f"[{GOOD}, {GOOD}]")
     with pytest.raises(UserError, match=r"line 1: it is a list; write one conversation a line"):
         JsonlReader(str(path)).load_conversations()
 
 
-@pytest.mark.parametrize("role", ["usr", "function"])
+@pytest.mark.parametrize("role", ["usr", "critic"])
 def test_unknown_role_is_quoted(role: str) -> None:
     """The wrong role stands in the message beside the right ones."""
-    with pytest.raises(UserError, match=rf"{role}.*use system, user and assistant"):
+    with pytest.raises(UserError, match=rf"{role}.*use system, developer, user, assistant or tool"):
         parse_conversation({"messages": [{"role": role, "content": "Hi"}]}, "here")
 
 
@@ -142,7 +145,7 @@ def test_settings_out_of_range_are_refused(setting: dict[str, int]) -> None:
 def test_embedded_conversations_are_well_formed_and_ordered() -> None:
     """Every embedded conversation passes the reader's own check, and a limit gives a prefix of them."""
     whole = EmbeddedReader().load_conversations()
-    assert [parse_conversation({"messages": messages}, "embedded") for messages in whole] == whole
+    assert [parse_conversation({"messages": chat.messages}, "embedded") for chat in whole] == whole
     assert EmbeddedReader(limit=5).load_conversations() == whole[:5]
 
 
@@ -194,7 +197,7 @@ def test_stream_array_reads_files(tmp_path: Path) -> None:
 def test_hub_reads_a_saved_data_set(tmp_path: Path, row: dict[str, Any]) -> None:
     """A directory that `datasets` saved gives the same conversations as JSON Lines."""
     datasets.Dataset.from_list([row, row]).save_to_disk(tmp_path / "saved")
-    assert HubReader(str(tmp_path / "saved")).load_conversations() == [MESSAGES, MESSAGES]
+    assert HubReader(str(tmp_path / "saved")).load_conversations() == [Conversation(MESSAGES), Conversation(MESSAGES)]
 
 
 def test_hub_takes_the_split_of_a_saved_dictionary(tmp_path: Path) -> None:
@@ -203,7 +206,7 @@ def test_hub_takes_the_split_of_a_saved_dictionary(tmp_path: Path) -> None:
     splits = {"train": [{"messages": MESSAGES}], "test": [{"messages": other}]}
     saved = datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name, rows in splits.items()})
     saved.save_to_disk(tmp_path / "saved")
-    assert HubReader(str(tmp_path / "saved"), split="test").load_conversations() == [other]
+    assert HubReader(str(tmp_path / "saved"), split="test").load_conversations() == [Conversation(other)]
 
 
 def test_hub_names_the_bad_row(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from spectrain.data.stream import StreamedDataset, StreamReader
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import RunError, UserError
 from spectrain.features.live_source import LiveSource
+from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer
 
@@ -57,7 +58,7 @@ ROWS = [chat(number) for number in range(75)]
 
 
 def streamed(tokenizer: PreTrainedTokenizerBase, rows: list[dict[str, Any]] = ROWS, **options: Any) -> StreamedDataset:
-    return Counted(rows, **options).make_dataset(tokenizer)
+    return Counted(rows, **options).make_dataset(ChatTemplate(tokenizer))
 
 
 def order(tokenizer: PreTrainedTokenizerBase, plan: list[tuple[int, int]], packed: bool, **options: Any) -> list[list[Example]]:
@@ -101,14 +102,16 @@ def test_every_row_once_an_epoch(tokenizer: PreTrainedTokenizerBase) -> None:
     batches = [next(stream) for _ in range(40)]
     by_shard = [[example.tokens for batch in batches[shard::4] for example in batch] for shard in range(4)]
     seen = [tokens for rows in by_shard for tokens in rows[:6]]  # a window's batches come before the next window's
-    assert sorted(seen) == sorted(tokenize_conversation(tokenizer, chat(number)["messages"])[0].tokens for number in range(24))
+    assert sorted(seen) == sorted(
+        tokenize_conversation(ChatTemplate(tokenizer), chat(number)["messages"])[0].tokens for number in range(24)
+    )
 
 
 def test_no_row_is_read_before_it_is_needed(tokenizer: PreTrainedTokenizerBase) -> None:
     """The sample reads its rows; then each window is read when a shard first comes to it."""
     rows = [chat(number) for number in range(1000)]
     data = Counted(rows)
-    dataset = data.make_dataset(tokenizer)
+    dataset = data.make_dataset(ChatTemplate(tokenizer))
     ahead = 1  # `datasets` looks one row ahead
     assert data.count <= 8 + ahead
     stream, before = dataset.stream_batches(Batching(1000, 0, packed=True)), data.count  # every window is one batch
@@ -123,7 +126,9 @@ def test_a_process_tokenises_its_own_shards_only(tokenizer: PreTrainedTokenizerB
     datasets_of = [streamed(tokenizer, [chat(number) for number in range(400)]) for _ in range(2)]
     for process, dataset in enumerate(datasets_of):
         whole = dataset.data.try_tokenize
-        monkeypatch.setattr(dataset.data, "try_tokenize", lambda t, m, whole=whole: met.append(m[0]["content"]) or whole(t, m))
+        monkeypatch.setattr(
+            dataset.data, "try_tokenize", lambda t, m, whole=whole: met.append(m.messages[0]["content"]) or whole(t, m)
+        )
         stream = dataset.stream_batches(Batching(1000, 0, True), process, 2)
         for _ in range(10):
             next(stream)
@@ -185,7 +190,7 @@ def test_files_are_streamed(tokenizer: PreTrainedTokenizerBase, tmp_path: Path, 
             (tmp_path / f"part-{number}.jsonl").write_text("\n".join(lines[25 * number : 25 * number + 25]) + "\n")
         path = tmp_path / "part-*.jsonl"
     config = {"_target_": "spectrain.data.stream.StreamReader", "path": str(path), "shards": 4, "window": 6}
-    stream = build(config).make_dataset(tokenizer).stream_batches(Batching(60, 3))
+    stream = build(config).make_dataset(ChatTemplate(tokenizer)).stream_batches(Batching(60, 3))
     assert [next(stream) for _ in range(40)] == order(tokenizer, [(1, 40)], False)
 
 

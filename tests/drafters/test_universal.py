@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def speakers(shallow: Target, folder: Path) -> dict[str, str]:
     """Directories of small models: random ones with other tokenizers, and the target's own network with its ids shuffled."""
-    texts = [message["content"] for messages in EmbeddedReader(limit=15).load_conversations() for message in messages]
+    texts = [message["content"] for chat in EmbeddedReader(limit=15).load_conversations() for message in chat.messages]
     torch.manual_seed(3)
     return {
         "bytes": random_model(byte_level(700, texts, ("<|end|>", "<|im_end|>")), folder / "bytes"),

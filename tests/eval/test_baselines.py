@@ -48,7 +48,7 @@ def scored(target: Target, folder: Path, own: Datastore | None, **options: Any) 
 
 
 def answers(target: Target) -> list[list[int]]:
-    prompts = [tokenize_prompt(target.tokenizer, [{"role": "user", "content": text}]) for text in QUESTIONS]
+    prompts = [tokenize_prompt(target.template, [{"role": "user", "content": text}]) for text in QUESTIONS]
     return [one.output for one in decode(target, prompts, Greedy(), LIMIT)]
 
 

@@ -122,11 +122,11 @@ def test_prompts_are_whole_contexts(shallow: Target, tmp_path: Path) -> None:
     evaluation(tmp_path, check=False).score(Candidate(shallow, Ngram(shallow), Chain(3), Greedy(), SETTING), tmp_path / "out")
     first, second, third, _ = samples(tmp_path / "out")
     messages = [{"role": "user", "content": ROWS[0]["turns"][0]}]
-    assert first["prompt_tokens"] == tokenize_prompt(shallow.tokenizer, messages)
+    assert first["prompt_tokens"] == tokenize_prompt(shallow.template, messages)
     answer = shallow.tokenizer.decode([token for token in first["output_tokens"] if token not in shallow.stop_ids])
     messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": ROWS[0]["turns"][1]}]
-    assert second["prompt_tokens"] == tokenize_prompt(shallow.tokenizer, messages)
-    assert third["prompt_tokens"] == tokenize_prompt(shallow.tokenizer, [{"role": "user", "content": ROWS[1]["turns"][0]}])
+    assert second["prompt_tokens"] == tokenize_prompt(shallow.template, messages)
+    assert third["prompt_tokens"] == tokenize_prompt(shallow.template, [{"role": "user", "content": ROWS[1]["turns"][0]}])
 
 
 @pytest.mark.parametrize("rule", [Greedy(), Match(seed=2)], ids=lambda rule: rule.name)

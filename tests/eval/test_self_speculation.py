@@ -227,7 +227,7 @@ def test_skipped_layers_are_searched_and_can_be_given(
     shown = " ".join(capsys.readouterr().out.split())
     found = read(tmp_path / "one", "heldout")
     skipped = found["setting"]["drafter"]["skipped"]
-    openings = [tokenize_prompt(tiny.tokenizer, [{"role": "user", "content": text}]) for text in PROMPTS]
+    openings = [tokenize_prompt(tiny.template, [{"role": "user", "content": text}]) for text in PROMPTS]
     texts = [(opening, decode(tiny, [opening], Greedy(), 8)[0].output) for opening in openings]
     assert skipped == sorted(search(tiny, texts, 3, 9))
     listed = str(skipped).replace(" ", "")
@@ -306,7 +306,7 @@ def test_likeliest_children_are_refused(
 @pytest.mark.parametrize("rule", [SpeculativeSampling(seed=3), Block(0.7, seed=3)], ids=lambda rule: rule.name)
 def test_drawn_drafts_repeat(tiny: Target, rule: Any) -> None:
     """Drawn drafts of an early exit give the same rounds in a batch as alone, and hardly ever what greedy decoding says."""
-    texts = [tokenize_prompt(tiny.tokenizer, [{"role": "user", "content": text}]) for text in PROMPTS]
+    texts = [tokenize_prompt(tiny.template, [{"role": "user", "content": text}]) for text in PROMPTS]
     drafter, builder = EarlyExit(tiny, 5), Chain(3, "sampled", seed=1)
     batch = decode(tiny, texts, rule, LIMIT, drafter, builder, [4, 9])
     for text, row, found in zip(texts, (4, 9), batch):
@@ -337,7 +337,7 @@ def test_the_floor_of_drafting(tiny: Target, monkeypatch: pytest.MonkeyPatch, na
     a draft pass for each depth, through the layers that draft, the head and the drafter's own weights, and a verification."""
     drafter, layers, own = family(name, tiny)
     drafter = drafter.eval()
-    text = tokenize_prompt(tiny.tokenizer, [{"role": "user", "content": PROMPTS[0]}])
+    text = tokenize_prompt(tiny.template, [{"role": "user", "content": PROMPTS[0]}])
     (plain,), (drafted,) = (decode(tiny, [text], Greedy(), LIMIT, *how) for how in ((), (drafter, Chain(depth))))
 
     def as_many(module: torch.nn.Module, rows: float, device: torch.device, dtype: torch.dtype) -> float:
@@ -360,7 +360,7 @@ def test_the_floor_of_drafting(tiny: Target, monkeypatch: pytest.MonkeyPatch, na
 def test_forwards_of_the_target_are_counted(tiny: Target, strategy: Any, forwards: int) -> None:
     """As many as really ran, one for the prompt and these a round; where drafting is one the report says what each gives."""
     drafter = GatedLora(tiny, num_masks=3, rank=0, sampler=False, noise="uniform", strategy=strategy).eval()
-    text, ran = tokenize_prompt(tiny.tokenizer, [{"role": "user", "content": PROMPTS[0]}]), []
+    text, ran = tokenize_prompt(tiny.template, [{"role": "user", "content": PROMPTS[0]}]), []
     handle = tiny.decoder.register_forward_hook(lambda *args: ran.append(1))
     (drafted,) = decode(tiny, [text], Greedy(), LIMIT, drafter, Chain(3))
     handle.remove()

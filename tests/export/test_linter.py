@@ -235,7 +235,7 @@ UNREAD_BY_VLLM: dict[str, dict[str, set[str]]] = {
 
 def trained(directory: Path, tiny: Target, drafter: Drafter, name: str, steps: int, **options: Any) -> Path:
     """A drafter that has learnt something, as training saves it."""
-    dataset = Dataset.from_data(EmbeddedReader(limit=steps), tiny.tokenizer)
+    dataset = Dataset.from_data(EmbeddedReader(limit=steps), tiny.template)
     drafter.prepare(tiny, dataset.token_counts(tiny.head.vocab_size))
     Trainer(lr=3e-3, max_steps=steps, batch_tokens=1024).fit(drafter, tiny, dataset, LiveSource(), directory / "fit")
     save_drafter(directory / "drafter", drafter, settings_for(name, **options))

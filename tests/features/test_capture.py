@@ -142,7 +142,7 @@ def test_what_cannot_be_stored_is_said(tmp_path: Path, tiny: Target) -> None:
         capture_features(
             composed("recipe=gated_lora", "target=tiny", "data.limit=2", "source=store", f"source.path={tmp_path}")
         )
-    example = Dataset.from_data(EmbeddedReader(limit=1, max_length=128), tiny.tokenizer).examples[0]
+    example = Dataset.from_data(EmbeddedReader(limit=1, max_length=128), tiny.template).examples[0]
     tokens = torch.tensor(example.tokens)
     states = tiny.features(tokens[None], (2, 4, 5, 8)).hidden[0].contiguous()
     (tmp_path / "hidden_states").mkdir()
@@ -160,7 +160,7 @@ def test_two_thousand_conversations(tmp_path: Path) -> None:
     store = FeatureStore(tmp_path)
     sequences = len(store.shard_names)
     assert sequences > 2000
-    dataset = Dataset.from_data(build(composed(*settings).data), build(composed(*settings).target).tokenizer)
+    dataset = Dataset.from_data(build(composed(*settings).data), build(composed(*settings).target).template)
     sample = dataset.examples[::8]
     before = [store.read_states(example, store.layers, torch.empty(0)) for example in sample]
     files = sorted(tmp_path.glob("*.safetensors"))

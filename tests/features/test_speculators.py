@@ -9,12 +9,13 @@ from safetensors.torch import save_file
 
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
+from spectrain.data.tokens import PreparedReader
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest, Source
 from spectrain.features.live_source import LiveSource
-from spectrain.features.speculators import PreparedData, SpeculatorsCache, find_hidden_states
+from spectrain.features.speculators import SpeculatorsCache, find_hidden_states
 from spectrain.features.stored_source import StoredSource
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer
@@ -80,7 +81,7 @@ def test_a_whole_folder_of_it_is_trained_on(tiny: Target, tmp_path: Path, monkey
     cached(tmp_path, tiny, rows)
     columns = [{"input_ids": e.tokens, "loss_mask": list(map(int, e.mask)), "seq_len": len(e.tokens)} for e in rows]
     datasets.Dataset.from_list(columns).with_format("torch").save_to_disk(tmp_path)
-    dataset = Dataset.from_data(PreparedData(str(tmp_path)), tiny.tokenizer)
+    dataset = Dataset.from_data(PreparedReader(str(tmp_path)), tiny.template)
     assert dataset.examples == rows
     source, made = StoredSource(str(tmp_path), capture=False), drafter(tiny)
     prepare(source, made, tiny, dataset.examples)
@@ -92,11 +93,11 @@ def test_a_whole_folder_of_it_is_trained_on(tiny: Target, tmp_path: Path, monkey
 
 def test_what_it_did_not_prepare_is_refused(tmp_path: Path) -> None:
     """A folder that is none, and rows whose mask has another length."""
-    with pytest.raises(UserError, match="datasets could not load it"):
-        PreparedData(str(tmp_path)).load_conversations()
+    with pytest.raises(UserError, match="the folder holds no data file"):
+        PreparedReader(str(tmp_path)).load_conversations()
     datasets.Dataset.from_list([{"input_ids": [1, 2, 3], "loss_mask": [0, 1]}]).save_to_disk(tmp_path / "saved")
-    with pytest.raises(UserError, match="row 0: it has 3 input_ids and 2 loss_mask"):
-        PreparedData(str(tmp_path / "saved")).load_conversations()
+    with pytest.raises(UserError, match="row 1: it has 3 input_ids and 2 loss_mask"):
+        PreparedReader(str(tmp_path / "saved")).load_conversations()
 
 
 def test_layers_are_found_through_noise(tiny: Target, tmp_path: Path) -> None:

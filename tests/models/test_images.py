@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spectrain.data.chat import Example, tokenize_conversation, tokenize_prompt
-from spectrain.data.images import expand_mask
+from spectrain.data.images import expand_codes
 from spectrain.data.readers import JsonlReader
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.session import Session
@@ -55,7 +55,7 @@ def conversations(pictures: tuple[str, str]) -> list[list[dict[str, Any]]]:
 
 
 def examples(target: Target, pictures: tuple[str, str]) -> list[Example]:
-    return [tokenize_conversation(target.tokenizer, messages, target.vision)[0] for messages in conversations(pictures)]
+    return [tokenize_conversation(target.template, messages, target.vision)[0] for messages in conversations(pictures)]
 
 
 def made(family: Any, target: Target) -> Drafter:
@@ -98,7 +98,7 @@ def test_features_over_images_are_the_models_own(target: Target, pictures: tuple
 @pytest.mark.parametrize("family", [Eagle3, Medusa, DFlash])
 def test_decoding_with_images_is_generates(target: Target, pictures: tuple[str, str], family: Any) -> None:
     """Trees and chains, alone and in a batch with a text that has no image, are continued as by `generate` with the pixels."""
-    prompts = [tokenize_prompt(target.tokenizer, messages[:1], target.vision) for messages in conversations(pictures)]
+    prompts = [tokenize_prompt(target.template, messages[:1], target.vision) for messages in conversations(pictures)]
     with reference_model(target) as model:
         wanted = [generate(model, prompt, NEW_TOKENS, target.stop_ids) for prompt in prompts]
     drafter = made(family, target)
@@ -148,7 +148,7 @@ def test_what_is_seen_ahead_is_asked_of_masks() -> None:
 def test_another_picture_another_answer(target: Target, pictures: tuple[str, str], tmp_path: Path) -> None:
     """The tokens are the same and the answer is not; nor is the key by which features are kept."""
     texts = [
-        tokenize_prompt(target.tokenizer, asked("What?", path), target.vision) for path in (pictures[0], picture(tmp_path, 3))
+        tokenize_prompt(target.template, asked("What?", path), target.vision) for path in (pictures[0], picture(tmp_path, 3))
     ]
     assert list(texts[0]) == list(texts[1])
     first, second = (one.output for one in Session(target, Greedy()).decode(texts, NEW_TOKENS))
@@ -201,7 +201,7 @@ def test_conversations_of_a_file(pictures: tuple[str, str], tmp_path: Path) -> N
     file.write_text("\n".join(map(json.dumps, rows)))
     first, second = JsonlReader(str(file)).load_conversations()
     assert first == second
-    assert first[0]["content"][0]["path"] == str(tmp_path / name) and first[1]["content"] == "Yes"
+    assert first.messages[0]["content"][0]["path"] == str(tmp_path / name) and first.messages[1]["content"] == "Yes"
 
 
 def test_prompts_of_a_file(target: Target, pictures: tuple[str, str], tmp_path: Path) -> None:
@@ -209,10 +209,8 @@ def test_prompts_of_a_file(target: Target, pictures: tuple[str, str], tmp_path: 
     row = {"messages": [*asked("What?", pictures[0]), {"role": "assistant", "content": "A boat."}]}
     (tmp_path / "prompts.jsonl").write_text(json.dumps(row))
     (prompt,) = read_prompts(str(tmp_path / "prompts.jsonl")).prompts
-    text = tokenize_prompt(target.tokenizer, prompt.opening, target.vision)
-    assert (
-        text == tokenize_prompt(target.tokenizer, asked("What?", pictures[0]), target.vision) and get_images(text) is not None
-    )
+    text = tokenize_prompt(target.template, prompt.opening, target.vision)
+    assert text == tokenize_prompt(target.template, asked("What?", pictures[0]), target.vision) and get_images(text) is not None
 
 
 @pytest.mark.parametrize(
@@ -231,17 +229,17 @@ def test_who_reads_text_alone_says_so(target: Target, pictures: tuple[str, str])
     tiny = load_tiny()
     with pytest.raises(UserError, match="text alone"):
         tokenize_conversation(
-            tiny.tokenizer, [{**messages[0], "content": [{"type": "image", "path": pictures[0]}]}, messages[1]], tiny.vision
+            tiny.template, [{**messages[0], "content": [{"type": "image", "path": pictures[0]}]}, messages[1]], tiny.vision
         )
     with pytest.raises(UserError, match="text alone"):
-        tokenize_conversation(target.tokenizer, messages)
+        tokenize_conversation(target.template, messages)
     with pytest.raises(UserError, match="text alone"):
         LiveSource().make_batch(BatchRequest(examples(target, pictures), target))
 
 
 def test_images_that_a_model_sees_otherwise_are_refused(target: Target, pictures: tuple[str, str]) -> None:
     """What the check holds against transformers is what decoding would use."""
-    text = tokenize_prompt(target.tokenizer, asked("What?", pictures[0]), target.vision)
+    text = tokenize_prompt(target.template, asked("What?", pictures[0]), target.vision)
 
     def turned(module: Any, args: Any, told: dict[str, Any]) -> Any:
         """Only in a forward of ours: embeddings the wrong way round."""
@@ -277,6 +275,6 @@ def test_exports_name_the_model_of_text_and_images(target: Target) -> None:
 def test_a_mask_is_spread_over_placeholders(plain: list[int], whole: list[int]) -> None:
     """Tokens that are no placeholder keep what they have, and the tokens of images have nothing."""
     kept = [token not in (8, 9) for token in whole]
-    assert expand_mask(plain, [token != 9 for token in plain], whole, 9) == kept
+    assert expand_codes(plain, [token != 9 for token in plain], whole, 9) == kept
     with pytest.raises(UserError, match="changes the text"):
-        expand_mask([*plain, 7], [True] * (len(plain) + 1), whole, 9)
+        expand_codes([*plain, 7], [True] * (len(plain) + 1), whole, 9)

@@ -63,7 +63,7 @@ def planned(*overrides: str, device: str = "auto") -> dict[str, Any]:
 def ready(config: Any, run: Path) -> tuple[Callable[[], None], int]:
     """A training as `spectrain train` starts it, and the bytes of all weights before its first step."""
     target = build(config.target)
-    dataset = Dataset.from_data(build(config.data), target.tokenizer)
+    dataset = Dataset.from_data(build(config.data), target.template)
     drafter = init_drafter(config, target, dataset)
     target.pack_weights()
     held = size_of(*target.parameters(), *drafter.parameters(), *drafter.buffers(), *drafter_copies(drafter))

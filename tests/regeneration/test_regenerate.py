@@ -129,11 +129,11 @@ def test_answers_are_the_targets_own(tmp_path: Path, tiny: Target, temperature: 
     assert sorted(found) == list(range(LIMIT)) and any(len(row.num_tokens) > 1 for row in found.values())
     for number, source in enumerate(data.load_conversations()):
         wanted, row = regeneration.make_pending_row(number, source), found[number]
-        assert [message["role"] for message in row.messages] == [message["role"] for message in source]
+        assert [message["role"] for message in row.messages] == [message["role"] for message in source.messages]
         places = [at for at, message in enumerate(source) if message["role"] == "assistant"]
         for at, size, reason in zip(places, row.num_tokens, row.finish_reason, strict=True):
             prompt: Any = tiny.tokenizer(
-                render_chat(tiny.tokenizer, row.messages[:at], for_generation=True), add_special_tokens=False
+                render_chat(tiny.template, row.messages[:at], for_generation=True), add_special_tokens=False
             )
             (alone,) = decode(tiny, [prompt["input_ids"]], rule, SHORT["max_new_tokens"], sequence_ids=[wanted.key])
             text = tiny.tokenizer.decode(alone.output, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -166,7 +166,7 @@ def test_a_run_drafts_and_names_its_target(tmp_path: Path, tiny: Target, whole: 
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         began = compose("train", overrides=["recipe=eagle3", "target=tiny"])
     drafter = build(began.drafter, target=tiny)
-    drafter.prepare(tiny, Dataset.from_data(EmbeddedReader(limit=LIMIT), tiny.tokenizer).token_counts(tiny.head.vocab_size))
+    drafter.prepare(tiny, Dataset.from_data(EmbeddedReader(limit=LIMIT), tiny.template).token_counts(tiny.head.vocab_size))
     save_drafter(tmp_path / "drafter", drafter, began)
     settings = ["++sampling.max_new_tokens=6", "++sampling.seed=3", "++regenerate.shard_size=4", f"++data.limit={LIMIT}"]
     command(f"++run={tmp_path / 'drafter'}", f"++out={tmp_path / 'out'}", *settings)
@@ -301,7 +301,7 @@ def test_bad_conversations_take_nothing_with_them(
     tmp_path: Path, tiny: Target, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One too long, one that the template refuses, one that the model chokes on: each is told, the others are as ever."""
-    good = [{"messages": messages} for messages in EmbeddedReader(limit=LIMIT).load_conversations()]
+    good = [chat.to_row() for chat in EmbeddedReader(limit=LIMIT).load_conversations()]
     user = {"role": "user", "content": "poison"}
     bad = [{"messages": [{**user, "content": "word " * tiny.max_length}, {"role": "assistant", "content": "No."}]},
            {"messages": [user, {"role": "assistant", "content": "No."}]}]  # fmt: skip
@@ -347,7 +347,7 @@ def test_first_turn_and_system_prompt(tmp_path: Path, tiny: Target) -> None:
     found = make(tmp_path / "out", tiny, turns="first", system="Be brief.")
     sources = EmbeddedReader(limit=LIMIT).load_conversations()
     for number, row in found.items():
-        assert row.messages[:-1] == [{"role": "system", "content": "Be brief."}, sources[number][0]]
+        assert row.messages[:-1] == [{"role": "system", "content": "Be brief."}, sources[number].messages[0]]
         assert len(row.num_tokens) == 1
 
 
@@ -369,8 +369,8 @@ def test_cut_answers_are_marked_or_left_out(tmp_path: Path, tiny: Target) -> Non
 def test_result_is_data(tiny: Target, whole: Path) -> None:
     """data=jsonl data.path=DIR trains on it: every conversation, in its order, with the target's answers supervised."""
     data = JsonlReader(str(whole))
-    assert data.load_conversations() == [row.messages for row in rows(whole).values()]
-    dataset = Dataset.from_data(data, tiny.tokenizer)
+    assert [chat.messages for chat in data.load_conversations()] == [row.messages for row in rows(whole).values()]
+    dataset = Dataset.from_data(data, tiny.template)
     assert dataset.num_conversations == LIMIT and dataset.num_supervised > 0
 
 
@@ -436,8 +436,8 @@ def test_nothing_is_written_where_nothing_can_be(tmp_path: Path) -> None:
 def test_questions_alone_will_do(tiny: Target, tmp_path: Path) -> None:
     """Bare questions, of one turn or several, get the answers that the same questions get in whole conversations."""
     whole = [
-        [message for message in messages if message["role"] != "system"][:4]
-        for messages in EmbeddedReader(limit=6).load_conversations()
+        [message for message in chat.messages if message["role"] != "system"][:4]
+        for chat in EmbeddedReader(limit=6).load_conversations()
     ]
     asked = [[message["content"] for message in messages if message["role"] == "user"] for messages in whole]
     lines = [{"turns": texts} if len(texts) > 1 else {"prompt": texts[0]} for texts in asked]

@@ -117,10 +117,10 @@ def rows(out: Path) -> dict[int, Row]:
 def expected(chats: JsonlReader) -> list[list[dict[str, str]]]:
     return [
         [
-            turn if turn["role"] == "user" else {"role": "assistant", "content": f"you said {messages[at - 1]['content']}"}
-            for at, turn in enumerate(messages)
+            turn if turn["role"] == "user" else {"role": "assistant", "content": f"you said {chat.messages[at - 1]['content']}"}
+            for at, turn in enumerate(chat.messages)
         ]
-        for messages in chats.load_conversations()
+        for chat in chats.load_conversations()
     ]
 
 

@@ -177,9 +177,9 @@ def line(content: Any) -> str:
 
 
 DATA: dict[str, tuple[str, str]] = {
-    "half a character": (line("\ud800"), r"line 1: its text holds \\ud800"),
+    "half a character": (line("\ud800"), r"line 1: message 2: its text holds \\ud800"),
     "nested": ("[" * 100_000, "line 1: its values are nested too deeply"),
-    "a text of 12 MB": (line("a" * 12_000_000), r"line 1: a text of 12,000,000 characters"),
+    "a text of 12 MB": (line("a" * 12_000_000), r"line 1: message 2: a text of 12,000,000 characters"),
     "2,000 turns": (
         json.dumps({"messages": [{"role": "user", "content": "Hi"}] * 2000}),
         "line 1: a conversation of 2000 turns",
@@ -199,7 +199,7 @@ def test_data_that_cannot_be_learnt(case: str, tmp_path: Path) -> None:
 
 def test_folders_without_data(tmp_path: Path) -> None:
     """An empty folder is not a missing file, and a folder is no file whatever its name."""
-    with pytest.raises(UserError, match="the folder holds no .jsonl file"):
+    with pytest.raises(UserError, match="the folder holds no data file"):
         JsonlReader(str(tmp_path)).load_conversations()
     (tmp_path / "data.jsonl").mkdir()
     with pytest.raises(UserError, match="it cannot be read"):

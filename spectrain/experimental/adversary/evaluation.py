@@ -92,7 +92,7 @@ class Adversary(Part):
         for number in range(self.search.tries + 1):
             tried = self._changed(words, str(prompt.turns[0]), pool, draw) if number else words
             edited = replace(prompt, turns=[inserted(str(prompt.turns[0]), tried)])
-            tokens = tokenize_prompt(target.tokenizer, edited.opening)
+            tokens = tokenize_prompt(target.template, edited.opening)
             if len(tokens) + self.max_new_tokens > target.max_length:
                 continue
             same = 1.0 if best is None else still_likeliest(target, tokens, best.start.output)
