@@ -205,8 +205,8 @@ def tokenize_conversation(
     if not template.tokenizer.is_fast:
         raise UserError("target: its tokenizer cannot tell where tokens lie in the text; save it as a fast tokenizer")
     if conversation.text is not None:
-        tokens = tokenize_text(template.tokenizer, conversation.text, conversation.completion, conversation.infill_seed)
-        return [Example(tokens.tokens, tokens.mask)]
+        written = tokenize_text(template.tokenizer, conversation.text, conversation.completion, conversation.infill_seed)
+        return [Example(written.tokens, written.mask)]
     require_template(template)
     texts, paths = render_answers(template, conversation), image_paths(conversation.messages)
     if unread is not None:

@@ -137,7 +137,7 @@ class StreamReader(ConversationReader):
             self.first_skip_reason = str(error)
             print(f"data.path={self.path}: rows are left out and counted; the first: {error}", file=sys.stderr, flush=True)
 
-    def read_conversations(self) -> Iterator[Conversation]:
+    def read_conversations(self) -> Iterator[Any]:
         """Yield the usable conversations among the first `sample` rows."""
         for table in islice(self.iterate_tables(self.sample), 1):
             for row in table.to_pylist():

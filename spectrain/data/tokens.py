@@ -29,7 +29,8 @@ class TokensReader(FileReader):
 
     def make_dataset(self, template: ChatTemplate, vision: ImageProcessor | None = None) -> Dataset:
         size = len(template.tokenizer)
-        for number, example in enumerate(self.load_conversations(), 1):
+        examples: list[Any] = self.load_conversations()
+        for number, example in enumerate(examples, 1):
             if (largest := max(example.tokens)) >= size:
                 raise UserError(
                     f"data.path={self.path}: sequence {number} holds the token id {largest}, and the target's tokenizer has "

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spectrain.config.build import build
-from spectrain.data.chat import render_chat
+from spectrain.data.chat import tokenize_prompt
 from spectrain.data.readers import EmbeddedReader
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
@@ -81,8 +81,7 @@ def find_misinterpretation(drafter: DrafterCheckpoint, files: TargetFiles) -> li
 def opening_prompts(target: Target) -> list[list[int]]:
     """Return the tokens of `NUM_PROMPTS` prompts in the target's own template."""
     conversations = EmbeddedReader(limit=NUM_PROMPTS).load_conversations()
-    texts = [render_chat(target.template, messages[:1], for_generation=True) for messages in conversations]
-    return [target.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    return [tokenize_prompt(target.template, conversation.messages[:1]) for conversation in conversations]
 
 
 def measure_divergence(drafter: DrafterCheckpoint, target: Target, generations: list[Generation]) -> Tensor:
