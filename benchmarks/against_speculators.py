@@ -105,7 +105,7 @@ def train_theirs(folder: Path, seed: int, passes: int, limit: int) -> tuple[int,
     began = time.process_time()
     target = load_tiny()
     target.pack_weights()
-    data: Dataset = EmbeddedReader(limit=limit, max_length=512).make_dataset(target.tokenizer)
+    data: Dataset = EmbeddedReader(limit=limit, max_length=512).make_dataset(target.template)
     batching = Batching(BATCH, seed, packed=True)
     num_steps = passes * data.num_batches(batching)
     torch.manual_seed(seed)
@@ -156,7 +156,7 @@ def pace(steps: int, limit: int) -> dict[str, Any]:
         config, _ = compose_config("train", {"recipe": "eagle3", "drafter.ttt_steps": STEPS, "trainer.packing": True})
     target: Target = build(config.target)
     target.pack_weights()
-    data: Dataset = EmbeddedReader(limit=limit, max_length=512).make_dataset(target.tokenizer)
+    data: Dataset = EmbeddedReader(limit=limit, max_length=512).make_dataset(target.template)
     drafter: Any = init_drafter(config, target, data)
     trainer, given = Trainer.from_config(config), Given()
     layers: tuple[int, ...] = drafter.fused
