@@ -130,7 +130,7 @@ def test_answers_are_the_targets_own(tmp_path: Path, tiny: Target, temperature: 
     for number, source in enumerate(data.load_conversations()):
         wanted, row = regeneration.make_pending_row(number, source), found[number]
         assert [message["role"] for message in row.messages] == [message["role"] for message in source.messages]
-        places = [at for at, message in enumerate(source) if message["role"] == "assistant"]
+        places = [at for at, message in enumerate(source.messages) if message["role"] == "assistant"]
         for at, size, reason in zip(places, row.num_tokens, row.finish_reason, strict=True):
             prompt: Any = tiny.tokenizer(
                 render_chat(tiny.template, row.messages[:at], for_generation=True), add_special_tokens=False
