@@ -17,6 +17,7 @@ from hydra import compose, initialize_config_module
 from spectrain.config.build import build
 from spectrain.data.chat import render_chat
 from spectrain.data.dataset import Dataset
+from spectrain.data.messages import Conversation
 from spectrain.data.readers import ConversationReader, EmbeddedReader, JsonlReader
 from spectrain.data.shards import Row, Shard, ShardSet
 from spectrain.decoding.acceptance import Greedy, Match
@@ -108,8 +109,8 @@ class Listed(ConversationReader):
         super().__init__()
         self.chats = chats
 
-    def read_conversations(self) -> Iterator[list[dict[str, str]]]:
-        yield from self.chats
+    def read_conversations(self) -> Iterator[Conversation]:
+        yield from map(Conversation, self.chats)
 
 
 @pytest.fixture(scope="session")
