@@ -46,7 +46,6 @@ IMPOSED = {
     "models/compiled_layers.py:_attend_with_cache",  # an operation that torch traces takes no objects
 }
 CONFIGURED = {
-    "data/stream.py:StreamReader",
     "experimental/amphista/drafter.py:Amphista",
     "drafters/dflash.py:DFlash",
     "drafters/dflash2.py:DFlash2",

@@ -20,7 +20,7 @@ TABLE_FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".cs
 
 
 @dataclass(frozen=True)
-class Row:
+class FileRow:
     """A row of a file, and where it stands."""
 
     content: Any
@@ -47,7 +47,7 @@ def list_files(source: str) -> list[Path]:
     return files
 
 
-def read_rows(source: str) -> Iterator[Row]:
+def read_rows(source: str) -> Iterator[FileRow]:
     """Yield the rows of all files that a path, a directory or a pattern names."""
     folder = Path(source).expanduser()
     if (folder / "dataset_info.json").is_file():
@@ -57,7 +57,7 @@ def read_rows(source: str) -> Iterator[Row]:
         yield from read_file(path)
 
 
-def read_file(path: Path) -> Iterator[Row]:
+def read_file(path: Path) -> Iterator[FileRow]:
     """Yield the rows of one file; a UserError names the file and the line that cannot be read."""
     if path.suffix in TABLE_FORMATS:
         form = TABLE_FORMATS[path.suffix]
@@ -71,7 +71,7 @@ def read_file(path: Path) -> Iterator[Row]:
         with opener(path, "rt", encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield Row(parse_line(line, f"{path}, line {number}"), f"{path}, line {number}", path.parent)
+                    yield FileRow(parse_line(line, f"{path}, line {number}"), f"{path}, line {number}", path.parent)
     except UnicodeDecodeError as error:
         raise UserError(f"{path}, after line {number}: it is no text ({error.reason}); save it as UTF-8 text") from error
     except (OSError, EOFError) as error:
@@ -90,14 +90,14 @@ def parse_line(line: str, location: str) -> Any:
         raise UserError(f"{location}: it is not JSON ({error.msg}); write one object a line") from error
 
 
-def _number_rows(path: Path, load: Callable[[Any], Iterable[Any]]) -> Iterator[Row]:
+def _number_rows(path: Path, load: Callable[[Any], Iterable[Any]]) -> Iterator[FileRow]:
     """Yield the rows that `load` opens with the library `datasets`."""
     import datasets
 
     folder = path if path.is_dir() else path.parent
     try:
         for number, content in enumerate(load(datasets), 1):
-            yield Row(content, f"{path}, row {number}", folder)
+            yield FileRow(content, f"{path}, row {number}", folder)
     except UserError:
         raise
     except Exception as error:  # pyarrow and datasets raise many kinds
