@@ -1,9 +1,7 @@
-"""What a drafted run is held against: transformers' own `generate`, token by token, and its own ways of drafting."""
+"""Baselines of this engine: the same drafter with other trees, other drafters, and retrieval."""
 
 import copy
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,87 +14,108 @@ from spectrain.drafters.layers.copies import CopySource
 from spectrain.drafters.ngram import Ngram
 from spectrain.drafters.retrieval import Retrieval
 from spectrain.errors import UserError
-from spectrain.eval.leaks import admit
-from spectrain.eval.metrics import Turn
-from spectrain.eval.parts import Part, Results
+from spectrain.eval.columns import DRAFTER, RECOMMENDED
+from spectrain.eval.extensions import EvalExtension, Results
+from spectrain.eval.leaks import check_no_leak
 from spectrain.eval.prompts import Prompt
-from spectrain.eval.systems import System, describe
-from spectrain.models.reference_model import generate, reference_model
+from spectrain.eval.systems import System, describe_tree
+from spectrain.eval.transformers_baselines import run_transformers
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.runs.shipped_drafters import find_shipped_drafter, load_shipped_drafter
 from spectrain.trees import Auto, Chain, Eagle2, TreeBuilder
 
 TRAINING_FREE = ("ngram", "lookahead", "retrieval")  # choices of `drafter`
-OURS = ("own", "auto", "copies", "chain", "shipped", "untrained", *TRAINING_FREE)
-BESIDE = ("own", "auto", "copies", "retrieval", "chain", "shipped", "untrained", "ngram")  # unless something else is asked for
-COPYING = {"copies", "retrieval"}  # those that may copy from a store
-OWN = "own"  # the store of what a run was trained on
+OURS = ("own", "auto", RECOMMENDED, "chain", "shipped", "untrained", *TRAINING_FREE)
+DEFAULT_BASELINES = ("own", "auto", RECOMMENDED, "retrieval", "chain", "shipped", "untrained", "ngram")
+COPYING = {RECOMMENDED, "retrieval"}  # baselines that may copy from a store
+OWN_STORE = "own"  # the answers that a run was trained on
 TRANSFORMERS = ("generate", "prompt_lookup", "assistant", "early_exit")
 
 
 @dataclass
-class Baselines(Part):
-    """What the drafter is shown beside: `names` of OURS, in this engine, and of TRANSFORMERS, in its own."""
+class Baselines(EvalExtension):
+    """Baselines by name: those of OURS run in this engine, those of TRANSFORMERS in transformers."""
 
     names: Sequence[str]
     assistant: str | None = None
     exit_layer: int | None = None
-    store: str | None = None  # a folder, OWN, or none
-    prompts: Sequence[Prompt] = ()  # what is scored
+    # A folder, OWN_STORE, or none.
+    store: str | None = None
+    # The prompts that are scored.
+    prompts: Sequence[Prompt] = ()
 
     def check(self, candidate: Candidate) -> None:
         if "early_exit" in self.names and self.exit_layer is None and not isinstance(candidate.drafter, DrafterWithExits):
             raise UserError("eval.baselines: early_exit needs eval.exit_layer=N")
 
     def systems(self, candidate: Candidate, first: System) -> list[System]:
-        target, drafter, builder, rule = candidate.target, candidate.drafter, candidate.builder, candidate.rule
-        own = candidate.default_builder or builder
-        chain = Chain(min(3, own.depth), own.children, own.temperature, own.seed)
-        plain = rule.matching_rule()  # a drafter that copies text draws nothing, so p / q has no meaning for it
-        drafts = not drafter.capabilities.is_copier
-        judged = "" if plain.name == rule.name else f", rule {plain.name}"
-        found = []
-        if "own" in self.names and candidate.default_builder is not None:
-            found.append(System("own", f"the same, {describe(own)}", drafter, own, rule))
-        if "auto" in self.names and goes_by_clock(target, drafter, builder):
-            found.append(System("auto", f"the same, {describe(Auto())}", drafter, Auto(), rule))
-        own_name = find_choice("drafter", f"{type(drafter).__module__}.{type(drafter).__qualname__}")
-        others = {name for name in self.names if name in TRAINING_FREE and name != own_name}
-        store = self._store(candidate) if COPYING & ({*self.names} - {*TRAINING_FREE} | others) else None
-        tree = Auto() if target.sharding == "none" else Eagle2(own.depth, own.budget)
-        if "copies" in self.names and drafts and not drafter.capabilities.has_no_q:
-            label = f"drafter with copies, {describe(tree)}{judged}"
-            found.append(System("copies", label, Merged(drafter, CopySource(store)), tree, plain))
-        if "chain" in self.names and not own.is_chain and drafts:
-            found.append(System("chain", "the same, chain", drafter, chain, rule))
-        name = find_shipped_drafter(target) if "shipped" in self.names and candidate.make_untrained is not None else None
-        if name is not None:
-            found.append(System("shipped", name, load_shipped_drafter(name, target), copy.deepcopy(builder), rule))
-        if "untrained" in self.names and candidate.make_untrained is not None:
-            found.append(System("untrained", "untrained", candidate.make_untrained(), copy.deepcopy(builder), rule))
-        if "retrieval" in others:
-            alone = Retrieval(target, None if store is None else str(store.folder))
-            found.append(System("retrieval", f"copies alone{judged}", alone, copy.deepcopy(tree), plain))
-        if "ngram" in others:
-            found.append(System("ngram", f"n-gram lookup{judged}", Ngram(target), Chain(chain.depth), plain))
-        if "lookahead" in others and (lookahead := find_constructor("drafter", "lookahead")) is not None:
-            found.append(System("lookahead", f"lookahead{judged}", lookahead(target), Eagle2(own.depth, own.budget), plain))
-        return found
+        others = {*self.names} & {*TRAINING_FREE} - {drafter_choice(candidate.drafter)}
+        copies = COPYING & ({*self.names} - {*TRAINING_FREE} | others)
+        store = self._open_store(candidate) if copies else None
+        return [
+            *self._same_drafter(candidate, store),
+            *self._other_drafters(candidate),
+            *self._training_free(candidate, others, store),
+        ]
 
-    def _store(self, candidate: Candidate) -> Datastore | None:
-        """What is copied from besides the text. A run's own store that holds a scored question is left out."""
+    def _same_drafter(self, candidate: Candidate, store: Datastore | None) -> list[System]:
+        """Return the same drafter with other trees."""
+        drafter, rule, capabilities = candidate.drafter, candidate.rule, candidate.drafter.capabilities
+        own, systems = candidate.default_builder or candidate.builder, []
+        if "own" in self.names and candidate.default_builder is not None:
+            systems.append(System("own", f"the same, {describe_tree(own)}", drafter, own, rule))
+        if "auto" in self.names and supports_auto_tree(candidate.target, drafter, candidate.builder):
+            systems.append(System("auto", f"the same, {describe_tree(Auto())}", drafter, Auto(), rule))
+        if RECOMMENDED in self.names and not capabilities.is_copier and not capabilities.has_no_q:
+            tree = retrieval_tree(candidate)
+            label = f"drafter + retrieval, {describe_tree(tree)}{rule_suffix(candidate)}"
+            merged = Merged(drafter, CopySource(store))
+            systems.append(System(RECOMMENDED, label, merged, tree, rule.matching_rule()))
+        if "chain" in self.names and not own.is_chain and not capabilities.is_copier:
+            chain = Chain(min(3, own.depth), own.children, own.temperature, own.seed)
+            systems.append(System("chain", "the same, chain", drafter, chain, rule))
+        return systems
+
+    def _other_drafters(self, candidate: Candidate) -> list[System]:
+        """Return the shipped drafter, and the same one before its training."""
+        target, builder, rule, systems = candidate.target, candidate.builder, candidate.rule, []
+        if candidate.make_untrained is None:
+            return []
+        name = find_shipped_drafter(target) if "shipped" in self.names else None
+        if name is not None:
+            systems.append(System("shipped", name, load_shipped_drafter(name, target), copy.deepcopy(builder), rule))
+        if "untrained" in self.names:
+            systems.append(System("untrained", "untrained", candidate.make_untrained(), copy.deepcopy(builder), rule))
+        return systems
+
+    def _training_free(self, candidate: Candidate, names: set[str], store: Datastore | None) -> list[System]:
+        """Return drafters that need no training. They copy text and sample nothing, so no rule can weigh p / q for them."""
+        target, own, systems = candidate.target, candidate.default_builder or candidate.builder, []
+        suffix, rule = rule_suffix(candidate), candidate.rule.matching_rule()
+        if "retrieval" in names:
+            retrieval = Retrieval(target, None if store is None else str(store.folder))
+            systems.append(System("retrieval", f"retrieval alone{suffix}", retrieval, retrieval_tree(candidate), rule))
+        if "ngram" in names:
+            systems.append(System("ngram", f"n-gram lookup{suffix}", Ngram(target), Chain(min(3, own.depth)), rule))
+        if "lookahead" in names and (lookahead := find_constructor("drafter", "lookahead")) is not None:
+            tree = Eagle2(own.depth, own.budget)
+            systems.append(System("lookahead", f"lookahead{suffix}", lookahead(target), tree, rule))
+        return systems
+
+    def _open_store(self, candidate: Candidate) -> Datastore | None:
+        """Open the store to copy from, in addition to the text; a run's own store that holds a scored question is left out."""
         if self.store is None:
             return None
-        store = candidate.open_store() if self.store == OWN else Datastore(self.store, candidate.target.tokenizer)
+        store = candidate.open_store() if self.store == OWN_STORE else Datastore(self.store, candidate.target.tokenizer)
         if store is None:
             return None
         try:
-            admit(store, self.prompts, candidate.setting)
+            check_no_leak(store, self.prompts, candidate.setting)
         except UserError as error:
-            if self.store != OWN:
+            if self.store != OWN_STORE:
                 raise
-            print(f"copies are of the text alone: {error}")
+            print(f"Retrieval copies from the text only: {error}.")
             return None
         return store
 
@@ -104,92 +123,32 @@ class Baselines(Part):
         names = [name for name in self.names if name in TRANSFORMERS]
         if not names:
             return {}
-        drafter = results.candidate.drafter
-        own = drafter.saved.settings.get("exit_layer")
-        target, turns = results.candidate.target, results.turns["drafter"]
-        return {"transformers": run_transformers(target, turns, names, self.assistant, self.exit_layer or own)}
+        drafter, target = results.candidate.drafter, results.candidate.target
+        exit_layer = self.exit_layer or drafter.saved.settings.get("exit_layer")
+        return {"transformers": run_transformers(target, results.turns[DRAFTER], names, self.assistant, exit_layer)}
 
 
-def goes_by_clock(target: Target, drafter: Drafter, builder: TreeBuilder) -> bool:
-    """Whether another tree, sized by this machine's times, can stand for a builder's: processes that share a target must draft
-    the same ones, and such a tree draws nothing."""
-    apart = target.sharding == "none" and not drafter.capabilities.is_copier
-    return apart and builder.children == "deterministic" and builder.name != Auto.name
+def drafter_choice(drafter: Drafter) -> str | None:
+    """Return the choice of `drafter` that constructs this drafter."""
+    return find_choice("drafter", f"{type(drafter).__module__}.{type(drafter).__qualname__}")
 
 
-def run_transformers(
-    target: Target, turns: Sequence[Turn], names: list[str], assistant: str | None, exit_layer: int | None
-) -> dict[str, Any]:
-    """Greedy decoding by `generate`, plain and with its own drafting, prompt by prompt and interleaved.
+def retrieval_tree(candidate: Candidate) -> TreeBuilder:
+    """Return the tree of drafters that retrieve continuations."""
+    own = candidate.default_builder or candidate.builder
+    return Auto() if candidate.target.sharding == "none" else Eagle2(own.depth, own.budget)
 
-    All its numbers include prefill, and each speedup is over its plain `generate`, for that engine is another than ours.
+
+def rule_suffix(candidate: Candidate) -> str:
+    """Name the rule that decides about copied text, if it is another than the drafter's."""
+    rule = candidate.rule.matching_rule()
+    return "" if rule.name == candidate.rule.name else f", rule {rule.name}"
+
+
+def supports_auto_tree(target: Target, drafter: Drafter, builder: TreeBuilder) -> bool:
+    """Tell whether tree=auto can replace a builder.
+
+    Processes that share a target must draft the same trees, which measured times do not give, and tree=auto samples nothing.
     """
-    ways: dict[str, dict[str, Any]] = {"generate": {}}
-    if "prompt_lookup" in names:
-        ways["prompt_lookup"] = {"prompt_lookup_num_tokens": 10}
-    if "assistant" in names and assistant is not None:
-        ways["assistant"] = _assistant(target, assistant)
-    if "early_exit" in names and exit_layer is not None:
-        if exit_layer >= target.num_layers:
-            raise UserError(f"eval.exit_layer={exit_layer}: {target.name} has {target.num_layers} layers; use fewer")
-        ways["early_exit"] = {"assistant_early_exit": exit_layer}
-    seconds = dict.fromkeys(ways, 0.0)
-    tokens, forwards, identical = dict.fromkeys(ways, 0), dict.fromkeys(ways, 0), dict.fromkeys(ways, 0)
-    with reference_model(target) as model, _count_forwards(model, target.num_layers) as counted:
-        for number, turn in enumerate(turns):
-            outputs = {}
-            for offset in range(len(ways)):
-                name = list(ways)[(offset + number) % len(ways)]
-                before, began = len(counted), time.perf_counter()
-                limit = len(turn.autoregressive.output)
-                outputs[name] = generate(model, turn.autoregressive.prompt, limit, target.stop_ids, **ways[name])
-                seconds[name] += time.perf_counter() - began
-                tokens[name] += len(outputs[name])
-                forwards[name] += len(counted) - before
-            for name in ways:
-                identical[name] += outputs[name] == outputs["generate"]
-    plain = tokens["generate"] / seconds["generate"]
-    return {
-        name: {
-            "tokens_per_second": round(tokens[name] / seconds[name], 3),
-            "speedup": round(tokens[name] / seconds[name] / plain, 4),
-            "tokens_per_forward": round(tokens[name] / max(forwards[name], 1), 4),
-            "identical": identical[name],
-            "checked": len(turns),
-        }
-        for name in ways
-    }
-
-
-def _assistant(target: Target, path: str) -> dict[str, Any]:
-    """What `generate` is told of an assistant: where its tokenizer is another, both, for universal assisted decoding."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=target.dtype, trust_remote_code=False, use_safetensors=True
-        )
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"eval.assistant={path}: it cannot be loaded ({reason}); give a directory or a model's name") from error
-    told = {"assistant_model": model.to(target.device).eval()}
-    if tokenizer.get_vocab() != target.tokenizer.get_vocab():
-        told |= {"tokenizer": target.tokenizer, "assistant_tokenizer": tokenizer}
-    return told
-
-
-@contextmanager
-def _count_forwards(model: Any, num_layers: int) -> Iterator[list[int]]:
-    """Forwards of the whole model; early exit drafts with the same model while its configuration says fewer layers."""
-    counted: list[int] = []
-
-    def count(module: Any, args: Any, output: Any) -> None:
-        if model.config.num_hidden_layers == num_layers:
-            counted.append(1)
-
-    handle = model.register_forward_hook(count)
-    try:
-        yield counted
-    finally:
-        handle.remove()
+    is_separate = target.sharding == "none" and not drafter.capabilities.is_copier
+    return is_separate and builder.children == "deterministic" and builder.name != Auto.name

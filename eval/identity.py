@@ -14,7 +14,7 @@ from spectrain.models.images import get_images
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 
-NEAR_TIE = 1e-4  # between logits that are computed in float32
+NEAR_TIE = 1e-4  # largest gap between float32 logits that counts as a tie
 
 
 @dataclass
@@ -22,7 +22,8 @@ class Identity:
     """Whether drafted outputs equal their reference."""
 
     rule: str
-    lossless: bool  # as the rule declares it
+    # As the rule declares it.
+    lossless: bool
     reference: str
     checked: int = 0
     identical: int = 0
@@ -30,6 +31,7 @@ class Identity:
     differences: list[dict[str, Any]] = field(default_factory=list)
 
     def summary(self) -> dict[str, Any]:
+        """Return the entry `lossless` of summary.json."""
         return dict(vars(self))
 
 
@@ -38,62 +40,61 @@ def check_identity(
 ) -> dict[str, Identity]:
     """Compare every output with its reference: `generate` for greedy decoding, our autoregressive run for sampling.
 
-    A rule that weighs p against q is the target's in distribution, not token by token: nothing is compared.
+    A rule that weighs p against q is lossless in distribution, not token by token, so nothing is compared.
     """
-    found = {}
+    identities = {}
     greedy = [system.name for system in systems if system.rule.fixes_choice and not system.rule.is_random]
     plain = plain_outputs(target, turns[greedy[0]], max_new_tokens) if greedy else []
     for system in systems:
-        identity = found[system.name] = Identity(system.rule.name, system.rule.lossless, reference_of(system.rule))
+        identity = identities[system.name] = Identity(system.rule.name, system.rule.lossless, reference_of(system.rule))
         if not system.rule.fixes_choice:
             continue
-        drawn = [turn.autoregressive.output for turn in turns[system.name]]
-        references = drawn if system.rule.is_random else plain
-        for row, (turn, wanted) in enumerate(zip(turns[system.name], references), 1):
-            _compare(target, system, identity, turn, wanted, row, max_new_tokens)
-    return found
+        sampled = [turn.autoregressive.output for turn in turns[system.name]]
+        references = sampled if system.rule.is_random else plain
+        for row, (turn, reference) in enumerate(zip(turns[system.name], references), 1):
+            _compare_turn(target, system, identity, turn, reference, row, max_new_tokens)
+    return identities
 
 
 def reference_of(rule: AcceptanceRule) -> str:
-    """What outputs under a rule are held against."""
+    """Name the reference of outputs under a rule."""
     if rule.fixes_choice:
         return "autoregressive, same random draws" if rule.is_random else "transformers generate"
     return "the target's distribution, by proof" if rule.lossless else "none: the rule is lossy"
 
 
 def plain_outputs(target: Target, turns: list[Turn], max_new_tokens: int) -> list[list[int]]:
-    """What `generate` says to every turn's prompt."""
+    """Answer every turn's prompt with `generate`."""
     with reference_model(target) as model:
         return [generate(model, turn.autoregressive.prompt, max_new_tokens, target.stop_ids) for turn in turns]
 
 
-def _compare(
-    target: Target, system: System, found: Identity, turn: Turn, wanted: list[int], row: int, max_new_tokens: int
+def _compare_turn(
+    target: Target, system: System, identity: Identity, turn: Turn, reference: list[int], row: int, max_new_tokens: int
 ) -> None:
-    """Count a turn as identical; where two logits are nearly equal, go on from the reference's token."""
-    found.checked += 1
+    """Count a turn as identical or different; at a near tie of two logits, go on from the reference's token."""
+    identity.checked += 1
     output = list(turn.drafted.output)
-    while (position := first_difference(output, wanted)) is not None:
-        where = {"id": turn.id, "turn": turn.turn, "position": position}
-        prefix = wanted[:position]
-        tied = not system.rule.is_random  # a sampled token is decided by noise as well: equal logits excuse nothing
-        gap = logit_gap(target, turn.drafted.prompt + prefix) if tied else None
-        if gap is None or not gap.is_tie or position >= len(wanted):
-            found.differences.append({**where, "gap": None if gap is None else gap.size})
+    while (position := first_difference(output, reference)) is not None:
+        location = {"id": turn.id, "turn": turn.turn, "position": position}
+        # Noise decides a sampled token as well, so equal logits excuse no difference.
+        gap = None if system.rule.is_random else logit_gap(target, turn.drafted.prompt + reference[:position])
+        if gap is None or not gap.is_tie or position >= len(reference):
+            identity.differences.append({**location, "gap": None if gap is None else gap.size})
             return
-        found.near_ties.append({**where, "gap": gap.size, "rounding": gap.rounding})
-        prefix = wanted[: position + 1]
-        left = max_new_tokens - len(prefix)
-        if left < 1 or prefix[-1] in target.stop_ids:
+        identity.near_ties.append({**location, "gap": gap.size, "rounding": gap.rounding})
+        prefix = reference[: position + 1]
+        remaining = max_new_tokens - len(prefix)
+        if remaining < 1 or prefix[-1] in target.stop_ids:
             output = prefix
             continue
         context = turn.drafted.prompt + prefix
-        output = prefix + Decoder(target, system.rule)(system, [context], left, [row])[0].output
-    found.identical += 1
+        output = prefix + Decoder(target, system.rule)(system, [context], remaining, [row])[0].output
+    identity.identical += 1
 
 
 def first_difference(left: list[int], right: list[int]) -> int | None:
-    """The first position at which two outputs differ; None where they are equal."""
+    """Return the first position at which two outputs differ; None if they are equal."""
     for position, (a, b) in enumerate(zip(left, right)):
         if a != b:
             return position
@@ -101,7 +102,7 @@ def first_difference(left: list[int], right: list[int]) -> int | None:
 
 
 class LogitGap(NamedTuple):
-    """How far apart the two best logits are, and below what distance the target's own arithmetic tells them apart by chance."""
+    """The distance of the two best logits, and the distance below which the target's own rounding decides between them."""
 
     size: float
     rounding: float
@@ -112,19 +113,23 @@ class LogitGap(NamedTuple):
 
 
 def logit_gap(target: Target, context: list[int]) -> LogitGap:
-    """The target's best logit minus its second best after `context`, computed in float64. Two logits are told apart by chance
-    within twice the largest error that the target's own have there, which in bfloat16 is a few tenths."""
+    """Compute the target's best logit minus its second best after `context`, in float64.
+
+    Rounding decides between two logits within twice the largest error of the target's own logits, a few tenths in bfloat16.
+    """
     with reference_model(target) as model, torch.inference_mode():
         images = get_images(context)
-        told = {} if images is None else images.model_inputs(len(context), model)
-        rounded = model(torch.tensor([context], device=target.device), **told).logits[0, -1].double().cpu()
-        if is_quantized(model):  # its products are of its kernels' own kind, and have no float64
+        inputs = {} if images is None else images.model_inputs(len(context), model)
+        rounded = model(torch.tensor([context], device=target.device), **inputs).logits[0, -1].double().cpu()
+        if is_quantized(model):
+            # Quantized kernels have no float64.
             best = rounded.topk(2).values
             return LogitGap(float(best[0] - best[1]), NEAR_TIE)
         exact = copy.deepcopy(model)
-        exact.set_experts_implementation("eager")  # the faster ones have no float64
+        # The faster implementations of experts have no float64.
+        exact.set_experts_implementation("eager")
         exact.to("cpu", torch.float64)
-        told = {} if images is None else images.model_inputs(len(context), exact)
-        logits = exact(torch.tensor([context]), **told).logits[0, -1].double()
+        inputs = {} if images is None else images.model_inputs(len(context), exact)
+        logits = exact(torch.tensor([context]), **inputs).logits[0, -1].double()
     best = logits.topk(2).values
     return LogitGap(float(best[0] - best[1]), max(NEAR_TIE, 2 * float((rounded - logits).abs().max())))

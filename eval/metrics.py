@@ -1,24 +1,20 @@
-"""Numbers of an evaluation, each defined once.
+"""The numbers of an evaluation, each defined once, and the typed summary of one system that holds them.
 
 A round is one draft, one target forward and its acceptance. Acceptance length is the mean number of tokens that a target
 forward emits, the bonus token included, pooled over rounds; the token of the prefill belongs to no round, and a last round
 that EOS or the limit cut short is left out. Rows decoded together share their batch's seconds: the share of each is the
 batch's over the number of rows. A prompt is all turns of one id.
-Shapes: P prompts, C columns, R resamples.
+Shapes: P prompts.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.special import stdtrit
 
 from spectrain.decoding.generation import ROUND_PARTS, Generation
-
-Floats = NDArray[np.float64]
-Interval = list[float] | None
-TINY = 1e-9  # a standard error of a log below this is rounding
+from spectrain.eval.intervals import Floats, Interval, interval
 
 
 @dataclass(frozen=True)
@@ -32,26 +28,169 @@ class Turn:
     drafted: Generation
 
 
+@dataclass(frozen=True)
+class AcceptanceLength:
+    """Tokens per forward pass of the target."""
+
+    pooled: float
+    ci95: Interval
+    without_bonus: float
+    per_prompt_mean: float
+    # The same by other projects' definitions.
+    by_convention: dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Tokens per second without and with the drafter."""
+
+    autoregressive: float
+    drafted: float
+
+
+@dataclass(frozen=True)
+class TokensPerSecond(Rates):
+    """Tokens per second of all rows together, and of a single row."""
+
+    per_user: Rates
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """Drafted over autoregressive tokens per second."""
+
+    ratio: float
+    ci95: Interval
+    predicted: float
+    # Relative difference between the measured and the predicted ratio.
+    unexplained: float | None
+
+
+@dataclass(frozen=True)
+class JudgedSpeedup(Speedup):
+    """A speedup, the largest possible one, and whether it can be quoted."""
+
+    at_most: float
+    quotable: bool
+    # Why it cannot be quoted; None where it can.
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class CategoryNumbers:
+    """The numbers of one category of prompts."""
+
+    acceptance_length: float
+    speedup: float
+
+
+OPTIONAL = {"optional": True}  # marks a field that is absent from summary.json while it is None
+
+
+@dataclass(kw_only=True)
+class SystemNumbers:
+    """What decoding measured of one system: the keys of its entry in summary.json, in their order."""
+
+    acceptance_length: AcceptanceLength
+    acceptance_by_depth: list[float]
+    tokens_by_round: list[int]
+    nodes_per_round: float
+    drafting_nodes_per_round: float
+    tokens_per_second: TokensPerSecond
+    speedup: Speedup
+    # Share of the drafted decoding time that each part of a round took.
+    time_share: dict[str, float]
+    by_category: dict[str, CategoryNumbers]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry of summary.json."""
+        absent = {item.name for item in fields(self) if item.metadata.get("optional") and getattr(self, item.name) is None}
+        return {name: value for name, value in asdict(self).items() if name not in absent}
+
+
+@dataclass(kw_only=True)
+class SystemSummary(SystemNumbers):
+    """The numbers of one system, and how it decoded."""
+
+    label: str
+    # The tree's settings.
+    tree: dict[str, Any]
+    # "captured" or "eager".
+    engine: str
+    # Why the rounds were not captured although they were asked to be.
+    eager_because: str | None = field(default=None, metadata=OPTIONAL)
+    # Engines that failed on this machine, and why.
+    not_run: dict[Any, str] | None = field(default=None, metadata=OPTIONAL)
+    pruning: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
+    # How steady times were; of the drafter alone.
+    noise: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
+    guard: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
+    # Whether outputs equal their reference; None where that was not checked.
+    lossless: dict[str, Any] | None = None
+
+
+def measure_system(turns: Sequence[Turn], is_chain: bool) -> dict[str, Any]:
+    """Compute the fields of `SystemNumbers`, by name."""
+    drafted, plain = [turn.drafted for turn in turns], [turn.autoregressive for turn in turns]
+    rounds = max(1, sum(len(generation.node_counts) for generation in drafted))
+    pooled = pooled_acceptance(turns)
+    categories = {
+        category: [turn for turn in turns if turn.category == category]
+        for category in sorted({turn.category for turn in turns})
+    }
+    return {
+        "acceptance_length": AcceptanceLength(
+            round(pooled, 4),
+            acceptance_interval(turns),
+            round(pooled - 1, 4),
+            round(per_prompt_acceptance(turns), 4),
+            tau_by_convention(turns, is_chain),
+        ),
+        "acceptance_by_depth": acceptance_by_depth(turns),
+        "tokens_by_round": count_round_lengths(turns),
+        "nodes_per_round": round(sum(sum(generation.node_counts) for generation in drafted) / rounds, 2),
+        "drafting_nodes_per_round": round(sum(sum(generation.idle_counts) for generation in drafted) / rounds, 2),
+        "tokens_per_second": TokensPerSecond(
+            round(tokens_per_second(plain), 3),
+            round(tokens_per_second(drafted), 3),
+            Rates(round(per_user_tokens_per_second(plain), 3), round(per_user_tokens_per_second(drafted), 3)),
+        ),
+        "speedup": measure_speedup(turns),
+        "time_share": time_share(turns),
+        "by_category": {
+            category: CategoryNumbers(round(pooled_acceptance(part), 4), round(speedup(part), 4))
+            for category, part in categories.items()
+        },
+    }
+
+
+def measure_speedup(turns: Sequence[Turn]) -> Speedup:
+    """Measure the speedup with its interval and what predicts it."""
+    ratio, predicted = speedup(turns), predicted_speedup(turns)
+    unexplained = round(ratio / predicted - 1, 4) if predicted else None
+    return Speedup(round(ratio, 4), speedup_interval(turns), round(predicted, 4), unexplained)
+
+
 def pooled_acceptance(turns: Sequence[Turn]) -> float:
-    """Tokens per target forward over all rounds."""
+    """Compute tokens per target forward over all rounds."""
     rounds = [count for turn in turns for count in turn.drafted.complete_round_lengths]
     return float(np.mean(rounds)) if rounds else 1.0
 
 
 def per_prompt_acceptance(turns: Sequence[Turn]) -> float:
-    """The mean over prompts of each prompt's tokens per target forward; a prompt without a whole round has none."""
+    """Average each prompt's tokens per target forward over prompts; a prompt without a complete round has none."""
     return _mean_of_ratios(acceptance_columns(turns))
 
 
-def histogram(turns: Sequence[Turn]) -> list[int]:
-    """Entry k is the number of whole rounds that emitted k + 1 tokens: k drafted ones and the bonus."""
+def count_round_lengths(turns: Sequence[Turn]) -> list[int]:
+    """Count complete rounds by length: entry k counts those that emitted k + 1 tokens, k drafted ones and the bonus."""
     rounds = [count for turn in turns for count in turn.drafted.complete_round_lengths]
     return [int(number) for number in np.bincount(rounds)[1:]] if rounds else []
 
 
 def acceptance_by_depth(turns: Sequence[Turn]) -> list[float]:
-    """For depth k: of the rounds whose first k - 1 drafted tokens were kept and that drafted a k-th, how many kept it."""
-    kept: list[int] = []
+    """Compute, for each depth k, how many of the rounds that accepted k - 1 drafted tokens and drafted a k-th accepted it."""
+    accepted: list[int] = []
     tried: list[int] = []
     for turn in turns:
         generation = turn.drafted
@@ -59,20 +198,20 @@ def acceptance_by_depth(turns: Sequence[Turn]) -> list[float]:
             for level in range(1, min(depth, count) + 1):
                 while len(tried) < level:
                     tried.append(0)
-                    kept.append(0)
+                    accepted.append(0)
                 tried[level - 1] += 1
-                kept[level - 1] += count > level
-    return [round(k / n, 4) for k, n in zip(kept, tried)]
+                accepted[level - 1] += count > level
+    return [round(hits / count, 4) for hits, count in zip(accepted, tried)]
 
 
 def tau_by_convention(turns: Sequence[Turn], chain: bool) -> dict[str, float | None]:
-    """Other projects' definitions under their names; all count every round, the cut last one untrimmed, unlike ours.
+    """Compute other projects' definitions; unlike ours, all count every round, the cut last one untrimmed.
 
     spec_bench: tokens per round, bonus in, pooled; ours (pooled) where no round is cut.
     eagle, medusa: the same number, there called tau (new tokens per target forward) and acceleration rate.
     hass: the mean over prompts of accepted + 1; our per-prompt mean where no round is cut.
     gpt_fast: spec_bench's without the bonus, thus 1 less.
-    layerskip: drafted tokens kept over tokens drafted, of a `chain` only: of a tree at most one of each depth can be kept.
+    layerskip: drafted tokens accepted over tokens drafted, of a `chain` only: of a tree at most one per depth can be accepted.
     """
     tokens = sum(sum(turn.drafted.round_lengths) for turn in turns)
     rounds = sum(len(turn.drafted.round_lengths) for turn in turns)
@@ -90,25 +229,25 @@ def tau_by_convention(turns: Sequence[Turn], chain: bool) -> dict[str, float | N
 
 
 def tokens_per_second(generations: Sequence[Generation]) -> float:
-    """Decoded tokens of all rows, up to EOS or the limit and without the prefill's, over decoding time."""
+    """Divide the decoded tokens of all rows, up to EOS or the limit and without the prefill's, by the decoding time."""
     seconds = sum(_decode_share(generation) for generation in generations)
-    return sum(_decoded(generation) for generation in generations) / seconds if seconds else 0.0
+    return sum(_num_decoded(generation) for generation in generations) / seconds if seconds else 0.0
 
 
 def per_user_tokens_per_second(generations: Sequence[Generation]) -> float:
-    """The mean over rows of a row's own decoded tokens over the undivided time until its last round ended."""
-    rates = [_decoded(generation) / generation.finish_seconds for generation in generations if generation.finish_seconds]
+    """Average over rows a row's own decoded tokens over the undivided time until its last round ended."""
+    rates = [_num_decoded(generation) / generation.finish_seconds for generation in generations if generation.finish_seconds]
     return float(np.mean(rates)) if rates else 0.0
 
 
 def speedup(turns: Sequence[Turn]) -> float:
-    """Drafted over autoregressive tokens/s of the same engine on the same prompts."""
+    """Divide drafted by autoregressive tokens/s of the same engine on the same prompts."""
     base = tokens_per_second([turn.autoregressive for turn in turns])
     return tokens_per_second([turn.drafted for turn in turns]) / base if base else 0.0
 
 
 def predicted_speedup(turns: Sequence[Turn]) -> float:
-    """Acceptance length times a row's share of an autoregressive step over that of a round's draft, verify and accept."""
+    """Multiply acceptance length by a row's share of an autoregressive step over that of a round's draft, verify and accept."""
     steps = sum(len(turn.autoregressive.round_lengths) for turn in turns)
     rounds = sum(len(turn.drafted.round_lengths) for turn in turns)
     if not steps or not rounds:
@@ -119,75 +258,36 @@ def predicted_speedup(turns: Sequence[Turn]) -> float:
 
 
 def time_share(turns: Sequence[Turn]) -> dict[str, float]:
-    """What part of the drafted decoding time each step of a round took."""
+    """Compute the share of the drafted decoding time that each part of a round took."""
     seconds = {part: sum(_share(turn.drafted, part) for turn in turns) for part in ROUND_PARTS}
     total = sum(seconds.values()) or 1.0
     return {part: round(value / total, 4) for part, value in seconds.items()}
 
 
 def acceptance_interval(turns: Sequence[Turn]) -> Interval:
-    """The 95 % confidence interval of `pooled_acceptance`, over draws of prompts."""
-    found = interval(acceptance_columns(turns), (1, -1))
-    return None if found is None else [max(1.0, end) for end in found]  # a forward emits a token at least
+    """Return the 95 % confidence interval of `pooled_acceptance`, over draws of prompts."""
+    ends = interval(acceptance_columns(turns), (1, -1))
+    # A forward emits at least one token.
+    return None if ends is None else [max(1.0, end) for end in ends]
 
 
 def speedup_interval(turns: Sequence[Turn]) -> Interval:
-    """The 95 % confidence interval of `speedup`, over draws of prompts."""
+    """Return the 95 % confidence interval of `speedup`, over draws of prompts."""
     return interval(speed_columns(turns), (1, -1, -1, 1))
 
 
 def speed_columns(turns: Sequence[Turn]) -> Floats:
-    """Each prompt's decoded tokens and seconds, drafted, then autoregressive [P, 4]."""
+    """Sum each prompt's decoded tokens and seconds, drafted, then autoregressive [P, 4]."""
 
     def row(turn: Turn) -> tuple[float, ...]:
         pair = (turn.drafted, turn.autoregressive)
-        return tuple(value for generation in pair for value in (_decoded(generation), _decode_share(generation)))
+        return tuple(value for generation in pair for value in (_num_decoded(generation), _decode_share(generation)))
 
     return _per_prompt(turns, row)
 
 
-def interval(columns: Floats, signs: Sequence[int], draws: int = 2000) -> Interval:
-    """The 95 % confidence interval of the product over columns [P, C] of (the column's sum) ** (its sign, 1 or -1).
-
-    Bootstrap-t on the log scale (Efron and Tibshirani, 1993, section 12.5): prompts are resampled with a fixed seed and each
-    resample's error is measured in its own standard error. scipy.stats.bootstrap has no such interval, and its BCa covers too
-    little: of 300 evaluations of 8, 20 and 40 prompts 90, 90 and 96 %, where this one covers 94, 95 and 97 %. Below 8 prompts,
-    or where resamples have no spread, Student's t takes its place. It never leaves the range of the resamples, as it would
-    where one prompt took most of the time: something else ran on the machine then, and no interval mends that. None below 2
-    prompts or where a sum is 0; the value itself where prompts do not differ.
-    A prompt of zeros only (without a round) says nothing and is not counted.
-    """
-    columns = columns[columns.any(-1)]
-    prompts = len(columns)
-    if prompts < 2 or not columns.sum(0).all():
-        return None
-    sign = np.asarray(signs, dtype=np.float64)
-    value, error = (float(part[0]) for part in _log_statistic(columns, sign, np.ones((1, prompts))))
-    low = high = float(stdtrit(prompts - 1, 0.975))
-    least, most = -np.inf, np.inf
-    if prompts >= 8 and error > TINY:
-        weights = np.random.default_rng(0).multinomial(prompts, np.full(prompts, 1 / prompts), draws).astype(np.float64)
-        values, errors = _log_statistic(columns, sign, weights[(weights @ columns).all(1)])
-        if np.mean(errors > TINY) > 0.99:
-            scores = (values - value)[errors > TINY] / errors[errors > TINY]
-            high, low = np.quantile(scores, [0.975, 0.025]) * (1, -1)
-            least, most = values.min(), values.max()
-    # a resample that errs upwards says that the truth lies below, so the upper score gives the lower end
-    ends = np.clip([value - high * error, value + low * error], least, most)
-    return [round(float(np.exp(end)), 4) for end in ends]
-
-
-def _log_statistic(columns: Floats, sign: Floats, weights: Floats) -> tuple[Floats, Floats]:
-    """The log statistic and its standard error [R] of resamples that take prompts `weights` [R, P] times."""
-    prompts = len(columns)
-    means = weights @ columns / prompts  # [R, C]
-    influence = (sign / means) @ columns.T - sign.sum()  # [R, P]
-    variance = (weights * influence**2).sum(1) / (prompts * (prompts - 1))
-    return np.log(means) @ sign, np.sqrt(variance)
-
-
 def _per_prompt(turns: Sequence[Turn], row: Callable[[Turn], tuple[float, ...]]) -> Floats:
-    """The sum of each prompt's rows [P, C], in the order of ids: turns of one prompt are not independent."""
+    """Sum each prompt's rows [P, C], in the order of ids: turns of one prompt are not independent."""
     rows: dict[str, list[tuple[float, ...]]] = {}
     for turn in turns:
         rows.setdefault(turn.id, []).append(row(turn))
@@ -195,26 +295,26 @@ def _per_prompt(turns: Sequence[Turn], row: Callable[[Turn], tuple[float, ...]])
 
 
 def acceptance_columns(turns: Sequence[Turn]) -> Floats:
-    """Tokens and number of each prompt's whole rounds [P, 2]."""
+    """Sum tokens and number of each prompt's complete rounds [P, 2]."""
     return _per_prompt(turns, lambda turn: (sum(turn.drafted.complete_round_lengths), len(turn.drafted.complete_round_lengths)))
 
 
 def _mean_of_ratios(columns: Floats) -> float:
-    """The mean over prompts that have a round of tokens per round."""
+    """Average tokens per round over the prompts that have a round."""
     columns = columns[columns[:, 1] > 0] if len(columns) else columns
     return float(np.mean(columns[:, 0] / columns[:, 1])) if len(columns) else 1.0
 
 
-def _decoded(generation: Generation) -> int:
-    """Tokens kept, without the prefill's."""
+def _num_decoded(generation: Generation) -> int:
+    """Count the tokens of the answer, without the prefill's."""
     return len(generation.output) - 1
 
 
 def _share(generation: Generation, part: str) -> float:
-    """One row's share of its batch's seconds in a part of the round."""
+    """Return one row's share of its batch's seconds in a part of the round."""
     return generation.seconds[part] / generation.batch_size
 
 
 def _decode_share(generation: Generation) -> float:
-    """One row's share of its batch's decoding time, the prefill left out."""
+    """Return one row's share of its batch's decoding time, without the prefill."""
     return generation.decode_seconds / generation.batch_size

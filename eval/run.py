@@ -1,7 +1,7 @@
 """Score a drafter by really decoding: the one evaluator of every family.
 
-For every prompt the autoregressive run and the drafted runs follow each other, in an order that rotates, in one engine:
-same kernels, same cache, same stop handling. The reference of the lossless check is computed apart from all of them.
+For every prompt the autoregressive run and the drafted runs follow each other, in an order that rotates, in one engine: same
+kernels, same cache, same stop handling. The reference of the lossless check is computed apart from all of them.
 """
 
 import json
@@ -21,31 +21,32 @@ from spectrain.decoding.pruning import fit_early_heads
 from spectrain.decoding.session import check_compatibility, prepare_for_decoding, tune_drafter
 from spectrain.drafters.capabilities import find_datastore
 from spectrain.errors import UserError
-from spectrain.eval.baselines import OURS, OWN, TRANSFORMERS, Baselines, goes_by_clock
+from spectrain.eval.baselines import OURS, OWN_STORE, TRANSFORMERS, Baselines, supports_auto_tree
+from spectrain.eval.columns import DRAFTER, RECOMMENDED, tracked_systems
 from spectrain.eval.drafts import record_drafts
 from spectrain.eval.drift import rule_drift
 from spectrain.eval.exits import judge_target
+from spectrain.eval.extensions import EvalExtension, Results
 from spectrain.eval.identity import check_identity
-from spectrain.eval.leaks import admit, refuse_answers
+from spectrain.eval.leaks import check_no_leak, refuse_answers
 from spectrain.eval.memory import extra_memory
-from spectrain.eval.metrics import Turn
-from spectrain.eval.noise import Noise, judge, load_of, spread
+from spectrain.eval.metrics import SystemSummary, measure_system
+from spectrain.eval.noise import Noise, baseline_jitter, judge_speedup, machine_load
 from spectrain.eval.oracle import Oracle
 from spectrain.eval.page import write_report
-from spectrain.eval.parts import Part, Results
 from spectrain.eval.prompts import read_prompts
 from spectrain.eval.report import print_table
-from spectrain.eval.settings import Learning, Scoring, Sweeping
+from spectrain.eval.settings import EvalSettings
 from spectrain.eval.summary import (
-    bounds,
-    sample,
-    saved_by_pruning,
-    summarise,
+    EvaluationSummary,
+    pruning_savings,
+    sample_line,
+    speedup_limits,
     write_lines,
     write_prompts,
     write_rounds,
 )
-from spectrain.eval.systems import Decoder, System, describe
+from spectrain.eval.systems import Decoder, System, describe_tree
 from spectrain.eval.tasks import Reference, check_execution, task_score
 from spectrain.eval.turns import ORACLE, Interleaving
 from spectrain.files import write_text
@@ -54,26 +55,24 @@ from spectrain.runs.candidate import Candidate
 from spectrain.trees import Auto
 from spectrain.trees.measurements import Calibration, RuleForecast
 
-ALIKE = ("shipped", "untrained", "static_drafter", "copies", "retrieval")  # whose trees are prepared as the drafter's own
+# Systems whose trees are calibrated together with the drafter's own.
+CALIBRATED = ("shipped", "untrained", "static_drafter", "copies", "retrieval")
+MIN_ROOM = 64  # tokens that a calibration prompt leaves free in the context
 
 
 @dataclass
-class Evaluation(Sweeping, Learning, Scoring):
-    """Decodes what its settings ask for, which stand in asked.py by what they are for; all are keys of `eval`."""
+class Evaluation(EvalSettings):
+    """Scores drafters as the settings say. A subclass adds settings and extensions."""
 
     def __post_init__(self) -> None:
-        self.check_scoring()
-        self.check_learning()
-        self.check_sweeping()
-        if self.online and self.sweep is not None:
-            raise UserError(f"eval.sweep={self.sweep}: a drafter that learns while it decodes gives no rows to compare; do one")
-        read = read_prompts(self.prompts, self.limit, self.categories)
-        self.chosen, self.skipped = read.prompts, dict(read.skipped)
+        super().__post_init__()
+        prompts = read_prompts(self.prompts, self.limit, self.categories)
+        self.chosen, self.skipped = prompts.prompts, dict(prompts.skipped)
         if self.execute:
             check_execution(list(self._references.values()))
 
     def check_prompts(self, target: Target) -> None:
-        """Leave out prompts that do not fit the target's context with their answer; stop where none does."""
+        """Leave out prompts that do not fit the target's context with their answer; raise UserError if none fits."""
         lengths = [len(tokenize_prompt(target.template, prompt.opening, target.vision)) for prompt in self.chosen]
         room = target.max_length - self.max_new_tokens
         fitting = [prompt for prompt, length in zip(self.chosen, lengths) if length <= room]
@@ -87,79 +86,89 @@ class Evaluation(Sweeping, Learning, Scoring):
             self.skipped["too long"] = len(self.chosen) - len(fitting)
             self.chosen = fitting
 
-    def parts(self) -> list[Part]:
-        """What is decoded, checked and written beside the drafter."""
-        ours = () if self.sweep is not None else tuple(name for name in self.baselines if name in OURS)
-        theirs = tuple(name for name in self.baselines if name in TRANSFORMERS)
-        baselines = Baselines((*ours, *theirs), self.assistant, self.exit_layer, self.store, self.chosen)
-        return [*self.sweeping(), *self.extra_parts(), *self.learning(), baselines]
+    def extensions(self) -> list[EvalExtension]:
+        """Return what is decoded, checked and written in addition to the drafter."""
+        return [*self.make_sweep(), *self.extra_extensions(), self._baselines()]
 
-    def extra_parts(self) -> list[Part]:
-        """Parts that a subclass adds, decoded in turn with the others."""
+    def _baselines(self) -> Baselines:
+        names = [name for name in self.baselines if name in TRANSFORMERS or (name in OURS and self.sweep is None)]
+        return Baselines(names, self.assistant, self.exit_layer, self.store, self.chosen)
+
+    def extra_extensions(self) -> list[EvalExtension]:
+        """Return the extensions that a subclass adds."""
         return []
 
     def score(self, candidate: Candidate, folder: Path) -> dict[str, Any]:
-        """Decode every prompt with every system, write what was found to `folder`, print the table."""
-        parts = self.parts()
-        asked = candidate.rule.name
-        candidate, rules = self._ready(candidate, parts)
-        systems, calibration = self._systems(candidate, parts)
-        decoder = self._decoder(candidate.target, systems[0])
+        """Decode every prompt with every system, write the results to `folder`, print the table, and return summary.json."""
+        extensions = self.extensions()
+        changes_drafter = any(extension.changes_drafter for extension in extensions)
+        requested_rule = candidate.rule.name
+        candidate, rule_forecast = self._prepare(candidate, extensions)
+        if self.uses_auto_tree(candidate) and not changes_drafter:
+            candidate = replace(candidate, builder=Auto(), default_builder=candidate.builder)
+        systems, calibration = self._make_systems(candidate, extensions)
+        decoder = self._make_decoder(candidate.target, systems[0])
         oracle = Oracle(systems[0], decoder) if self.oracle else None
-        decoding = Interleaving(decoder, systems, parts, oracle, self.max_new_tokens, self.batch_size)
+        decoding = Interleaving(decoder, systems, extensions, oracle, self.max_new_tokens, self.batch_size)
         decoding.run(self.chosen)
-        decoding.repeat(1 if self.online else self.repeats)
-        results = self._results(candidate, decoding, folder)
+        decoding.repeat(1 if changes_drafter else self.repeats)
+        results = self._measure(candidate, decoding, folder)
         folder.mkdir(parents=True, exist_ok=True)
-        summary = self._summary(results, decoding)
-        measured = [oracle.forced.rule_forecast if oracle else None, calibration.rules if calibration else None]
-        if known := next((one for one in (rules, *measured) if one is not None), None):
-            summary["rules"] = known.summary()
-        for part in parts:
-            summary |= part.report(results)
+        sections: dict[str, Any] = {}
+        forecasts = (rule_forecast, oracle.forced.rule_forecast if oracle else None, calibration.rules if calibration else None)
+        if forecast := next((forecast for forecast in forecasts if forecast is not None), None):
+            sections["rules"] = forecast.summary()
+        limits = self._measure_limits(results, oracle)
+        for extension in extensions:
+            sections |= extension.report(results)
         if self.report:
-            summary |= self._judgements(results)
-        summary["setting"] = {**self._setting(candidate, summary, decoding), "rule": asked}
+            sections |= self._measure_costs(results)
+        setting = {**self._setting(results, decoding), "rule": requested_rule}
+        recommended = RECOMMENDED if RECOMMENDED in results.summaries else DRAFTER
+        summary = EvaluationSummary(recommended, results.summaries, limits, sections, setting).to_json()
         self._write(results, summary, calibration)
         print_table(summary)
         return summary
 
-    def _ready(self, candidate: Candidate, parts: list[Part]) -> tuple[Candidate, RuleForecast | None]:
-        """The candidate, checked, on the target's device and tuned, with a rule that leaves nothing open."""
+    def tabulate(self, summary: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return a row of values for each system of a summary, for trackers."""
+        return tracked_systems(summary)
+
+    def _prepare(self, candidate: Candidate, extensions: list[EvalExtension]) -> tuple[Candidate, RuleForecast | None]:
+        """Check the candidate, move it to the target's device, tune it, and choose a rule if it is left open."""
         target, drafter, builder, rule = candidate.target, candidate.drafter, candidate.builder, candidate.rule
         check_compatibility(drafter, builder, rule)
-        for part in parts:
-            part.check(candidate)
-            part.keep(candidate)
+        for extension in extensions:
+            extension.check(candidate)
+            extension.snapshot(candidate)
         if (store := find_datastore(drafter)) is not None:
-            admit(store, self.chosen, candidate.setting)
+            check_no_leak(store, self.chosen, candidate.setting)
         drafter.to(target.device, target.dtype).eval()
         target.pack_weights()
         tune_drafter(drafter, target, lambda: self._calibration_prompts(target), builder.depth)
         forecast = None
         if rule.is_unresolved and self.sweep is None and self.prune_layer is None:
             rule, builder, forecast = resolve_rule(target, drafter, builder, rule, lambda: self._calibration_prompts(target))
-        elif rule.is_unresolved:  # trees of all kinds, and pruned ones, can be judged by this rule only
+        elif rule.is_unresolved:
+            # Trees of all kinds, and pruned ones, can be judged by this rule only.
             rule = rule.matching_rule()
-        candidate = replace(candidate, rule=rule, builder=builder)
-        if self._measures(candidate):
-            candidate = replace(candidate, builder=Auto(), default_builder=builder)
-        return candidate, forecast
+        return replace(candidate, rule=rule, builder=builder), forecast
 
-    def _measures(self, candidate: Candidate) -> bool:
-        """Whether the tree that pays by this machine's times is scored first."""
-        if not self.measured or self.sweep is not None or self.prune_layer is not None or self.online:
+    def uses_auto_tree(self, candidate: Candidate) -> bool:
+        """Tell whether tree=auto, which this machine's times favor, is scored first."""
+        if not self.measured or self.sweep is not None or self.prune_layer is not None:
             return False
-        able = goes_by_clock(candidate.target, candidate.drafter, candidate.builder)
-        return able and not Decoder(candidate.target, candidate.rule.matching_rule(), self.engine).wants_capture
+        supported = supports_auto_tree(candidate.target, candidate.drafter, candidate.builder)
+        return supported and not Decoder(candidate.target, candidate.rule.matching_rule(), self.engine).prefers_capture
 
-    def _systems(self, candidate: Candidate, parts: list[Part]) -> tuple[list[System], Calibration | None]:
-        """What is decoded, the drafter with its tree first, all of it ready."""
-        target, drafter, builder, rule = candidate.target, candidate.drafter, candidate.builder, candidate.rule
-        first = System("drafter", f"drafter, {describe(builder)}", drafter, builder, rule, Guard() if self.guard else None)
-        for part in parts:
-            first = part.own(candidate, first)
-        systems = [first, *(system for part in parts for system in part.systems(candidate, first))]
+    def _make_systems(self, candidate: Candidate, extensions: list[EvalExtension]) -> tuple[list[System], Calibration | None]:
+        """Return the systems to decode, the drafter with its tree first, all of them prepared."""
+        target, drafter, builder = candidate.target, candidate.drafter, candidate.builder
+        guard = Guard() if self.guard else None
+        first = System(DRAFTER, f"drafter, {describe_tree(builder)}", drafter, builder, candidate.rule, guard)
+        for extension in extensions:
+            first = extension.adapt_system(candidate, first)
+        systems = [first, *(system for extension in extensions for system in extension.systems(candidate, first))]
         for system in systems:
             prepare_for_decoding(system.drafter, target)
         prunings = [system.pruning for system in systems if system.pruning is not None]
@@ -168,96 +177,95 @@ class Evaluation(Sweeping, Learning, Scoring):
             fit_early_heads(target, prunings, self._calibration_prompts(target), rank)
         return systems, self._calibrate(target, systems)
 
-    def _decoder(self, target: Target, first: System) -> Decoder:
-        """The drafter and what it is compared with run in one engine: if it cannot be captured, nothing is."""
-        free = first.rule.matching_rule()
-        decoder = Decoder(target, free, self.engine)
-        why = decoder.why_eager(first)
-        if self.engine == "captured" and why is not None:
-            raise UserError(f"eval.engine=captured: {why}; use eval.engine=eager")
-        if why is None:
+    def _make_decoder(self, target: Target, first: System) -> Decoder:
+        """Return one engine for the drafter and what it is compared with: if it cannot be captured, nothing is."""
+        rule = first.rule.matching_rule()
+        decoder = Decoder(target, rule, self.engine)
+        reason = decoder.why_eager(first)
+        if self.engine == "captured" and reason is not None:
+            raise UserError(f"eval.engine=captured: {reason}; use eval.engine=eager")
+        if reason is None:
             return decoder
-        if decoder.wants_capture:
-            Console(stderr=True).print(f"decoded by the loop, and so is what it is compared with: {why}")
-        return Decoder(target, free)
+        if decoder.prefers_capture:
+            Console(stderr=True).print(f"The drafter and all baselines run in the eager loop: {reason}.")
+        return Decoder(target, rule)
 
-    def _results(self, candidate: Candidate, decoding: Interleaving, folder: Path) -> Results:
-        """The numbers of every system."""
+    def _measure(self, candidate: Candidate, decoding: Interleaving, folder: Path) -> Results:
+        """Compute the numbers of every system."""
         decoder, turns, target = decoding.decoder, decoding.turns, candidate.target
         self._refuse_answers(decoding, target)
-        noise = Noise(spread(turns["drafter"]), load_of(target.device), decoding.repeats)
-        entries = {}
+        noise = Noise(baseline_jitter(turns[DRAFTER]), machine_load(target.device), decoding.repeats)
+        summaries = {}
         for system in decoding.systems:
-            mine = turns[system.name]
-            entry = entries[system.name] = summarise(mine, system.builder.is_chain)
-            entry["speedup"] = judge(entry["speedup"], mine, noise)
-            entry["label"], entry["tree"] = system.label, system.builder.report_settings()
-            why = decoder.why_eager(system)
-            entry["engine"] = "captured" if why is None else "eager"
-            if decoder.wants_capture and why is not None:
-                entry["label"], entry["eager_because"] = f"{system.label} (eager)", why
-            if decoder.fallback.failures:
-                entry["not_run"] = dict(decoder.fallback.failures)
-            if system.pruning is not None:
-                entry["pruning"] = saved_by_pruning(mine, system.pruning, target)
-        entries["drafter"]["noise"] = noise.summary()
+            answers, reason = turns[system.name], decoder.why_eager(system)
+            is_eager = decoder.prefers_capture and reason is not None
+            numbers = measure_system(answers, system.builder.is_chain)
+            numbers["speedup"] = judge_speedup(numbers["speedup"], answers, noise)
+            summaries[system.name] = SystemSummary(
+                **numbers,
+                label=f"{system.label} (eager)" if is_eager else system.label,
+                tree=system.builder.report_settings(),
+                engine="captured" if reason is None else "eager",
+                eager_because=reason if is_eager else None,
+                not_run={**decoder.fallback.failures} or None,
+                pruning=None if system.pruning is None else pruning_savings(answers, system.pruning, target),
+            )
+        summaries[DRAFTER].noise = noise.summary()
         guard = decoding.systems[0].guard
         if guard is not None:
-            entries["drafter"]["guard"] = guard.summarize_rounds()
-        systems = list(decoding.systems)  # the check may decode more, so what a guard did is known before
+            # The check below may decode more rounds.
+            summaries[DRAFTER].guard = guard.summarize_rounds()
+        systems = list(decoding.systems)
         identity = check_identity(target, systems, turns, self.max_new_tokens) if self.check else {}
-        for name, entry in entries.items():
-            entry["lossless"] = identity[name].summary() if name in identity else None
-        return Results(candidate, systems, turns, entries, folder)
+        for name, checked in identity.items():
+            summaries[name].lossless = checked.summary()
+        return Results(candidate, systems, turns, summaries, folder)
 
     def _refuse_answers(self, decoding: Interleaving, target: Target) -> None:
-        """Stop where a store holds an answer; of a run's own store, whoever copied from it is left out."""
+        """Refuse a store that holds an answer; leave out systems that copied from the run's own such store."""
         for system in list(decoding.systems):
             if (store := find_datastore(system.drafter)) is None:
                 continue
             try:
-                refuse_answers(store, decoding.turns["drafter"], target.tokenizer)
+                refuse_answers(store, decoding.turns[DRAFTER], target.tokenizer)
             except UserError as error:
-                if self.store != OWN or system is decoding.systems[0]:
+                if self.store != OWN_STORE or system is decoding.systems[0]:
                     raise
                 print(f"{system.label}: left out. {error}")
                 decoding.systems.remove(system)
 
-    def _summary(self, results: Results, decoding: Interleaving) -> dict[str, Any]:
-        """The drafter's own numbers at the top, the other systems' under `compared`."""
-        candidate, mine, oracle = results.candidate, results.turns["drafter"], decoding.oracle
-        summary = dict(results.entries["drafter"])
-        ceiling = []
-        if oracle is not None and oracle.rolled_out:
-            summary["forced"] = oracle.summary(summary)
-            ceiling = results.turns[ORACLE]
-        summary["bounds"] = bounds(candidate.target, candidate.drafter, mine, ceiling)
+    def _measure_limits(self, results: Results, oracle: Oracle | None) -> dict[str, Any]:
+        """Measure what limits the speedup, and what drafting changed in the text."""
+        candidate, answers = results.candidate, results.turns[DRAFTER]
+        limits: dict[str, Any] = {}
+        has_forced = oracle is not None and oracle.rolled_out
+        if oracle is not None and has_forced:
+            limits["forced"] = oracle.summary(results.summaries[DRAFTER])
+        ceiling = results.turns[ORACLE] if has_forced else []
+        limits["bounds"] = speedup_limits(candidate.target, candidate.drafter, answers, ceiling)
         if not candidate.rule.lossless or self.quality:
-            summary |= self._quality(candidate, mine)
-        summary["compared"] = {name: entry for name, entry in results.entries.items() if name != "drafter"}
-        return summary
-
-    def _quality(self, candidate: Candidate, mine: list[Turn]) -> dict[str, Any]:
-        """What drafting did to the text, by the target's judgement and by the task's."""
-        drift = rule_drift(candidate.target, mine, follows=not candidate.rule.matching_rule().is_random)
-        task = task_score(candidate.target, self._references, mine, self.execute)
-        return {"drift": drift} if task is None else {"drift": drift, "task": task}
+            # Compare answers token by token if the rule should not change them.
+            is_deterministic = not candidate.rule.matching_rule().is_random
+            limits["drift"] = rule_drift(candidate.target, answers, follows=is_deterministic)
+            task = task_score(candidate.target, self._references, answers, self.execute)
+            limits |= {} if task is None else {"task": task}
+        return limits
 
     @property
     def _references(self) -> dict[str, Reference]:
         return {prompt.id: prompt.reference for prompt in self.chosen if prompt.reference is not None}
 
-    def _judgements(self, results: Results) -> dict[str, Any]:
-        """What drafting adds to memory and reads, what training did to the target, and how good early exits are."""
-        one, mine = results.candidate, results.turns["drafter"]
-        memory = extra_memory(one.target, one.drafter, one.builder, one.rule, mine[0].drafted.prompt)
-        traffic = count_traffic(one.target, one.drafter, one.builder, one.rule, mine[0].drafted.prompt)
-        read = {} if traffic is None else {"traffic": traffic}
-        return {"memory": memory, **read, **judge_target(one, mine, self.max_new_tokens, results.folder)}
+    def _measure_costs(self, results: Results) -> dict[str, Any]:
+        """Measure memory, memory traffic, what training did to the target, and the quality of early exits."""
+        candidate, answers = results.candidate, results.turns[DRAFTER]
+        decoding = candidate.target, candidate.drafter, candidate.builder, candidate.rule, answers[0].drafted.prompt
+        memory, traffic = extra_memory(*decoding), count_traffic(*decoding)
+        costs = {"memory": memory} if traffic is None else {"memory": memory, "traffic": traffic}
+        return costs | judge_target(candidate, answers, self.max_new_tokens, results.folder)
 
-    def _setting(self, candidate: Candidate, summary: dict[str, Any], decoding: Interleaving) -> dict[str, Any]:
-        """What the numbers depend on."""
-        drafter = candidate.drafter
+    def _setting(self, results: Results, decoding: Interleaving) -> dict[str, Any]:
+        """Return what the numbers depend on."""
+        candidate, drafter, summary = results.candidate, results.candidate.drafter, results.summaries[DRAFTER]
         return {
             **candidate.setting,
             "prompts": len(self.chosen),
@@ -265,53 +273,53 @@ class Evaluation(Sweeping, Learning, Scoring):
             "max_new_tokens": self.max_new_tokens,
             "batch_size": self.batch_size,
             "rule": candidate.rule.name,
-            "tree": summary["tree"],
+            "tree": summary.tree,
             "guard": self.guard,
             "threads": torch.get_num_threads(),
-            "engine": summary["engine"],
+            "engine": summary.engine,
             "drafter": {**candidate.setting.get("drafter", {}), **drafter.saved.settings},
         }
 
     def _write(self, results: Results, summary: dict[str, Any], calibration: Calibration | None) -> None:
-        """The files of an evaluation; summary.json comes after the rest and says that all is there."""
-        folder, mine = results.folder, results.turns["drafter"]
+        """Write the files of an evaluation; summary.json comes after the others and says that all are there."""
+        folder, answers = results.folder, results.turns[DRAFTER]
         turns = {system.name: results.turns[system.name] for system in results.systems}
-        write_lines(folder / "samples.jsonl", [sample(turn) for turn in mine])
+        write_lines(folder / "samples.jsonl", [sample_line(turn) for turn in answers])
         write_rounds(folder / "rounds.parquet", turns)
         write_prompts(folder / "prompts.parquet", turns)
         if calibration is not None:
             calibration.save(folder / "calibration.json")
         if self.report:
             texts = {prompt.id: content_text(prompt.turns[0]) for prompt in self.chosen}
-            drafts = record_drafts(results.candidate.target, results.systems[0], mine, texts, self.max_new_tokens)
+            drafts = record_drafts(results.candidate.target, results.systems[0], answers, texts, self.max_new_tokens)
             write_lines(folder / "drafts.jsonl", drafts)
         write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         if self.report:
             write_report(folder / "report.html", [folder])
 
     def _calibrate(self, target: Target, systems: list[System]) -> Calibration | None:
-        """Prepare every builder that needs it; what was measured for the drafter's own."""
+        """Prepare every builder that needs it; return what was measured for the drafter's own."""
         first, calibration = systems[0], None
-        alike = [one.builder for one in systems if one.drafter is first.drafter or one.name in ALIKE]
-        for children in dict.fromkeys(builder.children for builder in alike):  # hits depend on how they are chosen
-            mine = [builder for builder in alike if builder.children == children]
-            if any(builder.requirements for builder in mine):
+        builders = [system.builder for system in systems if system.drafter is first.drafter or system.name in CALIBRATED]
+        # Hit rates depend on how children are chosen.
+        for children in dict.fromkeys(builder.children for builder in builders):
+            group = [builder for builder in builders if builder.children == children]
+            if any(builder.requirements for builder in group):
                 prompts = self._calibration_prompts(target)
                 texts = [tokenize_prompt(target.template, prompt.opening, target.vision) for prompt in self.chosen]
                 longest = max(map(len, texts)) + self.max_new_tokens
-                found = calibrate_builders(target, first.drafter, mine, first.rule, prompts, max_text_tokens=longest)
-                calibration = found if children == first.builder.children else calibration
+                measured = calibrate_builders(target, first.drafter, group, first.rule, prompts, max_text_tokens=longest)
+                calibration = measured if children == first.builder.children else calibration
         return calibration
 
     def _calibration_prompts(self, target: Target) -> list[list[int]]:
-        """Openings of the embedded conversations, or of the prompts that eval.calibration names."""
+        """Return openings of the embedded conversations, or of the prompts that eval.calibration names."""
         if self.calibration is not None:
             openings = [prompt.opening for prompt in read_prompts(self.calibration, self.calibration_limit).prompts]
         else:
             from spectrain.data.readers import EmbeddedReader
 
-            openings = [
-                conversation.messages[:1] for conversation in EmbeddedReader(limit=self.calibration_limit).load_conversations()
-            ]
+            conversations = EmbeddedReader(limit=self.calibration_limit).load_conversations()
+            openings = [conversation.messages[:1] for conversation in conversations]
         tokens = [tokenize_prompt(target.template, opening, target.vision) for opening in openings]
-        return [prompt for prompt in tokens if len(prompt) + 64 <= target.max_length] or tokens[:1]
+        return [prompt for prompt in tokens if len(prompt) + MIN_ROOM <= target.max_length] or tokens[:1]

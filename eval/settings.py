@@ -1,4 +1,4 @@
-"""What a score is asked for: the settings of `eval=`, by what they are for, and what is refused of them."""
+"""The settings of an evaluation, which are the keys of `eval`, and their validation."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -6,28 +6,14 @@ from typing import Any, Literal, get_args
 from spectrain.config.values import FolderName, Number
 from spectrain.decoding.session import EngineChoice
 from spectrain.errors import UserError
-from spectrain.eval.baselines import BESIDE, COPYING, OURS, OWN, TRANSFORMERS
-from spectrain.eval.online import Learn, Online
-from spectrain.eval.parts import Part
+from spectrain.eval.baselines import COPYING, DEFAULT_BASELINES, OURS, OWN_STORE, TRANSFORMERS
+from spectrain.eval.extensions import EvalExtension
 from spectrain.eval.sweep import SWEPT, ExitSweep, LengthSweep, PrunedTrees, PruneSweep, TreeSweep
 
 
-def refuse_below(settings: Any, **least: int) -> None:
-    """Refuse settings below their least value, key=least; what is null was not asked for."""
-    for key, lowest in least.items():
-        if (value := getattr(settings, key)) is not None and value < lowest:
-            raise UserError(f"eval.{key}={value}: use {lowest} or more")
-
-
-def refuse_unknown(key: str, given: tuple[str, ...], known: tuple[str, ...]) -> None:
-    """Refuse names that a setting does not know."""
-    if unknown := sorted(set(given) - set(known)):
-        raise UserError(f"eval.{key}: {unknown[0]!r} is unknown; choose from {', '.join(known)}")
-
-
 @dataclass
-class Scoring:
-    """Which prompts, how long, in which engine, and what the drafter is compared with."""
+class EvalSettings:
+    """Settings of an evaluation: the prompts, the engine, the systems to compare, and what else to measure."""
 
     # Name of the folder under eval/ that receives the result.
     name: FolderName = "heldout"
@@ -43,13 +29,13 @@ class Scoring:
     batch_size: int = 1
     # Systems to score next to the drafter. This engine decodes own, auto, copies, chain, shipped, untrained, ngram,
     # lookahead and retrieval; transformers decodes generate, prompt_lookup, assistant and early_exit.
-    baselines: tuple[str, ...] = BESIDE
+    baselines: tuple[str, ...] = DEFAULT_BASELINES
     # Score tree=auto first and the drafter's own tree as a second system. The commands train, eval and compare set this where
     # no tree= is given, rounds are not captured and one process drafts.
     measured: bool = False
     # Store that the baselines copies and retrieval copy from, in addition to the text: own is the answers in a run's training
     # data, any other value is a folder that spectrain data index wrote, and null is no store.
-    store: str | None = OWN
+    store: str | None = OWN_STORE
     # Compare every output with its reference.
     check: bool = True
     # Measure perplexity, agreement and the task score for a lossless rule too; a lossy rule always reports them.
@@ -74,48 +60,6 @@ class Scoring:
     assistant: str | None = None
     # Number of layers that the early_exit baseline drafts with; null uses the drafter's own exit layer.
     exit_layer: int | None = None
-
-    def check_scoring(self) -> None:
-        refuse_below(self, limit=1, max_new_tokens=2, batch_size=1, calibration_limit=1, exit_layer=1, repeats=1)
-        if self.engine not in get_args(EngineChoice):
-            raise UserError(f"eval.engine={self.engine}: choose from {', '.join(get_args(EngineChoice))}")
-        refuse_unknown("baselines", self.baselines, (*OURS, *TRANSFORMERS))
-        if "assistant" in self.baselines and self.assistant is None:
-            raise UserError("eval.baselines: assistant needs a model, as in eval.assistant=DIR")
-
-    @property
-    def reads_data(self) -> bool:
-        """Whether it asks for what a run was trained on."""
-        return bool({"untrained", *(COPYING if self.store == OWN else ())} & {*self.baselines})
-
-
-@dataclass
-class Learning:
-    """A drafter that goes on learning while it decodes."""
-
-    # Let the drafter learn from the corrections of the target while it is scored, next to a copy that does not learn.
-    online: bool = False
-    # Learning rate of the online updates.
-    online_lr: float = 1e-4
-    # Number of answers between two online updates.
-    online_every: int = 8
-    # What online updates learn from: corrections are the tokens that replaced a wrong draft, answers are all tokens of the
-    # answers, and split replays drafts with the loss of Draft-OPD.
-    online_learn: Learn = "corrections"
-
-    def check_learning(self) -> None:
-        refuse_below(self, online_every=1)
-        if not self.online_lr > 0:
-            raise UserError(f"eval.online_lr={self.online_lr}: use more than 0")
-
-    def learning(self) -> list[Part]:
-        return [Online(self.online_lr, self.online_every, self.online_learn)] if self.online else []
-
-
-@dataclass
-class Sweeping:
-    """One drafter with many trees, lengths, exits or prunings, or its own tree pruned."""
-
     # Number of target layers after which unlikely branches are dropped from the drafter's trees; null does not prune.
     prune_layer: int | None = None
     # Number of most likely tokens of the early layers that a node must be among to stay in the tree.
@@ -135,8 +79,19 @@ class Sweeping:
     # Numbers of most likely tokens that eval.sweep=prune tries.
     tops: tuple[int, ...] = (1, 2, 4, 8, 16)
 
-    def check_sweeping(self) -> None:
-        refuse_below(self, prune_layer=1, prune_top=1)
+    def __post_init__(self) -> None:
+        for key in ("limit", "batch_size", "calibration_limit", "exit_layer", "repeats", "prune_layer", "prune_top"):
+            refuse_below(key, getattr(self, key), 1)
+        refuse_below("max_new_tokens", self.max_new_tokens, 2)
+        if self.engine not in get_args(EngineChoice):
+            raise UserError(f"eval.engine={self.engine}: choose from {', '.join(get_args(EngineChoice))}")
+        refuse_unknown("baselines", self.baselines, (*OURS, *TRANSFORMERS))
+        if "assistant" in self.baselines and self.assistant is None:
+            raise UserError("eval.baselines: assistant needs a model, as in eval.assistant=DIR")
+        self._check_sweep()
+
+    def _check_sweep(self) -> None:
+        """Refuse settings of sweeps that no sweep can use."""
         if self.prune_layer is not None and self.sweep is not None:
             raise UserError(f"eval.sweep={self.sweep}: it needs no eval.prune_layer; use eval.sweep=prune with eval.exits")
         if any(budget < 2 for budget in self.budgets):
@@ -147,7 +102,8 @@ class Sweeping:
                 raise UserError(f"eval.{key}={list(numbers)}: give numbers from 1 on")
         refuse_unknown("trees", self.trees or (), tuple(SWEPT))
 
-    def sweeping(self) -> list[Part]:
+    def make_sweep(self) -> list[EvalExtension]:
+        """Return the extension that varies what eval.sweep names, or that prunes the drafter's own trees."""
         if self.prune_layer is not None:
             return [PrunedTrees(self.prune_layer, self.prune_top)]
         if self.sweep == "tree":
@@ -157,3 +113,20 @@ class Sweeping:
         if self.sweep == "exit":
             return [ExitSweep(self.exits, self.depths)]
         return [PruneSweep(self.exits, self.tops)] if self.sweep == "prune" else []
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether the evaluation needs the data that a run was trained on."""
+        return bool({"untrained", *(COPYING if self.store == OWN_STORE else ())} & {*self.baselines})
+
+
+def refuse_below(key: str, value: Any, least: int) -> None:
+    """Refuse a setting below its least value; null is allowed."""
+    if value is not None and value < least:
+        raise UserError(f"eval.{key}={value}: use {least} or more")
+
+
+def refuse_unknown(key: str, names: tuple[str, ...], choices: tuple[str, ...]) -> None:
+    """Refuse names that a setting does not know."""
+    if unknown := sorted({*names} - {*choices}):
+        raise UserError(f"eval.{key}: {unknown[0]!r} is unknown; choose from {', '.join(choices)}")

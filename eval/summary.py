@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,82 +14,70 @@ from spectrain.decoding.generation import ROUND_PARTS
 from spectrain.decoding.pruning import Pruning
 from spectrain.drafters.base import Drafter
 from spectrain.eval import metrics
-from spectrain.eval.metrics import Turn
+from spectrain.eval.columns import DRAFTER, order_systems
+from spectrain.eval.metrics import SystemSummary, Turn
 from spectrain.files import atomic_write, write_text
 from spectrain.models.device import roofline_seconds
 from spectrain.models.target import Target
 
 
-def summarise(turns: Sequence[Turn], is_chain: bool) -> dict[str, Any]:
-    """The numbers of one system, under the names of summary.json."""
-    pooled = metrics.pooled_acceptance(turns)
-    ratio, predicted = metrics.speedup(turns), metrics.predicted_speedup(turns)
-    plain, drafted = [turn.autoregressive for turn in turns], [turn.drafted for turn in turns]
-    by_category = {}
-    for category in sorted({turn.category for turn in turns}):
-        part = [turn for turn in turns if turn.category == category]
-        by_category[category] = {
-            "acceptance_length": round(metrics.pooled_acceptance(part), 4),
-            "speedup": round(metrics.speedup(part), 4),
+@dataclass
+class EvaluationSummary:
+    """summary.json: the drafter's numbers at the top, the other systems' under `compared`, then what else was measured."""
+
+    # Name of the system to decode with.
+    recommended: str
+    systems: dict[str, SystemSummary]
+    # The drafter on the target's own text, and what limits the speedup: entries of the top level.
+    limits: dict[str, Any]
+    # What else was measured, by the key of summary.json.
+    sections: dict[str, Any]
+    # What the numbers depend on.
+    setting: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of summary.json."""
+        entries = {name: self.systems[name].to_json() for name in order_systems([*self.systems])}
+        return {
+            "recommended": self.recommended,
+            **entries.pop(DRAFTER),
+            **self.limits,
+            "compared": entries,
+            **self.sections,
+            "setting": self.setting,
         }
-    rounds = sum(len(generation.node_counts) for generation in drafted)
-    return {
-        "acceptance_length": {
-            "pooled": round(pooled, 4),
-            "ci95": metrics.acceptance_interval(turns),
-            "without_bonus": round(pooled - 1, 4),
-            "per_prompt_mean": round(metrics.per_prompt_acceptance(turns), 4),
-            "by_convention": metrics.tau_by_convention(turns, is_chain),
-        },
-        "acceptance_by_depth": metrics.acceptance_by_depth(turns),
-        "tokens_by_round": metrics.histogram(turns),
-        "nodes_per_round": round(sum(sum(generation.node_counts) for generation in drafted) / max(rounds, 1), 2),
-        "drafting_nodes_per_round": round(sum(sum(generation.idle_counts) for generation in drafted) / max(rounds, 1), 2),
-        "tokens_per_second": {
-            "autoregressive": round(metrics.tokens_per_second(plain), 3),
-            "drafted": round(metrics.tokens_per_second(drafted), 3),
-            "per_user": {
-                "autoregressive": round(metrics.per_user_tokens_per_second(plain), 3),
-                "drafted": round(metrics.per_user_tokens_per_second(drafted), 3),
-            },
-        },
-        "speedup": {
-            "ratio": round(ratio, 4),
-            "ci95": metrics.speedup_interval(turns),
-            "predicted": round(predicted, 4),
-            "unexplained": round(ratio / predicted - 1, 4) if predicted else None,
-        },
-        "time_share": metrics.time_share(turns),
-        "by_category": by_category,
-    }
 
 
-def saved_by_pruning(turns: Sequence[Turn], pruning: Pruning, target: Target) -> dict[str, Any]:
-    """What early pruning spared of verification: the share of node-layers, a node run through one layer, and of the whole
-    work in multiply-adds, which counts the head of every node, and against it the early exit's head."""
-    left = sum(sum(turn.drafted.pruned_counts) for turn in turns)
-    every = left + sum(sum(turn.drafted.node_counts) for turn in turns)
+def pruning_savings(turns: Sequence[Turn], pruning: Pruning, target: Target) -> dict[str, Any]:
+    """Compute what early pruning saves of verification.
+
+    `node_layers_saved` is the share of node-layers (a node run through one layer), `work_saved` the share of all multiply-adds:
+    the head of every node counts, and the early exit's head is subtracted.
+    """
+    pruned = sum(sum(turn.drafted.pruned_counts) for turn in turns)
+    nodes = pruned + sum(sum(turn.drafted.node_counts) for turn in turns)
     judged = sum(sum(turn.drafted.judged_counts) for turn in turns)
     count, head = target.num_layers, target.head.output.weight.numel()
     layer = sum(parameter.numel() for parameter in target.layers.parameters()) / count
-    spared = left * ((count - pruning.layer) * layer + head) - judged * pruning.count_multiply_adds(target)
+    saved = pruned * ((count - pruning.layer) * layer + head) - judged * pruning.count_multiply_adds(target)
     return {
         **pruning.report_settings(),
-        "nodes_pruned": round(left / max(every, 1), 4),
-        "node_layers_saved": round(left * (count - pruning.layer) / max(every * count, 1), 4),
-        "work_saved": round(spared / max(every * (count * layer + head), 1), 4),
+        "nodes_pruned": round(pruned / max(nodes, 1), 4),
+        "node_layers_saved": round(pruned * (count - pruning.layer) / max(nodes * count, 1), 4),
+        "work_saved": round(saved / max(nodes * (count * layer + head), 1), 4),
     }
 
 
-def bounds(target: Target, drafter: Drafter, turns: Sequence[Turn], oracle: Sequence[Turn]) -> dict[str, Any]:
-    """What the speedup is to be read against.
+def speedup_limits(target: Target, drafter: Drafter, turns: Sequence[Turn], oracle: Sequence[Turn]) -> dict[str, Any]:
+    """Compute the limits that the speedup compares with.
 
-    engine_efficiency: speedup over tokens per forward. zero_cost_draft: the speedup if drafting took no time. oracle: the
-    measured speedup of a chain as deep as the tree of which every draft is right, the ceiling of a better drafter. Where nodes
-    that only draft run with the verification, drafting has no time of its own, so zero_cost_draft is not given. roofline:
-    the speedup if a draft step, a step and a verification took what this machine's memory and arithmetic allow at least; not
-    given for a mixture of experts, which reads only some of its weights. forwards_per_round, where drafting is one of the
-    target's own: tokens per forward count verifications alone.
+    engine_efficiency: speedup over tokens per forward.
+    zero_cost_draft: the speedup if drafting took no time; None if nodes that only draft run within the verification, because
+    drafting then has no time of its own.
+    oracle: the measured speedup of a chain as deep as the tree whose drafts are all right, the ceiling of a better drafter.
+    roofline: the speedup if a draft step, a step and a verification took the least time that this machine's memory and
+    arithmetic allow; None for a mixture of experts, which reads only some of its weights.
+    forwards_per_round: present if drafting runs the target too; tokens per forward count verifications alone.
     """
     length = metrics.pooled_acceptance(turns)
     rounds = sum(len(turn.drafted.round_seconds) for turn in turns)
@@ -116,8 +105,8 @@ def bounds(target: Target, drafter: Drafter, turns: Sequence[Turn], oracle: Sequ
     }
 
 
-def sample(turn: Turn) -> dict[str, Any]:
-    """One line of samples.jsonl."""
+def sample_line(turn: Turn) -> dict[str, Any]:
+    """Return a line of samples.jsonl."""
     drafted = turn.drafted
     return {
         "id": turn.id,
@@ -131,38 +120,42 @@ def sample(turn: Turn) -> dict[str, Any]:
 
 
 def write_rounds(path: Path, turns: dict[str, list[Turn]]) -> None:
-    """rounds.parquet: one row a round of every system."""
+    """Write rounds.parquet: one row per round of every system."""
     rows = []
     for system, all_turns in turns.items():
         for turn in all_turns:
-            found = turn.drafted
+            drafted = turn.drafted
             for number, (tokens, depth, nodes, times) in enumerate(
-                zip(found.round_lengths, found.depths, found.node_counts, found.round_seconds)
-            ):  # fmt: skip
-                whole = number < len(found.complete_round_lengths)
+                zip(drafted.round_lengths, drafted.depths, drafted.node_counts, drafted.round_seconds)
+            ):
+                is_complete = number < len(drafted.complete_round_lengths)
                 seconds = {f"{part}_seconds": times[part] for part in ROUND_PARTS}
                 rows.append({"system": system, "id": turn.id, "turn": turn.turn, "category": turn.category, "round": number,
-                             "tokens": tokens, "depth": depth, "nodes": nodes, "whole": whole, **seconds})  # fmt: skip
+                             "tokens": tokens, "depth": depth, "nodes": nodes, "whole": is_complete, **seconds})  # fmt: skip
     write_table(path, rows)
 
 
 def write_prompts(path: Path, turns: dict[str, list[Turn]]) -> None:
-    """prompts.parquet: one row a prompt of every system, in the order of ids: decoded tokens, without a prefill's, and seconds,
-    drafted and autoregressive; tokens and number of whole rounds."""
+    """Write prompts.parquet: one row per prompt of every system, in the order of ids.
+
+    A row has decoded tokens, without the prefill's, and seconds, drafted and autoregressive; tokens and number of complete
+    rounds.
+    """
     columns = ("tokens", "seconds", "autoregressive_tokens", "autoregressive_seconds", "whole_tokens", "whole_rounds")
     rows = []
-    for system, found in turns.items():
-        names = sorted({turn.id for turn in found})
-        values = np.concatenate([metrics.speed_columns(found), metrics.acceptance_columns(found)], axis=1)
+    for system, answers in turns.items():
+        names = sorted({turn.id for turn in answers})
+        values = np.concatenate([metrics.speed_columns(answers), metrics.acceptance_columns(answers)], axis=1)
         rows += [{"system": system, "id": name, **dict(zip(columns, row))} for name, row in zip(names, values.tolist())]
     write_table(path, rows)
 
 
 def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write a Parquet file."""
     with atomic_write(path) as scratch:
         pq.write_table(pa.Table.from_pylist(rows), scratch)
 
 
 def write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    """A JSONL file."""
+    """Write a JSONL file."""
     write_text(path, "".join(json.dumps(line) + "\n" for line in lines))

@@ -1,4 +1,4 @@
-"""What is decoded side by side: a drafter with a tree and a rule, and how one decodes."""
+"""The systems that an evaluation compares, and how each decodes."""
 
 from dataclasses import dataclass
 
@@ -23,16 +23,19 @@ class System:
     rule: AcceptanceRule
     guard: Guard | None = None
     pruning: Pruning | None = None
-    runner_source: RunnerSource | None = None  # decodes by another runner than the eager loop
+    # Decodes by another runner than the eager loop.
+    runner_source: RunnerSource | None = None
 
 
 class Decoder:
-    """Decodes with systems, each in a session of its own that is kept, or autoregressively."""
+    """Decodes with systems, each in a session of its own that is reused, or autoregressively (system None)."""
 
     def __init__(self, target: Target, rule: AcceptanceRule, choice: EngineChoice = "eager") -> None:
-        self.target, self.rule, self.choice = target, rule, choice  # the rule of autoregressive decoding
+        # The rule is that of autoregressive decoding.
+        self.target, self.rule, self.choice = target, rule, choice
         self.sessions: dict[str, Session] = {}
-        self.fallback = make_fallback(target, choice)  # one for all: what is compared is compiled and captured alike, or not
+        # All systems share one fallback, so that all are compiled and captured alike, or none is.
+        self.fallback = make_fallback(target, choice)
 
     def __call__(
         self, system: System | None, prompts: list[list[int]], limit: int, sequence_ids: list[int], watch: OnRound = no_callback
@@ -42,11 +45,13 @@ class Decoder:
         session.warm_up(prompts, limit, sequence_ids)
         return session.decode(prompts, limit, sequence_ids, on_round=watch)
 
-    def in_turn(
+    def decode_interleaved(
         self, system: System, prompts: list[list[int]], limit: int, sequence_ids: list[int]
     ) -> tuple[list[Generation], list[Generation]]:
-        """Decode autoregressively and with a system, round by round in turn; one after the other where a worker would draft on
-        while it is the other's turn."""
+        """Decode autoregressively and with a system, alternating round by round.
+
+        They run one after the other if a worker would go on drafting during the other's rounds.
+        """
         if system.runner_source is not None:
             return self(None, prompts, limit, sequence_ids), self(system, prompts, limit, sequence_ids)
         sessions = self.session(None), self.session(system)
@@ -56,27 +61,28 @@ class Decoder:
         return plain, drafted
 
     def session(self, system: System | None) -> Session:
-        """How a system is decoded."""
+        """Return the session of a system."""
         if system is None:
-            parts = Session(self.target, self.rule, engine=self.choice, fallback=self.fallback)
-        else:
-            how = system.rule, system.drafter, system.builder, system.guard, system.pruning
-            parts = Session(self.target, *how, engine=self.choice, runner_source=system.runner_source, fallback=self.fallback)
-        return self.sessions.setdefault("" if system is None else f"{system.name} {system.builder.name}", parts)
+            session = Session(self.target, self.rule, engine=self.choice, fallback=self.fallback)
+            return self.sessions.setdefault("", session)
+        parts = system.rule, system.drafter, system.builder, system.guard, system.pruning
+        session = Session(self.target, *parts, engine=self.choice, runner_source=system.runner_source, fallback=self.fallback)
+        return self.sessions.setdefault(f"{system.name} {system.builder.name}", session)
 
     @property
-    def wants_capture(self) -> bool:
+    def prefers_capture(self) -> bool:
+        """Whether rounds are captured if nothing prevents it."""
         return self.session(None).prefers_capture
 
     def why_eager(self, system: System | None) -> str | None:
-        """Why a system's rounds are run one by one; None where they are captured."""
+        """Return the reason why a system's rounds run one by one; None if they are captured."""
         return self.session(system).eager_reason
 
 
-def describe(builder: TreeBuilder) -> str:
-    """A builder in a few words."""
-    drawn = "" if builder.children == "deterministic" else ", drawn"
-    most = "up to " if builder.uses_latency else ""
-    chain = f"{builder.name}, chain of up to {builder.depth}" if builder.uses_latency else f"chain of {builder.depth}"
-    shape = chain if builder.is_chain else f"{builder.name}, {most}{builder.budget} nodes"
-    return shape + drawn
+def describe_tree(builder: TreeBuilder) -> str:
+    """Describe a builder in a few words."""
+    sampled = "" if builder.children == "deterministic" else ", drawn"
+    if builder.is_chain:
+        chain = f"{builder.name}, chain of up to {builder.depth}" if builder.uses_latency else f"chain of {builder.depth}"
+        return chain + sampled
+    return f"{builder.name}, {'up to ' if builder.uses_latency else ''}{builder.budget} nodes{sampled}"

@@ -29,8 +29,8 @@ from spectrain.drafters.base import Drafter
 from spectrain.drafters.hybrid import Merged
 from spectrain.drafters.layers.copies import CopySource
 from spectrain.errors import UserError, suggest_nearest
-from spectrain.eval.baselines import goes_by_clock
-from spectrain.eval.systems import describe
+from spectrain.eval.baselines import supports_auto_tree
+from spectrain.eval.systems import describe_tree
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import load_drafter
 from spectrain.runs.score import load_target, open_answer_store
@@ -252,7 +252,7 @@ class Chat:
         rule, builder, drafter = build(config.acceptance), build(config.tree), load_drafter(config, folder, target)
         if self.measured and rule.lossless and not Session(target, rule, engine=self.engine).prefers_capture:
             check_compatibility(drafter, builder, rule)
-            if goes_by_clock(target, drafter, builder) and not drafter.capabilities.has_no_q:
+            if supports_auto_tree(target, drafter, builder) and not drafter.capabilities.has_no_q:
                 drafter = Merged(drafter, CopySource(open_answer_store(config, folder, target, None)))
                 builder, rule = Auto(budget=MAX_TREE_NODES), rule.matching_rule()
         return Session.from_drafter(target, drafter, builder, rule, prompts, self.engine)
@@ -260,7 +260,7 @@ class Chat:
 
 def drafter_title(drafter: Drafter | None) -> str:
     """Return a short name of a drafter."""
-    inside = f"{type(drafter.inner).__name__} with copies" if isinstance(drafter, Merged) else None
+    inside = f"{type(drafter.inner).__name__} + retrieval" if isinstance(drafter, Merged) else None
     return inside or type(drafter).__name__
 
 
@@ -320,7 +320,7 @@ class TerminalChat:
         assert builder is not None, "it was prepared with one"
         slow = "; the first answers take a while, as rounds are compiled" if session.eager_reason is None else ""
         return (
-            f"{self.target.name} through {drafter_title(session.drafter)}, {describe(builder)}, acceptance "
+            f"{self.target.name} through {drafter_title(session.drafter)}, {describe_tree(builder)}, acceptance "
             f"{session.rule.name}{slow}.\n"
             "Tokens in one colour were drafted and accepted together; dim and underlined ones are the target's own. "
             "/help lists what else there is."

@@ -1,23 +1,25 @@
-"""The evaluation with the parts of experimental ideas: what `eval=default` constructs.
+"""The evaluation with the extensions of experimental ideas: what `eval=default` constructs.
 
-The core's evaluation knows none of them. A setting and a part of an idea are added here, and removed here with the idea.
+The core's evaluation knows none of them. The settings and the extension of an idea are added here, and removed here with it.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 from spectrain.config.values import Count, Seed, Share
-from spectrain.eval.parts import Part
+from spectrain.errors import UserError
+from spectrain.eval.extensions import EvalExtension
 from spectrain.eval.run import Evaluation
 
 from .adversary.evaluation import Adversary, Search
+from .online.evaluation import LearnFrom, Online
 from .overlap.evaluation import Overlapping
 from .transport.evaluation import Optimum
 
 
 @dataclass
 class ExperimentalEvaluation(Evaluation):
-    """Decodes what its settings ask for, experimental parts included; all settings are keys of `eval`."""
+    """Scores drafters as the settings of `eval` say, with the extensions of experimental ideas."""
 
     # Number of edits of every prompt to try, in search of one that slows the drafter down; null tries none.
     adversary: Count | None = None
@@ -35,18 +37,36 @@ class ExperimentalEvaluation(Evaluation):
     # With eval.overlap=outcomes, how many likely results of the verification to draft ahead for.
     outcomes: Count = 8
 
+    # Let the drafter learn from the corrections of the target while it is scored, next to a copy that does not learn.
+    online: bool = False
+    # Learning rate of the online updates.
+    online_lr: float = 1e-4
+    # Number of answers between two online updates.
+    online_every: int = 8
+    # What online updates learn from: corrections are the tokens that replaced a wrong draft, answers are all tokens of the
+    # answers, and split replays drafts with the loss of Draft-OPD.
+    online_learn: LearnFrom = "corrections"
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.learning = Online(self.online_lr, self.online_every, self.online_learn)
+        if self.online and self.sweep is not None:
+            raise UserError(
+                f"eval.sweep={self.sweep}: a drafter that learns while it decodes gives no rows to compare; use either "
+                "eval.online or eval.sweep"
+            )
         self.search: Search | None = None
         if self.adversary is not None:
             self.search = Search(self.adversary, self.adversary_words, self.adversary_same, self.adversary_seed)
 
-    def extra_parts(self) -> list[Part]:
-        parts: list[Part] = []
+    def extra_extensions(self) -> list[EvalExtension]:
+        extensions: list[EvalExtension] = []
         if self.search is not None:
-            parts.append(Adversary(self.search, self.chosen, self.max_new_tokens, self.check))
+            extensions.append(Adversary(self.search, self.chosen, self.max_new_tokens, self.check))
         if self.optimum:
-            parts.append(Optimum(self.max_new_tokens))
+            extensions.append(Optimum(self.max_new_tokens))
         if self.overlap is not None:
-            parts.append(Overlapping(self.overlap == "pearl", self.outcomes if self.overlap == "outcomes" else 0))
-        return parts
+            extensions.append(Overlapping(self.overlap == "pearl", self.outcomes if self.overlap == "outcomes" else 0))
+        if self.online:
+            extensions.append(self.learning)
+        return extensions

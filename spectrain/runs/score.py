@@ -48,7 +48,7 @@ def evaluate(config: DictConfig, run: Path, target: Target | None = None, tracke
     evaluation = build(config.eval)
     own = build(config.get("tracker")) if tracker is None and state.is_main_process else None
     target = target or load_target(config, run)
-    if sharded and (evaluation.guard or build(config.tree).goes_by_clock):
+    if sharded and (evaluation.guard or build(config.tree).uses_latency):
         raise UserError(
             f"target.sharding={target.sharding}: processes must draft the same trees, so no tree or guard can go by the clock; "
             "use tree=eagle2 and no eval.guard"
@@ -96,7 +96,7 @@ def score(
         summary: dict[str, Any] = evaluation.score(make_candidate(config, run, target, drafter, dataset, scratch), scratch)
         archive_earlier(folder)
     print(f"written to {folder}")
-    tracker.log_evaluation(summary, folder)
+    tracker.log_evaluation(summary, evaluation.tabulate(summary), folder)
     return summary
 
 

@@ -87,21 +87,21 @@ class Wandb(Tracker):
         if step > self.known:  # a step that a resumed run does again is there already, and W&B takes no step back
             self.session.log({"step": step, **flatten(metrics)}, step=step)
 
-    def log_evaluation(self, summary: dict[str, Any], folder: Path) -> None:
+    def log_evaluation(self, summary: dict[str, Any], rows: list[Row], folder: Path) -> None:
         place = f"eval/{folder.name}"
-        self.session.summary.update({f"{place}/{name}": value for name, value in headline(summary).items()})
-        self._show({f"{place}/systems": _table(systems(summary)), **_page(f"{place}/report", folder)})
+        self.session.summary.update({f"{place}/{name}": value for name, value in drafter_values(rows).items()})
+        self._show({f"{place}/systems": _table(rows), **_page(f"{place}/report", folder)})
         self._send(folder, "evaluation", folder.name)
 
-    def log_comparison(self, comparison: dict[str, Any], folder: Path) -> None:
-        shown = {"comparison": _table(compared_rows(comparison)), **_page("report", folder)}
+    def log_comparison(self, comparison: dict[str, Any], rows: list[Row], folder: Path) -> None:
+        shown = {"comparison": _table(rows), **_page("report", folder)}
         if comparison.get("recommendations"):
             shown["recommendations"] = _table(comparison["recommendations"])
             self.session.summary.update(
                 {f"recommended/{advice['goal']}": advice["choice"] for advice in comparison["recommendations"]}
             )
         self._show(shown)
-        self._send(folder, "comparison", "comparison", {"comparison": _table(compared_rows(comparison))})
+        self._send(folder, "comparison", "comparison", {"comparison": _table(rows)})
 
     def log_checkpoint(self, path: Path, step: int) -> None:
         if self.checkpoints:
@@ -198,14 +198,14 @@ class TensorBoard(Tracker):
         self._scalars({name: value for name, value in flatten(metrics).items() if name != "step"})
         self.writer.flush()  # a kill loses nothing
 
-    def log_evaluation(self, summary: dict[str, Any], folder: Path) -> None:
+    def log_evaluation(self, summary: dict[str, Any], rows: list[Row], folder: Path) -> None:
         place = f"eval/{folder.name}"
-        self._scalars({f"{place}/{name}": value for name, value in headline(summary).items()})
-        self.writer.add_text(f"{place}/systems", _markdown(systems(summary)), self.step)
+        self._scalars({f"{place}/{name}": value for name, value in drafter_values(rows).items()})
+        self.writer.add_text(f"{place}/systems", _markdown(rows), self.step)
         self.writer.add_text(f"{place}/setting", _code(json.dumps(summary.get("setting"), indent=2)), self.step)
 
-    def log_comparison(self, comparison: dict[str, Any], folder: Path) -> None:
-        self.writer.add_text("comparison", _markdown(compared_rows(comparison)), self.step)
+    def log_comparison(self, comparison: dict[str, Any], rows: list[Row], folder: Path) -> None:
+        self.writer.add_text("comparison", _markdown(rows), self.step)
         if comparison.get("recommendations"):
             self.writer.add_text("recommendations", _markdown(comparison["recommendations"]), self.step)
         if comparison.get("caveats"):
@@ -255,44 +255,10 @@ def names(config: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def headline(measured: dict[str, Any]) -> Row:
-    """What one system of an evaluation or a comparison is judged by; what was not measured is left out."""
-    length, speed = measured["acceptance_length"], measured["speedup"]
-    rates, lossless = measured.get("tokens_per_second") or {}, measured.get("lossless") or {}
-    low, high = length.get("ci95") or (None, None)
-    slow, fast = speed.get("ci95") or (None, None)
-    found = {
-        "acceptance_length": length["pooled"],
-        "acceptance_length_low": low,
-        "acceptance_length_high": high,
-        "speedup": speed["ratio"],
-        "speedup_low": slow,
-        "speedup_high": fast,
-        "speedup_predicted": speed.get("predicted"),
-        "tokens_per_second": rates.get("drafted"),
-        "tokens_per_second_autoregressive": rates.get("autoregressive"),
-        "identical": lossless.get("identical"),
-        "checked": lossless.get("checked"),
-        **flatten({"acceptance_at_depth": measured.get("acceptance_by_depth") or []}),
-    }
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def systems(summary: dict[str, Any]) -> list[Row]:
-    """One row for the drafter and each system that an evaluation compared it with."""
-    every = {"drafter": summary, **(summary.get("compared") or {})}
-    return [{"system": name, "label": entry.get("label"), **headline(entry)} for name, entry in every.items()]
-
-
-def compared_rows(comparison: dict[str, Any]) -> list[Row]:
-    """One row for each way of drafting of each run in a comparison."""
-    rows = []
-    for row in comparison["rows"]:
-        kept = {key: row.get(key) for key in ("name", "label", "family", "trained")}
-        costs = ("trained_parameters", "extra_memory", "training_seconds", "training_tokens", "lossless_to")
-        rest = {**{key: row.get(key) for key in costs}, **flatten({"batched": row.get("batched") or {}})}
-        rows += [{**kept, "drafting": system["label"], **headline(system), **rest} for system in row["systems"]]
-    return rows
+def drafter_values(rows: list[Row]) -> Row:
+    """Return the values of the drafter's own row, without its name and label."""
+    row = next(row for row in rows if row["system"] == "drafter")
+    return {name: value for name, value in row.items() if name not in ("system", "label")}
 
 
 def flatten(metrics: dict[str, Any]) -> Row:

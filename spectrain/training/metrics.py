@@ -7,6 +7,7 @@ from typing import Any, Literal
 from spectrain.files import explain_full_disk, write_text
 
 RunKind = Literal["train", "eval", "compare"]
+Rows = list[dict[str, Any]]
 
 
 class Tracker:
@@ -18,11 +19,11 @@ class Tracker:
     def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
         """Log the metrics of a logging interval."""
 
-    def log_evaluation(self, summary: dict[str, Any], folder: Path) -> None:
-        """Log an evaluation: its summary.json, and the folder of its files."""
+    def log_evaluation(self, summary: dict[str, Any], rows: Rows, folder: Path) -> None:
+        """Log an evaluation: its summary.json, a row of values for each system, and the folder of its files."""
 
-    def log_comparison(self, comparison: dict[str, Any], folder: Path) -> None:
-        """Log a comparison of runs: its comparison.json, and the folder of its files."""
+    def log_comparison(self, comparison: dict[str, Any], rows: Rows, folder: Path) -> None:
+        """Log a comparison of runs: its comparison.json, a row of values for each system of each run, and the folder."""
 
     def log_checkpoint(self, path: Path, step: int) -> None:
         """Log a checkpoint that was just saved."""

@@ -275,12 +275,12 @@ def test_scripts_get_the_answers_alone(
 @pytest.mark.parametrize(
     "words, how",
     [
-        ((), "Eagle3 with copies, auto, up to 16 nodes, acceptance greedy"),
-        (("acceptance=match",), "Eagle3 with copies, auto, up to 16 nodes, acceptance match"),
+        ((), "Eagle3 + retrieval, auto, up to 16 nodes, acceptance greedy"),
+        (("acceptance=match",), "Eagle3 + retrieval, auto, up to 16 nodes, acceptance match"),
         (("tree.budget=5",), "Eagle3, eagle2, 5 nodes, acceptance greedy"),
         (("chat.measured=false",), "Eagle3, eagle2, 16 nodes, acceptance greedy"),
         (("tree=chain", "tree.depth=2"), "Eagle3, chain of 2, acceptance greedy"),
-        (("tree=chain", "chat.measured=true"), "Eagle3 with copies, auto, up to 16 nodes, acceptance greedy"),
+        (("tree=chain", "chat.measured=true"), "Eagle3 + retrieval, auto, up to 16 nodes, acceptance greedy"),
     ],
 )
 def test_a_drafter_chats_by_what_pays_here(

@@ -20,7 +20,7 @@ from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.eagle3 import Eagle3
-from spectrain.eval.report import better_rule
+from spectrain.eval.notes import describe_rules
 from spectrain.features.batch import Batch
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
@@ -266,7 +266,9 @@ def test_the_better_rule_by_hand() -> None:
     weak, sure = RuleForecast(4, [0.445, 0.4], [0.704, 0.7]), RuleForecast(1, [0.9], [0.91])
     assert weak.forecast_lengths == pytest.approx((1 + 0.445 + 0.178, 1 + 0.704 + 0.4928))
     assert weak.summary()["better"] == "recursive" and sure.summary()["better"] == "match"
-    assert "acceptance=recursive tree.children=without_replacement 0.70 0.70: use that" in better_rule(weak.summary())
+    assert "acceptance=recursive tree.children=without_replacement at 0.70 0.70: use the latter" in describe_rules(
+        weak.summary()
+    )
 
 
 @pytest.mark.parametrize("pays", [True, False])

@@ -64,7 +64,7 @@ def test_what_fails_is_run_otherwise(
     eagle3 = Eagle3(shallow, vocab_size=64).eval()
     system = System("drafter", "", eagle3, Chain(2), Greedy())
     plain = [one.output for one in decode(shallow, PROMPTS, Greedy(), 8)]
-    for rows in (decoder.in_turn(system, PROMPTS, 8, [0, 1, 2]), [decoder(None, PROMPTS, 8, [0, 1, 2])]):
+    for rows in (decoder.decode_interleaved(system, PROMPTS, 8, [0, 1, 2]), [decoder(None, PROMPTS, 8, [0, 1, 2])]):
         assert all([one.output for one in row] == plain for row in rows)
     assert decoder.fallback.mode == way and list(decoder.fallback.failures) == list(failing)
     assert (decoder.why_eager(system) is not None) == (way == "eager")

@@ -8,8 +8,8 @@ import pytest
 from spectrain.decoding.acceptance import Greedy
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
+from spectrain.eval.notes import explain_numbers
 from spectrain.eval.prompts import read_prompts
-from spectrain.eval.report import caveats
 from spectrain.experimental.adversary.evaluation import inserted
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
@@ -33,7 +33,7 @@ def test_found_prompts_are_drafted_worse_and_answered_losslessly(shallow: Target
     assert found["edited"] > 0 and found["ratio"] < 1 and found["after"]["drafter"]["pooled"] < found["before"]["pooled"]
     for name in ("drafter", "guarded"):
         assert found["lossless"][name]["identical"] == found["lossless"][name]["checked"] == len(ROWS)
-    assert any("prompts edited by at most 4 words" in line for line in caveats(summary))
+    assert any("prompts edited by at most 4 words" in line for line in explain_numbers(summary))
     prompts = read_prompts(str(tmp_path / "one" / "adversary.jsonl")).prompts
     for prompt, row in zip(prompts, ROWS, strict=True):
         words, own = str(prompt.turns[0]).split(" "), str(row["turns"][0]).split(" ")

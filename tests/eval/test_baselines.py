@@ -1,4 +1,4 @@
-"""What a drafter is shown beside: itself with measured trees and with copies, and copies alone."""
+"""The baselines of a drafter: itself with measured trees and with retrieval, and retrieval alone."""
 
 import json
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.drafters.early_exit import EarlyExit
 from spectrain.errors import UserError
-from spectrain.eval.report import rows
+from spectrain.eval.columns import list_systems
 from spectrain.eval.run import Evaluation
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
@@ -53,18 +53,18 @@ def answers(target: Target) -> list[list[int]]:
 
 
 def test_copies_and_measured_trees_are_shown(shallow: Target, tmp_path: Path, stored: Stored) -> None:
-    """Each row is the target's own output, that with copies the first; the store is told; trees by the clock stay in their
-    budget."""
+    """Each row is the target's own output, the one with retrieval first; the setting names the store; measured trees stay in
+    their budget."""
     texts = [[3, *said[4:]] for said in answers(shallow)]  # what the target says, but for the beginning
     summary = scored(shallow, tmp_path, stored(texts, "How are you?"))
-    assert list(summary["compared"]) == ["auto", "copies", "retrieval"]
+    assert list(summary["compared"]) == ["copies", "auto", "retrieval"] and summary["recommended"] == "copies"
     for entry in summary["compared"].values():
         assert entry["lossless"]["identical"] == entry["lossless"]["checked"] == 2 and entry["tree"]["name"] == "auto"
     assert summary["setting"]["store"]["near_duplicates"] == 0
     assert summary["setting"]["store"]["tokens"] == sum(len(text) + 1 for text in texts)
-    first, second, *others = (entry["label"] for entry in rows(summary))
-    assert first == "drafter with copies, auto, up to 64 nodes" and second.startswith("drafter, ")
-    assert [*others] == ["the same, auto, up to 64 nodes", "copies alone"]
+    first, second, *others = (entry["label"] for entry in list_systems(summary).values())
+    assert first == "drafter + retrieval, auto, up to 64 nodes" and second.startswith("drafter, ")
+    assert [*others] == ["the same, auto, up to 64 nodes", "retrieval alone"]
     alone = summary["compared"]["auto"]["acceptance_length"]["pooled"]
     assert summary["compared"]["copies"]["acceptance_length"]["pooled"] > alone
 
@@ -75,7 +75,7 @@ def test_a_runs_own_store_that_holds_a_question_is_left_out(
     """Copies are then of the text alone; a store that was asked for by name is refused."""
     store = stored([[5, 6, 7]], QUESTIONS[1])
     summary = scored(shallow, tmp_path, store, baselines=("copies",))
-    assert "copies are of the text alone" in capsys.readouterr().out and "store" not in summary["setting"]
+    assert "Retrieval copies from the text only" in capsys.readouterr().out and "store" not in summary["setting"]
     with pytest.raises(UserError, match="it holds the question of prompt"):
         scored(shallow, tmp_path, None, baselines=("copies",), store=str(store.folder))
 
@@ -90,7 +90,7 @@ def test_who_copied_a_scored_answer_is_left_out(
     lines = (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
     known = stored([json.loads(line)["output_tokens"] for line in lines], "How are you?")
     summary = scored(shallow, tmp_path, known, baselines=("auto", "copies", "retrieval"))
-    assert list(summary["compared"]) == ["auto"] and "with copies: left out" in capsys.readouterr().out
+    assert list(summary["compared"]) == ["auto"] and "+ retrieval, auto, up to 64 nodes: left out" in capsys.readouterr().out
     with pytest.raises(UserError, match="it holds the answer to prompt"):
         scored(shallow, tmp_path, None, baselines=("retrieval",), store=str(known.folder))
 
@@ -99,7 +99,7 @@ def test_what_is_asked_for_is_not_shown_twice(shallow: Target, tmp_path: Path) -
     """A drafter that is scored with auto's tree has no second such row."""
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"prompt": QUESTIONS[0]}) + "\n")
-    part = Evaluation(prompts=str(file), baselines=("auto", "copies")).parts()[-1]
+    part = Evaluation(prompts=str(file), baselines=("auto", "copies")).extensions()[-1]
     for builder, names in ((Auto(3, 8, 2), ["auto"]), (Chain(3), ["auto", "auto"])):
         candidate = Candidate(shallow, EarlyExit(shallow, 1), builder, Greedy(), {**SETTING})
         assert [system.builder.name for system in part.systems(candidate, None)] == names  # type: ignore[arg-type]

@@ -20,8 +20,9 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval.compare import Contest
-from spectrain.eval.comparison import OTHERS, Scored, Way, check_same, join, ratio_interval, recommend, sampling
+from spectrain.eval.comparison import SAME_DRAFTER, ScoredRun, check_same, list_differences, list_same_drafter
 from spectrain.eval.memory import HeldBytes, extra_memory, own_bytes
+from spectrain.eval.recommendations import Variant, advise_sampling, compare_runs, ratio_interval, recommend
 from spectrain.eval.report import print_comparison
 from spectrain.models.target import Target
 from spectrain.trees import Chain
@@ -65,7 +66,10 @@ def test_rows_are_the_runs_own_numbers(compared: Path) -> None:
     assert [row["name"] for row in rows] == ["medusa1", "medusa2", "ngram"]
     for row in rows:
         summary = json.loads((compared / row["evaluation"] / "summary.json").read_text())
-        parts = [summary, *(summary["compared"][name] for name in OTHERS if name in summary["compared"])]
+        parts = list_same_drafter(summary).values()
+        expected = {"drafter", *(name for name in SAME_DRAFTER if name in summary["compared"])}
+        assert set(list_same_drafter(summary)) == expected
+        assert "copies" not in expected or row["systems"][0]["label"].startswith("drafter + retrieval")
         for entry, part in zip(row["systems"], parts, strict=True):
             assert entry["acceptance_length"] == part["acceptance_length"]
             assert entry["speedup"] == part["speedup"]
@@ -172,7 +176,7 @@ def test_seconds_are_the_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_recipes_that_copy_text_are_scored_as_chains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tree that is searched over a drafter's steps would be refused after their training."""
     trees: dict[str, str] = {}
-    settings = Contest.settings
+    settings = Contest.compose_settings
 
     def noted(self: Contest, group: str, name: str) -> Any:
         found = settings(self, group, name)
@@ -182,23 +186,23 @@ def test_recipes_that_copy_text_are_scored_as_chains(tmp_path: Path, monkeypatch
     def stop(self: Contest) -> None:
         raise UserError("seen enough")
 
-    monkeypatch.setattr(Contest, "settings", noted)
-    monkeypatch.setattr(Contest, "begin", stop)
+    monkeypatch.setattr(Contest, "compose_settings", noted)
+    monkeypatch.setattr(Contest, "write_settings", stop)
     words = "recipes=cllm,medusa1", "compare.training_free=[ngram]", "tree=static"
     assert command(*words, "target=tiny", f"run={tmp_path / 'out'}")[0] == 2
     assert trees == {"cllm": "Chain", "medusa1": "Static", "ngram": "Chain"}
 
 
-def changed(scored: Scored, setting: dict[str, Any]) -> Scored:
+def changed(scored: ScoredRun, setting: dict[str, Any]) -> ScoredRun:
     summary = copy.deepcopy(scored.summary)
     summary["setting"] |= setting
-    return Scored(scored.name, scored.folder, summary, scored.facts)
+    return ScoredRun(scored.name, scored.folder, summary, scored.facts)
 
 
 def test_unlike_evaluations_are_refused(compared: Path, tmp_path: Path) -> None:
     """Another target, length, type or rule cannot stand beside it, nor other prompts; another machine is said."""
-    one = Scored.read("one", compared / "medusa1" / "eval" / "heldout")
-    assert all("to be quoted" in said for said in check_same([one, one]))  # as this machine was busy
+    one = ScoredRun.read("one", compared / "medusa1" / "eval" / "heldout")
+    assert all("to be quoted" in caveat for caveat in list_differences([one, one]))  # as this machine was busy
     for key, value in (
         ("target", "other"),
         ("max_new_tokens", 99),
@@ -208,15 +212,15 @@ def test_unlike_evaluations_are_refused(compared: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=f"{key} {value}"):
             check_same([one, changed(one, {key: value})])
-    assert "devices" in " ".join(check_same([one, changed(one, {"device": "another"})]))
+    assert "devices" in " ".join(list_differences([one, changed(one, {"device": "another"})]))
     lines = [json.loads(line) for line in (one.folder / "samples.jsonl").read_text().splitlines()]
     lines[0]["prompt_tokens"][0] += 1
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(UserError, match="prompts are not those"):
-        check_same([one, Scored(one.name, tmp_path, one.summary, {})])
+        check_same([one, ScoredRun(one.name, tmp_path, one.summary, {})])
 
 
-def way(folder: Path, name: str, seconds: list[float], length: float, **row: Any) -> Way:
+def way(folder: Path, name: str, seconds: list[float], length: float, **row: Any) -> Variant:
     """A drafter of made-up speed on prompts of 10 tokens, for which decoding without it takes a second."""
     folder = folder / name
     folder.mkdir()
@@ -227,12 +231,12 @@ def way(folder: Path, name: str, seconds: list[float], length: float, **row: Any
     entry = {"label": "chain of 3", "speedup": {"ratio": ratio, "ci95": [ratio - 0.01, ratio + 0.01], "predicted": ratio},
              "acceptance_length": {"pooled": length, "ci95": None}}  # fmt: skip
     facts = {"lossless_to": "target", "batched": None, "extra_memory": 10_000_000, "trained": True, **row}
-    return Way(Scored(name, folder, {}, {}), "drafter", entry, facts)
+    return Variant(ScoredRun(name, folder, {}, {}), "drafter", entry, facts)
 
 
 def test_advice_follows_the_numbers(tmp_path: Path) -> None:
-    """The fastest is named and those not told apart from it; memory and no training choose by themselves; a changed target is
-    no choice unasked; where nothing gains, no drafter is advised."""
+    """The fastest is named with those that do not differ from it; memory and no training have their own choices; a changed
+    target is never chosen; if nothing gains, no drafter is advised."""
     noise = [0.02 * (-1) ** number for number in range(12)]
     fast = way(tmp_path, "fast", [0.5 + one for one in noise], 2.6)
     near = way(tmp_path, "near", [0.505 - one for one in noise], 2.5, extra_memory=1_000_000)
@@ -240,7 +244,7 @@ def test_advice_follows_the_numbers(tmp_path: Path) -> None:
     other = way(tmp_path, "other", [0.3] * 12, 3.0, lossless_to="trained target")
     found = {advice["goal"]: advice for advice in recommend([slow, near, other, fast])}
     assert found["latency at batch 1"]["choice"].startswith("fast")
-    assert "Not told apart from it on these prompts: near (chain of 3)." in found["latency at batch 1"]["because"]
+    assert "Not significantly different on these prompts: near (chain of 3)." in found["latency at batch 1"]["because"]
     assert "other (chain of 3) is faster still" in found["latency at batch 1"]["because"]
     assert found["memory"]["choice"].startswith("near")
     assert found["no training"]["choice"].startswith("slow")
@@ -262,13 +266,13 @@ def test_how_to_sample_is_advised(tmp_path: Path) -> None:
     flat = {"match": {"forecast": 1.72}, "recursive": {"forecast": 3.17}, "better": "recursive"}
     sharp = {"match": {"forecast": 2.9}, "recursive": {"forecast": 2.91}, "better": "match"}
 
-    def scored(name: str, rules: dict[str, Any] | None, rule: str = "match") -> Scored:
-        return Scored(name, tmp_path, {"setting": {"rule": rule}, **({"rules": rules} if rules else {})}, {})
+    def scored(name: str, rules: dict[str, Any] | None, rule: str = "match") -> ScoredRun:
+        return ScoredRun(name, tmp_path, {"setting": {"rule": rule}, **({"rules": rules} if rules else {})}, {})
 
-    (found,) = sampling([scored("plain", None), scored("flat", flat), scored("sharp", sharp)])
+    (found,) = advise_sampling([scored("plain", None), scored("flat", flat), scored("sharp", sharp)])
     assert found["choice"] == "acceptance=sample" and "flat 1.72 to 3.17" in found["because"]
     assert "sharp" not in found["because"]
-    assert not sampling([scored("sharp", sharp)]) and not sampling([scored("flat", flat, "sample")])
+    assert not advise_sampling([scored("sharp", sharp)]) and not advise_sampling([scored("flat", flat, "sample")])
 
 
 def test_impossible_speedups_are_not_advised(tmp_path: Path) -> None:
@@ -282,7 +286,7 @@ def test_impossible_speedups_are_not_advised(tmp_path: Path) -> None:
 def test_forwards_that_draft_count(tmp_path: Path) -> None:
     """What drafts with the target itself has its tokens shared out among all forwards of a round."""
     two, one = way(tmp_path, "two", [1.5] * 10, 2.4), way(tmp_path, "one", [1.2] * 10, 1.6)
-    two.scored.summary["bounds"] = {"forwards_per_round": 2}
+    two.run.summary["bounds"] = {"forwards_per_round": 2}
     assert (two.length, one.length) == (1.2, 1.6)
     found = {advice["goal"]: advice["because"] for advice in recommend([two, one])}
     assert "one (" in found["latency at batch 1"] and "1.60 tokens" in found["latency at batch 1"]
@@ -291,7 +295,7 @@ def test_forwards_that_draft_count(tmp_path: Path) -> None:
 def test_engines_are_ranked_apart(tmp_path: Path) -> None:
     """A drafter that the loop decodes beside a slower baseline does not win over captured rounds."""
     captured = way(tmp_path, "captured", [0.6] * 10, 2.0)
-    captured.scored.summary["engine"] = "captured"
+    captured.run.summary["engine"] = "captured"
     eager = way(tmp_path, "eager", [0.3] * 10, 1.5, trained=False)
     found = {advice["goal"]: advice["choice"] for advice in recommend([eager, captured])}
     assert found["latency at batch 1"].startswith("captured") and found["no training"].startswith("eager")
@@ -318,12 +322,12 @@ def test_two_speeds_are_compared_prompt_by_prompt(tmp_path: Path) -> None:
     seconds = [0.1 * (1 + number % 5) for number in range(10)]
     one, two = way(tmp_path, "one", seconds, 2.0), way(tmp_path, "two", [2 * value for value in seconds], 2.0)
     assert ratio_interval(one, two) == pytest.approx([2.0, 2.0], rel=1e-3)
-    assert one.told_from(two) and not one.told_from(one)
+    assert one.differs_from(two) and not one.differs_from(one)
 
 
 def test_a_joined_comparison_says_where_runs_are(compared: Path, tmp_path: Path) -> None:
     """Folders are told as seen from the comparison's own."""
-    found = join([Scored.read("one", compared / "medusa1" / "eval" / "heldout")], tmp_path)
+    found = compare_runs([ScoredRun.read("one", compared / "medusa1" / "eval" / "heldout")], tmp_path)
     assert (tmp_path / found["rows"][0]["evaluation"] / "summary.json").exists()
 
 

@@ -103,9 +103,9 @@ def test_per_prompt_acceptance_joins_turns_of_a_prompt() -> None:
 
 def test_histogram() -> None:
     """Entry k counts whole rounds of k + 1 tokens; it gives the pooled acceptance length back."""
-    assert metrics.histogram(TURNS) == [1, 2, 1, 1]
-    assert metrics.histogram(TURNS[2:]) == []
-    counts = metrics.histogram(TURNS)
+    assert metrics.count_round_lengths(TURNS) == [1, 2, 1, 1]
+    assert metrics.count_round_lengths(TURNS[2:]) == []
+    counts = metrics.count_round_lengths(TURNS)
     assert sum((k + 1) * n for k, n in enumerate(counts)) / sum(counts) == pytest.approx(metrics.pooled_acceptance(TURNS))
 
 

@@ -1,5 +1,6 @@
 """A speedup that cannot be, or that was measured beside something else, is not to be quoted."""
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -9,9 +10,20 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import ROUND_PARTS, DecodingSteps, Generation, interleave
 from spectrain.decoding.session import EngineChoice
 from spectrain.drafters.causal import Causal
-from spectrain.eval.metrics import Turn, speedup
-from spectrain.eval.noise import Noise, is_possible, is_unsteady, judge, load_of, median_pairs, most_possible, spread
-from spectrain.eval.report import noise_of, speed_text
+from spectrain.eval.columns import format_speedup
+from spectrain.eval.intervals import Interval
+from spectrain.eval.metrics import Speedup, Turn, speedup
+from spectrain.eval.noise import (
+    Noise,
+    baseline_jitter,
+    is_possible,
+    is_unsteady,
+    judge_speedup,
+    largest_speedup,
+    machine_load,
+    median_pairs,
+)
+from spectrain.eval.notes import describe_noise
 from spectrain.eval.systems import Decoder, System
 from spectrain.eval.turns import Interleaving
 from spectrain.models.target import Target
@@ -35,30 +47,35 @@ def turn(name: str, plain: float, drafted: float, rounds: list[int]) -> Turn:
     return Turn(name, 0, "all", generation([1] * sum(rounds), plain), generation(rounds, drafted))
 
 
+def judged(ratio: float, ends: Interval, turns: list[Turn], noise: Noise) -> dict[str, Any]:
+    """Return a judged speedup as summary.json holds it."""
+    return asdict(judge_speedup(Speedup(ratio, ends, ratio, None), turns, noise))
+
+
 def test_a_speedup_above_the_tokens_a_forward_cannot_be() -> None:
     """1.66 at 1.43 tokens a forward is no number to quote, in words and in the JSON; with a quiet baseline it is one."""
     rounds = [2, 1, 1, 2, 1, 2, 1]  # 10 tokens in 7 rounds
     slowed = [turn(str(n), 10 * 0.0166, 0.1, rounds) for n in range(8)]
-    assert speedup(slowed) == pytest.approx(1.66) and most_possible(slowed) == pytest.approx(10 / 7)
-    found = judge({"ratio": 1.66, "ci95": [1.6, 1.7]}, slowed, QUIET)
-    assert found["quotable"] is False and "above 1.43 tokens a forward" in found["reason"] and found["at_most"] == 1.4286
-    assert speed_text(found) == "not to be quoted" and not is_possible(found)
+    assert speedup(slowed) == pytest.approx(1.66) and largest_speedup(slowed) == pytest.approx(10 / 7)
+    found = judged(1.66, [1.6, 1.7], slowed, QUIET)
+    assert found["quotable"] is False and "above 1.43 tokens per forward" in found["reason"] and found["at_most"] == 1.4286
+    assert format_speedup(found) == "not to be quoted" and not is_possible(found)
     quiet = [turn(str(n), 10 * 0.0121, 0.1, rounds) for n in range(8)]
-    found = judge({"ratio": 1.21, "ci95": [1.2, 1.3]}, quiet, QUIET)
-    assert found["quotable"] is True and found["reason"] is None and speed_text(found, "x") == "1.21x"
+    found = judged(1.21, [1.2, 1.3], quiet, QUIET)
+    assert found["quotable"] is True and found["reason"] is None and format_speedup(found, "x") == "1.21x"
 
 
 def test_earlier_results_are_read_as_they_are() -> None:
     """A summary that says nothing of it is shown with its number."""
-    assert is_possible({"ratio": 9.0}) and speed_text({"ratio": 9.0}) == "9.00"
+    assert is_possible({"ratio": 9.0}) and format_speedup({"ratio": 9.0}) == "9.00"
 
 
 def test_the_spread_of_the_baselines_steps() -> None:
     """Steps of one time have no spread, however long answers are; times that differ by e are 0.5 apart from their mean."""
     same = [turn(str(n), 0.1 * sum(rounds), 1.0, rounds) for n, rounds in enumerate(([1, 2], [3, 3, 1], [2]))]
-    assert spread(same) == pytest.approx(0) and spread(same[:1]) == 0
+    assert baseline_jitter(same) == pytest.approx(0) and baseline_jitter(same[:1]) == 0
     apart = [turn("a", 2.0, 1.0, [1, 1]), turn("b", 2.0 * 2.718281828, 1.0, [1, 1])]
-    assert spread(apart) == pytest.approx(0.5)
+    assert baseline_jitter(apart) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
@@ -69,10 +86,10 @@ def test_the_spread_of_the_baselines_steps() -> None:
 def test_a_busy_machine_is_told(noise: Noise, said: list[str]) -> None:
     """Unsteady steps and a load above the cores are reasons; a number stands with a mark, and the reason below it."""
     assert len(noise.reasons) == len(said) and all(part in reason for part, reason in zip(said, noise.reasons))
-    found = judge({"ratio": 1.2, "ci95": None}, [turn("a", 1.2, 1.0, [2, 1])], noise)
-    assert found["quotable"] is not bool(said) and speed_text(found) == ("1.20?" if said else "1.20")
+    found = judged(1.2, None, [turn("a", 1.2, 1.0, [2, 1])], noise)
+    assert found["quotable"] is not bool(said) and format_speedup(found) == ("1.20?" if said else "1.20")
     summary: dict[str, Any] = {"label": "drafter", "speedup": found, "noise": noise.summary(), "compared": {}}
-    sentences = list(noise_of(summary))
+    sentences = list(describe_noise(summary))
     assert len(sentences) == bool(said) and all(part in sentences[0] for part in said)
 
 
@@ -80,7 +97,7 @@ def test_the_load_counts_on_a_cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """What else runs on the cores decides little about an accelerator's times; one process is the evaluation's own."""
     monkeypatch.setattr("os.getloadavg", lambda: (9.0, 0.0, 0.0))
     monkeypatch.setattr("os.cpu_count", lambda: 4)
-    assert load_of(torch.device("cpu")) == 2.0 and load_of(torch.device("cuda")) is None
+    assert machine_load(torch.device("cpu")) == 2.0 and machine_load(torch.device("cuda")) is None
 
 
 def test_median_pairs_stay_pairs() -> None:
@@ -106,7 +123,9 @@ class Scripted:
             return [generation([1] * 6, 6.0 * (4.0 if self.calls in self.slow else 1.0))]
         return [generation([2, 2, 2], 5.0)]
 
-    def in_turn(self, system: Any, prompts: Any, limit: int, sequence_ids: Any) -> tuple[list[Generation], list[Generation]]:
+    def decode_interleaved(
+        self, system: Any, prompts: Any, limit: int, sequence_ids: Any
+    ) -> tuple[list[Generation], list[Generation]]:
         self.calls += 1
         slower = 1.1 if self.calls in self.slow else 1.0
         return [generation([1] * 6, 6.0 * slower)], [generation([2, 2, 2], 5.0 * slower)]
@@ -136,7 +155,7 @@ def test_unsteady_times_are_measured_again(times: int) -> None:
     assert decoding.repeats == 1
     decoding.repeat(times)
     assert decoding.repeats == times and speedup(decoding.turns["drafter"]) == pytest.approx(1.2)
-    assert len(decoding.turns["drafter"]) == 8 and spread(decoding.turns["drafter"]) < 0.05
+    assert len(decoding.turns["drafter"]) == 8 and baseline_jitter(decoding.turns["drafter"]) < 0.05
     steady, few = interleaved(Scripted(set()), 8), interleaved(Scripted({1}), 4)
     for one in (steady, few):
         one.repeat(times)
@@ -155,7 +174,7 @@ def test_pairs_in_turn_are_the_runs_alone(shallow: Target, engine: EngineChoice)
     prompts, keys = [[5, 6, 7], [9, 8, 7, 6, 5]], [0, 1]
     decoder = Decoder(shallow, Greedy(), engine)
     alone = [decoder(one, prompts, LIMIT, keys) for one in (None, system)]
-    together = decoder.in_turn(system, prompts, LIMIT, keys)
+    together = decoder.decode_interleaved(system, prompts, LIMIT, keys)
     for run, other in zip(alone, together):
         assert [rounds_of(one) for one in run] == [rounds_of(one) for one in other]
         assert all(len(one.round_seconds) == len(one.round_lengths) and one.seconds["verify"] > 0 for one in other)

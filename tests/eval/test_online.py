@@ -25,8 +25,8 @@ from spectrain.drafters.causal import Causal
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import RunError, UserError
 from spectrain.eval.metrics import Turn
-from spectrain.eval.online import Learner, Online, curve, supervised
-from spectrain.eval.run import Evaluation
+from spectrain.experimental.evaluation import ExperimentalEvaluation
+from spectrain.experimental.online.evaluation import Learner, Online, acceptance_curve, make_example
 from spectrain.features.batch import Batch, collate
 from spectrain.models.loading import load_hf
 from spectrain.models.target import Target
@@ -76,8 +76,8 @@ def test_corrections_by_hand(output: list[int], accepted: list[int], depths: lis
     generation = Generation([1, 2], output, accepted, depths)
     tokens = [1, 2, *output]
     expected = Example(tokens, [place in corrected for place in range(len(tokens))])
-    assert supervised(generation, corrections=True) == expected
-    assert supervised(generation, corrections=False) == Example(tokens, [False] * 2 + [True] * len(output))
+    assert make_example(generation, corrections=True) == expected
+    assert make_example(generation, corrections=False) == Example(tokens, [False] * 2 + [True] * len(output))
 
 
 def seen(shallow: Target, drafter: Causal, count: int) -> list[tuple[Generation, Any]]:
@@ -99,7 +99,7 @@ def test_corrections_are_what_the_drafter_got_wrong(shallow: Target) -> None:
         for drafted, count in rounds:
             end += count
             expected[end - 1] = count <= len(drafted)
-        example = supervised(one, corrections=True)
+        example = make_example(one, corrections=True)
         assert example.mask == expected[: len(example.tokens)]
         marked += sum(example.mask)
     assert marked > 5
@@ -114,7 +114,7 @@ def give(online: Learner, parts: list[list[tuple[Generation, Any]]]) -> None:
     recorder = DraftRecorder(Chain(3))
     for part in parts:
         recorder.rounds = [rounds for _, rounds in part]
-        online.see([one for one, _ in part], recorder)
+        online.read_answers([one for one, _ in part], recorder)
         assert recorder.rounds == []
 
 
@@ -154,7 +154,7 @@ def test_an_update_is_one_clipped_step_on_the_mean_loss(shallow: Target, learn: 
         random = Random(0)
         batch = collate_replays([replay for one, rounds in answers for replay in select_replays(one, rounds, 4, random)])
     else:
-        batch = collate([supervised(one, learn == "corrections") for one, _ in answers])
+        batch = collate([make_example(one, learn == "corrections") for one, _ in answers])
     assert len(batch.tokens) > 4  # more than are taken at once
     batch = Batch(batch.tokens, batch.loss_mask, shallow.features(batch.tokens, ("final",)), batch.tokens_past_error)
     (other.train().loss(batch, shallow, TrainingState()).total / batch.num_supervised).backward()
@@ -189,8 +189,8 @@ def test_the_curve_is_a_moving_mean_over_rounds() -> None:
     """At every turn, the mean over the whole rounds of the last `window` turns; 1 where there is none."""
     turns = [Turn("a", 0, "talk", Generation([1]), Generation([1], [2], rounds, is_cut=cut))
              for rounds, cut in (([4], True), ([2, 4], False), ([1], False), ([3, 3, 9], True))]  # fmt: skip
-    assert curve(turns, 2) == [1.0, 3.0, round(7 / 3, 4), round(7 / 3, 4)]
-    assert curve(turns, 1) == [1.0, 3.0, 1.0, 3.0] and curve([], 3) == []
+    assert acceptance_curve(turns, 2) == [1.0, 3.0, round(7 / 3, 4), round(7 / 3, 4)]
+    assert acceptance_curve(turns, 1) == [1.0, 3.0, 1.0, 3.0] and acceptance_curve([], 3) == []
 
 
 # An evaluation
@@ -206,18 +206,18 @@ def test_learning_starts_from_the_weights_as_saved(shallow_folder: Path, tmp_pat
             parameter.add_(1e-4 * torch.randn_like(parameter))
     before = weights(drafter)
     (tmp_path / "prompts.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
-    evaluation = Evaluation(prompts=str(tmp_path / "prompts.jsonl"), online=True, baselines=())
+    evaluation = ExperimentalEvaluation(prompts=str(tmp_path / "prompts.jsonl"), online=True, baselines=())
     candidate = Candidate(
         target, drafter, Chain(3), Greedy(), SETTING, save_learned=lambda learnt: saved.append(weights(learnt))
     )
-    (online, *_) = parts = evaluation.parts()
+    (online, *_) = parts = evaluation.extensions()
     assert isinstance(online, Online)
-    evaluation._ready(candidate, parts)
+    evaluation._prepare(candidate, parts)
     names = [name for name, parameter in drafter.named_parameters() if parameter.requires_grad]
     rounded = weights(drafter)
     assert rounded[names[0]].dtype == torch.bfloat16 and not torch.equal(rounded[names[0]].float(), before[names[0]])
     assert all(torch.equal(master, before[name]) for name, master in zip(names, online.learner.masters, strict=True))
-    online.learner._save()
+    online.learner._save_drafter()
     assert same({name: saved[0][name] for name in names}, {name: before[name] for name in names})
     assert same(weights(drafter), rounded)
 
@@ -227,16 +227,18 @@ def scored(
 ) -> tuple[Any, Any, Causal]:
     """The summary, the copy that does not learn and the drafter of one evaluation."""
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    evaluation = Evaluation(prompts=str(folder / "prompts.jsonl"), max_new_tokens=LIMIT, baselines=(), **{**QUICK, **options})
+    evaluation = ExperimentalEvaluation(
+        prompts=str(folder / "prompts.jsonl"), max_new_tokens=LIMIT, baselines=(), **{**QUICK, **options}
+    )
     held: list[Any] = []
-    prepare = evaluation._systems
+    prepare = evaluation._make_systems
 
     def watched(*arguments: Any) -> Any:
         found = prepare(*arguments)
         held.extend(found[0])
         return found
 
-    evaluation._systems = watched  # type: ignore[method-assign]
+    evaluation._make_systems = watched  # type: ignore[method-assign]
     drafter = make(shallow)
     candidate = Candidate(
         shallow, drafter, builder, Greedy(), SETTING, save_learned=lambda learnt: saved.append(weights(learnt))
@@ -345,19 +347,21 @@ def test_rounds_without_a_draft_keep_replays_in_step(shallow: Target) -> None:
 def test_bad_settings_are_refused(key: str, value: Any) -> None:
     """A setting out of range is refused under its own key."""
     with pytest.raises(UserError, match=rf"eval\.{key}={value}"):
-        Evaluation(**{key: value})
+        ExperimentalEvaluation(**{key: value})
 
 
 def test_a_drafter_without_weights_is_refused(shallow: Target, tmp_path: Path) -> None:
     """N-gram lookup has nothing to learn with."""
     with pytest.raises(UserError, match=r"eval\.online: this drafter has no weights"):
-        Evaluation(limit=1, online=True).score(Candidate(shallow, Ngram(shallow), Chain(2), Greedy(), SETTING), tmp_path)
+        ExperimentalEvaluation(limit=1, online=True).score(
+            Candidate(shallow, Ngram(shallow), Chain(2), Greedy(), SETTING), tmp_path
+        )
 
 
 def test_learning_and_a_sweep_exclude_each_other() -> None:
     """A sweep scores one drafter over many trees, so it can't change on the way."""
     with pytest.raises(UserError, match=r"eval\.(online|sweep)"):
-        Evaluation(limit=1, online=True, sweep="tree")
+        ExperimentalEvaluation(limit=1, online=True, sweep="tree")
 
 
 # The command

@@ -8,7 +8,7 @@ import torch
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
-from spectrain.eval.report import explanation
+from spectrain.eval.notes import explain_numbers
 from spectrain.experimental.transport.rules import KSeq, Transport
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
@@ -62,5 +62,5 @@ def test_every_rule_for_such_children_is_named(
     assert found["kept_by_depth"].keys() == judged and found["children"] == builder.children
     assert found["places"][0] == sum(summary["tokens_by_round"])
     assert all(0 <= rate <= 1 for rates in (found["best_by_depth"], *found["kept_by_depth"].values()) for rate in rates)
-    (said,) = [line for line in explanation(summary) if "any lossless rule" in line]
+    (said,) = [line for line in explain_numbers(summary) if "any lossless rule" in line]
     assert all(f"acceptance={name}" in said for name in judged)

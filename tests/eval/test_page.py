@@ -18,9 +18,9 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
+from spectrain.eval.columns import format_speedup
 from spectrain.eval.drafts import Drafted, choose, output_texts, positions
 from spectrain.eval.page import write_report
-from spectrain.eval.report import speed_text
 from spectrain.eval.run import Evaluation
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
@@ -218,7 +218,7 @@ def test_numbers_are_those_of_the_summary(browser: Browser, folders: dict[str, P
     assert [float(row[1]) for row in rows] == [
         1.0, *(round(one["acceptance_length"]["pooled"], 2) for one in (found, *found["compared"].values()))
     ]  # fmt: skip
-    assert rows[1][4] == speed_text(found["speedup"]) and rows[1][7] == "4 of 4"
+    assert rows[1][4] == format_speedup(found["speedup"]) and rows[1][7] == "4 of 4"
     assert page.locator(".categories tbody tr").count() == len(found["by_category"])
     assert page.locator(".shares tbody tr").count() == 2
     places = lines(folders["eagle3"], "drafts.jsonl")[-1]["tree"]["places"]
@@ -261,7 +261,7 @@ def test_comparison_comes_first(browser: Browser, folders: dict[str, Path]) -> N
     rows = [row.split("\t") for row in page.locator(".comparison tbody tr").all_inner_texts()]
     assert [row[0] for row in rows] == ["eagle3", "ngram", "bare"]
     length = summary(folders["eagle3"])["acceptance_length"]
-    assert rows[0][2].split("\n")[0] == f"{length['pooled']:.2f}" and "123,456" in rows[0]
+    assert rows[0][2].split("\n")[0] == f"{length['pooled']:.2f}" and "0.12 M" in rows[0]
     assert page.locator("h1").all_inner_texts() == ["Drafters for tiny compared"]
     assert page.locator(".advice dd").all_inner_texts() == ["ngram: it needs none."]
     assert page.locator("section").count() == 2 and page.locator("section .answer").count() == 2

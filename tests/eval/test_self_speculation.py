@@ -23,16 +23,16 @@ from spectrain.drafters.gated_lora import GatedLora
 from spectrain.drafters.layers.self_speculation import SelfDrafter
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
-from spectrain.eval import baselines
 from spectrain.eval import summary as summaries
 from spectrain.eval.drift import own_answers, target_drift
 from spectrain.eval.exits import exit_quality
-from spectrain.eval.metrics import Turn
-from spectrain.eval.report import explanation
+from spectrain.eval.metrics import SystemNumbers, Turn, measure_system
+from spectrain.eval.notes import explain_numbers
 from spectrain.eval.run import Evaluation
 from spectrain.experimental.kangaroo.drafter import Kangaroo
 from spectrain.experimental.layer_skip.drafter import LayerSkipping, search
 from spectrain.models.loading import load_hf, load_tiny
+from spectrain.models.reference_model import generate
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.trees import Chain
@@ -143,7 +143,7 @@ def test_the_output_is_that_of_the_saved_target(trained: Path, tiny: Target) -> 
     model = AutoModelForCausalLM.from_pretrained(trained / "target", dtype=torch.float32).eval()
     differ = 0
     for line in samples(trained, "heldout"):
-        assert baselines.generate(model, line["prompt_tokens"], LIMIT, tiny.stop_ids) == line["output_tokens"]
+        assert generate(model, line["prompt_tokens"], LIMIT, tiny.stop_ids) == line["output_tokens"]
         differ += decode(tiny, [line["prompt_tokens"]], Greedy(), LIMIT)[0].output != line["output_tokens"]
     assert differ
 
@@ -191,13 +191,12 @@ def test_transformers_leaves_at_the_drafters_exit(
     """The baseline early_exit drafts from the drafter's own exit unless eval.exit_layer names one, and its output is that of
     plain generate."""
     used = set()
-    generate = baselines.generate
 
     def watched(*arguments: Any, **options: Any) -> list[int]:
         used.add(options.get("assistant_early_exit"))
         return generate(*arguments, **options)
 
-    monkeypatch.setattr(baselines, "generate_snippet", watched)
+    monkeypatch.setattr("spectrain.eval.transformers_baselines.generate", watched)
     scored = evaluation(tmp_path, baselines=("early_exit",), exit_layer=asked)
     found = scored.score(Candidate(tiny, EarlyExit(tiny, 5), Chain(2), Greedy(), SETTING), tmp_path / "out")["transformers"]
     assert used == {None, asked or 5} and found.keys() == {"generate", "early_exit"}
@@ -231,7 +230,7 @@ def test_skipped_layers_are_searched_and_can_be_given(
     texts = [(opening, decode(tiny, [opening], Greedy(), 8)[0].output) for opening in openings]
     assert skipped == sorted(search(tiny, texts, 3, 9))
     listed = str(skipped).replace(" ", "")
-    assert f"drafted without layers {skipped}; drafter.skipped={listed} uses them again" in shown
+    assert f"Drafted without layers {skipped}; drafter.skipped={listed} uses them again." in shown
     assert found["lossless"]["identical"] == found["lossless"]["checked"] == 2
 
     def never(*arguments: Any) -> Any:
@@ -344,7 +343,7 @@ def test_the_floor_of_drafting(tiny: Target, monkeypatch: pytest.MonkeyPatch, na
         return float(sum(weight.numel() for weight in module.parameters()))
 
     monkeypatch.setattr(summaries, "roofline_seconds", as_many)
-    found = summaries.bounds(tiny, drafter, [Turn("id", 0, "any", plain, drafted)], [])
+    found = summaries.speedup_limits(tiny, drafter, [Turn("id", 0, "any", plain, drafted)], [])
     sizes = AutoModelForCausalLM.from_pretrained(tiny.path).state_dict()
     inside = {index: sum(weight.numel() for key, weight in sizes.items() if key.startswith(f"model.layers.{index}."))
               for index in range(tiny.num_layers)}  # fmt: skip
@@ -371,9 +370,10 @@ def test_forwards_of_the_target_are_counted(tiny: Target, strategy: Any, forward
     )
     (plain,) = decode(tiny, [text], Greedy(), LIMIT)
     turns = [Turn("id", 0, "any", plain, drafted)]
-    summary = {**summaries.summarise(turns, True), "bounds": summaries.bounds(tiny, drafter, turns, []),
+    numbers = SystemNumbers(**measure_system(turns, True)).to_json()
+    summary = {**numbers, "bounds": summaries.speedup_limits(tiny, drafter, turns, []),
                "setting": {"batch_size": 1, "device": "cpu", "dtype": "float32"}}  # fmt: skip
     assert summary["bounds"].get("forwards_per_round", 1) == forwards
-    told = [line for line in islice(explanation(summary), 3) if line.startswith("a round takes 2 forwards of the target")]
+    told = [line for line in islice(explain_numbers(summary), 3) if line.startswith("A round takes 2 forwards of the target")]
     kept = sum(drafted.complete_round_lengths) / len(drafted.complete_round_lengths)
-    assert told == ([f"a round takes 2 forwards of the target, so each gives {kept / 2:.2f} tokens"] if forwards == 2 else [])
+    assert told == ([f"A round takes 2 forwards of the target, so each gives {kept / 2:.2f} tokens."] if forwards == 2 else [])

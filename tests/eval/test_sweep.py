@@ -21,8 +21,8 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.early_exit import EarlyExit
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
+from spectrain.eval.columns import format_speedup
 from spectrain.eval.noise import is_possible
-from spectrain.eval.report import speed_text
 from spectrain.eval.run import Evaluation
 from spectrain.eval.sweep import ExitSweep, Grid, LengthSweep, PruneSweep
 from spectrain.eval.systems import System
@@ -146,7 +146,7 @@ def printed(out: str, sweep: dict[str, Any], compared: dict[str, Any], second: s
             " ".join(
                 [f"{sweep['acceptance_length'][i][j]:.2f}"]
                 + ([f"{sweep[second][i][j]:.1%}"] if second != "speedup" else [])
-                + [speed_text(compared[f"{sweep['over']}-{row}-{column}"]["speedup"], "x")]
+                + [format_speedup(compared[f"{sweep['over']}-{row}-{column}"]["speedup"], "x")]
             )
             for j, column in enumerate(sweep["columns"])
         ]
@@ -154,22 +154,22 @@ def printed(out: str, sweep: dict[str, Any], compared: dict[str, Any], second: s
     number = len(sweep["rows"]) * len(sweep["columns"])
     assert f"identical in all {number} settings: {number * NUM_TURNS} of {number * NUM_TURNS} answers" in lines
     best = sweep["fastest"]
-    named = f"fastest on these prompts: {sweep['row']}={best[sweep['row']]} {sweep['column']}={best[sweep['column']]}, "
-    assert any(line.startswith(f"{named}{speed_text(sweep['fastest_speedup'], 'x')}") for line in lines)
+    named = f"Fastest on these prompts: {sweep['row']}={best[sweep['row']]} {sweep['column']}={best[sweep['column']]}, "
+    assert any(line.startswith(f"{named}{format_speedup(sweep['fastest_speedup'], 'x')}") for line in lines)
     assert not any(entry["label"] in out for entry in compared.values())
 
 
 def test_a_grid_by_hand() -> None:
     """Rows and columns are those of the entries' names, and the fastest is the greatest ratio."""
     lengths, ratios = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], [[0.5, 0.7, 0.6], [0.4, 0.3, 0.2]]
-    found: dict[str, dict[str, Any]] = {
-        f"prune-{row}-{column}": {
-            "acceptance_length": {"pooled": lengths[i][j]}, "speedup": {"ratio": ratios[i][j]},
-            "pruning": {"node_layers_saved": 0.25 if (row, column) == (5, 1) else 0.0, "work_saved": 0.125},
-        }
+    systems: dict[str, Any] = {
+        f"prune-{row}-{column}": SimpleNamespace(
+            acceptance_length=SimpleNamespace(pooled=lengths[i][j]), speedup=SimpleNamespace(ratio=ratios[i][j]),
+            pruning={"node_layers_saved": 0.25 if (row, column) == (5, 1) else 0.0, "work_saved": 0.125},
+        )
         for i, row in enumerate((2, 5)) for j, column in enumerate((1, 4, 8))
     }  # fmt: skip
-    table = Grid("prune", "prune_layer", "prune_top", (2, 5), (1, 4, 8)).summary(found)
+    table = Grid("prune", "prune_layer", "prune_top", (2, 5), (1, 4, 8)).summary(systems)
     assert table == {
         "over": "prune", "row": "prune_layer", "column": "prune_top", "rows": [2, 5], "columns": [1, 4, 8],
         "acceptance_length": lengths, "speedup": ratios, "node_layers_saved": [[0.0, 0.0, 0.0], [0.25, 0.0, 0.0]],
@@ -184,7 +184,7 @@ def test_settings_are_sorted_and_named_once(tiny: Target) -> None:
     systems = sweep.systems(candidate, System("drafter", "", drafter, Chain(2), Greedy()))
     grid = sweep.grid
     assert (grid.rows, grid.columns) == ((2, 6), (1, 4))
-    assert [system.name for system in systems] == [grid.name(row, column) for row in (2, 6) for column in (1, 4)]
+    assert [system.name for system in systems] == [grid.cell_name(row, column) for row in (2, 6) for column in (1, 4)]
     assert [system.drafter.saved.settings["exit_layer"] for system in systems] == [2, 2, 6, 6]
     assert [system.builder.depth for system in systems] == [1, 4, 1, 4] and drafter.exit_layer == EXIT
 
@@ -334,7 +334,7 @@ def test_pruned_beside_unpruned(tiny: Target, tmp_path: Path, rule: AcceptanceRu
     assert len(first[0]) == NUM_TURNS
     assert all(mine[1] <= other[1] and mine[3] <= other[3] for mine, other in zip(*first, strict=True))
     assert sum(mine[3] for mine in first[0]) < sum(other[3] for other in first[1])
-    assert "pruned after 7 layers by their top 1" in " ".join(capsys.readouterr().out.split())
+    assert "Pruned after 7 layers by their top 1" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.slow

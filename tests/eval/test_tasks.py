@@ -15,8 +15,8 @@ from spectrain.decoding.generation import Generation
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval.metrics import Turn
+from spectrain.eval.notes import list_caveats
 from spectrain.eval.prompts import read_prompts
-from spectrain.eval.report import caveats
 from spectrain.eval.run import Evaluation
 from spectrain.eval.tasks import Number, Program, check_execution, last_number, program, reference_of, task_score
 from spectrain.experimental.lossy_rules.relaxed import Rollback
@@ -141,8 +141,8 @@ def test_quality_is_shown_for_lossy_rules_or_when_asked_for(tiny: Target, tmp_pa
     if "task" in summary:
         drift, task = summary["drift"], summary["task"]
         assert task["checked"] == drift["checked"] == 2
-        said = " ".join(caveats(summary))
-        assert "agreement with decoding without drafts" in said and "drafted answers right" in said
+        said = " ".join(list_caveats(summary))
+        assert "Agreement with decoding without drafts" in said and "drafted answers right" in said
         if rule.lossless:
             assert drift["agreement"] == 1.0 and drift["same_answers"] == 2 and drift["drafted"] == drift["autoregressive"]
             assert task["drafted"] == task["autoregressive"]

@@ -25,12 +25,13 @@ from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import UserError
+from spectrain.eval.columns import tracked_comparison, tracked_systems, tracked_values
 from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
 from spectrain.runs import tracking
 from spectrain.runs.defaults import resolve_eval_config
 from spectrain.runs.score import evaluate
-from spectrain.runs.tracking import TensorBoard, Wandb, flatten, headline, tracked
+from spectrain.runs.tracking import TensorBoard, Wandb, flatten, tracked
 from spectrain.runs.train import train
 from spectrain.runs.wandb_file import records
 from spectrain.training.checkpoints import checkpoint_step, latest_checkpoint
@@ -189,7 +190,7 @@ def folder(tmp_path: Path) -> Path:
 def test_wandb_holds_what_metrics_and_summary_hold(shallow: Target, tmp_path: Path, folder: Path) -> None:
     """Every number of metrics.jsonl and every setting is in the offline file, exactly; so is what an evaluation found."""
     run = tmp_path / "run"
-    fit(shallow, run, Wandb(), then=lambda tracker: tracker.log_evaluation(SUMMARY, folder))
+    fit(shallow, run, Wandb(), then=lambda tracker: tracker.log_evaluation(SUMMARY, tracked_systems(SUMMARY), folder))
     assert len(curves(run)) == 6 and wandb_curves(run) == curves(run)
     (begun,) = [record.run for record in wandb_records(run) if record.HasField("run")]
     assert {k: v for k, v in items(begun.config.update).items() if k != "_wandb"} == CONFIG
@@ -246,7 +247,7 @@ def test_wandb_shows_a_comparison_around_its_runs(tmp_path: Path, folder: Path) 
     inner.finish_run()
     folder = folder.rename(runs / "result")
     (folder / "comparison.json").write_text(json.dumps(COMPARISON))
-    whole.log_comparison(COMPARISON, folder)
+    whole.log_comparison(COMPARISON, tracked_comparison(COMPARISON), folder)
     whole.finish_run()
     (begun,) = [record.run for record in wandb_records(runs) if record.HasField("run")]
     assert (begun.run_group, begun.job_type) == ("tiny", "compare")
@@ -329,7 +330,7 @@ def test_tensorboard_shows_scores_and_comparisons(tmp_path: Path, folder: Path) 
     for _ in range(2):
         tracker = TensorBoard()
         tracker.start_run(tmp_path, CONFIG, "eval")
-        tracker.log_evaluation(SUMMARY, folder)
+        tracker.log_evaluation(SUMMARY, tracked_systems(SUMMARY), folder)
         tracker.finish_run()
     for number in (1, 2):
         found = {tag: points[0][1] for tag, points in scalars(tmp_path / "tensorboard" / f"eval-{number}").items()}
@@ -341,7 +342,7 @@ def test_tensorboard_shows_scores_and_comparisons(tmp_path: Path, folder: Path) 
     )
     tracker = TensorBoard()
     tracker.start_run(tmp_path, {}, "compare")
-    tracker.log_comparison(COMPARISON, folder)
+    tracker.log_comparison(COMPARISON, tracked_comparison(COMPARISON), folder)
     tracker.finish_run(failed=True)
     said = texts(tmp_path / "tensorboard" / "compare-1")
     assert len(said["comparison"].splitlines()) == 2 + 4 and "it is fastest" in said["recommendations"]
@@ -359,7 +360,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, kind: Any, 
 def test_nothing_measured_leaves_a_gap() -> None:
     """A system without interval, identity or speed keeps what it has; nested metrics become curves of their own."""
     bare = {"acceptance_length": {"pooled": 1.0, "ci95": None}, "speedup": {"ratio": 0.5}, "lossless": None}
-    assert headline(bare) == {"acceptance_length": 1.0, "speedup": 0.5}
+    assert tracked_values(bare) == {"acceptance_length": 1.0, "speedup": 0.5}
     found = flatten({"loss": 1.0, "agreement": [0.5, 0.25], "time_share": {"target": 0.4}, "a": {"b": [1]}})
     assert found == {"loss": 1.0, "agreement/1": 0.5, "agreement/2": 0.25, "time_share/target": 0.4, "a/b/1": 1}
 
@@ -384,7 +385,7 @@ class Recorder(Tracker):
     def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
         self.told.append(("log", step))
 
-    def log_evaluation(self, summary: dict[str, Any], folder: Path) -> None:
+    def log_evaluation(self, summary: dict[str, Any], rows: Any, folder: Path) -> None:
         assert json.loads((folder / "summary.json").read_text()) == json.loads(json.dumps(summary))
         self.told.append(("scored", folder.name))
 

@@ -20,7 +20,7 @@ from spectrain.config.choices import resolve_choice
 from spectrain.config.keys import TRAIN_KEYS
 from spectrain.drafters.base import Drafter
 from spectrain.errors import RunError, UserError
-from spectrain.eval.comparison import Scored
+from spectrain.eval.comparison import ScoredRun
 from spectrain.export.converter import convert
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
@@ -287,7 +287,9 @@ def test_a_score_is_data(tmp_path: Path, canary: Path, monkeypatch: pytest.Monke
     monkeypatch.syspath_prepend(str(tmp_path))
     for rule in ({"_target_": "evil.Drafter"}, {"choice": "evil.Drafter"}):
         with pytest.raises(UserError, match="acceptance=evil.Drafter: there is no such choice"):
-            Scored("one", tmp_path, {"setting": {"target": "tiny", "acceptance": rule}}, {}, None).told("acceptance")
+            ScoredRun("one", tmp_path, {"setting": {"target": "tiny", "acceptance": rule}}, {}, None).compared_setting(
+                "acceptance"
+            )
     assert not canary.exists()
 
 

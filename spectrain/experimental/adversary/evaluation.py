@@ -7,7 +7,7 @@ without: how much acceptance hangs on the wording, and what the guard saves wher
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -19,12 +19,15 @@ from spectrain.decoding.generation import Generation
 from spectrain.decoding.guard import Guard
 from spectrain.errors import UserError
 from spectrain.eval import metrics
+from spectrain.eval.columns import format_interval
 from spectrain.eval.drift import logits
+from spectrain.eval.extensions import EvalExtension, Results
 from spectrain.eval.identity import check_identity
-from spectrain.eval.metrics import Turn
-from spectrain.eval.parts import Part, Results
+from spectrain.eval.intervals import interval
+from spectrain.eval.metrics import SystemNumbers, Turn, measure_system
+from spectrain.eval.notes import EXTENSION_NOTES
 from spectrain.eval.prompts import Prompt
-from spectrain.eval.summary import summarise, write_lines
+from spectrain.eval.summary import write_lines
 from spectrain.eval.systems import Decoder, System
 from spectrain.eval.turns import Interleaving
 from spectrain.models.target import Target
@@ -61,7 +64,7 @@ class Found:
     edits: int  # words that were put in
 
 
-class Adversary(Part):
+class Adversary(EvalExtension):
     """Searches after everything else was decoded, by decoding with the drafter's own tree and rule."""
 
     def __init__(self, search: Search, prompts: Sequence[Prompt], max_new_tokens: int, checks: bool = True) -> None:
@@ -118,7 +121,7 @@ class Adversary(Part):
         columns = metrics.acceptance_columns([turn_of(one, one.end) for one in found])
         before = metrics.acceptance_columns([turn_of(one, one.start) for one in found])
         ratio = (columns[:, 0].sum() / columns[:, 1].sum()) / (before[:, 0].sum() / before[:, 1].sum())
-        entries = {name: summarise(turns, False) for name, turns in decoding.turns.items()}
+        entries = {name: SystemNumbers(**measure_system(turns, False)).to_json() for name, turns in decoding.turns.items()}
         identity = check_identity(target, decoding.systems, decoding.turns, self.max_new_tokens) if self.checks else {}
         return {
             **vars(self.search),
@@ -129,7 +132,7 @@ class Adversary(Part):
             "before": {"pooled": round(float(before[:, 0].sum() / before[:, 1].sum()), 4)},
             "after": {name: entry["acceptance_length"] for name, entry in entries.items()},
             "ratio": round(float(ratio), 4),
-            "ratio_ci95": metrics.interval(np.concatenate([columns, before], axis=1), (1, -1, -1, 1)),
+            "ratio_ci95": interval(np.concatenate([columns, before], axis=1), (1, -1, -1, 1)),
             "speedup": {name: entry["speedup"] for name, entry in entries.items()},
             "lossless": {name: one.summary() for name, one in identity.items()},
         }
@@ -157,3 +160,21 @@ def tokens_a_forward(answer: Generation) -> float:
 def turn_of(found: Found, answer: Generation) -> Turn:
     """An answer as metrics take it."""
     return Turn(found.prompt.id, 0, found.prompt.category, answer, answer)
+
+
+def describe_adversary(result: dict[str, Any]) -> Iterator[str]:
+    """Say what an edit of a few words takes from the drafter, and how much of it the guard restores."""
+    before, after, speedup = result["before"]["pooled"], result["after"]["drafter"]["pooled"], result["speedup"]
+    ratio = f"{result['ratio']:.2f} [{format_interval(result['ratio_ci95'])}]"
+    yield (
+        f"Adversary: {result['edited']} of {result['prompts']} prompts edited by at most {result['words']} words, "
+        f"{before:.2f} tokens per forward before and {after:.2f} after, {ratio} times as many; {result['same_tokens']:.1%} of "
+        f"the answers' tokens stay the most likely ones, {result['same_answers']} answers are the same."
+    )
+    yield (
+        f"Speedup at the edited prompts: {speedup['drafter']['ratio']:.2f} [{format_interval(speedup['drafter']['ci95'])}], "
+        f"with the guard {speedup['guarded']['ratio']:.2f} [{format_interval(speedup['guarded']['ci95'])}]."
+    )
+
+
+EXTENSION_NOTES["adversary"] = describe_adversary

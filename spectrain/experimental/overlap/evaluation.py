@@ -12,9 +12,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import torch
 
+from spectrain.eval.extensions import EvalExtension, Results
 from spectrain.eval.metrics import Turn, speedup
-from spectrain.eval.parts import Part, Results
-from spectrain.eval.systems import System, describe
+from spectrain.eval.systems import System, describe_tree
 from spectrain.experimental.overlap.runner import Overlap, check_overlap
 from spectrain.runs.candidate import Candidate
 
@@ -105,7 +105,7 @@ class Timetable:
 
 
 @dataclass
-class Overlapping(Part):
+class Overlapping(EvalExtension):
     """The same drafter, drafting ahead in a process of its own, beside itself."""
 
     pre_verify: bool
@@ -123,7 +123,7 @@ class Overlapping(Part):
                   f"OMP_NUM_THREADS={cores - 1} leaves it one")  # fmt: skip
 
     def systems(self, candidate: Candidate, first: System) -> list[System]:
-        label = f"the same, drafted ahead, {describe(candidate.builder)}"
+        label = f"the same, drafted ahead, {describe_tree(candidate.builder)}"
         return [replace(first, name="overlap", label=label, runner_source=self.overlap)]
 
     def report(self, results: Results) -> dict[str, Any]:

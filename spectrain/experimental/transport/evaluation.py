@@ -8,6 +8,7 @@ any could.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor
 from spectrain.decoding.acceptance import AcceptanceRule, Match, Siblings
 from spectrain.decoding.acceptance.rejection import RecursiveRejection
 from spectrain.decoding.session import Session
-from spectrain.eval.oracle import rounded
-from spectrain.eval.parts import Part, Results
+from spectrain.eval.extensions import EvalExtension, Results
+from spectrain.eval.notes import EXTENSION_NOTES, format_rates
+from spectrain.eval.oracle import round_rates
 from spectrain.experimental.transport.linear_program import TruncatedLinearProgram
 from spectrain.experimental.transport.optimum import optimal_acceptance
 from spectrain.experimental.transport.rules import ImportanceSampling, KSeq, Transport
@@ -77,7 +79,7 @@ def siblings_of(tree: TokenTree, node: int, tokens: list[int], p: Tensor) -> Sib
     return Siblings(tokens, p, q, tree.children == "without_replacement")
 
 
-class Optimum(Part):
+class Optimum(EvalExtension):
     """By depth, how often a child of a kept node is kept: by the rules that take such children, and at best."""
 
     def __init__(self, max_new_tokens: int) -> None:
@@ -107,7 +109,19 @@ class Optimum(Part):
             "optimum": {
                 "children": children,
                 "places": [len(level) for level in places],
-                "best_by_depth": rounded(best),
-                "kept_by_depth": {name: rounded(rates) for name, rates in kept_by_depth.items()},
+                "best_by_depth": round_rates(best),
+                "kept_by_depth": {name: round_rates(rates) for name, rates in kept_by_depth.items()},
             }
         }
+
+
+def describe_optimum(optimum: dict[str, Any]) -> Iterator[str]:
+    """Say how often rules accept a child, and how often any lossless rule could."""
+    rules = "; ".join(f"acceptance={name} {format_rates(rates)}" for name, rates in optimum["kept_by_depth"].items())
+    yield (
+        f"Of children that are {optimum['children']} any lossless rule accepts, by depth, at most "
+        f"{format_rates(optimum['best_by_depth'])}: {rules}."
+    )
+
+
+EXTENSION_NOTES["optimum"] = describe_optimum

@@ -1,8 +1,8 @@
-"""Learning while decoding (online speculative decoding, Liu et al., 2024): the target's corrections teach the drafter."""
+"""Learning while decoding (online speculative decoding, Liu et al., 2024): the target's corrections train the drafter."""
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -16,23 +16,24 @@ from spectrain.decoding.generation import Generation
 from spectrain.decoding.replay import DraftRecorder, Replay, collate_replays, select_replays
 from spectrain.drafters.base import Drafter, TrainingState, has_weights
 from spectrain.errors import RunError, UserError
+from spectrain.eval.extensions import EvalExtension, Results
 from spectrain.eval.metrics import Turn
-from spectrain.eval.parts import Part, Results
+from spectrain.eval.notes import EXTENSION_NOTES
 from spectrain.eval.systems import System
 from spectrain.features.batch import Batch, collate
 from spectrain.models.images import refuse_images
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 
-Learn = Literal["corrections", "answers", "split"]
+LearnFrom = Literal["corrections", "answers", "split"]
 
 
 class Learner:
     """Updates a drafter after every `every` answers, from what was decoded since.
 
-    learn: corrections, the tokens that the target put in place of a wrong draft; answers, every token of the answers; or
-    split, replayed drafts with Draft-OPD's loss. The time that it takes is counted by itself and is no part of a speedup.
-    It is made before the drafter is rounded to the target's dtype, so that it starts from the weights as they were saved.
+    learn: corrections, the tokens by which the target replaced a wrong draft; answers, every token of the answers; or split,
+    replayed drafts with Draft-OPD's loss. The time of the updates is measured apart and is no part of a speedup. Construct it
+    before the drafter is rounded to the target's dtype, so that it starts from the saved weights.
     """
 
     def __init__(
@@ -41,41 +42,42 @@ class Learner:
         target: Target,
         lr: float,
         every: int,
-        learn: Learn,
+        learn: LearnFrom,
         save: Callable[[Drafter], None],
     ) -> None:
         self.drafter, self.target, self.every, self.learn, self.save = drafter, target, every, learn, save
         self.parameters = [parameter for group in drafter.stages[0].groups for parameter in group["params"]]
-        # Steps are taken in float32: a small one would be lost to the rounding of bfloat16 weights.
+        # Steps are taken in float32: rounding to bfloat16 would lose a small one.
         self.masters = [parameter.detach().to(target.device, torch.float32, copy=True) for parameter in self.parameters]
         self.optimizer = torch.optim.AdamW(self.masters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
         self.random = Random(0)
-        self.waiting: list[Example] = []
-        self.drafts: list[Replay] = []
-        self.since = self.updates = 0  # answers since the last update
+        self.examples: list[Example] = []
+        self.replays: list[Replay] = []
+        # Answers since the last update, and updates.
+        self.num_answers = self.updates = 0
         self.seconds = 0.0
 
-    def see(self, generations: list[Generation], recorder: DraftRecorder) -> None:
-        """Take in answers; at every `every`-th learn from those since the last time."""
+    def read_answers(self, generations: list[Generation], recorder: DraftRecorder) -> None:
+        """Read answers; after every `every` of them, learn from those since the last update."""
         refuse_images([generation.prompt for generation in generations], "eval.online")
         for generation, rounds in zip(generations, recorder.rounds):
             if self.learn == "split":
-                self.drafts += select_replays(generation, rounds, 4, self.random)
+                self.replays += select_replays(generation, rounds, 4, self.random)
             else:
-                self.waiting.append(supervised(generation, self.learn == "corrections"))
+                self.examples.append(make_example(generation, self.learn == "corrections"))
         recorder.rounds = []
-        self.since += len(generations)
-        if self.since >= self.every:
-            self.since = 0
-            began = time.perf_counter()
-            self._update()
-            self.seconds += time.perf_counter() - began
+        self.num_answers += len(generations)
+        if self.num_answers >= self.every:
+            self.num_answers = 0
+            start = time.perf_counter()
+            self._update_drafter()
+            self.seconds += time.perf_counter() - start
 
-    def _update(self) -> None:
-        """One step on everything that waits."""
+    def _update_drafter(self) -> None:
+        """Take one optimizer step on all collected rows."""
         self.updates += 1
-        rows: list[Any] = self.drafts if self.learn == "split" else [row for row in self.waiting if any(row.mask)]
-        self.waiting, self.drafts = [], []
+        rows: list[Any] = self.replays if self.learn == "split" else [row for row in self.examples if any(row.mask)]
+        self.examples, self.replays = [], []
         count = 0
         self.drafter.train()
         for start in range(0, len(rows), 4):
@@ -99,10 +101,10 @@ class Learner:
                     parameter.copy_(master)
         for parameter in self.parameters:
             parameter.grad = None
-        self._save()
+        self._save_drafter()
 
-    def _save(self) -> None:
-        """Hand over the drafter with its weights before their rounding, so that learning can go on from them later."""
+    def _save_drafter(self) -> None:
+        """Save the drafter with its weights before rounding, so that learning can continue from them later."""
         rounded = [parameter.data for parameter in self.parameters]
         for parameter, master in zip(self.parameters, self.masters):
             parameter.data = master
@@ -111,16 +113,25 @@ class Learner:
             parameter.data = data
 
     def summary(self) -> dict[str, Any]:
+        """Return what the updates took, for the entry `online` of summary.json."""
         return {"updates": self.updates, "every": self.every, "learn": self.learn, "seconds": round(self.seconds, 3)}
 
 
 @dataclass
-class Online(Part):
-    """The drafter goes on learning while it is scored, beside a copy that stays as it was."""
+class Online(EvalExtension):
+    """Lets the drafter learn while it is scored, next to a copy that does not learn."""
 
     lr: float
     every: int
-    learn: Learn
+    learn: LearnFrom
+
+    changes_drafter = True
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise UserError(f"eval.online_every={self.every}: use 1 or more")
+        if not self.lr > 0:
+            raise UserError(f"eval.online_lr={self.lr}: use more than 0")
 
     def check(self, candidate: Candidate) -> None:
         drafter = candidate.drafter
@@ -133,11 +144,11 @@ class Online(Part):
                 "eval.online_learn=split: this family does not learn from replayed drafts; use corrections or answers"
             )
 
-    def keep(self, candidate: Candidate) -> None:
+    def snapshot(self, candidate: Candidate) -> None:
         save = candidate.save_learned or (lambda learnt: None)
         self.learner = Learner(candidate.drafter, candidate.target, self.lr, self.every, self.learn, save)
 
-    def own(self, candidate: Candidate, first: System) -> System:
+    def adapt_system(self, candidate: Candidate, first: System) -> System:
         self.recorder = DraftRecorder(first.builder)
         return replace(first, builder=self.recorder)
 
@@ -148,17 +159,17 @@ class Online(Part):
     def begin(self) -> None:
         self.recorder.rounds = []
 
-    def see(self, answers: list[Generation]) -> None:
-        self.learner.see(answers, self.recorder)
+    def on_answers(self, answers: list[Generation]) -> None:
+        self.learner.read_answers(answers, self.recorder)
 
     def report(self, results: Results) -> dict[str, Any]:
-        curves = {name: curve(results.turns[name], self.every) for name in ("drafter", "static_drafter")}
-        plot(results.folder / "online.svg", curves, self.every)
+        curves = {name: acceptance_curve(results.turns[name], self.every) for name in ("drafter", "static_drafter")}
+        plot_curves(results.folder / "online.svg", curves, self.every)
         return {"online": {**self.learner.summary(), "curves": curves}}
 
 
-def supervised(generation: Generation, corrections: bool) -> Example:
-    """An answer as a training sequence; with `corrections`, only tokens that replaced a wrong draft carry loss."""
+def make_example(generation: Generation, corrections: bool) -> Example:
+    """Turn an answer into a training sequence; with `corrections`, only tokens that replaced a wrong draft carry loss."""
     tokens = generation.prompt + generation.output
     mask = [False] * len(generation.prompt) + [not corrections] * len(generation.output)
     if corrections:
@@ -170,18 +181,18 @@ def supervised(generation: Generation, corrections: bool) -> Example:
     return Example(tokens, mask)
 
 
-def curve(turns: list[Turn], window: int) -> list[float]:
-    """Acceptance length over the last `window` turns, at every turn of a stream."""
+def acceptance_curve(turns: list[Turn], window: int) -> list[float]:
+    """Compute the acceptance length over the last `window` turns, at every turn of a stream."""
     rounds = [turn.drafted.complete_round_lengths for turn in turns]
-    found = []
+    lengths = []
     for end in range(1, len(rounds) + 1):
         counts = [count for turn in rounds[max(0, end - window) : end] for count in turn]
-        found.append(round(float(np.mean(counts)), 4) if counts else 1.0)
-    return found
+        lengths.append(round(float(np.mean(counts)), 4) if counts else 1.0)
+    return lengths
 
 
-def plot(path: Path, curves: dict[str, list[float]], window: int) -> None:
-    """The curves as a picture."""
+def plot_curves(path: Path, curves: dict[str, list[float]], window: int) -> None:
+    """Plot the curves into an SVG file."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -191,3 +202,15 @@ def plot(path: Path, curves: dict[str, list[float]], window: int) -> None:
     axes.set(xlabel="prompts", ylabel=f"tokens per forward, last {window} prompts")
     axes.legend()
     figure.savefig(path)
+
+
+def describe_online(online: dict[str, Any]) -> Iterator[str]:
+    """Say how often the drafter learned, and what that gained."""
+    ends = ", ".join(f"{name} {values[-1]:.2f}" for name, values in online["curves"].items())
+    yield (
+        f"Online: {online['updates']} updates in {online['seconds']:.1f} s, learning from {online['learn']}; tokens per "
+        f"forward over the last {online['every']} prompts: {ends}."
+    )
+
+
+EXTENSION_NOTES["online"] = describe_online

@@ -1,0 +1,239 @@
+"""The columns of all tables about an evaluation, each declared once.
+
+The terminal, the report page, a comparison and the trackers show them. A column of a system reads that system's entry in
+summary.json; a column of a run reads a row of comparison.json. A missing value is an empty cell.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spectrain.eval.noise import is_possible
+
+WIDE = 10  # ratio of the ends above which an interval is too wide to show: there were too few prompts
+RECOMMENDED = "copies"  # name of the system to decode with: the drafter's tree merged with retrieved continuations
+DRAFTER = "drafter"  # name of the system whose numbers stand at the top of summary.json
+
+Entry = Mapping[str, Any]
+Row = dict[str, Any]
+
+
+def format_number(value: float) -> str:
+    """Format a number with two decimals."""
+    return f"{value:.2f}"
+
+
+def format_interval(interval: Sequence[float] | None) -> str:
+    """Format a 95 % interval: "" if there were too few prompts for one, "unknown" if it is too wide to mean anything."""
+    if not interval:
+        return ""
+    low, high = interval
+    return f"{low:.2f} to {high:.2f}" if high < WIDE * low else "unknown"
+
+
+def format_speedup(speedup: Entry, unit: str = "") -> str:
+    """Format a speedup; an impossible one is not shown, and one that may not be quoted is marked with "?"."""
+    if not is_possible(speedup):
+        return "not to be quoted"
+    return f"{speedup['ratio']:.2f}{unit}" + ("" if speedup.get("quotable", True) else "?")
+
+
+def format_speedup_interval(speedup: Entry) -> str:
+    """Format the interval of a possible speedup."""
+    return format_interval(speedup.get("ci95")) if is_possible(speedup) else ""
+
+
+def format_identical(lossless: Entry) -> str:
+    """Format how many answers equal their reference; "by rule" if the rule is lossless in distribution alone."""
+    if lossless["checked"]:
+        return f"{lossless['identical']} of {lossless['checked']}"
+    return "by rule" if lossless["lossless"] else ""
+
+
+def format_bytes(count: float) -> str:
+    """Format bytes as megabytes."""
+    return f"{count / 1e6:.1f} MB"
+
+
+def format_training(row: Entry) -> str:
+    """Format the tokens and the seconds of a training run."""
+    seconds = row.get("training_seconds")
+    return "" if seconds is None else f"{row.get('training_tokens', 0) / 1e3:.0f} k, {seconds:.0f} s"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table."""
+
+    # Where the value stands, with dots between nested keys; "" is the entry itself.
+    key: str
+    title: str
+    # Text of a value that is not null.
+    format: Callable[[Any], str]
+    description: str
+    # Text of the value's 95 % interval; None for a value without one.
+    interval: Callable[[Any], str] | None = None
+    # What trackers log, name -> key; null logs the value itself, under its key with underscores for dots.
+    logged: Mapping[str, str] | None = None
+
+    def cell(self, entry: Entry) -> str:
+        """Return the text of an entry's value."""
+        value = get_value(entry, self.key)
+        return "" if value is None else self.format(value)
+
+    def interval_cell(self, entry: Entry) -> str:
+        """Return the text of the interval of an entry's value."""
+        value = get_value(entry, self.key)
+        return "" if value is None or self.interval is None else self.interval(value)
+
+    def values(self, entry: Entry) -> Row:
+        """Return what trackers log of an entry, by name; values that were not measured are left out."""
+        logged = self.logged or {self.key.replace(".", "_"): self.key}
+        return {name: value for name, key in logged.items() if (value := get_value(entry, key)) is not None}
+
+
+SYSTEM_COLUMNS = (
+    Column(
+        "acceptance_length",
+        "tokens per forward",
+        lambda length: format_number(length["pooled"]),
+        "Mean number of tokens that one forward pass of the target emits.",
+        interval=lambda length: format_interval(length.get("ci95")),
+        logged={
+            "acceptance_length": "acceptance_length.pooled",
+            "acceptance_length_low": "acceptance_length.ci95.0",
+            "acceptance_length_high": "acceptance_length.ci95.1",
+        },
+    ),
+    Column(
+        "tokens_per_second.drafted",
+        "tokens/s",
+        lambda rate: f"{rate:.1f}",
+        "Decoded tokens per second, without the time to read the prompt.",
+        logged={
+            "tokens_per_second": "tokens_per_second.drafted",
+            "tokens_per_second_autoregressive": "tokens_per_second.autoregressive",
+        },
+    ),
+    Column(
+        "speedup",
+        "speedup",
+        format_speedup,
+        "Tokens per second over those of autoregressive decoding in the same engine, on the same prompts.",
+        interval=format_speedup_interval,
+        logged={"speedup": "speedup.ratio", "speedup_low": "speedup.ci95.0", "speedup_high": "speedup.ci95.1"},
+    ),
+    Column(
+        "speedup.predicted",
+        "predicted",
+        format_number,
+        "Speedup that follows from the tokens per forward and the mean times of a step and of a round.",
+    ),
+    Column(
+        "lossless",
+        "identical",
+        format_identical,
+        "Answers that equal the target's own, token by token.",
+        logged={"identical": "lossless.identical", "checked": "lossless.checked"},
+    ),
+)
+"""Columns of every system of an evaluation."""
+
+RUN_COLUMNS = (
+    Column(
+        "batched",
+        "batched speedup",
+        lambda batched: f"{batched['speedup']['ratio']:.2f} at {batched['batch_size']}",
+        "Speedup of the best tree with so many prompts decoded together.",
+        logged={
+            f"batched/{key.replace('.', '/')}": f"batched.{key}"
+            for key in ("batch_size", "label", "speedup.ratio", "speedup.predicted")
+        },
+    ),
+    Column(
+        "trained_parameters",
+        "trained parameters",
+        lambda count: f"{count / 1e6:.2f} M" if count else "",
+        "Number of parameters that training changed.",
+    ),
+    Column(
+        "extra_memory",
+        "extra memory",
+        format_bytes,
+        "Memory that decoding takes beyond decoding without the drafter.",
+    ),
+    Column(
+        "",
+        "training",
+        format_training,
+        "Tokens and seconds of the training run.",
+        logged={name: name for name in ("training_seconds", "training_tokens")},
+    ),
+    Column("lossless_to", "lossless to", str, "Model whose output the drafter leaves unchanged."),
+)
+"""Columns of a comparison's runs, which all systems of a run share."""
+
+
+def get_value(entry: Entry, key: str) -> Any:
+    """Return the value at a dotted key, whose parts are names or positions in a list; None if a part is missing or null."""
+    value: Any = entry
+    for part in filter(None, key.split(".")):
+        if isinstance(value, Mapping):
+            value = value.get(part)
+        elif isinstance(value, Sequence) and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            return None
+    return value
+
+
+# Rows
+
+
+def autoregressive_entry(summary: Entry) -> Row:
+    """Return the entry of autoregressive decoding, the baseline of a summary."""
+    rate = get_value(summary, "tokens_per_second.autoregressive")
+    return {
+        "label": "autoregressive",
+        "acceptance_length": {"pooled": 1.0},
+        "tokens_per_second": {"drafted": rate},
+        "speedup": {"ratio": 1.0},
+    }
+
+
+def order_systems(names: Sequence[str]) -> list[str]:
+    """Put the recommended system first, if it was decoded."""
+    return sorted(names, key=lambda name: name != RECOMMENDED)
+
+
+def list_systems(summary: Entry) -> dict[str, Entry]:
+    """Return the entries to show by name, the recommended one first; without those that a sweep shows in a table of its own."""
+    sweep = summary.get("sweep")
+    entries = {DRAFTER: summary, **(summary.get("compared") or {})}
+    return {name: entries[name] for name in order_systems([*entries]) if not sweep or not name.startswith(f"{sweep['over']}-")}
+
+
+def tracked_values(entry: Entry) -> Row:
+    """Return what trackers log of a system, by name."""
+    values = {name: value for column in SYSTEM_COLUMNS for name, value in column.values(entry).items()}
+    depths = enumerate(entry.get("acceptance_by_depth") or [], 1)
+    return values | {f"acceptance_at_depth/{depth}": rate for depth, rate in depths}
+
+
+def tracked_systems(summary: Entry) -> list[Row]:
+    """Return a row of values for each system of an evaluation, the recommended one first."""
+    entries = {DRAFTER: summary, **(summary.get("compared") or {})}
+    return [
+        {"system": name, "label": entries[name].get("label"), **tracked_values(entries[name])}
+        for name in order_systems([*entries])
+    ]
+
+
+def tracked_comparison(comparison: Entry) -> list[Row]:
+    """Return a row of values for each system of each run in a comparison."""
+    rows = []
+    for run in comparison["rows"]:
+        facts = {key: run.get(key) for key in ("name", "label", "family", "trained")}
+        costs = {name: value for column in RUN_COLUMNS for name, value in column.values(run).items()}
+        rows += [{**facts, "drafting": system["label"], **tracked_values(system), **costs} for system in run["systems"]]
+    return rows

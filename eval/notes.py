@@ -1,0 +1,182 @@
+"""The sentences below an evaluation's table: what explains its numbers, and what limits them. All are made of summary.json."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from spectrain.decoding.acceptance.typical import lossy_warning
+from spectrain.eval.columns import format_speedup, format_speedup_interval, list_systems
+from spectrain.eval.noise import is_possible
+
+Summary = dict[str, Any]
+
+EXTENSION_NOTES: dict[str, Callable[[Any], Iterator[str]]] = {}
+"""Sentences of evaluation extensions: the key that an extension adds to summary.json -> the sentences about its value."""
+
+
+def name_fastest(summary: Summary) -> Iterator[str]:
+    """Say which system is fastest, if any is faster than decoding without a drafter."""
+    possible = [entry for entry in list_systems(summary).values() if is_possible(entry["speedup"])]
+    if len(possible) < 2:
+        return
+    best = max(possible, key=lambda entry: entry["speedup"]["ratio"])
+    speedup = best["speedup"]
+    if speedup["ratio"] > 1:
+        interval = format_speedup_interval(speedup)
+        yield f"Fastest here: {best['label']}, {format_speedup(speedup)} [{interval}] times as fast as without a drafter."
+    else:
+        yield "No system is faster than decoding without a drafter here."
+
+
+def explain_numbers(summary: Summary) -> Iterator[str]:
+    """Say where the time went, what was accepted, and what the speedup compares with."""
+    setting, limits = summary["setting"], summary.get("bounds", {})
+    shares = ", ".join(f"{part} {value:.0%}" for part, value in summary["time_share"].items())
+    batch = f" Tokens/s are of {setting['batch_size']} prompts at once." if setting["batch_size"] > 1 else ""
+    yield f"Time of a drafted round: {shares}.{batch}"
+    yield f"Accepted by depth: {format_rates(summary['acceptance_by_depth'])}. Device {setting['device']}, {setting['dtype']}."
+    if (forwards := limits.get("forwards_per_round", 1)) > 1:
+        length = summary["acceptance_length"]["pooled"]
+        yield f"A round takes {forwards} forwards of the target, so each gives {length / forwards:.2f} tokens."
+    yield from _explain_forced(summary.get("forced"))
+    if (rules := summary.get("rules")) and rules["better"] == "recursive":
+        yield describe_rules(rules, is_used=summary["tree"]["children"] != "deterministic")
+    if traffic := summary.get("traffic"):
+        parts = ", ".join(f"{name} {sum(traffic[name].values()) / 1e6:.2f}" for name in ("draft", "verify", "autoregressive"))
+        yield (
+            f"Megabytes read per token after {traffic['prompt_tokens']} tokens: {parts}. A round reads {traffic['ratio']:.2f} "
+            "times what autoregressive decoding reads."
+        )
+    yield from _explain_bounds(limits)
+    for name, entry in summary.get("transformers", {}).items():
+        yield (
+            f"transformers {name}: {entry['tokens_per_second']:.1f} tokens/s with prefill, {entry['speedup']:.2f} of its plain "
+            f"generate, {entry['tokens_per_forward']:.2f} tokens per forward."
+        )
+    for key, describe in EXTENSION_NOTES.items():
+        if summary.get(key):
+            yield from describe(summary[key])
+
+
+def _explain_forced(forced: Summary | None) -> Iterator[str]:
+    """Say how good the drafter is on the target's own text."""
+    if not forced:
+        return
+    yield f"Correct on the target's own text, by depth: {format_rates(forced['agreement_by_depth'])}."
+    if "forecast" in forced:
+        forecast = forced["forecast"]
+        yield (
+            f"There, sampled drafts would be accepted at rates {format_rates(forced['overlap_by_depth'])} (the sum of "
+            f"min(p, q)) and the most likely ones at {format_rates(forced['likeliest_by_depth'])}: {forecast['sampled']:.2f} "
+            f"and {forecast['greedy']:.2f} tokens per forward of a chain of this depth."
+        )
+
+
+def _explain_bounds(limits: Summary) -> Iterator[str]:
+    """Say what the speedup would be with perfect or free drafts."""
+    if not limits.get("oracle"):
+        return
+    floor, free = limits["autoregressive_of_floor"], limits["zero_cost_draft"]
+    yield (
+        f"Speedup if every draft were right (chain): {limits['oracle']:.2f}"
+        + ("" if free is None else f"; if drafting were free: {free:.2f}")
+        + (f"; an autoregressive step takes {1 / floor:.1f} times its floor" if floor else "")
+        + "."
+    )
+
+
+def describe_rules(rules: Summary, is_used: bool = False) -> str:
+    """Say what sampling the children promises if the drafter is unsure."""
+    match, recursive = rules["match"], rules["recursive"]
+    return (
+        f"With {rules['children']} children per node, acceptance=match accepts at rates {format_rates(match['kept_by_depth'])} "
+        "by depth, and acceptance=recursive tree.children=without_replacement at "
+        f"{format_rates(recursive['kept_by_depth'])}: "
+        + ("the latter was used." if is_used else "use the latter, or acceptance=sample.")
+    )
+
+
+def list_caveats(summary: Summary) -> Iterator[str]:
+    """Say what cannot be quoted, what changed the output or the drafter, what was left out, and what was checked."""
+    setting = summary["setting"]
+    yield from describe_noise(summary)
+    yield from _describe_quality(summary)
+    yield from _describe_trained_target(summary)
+    if pruning := summary.get("pruning"):
+        yield (
+            f"Pruned after {pruning['layer']} layers by their top {pruning['top_k']}: {pruning['nodes_pruned']:.1%} of the "
+            f"nodes, {pruning['node_layers_saved']:.1%} of the node-layers and {pruning['work_saved']:.1%} of the work of "
+            "verification, with the early head counted."
+        )
+    if skipped := setting["drafter"].get("skipped"):
+        yield f"Drafted without layers {skipped}; drafter.skipped={str(skipped).replace(' ', '')} uses them again."
+    if guard := summary.get("guard"):
+        yield f"Guard: {guard['drafted_rounds']} rounds drafted, {guard['plain_rounds']} not."
+    if setting.get("skipped"):
+        yield "Left out: " + ", ".join(f"{count} {reason}" for reason, count in setting["skipped"].items()) + "."
+    if summary["lossless"] is not None:
+        yield _describe_identity(summary["lossless"])
+
+
+def describe_noise(summary: Summary) -> Iterator[str]:
+    """Say why speedups cannot be quoted, and what was done about unsteady times."""
+    entries = [summary, *summary["compared"].values()]
+    if summary.get("noise", {}).get("repeats", 1) > 1:
+        yield "Times were unsteady, so every pair of runs was decoded again, alternating round by round, and that counts."
+    doubtful = [entry for entry in entries if not entry["speedup"].get("quotable", True)]
+    for reason in dict.fromkeys(entry["speedup"]["reason"] for entry in doubtful):
+        labels = [entry["label"] for entry in doubtful if entry["speedup"]["reason"] == reason]
+        subject = "No speedup" if len(labels) == len(entries) else f"The speedup of {', '.join(labels)}"
+        yield f"? {subject} {'is' if len(labels) == len(entries) else 'is not'} to be quoted: {reason}."
+
+
+def _describe_quality(summary: Summary) -> Iterator[str]:
+    """Say what drafting changed in the text, and how many answers were right."""
+    if drift := summary.get("drift"):
+        before, after = drift["autoregressive"], drift["drafted"]
+        yield (
+            f"Quality by the target's own judgement: perplexity {before['perplexity']:.2f} of its answers, "
+            f"{after['perplexity']:.2f} of the drafted ones; most likely tokens {before['most_likely']:.1%} and "
+            f"{after['most_likely']:.1%}."
+        )
+        if "agreement" in drift:
+            yield (
+                f"Agreement with decoding without drafts: {drift['same_answers']} of {drift['checked']} answers are the same, "
+                f"and {drift['agreement']:.1%} of its tokens stand before the first difference."
+            )
+    if task := summary.get("task"):
+        if task["checked"]:
+            yield (
+                f"Task: {task['drafted']} of {task['checked']} drafted answers right, {task['autoregressive']} of those "
+                "without drafts."
+            )
+        if task["not_run"]:
+            yield f"Task: {task['not_run']} programs were not run; eval.execute=true runs the model's programs on this machine."
+
+
+def _describe_trained_target(summary: Summary) -> Iterator[str]:
+    """Say how much training changed the target."""
+    if drift := summary.get("target_drift"):
+        yield (
+            "Drift of the trained target, on the original's greedy answers: perplexity "
+            f"{drift['original']['perplexity']:.2f} before, {drift['trained']['perplexity']:.2f} after; KL from the original "
+            f"{drift['kl']:.3f} nats per token; same most likely token {drift['agreement']:.1%}; {drift['same_answers']} of "
+            f"{drift['checked']} answers the same."
+        )
+        yield f"The output is that of the trained target in {summary['setting']['target_path']}."
+
+
+def _describe_identity(lossless: Summary) -> str:
+    """Say whether the outputs are the target's."""
+    if lossless["differences"]:
+        return f"NOT LOSSLESS: {len(lossless['differences'])} outputs differ from {lossless['reference']}."
+    if not lossless["lossless"]:
+        return f"{lossy_warning(lossless['rule'])}."
+    if lossless["checked"]:
+        ties = len(lossless["near_ties"])
+        return f"The output is identical to {lossless['reference']}, rule {lossless['rule']}; near ties: {ties}."
+    return f"Rule {lossless['rule']}: the output follows {lossless['reference']}."
+
+
+def format_rates(rates: list[float]) -> str:
+    """Format rates by depth."""
+    return " ".join(f"{rate:.2f}" for rate in rates)

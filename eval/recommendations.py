@@ -1,0 +1,172 @@
+"""Which drafter of a comparison to take for what, and why; and the comparison as a table."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spectrain.eval.comparison import (
+    SPEED_COLUMNS,
+    ScoredRun,
+    check_same,
+    describe_setting,
+    list_differences,
+    make_row,
+    ranking_engine,
+)
+from spectrain.eval.intervals import Interval, interval
+from spectrain.eval.noise import is_possible
+
+SPEED_SIGNS = (1, -1, -1, 1)  # drafted tokens per second over autoregressive ones
+
+
+@dataclass
+class Variant:
+    """A drafter with one of its trees, which a recommendation names."""
+
+    run: ScoredRun
+    system: str
+    entry: dict[str, Any]
+    row: dict[str, Any] = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        return f"{self.run.name} ({self.entry['label']})"
+
+    @property
+    def speedup(self) -> float:
+        return float(self.entry["speedup"]["ratio"])
+
+    @property
+    def length(self) -> float:
+        """Tokens per forward of the target, with the forwards that draft counted too."""
+        return float(self.entry["acceptance_length"]["pooled"]) / self.run.forwards
+
+    def differs_from(self, other: "Variant") -> bool:
+        """Tell whether the two speedups differ beyond chance: the 95 % interval of their ratio excludes 1."""
+        ends = ratio_interval(self, other)
+        return ends is not None and not ends[0] <= 1 <= ends[1]
+
+
+def ratio_interval(variant: Variant, other: Variant) -> Interval:
+    """Return the 95 % interval of one speedup over the other, prompt by prompt on the same prompts."""
+    first, second = variant.run.columns(variant.system), other.run.columns(other.system)
+    if len(first["tokens"]) != len(second["tokens"]):
+        return None
+    columns = np.stack([part[key] for part in (first, second) for key in SPEED_COLUMNS], axis=-1)
+    return interval(columns, (*SPEED_SIGNS, *(-sign for sign in SPEED_SIGNS)))
+
+
+def compare_runs(runs: Sequence[ScoredRun], folder: Path, budget: str | None = None) -> dict[str, Any]:
+    """Return the content of comparison.json; paths in it are relative to `folder`. Raise UserError for unlike runs."""
+    check_same(runs)
+    rows = [make_row(run, folder) for run in runs]
+    variants = [Variant(run, system, entry, row) for run, row in zip(runs, rows) for system, entry in run.systems().items()]
+    return {
+        "setting": describe_setting(runs, budget),
+        "rows": rows,
+        "recommendations": [*recommend(variants), *advise_sampling(runs)],
+        "caveats": list_differences(runs),
+    }
+
+
+def recommend(variants: Sequence[Variant]) -> list[dict[str, str]]:
+    """Say for each goal that a user may have which variant to take, and why."""
+    engine = ranking_engine([variant.run for variant in variants])
+    untrained = [variant for variant in variants if variant.row["lossless_to"] == "target" and not variant.row["trained"]]
+    variants = [variant for variant in variants if variant.run.engine == engine]
+    exact = [variant for variant in variants if variant.row["lossless_to"] == "target"]
+    if not exact:
+        return [make_advice("any", ("none", "No drafter leaves the target's output unchanged under this rule."))]
+    advice = [make_advice("latency at batch 1", advise_latency(exact, variants))]
+    if any(variant.row["batched"] for variant in exact):
+        advice.append(make_advice("throughput", advise_throughput(exact)))
+    if any(variant.row["extra_memory"] is not None for variant in exact):
+        advice.append(make_advice("memory", advise_memory(exact)))
+    if untrained and any(variant.row["trained"] for variant in exact):
+        advice.append(make_advice("no training", advise_latency(untrained, untrained)))
+    return advice
+
+
+def make_advice(goal: str, choice: tuple[str, str]) -> dict[str, str]:
+    """Return an entry of the recommendations from a choice and its reason."""
+    return {"goal": goal, "choice": choice[0], "because": choice[1]}
+
+
+def advise_sampling(runs: Sequence[ScoredRun]) -> list[dict[str, str]]:
+    """Advise acceptance=sample if calibration measured that sampling the children accepts more than sample-and-match."""
+    rules = {run.name: run.summary["rules"] for run in runs if run.summary.get("rules")}
+    better = {name: forecast for name, forecast in rules.items() if forecast["better"] == "recursive"}
+    if not better or runs[0].setting["rule"] == "sample":
+        return []
+    lengths = ", ".join(
+        f"{name} {forecast['match']['forecast']:.2f} to {forecast['recursive']['forecast']:.2f}"
+        for name, forecast in better.items()
+    )
+    reason = (
+        "It samples children without replacement where that accepts more. By calibration, tokens per forward rise where "
+        f"drafters are unsure: {lengths}."
+    )
+    return [make_advice("sampling", ("acceptance=sample", reason))]
+
+
+def advise_latency(exact: Sequence[Variant], variants: Sequence[Variant]) -> tuple[str, str]:
+    """Choose the fastest of the variants whose output is the target's, or none if none is faster."""
+    best = max(
+        [variant for variant in exact if is_possible(variant.entry["speedup"])] or exact, key=lambda variant: variant.speedup
+    )
+    if best.speedup <= 1:
+        longest = max(exact, key=lambda variant: variant.length)
+        return "no drafter", (
+            f"No drafter is faster than decoding without one here: the best, {best.name}, reaches {best.speedup:.2f}x. If "
+            f"verifying several tokens costs little more than one, {longest.name} gains most: {longest.length:.2f} tokens per "
+            "forward."
+        )
+    ends = best.entry["speedup"]["ci95"]
+    text = (
+        f"{best.speedup:.2f}x measured{_interval_text(ends)}, {best.entry['speedup']['predicted']:.2f}x predicted, "
+        f"{best.length:.2f} tokens per forward."
+    )
+    if (ends or [0.0])[0] <= 1:
+        text += " The gain is uncertain: score more prompts before relying on it."
+    rivals = [variant.name for variant in exact if variant.run is not best.run and not best.differs_from(variant)]
+    if rivals:
+        text += f" Not significantly different on these prompts: {', '.join(rivals)}."
+    changed = [variant for variant in variants if variant.row["lossless_to"] == "trained target"]
+    fastest = max(changed, key=lambda variant: variant.speedup, default=None)
+    if fastest is not None and fastest.speedup > best.speedup and fastest.differs_from(best):
+        text += f" {fastest.name} is faster still, {fastest.speedup:.2f}x, but changes the target's output."
+    return best.name, text
+
+
+def advise_throughput(exact: Sequence[Variant]) -> tuple[str, str]:
+    """Choose the fastest drafter for several prompts at once."""
+    rows = {variant.run.name: variant.row for variant in exact if variant.row["batched"]}
+    name, row = max(rows.items(), key=lambda item: item[1]["batched"]["speedup"]["ratio"])
+    batched = row["batched"]
+    ratio, size, label = batched["speedup"]["ratio"], batched["batch_size"], batched["label"]
+    if ratio <= 1:
+        return "no drafter", (
+            f"With {size} prompts at once no drafter is faster than decoding without one: the best, {name} ({label}), reaches "
+            f"{ratio:.2f}x."
+        )
+    return f"{name} ({label})", f"{ratio:.2f}x with {size} prompts at once."
+
+
+def advise_memory(exact: Sequence[Variant]) -> tuple[str, str]:
+    """Choose the drafter that adds least memory of those with at least half of the longest's gain in tokens per forward."""
+    longest = max(variant.length for variant in exact)
+    good = [variant for variant in exact if variant.length - 1 >= (longest - 1) / 2 and variant.row["extra_memory"] is not None]
+    if not good:
+        return "unknown", "The drafters with the most tokens per forward were scored without their memory."
+    best = min(good, key=lambda variant: (variant.row["extra_memory"], -variant.length))
+    return best.name, (
+        f"{best.row['extra_memory'] / 1e6:.1f} MB more than decoding without it, and {best.length:.2f} tokens per forward; the "
+        f"most of all is {longest:.2f}."
+    )
+
+
+def _interval_text(ends: Interval) -> str:
+    return "" if ends is None else f" (95 % {ends[0]:.2f} to {ends[1]:.2f})"
