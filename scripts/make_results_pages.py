@@ -88,7 +88,7 @@ def format_rates(rates: Iterable[float]) -> str:
 
 def comparison_table(comparison: dict[str, Any]) -> str:
     """Return the table of `spectrain compare`, with the labels of today."""
-    return comparison_markdown(comparison).replace("with copies", "drafter + retrieval")
+    return comparison_markdown(comparison)
 
 
 def comparison_by_tree(comparison: dict[str, Any]) -> str:
