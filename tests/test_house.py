@@ -47,9 +47,6 @@ IMPOSED = {
 }
 CONFIGURED = {
     "experimental/amphista/drafter.py:Amphista",
-    "drafters/dflash.py:DFlash",
-    "drafters/dflash2.py:DFlash2",
-    "drafters/dspark.py:DSpark",
     "drafters/eagle1.py:Eagle1",
     "drafters/eagle3.py:Eagle3",
     "drafters/early_exit.py:EarlyExit",

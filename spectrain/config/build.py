@@ -30,7 +30,15 @@ def build(node: Any, **runtime: Any) -> Any:
     plain = _to_containers(node)
     checked = check_node(find_group(str(plain["_target_"])), plain)
     settings = {key: value for key, value in checked.items() if key not in ("_target_", "init")}
-    return import_constructor(checked)(**{**settings, **runtime})
+    constructor = import_constructor(checked)
+    config_type = find_config_type(constructor)
+    return constructor(**{**(settings if config_type is None else {"config": config_type(**settings)}), **runtime})
+
+
+def find_config_type(constructor: Any) -> Any:
+    """Return the dataclass that a constructor takes as `config`, which holds its settings; None if it takes them directly."""
+    parameter = inspect.signature(constructor).parameters.get("config")
+    return None if parameter is None else getattr(importlib.import_module(constructor.__module__), parameter.annotation)
 
 
 def import_constructor(node: Mapping[str, Any]) -> Any:
@@ -53,7 +61,8 @@ def _import_name(target: str) -> Any:
 
 def settings_with_defaults(node: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of one group, defaults included."""
-    parameters = inspect.signature(import_constructor(node)).parameters
+    constructor = import_constructor(node)
+    parameters = inspect.signature(find_config_type(constructor) or constructor).parameters
     defaults = {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}
     return {**defaults, **{str(key): value for key, value in node.items() if not str(key).startswith("_")}}
 

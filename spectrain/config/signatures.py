@@ -140,8 +140,18 @@ def _constructor_keys(source: ParsedModule, node: ast.stmt, docs: str) -> list[S
         given = function.args
         defaults = [*[None] * (len(given.args) - len(given.defaults)), *given.defaults, *given.kw_defaults]
         for parameter, default in zip([*given.args, *given.kwonlyargs], defaults):
-            result += [_make_key(source, parameter, default, parameter, docs)] if parameter.annotation else []
-    return [key for key in result if key is not None]
+            config = _find_config(source, parameter)
+            result += _constructor_keys(*config, docs) if config else []
+            result += [_make_key(source, parameter, default, parameter, docs)] if parameter.annotation and not config else []
+    # A field that is declared again replaces that of a base.
+    return list({key.name: key for key in result if key is not None}.values())
+
+
+def _find_config(source: ParsedModule, parameter: ast.arg) -> tuple[ParsedModule, ast.stmt] | None:
+    """Return the dataclass that a parameter `config` takes, whose fields are the settings; None for any other parameter."""
+    if parameter.arg != "config" or not isinstance(parameter.annotation, ast.Name):
+        return None
+    return _find_definition(source.name, parameter.annotation.id)
 
 
 def _field_default(value: ast.expr | None) -> ast.expr | None:

@@ -5,13 +5,15 @@ Shapes: B batch, K drafts of a block, W width, V draft vocabulary, R judged draf
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from spectrain.config.values import Count, NotNegative, Seed, Share, Steps, VocabularySize
-from spectrain.drafters.layers.block_drafter import BlockDrafter, BlockSettings, JudgedDrafts
+from spectrain.config.values import Share
+from spectrain.drafters.layers.block_drafter import BlockConfig, BlockDrafter
+from spectrain.drafters.layers.judged_drafts import JudgedDrafts
 from spectrain.drafters.layers.losses import LossName
 from spectrain.errors import UserError
 from spectrain.kernels.linear_divergence import split_rows
@@ -23,6 +25,20 @@ if TYPE_CHECKING:
     from spectrain.models.target import Target
 
 
+@dataclass(frozen=True, kw_only=True)
+class DFlashConfig(BlockConfig):
+    """Settings of DFlash."""
+
+    # Loss of each draft token: a cross-entropy or a divergence from the target.
+    loss: LossName = "cross_entropy"
+    # Labels of a cross-entropy: the data's tokens (data), or the target's most likely tokens (target).
+    labels: Literal["data", "target"] = "data"
+    # Loss weights of a block's drafts: exponential decay (decay), or D-PACE's probability of reaching each draft (dpace).
+    slot_weights: Literal["decay", "dpace"] = "decay"
+    # Smoothing of D-PACE from 0 to 1; at 1 the probabilities of earlier drafts have no effect.
+    dpace_alpha: Share = 0.5
+
+
 class DFlash(BlockDrafter):
     """Qwen3 layers over blocks, with the target's fused features injected as keys and values into each.
 
@@ -32,57 +48,12 @@ class DFlash(BlockDrafter):
     and P_k = s_1 .. s_k, w_k = sum_{j >= k} P_j, held constant.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        # Number of slots in a block, the anchor's slot included.
-        block_size: Steps = 16,
-        # Number of decoder layers of the drafter.
-        num_layers: Count = 5,
-        # Layers of the target whose hidden states are fused; null uses the family's default layers.
-        layers: list[int] | None = None,
-        # Draft vocabulary in tokens; null uses the target's whole vocabulary.
-        vocab_size: VocabularySize | None = None,
-        # Loss of each draft token: a cross-entropy or a divergence from the target.
-        loss: LossName = "cross_entropy",
-        # Labels of a cross-entropy: the data's tokens (data), or the target's most likely tokens (target).
-        labels: Literal["data", "target"] = "data",
-        # Loss weights of a block's drafts: exponential decay (decay), or D-PACE's probability of reaching each draft (dpace).
-        slot_weights: Literal["decay", "dpace"] = "decay",
-        # Decay length of the loss weights in slots: draft d, from 0, weighs exp(-d / decay); 0 weighs all drafts alike.
-        decay: NotNegative = 7.0,
-        # Smoothing of D-PACE from 0 to 1; at 1 the probabilities of earlier drafts have no effect.
-        dpace_alpha: Share = 0.5,
-        # Number of anchors that are trained per document.
-        num_anchors: Count = 512,
-        # Whether each slot drafts the token after its own position, instead of the token at it.
-        sample_from_anchor: bool = False,
-        # Whether attention inside a block is causal.
-        causal: bool = False,
-        # Number of preceding positions that a slot attends to; null attends to all of them.
-        window: Count | None = None,
-        # Token id of the mask; null picks an id that no text of the target holds.
-        mask_token_id: int | None = None,
-        # True trains an input embedding of the drafter's own, with the mask token's row; false uses the target's, frozen.
-        own_embedding: bool = False,
-        # Configuration keys of the drafter's layers that differ from the target's; null copies the target's.
-        architecture: dict[str, Any] | None = None,
-        # Initial values of fc and the final norm: the target's (target), or random ones (random).
-        start: Literal["target", "random"] = "target",
-        # Seed of the drafter's random choices.
-        seed: Seed = 0,
-    ) -> None:
-        super().__init__(
-            target,
-            BlockSettings(
-                block_size, num_layers, layers, vocab_size, sample_from_anchor, causal, window, num_anchors, mask_token_id,
-                own_embedding, architecture, start, seed,
-            ),
-        )  # fmt: skip
-        if slot_weights == "dpace" and loss != "cross_entropy":
+    def __init__(self, target: Target, config: DFlashConfig) -> None:
+        super().__init__(target, config)
+        if config.slot_weights == "dpace" and config.loss != "cross_entropy":
             raise UserError("drafter.slot_weights=dpace: it weighs a cross-entropy; use drafter.loss=cross_entropy")
-        self.divergence, self.label_source, self.slot_weights = loss, labels, slot_weights
-        self.decay, self.dpace_alpha = decay, dpace_alpha
+        self.divergence, self.label_source = config.loss, config.labels
+        self.slot_weights, self.dpace_alpha = config.slot_weights, config.dpace_alpha
 
     # Training
 

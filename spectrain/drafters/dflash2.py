@@ -6,24 +6,24 @@ drafts, F frontier nodes.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spectrain.config.values import Count, NotNegative, Seed, Steps, VocabularySize
+from spectrain.config.values import Count, NotNegative
 from spectrain.drafters.layers.block_drafter import (
     BlockAttentionFn,
+    BlockConfig,
     BlockDrafter,
     BlockLayer,
-    BlockSettings,
-    JudgedDrafts,
     Rope,
 )
+from spectrain.drafters.layers.judged_drafts import JudgedDrafts
 from spectrain.drafters.layers.losses import LossName
 from spectrain.errors import UserError
 from spectrain.kernels.linear_divergence import split_rows
@@ -95,6 +95,24 @@ class CandidateSelector(nn.Module):
         return (F.embedding(candidates, self.successor_codebook) @ asked[..., None])[..., 0]
 
 
+@dataclass(frozen=True, kw_only=True)
+class DFlash2Config(BlockConfig):
+    """Settings of DFlash2."""
+
+    # Number of slots that a convolution covers: a slot and those before it.
+    conv_kernel_size: Count = 2
+    # Number of channels that share a dynamic kernel; it must divide the target's width.
+    conv_group_size: Count = 16
+    # Rank of the candidate selector's codebooks.
+    selector_rank: Count = 256
+    # Number of candidate tokens that the selector ranks per slot.
+    selector_top_k: Count = 16
+    # Weight of the candidate selector's loss.
+    selector_weight: NotNegative = 1.0
+    # Loss of each draft token: a cross-entropy or a divergence from the target.
+    loss: LossName = "forward_kl"
+
+
 class DFlash2(BlockDrafter):
     """Of every slot's `selector_top_k` likeliest tokens, the one is taken that goes best with the token before it.
 
@@ -107,64 +125,14 @@ class DFlash2(BlockDrafter):
         shape=(*BlockDrafter.saved.shape, "conv_kernel_size", "conv_group_size", "selector_rank"),
     )
 
-    def __init__(
-        self,
-        target: Target,
-        # Number of slots in a block, the anchor's slot included.
-        block_size: Steps = 16,
-        # Number of decoder layers of the drafter.
-        num_layers: Count = 5,
-        # Layers of the target whose hidden states are fused; null uses the family's default layers.
-        layers: list[int] | None = None,
-        # Draft vocabulary in tokens; null uses the target's whole vocabulary.
-        vocab_size: VocabularySize | None = None,
-        # Number of slots that a convolution covers: a slot and those before it.
-        conv_kernel_size: Count = 2,
-        # Number of channels that share a dynamic kernel; it must divide the target's width.
-        conv_group_size: Count = 16,
-        # Rank of the candidate selector's codebooks.
-        selector_rank: Count = 256,
-        # Number of candidate tokens that the selector ranks per slot.
-        selector_top_k: Count = 16,
-        # Weight of the candidate selector's loss.
-        selector_weight: NotNegative = 1.0,
-        # Loss of each draft token: a cross-entropy or a divergence from the target.
-        loss: LossName = "forward_kl",
-        # Decay length of the loss weights in slots: draft d, from 0, weighs exp(-d / decay); 0 weighs all drafts alike.
-        decay: NotNegative = 7.0,
-        # Number of anchors that are trained per document.
-        num_anchors: Count = 512,
-        # Whether each slot drafts the token after its own position, instead of the token at it.
-        sample_from_anchor: bool = False,
-        # Whether attention inside a block is causal.
-        causal: bool = False,
-        # Number of preceding positions that a slot attends to; null attends to all of them.
-        window: Count | None = None,
-        # Token id of the mask; null picks an id that no text of the target holds.
-        mask_token_id: int | None = None,
-        # True trains an input embedding of the drafter's own, with the mask token's row; false uses the target's, frozen.
-        own_embedding: bool = False,
-        # Configuration keys of the drafter's layers that differ from the target's; null copies the target's.
-        architecture: dict[str, Any] | None = None,
-        # Initial values of fc and the final norm: the target's (target), or random ones (random).
-        start: Literal["target", "random"] = "target",
-        # Seed of the drafter's random choices.
-        seed: Seed = 0,
-    ) -> None:
-        if target.width % conv_group_size:
-            raise UserError(f"drafter.conv_group_size={conv_group_size}: use a divisor of the target's width, {target.width}")
-
-        super().__init__(
-            target,
-            BlockSettings(
-                block_size, num_layers, layers, vocab_size, sample_from_anchor, causal, window, num_anchors, mask_token_id,
-                own_embedding, architecture, start, seed,
-            ),
-            partial(ConvolvedLayer, taps=conv_kernel_size, group=conv_group_size),
-        )  # fmt: skip
-        self.divergence, self.decay, self.selector_weight = loss, decay, selector_weight
-        self.selector_top_k = min(selector_top_k, len(self.d2t))
-        self.candidate_selector = CandidateSelector(target.head.vocab_size, target.width, selector_rank)
+    def __init__(self, target: Target, config: DFlash2Config) -> None:
+        group = config.conv_group_size
+        if target.width % group:
+            raise UserError(f"drafter.conv_group_size={group}: use a divisor of the target's width, {target.width}")
+        super().__init__(target, config, partial(ConvolvedLayer, taps=config.conv_kernel_size, group=group))
+        self.divergence, self.selector_weight = config.loss, config.selector_weight
+        self.selector_top_k = min(config.selector_top_k, len(self.d2t))
+        self.candidate_selector = CandidateSelector(target.head.vocab_size, target.width, config.selector_rank)
 
     # Training
 

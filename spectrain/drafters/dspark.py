@@ -6,15 +6,16 @@ R judged drafts.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spectrain.config.values import Count, NotNegative, Seed, Share, Steps, VocabularySize
-from spectrain.drafters.layers.block_drafter import BlockDrafter, BlockSettings, JudgedDrafts
+from spectrain.config.values import Count, NotNegative, Share, Steps
+from spectrain.drafters.layers.block_drafter import BlockConfig, BlockDrafter
+from spectrain.drafters.layers.judged_drafts import JudgedDrafts
 from spectrain.drafters.layers.losses import acceptance_rate
 from spectrain.kernels.linear_divergence import linear_divergence
 from spectrain.trees.base import DepthRollout, Rollout, gather_by_depth
@@ -71,6 +72,31 @@ class ConfidenceHead(nn.Module):
         return self.proj(x)[..., 0]
 
 
+@dataclass(frozen=True, kw_only=True)
+class DSparkConfig(BlockConfig):
+    """Settings of DSpark."""
+
+    # Number of slots in a block, the anchor's slot included.
+    block_size: Steps = 7
+    # How the Markov head reads the previous token: its embedding (vanilla), gated by the slot's state (gated), or through
+    # a recurrent cell (rnn).
+    markov_head: Kind = "vanilla"
+    # Rank of the Markov head.
+    rank: Count = 256
+    # Whether to train a head that predicts how often a draft is accepted.
+    confidence: bool = True
+    # Predicted acceptance probability below which a draft and all later ones are cut; 0 cuts none.
+    confidence_threshold: Share = 0.0
+    # Weight of the cross-entropy with the data.
+    ce: NotNegative = 0.1
+    # Weight of the total variation distance from the target.
+    tv: NotNegative = 0.9
+    # Decay length of the loss weights in slots: draft d, from 0, weighs exp(-d / decay); 0 weighs all drafts alike.
+    decay: NotNegative = 4.0
+    # Whether each slot drafts the token after its own position, instead of the token at it.
+    sample_from_anchor: bool = True
+
+
 class DSpark(BlockDrafter):
     """DFlash's layers over a shifted block: slot s, from 0, drafts the token after its own place.
 
@@ -81,62 +107,12 @@ class DSpark(BlockDrafter):
 
     saved = replace(BlockDrafter.saved, shape=(*BlockDrafter.saved.shape, "markov_head", "rank", "confidence"))
 
-    def __init__(
-        self,
-        target: Target,
-        # Number of slots in a block, the anchor's slot included.
-        block_size: Steps = 7,
-        # Number of decoder layers of the drafter.
-        num_layers: Count = 5,
-        # Layers of the target whose hidden states are fused; null uses the family's default layers.
-        layers: list[int] | None = None,
-        # Draft vocabulary in tokens; null uses the target's whole vocabulary.
-        vocab_size: VocabularySize | None = None,
-        # How the Markov head reads the previous token: its embedding (vanilla), gated by the slot's state (gated), or through
-        # a recurrent cell (rnn).
-        markov_head: Kind = "vanilla",
-        # Rank of the Markov head.
-        rank: Count = 256,
-        # Whether to train a head that predicts how often a draft is accepted.
-        confidence: bool = True,
-        # Predicted acceptance probability below which a draft and all later ones are cut; 0 cuts none.
-        confidence_threshold: Share = 0.0,
-        # Weight of the cross-entropy with the data.
-        ce: NotNegative = 0.1,
-        # Weight of the total variation distance from the target.
-        tv: NotNegative = 0.9,
-        # Decay length of the loss weights in slots: draft d, from 0, weighs exp(-d / decay); 0 weighs all drafts alike.
-        decay: NotNegative = 4.0,
-        # Number of anchors that are trained per document.
-        num_anchors: Count = 512,
-        # Whether each slot drafts the token after its own position, instead of the token at it.
-        sample_from_anchor: bool = True,
-        # Whether attention inside a block is causal.
-        causal: bool = False,
-        # Number of preceding positions that a slot attends to; null attends to all of them.
-        window: Count | None = None,
-        # Token id of the mask; null picks an id that no text of the target holds.
-        mask_token_id: int | None = None,
-        # True trains an input embedding of the drafter's own, with the mask token's row; false uses the target's, frozen.
-        own_embedding: bool = False,
-        # Configuration keys of the drafter's layers that differ from the target's; null copies the target's.
-        architecture: dict[str, Any] | None = None,
-        # Initial values of fc and the final norm: the target's (target), or random ones (random).
-        start: Literal["target", "random"] = "target",
-        # Seed of the drafter's random choices.
-        seed: Seed = 0,
-    ) -> None:
-        super().__init__(
-            target,
-            BlockSettings(
-                block_size, num_layers, layers, vocab_size, sample_from_anchor, causal, window, num_anchors, mask_token_id,
-                own_embedding, architecture, start, seed,
-            ),
-        )  # fmt: skip
+    def __init__(self, target: Target, config: DSparkConfig) -> None:
+        super().__init__(target, config)
         self.divergence = "total_variation"  # the target keeps its own mass: what cannot be drafted is rejected
-        self.ce, self.tv, self.decay, self.confidence_threshold = ce, tv, decay, confidence_threshold
-        self.markov = MarkovHead(markov_head, target.head.vocab_size, len(self.d2t), rank, target.width)
-        self.confidence_head = ConfidenceHead(target.width + rank) if confidence else None
+        self.ce, self.tv, self.confidence_threshold = config.ce, config.tv, config.confidence_threshold
+        self.markov = MarkovHead(config.markov_head, target.head.vocab_size, len(self.d2t), config.rank, target.width)
+        self.confidence_head = ConfidenceHead(target.width + config.rank) if config.confidence else None
         if self.cuts:
             # The host decides where a draft stops.
             self.capabilities = replace(self.capabilities, capture=None)

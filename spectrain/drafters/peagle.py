@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.config.values import Count, Seed, Share, Steps, VocabularySize
-from spectrain.drafters.layers.block_drafter import check_mask_unused, resolve_mask_token
 from spectrain.drafters.layers.chains import Chains, ConditionalDrop, chain_attention, sample_chains
 from spectrain.drafters.layers.eagle_layers import NORM_VARIANTS, EagleDrafter, EagleSettings, check_architecture
 from spectrain.drafters.layers.layers import Attention
 from spectrain.drafters.layers.losses import LossName
+from spectrain.drafters.layers.mask_token import check_mask_unused, resolve_mask_token
 from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch

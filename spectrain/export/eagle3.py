@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from spectrain.drafters.eagle3 import VARIANTS
-from spectrain.drafters.layers.eagle_layers import LAYER_KEYS, default_layers
-from spectrain.drafters.layers.layers import llama_layer_settings
+from spectrain.drafters.layers.eagle_layers import default_layers
+from spectrain.drafters.layers.layers import LAYER_KEYS, llama_layer_settings
 from spectrain.errors import UserError
 
 from .fused import HEAD, FusedConfig, FusedLayout, read_rope

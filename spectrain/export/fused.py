@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 
 from spectrain.config.build import build
 from spectrain.drafters.base import Drafter
-from spectrain.drafters.layers.eagle_layers import LAYER_KEYS
+from spectrain.drafters.layers.layers import LAYER_KEYS
 from spectrain.errors import UserError, first_line
 from spectrain.models.target import Target
 

@@ -21,9 +21,9 @@ from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import Request, RoundOutcome, decode
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.causal import Causal
-from spectrain.drafters.dflash import DFlash
-from spectrain.drafters.dflash2 import DFlash2
-from spectrain.drafters.dspark import DSpark
+from spectrain.drafters.dflash import DFlash, DFlashConfig
+from spectrain.drafters.dflash2 import DFlash2, DFlash2Config
+from spectrain.drafters.dspark import DSpark, DSparkConfig
 from spectrain.drafters.eagle1 import Eagle1
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.early_exit import EarlyExit
@@ -83,10 +83,10 @@ DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     "mtp": lambda target: Mtp(target),
     "pard": lambda target: Pard(target, num_drafts=4, num_layers=2),
     "pard2": lambda target: Pard(target, num_drafts=4, num_layers=2, layers=[1, 2]),
-    "dflash": lambda target: DFlash(target, block_size=4, num_layers=2, vocab_size=512),
-    "dflash causal": lambda target: DFlash(target, block_size=4, num_layers=1, causal=True, window=6),
-    "dspark": lambda target: DSpark(target, block_size=3, num_layers=1, rank=8, markov_head="rnn"),
-    "dflash2": lambda target: DFlash2(target, block_size=4, num_layers=1, selector_rank=8),
+    "dflash": lambda target: DFlash(target, DFlashConfig(block_size=4, num_layers=2, vocab_size=512)),
+    "dflash causal": lambda target: DFlash(target, DFlashConfig(block_size=4, num_layers=1, causal=True, window=6)),
+    "dspark": lambda target: DSpark(target, DSparkConfig(block_size=3, num_layers=1, rank=8, markov_head="rnn")),
+    "dflash2": lambda target: DFlash2(target, DFlash2Config(block_size=4, num_layers=1, selector_rank=8)),
 }
 BUILDERS: dict[str, Callable[[], TreeBuilder]] = {
     "chain": lambda: Chain(3),

@@ -16,9 +16,9 @@ from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.context import Context
-from spectrain.drafters.dflash import DFlash
-from spectrain.drafters.dflash2 import DFlash2
-from spectrain.drafters.dspark import DSpark
+from spectrain.drafters.dflash import DFlash, DFlashConfig
+from spectrain.drafters.dflash2 import DFlash2, DFlash2Config
+from spectrain.drafters.dspark import DSpark, DSparkConfig
 from spectrain.drafters.peagle import PEagle
 from spectrain.experimental.controllers.builders import Policy, Thompson
 from spectrain.experimental.transport.linear_program import TruncatedLinearProgram
@@ -187,12 +187,14 @@ def test_plain_decoding_draws_from_the_target(shallow: Target, truth: Truth, rul
 
 
 FAMILIES: dict[str, Callable[[Target], Drafter]] = {
-    "dflash": lambda target: DFlash(target, block_size=4, num_layers=1, vocab_size=FEW),
-    "dspark": lambda target: DSpark(target, block_size=3, num_layers=1, vocab_size=FEW, rank=8),
+    "dflash": lambda target: DFlash(target, DFlashConfig(block_size=4, num_layers=1, vocab_size=FEW)),
+    "dspark": lambda target: DSpark(target, DSparkConfig(block_size=3, num_layers=1, vocab_size=FEW, rank=8)),
     "dspark that stops": lambda target: DSpark(
-        target, block_size=3, num_layers=1, vocab_size=FEW, rank=8, markov_head="rnn", confidence_threshold=0.5
+        target, DSparkConfig(block_size=3, num_layers=1, vocab_size=FEW, rank=8, markov_head="rnn", confidence_threshold=0.5)
     ),
-    "dflash2": lambda target: DFlash2(target, block_size=4, num_layers=1, vocab_size=FEW, selector_rank=8, selector_top_k=6),
+    "dflash2": lambda target: DFlash2(
+        target, DFlash2Config(block_size=4, num_layers=1, vocab_size=FEW, selector_rank=8, selector_top_k=6)
+    ),
     "peagle": lambda target: PEagle(target, num_drafts=3, num_layers=1, vocab_size=FEW, own_embedding=False),
 }
 """Random drafters: their slots know nothing of each other, or a token's place in the draft and the tokens before it matter."""

@@ -13,9 +13,10 @@ from spectrain.decoding.acceptance import Greedy, Match
 from spectrain.decoding.acceptance.rejection import RecursiveRejection, SpeculativeSampling
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
-from spectrain.drafters.dflash import DFlash
+from spectrain.drafters.dflash import DFlash, DFlashConfig
 from spectrain.drafters.layers.anchors import Anchors, block_attention, make_flex_mask, sample_anchors
-from spectrain.drafters.layers.block_drafter import default_layers, find_unused_token
+from spectrain.drafters.layers.block_drafter import default_layers
+from spectrain.drafters.layers.mask_token import find_unused_token
 from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
@@ -45,7 +46,9 @@ VARIANT = pytest.mark.parametrize("variant", list(VARIANTS))
 def make(target: Target, **options: Any) -> DFlash:
     """Two layers with random weights, large enough that attention matters."""
     torch.manual_seed(7)
-    drafter = DFlash(target, **{"block_size": SLOTS, "num_layers": 2, "num_anchors": 6, "loss": "forward_kl", **options})
+    drafter = DFlash(
+        target, DFlashConfig(**{"block_size": SLOTS, "num_layers": 2, "num_anchors": 6, "loss": "forward_kl", **options})
+    )
     counts = torch.arange(target.head.vocab_size, 0, -1)
     counts[drafter.mask_token_id] = 0
     drafter.prepare(target, counts)

@@ -11,8 +11,8 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.acceptance.rejection import RecursiveRejection, SpeculativeSampling
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
-from spectrain.drafters.dflash import DFlash
-from spectrain.drafters.dflash2 import DFlash2
+from spectrain.drafters.dflash import DFlash, DFlashConfig
+from spectrain.drafters.dflash2 import DFlash2, DFlash2Config
 from spectrain.drafters.layers.anchors import sample_anchors
 from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest
@@ -30,7 +30,7 @@ CANDIDATES = 5
 def make(target: Target, **options: Any) -> DFlash2:
     torch.manual_seed(7)
     sizes = {"block_size": 4, "num_layers": 1, "num_anchors": 5, "selector_rank": 8, "selector_top_k": CANDIDATES}
-    drafter = DFlash2(target, **{**sizes, **options})
+    drafter = DFlash2(target, DFlash2Config(**{**sizes, **options}))
     counts = torch.arange(target.head.vocab_size, 0, -1)
     counts[drafter.mask_token_id] = 0
     drafter.prepare(target, counts)
@@ -154,8 +154,8 @@ def test_drawn_children(shallow: Target, builder: TreeBuilder, rule: Any) -> Non
 def test_convolutions_start_as_nothing(shallow: Target) -> None:
     """Before training its states are those of DFlash with the same weights."""
     torch.manual_seed(3)
-    second = DFlash2(shallow, block_size=4, num_layers=2)
-    first = DFlash(shallow, block_size=4, num_layers=2)
+    second = DFlash2(shallow, DFlash2Config(block_size=4, num_layers=2))
+    first = DFlash(shallow, DFlashConfig(block_size=4, num_layers=2))
     missing, _ = first.load_state_dict(second.state_dict(), strict=False)
     assert not missing
     torch.testing.assert_close(states_behind(second, shallow, PROMPTS[0]), states_behind(first, shallow, PROMPTS[0]))

@@ -12,7 +12,7 @@ from spectrain.decoding.acceptance import Greedy, Match
 from spectrain.decoding.acceptance.rejection import RecursiveRejection, SpeculativeSampling
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
-from spectrain.drafters.dspark import DSpark
+from spectrain.drafters.dspark import DSpark, DSparkConfig
 from spectrain.drafters.layers.anchors import sample_anchors
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
@@ -28,7 +28,7 @@ HEADS = pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
 
 def make(target: Target, **options: Any) -> DSpark:
     torch.manual_seed(7)
-    drafter = DSpark(target, **{"block_size": 4, "num_layers": 1, "num_anchors": 5, "rank": 8, **options})
+    drafter = DSpark(target, DSparkConfig(**{"block_size": 4, "num_layers": 1, "num_anchors": 5, "rank": 8, **options}))
     counts = torch.arange(target.head.vocab_size, 0, -1)
     counts[drafter.mask_token_id] = 0
     drafter.prepare(target, counts)

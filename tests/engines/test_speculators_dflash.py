@@ -18,7 +18,7 @@ from speculators.models.dflash import DFlashDraftModel
 from transformers import AutoConfig
 
 from spectrain.drafters.base import TrainingState
-from spectrain.drafters.dflash import DFlash
+from spectrain.drafters.dflash import DFlash, DFlashConfig
 from spectrain.drafters.layers.anchors import Anchors
 from spectrain.export.converter import convert, read_drafter
 from spectrain.export.measure import load_drafter
@@ -64,7 +64,7 @@ def compared(model: Any, drafter: Any, tiny: Target) -> float:
 def fresh(tiny: Target, **options: Any) -> DFlash:
     """Two layers, with norms that matter."""
     torch.manual_seed(3)
-    drafter = DFlash(tiny, block_size=5, num_layers=2, **options)
+    drafter = DFlash(tiny, DFlashConfig(block_size=5, num_layers=2, **options))
     counts = torch.randint(1, 1000, (tiny.head.vocab_size,))
     counts[drafter.mask_token_id] = 0
     drafter.prepare(tiny, counts)

@@ -14,7 +14,7 @@ from spectrain.config.choices import resolve_choice
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
-from spectrain.drafters.dflash import DFlash
+from spectrain.drafters.dflash import DFlash, DFlashConfig
 from spectrain.errors import UserError
 from spectrain.export.converter import convert, read_drafter
 from spectrain.export.dflash import occurs_in_text
@@ -299,7 +299,9 @@ def test_measured_faults(tiny: Target, tmp_path: Path) -> None:
     """What no shape shows is found by name in a drafter that has learnt something, and nothing is found before."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"block_size": 5, "num_layers": 1, "vocab_size": 1024, "loss": "forward_kl", "num_anchors": 64}
-    start = trained(tmp_path, tiny, DFlash(tiny, layers=[2, 4, 6], **options), "dflash", 300, layers=[2, 4, 6], **options)
+    start = trained(
+        tmp_path, tiny, DFlash(tiny, DFlashConfig(layers=[2, 4, 6], **options)), "dflash", 300, layers=[2, 4, 6], **options
+    )
     assert not lint(start, TINY)
     rope = {"rope_type": "default", "rope_theta": 50.0}
     faults: dict[str, Change] = {

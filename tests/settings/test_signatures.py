@@ -1,5 +1,6 @@
 """Constructors' settings, read from their sources, are those that python finds when it imports them."""
 
+import dataclasses
 import inspect
 import re
 import subprocess
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from spectrain.config import values
-from spectrain.config.build import import_constructor
+from spectrain.config.build import find_config_type, import_constructor
 from spectrain.config.check import check_node, check_overrides, describe_type
 from spectrain.config.choices import _read_constructors
 from spectrain.config.schema import load_schema
@@ -35,6 +36,8 @@ def is_plain(hint: Any) -> bool:
 
 def hints_of(found: Any) -> dict[str, Any]:
     """Type hints; names that are imported for them alone stand for runtime objects."""
+    if dataclasses.is_dataclass(found):
+        return typing.get_type_hints(found, include_extras=True)
     module = inspect.getmodule(found)
     assert module is not None
     names = dict(vars(module))
@@ -49,6 +52,7 @@ def hints_of(found: Any) -> dict[str, Any]:
 def test_settings_are_those_that_python_finds(target: str) -> None:
     """Names in their order, types with their bounds, which must be given, and the values that may be chosen."""
     found = import_constructor({"_target_": target})
+    found = find_config_type(found) or found
     hints = hints_of(found)
     expected = {name: p for name, p in inspect.signature(found).parameters.items() if is_plain(hints.get(name))}
     assert [key.name for key in list_keys(target)] == list(expected)

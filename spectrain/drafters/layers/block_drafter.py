@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
+from spectrain.config.values import Count, NotNegative, Seed, Steps, VocabularySize
 from spectrain.drafters.base import Losses, Stage, TrainingState
 from spectrain.drafters.capabilities import Capture, OnePassCost, SavedFiles
 from spectrain.drafters.context import Context
@@ -27,37 +26,50 @@ from spectrain.models.kv_cache import AttentionOptions, TreeCache
 from spectrain.trees.base import Draft, Rollout
 
 from .anchors import Anchors, block_attention, sample_anchors
-from .layers import Mlp, NormedAttention, append_and_attend, init_from_target, llama_config, make_rotary
+from .judged_drafts import JudgedDrafts
+from .layers import Mlp, NormedAttention, append_and_attend, check_layer_keys, init_from_target, llama_config, make_rotary
+from .mask_token import check_mask_unused, resolve_mask_token
 from .vocabulary import Supervision, VocabularyDrafter
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
 
-LAYER_KEYS = (
-    "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters",
-    "max_position_embeddings",
-)  # fmt: skip
 BlockAttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 Rope = tuple[Tensor, Tensor]
 
 
-@dataclass(frozen=True)
-class BlockSettings:
-    """Settings of every block drafter; DFlash describes each."""
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig:
+    """Settings of every block drafter."""
 
-    block_size: int
-    num_layers: int
-    layers: list[int] | None
-    vocab_size: int | None
-    sample_from_anchor: bool
-    causal: bool
-    window: int | None
-    num_anchors: int
-    mask_token_id: int | None
-    own_embedding: bool
-    architecture: dict[str, Any] | None
-    start: str
-    seed: int
+    # Number of slots in a block, the anchor's slot included.
+    block_size: Steps = 16
+    # Number of decoder layers of the drafter.
+    num_layers: Count = 5
+    # Layers of the target whose hidden states are fused; null uses the family's default layers.
+    layers: list[int] | None = None
+    # Draft vocabulary in tokens; null uses the target's whole vocabulary.
+    vocab_size: VocabularySize | None = None
+    # Number of anchors that are trained per document.
+    num_anchors: Count = 512
+    # Decay length of the loss weights in slots: draft d, from 0, weighs exp(-d / decay); 0 weighs all drafts alike.
+    decay: NotNegative = 7.0
+    # Whether each slot drafts the token after its own position, instead of the token at it.
+    sample_from_anchor: bool = False
+    # Whether attention inside a block is causal.
+    causal: bool = False
+    # Number of preceding positions that a slot attends to; null attends to all of them.
+    window: Count | None = None
+    # Token id of the mask; null picks an id that no text of the target holds.
+    mask_token_id: int | None = None
+    # True trains an input embedding of the drafter's own, with the mask token's row; false uses the target's, frozen.
+    own_embedding: bool = False
+    # Configuration keys of the drafter's layers that differ from the target's; null copies the target's.
+    architecture: dict[str, Any] | None = None
+    # Initial values of fc and the final norm: the target's (target), or random ones (random).
+    start: Literal["target", "random"] = "target"
+    # Seed of the drafter's random choices.
+    seed: Seed = 0
 
 
 class BlockLayer(nn.Module):
@@ -94,41 +106,39 @@ class BlockDrafter(VocabularyDrafter):
     # Where the labels of a cross-entropy and of the accuracy come from.
     label_source: Literal["data", "target"] = "target"
 
-    def __init__(self, target: Target, settings: BlockSettings, layer: Callable[[Any], BlockLayer] = BlockLayer) -> None:
+    def __init__(self, target: Target, config: BlockConfig, layer: Callable[[Any], BlockLayer] = BlockLayer) -> None:
         super().__init__()
-        min_size = 1 if settings.sample_from_anchor else 2
-        if settings.block_size < min_size:
-            raise UserError(f"drafter.block_size={settings.block_size}: use {min_size} or more, as slot 0 holds the anchor")
-        for key in settings.architecture or {}:
-            if key not in LAYER_KEYS:
-                raise UserError(f"drafter.architecture.{key}: there is no such key; use one of {', '.join(LAYER_KEYS)}")
+        min_size = 1 if config.sample_from_anchor else 2
+        if config.block_size < min_size:
+            raise UserError(f"drafter.block_size={config.block_size}: use {min_size} or more, as slot 0 holds the anchor")
+        check_layer_keys(config.architecture or {})
         rows = target.head.vocab_size
-        config = llama_config(target, settings.architecture)
-        layers = settings.layers
-        fused = default_layers(target.num_layers, settings.num_layers) if layers is None else sorted(set(layers))
+        layer_config = llama_config(target, config.architecture)
+        layers = config.layers
+        fused = default_layers(target.num_layers, config.num_layers) if layers is None else sorted(set(layers))
         if not fused:
             raise UserError("drafter.layers=[]: name at least one layer, or leave it out")
         target.check_layers(fused)
         self.fused_layers: tuple[Layer, ...] = tuple(fused)
         self.layers = (*self.fused_layers, "final")
-        self.block_size, self.sample_from_anchor = settings.block_size, settings.sample_from_anchor
-        self.causal, self.window, self.num_anchors = settings.causal, settings.window, settings.num_anchors
-        self.start, self.seed = settings.start, settings.seed
-        self.mask_token_id = resolve_mask_token(target, settings.mask_token_id)
+        self.block_size, self.sample_from_anchor = config.block_size, config.sample_from_anchor
+        self.causal, self.window, self.num_anchors = config.causal, config.window, config.num_anchors
+        self.start, self.seed, self.decay = config.start, config.seed, config.decay
+        self.mask_token_id = resolve_mask_token(target, config.mask_token_id)
         self.saved = replace(self.saved, settings={"mask_token_id": self.mask_token_id})
         self.head, width = target.head, target.width
-        self.embed_tokens = nn.Embedding(rows, width) if settings.own_embedding else None
+        self.embed_tokens = nn.Embedding(rows, width) if config.own_embedding else None
         self.fc = nn.Linear(len(fused) * width, width, bias=False)
-        self.hidden_norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
-        self.blocks = nn.ModuleList(layer(config) for _ in range(settings.num_layers))
-        self.norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
-        size = rows if settings.vocab_size is None else min(settings.vocab_size, rows)
+        self.hidden_norm = nn.RMSNorm(width, eps=layer_config.rms_norm_eps)
+        self.blocks = nn.ModuleList(layer(layer_config) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(width, eps=layer_config.rms_norm_eps)
+        size = rows if config.vocab_size is None else min(config.vocab_size, rows)
         self.lm_head: nn.Linear | None = None
         if size < rows:
             bias = target.head.output.bias is not None
             self.lm_head = nn.Linear(width, size, bias=bias).requires_grad_(False)
         self.add_vocabulary(size, rows)
-        self.rotary = make_rotary(config)
+        self.rotary = make_rotary(layer_config)
         self.cache: TreeCache | None = None
 
     @property
@@ -168,23 +178,12 @@ class BlockDrafter(VocabularyDrafter):
         return [Stage.whole(self, self.layers, final_reach=0)]
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
-        """Train a block after every sampled anchor, all in one forward.
-
-        Draft d of the anchor at p is compared with the target's distribution at p + d, as far as the tokens before it carry
-        loss without a gap.
-        """
+        """Train a block after every sampled anchor, all in one forward."""
         assert batch.features is not None
         anchors = sample_anchors(batch, self.num_anchors, self.seed, state.step)
         hidden = self._training_states(batch, anchors, state)[:, self.first_draft_slot :]
         supervision = Supervision(self, batch, label_source=self.label_source)
-        rows = supervision.row_index.flatten()
-        depths = torch.arange(self.num_drafts, device=rows.device)
-        label_positions = anchors.token_indices[:, None] + depths
-        label_index = torch.where(label_positions < len(rows), rows[label_positions.clamp(max=len(rows) - 1)], -1)
-        is_judged = (label_index >= 0).long().cumprod(1).bool()
-        return self.judge_drafts(
-            JudgedDrafts(self, supervision, batch, anchors, hidden, label_index, is_judged, depths.expand_as(label_index))
-        )
+        return self.judge_drafts(JudgedDrafts(supervision, batch, anchors, hidden))
 
     @abstractmethod
     def judge_drafts(self, drafts: JudgedDrafts) -> Losses:
@@ -287,51 +286,6 @@ class BlockDrafter(VocabularyDrafter):
         return self.scale_and_cap(product).log_softmax(-1)
 
 
-class JudgedDrafts:
-    """The supervised drafts of a batch, flat and ordered by their labels' rows, as a block drafter's loss reads them."""
-
-    def __init__(
-        self,
-        drafter: BlockDrafter,
-        supervision: Supervision,
-        batch: Batch,
-        anchors: Anchors,
-        hidden: Tensor,
-        label_index: Tensor,
-        is_judged: Tensor,
-        depths: Tensor,
-    ) -> None:
-        self.drafter, self.supervision, self.anchors, self.is_judged = drafter, supervision, anchors, is_judged
-        self.label_index, self.order = label_index[is_judged].sort(stable=True)  # [R]
-        self.states = hidden  # [A, K, W]
-        tokens = F.pad(batch.tokens.flatten(), (0, self.drafter.num_drafts))
-        positions = anchors.token_indices[:, None] + depths
-        # [A, K] tokens of the data before each draft, and at its position.
-        self.previous_tokens, self.tokens = tokens[positions], tokens[positions + 1]
-        self.hidden, self.depths = self.select_judged(hidden), self.select_judged(depths)  # [R, W], [R]
-
-    def select_judged(self, slots: Tensor) -> Tensor:
-        """Select values [A, K, ..] of the supervised drafts, in order [R, ..]."""
-        return slots[self.is_judged][self.order]
-
-    def normalize_weights(self, weights: Tensor) -> Tensor:
-        """Scale weights [A, K] of drafts so that those of a document sum to its number of supervised tokens; return [R]."""
-        document, tokens = self.anchors.supervised_tokens
-        totals = torch.zeros(len(tokens), device=weights.device).index_add(0, document, (weights * self.is_judged).sum(1))
-        return self.select_judged(weights * (tokens / totals.clamp(min=1e-9))[document][:, None])
-
-    def decayed_weights(self, decay: float) -> Tensor:
-        """Return the normalised loss weights [R] of the drafts: exp(-d / decay), or equal weights if the decay is 0."""
-        depths = torch.arange(self.drafter.num_drafts, device=self.is_judged.device)
-        weights = torch.exp(-depths / decay) if decay else torch.ones_like(depths, dtype=torch.float32)
-        return self.normalize_weights(weights.expand(self.is_judged.shape))
-
-    def sum_losses(self, terms: dict[str, Tensor], predictions: Tensor) -> Losses:
-        """Return the losses with hits per depth, from the predictions [R], as draft ids."""
-        correct = self.drafter.draft_ids[predictions] == self.supervision.labels[self.label_index]
-        return Losses.by_depth(terms, correct, self.depths, self.drafter.num_drafts)
-
-
 def default_layers(num_layers: int, count: int) -> list[int]:
     """Return DFlash's default layers (arXiv 2602.06036): the one after the middle layer, or those after `count` evenly spaced
     layers from the second to the third from the end."""
@@ -339,38 +293,3 @@ def default_layers(num_layers: int, count: int) -> list[int]:
         return [num_layers // 2 + 1]
     fused = (round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count))
     return sorted({min(max(layer, 0), num_layers - 1) + 1 for layer in fused})
-
-
-def resolve_mask_token(target: Target, mask_token_id: int | None) -> int:
-    """Return the mask token's id: the given one, or if it is None, one that no text of the target holds."""
-    rows = target.head.vocab_size
-    if mask_token_id is None:
-        return find_unused_token(target.tokenizer, rows)
-    if not 0 <= mask_token_id < rows:
-        raise UserError(f"drafter.mask_token_id={mask_token_id}: use an id below {rows}")
-    return mask_token_id
-
-
-def check_mask_unused(mask: int, token_counts: Tensor) -> None:
-    """Raise `UserError` if the data holds the mask token."""
-    if token_counts[mask]:
-        raise UserError(f"drafter.mask_token_id={mask}: the data holds this token; use a token that no text holds")
-
-
-def find_unused_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
-    """Return the id of an embedding row that no text holds.
-
-    This is the tokenizer's mask token, a row beyond its tokens, or the last special token that neither begins nor ends a text
-    nor occurs in the chat template.
-    """
-    if tokenizer.mask_token_id is not None:
-        return int(tokenizer.mask_token_id)
-    if len(tokenizer) < vocab_size:
-        return len(tokenizer)
-    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
-    boundaries = {tokenizer.bos_token_id, tokenizer.eos_token_id}
-    special = [id for id, token in tokenizer.added_tokens_decoder.items() if token.special]
-    candidates = [id for id in special if id not in boundaries and str(tokenizer.added_tokens_decoder[id]) not in template]
-    if not candidates:
-        raise UserError("drafter.mask_token_id: the target has no token that texts never hold; use the id of the rarest one")
-    return int(max(candidates))

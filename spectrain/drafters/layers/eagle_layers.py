@@ -22,17 +22,13 @@ from spectrain.models.features import Features, Layer
 from spectrain.models.kv_cache import TreeCache
 
 from . import fused_cpu_eagle
-from .layers import Attention, Mlp, NormedAttention, init_from_target, llama_config, make_rotary
+from .layers import LAYER_KEYS, Attention, Mlp, NormedAttention, check_layer_keys, init_from_target, llama_config, make_rotary
 from .output_layer import init_output_layer, make_output_layer, project_down
 from .vocabulary import VocabularyDrafter
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
 
-LAYER_KEYS = (
-    "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters",
-    "max_position_embeddings",
-)  # fmt: skip
 NORM_VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "qk_norm")
 EagleAttentionFn = Callable[[int, Attention, Tensor], Tensor]
 """(index of the layer, its attention, its inputs [B, T, ..]) -> the outputs of attention [B, T, D]."""
@@ -45,11 +41,7 @@ def default_layers(num_layers: int) -> list[int]:
 
 def check_architecture(architecture: dict[str, Any], variants: tuple[str, ...]) -> dict[str, Any]:
     """Return the architecture with all variants; refuse unknown keys, and norms that exclude each other."""
-    for key in architecture:
-        if key not in (*LAYER_KEYS, *variants):
-            raise UserError(
-                f"drafter.architecture.{key}: there is no such key; use one of {', '.join((*LAYER_KEYS, *variants))}"
-            )
+    check_layer_keys(architecture, variants)
     complete = {**dict.fromkeys(variants, False), **architecture}
     if complete.get("norm_before_fc") and complete.get("fc_norm"):
         raise UserError("drafter.architecture.fc_norm: norm_before_fc already norms the fused features; use one of them")

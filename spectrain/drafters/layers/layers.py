@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from spectrain.errors import UserError
 from spectrain.models.attention import causal_attention
 from spectrain.models.compiled_layers import attend_with_cache
 from spectrain.models.kv_cache import DEFAULT_OPTIONS, AttentionOptions
@@ -19,6 +20,12 @@ from spectrain.models.limits import max_text_length
 if TYPE_CHECKING:
     from spectrain.models.kv_cache import TreeCache
     from spectrain.models.target import Target
+
+
+LAYER_KEYS = (
+    "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters",
+    "max_position_embeddings",
+)  # fmt: skip
 
 
 def llama_layer_settings(config: Any) -> dict[str, Any]:
@@ -56,6 +63,14 @@ def head_size(config: Any) -> int:
     size = config.to_dict().get("head_dim") or config.hidden_size // num_heads(config)
     # Rotary embeddings rotate pairs, so the size must be even.
     return size + size % 2
+
+
+def check_layer_keys(architecture: Iterable[str], variants: tuple[str, ...] = ()) -> None:
+    """Raise `UserError` for a key of an architecture that is neither a key of a layer's configuration nor a variant."""
+    keys = (*LAYER_KEYS, *variants)
+    for key in architecture:
+        if key not in keys:
+            raise UserError(f"drafter.architecture.{key}: there is no such key; use one of {', '.join(keys)}")
 
 
 def llama_config(target: Target, changes: dict[str, Any] | None = None) -> LlamaConfig:
