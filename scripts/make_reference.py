@@ -65,14 +65,14 @@ def configurations() -> list[str]:
 def render_command(name: str) -> str:
     """Return the section of a command: its purpose, examples, flags, results and the keys that belong to no group."""
     command = COMMANDS[name]
-    lines = [f"### spectrain {name}", f"{command.about[0].upper()}{command.about[1:]}."]
+    lines = [f"### spectrain {name}", command.about]
     examples = "\n".join(
         f"spectrain {name} {words}".rstrip() + f"      # {meaning}" for words, meaning in command.examples.items()
     )
     lines.append(f"```sh\n{examples}\n```")
     if command.flags:
-        lines.append("\n".join(f"- `{flag}`: {meaning}." for flag, meaning in command.flags.items()))
-    lines.append(f"Results: {command.results}.")
+        lines.append("\n".join(f"- `{flag}`: {meaning}" for flag, meaning in command.flags.items()))
+    lines.append(f"Results: {command.results}")
     if command.config is not None:
         schema = load_schema(command.config)
         lines += [f"Groups: {', '.join(f'`{group}`' for group in sorted(schema.groups))}."] * bool(schema.groups)

@@ -118,9 +118,9 @@ def format_keys(keys: Mapping[str, SettingKey]) -> str:
     """List keys, each with its value and description."""
     entries = {}
     for name, key in keys.items():
-        values = " | ".join(key.choices) if key.choices and key.choices != ("true", "false") else ""
-        description = ("must be given" if key.default is None else "", describe_key(key), values)
-        entries[f"{name}={'???' if key.default is None else key.default}"] = "; ".join(filter(None, description))
+        values = f"One of {' | '.join(key.choices)}." if key.choices and key.choices != ("true", "false") else ""
+        description = ("Must be given." if key.default is None else "", describe_key(key), values)
+        entries[f"{name}={'???' if key.default is None else key.default}"] = " ".join(filter(None, description))
     return format_list(entries)
 
 

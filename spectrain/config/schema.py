@@ -67,7 +67,7 @@ def load_schema(config: str) -> CommandSchema:
             result = load_schema(entry)
         elif isinstance(entry, dict):
             result.groups |= {group: choice for group, choice in entry.items() if not group.startswith("override ")}
-    comments = dict(re.findall(r"^(\w+):[^#\n]*# (.*)$", path.read_text(), re.MULTILINE))
+    comments = _read_comments(path.read_text())
     for name, value in content.items():
         if name in ("defaults", "hydra"):
             continue
@@ -78,6 +78,12 @@ def load_schema(config: str) -> CommandSchema:
                 SettingKey(name, "", format_literal(value), ("true", "false") * isinstance(value, bool), comments.get(name, ""))
             )
     return result
+
+
+def _read_comments(text: str) -> dict[str, str]:
+    """Return the comment lines directly above each top-level key of a yaml: key -> its description."""
+    blocks = re.findall(r"((?:^# .*\n)+)(\w+):", text, re.MULTILINE)
+    return {name: " ".join(line.removeprefix("# ") for line in block.splitlines()) for block, name in blocks}
 
 
 def select_choices(schema: CommandSchema, words: list[str]) -> dict[str, str]:
