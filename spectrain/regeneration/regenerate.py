@@ -222,7 +222,7 @@ def regenerate_command(config: DictConfig) -> None:
         return
     sampling, settings, data = build(config.sampling), build(config.regenerate), build(config.data)
     data.asks_only = True
-    data.conversations()
+    data.load_conversations()
     if import_constructor(config.writer).needs_target:
         writer = make_engine_writer(config, sampling, settings, data)
     else:
