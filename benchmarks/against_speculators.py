@@ -33,8 +33,7 @@ from torch import Tensor
 from transformers import LlamaConfig, get_linear_schedule_with_warmup
 
 import spectrain
-from spectrain.cli.interface import compose_config, hydra_context
-from spectrain.config.build import build
+from spectrain.cli.interface import compose_spec, hydra_context
 from spectrain.data.dataset import Batching, Dataset
 from spectrain.data.readers import EmbeddedReader
 from spectrain.features.base import BatchRequest, Source
@@ -153,12 +152,12 @@ class Given(Source):
 def pace(steps: int, limit: int) -> dict[str, Any]:
     """Seconds of a step, ours and theirs, over the same batches of SmolLM2, in turn; the median of each."""
     with hydra_context():
-        config, _ = compose_config("train", {"recipe": "eagle3", "drafter.ttt_steps": STEPS, "trainer.packing": True})
-    target: Target = build(config.target)
+        spec = compose_spec({"recipe": "eagle3", "drafter.ttt_steps": STEPS, "trainer.packing": True})
+    target: Target = spec.target.build()
     target.pack_weights()
     data: Dataset = EmbeddedReader(limit=limit, max_length=512).make_dataset(target.template)
-    drafter: Any = init_drafter(config, target, data)
-    trainer, given = Trainer.from_config(config), Given()
+    drafter: Any = init_drafter(spec, target, data)
+    trainer, given = Trainer.from_spec(spec), Given()
     layers: tuple[int, ...] = drafter.fused
     wanted: tuple[Layer, ...] = (*layers, "final", target.num_layers)
     job = TrainingRun(

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from omegaconf import OmegaConf
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig
 
-from spectrain.config.build import build
+from spectrain.config.build import GroupSpec
+from spectrain.config.spec import RunSpec
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.features.live_source import LiveSource
@@ -89,17 +89,14 @@ def online_row(sizes: OnlineSizes, conversations: int, length: int, device: torc
     }  # fmt: skip
 
 
-def make_config(sizes: OnlineSizes, batch_tokens: int, folder: str) -> Any:
-    """Return a configuration of `spectrain train` whose target is a config.json in a folder."""
+def make_config(sizes: OnlineSizes, batch_tokens: int, folder: str) -> RunSpec:
+    """Return the settings of `spectrain train` whose target is a config.json in a folder."""
     llama_config(sizes.model).save_pretrained(folder)
-    drafter = {
-        "_target_": "spectrain.drafters.eagle3.Eagle3",
-        "ttt_steps": sizes.ttt_steps,
-        "vocab_size": sizes.model.draft_vocab,
-    }
-    trainer = {"_target_": "spectrain.training.trainer.Trainer", "batch_tokens": batch_tokens, "max_steps": sizes.steps}
-    target = {"_target_": "spectrain.models.loading.load_hf", "model": folder}
-    return OmegaConf.create({"target": target, "drafter": drafter, "trainer": trainer})
+    return RunSpec(
+        target=GroupSpec("target", "hf", {"model": folder}),
+        drafter=GroupSpec("drafter", "eagle3", {"ttt_steps": sizes.ttt_steps, "vocab_size": sizes.model.draft_vocab}),
+        trainer=GroupSpec("trainer", "default", {"batch_tokens": batch_tokens, "max_steps": sizes.steps}),
+    )
 
 
 def llama_config(model: ModelGeometry) -> LlamaConfig:
@@ -109,16 +106,16 @@ def llama_config(model: ModelGeometry) -> LlamaConfig:
 
 
 def measure_training(
-    config: Any, sizes: OnlineSizes, dataset: Dataset, device: torch.device, dtype: torch.dtype, folder: Path
+    spec: RunSpec, sizes: OnlineSizes, dataset: Dataset, device: torch.device, dtype: torch.dtype, folder: Path
 ) -> int:
     """Return the bytes that training holds at its peak."""
     tokenizer = load_tokenizer(str(folder), False, required=False)
     target = Target(random_network(sizes.model, device, dtype), tokenizer, "random", "random")
     with device:
-        drafter = build(config.drafter, target=target)
+        drafter = spec.drafter.build(target=target)
     randomize_weights(drafter)
     target.pack_weights()
-    trainer = Trainer.from_config(config)
+    trainer = Trainer.from_spec(spec)
     work = partial(trainer.fit, drafter, target, dataset, LiveSource(), folder / "run")
     return measure_peak(work, size_of(*target.parameters(), *drafter.parameters(), *drafter.buffers()), device)
 

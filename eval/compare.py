@@ -5,7 +5,6 @@ target of its own. Finished steps are not repeated: a comparison that was stoppe
 """
 
 import gc
-import inspect
 import json
 import os
 import re
@@ -20,11 +19,11 @@ import torch
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
-from spectrain.config.build import build, import_constructor
-from spectrain.config.check import check_config
-from spectrain.config.keys import TRAIN_KEYS
+from spectrain.config.build import GroupSpec
+from spectrain.config.signatures import list_keys
+from spectrain.config.spec import RunSpec
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter
 from spectrain.errors import RunInterrupted, UserError, suggest_nearest
@@ -36,7 +35,6 @@ from spectrain.eval.report import print_comparison
 from spectrain.files import write_text
 from spectrain.models.target import Target
 from spectrain.runs.defaults import default_tree
-from spectrain.runs.folder import evaluation_name, target_name
 from spectrain.runs.score import evaluate
 from spectrain.runs.tracking import tracked
 from spectrain.runs.train import train
@@ -72,41 +70,41 @@ class Comparison:
         return f"{self.seconds:g} seconds of training" if self.tokens is None else f"{self.tokens:,} tokens of training"
 
 
-def compare(config: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
+def compare(spec: RunSpec, compare: GroupSpec, recipes: Any, runs: Sequence[str] | None) -> dict[str, Any]:
     """Train and score the recipes, or read finished runs; write comparison.json and report.html, and print the table."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError("compare: it runs in one process; train with several by spectrain train, then compare the runs")
-    comparison: Comparison = build(config.compare)
+    comparison: Comparison = compare.build()
     for key in ("max_steps", "max_minutes", "epochs"):
-        if has_override(overrides, f"trainer.{key}"):
+        if spec.overrides_key(f"trainer.{key}"):
             raise UserError(f"trainer.{key}: a comparison trains by compare.seconds or compare.tokens; use one of these")
-    if not (config.get("eval") and "_target_" in config.eval):
+    if not spec.eval:
         raise UserError("eval=none: a comparison is made of scores; leave it out")
-    folder = choose_folder(config)
-    if config.runs:
-        runs = read_runs([Path(run) for run in config.runs], evaluation_name(config), batched_name(comparison))
+    folder = choose_folder(spec, bool(runs))
+    if runs:
+        scored = read_runs([Path(run) for run in runs], spec.evaluation_name, batched_name(comparison))
     else:
-        runs = Contest(config, comparison, folder, overrides).run()
+        scored = Contest(spec, compare, comparison, folder).run(recipes)
     folder.mkdir(parents=True, exist_ok=True)
-    result = compare_runs(runs, folder, None if config.runs else comparison.budget)
+    result = compare_runs(scored, folder, None if runs else comparison.budget)
     write_text(folder / "comparison.json", json.dumps(result, indent=2) + "\n")
-    write_report(folder / "report.html", [run.folder for run in runs], result)
-    settings: Any = OmegaConf.to_container(config)
-    with tracked(build(config.tracker), folder, settings, "compare") as tracker:
+    write_report(folder / "report.html", [run.folder for run in scored], result)
+    settings = {**spec.to_nodes(), "compare": compare.node, "recipes": recipes, "runs": runs}
+    with tracked(spec.tracker.build(), folder, settings, "compare") as tracker:
         tracker.log_comparison(result, tracked_comparison(result), folder)
     print_comparison(result)
     print(f"written to {folder}")
     return result
 
 
-def choose_folder(config: DictConfig) -> Path:
+def choose_folder(spec: RunSpec, reads_runs: bool) -> Path:
     """Return the comparison's folder; one that holds a comparison is allowed only to continue it."""
-    if config.run is None:
-        base = Path("runs") / (f"compare-{target_name(config)}" if not config.runs else "compare")
+    if spec.run is None:
+        base = Path("runs") / ("compare" if reads_runs else f"compare-{spec.target_name}")
         candidates = [base, *(base.with_name(f"{base.name}-{number}") for number in range(1, 10_000))]
         return next(path for path in candidates if not path.exists())
-    folder = Path(config.run)
-    if (folder / "comparison.json").exists() and not config.runs and config.trainer.get("resume") != "auto":
+    folder = Path(spec.run)
+    if (folder / "comparison.json").exists() and not reads_runs and spec.trainer.get("resume") != "auto":
         raise UserError(f"run={folder}: it holds a comparison already; choose another, or go on with trainer.resume=auto")
     return folder
 
@@ -131,34 +129,35 @@ def batched_name(comparison: Comparison) -> str:
 class Contest:
     """Recipes and training-free drafters, one after the other on the same target and data."""
 
-    config: DictConfig
+    spec: RunSpec
+    # The settings of the comparison, as the command names them.
+    requested: GroupSpec
     comparison: Comparison
     folder: Path
-    overrides: Sequence[str]
 
-    def run(self) -> list[ScoredRun]:
+    def run(self, recipes: Any) -> list[ScoredRun]:
         """Train and score every drafter that is not finished yet."""
-        names, untrained = select_recipes(self.config.recipes), self.comparison.training_free
+        names, untrained = select_recipes(recipes), self.comparison.training_free
         if not names and not untrained:
             raise UserError("recipes: there is nothing to compare; name a recipe, a run or a drafter in compare.training_free")
-        self.passed = [override for override in self.overrides if override_key(override) not in COMMAND_KEYS]
-        configs = [self.compose_settings("recipe", name) for name in names]
-        untrained_configs = [self.compose_settings("drafter", name) for name in untrained]
-        for config in untrained_configs if configs else ():
+        self.passed = [override for override in self.spec.overrides if override_key(override) not in COMMAND_KEYS]
+        specs = [self.compose_settings("recipe", name) for name in names]
+        untrained_specs = [self.compose_settings("drafter", name) for name in untrained]
+        if specs:
             # Training-free drafters are scored as the recipes are.
-            config.eval = configs[0].eval
+            untrained_specs = [replace(spec, eval=specs[0].eval) for spec in untrained_specs]
         self.write_settings()
-        self.target: Target = build(self.config.target)
+        self.target: Target = self.spec.target.build()
         self.datasets: dict[str, Dataset] = {}
         start = time.perf_counter()
         rest = f"; without training {', '.join(untrained)}" if untrained else ""
         print(f"{self.folder}: {', '.join(names)}; {self.comparison.budget} each{rest}", flush=True)
         try:
-            runs = [self.train_and_score(config) for config in configs]
+            runs = [self.train_and_score(spec) for spec in specs]
         except RunInterrupted as stopped:
             message = f"stopped; go on with the same command, trainer.resume=auto run={self.folder}"
             raise RunInterrupted(message, stopped.status) from stopped
-        runs += [self.score_untrained(config) for config in untrained_configs]
+        runs += [self.score_untrained(spec) for spec in untrained_specs]
         print(f"all done in {(time.perf_counter() - start) / 60:.1f} minutes", flush=True)
         return runs
 
@@ -166,7 +165,7 @@ class Contest:
         """Write what all runs share; raise UserError if a comparison that continues would change it."""
         variable = ("trainer.resume", "tracker")
         passed = sorted(override.lstrip("+") for override in self.passed if not override_key(override, 2).startswith(variable))
-        compared = {key: value for key, value in self.config.compare.items() if key not in ("training_free", "batch")}
+        compared = {key: value for key, value in self.requested.node.items() if key not in ("training_free", "batch")}
         text = json.dumps({"compare": compared, "settings": passed}, default=str, indent=2) + "\n"
         file = self.folder / "compare.json"
         if file.exists() and file.read_text() != text:
@@ -176,86 +175,83 @@ class Contest:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_text(file, text)
 
-    def compose_settings(self, group: str, name: str) -> DictConfig:
-        """Compose the complete configuration of a run; tree and data are those of all runs."""
+    def compose_settings(self, group: str, name: str) -> RunSpec:
+        """Compose the settings of a run; tree and data are those of all runs."""
         tree = HydraConfig.get().runtime.choices["tree"]
-        capabilities = import_constructor(compose("train", overrides=[f"{group}={name}"]).drafter).capabilities
+        capabilities = load_family(group, name).capabilities
         if capabilities.is_copier:
             # Copies cost nothing: a chain is best, or auto if the drafter knows how likely they are.
             tree = "auto" if capabilities.has_no_q else "chain"
         shared = ["++eval.baselines=[own,auto,copies,chain]", "++eval.oracle=false"]
         config = compose("train", overrides=[f"{group}={name}", f"tree={tree}", *shared, *self.passed])
         OmegaConf.set_struct(config, False)
-        parameters = inspect.signature(import_constructor(config.tree)).parameters
-        config.tree = {key: value for key, value in config.tree.items() if key == "_target_" or key in parameters}
-        # The command's own settings of the tree replace the recipe's.
-        for key, value in self.config.tree.items():
-            if key in parameters and has_override(self.overrides, f"tree.{key}"):
-                config.tree[key] = value
-        if "limit" in config.data and not has_override(self.overrides, "data.limit"):
-            config.data.limit = self.comparison.data_limit
-        config.run = str(self.folder / name)
-        config.recipe_name = name
-        default_tree(config, self.overrides)
-        checked: DictConfig = check_config(config, TRAIN_KEYS)
-        return checked
+        builder = GroupSpec.from_node("tree", config.tree)
+        # The command's own settings of the tree replace the recipe's, as far as this tree has them.
+        own = {key: value for key, value in self.spec.tree.settings.items() if self.spec.overrides_key(f"tree.{key}")}
+        keys = {"_target_", *(key.name for key in list_keys(builder.path))}
+        config.tree = {key: value for key, value in {**builder.node, **own}.items() if key in keys}
+        config.run, config.recipe_name = str(self.folder / name), name
+        spec = default_tree(RunSpec.from_config(config, self.spec.overrides))
+        if "limit" in spec.data.settings and not spec.overrides_key("data.limit"):
+            spec = spec.with_settings("data", limit=self.comparison.data_limit)
+        return replace(spec, overrides=tuple(self.passed))
 
-    def train_and_score(self, config: DictConfig) -> ScoredRun:
+    def train_and_score(self, spec: RunSpec) -> ScoredRun:
         """Train one recipe for the budget and score it."""
-        if not is_scored(config):
-            with log_to_file(Path(config.run)):
-                dataset = self.load_dataset(config)
-                config.trainer.update(self.budget_settings(config, dataset) | {"resume": "auto"})
-                train(config, list(self.passed), self.select_target(config), dataset)
+        if not is_scored(spec):
+            with log_to_file(Path(str(spec.run))):
+                dataset = self.load_dataset(spec)
+                spec = spec.with_settings("trainer", **self.budget_settings(spec, dataset), resume="auto")
+                train(spec, self.select_target(spec), dataset)
             free_memory()
-        run = self.score_batch(config)
+        run = self.score_batch(spec)
         training = run.setting["training"]
         print_progress(run, f"{training['tokens']:,} tokens in {training['seconds']:.0f} s")
         return run
 
-    def score_untrained(self, config: DictConfig) -> ScoredRun:
+    def score_untrained(self, spec: RunSpec) -> ScoredRun:
         """Score a drafter that needs no training."""
-        if not is_scored(config):
-            with log_to_file(Path(config.run)):
-                evaluate(config, Path(config.run), self.target)
-        run = self.score_batch(config)
+        if not is_scored(spec):
+            with log_to_file(Path(str(spec.run))):
+                evaluate(spec, Path(str(spec.run)), self.target)
+        run = self.score_batch(spec)
         print_progress(run, "no training")
         return run
 
-    def score_batch(self, config: DictConfig) -> ScoredRun:
+    def score_batch(self, spec: RunSpec) -> ScoredRun:
         """Score a run once more with several prompts at once, if that is missing, and read both scores."""
-        run, name = Path(config.run), batched_name(self.comparison)
+        run, name = Path(str(spec.run)), batched_name(self.comparison)
         if self.comparison.batch is not None and not (run / "eval" / name / "summary.json").exists():
-            first = json.loads((run / "eval" / evaluation_name(config) / "summary.json").read_text())
+            first = json.loads((run / "eval" / spec.evaluation_name / "summary.json").read_text())
             settings = {"name": name, "batch_size": self.comparison.batch, "limit": NUM_BATCHES * self.comparison.batch,
                         "calibration_limit": 4, "check": False, "oracle": False, "report": False}  # fmt: skip
-            batched = OmegaConf.merge(config, {"eval": settings})
-            assert isinstance(batched, DictConfig)
+            batched = spec.with_settings("eval", **settings)
             if "skipped" in first["setting"]["drafter"]:
                 # Layers that the first score's search chose to skip.
-                batched.drafter.skipped = first["setting"]["drafter"]["skipped"]
+                batched = batched.with_settings("drafter", skipped=first["setting"]["drafter"]["skipped"])
             with log_to_file(run):
                 evaluate(batched, run, None if (run / "target").is_dir() else self.target)
             free_memory()
-        return ScoredRun.read(run.name, run / "eval" / evaluation_name(config), run / "eval" / name)
+        return ScoredRun.read(run.name, run / "eval" / spec.evaluation_name, run / "eval" / name)
 
-    def load_dataset(self, config: DictConfig) -> Dataset:
+    def load_dataset(self, spec: RunSpec) -> Dataset:
         """Load the data of a configuration, tokenized once for all runs with the same settings."""
-        key = json.dumps(OmegaConf.to_container(config.data), sort_keys=True)
+        key = json.dumps(spec.data.node, sort_keys=True)
         if key not in self.datasets:
-            self.datasets[key] = build(config.data).make_dataset(self.target.template, self.target.vision)
+            self.datasets[key] = spec.data.build().make_dataset(self.target.template, self.target.vision)
         return self.datasets[key]
 
-    def select_target(self, config: DictConfig) -> Target:
+    def select_target(self, spec: RunSpec) -> Target:
         """Return the shared target or, if the drafter's training changes the target, one of its own."""
-        drafter: Drafter = build(config.drafter, target=self.target)
-        return build(config.target) if drafter.capabilities.target_training else self.target
+        drafter: Drafter = spec.drafter.build(target=self.target)
+        target: Target = spec.target.build() if drafter.capabilities.target_training else self.target
+        return target
 
-    def budget_settings(self, config: DictConfig, dataset: Dataset) -> dict[str, Any]:
+    def budget_settings(self, spec: RunSpec, dataset: Dataset) -> dict[str, Any]:
         """Return the budget in the trainer's settings: minutes by the clock, or the number of steps that use the tokens."""
         if self.comparison.tokens is None:
             return {"max_minutes": self.comparison.seconds / 60, "max_steps": None}
-        trainer = Trainer.from_config(config)
+        trainer = Trainer.from_spec(spec)
         batch_tokens: float = trainer.batch_tokens
         if not dataset.is_sample:
             batch_tokens = dataset.num_tokens / dataset.num_batches(trainer.batch_settings)
@@ -263,9 +259,9 @@ class Contest:
         return {"max_minutes": None, "max_steps": max(1, steps)}
 
 
-def is_scored(config: DictConfig) -> bool:
+def is_scored(spec: RunSpec) -> bool:
     """Tell whether the run of a configuration holds its evaluation."""
-    return (Path(config.run) / "eval" / evaluation_name(config) / "summary.json").exists()
+    return (Path(str(spec.run)) / "eval" / spec.evaluation_name / "summary.json").exists()
 
 
 def select_recipes(names: Any) -> list[str]:
@@ -273,11 +269,11 @@ def select_recipes(names: Any) -> list[str]:
     choices = sorted(GlobalHydra.instance().config_loader().get_group_options("recipe"))
 
     def trains_drafter(name: str) -> bool:
-        return not import_constructor(compose("train", overrides=[f"recipe={name}"]).drafter).capabilities.is_acceptance_probe
+        return not load_family("recipe", name).capabilities.is_acceptance_probe
 
     if names == "all":
         return [name for name in choices if trains_drafter(name)]
-    selected = [str(name) for name in names] if OmegaConf.is_config(names) else str(names).split(",")
+    selected = [str(name) for name in names] if isinstance(names, list) else str(names).split(",")
     for name in selected:
         if name not in choices:
             raise UserError(f"recipes={name}: there is no such recipe; {suggest_nearest(name, choices)}")
@@ -289,15 +285,16 @@ def select_recipes(names: Any) -> list[str]:
     return list(dict.fromkeys(selected))
 
 
+def load_family(group: str, name: str) -> Any:
+    """Import the class of the drafter that a recipe or a choice of drafter names."""
+    node = compose("train", overrides=[f"{group}={name}"]).drafter
+    return GroupSpec.from_node("drafter", node).load_constructor()
+
+
 def override_key(override: str, depth: int = 1) -> str:
     """Return the first `depth` parts of the key that an override sets."""
     key = re.split(r"[=@]", override.lstrip("+~"), maxsplit=1)[0]
     return ".".join(key.split(".")[:depth])
-
-
-def has_override(overrides: Sequence[str], key: str) -> bool:
-    """Tell whether an override sets this key of two parts, or a key below it."""
-    return any(override_key(override, 2) == key for override in overrides)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from spectrain.config.build import settings_with_defaults
+from spectrain.config.build import GroupSpec
 from spectrain.config.choices import choice_name, resolve_choice
 from spectrain.config.saved import read_json_object
 from spectrain.errors import UserError
@@ -83,7 +83,8 @@ class ScoredRun:
         """Return a setting that must agree."""
         if key == "acceptance":
             rule = self.setting.get("acceptance")
-            return settings_with_defaults(resolve_choice(key, rule, str(self.folder / "summary.json"))) if rule else None
+            node = resolve_choice(key, rule, str(self.folder / "summary.json")) if rule else None
+            return GroupSpec.from_node(key, node).with_defaults() if node else None
         return self.target if key == "target" else self.setting.get(key)
 
     @property

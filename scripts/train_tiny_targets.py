@@ -21,9 +21,7 @@ from PIL import Image, ImageDraw
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig
 
-from spectrain.cli.interface import compose_config, hydra_context
-from spectrain.config.check import check_config
-from spectrain.config.keys import TRAIN_KEYS
+from spectrain.cli.interface import compose_spec, hydra_context
 from spectrain.data.chat import Example, tokenize_conversation, tokenize_prompt
 from spectrain.data.readers import EmbeddedReader, JsonlReader
 from spectrain.decoding.acceptance import Greedy
@@ -178,10 +176,9 @@ def train_drafter(family: str, target: Target, run: Path, pictures: Path, steps:
     settings = {"recipe": family, "run": run, "target": "hf", "target.model": target.path, **data, "eval": "none",
                 "trainer.max_steps": steps, "trainer.batch_tokens": 1024, "trainer.resume": "auto"}  # fmt: skip
     with hydra_context():
-        config, words = compose_config("train", settings)
-    config = check_config(config, TRAIN_KEYS)
-    training.train(config, words, target, None)
-    return config
+        spec = compose_spec(settings)
+    training.train(spec, target, None)
+    return spec
 
 
 def prompts_for(target: Target, pictures: Path, count: int) -> list[list[int]]:

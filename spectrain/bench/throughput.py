@@ -10,11 +10,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from spectrain.config.build import build
+from spectrain.config.spec import RunSpec
 from spectrain.data.chat import tokenize_prompt
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
@@ -30,10 +29,10 @@ from spectrain.trees.token_tree import TokenTree
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
 
-def decode_table(config: DictConfig, repeats: int = 9) -> None:
+def decode_table(spec: RunSpec, repeats: int = 9) -> None:
     """Print the time of a target forward by rows, plain and packed, then autoregressive decoding against `generate`."""
-    target: Target = build(config.target)
-    evaluation = build(config.eval)
+    target: Target = spec.target.build()
+    evaluation = spec.eval.build()
     if evaluation is None:
         raise UserError("eval=none: bench decode needs prompts; leave it out")
     console = Console()
@@ -109,17 +108,17 @@ def time_call(target: Target, work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def training_throughput(config: DictConfig, steps: int = 12) -> None:
+def training_throughput(spec: RunSpec, steps: int = 12) -> None:
     """Train for a few steps on the recipe's data; print tokens per second and the share of each part of a step."""
-    trainer = replace(Trainer.from_config(config).make_trial(steps), log_every=steps // 3)
-    target: Target = build(config.target)
+    trainer = replace(Trainer.from_spec(spec).make_trial(steps), log_every=steps // 3)
+    target: Target = spec.target.build()
     target.pack_weights()
-    data = build(config.data)
+    data = spec.data.build()
     data.limit = min(data.limit or 200, 200)
     dataset = data.make_dataset(target.template, target.vision)
-    drafter = init_drafter(config, target, dataset)
+    drafter = init_drafter(spec, target, dataset)
     with TemporaryDirectory() as folder:
-        trainer.fit(drafter, target, dataset, build(config.source), Path(folder))
+        trainer.fit(drafter, target, dataset, spec.source.build(), Path(folder))
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     last = json.loads(lines[-1])
     share = ", ".join(f"{part} {value:.0%}" for part, value in last["time_share"].items())

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from omegaconf import DictConfig
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 from tokenizers.decoders import DecodeStream
 
-from spectrain.config.build import build
+from spectrain.config.spec import RunSpec
 from spectrain.data.chat import tokenize_prompt
 from spectrain.data.messages import check_text
 from spectrain.data.readers import EmbeddedReader
@@ -213,9 +212,9 @@ class Chat:
         if self.once is not None and not self.once.strip():
             raise UserError("--once: the text is empty; say what to answer")
 
-    def run(self, config: DictConfig, folder: Path) -> None:
-        """Load what `config` names, then answer line by line, or only the message of `once`."""
-        target = load_target(config, folder)
+    def run(self, spec: RunSpec, folder: Path) -> None:
+        """Load what `spec` names, then answer line by line, or only the message of `once`."""
+        target = load_target(spec, folder)
         if not target.tokenizer.chat_template:
             raise UserError(
                 "target: its tokenizer has no chat template; use an instruction-tuned model or add one to the tokenizer"
@@ -226,7 +225,7 @@ class Chat:
             raise UserError(
                 f"chat.max_new_tokens={self.max_new_tokens}: the context of {target.name} has {target.max_length}; use less"
             )
-        session = self.prepare_session(config, folder, target)
+        session = self.prepare_session(spec, folder, target)
         console = Console(highlight=False)
         screen = TerminalOutput(console) if console.is_terminal and not console.is_dumb_terminal else PlainOutput()
         talk = TerminalChat(self, session, screen)
@@ -240,8 +239,8 @@ class Chat:
             return
         talk.answer_lines()
 
-    def prepare_session(self, config: DictConfig, folder: Path, target: Target) -> Session:
-        """Return a session with the target, drafter, tree and rule that `config` names, ready to decode."""
+    def prepare_session(self, spec: RunSpec, folder: Path, target: Target) -> Session:
+        """Return a session with the target, drafter, tree and rule that `spec` names, ready to decode."""
 
         def prompts() -> list[list[int]]:
             return [
@@ -249,11 +248,11 @@ class Chat:
                 for conversation in EmbeddedReader(limit=8).load_conversations()
             ]
 
-        rule, builder, drafter = build(config.acceptance), build(config.tree), load_drafter(config, folder, target)
+        rule, builder, drafter = spec.acceptance.build(), spec.tree.build(), load_drafter(spec, folder, target)
         if self.measured and rule.lossless and not Session(target, rule, engine=self.engine).prefers_capture:
             check_compatibility(drafter, builder, rule)
             if supports_auto_tree(target, drafter, builder) and not drafter.capabilities.has_no_q:
-                drafter = Merged(drafter, CopySource(open_answer_store(config, folder, target, None)))
+                drafter = Merged(drafter, CopySource(open_answer_store(spec, folder, target, None)))
                 builder, rule = Auto(budget=MAX_TREE_NODES), rule.matching_rule()
         return Session.from_drafter(target, drafter, builder, rule, prompts, self.engine)
 

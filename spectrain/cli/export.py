@@ -6,13 +6,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
 from rich.console import Console
 
+from spectrain.config.build import GroupSpec
 from spectrain.errors import RunError, UserError
 from spectrain.export.card import render_card
 from spectrain.export.converter import convert, read_drafter, refuse_nonempty, write_drafter
-from spectrain.export.hub import push
+from spectrain.export.hub import push as upload
 from spectrain.export.layout import DrafterCheckpoint, DrafterFiles
 from spectrain.export.layouts import detect_layout, select_layout
 from spectrain.export.linter import check_files, lint
@@ -21,35 +21,46 @@ from spectrain.files import atomic_write
 from spectrain.runs.paths import find_drafter_directory, require_drafter_directory
 
 
-def export_command(config: Any) -> Path:
-    """Write the drafter of a run for an engine, with a model card; with `push`, upload it too."""
-    for key in ("run", "format", "out"):
-        if config.get(key) is None:
-            raise UserError(f"{key}: it must be given, as in spectrain export run=runs/NAME format=vllm out=DIR")
-    run, out = Path(str(config.run)), Path(str(config.out))
-    directory = require_drafter_directory("run", run)
-    requested = requested_target(config)
-    drafter = read_drafter(directory, requested)
-    layout = select_layout(drafter.family, config.format)
-    target = requested or resolve_target(drafter)
-    refuse_nonempty(out)
-    with atomic_write(out, folder=True) as scratch:
-        write_drafter(drafter, layout, target, scratch)
+def export_command(
+    run: str | None,
+    format: str | None,
+    out: str | None,
+    *,
+    push: str | None = None,
+    private: bool = True,
+    target: GroupSpec | None = None,
+) -> Path:
+    """Write the drafter of a run for an engine, with a model card; with `push`, a repository's name, upload it too."""
+    require_keys("spectrain export run=runs/NAME format=vllm out=DIR", run=run, format=format, out=out)
+    folder = Path(str(out))
+    requested = requested_target(target)
+    drafter = read_drafter(require_drafter_directory("run", str(run)), requested)
+    layout = select_layout(drafter.family, str(format))
+    files_of_target = requested or resolve_target(drafter)
+    refuse_nonempty(folder)
+    with atomic_write(folder, folder=True) as scratch:
+        write_drafter(drafter, layout, files_of_target, scratch)
         if drafter.trained_target is not None and not drafter.is_target:
             shutil.copytree(drafter.trained_target, scratch / "target")
         if not (drafter.is_target or layout.holds_target):
             files = DrafterFiles.from_directory(scratch)
-            for finding in check_files(files, detect_layout(files), target):
+            for finding in check_files(files, detect_layout(files), files_of_target):
                 if finding.level == "error":
                     raise RunError(
                         f"run={run}: what was written would not serve: {finding.problem} ({finding.name}); {finding.remedy}"
                     )
-        location = config.get("push") or str(out)
-        (scratch / "README.md").write_text(render_card(drafter, layout, target, location, run))
-    print(f"{layout.title}: written to {out}; README.md says how to serve it")
-    if config.get("push"):
-        print(f"uploaded to {push(out, config.push, config.get('private', True))}")
-    return out
+        (scratch / "README.md").write_text(render_card(drafter, layout, files_of_target, push or str(folder), Path(str(run))))
+    print(f"{layout.title}: written to {folder}; README.md says how to serve it")
+    if push:
+        print(f"uploaded to {upload(folder, push, private)}")
+    return folder
+
+
+def require_keys(example: str, **settings: Any) -> None:
+    """Raise a UserError for the first of these settings that has no value."""
+    for key, value in settings.items():
+        if value is None:
+            raise UserError(f"{key}: it must be given, as in {example}")
 
 
 def resolve_target(drafter: DrafterCheckpoint) -> TargetFiles:
@@ -64,21 +75,19 @@ def resolve_target(drafter: DrafterCheckpoint) -> TargetFiles:
     return TargetFiles(drafter.target)
 
 
-def convert_command(config: Any) -> None:
-    """Write the drafter of a run, or of any directory, in the layout that config.format names."""
-    for key in ("run", "out", "format"):
-        if config.get(key) is None:
-            raise UserError(f"{key}: it must be given, as in spectrain convert IN OUT --to vllm, or run=IN out=OUT format=vllm")
-    out = convert(resolve_directory(config.run), Path(str(config.out)), str(config.format), requested_target(config))
-    print(f"{detect_layout(DrafterFiles.from_directory(out)).title}: written to {out}")
+def convert_command(run: str | None, format: str | None, out: str | None, target: GroupSpec | None = None) -> None:
+    """Write the drafter of a run, or of any directory, in the layout that `format` names."""
+    require_keys("spectrain convert IN OUT --to vllm, or run=IN out=OUT format=vllm", run=run, out=out, format=format)
+    folder = convert(resolve_directory(run), Path(str(out)), str(format), requested_target(target))
+    print(f"{detect_layout(DrafterFiles.from_directory(folder)).title}: written to {folder}")
 
 
-def lint_command(config: Any) -> None:
+def lint_command(run: str | None, target: GroupSpec | None = None) -> None:
     """Print what is wrong with a drafter's files; raise a RunError (exit status 1) if there is an error."""
-    if config.run is None:
+    if run is None:
         raise UserError("run: say which drafter, as in spectrain lint DIR, or run=DIR")
-    directory = resolve_directory(config.run)
-    results = lint(directory, requested_target(config))
+    directory = resolve_directory(run)
+    results = lint(directory, requested_target(target))
     console = Console(highlight=False, soft_wrap=True)
     for finding in results:
         console.print(f"{finding.level} {finding.name}: {finding.problem}", markup=False)
@@ -97,7 +106,6 @@ def resolve_directory(run: Any) -> Path:
     return find_drafter_directory(Path(str(run))) or Path(str(run))
 
 
-def requested_target(config: Any) -> TargetFiles | None:
+def requested_target(target: GroupSpec | None) -> TargetFiles | None:
     """Return the target that the command names, or None."""
-    settings: Any = OmegaConf.to_container(config.target) if config.get("target") else None
-    return TargetFiles.from_settings(settings) if settings else None
+    return TargetFiles.from_settings(target.node) if target else None

@@ -12,11 +12,10 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
-from spectrain.config.build import build, register_resolvers
-from spectrain.config.check import check_config
-from spectrain.config.keys import TRAIN_KEYS
+from spectrain.config.build import register_resolvers
+from spectrain.config.spec import RunSpec
 from spectrain.data.chat import tokenize_prompt
 from spectrain.data.messages import check_text
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
@@ -28,9 +27,9 @@ from spectrain.export.hub import push
 from spectrain.models.target import Target
 from spectrain.runs import train as training
 from spectrain.runs.candidate import Candidate
-from spectrain.runs.defaults import resolve_eval_config
+from spectrain.runs.defaults import resolve_eval_spec
 from spectrain.runs.drafter_files import load_drafter, save_drafter
-from spectrain.runs.folder import find_trained_target, recipe_name
+from spectrain.runs.folder import find_trained_target
 from spectrain.runs.paths import find_drafter_directory
 from spectrain.trees import TreeBuilder
 
@@ -47,8 +46,8 @@ def train(recipe: str, run: str | Path | None = None, **settings: Any) -> Path:
     wrong setting, a RunError a failure in training.
     """
     with hydra_context():
-        config, words = compose_config("train", {"recipe": recipe, **({} if run is None else {"run": run}), **settings})
-    return training.train(check_config(config, TRAIN_KEYS), words)
+        spec = compose_spec({"recipe": recipe, **({} if run is None else {"run": run}), **settings})
+    return training.train(spec)
 
 
 @contextmanager
@@ -73,6 +72,12 @@ def compose_config(command: str, settings: Mapping[str, Any]) -> tuple[DictConfi
     return config, words
 
 
+def compose_spec(settings: Mapping[str, Any]) -> RunSpec:
+    """Return the checked settings of `spectrain train`. Call it inside `hydra_context`."""
+    config, words = compose_config("train", settings)
+    return RunSpec.from_config(config, words)
+
+
 @dataclass
 class PretrainedDrafter:
     """A drafter with its tree and its acceptance rule: `spectrain.Drafter`."""
@@ -80,8 +85,8 @@ class PretrainedDrafter:
     module: Drafter
     builder: TreeBuilder
     rule: AcceptanceRule
-    # The description of the drafter: drafter, target, tree, acceptance.
-    config: DictConfig
+    # What it was made of: its drafter, target, tree and acceptance.
+    spec: RunSpec
 
     @classmethod
     def from_pretrained(cls, name: str | Path, target: Target, **settings: Any) -> PretrainedDrafter:
@@ -95,17 +100,16 @@ class PretrainedDrafter:
             path = Path(snapshot_download(str(name)))
         with hydra_context():
             requested, _ = compose_config("eval", {"run": path, "target": "hf", "target.model": target.path, **settings})
-            config, folder = resolve_eval_config(requested)
-        config = check_config(config, TRAIN_KEYS)
-        module = load_drafter(config, folder, target)
+            spec, folder = resolve_eval_spec(requested)
+        module = load_drafter(spec, folder, target)
         trained = find_trained_target(folder)
         if module.capabilities.target_training and trained is not None and Path(target.path) != trained.resolve():
             raise UserError(f"target {target.name}: this drafter belongs to the target in {trained}; load that one")
-        return cls(module, build(config.tree), build(config.acceptance), config)
+        return cls(module, spec.tree.build(), spec.acceptance.build(), spec)
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write config.json and model.safetensors."""
-        save_drafter(Path(directory), self.module, self.config)
+        save_drafter(Path(directory), self.module, self.spec)
 
     def push_to_hub(self, name: str, private: bool = False) -> str:
         """Upload the drafter to a hub repository, which is created if it does not exist; return its address."""
@@ -195,10 +199,9 @@ def evaluate(target: Target, drafter: PretrainedDrafter, out: str | Path | None 
     with TemporaryDirectory() as scratch:
         overrides = {f"eval.{key}": value for key, value in settings.items()}
         with hydra_context():
-            config, _ = compose_config("train", {"drafter": "ngram", **overrides})
-        evaluation = build(check_config(OmegaConf.create({"eval": config.eval}), ("eval",)).eval)
+            evaluation = compose_spec({"drafter": "ngram", **overrides}).eval.build()
         evaluation.check_prompts(target)
-        setting = {"target": target.name, "target_path": target.path, "recipe": recipe_name(drafter.config),
+        setting = {"target": target.name, "target_path": target.path, "recipe": drafter.spec.name,
                    "dtype": str(target.dtype).removeprefix("torch."), "device": str(target.device)}  # fmt: skip
         candidate = Candidate(target, drafter.module, drafter.builder, drafter.rule, setting)
         summary: dict[str, Any] = evaluation.score(candidate, Path(scratch) if out is None else Path(out))

@@ -7,11 +7,10 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-from spectrain.config.keys import COMPARE_KEYS, REGENERATE_KEYS, TRAIN_KEYS
 
 from .overrides import EXAMPLE_CHOICES, allow_new_keys, list_config_groups
 
@@ -125,23 +124,17 @@ def lazy_import(path: str) -> Any:
     return getattr(importlib.import_module(f"spectrain.{module}"), name)
 
 
-def call_task(path: str, allowed_keys: tuple[str, ...], passes_overrides: bool = False) -> Task:
-    """Return the task that calls a function with the checked configuration and, with `passes_overrides`, the command's
-    overrides."""
-    return lambda config: lazy_import(path)(
-        check_command_config(config, allowed_keys), *([command_overrides()] if passes_overrides else [])
-    )
+def call_with_keys(path: str, *keys: str) -> Task:
+    """Return the task that calls a function with the checked settings of these keys."""
+    return lambda config: lazy_import(path)(**read_command(config, keys))
 
 
-def build_task(group: str, resolves_run: bool = False) -> Task:
-    """Return the task that runs what a group constructs; `resolves_run` passes the complete configuration of the named run."""
+def call_with_spec(path: str, *keys: str) -> Task:
+    """Return the task that calls a function with the checked settings of a run and, by name, those of more keys."""
 
     def run(config: Any) -> None:
-        if not resolves_run:
-            return lazy_import("config.build.build")(check_command_config(config, (group,))[group]).run()
-        complete, folder = lazy_import("runs.defaults.resolve_eval_config")(config)
-        complete = check_command_config(complete, (*TRAIN_KEYS, group))
-        lazy_import("config.build.build")(complete[group]).run(complete, folder)
+        spec, settings = read_run(config, *keys)
+        lazy_import(path)(spec, **settings)
 
     return run
 
@@ -149,14 +142,19 @@ def build_task(group: str, resolves_run: bool = False) -> Task:
 def plan_command(config: Any) -> None:
     # Recipes depend on the planned device.
     lazy_import("config.build.register_resolvers")(str(config.plan.get("device", "auto")))
-    complete = check_command_config(config, (*TRAIN_KEYS, "plan"))
-    lazy_import("runs.init_drafter.apply_init_shape")(complete, command_overrides())
-    lazy_import("config.build.build")(complete.plan).run(complete)
+    spec, settings = read_run(config, "plan")
+    settings["plan"].build().run(lazy_import("runs.init_drafter.apply_init_shape")(spec))
 
 
 def evaluate_command(config: Any) -> None:
-    completed, folder = lazy_import("runs.defaults.resolve_eval_config")(config)
-    lazy_import("runs.score.evaluate")(check_command_config(completed, TRAIN_KEYS), folder)
+    lazy_import("runs.score.evaluate")(*lazy_import("runs.defaults.resolve_eval_spec")(config))
+
+
+def chat_command(config: Any) -> None:
+    settings = lazy_import("config.build.to_containers")(config)
+    chat = read_command({"chat": settings.pop("chat")}, ("chat",))["chat"]
+    spec, folder = lazy_import("runs.defaults.resolve_eval_spec")(settings)
+    chat.with_settings(**{"measured": not settings.get("tree"), **chat.settings}).build().run(spec, folder)
 
 
 def completion_command(words: list[str]) -> None:
@@ -172,21 +170,23 @@ def completion_command(words: list[str]) -> None:
 
 
 COMMAND_TASKS: Mapping[str, Task] = {
-    "train": call_task("runs.train.train", TRAIN_KEYS, passes_overrides=True),
+    "train": call_with_spec("runs.train.train"),
     "plan": plan_command,
     "eval": evaluate_command,
-    "compare": call_task("eval.compare.compare", COMPARE_KEYS, passes_overrides=True),
-    "chat": build_task("chat", resolves_run=True),
-    "data inspect": call_task("data.inspect.inspect_command", ("target", "data", "index")),
-    "data index": call_task("data.index.index_command", ("target", "data", "out")),
-    "data regenerate": call_task("regeneration.regenerate.regenerate_command", REGENERATE_KEYS),
-    "data store": call_task("features.capture.capture_features", TRAIN_KEYS),
-    "data verify": call_task("features.capture.verify_store", ("path", "drop")),
-    "bench decode": call_task("bench.throughput.decode_table", TRAIN_KEYS),
-    "bench train": call_task("bench.throughput.training_throughput", TRAIN_KEYS),
-    "export": call_task("cli.export.export_command", ("run", "format", "out", "push", "private", "target")),
-    "convert": call_task("cli.export.convert_command", ("run", "format", "out", "target")),
-    "lint": call_task("cli.export.lint_command", ("run", "target")),
+    "compare": call_with_spec("eval.compare.compare", "compare", "recipes", "runs"),
+    "chat": chat_command,
+    "data inspect": call_with_keys("data.inspect.inspect_command", "target", "data", "index"),
+    "data index": call_with_keys("data.index.index_command", "target", "data", "out"),
+    "data regenerate": call_with_spec(
+        "regeneration.regenerate.regenerate_command", "writer", "sampling", "regenerate", "out", "check"
+    ),
+    "data store": call_with_spec("features.capture.capture_features"),
+    "data verify": call_with_keys("features.capture.verify_store", "path", "drop"),
+    "bench decode": call_with_spec("bench.throughput.decode_table"),
+    "bench train": call_with_spec("bench.throughput.training_throughput"),
+    "export": call_with_keys("cli.export.export_command", "run", "format", "out", "push", "private", "target"),
+    "convert": call_with_keys("cli.export.convert_command", "run", "format", "out", "target"),
+    "lint": call_with_keys("cli.export.lint_command", "run", "target"),
     "recipes": lambda words: print(lazy_import("cli.help.describe_recipes")(words)),
     "doctor": lambda words: sys.exit(lazy_import("cli.doctor.run_doctor")(words)),
     "completion": completion_command,
@@ -194,25 +194,18 @@ COMMAND_TASKS: Mapping[str, Task] = {
 """What each command of help.yaml does, with its configuration or, where it has none, with its words."""
 
 
-def command_overrides() -> list[str]:
-    """Return the settings of the command itself, as opposed to those of a recipe."""
+def read_command(config: Any, keys: Sequence[str]) -> dict[str, Any]:
+    """Return the checked settings of a command by key."""
+    settings: dict[str, Any] = lazy_import("config.spec.read_settings")(config, keys)
+    return settings
+
+
+def read_run(config: Any, *keys: str) -> tuple[Any, dict[str, Any]]:
+    """Return the checked settings of a run, with its recipe's name and the command's own words, and those of more keys."""
     from hydra.core.hydra_config import HydraConfig
 
-    return list(HydraConfig.get().overrides.task)
-
-
-def check_command_config(config: Any, allowed_keys: tuple[str, ...]) -> Any:
-    """Return the checked configuration, with the name of the recipe in it."""
-    from hydra.core.hydra_config import HydraConfig
-    from omegaconf import open_dict
-
-    from spectrain.config.check import check_config
-
-    choice = HydraConfig.get().runtime.choices.get("recipe") if HydraConfig.initialized() else None
-    if choice is not None:
-        with open_dict(config):
-            config.recipe_name = choice
-    return check_config(config, allowed_keys)
+    spec, own = lazy_import("config.spec.read_run")(config, keys, HydraConfig.get().overrides.task)
+    return replace(spec, recipe_name=HydraConfig.get().runtime.choices.get("recipe")), own
 
 
 def explain_hydra_error(error: Exception) -> str | None:

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
@@ -26,21 +26,23 @@ BOUND_TEXTS = {"greater_than_equal": "use {ge} or more", "greater_than": "use mo
 """What is said of a number out of bounds, by pydantic's name of it."""
 
 
-def check_config(config: DictConfig, allowed_keys: Iterable[str]) -> DictConfig:
-    """Return the resolved configuration; raise a UserError for an unknown or missing key, or a value of the wrong type."""
+def check_config(config: Mapping[str, Any], allowed_keys: Iterable[str]) -> dict[str, Any]:
+    """Return the resolved configuration as plain containers; raise a UserError for an unknown or missing key, or a value of
+    the wrong type."""
     allowed_keys = list(allowed_keys)
     for key in map(str, config):
         if key not in allowed_keys:
             raise UserError(f"{key}: there is no such key; {suggest_nearest(key, allowed_keys)}")
     try:
-        plain: Any = OmegaConf.to_container(config, resolve=True)
+        composed = config if OmegaConf.is_config(config) else OmegaConf.create(dict(config))
+        plain: Any = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
         where = str(error.full_key or "configuration")
         raise UserError(f"{where}: {str(error).splitlines()[0]}") from error
     for group, node in plain.items():
         if isinstance(node, dict) and "_target_" in node:
             plain[group] = check_node(str(group), node)
-    return OmegaConf.create(plain)
+    return {str(key): value for key, value in plain.items()}
 
 
 def check_node(group: str, node: Mapping[str, Any]) -> dict[str, Any]:

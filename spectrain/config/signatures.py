@@ -37,7 +37,10 @@ class SettingKey:
     description: str = ""
     # A sentence of the docstring that names this setting and others.
     shared_description: str = ""
-    hint: Any = None  # the type itself
+    # The type itself.
+    hint: Any = None
+    # The default as a Python value; meaningless for a setting that must be given.
+    value: Any = None
 
 
 def format_literal(value: Any) -> str:
@@ -173,10 +176,11 @@ def _make_key(source: ParsedModule, one: ast.arg, default: ast.expr | None, node
     meaning = _comment_above(source, node)
     if not meaning:
         meaning = comment if comment and not TOOL_COMMENT.search(comment) else _find_sentence(one.arg, docs, is_only_name=True)
-    value = None if default is None else _format_default(default)
+    value = None if default is None else _evaluate_default(source, default)
+    written_default = None if default is None else _format_default(value)
     shared = _find_sentence(one.arg, docs, is_only_name=False)
     written_type = ast.unparse(one.annotation) if one.annotation else ""
-    return SettingKey(one.arg, written_type, value, list_choices(hint), meaning, shared, hint)
+    return SettingKey(one.arg, written_type, written_default, list_choices(hint), meaning, shared, hint, value)
 
 
 def _comment_above(source: ParsedModule, node: Any) -> str:
@@ -190,11 +194,18 @@ def _comment_above(source: ParsedModule, node: Any) -> str:
     return " ".join(lines)
 
 
-def _format_default(default: ast.expr) -> str:
+def _evaluate_default(source: ParsedModule, default: ast.expr) -> Any:
+    """Return the value of a default: a literal, or a name that is assigned a literal, here or where it is imported from."""
     try:
-        value = ast.literal_eval(default)
+        return ast.literal_eval(default)
     except ValueError:
-        return ast.unparse(default)
+        definition = _find_definition(source.name, default.id) if isinstance(default, ast.Name) else None
+        if definition is None or not isinstance(definition[1], ast.Assign):
+            return ast.unparse(default)
+        return _evaluate_default(definition[0], definition[1].value)
+
+
+def _format_default(value: Any) -> str:
     return f"[{','.join(map(format_literal, value))}]" if isinstance(value, (tuple, list)) else format_literal(value)
 
 

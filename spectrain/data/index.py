@@ -4,9 +4,7 @@ copy."""
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
-from spectrain.config.build import build
+from spectrain.config.build import GroupSpec
 from spectrain.errors import UserError
 from spectrain.provenance import collect_provenance
 
@@ -16,17 +14,17 @@ from .images import content_text
 from .readers import ConversationReader
 
 
-def index_command(config: DictConfig) -> None:
+def index_command(target: GroupSpec, data: GroupSpec, out: str | None) -> None:
     """Write the store and print its size."""
-    if not config.out:
+    if not out:
         raise UserError("out: say where the store goes, as in out=DIR")
-    if Path(config.out).exists():
-        raise UserError(f"out={config.out}: it is there already; name a new folder, or delete it")
-    data: ConversationReader = build(config.data)
-    target: Any = build(config.target)
-    tokenizer = target.tokenizer
-    size = index_dataset(data, data.make_dataset(target.template, target.vision), tokenizer, Path(config.out))
-    print(f"{size} tokens of {len(data.load_conversations())} conversations, {data.name}, written to {config.out}")
+    if Path(out).exists():
+        raise UserError(f"out={out}: it is there already; name a new folder, or delete it")
+    reader: ConversationReader = data.build()
+    model: Any = target.build()
+    dataset = reader.make_dataset(model.template, model.vision)
+    size = index_dataset(reader, dataset, model.tokenizer, Path(out))
+    print(f"{size} tokens of {len(reader.load_conversations())} conversations, {reader.name}, written to {out}")
 
 
 def index_dataset(data: ConversationReader, dataset: Dataset, tokenizer: Any, folder: Path) -> int:

@@ -2,31 +2,26 @@
 
 from typing import Any
 
-from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
-from spectrain.config.build import build
+from spectrain.config.build import GroupSpec
 from spectrain.errors import UserError
 
 from .chat import tokenize_conversation
 
 
-def inspect_command(config: DictConfig) -> None:
+def inspect_command(target: GroupSpec, data: GroupSpec, index: int) -> None:
     """Print one conversation, then a summary of the whole data set."""
-    data = build(config.data)
-    conversations = data.load_conversations()
-    if not 0 <= config.index < len(conversations):
-        raise UserError(
-            f"index={config.index}: the data holds {len(conversations)} conversations; use 0 to {len(conversations) - 1}"
-        )
-    target: Any = build(config.target)
-    template = data.apply_arguments(target.template)
-    tokenizer = target.tokenizer
+    reader = data.build()
+    conversations = reader.load_conversations()
+    if not 0 <= index < len(conversations):
+        raise UserError(f"index={index}: the data holds {len(conversations)} conversations; use 0 to {len(conversations) - 1}")
+    model: Any = target.build()
+    template = reader.apply_arguments(model.template)
+    tokenizer = model.tokenizer
     console = Console(highlight=False)
-    for number, example in enumerate(
-        tokenize_conversation(template, conversations[config.index], target.vision, data.train_on)
-    ):
+    for number, example in enumerate(tokenize_conversation(template, conversations[index], model.vision, reader.train_on)):
         if number:
             console.rule("the next assistant turn is an example of its own")
         text = Text()
@@ -34,11 +29,11 @@ def inspect_command(config: DictConfig) -> None:
             text.append(tokenizer.decode([token]), style="bold green" if supervised else "dim")
         console.print(text)
         console.print(f"[bold green]{sum(example.mask)} supervised[/] of {len(example.tokens)} tokens")
-    dataset = data.make_dataset(target.template, target.vision)
-    console.rule(f"{data.name}")
+    dataset = reader.make_dataset(model.template, model.vision)
+    console.rule(f"{reader.name}")
     console.print(
         f"{dataset.num_conversations} conversations, {len(dataset.examples)} examples, {dataset.num_tokens} tokens, "
-        f"{dataset.num_supervised} supervised; {dataset.num_cut} cut to {data.max_length} tokens, "
+        f"{dataset.num_supervised} supervised; {dataset.num_cut} cut to {reader.max_length} tokens, "
         f"{dataset.num_dropped} dropped, "
-        f"{data.num_left_out} unusable conversations left out"
+        f"{reader.num_left_out} unusable conversations left out"
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from spectrain.config.build import settings_with_defaults
+from spectrain.config.build import GroupSpec
 from spectrain.config.check import check_node
 from spectrain.config.choices import by_choice_name, choice_name
 from spectrain.config.saved import parse_description, parse_groups
@@ -165,7 +165,7 @@ def shape_of_peagle(drafter: dict[str, Any], files: DrafterFiles, target: Target
 
 def shape_of_block(drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None) -> dict[str, Any]:
     """Return every setting that other layouts hold, too, with the layer and the fused features filled in."""
-    settings = settings_with_defaults(drafter)
+    settings = GroupSpec.from_node("drafter", drafter).with_defaults()
     if not settings["layers"] or not settings["architecture"]:
         target = require_named_target(target, files)
         layers = settings["layers"] or default_layers(target.num_layers, settings["num_layers"])

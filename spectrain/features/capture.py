@@ -3,9 +3,7 @@
 import time
 from pathlib import Path
 
-from omegaconf import DictConfig
-
-from spectrain.config.build import build
+from spectrain.config.spec import RunSpec
 from spectrain.data.dataset import Dataset
 from spectrain.errors import RunError, UserError
 from spectrain.models.target import Target
@@ -15,19 +13,19 @@ from .store import FeatureStore
 from .store_contents import format_layers
 
 
-def capture_features(config: DictConfig) -> None:
+def capture_features(spec: RunSpec) -> None:
     """Store the features that the recipe's drafter reads, for all its data; continue where an earlier capture stopped.
 
     The target runs the batches of the first epoch, so that a training reads, bit for bit, what it would have computed.
     """
-    source: Source = build(config.source)
+    source: Source = spec.source.build()
     if not source.stores_features:
         raise UserError("source: data store writes a feature store; set source=store source.path=DIR")
-    trainer = build(config.trainer)
+    trainer = spec.trainer.build()
     accelerator = trainer.make_accelerator()
-    data = build(config.data)
+    data = spec.data.build()
     data.load_conversations()
-    target: Target = build(config.target)
+    target: Target = spec.target.build()
     dataset: Dataset = data.make_dataset(target.template, target.vision)
     if dataset.is_sample:
         raise UserError("data: the length of a stream is unknown; train with source=store, which captures what it reads")
@@ -36,13 +34,14 @@ def capture_features(config: DictConfig) -> None:
             f"target.sharding={target.sharding}: data store runs different batches on every process; leave it out, or train "
             "with source=store, which captures what it reads"
         )
-    drafter = build(config.drafter, target=target)
+    drafter = spec.drafter.build(target=target)
     layers = drafter.stages[0].layers
     message = source.prepare(target, layers, drafter.stages[0].final_reach, dataset.examples)
     store = source.writable_store()
     if store is None:
         raise UserError(
-            f"source.path={config.source.path}: this cache is another project's and is never written; choose another folder"
+            f"source.path={spec.source.get('path')}: this cache is another project's and is never written; choose another "
+            f"folder"
         )
     batches = [dataset[batch] for batch in dataset.make_batches(0, trainer.batch_settings)]
     remaining = [batch for batch in batches if not all(example in store for example in batch)]
@@ -81,11 +80,11 @@ def fill_store(source: Source, requests: list[BatchRequest], shows_progress: boo
         source.flush()
 
 
-def verify_store(config: DictConfig) -> None:
+def verify_store(path: str | None, drop: bool) -> None:
     """Compare every shard with its size and SHA-256, and report those that are missing or damaged."""
-    if config.path is None:
+    if path is None:
         raise UserError("path: name the feature store, as in path=DIR")
-    store = FeatureStore(Path(config.path).expanduser(), repair=bool(config.drop))
+    store = FeatureStore(Path(path).expanduser(), repair=drop)
     store.verify_shards()
     print(
         f"{store.path}: {len(store.shards)} intact shards, {store.num_bytes / 1e9:.3g} GB, {len(store.shard_names)} sequences, "
@@ -94,7 +93,7 @@ def verify_store(config: DictConfig) -> None:
     if store.damaged_files:
         remedy = (
             "they were deleted; run spectrain data store again"
-            if config.drop
+            if drop
             else "delete them with drop=true, then run spectrain data store"
         )
         raise RunError(

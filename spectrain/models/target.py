@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from spectrain.config.build import import_constructor
+from spectrain.config.build import GroupSpec
 from spectrain.errors import UserError
 from spectrain.trees.token_tree import TokenTree
 
@@ -58,7 +58,7 @@ class Target(ModelParts):
         """Load a target by the name of a model that ships with the project (tiny, smollm2), from a directory, or from the
         hub."""
         shipped = name if name in ("tiny", "smollm2") else None
-        load = import_constructor({"_target_": f"spectrain.models.loading.load_{shipped or 'hf'}"})
+        load = GroupSpec("target", shipped or "hf").load_constructor()
         settings = {"dtype": dtype, "device": device} | ({} if shipped else {"model": str(name)})
         target: Target = load(**settings)
         return target

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spectrain.config.build import build
+from spectrain.config.spec import RunSpec
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter, Losses, Stage, TrainingState, stage_at
@@ -67,14 +67,14 @@ class DryRun:
         return sum(self.memory.values())
 
 
-def dry_run(config: Any, device: torch.device, dataset: Dataset, batches: list[list[Example]], num_steps: int) -> DryRun:
+def dry_run(spec: RunSpec, device: torch.device, dataset: Dataset, batches: list[list[Example]], num_steps: int) -> DryRun:
     """Build target and drafter of fake tensors on `device`, and train for a few steps on the heaviest and on some batches."""
-    trainer = Trainer.from_config(config)
+    trainer = Trainer.from_spec(spec)
     found = DryRun()
     tracker = MemoryTracker(device)
     with tracker, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the real run will say them
-        target, drafter = built(config, tracker, dataset)
+        target, drafter = built(spec, tracker, dataset)
         shared = _OneProcess(drafter, target, trainer.autocast_dtype(target, device))
         job = TrainingRun(trainer, drafter, target, _Tracked(tracker), shared, num_steps)
         stages = [stage_at(drafter.stages, step, num_steps) for step in range(num_steps)]
@@ -93,12 +93,12 @@ def dry_run(config: Any, device: torch.device, dataset: Dataset, batches: list[l
     return found
 
 
-def built(config: Any, tracker: MemoryTracker, dataset: Dataset) -> tuple[Target, Drafter]:
+def built(spec: RunSpec, tracker: MemoryTracker, dataset: Dataset) -> tuple[Target, Drafter]:
     """Target and drafter as a training begins with them."""
     with tracker.counting("building", "target weights"):
-        target: Target = build(config.target, network=build_untrained_network, device=str(tracker.device))
+        target: Target = spec.target.build(network=build_untrained_network, device=str(tracker.device))
     with tracker.counting("building", "drafter weights"):
-        drafter: Drafter = build(config.drafter, target=target)
+        drafter: Drafter = spec.drafter.build(target=target)
         drafter.prepare(target, dataset.token_counts(target.head.vocab_size))
     target.pack_weights()  # on a GPU it gives weights other memory, so parts are named behind it
     pack_linears(drafter)

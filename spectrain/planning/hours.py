@@ -5,9 +5,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
-
-from spectrain.config.build import build
+from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest, Source
 from spectrain.features.batch import Batch
@@ -27,15 +25,15 @@ WARM = 4  # of these, which pack weights and fill caches, and do not count
 SMALL = 300e6  # parameters up to which a target is small enough to calibrate on without a request
 
 
-def hours(config: DictConfig, options: "Plan", sizes: DryRun, work: Workload, flops: float) -> dict[str, Any]:
+def hours(spec: RunSpec, options: "Plan", sizes: DryRun, work: Workload, flops: float) -> dict[str, Any]:
     """Hours of the run, and where they come from."""
     total = work.padded_in_all
     if options.tokens_per_second is not None:
         rate = options.tokens_per_second * options.devices
         return {"value": total / rate / 3600, "basis": f"plan.tokens_per_second={options.tokens_per_second:g} of a device"}
-    if should_calibrate(config, options, sizes):
-        target, step = calibrate(config)
-        seconds = work.padded * (target * target_epochs(config, sizes, work) + step * work.epochs) / options.devices
+    if should_calibrate(spec, options, sizes):
+        target, step = calibrate(spec)
+        seconds = work.padded * (target * target_epochs(spec, sizes, work) + step * work.epochs) / options.devices
         basis = f"measured over {CALIBRATION} steps on this machine"
         return {
             "value": seconds / 3600,
@@ -48,7 +46,7 @@ def hours(config: DictConfig, options: "Plan", sizes: DryRun, work: Workload, fl
     return {"value": flops / rate / 3600, "basis": basis, "tokens_per_second": total * rate / flops if flops else None}
 
 
-def should_calibrate(config: DictConfig, options: "Plan", sizes: DryRun) -> bool:
+def should_calibrate(spec: RunSpec, options: "Plan", sizes: DryRun) -> bool:
     """Whether steps may run here: options for, or small and at hand."""
     if options.calibrate is not None:
         if options.calibrate and (not options.is_here or not work_is_real(options)):
@@ -56,7 +54,7 @@ def should_calibrate(config: DictConfig, options: "Plan", sizes: DryRun) -> bool
                 "plan.calibrate=true: it runs steps on this machine; leave out plan.tokens and a plan.device not here"
             )
         return options.calibrate
-    model = config.target.get("model")
+    model = spec.target.get("model")
     local = model is None or any(Path(model).glob("*.safetensors"))
     return local and options.is_here and work_is_real(options) and sizes.target <= SMALL
 
@@ -65,14 +63,14 @@ def work_is_real(options: "Plan") -> bool:
     return options.tokens is None
 
 
-def calibrate(config: DictConfig) -> tuple[float, float]:
+def calibrate(spec: RunSpec) -> tuple[float, float]:
     """Seconds that a padded token takes in the target's features and in the rest of a step, from steps that really run."""
-    trainer = Trainer.from_config(config).make_trial(CALIBRATION)
-    target: Target = build(config.target)
-    dataset = build(config.data).make_dataset(target.template, target.vision)
-    drafter = init_drafter(config, target, dataset)
+    trainer = Trainer.from_spec(spec).make_trial(CALIBRATION)
+    target: Target = spec.target.build()
+    dataset = spec.data.build().make_dataset(target.template, target.vision)
+    drafter = init_drafter(spec, target, dataset)
     target.pack_weights()
-    source = _Timed(build(config.source), target)
+    source = _Timed(spec.source.build(), target)
     ends: list[float] = []
     marks: list[tuple[float, float]] = []
 

@@ -7,15 +7,13 @@ from steps that really ran here, or from a rate that is assumed and printed as s
 import json
 import math
 import os
-from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 
-from spectrain.config.build import build, settings_with_defaults
+from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
 from spectrain.features.store_contents import TORCH_DTYPES, count_state_bytes
 from spectrain.provenance import collect_provenance
@@ -75,9 +73,9 @@ class Plan:
             return float(torch.cuda.get_device_properties(0).total_memory)
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
-    def run(self, config: DictConfig) -> dict[str, Any]:
+    def run(self, spec: RunSpec) -> dict[str, Any]:
         """Plan, print a table or JSON, and give what was printed."""
-        summary = plan(config, self)
+        summary = plan(spec, self)
         text = json.dumps(summary, indent=2) + "\n"
         if self.out is not None:
             Path(self.out).parent.mkdir(parents=True, exist_ok=True)
@@ -89,14 +87,14 @@ class Plan:
         return summary
 
 
-def plan(config: DictConfig, options: Plan) -> dict[str, Any]:
+def plan(spec: RunSpec, options: Plan) -> dict[str, Any]:
     """Everything that is known of a run before it starts, as plain numbers."""
-    work = read_workload(config, options)
-    sizes = dry_run(config, options.planned, work.dataset, work.batches, work.num_steps)
-    cached = cached_features(config, sizes, work)
+    work = read_workload(spec, options)
+    sizes = dry_run(spec, options.planned, work.dataset, work.batches, work.num_steps)
+    cached = cached_features(spec, sizes, work)
     if options.planned.type == "cpu" and cached:
         sizes.memory["features kept for later epochs"] = int(cached)
-    flops = total_flops(config, sizes, work)
+    flops = total_flops(spec, sizes, work)
     limit = options.limit()
     sharded = sharded_memory(sizes, options)
     summary: dict[str, Any] = {
@@ -111,21 +109,21 @@ def plan(config: DictConfig, options: Plan) -> dict[str, Any]:
         },
         "disk": disk(sizes, work),
         "flops": {"target_per_token": sizes.flops.get(TARGET, 0.0), "step_per_token": sizes.flops.get(STEP, 0.0), "run": flops},
-        "hours": hours(config, options, sizes, work, flops), "notes": notes(config, options, sizes),
+        "hours": hours(spec, options, sizes, work, flops), "notes": notes(spec, options, sizes),
     }  # fmt: skip
     if limit is not None:
         room = limit * (1 - RESERVE)
         summary["fits"] = sizes.peak <= room
-        summary["changes"] = [] if summary["fits"] else list_changes(config, options, sizes, sharded)
-    return {**summary, "setting": OmegaConf.to_container(config), "provenance": collect_provenance()}
+        summary["changes"] = [] if summary["fits"] else list_changes(spec, options, sizes, sharded)
+    return {**summary, "setting": {**spec.to_nodes(), "plan": asdict(options)}, "provenance": collect_provenance()}
 
 
-def notes(config: DictConfig, options: Plan, sizes: DryRun) -> list[str]:
+def notes(spec: RunSpec, options: Plan, sizes: DryRun) -> list[str]:
     """What the numbers leave out or take for granted."""
     summary = []
     if sizes.assumed:
         summary.append(f"{sizes.assumed} sizes hang on what the target says; the most was assumed")
-    if build(config.source).generates_text:
+    if spec.source.build().generates_text:
         summary.append("sequences that are written while training are not counted, in memory, arithmetic or assumed hours")
     if options.planned.type == "cuda":
         summary.append(
@@ -159,18 +157,19 @@ def sharded_memory(sizes: DryRun, options: Plan) -> dict[str, int]:
     return {"drafter": drafter, "drafter and target": drafter - weights * (count - 1) // count + 2 * sizes.layer_bytes}
 
 
-def list_changes(config: DictConfig, options: Plan, sizes: DryRun, sharded: dict[str, int]) -> list[dict[str, Any]]:
+def list_changes(spec: RunSpec, options: Plan, sizes: DryRun, sharded: dict[str, int]) -> list[dict[str, Any]]:
     """What would take less, each planned anew, best first."""
     summary: list[dict[str, Any]] = [
         {"change": f"{SPREAD[what]} on {options.devices} devices", "peak_bytes": size} for what, size in sharded.items()
     ]
-    if sizes.features and not build(config.source).stores_features:
+    if sizes.features and not spec.source.build().stores_features:
         weights = sizes.memory.get("target weights", 0) + sizes.memory.get("packed copies of weights", 0)
         summary.append({"change": "source=store", "peak_bytes": sizes.peak - max(0, weights - sizes.lent_bytes)})
-    for settings in cheaper_settings(config, sizes):
-        changed = deepcopy(config)
+    for settings in cheaper_settings(spec, sizes):
+        changed = spec
         for key, value in settings.items():
-            OmegaConf.update(changed, key, value)
+            group, _, name = key.partition(".")
+            changed = changed.with_settings(group, **{name: value})
         work = read_workload(changed, options)
         peak = dry_run(changed, options.planned, work.dataset, work.batches[:64], work.num_steps).peak
         shown = {key: str(value).lower() if isinstance(value, bool) else value for key, value in settings.items()}
@@ -181,17 +180,17 @@ def list_changes(config: DictConfig, options: Plan, sizes: DryRun, sharded: dict
     return sorted((entry for entry in summary if entry["saves_bytes"] > 0), key=lambda entry: entry["peak_bytes"])
 
 
-def cheaper_settings(config: DictConfig, sizes: DryRun) -> list[dict[str, Any]]:
+def cheaper_settings(spec: RunSpec, sizes: DryRun) -> list[dict[str, Any]]:
     """Settings that cost less memory, as far as this run has them."""
-    trainer = Trainer.from_config(config)
+    trainer = Trainer.from_spec(spec)
     summary: list[dict[str, Any]] = []
     if trainer.batch_tokens >= 512:
         halved = {"trainer.batch_tokens": trainer.batch_tokens // 2, "trainer.accumulate": trainer.accumulate * 2}
-        longest = build(config.data).max_length
+        longest = spec.data.build().max_length
         summary.append(
             {**halved, **({"data.max_length": trainer.batch_tokens // 2} if longest > trainer.batch_tokens // 2 else {})}
         )
-    has = settings_with_defaults(config.drafter)
+    has = spec.drafter.with_defaults()
     for key in ("ttt_steps", "num_heads", "vocab_size", "num_masks", "num_drafts"):
         value = has.get(key)
         if isinstance(value, int) and value > 3:

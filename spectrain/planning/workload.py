@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from omegaconf import DictConfig
 
-from spectrain.config.build import build
+from spectrain.config.spec import RunSpec
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.errors import UserError
@@ -44,14 +43,14 @@ class Workload:
         return self.padded * self.epochs
 
 
-def read_workload(config: DictConfig, options: "Plan") -> Workload:
+def read_workload(spec: RunSpec, options: "Plan") -> Workload:
     """The batches of a run: the data's own where it is quick to read, else full ones."""
-    trainer = Trainer.from_config(config)
-    data = build(config.data)
+    trainer = Trainer.from_spec(spec)
+    data = spec.data.build()
     if options.tokens is None:
         if data.num_bytes() > QUICK_BYTES:
             raise UserError("plan.tokens: this data is not read for a plan; say how many tokens it has, as in plan.tokens=4e8")
-        dataset = data.make_dataset(ChatTemplate(tokenizer(config)))
+        dataset = data.make_dataset(ChatTemplate(tokenizer(spec)))
     else:
         length = min(data.max_length, trainer.batch_tokens)
         count = max(1, trainer.batch_tokens // length)
@@ -69,39 +68,39 @@ def read_workload(config: DictConfig, options: "Plan") -> Workload:
     )
 
 
-def tokenizer(config: DictConfig) -> Any:
+def tokenizer(spec: RunSpec) -> Any:
     """The target's, without its weights."""
-    if config.target.get("model"):
-        return load_tokenizer(config.target.model, bool(config.target.get("trust_remote_code", False)), required=True)
+    if spec.target.get("model"):
+        return load_tokenizer(spec.target.get("model"), bool(spec.target.get("trust_remote_code", False)), required=True)
     with MemoryTracker(torch.device("cpu")):
-        target: Target = build(config.target, network=build_untrained_network, device="cpu")
+        target: Target = spec.target.build(network=build_untrained_network, device="cpu")
     return target.tokenizer
 
 
-def cached_features(config: DictConfig, sizes: DryRun, work: Workload) -> float:
+def cached_features(spec: RunSpec, sizes: DryRun, work: Workload) -> float:
     """Bytes of features that the live source keeps in the host's memory."""
-    keep = build(config.source).max_cached_bytes
+    keep = spec.source.build().max_cached_bytes
     total = work.tokens * len(sizes.features) * sizes.width * sizes.dtype.itemsize
     return float(min(keep, total)) if work.epochs > 0 and sizes.features else 0.0
 
 
-def target_epochs(config: DictConfig, sizes: DryRun, work: Workload) -> float:
+def target_epochs(spec: RunSpec, sizes: DryRun, work: Workload) -> float:
     """How often the target runs over the data: of what is cached once only, where all of a batch is."""
     total = work.tokens * len(sizes.features) * sizes.width * sizes.dtype.itemsize
-    cached = cached_features(config, sizes, work) / total if total else 0.0
+    cached = cached_features(spec, sizes, work) / total if total else 0.0
     rows = (work.dataset.examples and len(work.dataset.examples) / len(work.batches)) or 1.0
     return min(1.0, work.epochs) + max(0.0, work.epochs - 1) * (1 - cached**rows)
 
 
-def total_flops(config: DictConfig, sizes: DryRun, work: Workload) -> float:
-    times = 0.0 if build(config.source).stores_features else target_epochs(config, sizes, work)
+def total_flops(spec: RunSpec, sizes: DryRun, work: Workload) -> float:
+    times = 0.0 if spec.source.build().stores_features else target_epochs(spec, sizes, work)
     trained = work.padded * (sizes.flops.get(TARGET, 0.0) * times + sizes.flops.get(STEP, 0.0) * work.epochs)
-    return trained + num_looks(config, work) * look_flops(sizes, work)
+    return trained + num_looks(spec, work) * look_flops(sizes, work)
 
 
-def num_looks(config: DictConfig, work: Workload) -> int:
+def num_looks(spec: RunSpec, work: Workload) -> int:
     """How often what is held out is drafted for: with each checkpoint or as often as is options for, and at the end."""
-    trainer = Trainer.from_config(config)
+    trainer = Trainer.from_spec(spec)
     every = trainer.save_every if trainer.eval_every is None else trainer.eval_every
     return math.ceil(work.num_steps / every) if every else 1
 

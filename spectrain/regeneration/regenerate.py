@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from omegaconf import DictConfig, OmegaConf
-
-from spectrain.config.build import build, import_constructor
-from spectrain.config.check import check_config
+from spectrain.config.build import GroupSpec
+from spectrain.config.spec import RunSpec
 from spectrain.data.messages import Conversation
 from spectrain.data.readers import ConversationReader
 from spectrain.data.shards import FailedRow, PendingRow, Row, Shard, ShardSet
@@ -25,7 +23,7 @@ from spectrain.decoding.session import Session
 from spectrain.errors import RunError, UserError
 from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance
-from spectrain.runs.defaults import resolve_eval_config as with_defaults
+from spectrain.runs.defaults import resolve_eval_spec
 from spectrain.runs.drafter_files import build_drafter, load_weights
 from spectrain.runs.folder import find_trained_target
 from spectrain.runs.paths import find_drafter_directory
@@ -208,47 +206,49 @@ class Regeneration:
 FAILURE_TEXTS = {"failed": "failed", "too_long": "too long for the context", "cut": "left out for a cut answer"}
 
 
-def regenerate_command(config: DictConfig) -> None:
-    """Check an existing set, or write it."""
-    if config.out is None:
+def regenerate_command(
+    spec: RunSpec, writer: GroupSpec, sampling: GroupSpec, regenerate: GroupSpec, out: str | None, check: bool
+) -> None:
+    """Check an existing set, or write it with the target, the tree and the data of `spec`."""
+    if out is None:
         raise UserError("out: say where the conversations go, as in out=DIR")
-    out = Path(str(config.out)).expanduser()
-    if config.check:
-        faults = ShardSet(out).find_faults()
-        report_faults(ShardSet(out), faults)
+    folder = Path(str(out)).expanduser()
+    if check:
+        faults = ShardSet(folder).find_faults()
+        report_faults(ShardSet(folder), faults)
         if faults:
             named = ", ".join([*faults][:5]) + (f" and {len(faults) - 5} more" if len(faults) > 5 else "")
-            raise RunError(f"out={out}: not whole: {named}; run the command that made it, without check=true")
+            raise RunError(f"out={folder}: not whole: {named}; run the command that made it, without check=true")
         return
-    sampling, settings, data = build(config.sampling), build(config.regenerate), build(config.data)
-    data.asks_only = True
-    data.load_conversations()
-    if import_constructor(config.writer).needs_target:
-        writer = make_engine_writer(config, sampling, settings, data)
+    settings, reader, sampler = regenerate.build(), spec.data.build(), sampling.build()
+    reader.asks_only = True
+    reader.load_conversations()
+    if writer.load_constructor().needs_target:
+        session = make_engine_writer(writer, spec, sampler, settings, reader)
     else:
-        for key in ("target", "run", "tree"):
-            if config.get(key) is not None:
+        for key, value in (("target", spec.target.node), ("run", spec.run), ("tree", spec.tree.node)):
+            if value:
                 raise UserError(f"{key}: the server has its own model, which writer.model names; leave {key} out")
-        writer = build(config.writer, sampling=sampling)
-    settings.run(out, data, sampling, writer)
+        session = writer.build(sampling=sampler)
+    settings.run(folder, reader, sampler, session)
 
 
 def make_engine_writer(
-    config: DictConfig, sampling: Sampling, settings: Regeneration, data: ConversationReader
+    writer: GroupSpec, requested: RunSpec, sampling: Sampling, settings: Regeneration, data: ConversationReader
 ) -> EngineWriter:
     """Return our own engine with the target and, if a run is named, its drafter."""
-    if config.run is None and config.get("tree") is not None:
+    if requested.run is None and requested.tree.node:
         raise UserError("tree: nothing is drafted without a drafter; give one, as in run=runs/NAME, or leave tree out")
-    standing_in = None if config.run else {"_target_": "spectrain.drafters.ngram.Ngram"}  # nothing is drafted
-    requested = {key: config.get(key) for key in ("run", "target", "tree")}
-    completed, run = with_defaults(OmegaConf.create({**requested, "drafter": standing_in, "acceptance": None, "eval": None}))
-    completed = check_config(completed, [str(key) for key in completed])
-    target: Target = build(completed.target)
+    nodes = {group.group: group.node or None for group in (requested.target, requested.tree)}
+    # Without a run nothing is drafted, and any drafter will do.
+    drafter_node = None if requested.run else GroupSpec("drafter", "ngram").node
+    spec, run = resolve_eval_spec({**nodes, "run": requested.run, "drafter": drafter_node})
+    target: Target = spec.target.build()
     target.pack_weights()
-    plain: EngineWriter = build(config.writer, sampling=sampling, target=target)
-    if config.run is None:
+    plain: EngineWriter = writer.build(sampling=sampling, target=target)
+    if requested.run is None:
         return plain
-    directory, drafter, builder = find_drafter_directory(run), build_drafter(completed.drafter, target), build(completed.tree)
+    directory, drafter, builder = find_drafter_directory(run), build_drafter(spec.drafter, target), spec.tree.build()
     if drafter.capabilities.target_training or find_trained_target(run) is not None:
         raise UserError(
             f"run={run}: its drafter belongs to the target that was trained with it; regenerate without a drafter, by "
@@ -261,7 +261,7 @@ def make_engine_writer(
     ]
     prompts = collect_prompts(plain, first)
     Session.from_drafter(target, drafter, builder, sampling.acceptance_rule, lambda: prompts)
-    return build(config.writer, sampling=sampling, target=target, drafter=drafter, builder=builder)
+    return writer.build(sampling=sampling, target=target, drafter=drafter, builder=builder)
 
 
 def report_faults(shards: ShardSet, faults: dict[str, str]) -> None:

@@ -1,18 +1,17 @@
 """The files of a drafter: written after training, and read from any layout."""
 
-import inspect
 import json
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from spectrain.config.build import build, import_constructor
-from spectrain.config.choices import by_choice_name, list_constructors
+from spectrain.config.build import GroupSpec
+from spectrain.config.choices import list_constructors
 from spectrain.config.saved import parse_description, read_json, read_json_object
+from spectrain.config.spec import RunSpec
 from spectrain.drafters.base import Drafter
 from spectrain.errors import RunError, UserError, first_line
 from spectrain.export.converter import read_drafter
@@ -24,19 +23,20 @@ from spectrain.provenance import package_versions
 from spectrain.training.checkpoints import collect_tensors, find_mismatches, load_tensors
 from spectrain.training.run import TrainingResult
 
-from .folder import find_trained_target, recipe_name, to_container
+from .folder import find_trained_target
 from .paths import find_drafter_directory
 
 
 def save_drafter(
-    directory: Path, drafter: Drafter, config: DictConfig, result: TrainingResult | None = None, remedy: str = REPEAT_COMMAND
+    directory: Path, drafter: Drafter, spec: RunSpec, result: TrainingResult | None = None, remedy: str = REPEAT_COMMAND
 ) -> None:
     """Write config.json and model.safetensors, which are enough to load the drafter; `result` adds the cost of its
     training."""
-    groups = by_choice_name(to_container(config))
-    description = {key: groups.get(key) for key in ("drafter", "target", "tree", "acceptance")}
-    description["drafter"] = {**(description["drafter"] or {}), **drafter.saved.settings}
-    description |= {"recipe": recipe_name(config), "spectrain_version": package_versions().get("spectrain")}
+    description: dict[str, Any] = {
+        group.group: group.save() or None for group in (spec.drafter, spec.target, spec.tree, spec.acceptance)
+    }
+    description["drafter"] = {**spec.drafter.save(), **drafter.saved.settings}
+    description |= {"recipe": spec.name, "spectrain_version": package_versions().get("spectrain")}
     if result is not None:
         description["training"] = {"steps": result.num_steps, "tokens": result.num_tokens, "seconds": round(result.seconds, 2),
                                    "parameters": result.num_parameters, "taken": result.result_step}  # fmt: skip
@@ -53,25 +53,24 @@ def save_drafter(
         (scratch / "config.json").write_text(json.dumps(description, indent=2) + "\n")
 
 
-def build_drafter(node: Any, target: Target) -> Drafter:
+def build_drafter(spec: GroupSpec, target: Target) -> Drafter:
     """Build the drafter that settings describe; inner drafters that are directories are loaded with their weights."""
-    settings: Any = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else dict(node)
-    keys = import_constructor(settings).saved.inner if inspect.isclass(import_constructor(settings)) else ()
+    constructor: Any = spec.load_constructor()
+    keys = constructor.saved.inner if hasattr(constructor, "saved") else ()
     # Inner drafters in directories: setting, index in its list, directory.
-    held: list[tuple[str, int | None, Path]] = []
+    directories: list[tuple[str, int | None, Path]] = []
     for key in keys:
-        given = settings.get(key)
-        for index, where in enumerate(given) if isinstance(given, list) else [(None, given)]:
-            if isinstance(where, str) and where not in list_constructors("drafter"):
-                held.append((key, index, _find_inner_directory(key, where)))
-    for key, index, directory in held:
-        description = by_choice_name({"drafter": load_description(directory, None)["drafter"]})["drafter"]
-        if index is None:
-            settings = {**settings, key: description}
-        else:
-            settings = {**settings, key: [*settings[key][:index], description, *settings[key][index + 1 :]]}
-    drafter: Drafter = build(settings, target=target)
-    for key, index, directory in held:
+        value = spec.get(key)
+        for index, name in enumerate(value) if isinstance(value, list) else [(None, value)]:
+            if isinstance(name, str) and name not in list_constructors("drafter"):
+                directories.append((key, index, _find_inner_directory(key, name)))
+    for key, index, directory in directories:
+        description: Any = GroupSpec.from_node("drafter", load_description(directory, None)["drafter"]).save()
+        if index is not None:
+            description = [*spec.get(key)[:index], description, *spec.get(key)[index + 1 :]]
+        spec = spec.with_settings(**{key: description})
+    drafter: Drafter = spec.build(target=target)
+    for key, index, directory in directories:
         inner = getattr(drafter, key)
         load_weights(inner if index is None else inner[index], directory, target)
     return drafter
@@ -84,9 +83,9 @@ def _find_inner_directory(key: str, value: str) -> Path:
     return directory
 
 
-def load_drafter(config: DictConfig, run: Path, target: Target) -> Drafter:
-    """Build the drafter of `config`, with the weights of `run` if it is a run folder or a drafter directory."""
-    drafter = build_drafter(config.drafter, target)
+def load_drafter(spec: RunSpec, run: Path, target: Target) -> Drafter:
+    """Build the drafter of `spec`, with the weights of `run` if it is a run folder or a drafter directory."""
+    drafter = build_drafter(spec.drafter, target)
     directory = find_drafter_directory(run)
     if directory is not None:
         load_weights(drafter, directory, target)
@@ -141,12 +140,12 @@ def is_native(directory: Path) -> bool:
     return not isinstance(config, dict) or "drafter" in config
 
 
-def load_description(directory: Path, target: Any) -> dict[str, Any]:
+def load_description(directory: Path, target: GroupSpec | None) -> dict[str, Any]:
     """Return the settings of a drafter, its target, tree and acceptance rule from config.json.
 
     The config of another project is translated, with the `target` that the command names.
     """
-    settings: Any = to_container(target) if target else None
+    settings: Any = target.node if target else None
     if is_native(directory):
         path = directory / "config.json"
         return parse_description(read_json(path), path)

@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
-from omegaconf import DictConfig, OmegaConf
 
-from spectrain.config.choices import by_choice_name, choice_name
-from spectrain.config.saved import parse_groups, read_yaml
+from spectrain.config.spec import RunSpec
 from spectrain.data.dataset import Dataset
 from spectrain.errors import UserError
 from spectrain.files import write_text
@@ -18,14 +16,14 @@ from spectrain.provenance import collect_provenance
 from spectrain.training.checkpoints import latest_checkpoint
 
 
-def choose_folder(config: DictConfig, accelerator: Any) -> Path:
+def choose_folder(spec: RunSpec, accelerator: Any) -> Path:
     """Return the run folder, the same on every process. A folder with a run in it is accepted only with
     trainer.resume=auto."""
-    resume = config.trainer.get("resume") == "auto"
-    if config.run is None and resume:
+    resume = spec.trainer.get("resume") == "auto"
+    if spec.run is None and resume:
         raise UserError("trainer.resume=auto: say which run to go on with, as in run=runs/NAME")
-    if config.run is not None:
-        run = Path(config.run)
+    if spec.run is not None:
+        run = Path(spec.run)
         taken = [(run / "config.yaml").exists()]
         if accelerator.num_processes > 1:
             # The first process may write it before another process checks.
@@ -35,7 +33,7 @@ def choose_folder(config: DictConfig, accelerator: Any) -> Path:
         if run.exists() and not run.is_dir():
             raise UserError(f"run={run}: this is a file; choose a folder")
         return run
-    base = Path("runs") / f"{recipe_name(config)}-{target_name(config)}"
+    base = Path("runs") / f"{spec.name}-{spec.target_name}"
     chosen = [base]
     number = 1
     while chosen[0].exists():
@@ -44,13 +42,13 @@ def choose_folder(config: DictConfig, accelerator: Any) -> Path:
     return broadcast_object_list(chosen)[0] if accelerator.num_processes > 1 else chosen[0]
 
 
-def open_run(run: Path, config: DictConfig, dataset: Dataset, target: Target) -> None:
+def open_run(run: Path, spec: RunSpec, dataset: Dataset, target: Target) -> None:
     """Create the folder with its configuration and provenance; a resumed run keeps its own."""
     made = not run.exists()
     try:
         run.mkdir(parents=True, exist_ok=True)
         if (run / "config.yaml").exists():
-            check_resumable(run, config)
+            check_resumable(run, spec)
             return
         facts = {
             "data": dataset.provenance_facts(),
@@ -59,7 +57,7 @@ def open_run(run: Path, config: DictConfig, dataset: Dataset, target: Target) ->
             **collect_provenance(),
         }
         write_text(run / "provenance.json", json.dumps(facts, indent=2) + "\n")
-        write_text(run / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(by_choice_name(to_container(config)))))
+        write_text(run / "config.yaml", spec.to_yaml())
     except OSError as error:
         raise UserError(f"run={run}: the folder cannot be written ({error.strerror}); choose another") from error
     finally:
@@ -76,29 +74,21 @@ CHANGEABLE_KEYS = {
 """Settings that a resumed run may change, for they change nothing that is learnt; a step goes on taking as many batches."""
 
 
-def check_resumable(run: Path, config: DictConfig) -> None:
+def check_resumable(run: Path, spec: RunSpec) -> None:
     """Raise a UserError if the settings differ from those that the run began with."""
-    before, now = by_choice_name(load_run_settings(run)), by_choice_name(to_container(config))
+    before, now = RunSpec.load(run / "config.yaml").save(), spec.save()
     if latest_checkpoint(run) is None:
         return
-    # The only choices of early versions.
-    before = {"optimizer": {"choice": "adamw"}, "schedule": {"choice": "cosine"}, **before}
     for group in ("target", "drafter", "data", "trainer", "optimizer", "schedule"):
         free = CHANGEABLE_KEYS.get(group, ())
-        old = {k: v for k, v in (before.get(group) or {}).items() if k not in free}
-        new = {k: v for k, v in (now.get(group) or {}).items() if k not in free}
+        old = {k: v for k, v in before[group].items() if k not in free}
+        new = {k: v for k, v in now[group].items() if k not in free}
         for key in sorted({*old, *new}):
             if old.get(key) != new.get(key):
                 name = group if key == "choice" else f"{group}.{key}"
                 raise UserError(
                     f"{name}={new.get(key)}: the run in {run} began with {old.get(key)}; use that, or another run folder"
                 )
-
-
-def load_run_settings(run: Path) -> dict[str, Any]:
-    """Load config.yaml of a run folder, with its groups as nodes to construct."""
-    path = run / "config.yaml"
-    return parse_groups(read_yaml(path), path)
 
 
 def find_trained_target(run: Path) -> Path | None:
@@ -114,22 +104,3 @@ def archive_earlier(folder: Path) -> None:
     while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
     folder.rename(aside)
-
-
-def to_container(config: Any) -> Any:
-    """Return settings as plain containers."""
-    return OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
-
-
-def recipe_name(config: DictConfig) -> str:
-    """Return the recipe that the command named, or else the choice of the drafter."""
-    return str(config.get("recipe_name") or choice_name("drafter", config.drafter))
-
-
-def target_name(config: DictConfig) -> str:
-    name = choice_name("target", config.target)
-    return Path(str(config.target.get("model", name))).name if name == "hf" else name
-
-
-def evaluation_name(config: DictConfig) -> str:
-    return str(config.eval.get("name", "heldout"))

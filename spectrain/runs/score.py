@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from omegaconf import DictConfig, OmegaConf
 
-from spectrain.config.build import build
-from spectrain.config.choices import by_choice_name
+from spectrain.config.build import GroupSpec
 from spectrain.config.saved import read_json_object
+from spectrain.config.spec import RunSpec
 from spectrain.data.dataset import Dataset
 from spectrain.data.datastore import Datastore
 from spectrain.data.index import index_dataset
@@ -25,7 +24,7 @@ from spectrain.training.metrics import Tracker
 
 from .candidate import Candidate
 from .drafter_files import load_drafter, load_training_facts, save_drafter
-from .folder import archive_earlier, find_trained_target, load_run_settings, recipe_name, target_name, to_container
+from .folder import archive_earlier, find_trained_target
 from .init_drafter import init_drafter
 from .paths import find_drafter_directory
 from .shipped_drafters import is_shipped
@@ -34,53 +33,53 @@ from .tracking import tracked
 MAX_INDEXED_TOKENS = 20_000_000  # tokens
 
 
-def evaluate(config: DictConfig, run: Path, target: Target | None = None, tracker: Tracker | None = None) -> dict[str, Any]:
+def evaluate(spec: RunSpec, run: Path, target: Target | None = None, tracker: Tracker | None = None) -> dict[str, Any]:
     """Score the drafter of a run folder or of a drafter directory; without a run's own `tracker`, as a tracked run of its
     own.
 
     The main process does this alone. If the target is sharded, all processes decode and the main process writes.
     """
     state = PartialState(cpu=not torch.cuda.is_available())
-    sharded = config.target.get("sharding", "none") != "none"
+    sharded = spec.target.get("sharding", "none") != "none"
     if not state.is_main_process and not sharded:
         # No process waits: scoring may exceed the timeout of the process group.
         return {}
-    evaluation = build(config.eval)
-    own = build(config.get("tracker")) if tracker is None and state.is_main_process else None
-    target = target or load_target(config, run)
-    if sharded and (evaluation.guard or build(config.tree).uses_latency):
+    evaluation = spec.eval.build()
+    own = spec.tracker.build() if tracker is None and state.is_main_process else None
+    target = target or load_target(spec, run)
+    if sharded and (evaluation.guard or spec.tree.build().uses_latency):
         raise UserError(
             f"target.sharding={target.sharding}: processes must draft the same trees, so no tree or guard can go by the clock; "
             "use tree=eagle2 and no eval.guard"
         )
     evaluation.check_prompts(target)
     dataset = None
-    if evaluation.reads_data and config.get("data") and "_target_" in config.data:
-        dataset = build(config.data).make_dataset(target.template, target.vision)
-    drafter = load_drafter(config, run, target)
+    if evaluation.reads_data and spec.data:
+        dataset = spec.data.build().make_dataset(target.template, target.vision)
+    drafter = load_drafter(spec, run, target)
     if state.is_main_process:
-        settings: Any = OmegaConf.to_container(config)
-        with nullcontext(tracker) if tracker is not None else tracked(own, run, settings, "eval") as tracker:
-            return score(config, run, target, drafter, evaluation, dataset, tracker)
+        with nullcontext(tracker) if tracker is not None else tracked(own, run, spec.to_nodes(), "eval") as tracker:
+            return score(spec, run, target, drafter, evaluation, dataset, tracker)
     with TemporaryDirectory() as scratch, redirect_stdout(StringIO()):
-        return score(config, run, target, drafter, evaluation, dataset, Tracker(), Path(scratch))
+        return score(spec, run, target, drafter, evaluation, dataset, Tracker(), Path(scratch))
 
 
-def load_target(config: DictConfig, run: Path) -> Target:
-    """Load the target of a run folder or a drafter directory: the one trained with the drafter, or else that of `config`."""
+def load_target(spec: RunSpec, run: Path) -> Target:
+    """Load the target of a run folder or a drafter directory: the one trained with the drafter, or else that of `spec`."""
     saved_target = find_trained_target(run)
     if saved_target is None:
-        return build(config.target)
-    loading = {key: value for key, value in config.target.items() if key in ("dtype", "device", "trust_remote_code")}
-    target: Target = build({**loading, "_target_": "spectrain.models.loading.load_hf", "model": str(saved_target)})
+        own: Target = spec.target.build()
+        return own
+    loading = {key: value for key, value in spec.target.settings.items() if key in ("dtype", "device", "trust_remote_code")}
+    target: Target = GroupSpec("target", "hf", {**loading, "model": str(saved_target)}).build()
     facts = saved_target.parent / "provenance.json"
     trained_name = read_json_object(facts).get("target_name") if facts.exists() else None
-    target.name = f"{trained_name or target_name(config)}, trained"
+    target.name = f"{trained_name or spec.target_name}, trained"
     return target
 
 
 def score(
-    config: DictConfig,
+    spec: RunSpec,
     run: Path,
     target: Target,
     drafter: Drafter,
@@ -93,7 +92,7 @@ def score(
     folder = (output_folder or run) / "eval" / evaluation.name
     # A folder that cannot be written raises an error before anything is decoded.
     with atomic_write(folder, folder=True) as scratch:
-        summary: dict[str, Any] = evaluation.score(make_candidate(config, run, target, drafter, dataset, scratch), scratch)
+        summary: dict[str, Any] = evaluation.score(make_candidate(spec, run, target, drafter, dataset, scratch), scratch)
         archive_earlier(folder)
     print(f"written to {folder}")
     tracker.log_evaluation(summary, evaluation.tabulate(summary), folder)
@@ -101,39 +100,40 @@ def score(
 
 
 def make_candidate(
-    config: DictConfig, run: Path, target: Target, drafter: Drafter, dataset: Dataset | None, folder: Path
+    spec: RunSpec, run: Path, target: Target, drafter: Drafter, dataset: Dataset | None, folder: Path
 ) -> Candidate:
     """Return the candidate to score, with everything that the run knows about it."""
     trained, training = find_trained_target(run), drafter.capabilities.target_training
     setting = {
         "target": target.name,
         "target_path": str(trained.resolve()) if training and trained is not None else target.path,
-        "recipe": recipe_name(config),
-        **{group: by_choice_name(to_container(config))[group] for group in ("drafter", "acceptance")},
-        "trained": find_drafter_directory(run) is not None or is_shipped(config.drafter),
+        "recipe": spec.name,
+        "drafter": spec.drafter.save(),
+        "acceptance": spec.acceptance.save(),
+        "trained": find_drafter_directory(run) is not None or is_shipped(spec.drafter),
         "training": load_training_facts(run),
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name() if target.device.type == "cuda" else processor_name(),
         **collect_provenance(),
     }
-    began: Any = OmegaConf.create(load_run_settings(run)) if (run / "config.yaml").exists() else config
+    began = RunSpec.load(run / "config.yaml") if (run / "config.yaml").exists() else spec
     trainable = dataset is not None and has_weights(drafter) and not training
     # The saved settings no longer describe the initial drafter.
-    trainable = trainable and (began is not config or not drafter.saved.settings)
+    trainable = trainable and (began is not spec or not drafter.saved.settings)
     return Candidate(
         target,
         drafter,
-        build(config.tree),
-        build(config.acceptance),
+        spec.tree.build(),
+        spec.acceptance.build(),
         setting,
         (lambda: init_drafter(began, target, dataset)) if dataset is not None and trainable else None,
-        (lambda: build(config.target)) if training and trained is not None else None,
-        lambda: open_answer_store(config, run, target, dataset),
-        lambda learnt: save_drafter(folder / "drafter", learnt, config),
+        (spec.target.build) if training and trained is not None else None,
+        lambda: open_answer_store(spec, run, target, dataset),
+        lambda learnt: save_drafter(folder / "drafter", learnt, spec),
     )
 
 
-def open_answer_store(config: DictConfig, run: Path, target: Target, dataset: Dataset | None) -> Datastore | None:
+def open_answer_store(spec: RunSpec, run: Path, target: Target, dataset: Dataset | None) -> Datastore | None:
     """Open the answers that a run was trained on as a store in its folder; the first call writes it.
 
     None for a stream, and for more tokens than are sorted in half a minute.
@@ -143,5 +143,5 @@ def open_answer_store(config: DictConfig, run: Path, target: Target, dataset: Da
         fits = dataset is not None and not dataset.is_sample and dataset.num_tokens <= MAX_INDEXED_TOKENS
         if dataset is None or not fits or not (run / "config.yaml").exists():
             return None
-        index_dataset(build(config.data), dataset, target.tokenizer, folder)
+        index_dataset(spec.data.build(), dataset, target.tokenizer, folder)
     return Datastore(str(folder), target.tokenizer)

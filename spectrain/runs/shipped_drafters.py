@@ -1,10 +1,6 @@
 """Trained drafters that ship with the package, each for one target."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from spectrain.config.build import build
-from spectrain.config.choices import choice_name
+from spectrain.config.build import GroupSpec
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
 from spectrain.models.target import Target
@@ -26,21 +22,22 @@ def smollm2_eagle3(target: Target) -> Drafter:
     return load_shipped_drafter("smollm2-eagle3", target)
 
 
-def is_shipped(node: Mapping[str, Any]) -> bool:
+def is_shipped(drafter: GroupSpec) -> bool:
     """Tell whether a drafter's settings name a drafter that ships with the package."""
-    return (SHIPPED_FOLDER / choice_name("drafter", node)).is_dir()
+    return (SHIPPED_FOLDER / str(drafter.choice)).is_dir()
 
 
 def load_shipped_drafter(name: str, target: Target) -> Drafter:
     """Load a shipped drafter with its weights; raise a UserError if they do not fit the target."""
     description = load_description(SHIPPED_FOLDER / name, None)
-    drafter: Drafter = build(description["drafter"], target=target)
+    family = GroupSpec.from_node("drafter", description["drafter"])
+    drafter: Drafter = family.build(target=target)
     try:
         load_weights(drafter, SHIPPED_FOLDER / name, target)
     except UserError as error:
-        wanted, family = choice_name("target", description["target"]), choice_name("drafter", description["drafter"])
+        trained_for = GroupSpec.from_node("target", description["target"]).choice
         raise UserError(
-            f"drafter={name}: it is for target={wanted}, and {target.name} is another model; train one for it, as in "
-            f"spectrain train recipe={family}"
+            f"drafter={name}: it is for target={trained_for}, and {target.name} is another model; train one for it, as in "
+            f"spectrain train recipe={family.choice}"
         ) from error
     return drafter

@@ -14,12 +14,11 @@ from typing import Any, Literal
 import httpx
 from omegaconf import OmegaConf
 
-from spectrain.config.choices import choice_name
+from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
 from spectrain.files import write_text
 from spectrain.training.metrics import RunKind, Tracker, read_metrics
 
-from .folder import recipe_name, target_name
 from .wandb_account import logged_in
 from .wandb_file import last_logged_step
 
@@ -246,13 +245,12 @@ def require(package: str) -> None:
 
 def names(config: dict[str, Any]) -> dict[str, str]:
     """What runs are grouped and found by: the target, the drafter's family and the recipe, where a configuration has them."""
-    settings, found = OmegaConf.create(config), {}
-    if (config.get("target") or {}).get("_target_"):
-        found["target"] = target_name(settings)
-    if (config.get("drafter") or {}).get("_target_"):
-        found["family"] = choice_name("drafter", config["drafter"])
-        found["recipe"] = recipe_name(settings)
-    return found
+    spec, names_by_kind = RunSpec.from_nodes(config), {}
+    if spec.target:
+        names_by_kind["target"] = spec.target_name
+    if spec.drafter:
+        names_by_kind |= {"family": str(spec.drafter.choice), "recipe": spec.name}
+    return names_by_kind
 
 
 def drafter_values(rows: list[Row]) -> Row:

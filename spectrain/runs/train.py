@@ -4,9 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
-from spectrain.config.build import build
+from spectrain.config.spec import RunSpec
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter
 from spectrain.features.base import Source
@@ -19,7 +17,7 @@ from spectrain.training.trainer import Trainer
 
 from .defaults import default_tree
 from .drafter_files import save_drafter
-from .folder import choose_folder, evaluation_name, open_run
+from .folder import choose_folder, open_run
 from .init_drafter import apply_init_shape, init_drafter
 from .score import evaluate, score
 from .tracking import tracked
@@ -39,29 +37,27 @@ class TrainingInputs:
     report_lines: list[str]
 
 
-def train(config: DictConfig, overrides: list[str], target: Target | None = None, dataset: Dataset | None = None) -> Path:
-    """Train the drafter that `config` names and, unless eval=none, score it. All input is read before anything is written.
+def train(spec: RunSpec, target: Target | None = None, dataset: Dataset | None = None) -> Path:
+    """Train the drafter that `spec` names and, unless eval=none, score it. All input is read before anything is written.
 
-    `overrides` are the settings of the command itself, as opposed to those of a recipe. `target` and `dataset` may be
-    passed if they are loaded already.
+    `target` and `dataset` may be passed if they are loaded already.
     """
-    apply_init_shape(config, overrides)
-    default_tree(config, overrides)
-    trainer = Trainer.from_config(config)
+    spec = default_tree(apply_init_shape(spec))
+    trainer = Trainer.from_spec(spec)
     accelerator = trainer.make_accelerator()
-    run = choose_folder(config, accelerator)
+    run = choose_folder(spec, accelerator)
     finished = (run / "drafter" / "config.json").exists()
-    if finished and is_finished(config, run):
+    if finished and is_finished(spec, run):
         return run
-    tracker: Tracker | None = build(config.get("tracker")) if accelerator.is_main_process else None
-    settings: Any = OmegaConf.to_container(config)
+    tracker: Tracker | None = spec.tracker.build() if accelerator.is_main_process else None
+    settings = spec.to_nodes()
     if finished:
         with tracked(tracker, run, settings, step=read_last_step(run / "metrics.jsonl")) as tracker:
-            evaluate(config, run, tracker=tracker)
+            evaluate(spec, run, tracker=tracker)
         return run
-    work = load_inputs(config, trainer, target, dataset)
+    work = load_inputs(spec, trainer, target, dataset)
     if accelerator.is_main_process:
-        open_run(run, config, work.dataset, work.target)
+        open_run(run, spec, work.dataset, work.target)
         print(f"{run}: {work.report_lines[0]}", *work.report_lines[1:], sep="\n", flush=True)
     accelerator.wait_for_everyone()
     work.target.pack_weights()
@@ -72,39 +68,39 @@ def train(config: DictConfig, overrides: list[str], target: Target | None = None
         finally:
             work.source.flush()
         if accelerator.is_main_process:
-            save_trained(work, config, run, trained)
+            save_trained(work, spec, run, trained)
             tracker.log_drafter(run / "drafter")
         if work.evaluation is not None:
-            score_trained(work, config, run, trained, tracker, accelerator)
+            score_trained(work, spec, run, trained, tracker, accelerator)
     return run
 
 
-def is_finished(config: DictConfig, run: Path) -> bool:
+def is_finished(spec: RunSpec, run: Path) -> bool:
     """Tell whether a trained run is also scored or has no evaluation; if so, print where its results are."""
-    if not (config.get("eval") and "_target_" in config.eval):
+    if not spec.eval:
         print(f"{run} is finished: its drafter is in {run / 'drafter'}")
         return True
-    if (run / "eval" / evaluation_name(config) / "summary.json").exists():
+    if (run / "eval" / spec.evaluation_name / "summary.json").exists():
         print(f"{run} is finished and scored: see {run / 'eval'}")
         return True
     return False
 
 
-def load_inputs(config: DictConfig, trainer: Trainer, target: Target | None, dataset: Dataset | None) -> TrainingInputs:
+def load_inputs(spec: RunSpec, trainer: Trainer, target: Target | None, dataset: Dataset | None) -> TrainingInputs:
     """Load data, target, prompts and drafter; any mistake in one of them raises an error here."""
-    data = build(config.data)
+    data = spec.data.build()
     if dataset is None:
         data.load_conversations()
-    evaluation = build(config.get("eval"))
-    target = target or build(config.target)
+    evaluation = spec.eval.build()
+    target = target or spec.target.build()
     assert target is not None
     if evaluation is not None:
         evaluation.check_prompts(target)
     dataset = dataset or data.make_dataset(target.template, target.vision)
     # A stream needs trainer.max_steps.
     trainer.num_steps(dataset)
-    drafter = init_drafter(config, target, dataset)
-    source: Source = build(config.source)
+    drafter = init_drafter(spec, target, dataset)
+    source: Source = spec.source.build()
     source.begin(drafter)
     examples = None if dataset.is_sample else dataset.examples
     report = source.prepare(target, drafter.stages[0].layers, drafter.stages[0].final_reach, examples)
@@ -114,17 +110,17 @@ def load_inputs(config: DictConfig, trainer: Trainer, target: Target | None, dat
     )
 
 
-def save_trained(inputs: TrainingInputs, config: DictConfig, run: Path, result: TrainingResult) -> None:
+def save_trained(inputs: TrainingInputs, spec: RunSpec, run: Path, result: TrainingResult) -> None:
     """Save the drafter, and before it the target if it was trained too."""
     if inputs.drafter.capabilities.target_training:
         with atomic_write(run / "target", folder=True, remedy=resume_advice(run)) as scratch:
             inputs.target.save(scratch)
         inputs.target.name = f"{inputs.target.name}, trained"
-    save_drafter(run / "drafter", inputs.drafter, config, result, resume_advice(run))
+    save_drafter(run / "drafter", inputs.drafter, spec, result, resume_advice(run))
 
 
 def score_trained(
-    inputs: TrainingInputs, config: DictConfig, run: Path, result: TrainingResult, tracker: Tracker, accelerator: Any
+    inputs: TrainingInputs, spec: RunSpec, run: Path, result: TrainingResult, tracker: Tracker, accelerator: Any
 ) -> None:
     """Score the trained drafter from memory or, if it was sharded, load it again."""
     is_unsharded = inputs.target.sharding == "none"
@@ -132,6 +128,6 @@ def score_trained(
         # Every process loads the saved drafter.
         accelerator.wait_for_everyone()
     if result.is_reusable and is_unsharded and accelerator.is_main_process:
-        score(config, run, inputs.target, inputs.drafter, inputs.evaluation, inputs.dataset, tracker)
+        score(spec, run, inputs.target, inputs.drafter, inputs.evaluation, inputs.dataset, tracker)
     elif not result.is_reusable or not is_unsharded:
-        evaluate(config, run, None if inputs.drafter.capabilities.target_training else inputs.target, tracker)
+        evaluate(spec, run, None if inputs.drafter.capabilities.target_training else inputs.target, tracker)

@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from spectrain.config.build import build
+from spectrain.config.spec import RunSpec
 from spectrain.config.values import Below1, Count, NotNegative, Positive, Seed, Share
 from spectrain.data.dataset import Batching, Dataset
 from spectrain.drafters.base import Drafter
@@ -100,11 +100,11 @@ class Trainer:
     schedule: Schedule = field(default_factory=Cosine)
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> "Trainer":
-        """Build the trainer of a configuration, with its optimizer and its schedule."""
-        named = {group: build(config[group]) for group in ("optimizer", "schedule") if config.get(group)}
-        made: Trainer = build(config["trainer"], **named)
-        return made
+    def from_spec(cls, spec: RunSpec) -> "Trainer":
+        """Build the trainer of a run, with its optimizer and its schedule."""
+        parts = {group.group: group.build() for group in (spec.optimizer, spec.schedule) if group}
+        trainer: Trainer = spec.trainer.build(**parts)
+        return trainer
 
     def __post_init__(self) -> None:
         for key in ("lr", "epochs", "batch_tokens", "accumulate", "log_every", "keep_checkpoints", "max_skipped", "patience"):

@@ -17,6 +17,7 @@ from rich.console import Console
 from spectrain.cli import chat
 from spectrain.cli import main as cli
 from spectrain.cli.chat import Chat, PlainOutput, TerminalChat, TerminalOutput, TextPiece, TextStream
+from spectrain.config.spec import RunSpec
 from spectrain.data.chat import render_chat, tokenize_prompt
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.captured import CapturedRunner
@@ -294,7 +295,11 @@ def test_a_drafter_chats_by_what_pays_here(
     """With copies and a measured tree, unless a tree is asked for or the rule needs drawn children; the answer is the same."""
     torch.manual_seed(0)
     drafter = Eagle3(tiny, vocab_size=512)
-    save_drafter(tmp_path, drafter, composed("drafter=eagle3", "+drafter.vocab_size=512", "target=tiny", "tree=eagle2"))
+    save_drafter(
+        tmp_path,
+        drafter,
+        RunSpec.from_nodes(composed("drafter=eagle3", "+drafter.vocab_size=512", "target=tiny", "tree=eagle2")),
+    )
     greetings, seen = [], TerminalChat.answer_question
 
     def ask(self: TerminalChat, text: str) -> Generation | None:

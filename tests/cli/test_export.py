@@ -12,14 +12,14 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spectrain.cli.export import export_command
 from spectrain.cli.main import main
-from spectrain.config.build import build
+from spectrain.config.build import GroupSpec, build
+from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
 from spectrain.export.layouts import select_layout
 from spectrain.export.linter import lint
@@ -51,7 +51,7 @@ def run_of(folder: Path, tiny: Target, drafter: str, **options: Any) -> Path:
 
 
 def exported(run: Path, form: str, out: Path, **options: Any) -> Path:
-    return export_command(OmegaConf.create({"run": str(run), "format": form, "out": str(out), **options}))
+    return export_command(str(run), form, str(out), **options)
 
 
 def test_card_holds_the_measured_numbers_with_their_setting(tiny: Target, tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_mistakes_are_told_before_anything_is_written(case: str, tiny: Target, t
     run_of(tmp_path / "run", tiny, "eagle3", vocab_size=256)
     changes, word = MISTAKES[case]
     with pytest.raises(UserError, match=word):
-        export_command(OmegaConf.create({"run": "run", "format": None, "out": "out", **changes}))
+        export_command(**{"run": "run", "format": None, "out": "out", **changes})
     assert not (tmp_path / "out").exists()
 
 
@@ -260,7 +260,7 @@ def test_transformers_exits_an_exported_target_early(tmp_path: Path) -> None:
 
     with torch.no_grad():
         target.layers[0].mlp.down_proj.weight.mul_(1.01)  # type: ignore[union-attr]
-    save_drafter(tmp_path / "run" / "drafter", EarlyExit(target, exit_layer=3), config)
+    save_drafter(tmp_path / "run" / "drafter", EarlyExit(target, exit_layer=3), RunSpec.from_nodes(config))
     target.save(tmp_path / "run" / "target")
     out = exported(tmp_path / "run", "hf", tmp_path / "out")
     said = json.loads((out / "spectrain.json").read_text())["exits"]
@@ -269,7 +269,7 @@ def test_transformers_exits_an_exported_target_early(tmp_path: Path) -> None:
     assert plain == drafted
     assert "assistant_early_exit=3" in (out / "README.md").read_text()
     with pytest.raises(UserError, match=rf"^{out}: this is a target that exits early, not a drafter; use it as target=hf"):
-        load_saved_settings(out, has_drafter_choice=False, target=None)
+        load_saved_settings(out, has_choice=False, target=GroupSpec("target"))
 
 
 def test_medusa_2_brings_its_target(tmp_path: Path) -> None:
@@ -418,7 +418,7 @@ def hub() -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
 
 def test_nothing_is_uploaded_unasked(tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without push the upload is never reached."""
-    monkeypatch.setattr("spectrain.cli.export.push", lambda *_: pytest.fail("uploaded"))
+    monkeypatch.setattr("spectrain.cli.export.upload", lambda *_: pytest.fail("uploaded"))
     exported(run_of(tmp_path / "run", tiny, "eagle3", vocab_size=64), "sglang", tmp_path / "out", push=None)
 
 

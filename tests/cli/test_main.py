@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from spectrain.cli import main as cli
 from spectrain.cli.overrides import allow_new_keys, list_config_groups, to_settings
 from spectrain.config.check import check_config
-from spectrain.config.keys import TRAIN_KEYS
+from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
 
 GOOD = json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]})
@@ -267,7 +267,7 @@ def test_values_are_converted_to_the_declared_type(given: str, expected: float) 
     """What yaml reads as text or as a whole number reaches the constructor as its type."""
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         config = compose("train", overrides=["recipe=eagle3", f"++trainer.lr={given}"])
-    lr = check_config(config, TRAIN_KEYS).trainer.lr
+    lr = RunSpec.from_config(config).trainer.get("lr")
     assert type(lr) is float and lr == expected
 
 

@@ -14,9 +14,8 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 import spectrain
-from spectrain.config.build import build
-from spectrain.config.check import check_config
-from spectrain.config.keys import COMPARE_KEYS, REGENERATE_KEYS, TRAIN_KEYS
+from spectrain.config.build import GroupSpec
+from spectrain.config.spec import RUN_KEYS, RunSpec, read_run, read_settings
 from spectrain.data.readers import ConversationReader
 from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.drafters.base import Drafter
@@ -26,7 +25,7 @@ from spectrain.features.base import Source
 from spectrain.models.target import Target
 from spectrain.planning.plan import Plan
 from spectrain.regeneration.writers import AnswerWriter, Sampling
-from spectrain.runs.defaults import resolve_eval_config
+from spectrain.runs.defaults import resolve_eval_spec
 from spectrain.training.metrics import Tracker
 from spectrain.training.optimizers import UpdateRule
 from spectrain.training.schedules import Schedule
@@ -104,7 +103,7 @@ def test_choices_compose_and_build(
     """A choice passes the check against its constructor and becomes what its group holds; data can be read."""
     overrides = [word for one in choices for word in ("=".join(one), *needed.get(one, []))]
     drafter = [] if "drafter" in dict(choices) else ["drafter=ngram"]
-    checked = check_config(composed("plan", *drafter, *overrides), [*TRAIN_KEYS, "plan"])
+    checked = read_settings(composed("plan", *drafter, *overrides), [*RUN_KEYS, "plan"])
     for group, choice in choices:
         assert_builds(checked, group, choice, request)
 
@@ -114,22 +113,23 @@ def test_choice_of_another_command_composes_and_builds(
     group: str, choice: str, needed: dict[tuple[str, str], list[str]], request: pytest.FixtureRequest
 ) -> None:
     """The same for what `data regenerate` and `compare` choose."""
-    command, keys = {"writer": ("regenerate", REGENERATE_KEYS), "compare": ("compare", COMPARE_KEYS)}[group]
-    checked = check_config(composed(command, f"{group}={choice}", *needed.get((group, choice), [])), keys)
+    command = {"writer": "regenerate", "compare": "compare"}[group]
+    config = composed(command, f"{group}={choice}", *needed.get((group, choice), []))
+    checked = read_settings(config, map(str, config))
     assert_builds(checked, group, choice, request)
 
 
 def assert_builds(checked: Any, group: str, choice: str, request: pytest.FixtureRequest) -> None:
     """What was checked becomes what its group holds, where the packages for it are installed."""
     if (group, choice) in EMPTY:
-        assert build(checked.get(group)) is None
+        assert checked.get(group, GroupSpec(group)).build() is None
         return
     if (group, choice) in PACKAGES and importlib.util.find_spec(PACKAGES[group, choice]) is None:
         return
     takes_target = group == "drafter" or (group, choice) == ("writer", "engine")
     runtime = {"target": request.getfixturevalue(OWN_TARGETS.get(choice, "tiny"))} if takes_target else {}
     runtime |= {"sampling": Sampling()} if group == "writer" else {}
-    built = build(checked[group], **runtime)
+    built = checked[group].build(**runtime)
     assert isinstance(built, KINDS[group])
     if isinstance(built, ConversationReader):
         built.limit = 1
@@ -147,11 +147,11 @@ def test_yaml_starts_with_its_target(group: str, choice: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_composes_and_builds(recipe: str, tiny: Target) -> None:
     """A recipe passes the check on the tiny target, and every group of it can be built."""
-    checked = check_config(composed("plan", f"recipe={recipe}", "target=tiny"), [*TRAIN_KEYS, "plan"])
+    checked = read_settings(composed("plan", f"recipe={recipe}", "target=tiny"), [*RUN_KEYS, "plan"])
     for group, kind in KINDS.items():
         if group not in ("target", "drafter", "tracker", "writer", "compare"):
-            assert isinstance(build(checked[group]), kind)
-    drafter = build(checked.drafter, target=tiny)
+            assert isinstance(checked[group].build(), kind)
+    drafter = checked["drafter"].build(target=tiny)
     assert isinstance(drafter, Drafter)
     assert drafter.capabilities.target_training or sum(len(group["params"]) for group in drafter.stages[0].groups) > 0
 
@@ -163,37 +163,36 @@ def test_recipe_composes_for_every_target(recipe: str, target: str) -> None:
     """A recipe names no target of its own."""
     config = composed("train", f"recipe={recipe}", *target.split())
     expected = "load_" + target.split()[0].removeprefix("target=")
-    assert check_config(config, TRAIN_KEYS).target._target_.endswith(expected)
+    assert RunSpec.from_config(config).target.path.endswith(expected)
 
 
 def test_inspect_composes() -> None:
     """The configuration of `data inspect` passes its check."""
-    checked = check_config(composed("inspect", "target=tiny"), ("target", "data", "index"))
-    assert checked.index == 0 and isinstance(build(checked.data), ConversationReader)
+    checked = read_settings(composed("inspect", "target=tiny"), ("target", "data", "index"))
+    assert checked["index"] == 0 and isinstance(checked["data"].build(), ConversationReader)
 
 
 def test_regenerate_composes() -> None:
     """The configuration of `data regenerate` passes its check and names its settings."""
     config = composed("regenerate", "target=tiny", "out=DIR", "++sampling.temperature=0", "++regenerate.turns=first")
-    checked = check_config(config, REGENERATE_KEYS)
-    assert build(checked.sampling).temperature == 0 and build(checked.regenerate).turns == "first"
+    _, checked = read_run(config, ("writer", "sampling", "regenerate", "out", "check"))
+    assert checked["sampling"].build().temperature == 0 and checked["regenerate"].build().turns == "first"
 
 
 def test_verify_composes() -> None:
     """The configuration of `data verify` passes its check."""
-    assert check_config(composed("verify", "path=DIR"), ("path", "drop")).drop is False
+    assert read_settings(composed("verify", "path=DIR"), ("path", "drop"))["drop"] is False
 
 
 def test_eval_composes() -> None:
     """The configuration of `eval`, completed, has every group that scoring needs."""
     with initialize_config_module("spectrain.conf", version_base="1.3"):
-        whole, _ = resolve_eval_config(compose("eval", overrides=["drafter=ngram", "target=tiny"]))
-    checked = check_config(whole, TRAIN_KEYS)
+        spec, _ = resolve_eval_spec(compose("eval", overrides=["drafter=ngram", "target=tiny"]))
     for group in ("tree", "acceptance", "eval"):
-        assert isinstance(build(checked[group]), KINDS[group])
+        assert isinstance(getattr(spec, group).build(), KINDS[group])
 
 
 def test_index_composes() -> None:
     """The configuration of `data index` passes its check."""
-    checked = check_config(composed("index", "target=tiny", "out=DIR"), ("target", "data", "out"))
-    assert checked.out == "DIR" and checked.data._target_.endswith("EmbeddedReader")
+    checked = read_settings(composed("index", "target=tiny", "out=DIR"), ("target", "data", "out"))
+    assert checked["out"] == "DIR" and checked["data"].choice == "embedded"

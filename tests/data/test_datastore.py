@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 
+from spectrain.config.build import GroupSpec
 from spectrain.data.chat import tokenize_conversation
 from spectrain.data.datastore import (
     MAX_MATCH,
@@ -120,14 +120,9 @@ def test_data_becomes_a_store(shallow: Target, shallow_folder: Path, tmp_path: P
     said = [("What is a bee?", "A bee is an insect."), ("And a fly?", "That is one too.")]
     lines = [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]} for a, b in said]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    config = OmegaConf.create(
-        {
-            "target": {"_target_": "spectrain.models.loading.load_hf", "model": str(shallow_folder)},
-            "data": {"_target_": "spectrain.data.readers.JsonlReader", "path": str(tmp_path / "chats.jsonl")},
-            "out": str(tmp_path / "store"),
-        }
-    )
-    index_command(config)
+    model = GroupSpec("target", "hf", {"model": str(shallow_folder)})
+    data = GroupSpec("data", "jsonl", {"path": str(tmp_path / "chats.jsonl")})
+    index_command(model, data, str(tmp_path / "store"))
     store = Datastore(str(tmp_path / "store"), shallow.tokenizer)
     assert sorted(store.questions.tolist()) == sorted(hash_text(question) for question, _ in said)
     assert sorted(store.answers.tolist()) == sorted(hash_text(answer) for _, answer in said)
@@ -139,4 +134,4 @@ def test_data_becomes_a_store(shallow: Target, shallow_folder: Path, tmp_path: P
     assert store.facts["conversations"] == 2 and store.facts["tokens"] == len(store.tokens) and "spectrain" in str(store.facts)
     for out, words in {str(tmp_path / "store"): "there already", "": "say where"}.items():
         with pytest.raises(UserError, match=words):
-            index_command(OmegaConf.merge(config, {"out": out}))
+            index_command(model, data, out)

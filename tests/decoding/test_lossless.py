@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from spectrain.config.build import import_constructor
+from spectrain.config.build import GroupSpec
 from spectrain.config.choices import list_constructors
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match, OpenSampling, SamplingRule, Siblings
 from spectrain.decoding.acceptance import rejection as weighing
@@ -348,7 +348,7 @@ def trials(kind: str, shape: Shape) -> Iterator[tuple[Model, Model, int]]:
 def test_every_choice_that_is_called_lossless_is(name: str, kind: str) -> None:
     """Whatever conf/acceptance names, a new rule by itself, with each kind of children that it takes: of a path, or of a pair
     with one child each. Those that fix the target's tokens beforehand are proven below by their names, for want of coins."""
-    made: Any = import_constructor({"_target_": list_constructors("acceptance")[name]})
+    made: Any = GroupSpec("acceptance", name).load_constructor()
     assert made.name == name
     if not made.lossless:
         return

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.config.build import build
+from spectrain.config.build import GroupSpec, build
+from spectrain.config.spec import RunSpec
 from spectrain.decoding.acceptance import Greedy, Match
 from spectrain.decoding.acceptance.rejection import SpeculativeSampling
 from spectrain.decoding.guard import Guard
@@ -238,12 +239,14 @@ def test_drawn_drafts_of_the_chosen_can_be_weighed(shallow: Target, prompts: lis
 def test_each_is_taken_by_its_directory(shallow: Target, tmp_path: Path) -> None:
     """drafter.inner=[ngram,DIR] brings the weights of what is in DIR, and a saved choice loads alone."""
     inner = build({"_target_": "spectrain.drafters.causal.Causal", "num_layers": 1}, target=shallow)
-    save_drafter(tmp_path / "inner", inner, composed("drafter=causal", "+drafter.num_layers=1", "target=tiny"))
+    save_drafter(
+        tmp_path / "inner", inner, RunSpec.from_nodes(composed("drafter=causal", "+drafter.num_layers=1", "target=tiny"))
+    )
     node = {"_target_": "spectrain.experimental.router.drafter.Chosen", "inner": ["ngram", str(tmp_path / "inner")]}
-    drafter: Any = build_drafter(node, shallow)
+    drafter: Any = build_drafter(GroupSpec.from_node("drafter", node), shallow)
     weights = inner.state_dict()
     assert all(torch.equal(value, drafter.inner[1].state_dict()[key]) for key, value in weights.items())
-    save_drafter(tmp_path / "whole", drafter, composed("drafter=chosen", "target=tiny"))
+    save_drafter(tmp_path / "whole", drafter, RunSpec.from_nodes(composed("drafter=chosen", "target=tiny")))
     again: Any = build({**node, "inner": drafter.saved.settings["inner"]}, target=shallow)
     load_weights(again, tmp_path / "whole")
     assert all(torch.equal(value, again.inner[1].state_dict()[key]) for key, value in weights.items())

@@ -11,6 +11,7 @@ import torch
 from hydra import compose, initialize_config_module
 
 from spectrain.config.build import build
+from spectrain.config.spec import RunSpec
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
@@ -212,7 +213,7 @@ def test_drafted_equals_greedy(name: str, target: Target, batch: int, builder: T
 def test_reloaded_equals_saved(name: str, trained: tuple[Drafter, Target], tmp_path: Path) -> None:
     """A drafter that was trained, saved and loaded has the same weights, bit by bit, and drafts the same."""
     drafter, target = trained
-    save_drafter(tmp_path / "drafter", drafter, composed("drafter=ngram", "target=tiny"))
+    save_drafter(tmp_path / "drafter", drafter, RunSpec.from_nodes(composed("drafter=ngram", "target=tiny")))
     if drafter.capabilities.target_training:
         target.save(tmp_path / "target")
         again = build({"_target_": "spectrain.models.loading.load_hf", "model": str(tmp_path / "target")})

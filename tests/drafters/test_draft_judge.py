@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from spectrain.config.spec import RunSpec
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
@@ -189,7 +190,7 @@ def test_a_judge_that_was_trained_is_the_one_that_judges(target: Target, tmp_pat
     before = judge.loss(batch, target, TrainingState()).total
     Trainer(lr=3e-3, max_steps=5, batch_tokens=512).fit(judge, target, dataset, LiveSource(), tmp_path / "run")
     assert judge.loss(batch, target, TrainingState()).total < before
-    save_drafter(tmp_path / "run" / "drafter", judge, composed("drafter=draft_judge", "target=tiny"))
+    save_drafter(tmp_path / "run" / "drafter", judge, RunSpec.from_nodes(composed("drafter=draft_judge", "target=tiny")))
     for folder in ("run", "run/drafter"):
         rule = Judge(str(tmp_path / folder))
         assert torch.equal(rule.weight, judge.probe.weight) and torch.equal(rule.bias, judge.probe.bias)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from spectrain.cli.main import main
 from spectrain.config.build import build
 from spectrain.config.choices import resolve_choice
+from spectrain.config.spec import RunSpec
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
@@ -539,7 +540,7 @@ def test_another_exit_is_the_same_drafter(tiny: Target) -> None:
 def saved(tiny: Target, directory: Path, **options: Any) -> Any:
     """The configuration of a drafter that is saved in `directory`."""
     config = OmegaConf.create({"drafter": {"_target_": "spectrain.drafters.early_exit.EarlyExit", **options}})
-    save_drafter(directory, EarlyExit(tiny, **options), config)
+    save_drafter(directory, EarlyExit(tiny, **options), RunSpec.from_nodes(config))
     return config
 
 
@@ -559,7 +560,7 @@ def test_init_is_refused(tiny: Target, tmp_path: Path, monkeypatch: pytest.Monke
     config = saved(tiny, tmp_path / "other", adapt="lora")
     config = OmegaConf.merge(config, {"drafter": {"init": str(tmp_path / "drafter")}, "trainer": {}})
     with pytest.raises(UserError, match="target=hf target.model=RUN/target"):
-        init_drafter(config, load_tiny(), dataset(2000))  # type: ignore[arg-type]
+        init_drafter(RunSpec.from_nodes(config), load_tiny(), dataset(2000))  # type: ignore[arg-type]
     run = tmp_path / "run"
     settings = ["target=tiny", "recipe=layerskip", "data.limit=4", "data.max_length=32", "eval=none", "trainer.max_steps=1"]
     monkeypatch.setattr(sys, "argv", ["spectrain", "train", *settings, f"drafter.init={tmp_path}", f"run={run}"])

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from spectrain.config.spec import RunSpec
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
@@ -903,7 +904,7 @@ def test_auto_learns_from_rounds_that_drafted(shallow: Target, fitted: Fitted, s
 def save(drafter: GatedLora, directory: Path) -> None:
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         config = compose("train", overrides=["drafter=gated_lora", "target=tiny"])
-    save_drafter(directory, drafter, config)
+    save_drafter(directory, drafter, RunSpec.from_nodes(config))
 
 
 @pytest.mark.parametrize("options", [{}, {"rank": 7, "alpha": 3.0, "sampler": False}], ids=["sampler", "none"])

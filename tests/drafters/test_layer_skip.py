@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from spectrain.config.build import build
 from spectrain.config.choices import resolve_choice
+from spectrain.config.spec import RunSpec
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.decoding.session import tune_drafter
@@ -249,7 +249,7 @@ def test_a_searched_set_is_saved_and_not_searched_again(tiny: Target, tmp_path: 
     tune_drafter(drafter, tiny, lambda: PROMPTS, 3)
     assert drafter.skipped == search(tiny, answered(tiny, PROMPTS, 6), 3, 8, seed=3)
     found = len(measured)
-    save_drafter(tmp_path / "drafter", drafter, OmegaConf.create({"drafter": node}))
+    save_drafter(tmp_path / "drafter", drafter, RunSpec.from_nodes({"drafter": node}))
     described = json.loads((tmp_path / "drafter/config.json").read_text())["drafter"]
     assert resolve_choice("drafter", described, "") == {**node, "skipped": sorted(drafter.skipped)}
     again: LayerSkipping = build(resolve_choice("drafter", described, ""), target=tiny)

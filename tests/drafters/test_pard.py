@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hydra import compose, initialize_config_module
 from torch import Tensor, nn
 
+from spectrain.config.spec import RunSpec
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy, Match
@@ -384,7 +385,7 @@ def test_reloaded_equals_saved(shallow: Target, tmp_path: Path, options: dict[st
     drafter = make(shallow, **options)
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         config = compose("train", overrides=["drafter=pard", "target=tiny"])
-    save_drafter(tmp_path, drafter, config)
+    save_drafter(tmp_path, drafter, RunSpec.from_nodes(config))
     described = json.loads((tmp_path / "config.json").read_text())["drafter"]
     assert described.pop("choice") == "pard"
     torch.manual_seed(99)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from spectrain.config.build import build
+from spectrain.config.build import GroupSpec, build
+from spectrain.config.spec import RunSpec
 from spectrain.data.datastore import TEXT_END, hash_vocabulary, write_store
 from spectrain.decoding.acceptance import Greedy, Match
 from spectrain.decoding.acceptance.rejection import RecursiveRejection
@@ -162,18 +163,18 @@ def test_a_hybrid_takes_a_drafter_by_its_directory(shallow: Target, tmp_path: Pa
     """With its settings and weights, and, saved, is whole without that directory; what copies itself is no drafter inside."""
     inner: Any = build({**composed("drafter=eagle3").drafter, **EAGLE3}, target=shallow)
     config = composed("drafter=eagle3", "target=tiny", "+drafter.vocab_size=512", "+drafter.ttt_steps=3")
-    save_drafter(tmp_path / "inner", inner, config)
+    save_drafter(tmp_path / "inner", inner, RunSpec.from_nodes(config))
     node = {"_target_": "spectrain.drafters.hybrid.Hybrid", "inner": str(tmp_path / "inner")}
-    drafter: Any = build_drafter(node, shallow)
+    drafter: Any = build_drafter(GroupSpec.from_node("drafter", node), shallow)
     assert drafter.inner.state_dict().keys() == inner.state_dict().keys()
     assert all(torch.equal(value, drafter.inner.state_dict()[key]) for key, value in inner.state_dict().items())
-    save_drafter(tmp_path / "whole", drafter, composed("drafter=hybrid", "target=tiny"))
+    save_drafter(tmp_path / "whole", drafter, RunSpec.from_nodes(composed("drafter=hybrid", "target=tiny")))
     saved = load_description(tmp_path / "whole", None)["drafter"]
     assert saved["inner"]["choice"] == "eagle3" and saved["inner"]["vocab_size"] == 512
     assert build(saved, target=shallow).state_dict().keys() == drafter.state_dict().keys()
     for wrong, words in {"ngram": "copies too", "retrieval": "copies too", "no/such": "no drafter in it"}.items():
         with pytest.raises(UserError, match=words):
-            build_drafter({**node, "inner": wrong}, shallow)
+            build_drafter(GroupSpec.from_node("drafter", {**node, "inner": wrong}), shallow)
     with pytest.raises(UserError, match="_target_"):
         build({**node, "inner": {"choice": "eagle3", "architecture": {"_target_": "os.system"}}}, target=shallow)
 

@@ -19,6 +19,7 @@ from speculators.models.eagle3 import Eagle3DraftModel
 from speculators.models.peagle import PEagleDraftModel
 from transformers import LlamaConfig, Qwen3Config
 
+from spectrain.config.spec import RunSpec
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.layers.chains import sample_chains
@@ -98,7 +99,7 @@ def test_the_library_reads_ours(variant: str, tiny: Target, tmp_path: Path, monk
         torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
     settings = {"_target_": "spectrain.drafters.eagle3.Eagle3", "vocab_size": 512, **GROWN[variant]}
     config = OmegaConf.create({"drafter": settings, "target": TINY.settings, "recipe_name": "eagle3"})
-    save_drafter(tmp_path / "ours", drafter, config)
+    save_drafter(tmp_path / "ours", drafter, RunSpec.from_nodes(config))
     convert(tmp_path / "ours", tmp_path / "out", "vllm", None)
     model = theirs(tmp_path / "out")
     assert float(model.embed_tokens.weight.std()) > 0.01
@@ -210,7 +211,7 @@ def test_the_library_reads_our_peagle(variant: str, tiny: Target, tmp_path: Path
     drafter = fresh_peagle(variant, tiny)
     settings = {"_target_": "spectrain.drafters.peagle.PEagle", "num_drafts": 4, "vocab_size": 512, **PARALLEL[variant]}
     config = OmegaConf.create({"drafter": settings, "target": TINY.settings, "recipe_name": "peagle"})
-    save_drafter(tmp_path / "ours", drafter, config)
+    save_drafter(tmp_path / "ours", drafter, RunSpec.from_nodes(config))
     convert(tmp_path / "ours", tmp_path / "out", "vllm", None)
     assert_the_same_is_said(peagle_of(tmp_path / "out"), drafter, tiny, monkeypatch)
 

@@ -19,6 +19,7 @@ from speculators.models.dflash2 import DFlash2DraftModel
 from speculators.models.dspark import DSparkDraftModel
 from transformers import AutoConfig
 
+from spectrain.config.spec import RunSpec
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.dflash2 import DFlash2
 from spectrain.drafters.dspark import DSpark
@@ -135,7 +136,7 @@ def test_the_library_reads_ours(case: str, tiny: Target, tmp_path: Path, monkeyp
     kind = CLASSES[family][0]
     settings = {"_target_": f"{kind.__module__}.{kind.__qualname__}", **SIZE, **options}
     config = OmegaConf.create({"drafter": settings, "target": TINY.settings, "recipe_name": family})
-    save_drafter(tmp_path / "ours", drafter, config)
+    save_drafter(tmp_path / "ours", drafter, RunSpec.from_nodes(config))
     convert(tmp_path / "ours", tmp_path / "out", "vllm", None)
     seen = measured(loaded(tmp_path / "out", family), family, tiny, drafter.fused_layers, monkeypatch)
     found = differences(seen, drafter, family, tiny)

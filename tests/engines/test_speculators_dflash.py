@@ -17,6 +17,7 @@ from speculators import SpeculatorModelConfig
 from speculators.models.dflash import DFlashDraftModel
 from transformers import AutoConfig
 
+from spectrain.config.spec import RunSpec
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.dflash import DFlash, DFlashConfig
 from spectrain.drafters.layers.anchors import Anchors
@@ -79,7 +80,7 @@ def test_the_library_reads_ours(variant: str, tiny: Target, tmp_path: Path) -> N
     drafter = fresh(tiny, **VARIANTS[variant])
     settings = {"_target_": "spectrain.drafters.dflash.DFlash", "block_size": 5, "num_layers": 2, **VARIANTS[variant]}
     config = OmegaConf.create({"drafter": settings, "target": TINY.settings, "recipe_name": "dflash"})
-    save_drafter(tmp_path / "ours", drafter, config)
+    save_drafter(tmp_path / "ours", drafter, RunSpec.from_nodes(config))
     convert(tmp_path / "ours", tmp_path / "out", "vllm", None)
     difference = compared(theirs(tmp_path / "out"), drafter, tiny)
     print(f"{variant}: {difference:.1e}")

@@ -27,7 +27,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from omegaconf import OmegaConf
 
 from spectrain.cli.export import export_command
 from spectrain.data.chat import tokenize_prompt
@@ -133,9 +132,7 @@ def case(request: pytest.FixtureRequest, asked: Callable[[str], Asked], tmp_path
     name, recipe, form = CASES[request.param]
     run, found = RUNS / f"engines-{recipe}", asked(name)
     assert (run / "drafter").is_dir(), f"{run}: there is no drafter in it; make test-engines trains one"
-    out = export_command(
-        OmegaConf.create({"run": str(run), "format": form, "out": str(tmp_path_factory.mktemp(recipe) / "exported")})
-    )
+    out = export_command(str(run), form, str(tmp_path_factory.mktemp(recipe) / "exported"))
     command = re.search(r"^vllm serve .*$", (out / "README.md").read_text(), re.MULTILINE)
     assert command is not None
     case = Case(request.param, found, command[0], [], [])

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from spectrain.cli import main as cli
+from spectrain.config.spec import RunSpec
 from spectrain.decoding.acceptance import Greedy
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
@@ -163,8 +164,8 @@ def test_seconds_are_the_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """A budget of seconds is one of minutes for the trainer, by which its schedule goes too, and no guess at steps."""
     given: list[dict[str, Any]] = []
 
-    def train(config: Any, *rest: Any) -> None:
-        given.append(dict(config.trainer))
+    def train(spec: RunSpec, *rest: Any) -> None:
+        given.append(dict(spec.trainer.settings))
         raise UserError("seen enough")
 
     monkeypatch.setattr("spectrain.eval.compare.train", train)
@@ -180,7 +181,7 @@ def test_recipes_that_copy_text_are_scored_as_chains(tmp_path: Path, monkeypatch
 
     def noted(self: Contest, group: str, name: str) -> Any:
         found = settings(self, group, name)
-        trees[name] = found.tree["_target_"].rpartition(".")[2]
+        trees[name] = found.tree.path.rpartition(".")[2]
         return found
 
     def stop(self: Contest) -> None:

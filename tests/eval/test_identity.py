@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_module
 
-from spectrain.config.check import check_config
-from spectrain.config.keys import TRAIN_KEYS
+from spectrain.config.spec import RunSpec
 from spectrain.data.chat import tokenize_prompt
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
@@ -60,7 +59,7 @@ def test_sixty_answers_are_the_targets(recipe: str, tiny: Target, tmp_path: Path
     words = [f"recipe={recipe}", "target=tiny", "eval=none", f"run={tmp_path}", "++data.limit=60", "++trainer.epochs=2"]
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         config: Any = compose("train", overrides=words)
-    train(check_config(config, TRAIN_KEYS), [word.lstrip("+") for word in words])
+    train(RunSpec.from_config(config, words))
     drafter = load_drafter(read_drafter(tmp_path / "drafter"), tiny)
     lengths = [assert_identical(tiny, drafter, builder) for builder in BUILDERS]
     assert len(asked(tiny)) == PROMPTS and min(lengths) > 1.05, lengths

@@ -9,8 +9,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-from omegaconf import OmegaConf
 
+from spectrain.config.build import GroupSpec
+from spectrain.config.spec import RunSpec
 from spectrain.data.chat import tokenize_prompt
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match, OpenSampling
 from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling, Traversal
@@ -400,11 +401,9 @@ def test_what_cannot_be_captured_is_refused_or_not_captured(shallow: Target, tmp
 
 def test_a_measured_tree_comes_first_where_it_can(shallow: Target, tmp_path: Path) -> None:
     """Not where a tree is asked for, rounds are captured, children are drawn, or copies stand ready."""
-    config = OmegaConf.create({"eval": {"_target_": "spectrain.experimental.evaluation.ExperimentalEvaluation"}})
     for asked, measured in ((["recipe=eagle3", "trainer.lr=1"], True), (["tree=chain"], False), (["++tree.depth=3"], False)):
-        given = copy.deepcopy(config)
-        default_tree(given, asked)
-        assert given.eval.measured == measured
+        spec = RunSpec(eval=GroupSpec("eval", "default"), overrides=tuple(asked))
+        assert default_tree(spec).eval.get("measured") == measured
     eagle3, ngram = Eagle3(shallow, vocab_size=512), Ngram(shallow)
     for drafter, builder, settings, first in (
         (eagle3, Eagle2(3, 6), {}, True),

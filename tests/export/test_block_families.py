@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
-from spectrain.config.build import build
 from spectrain.config.choices import resolve_choice
+from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
 from spectrain.export.converter import convert, read_drafter
 from spectrain.export.layout import DrafterFiles
@@ -86,9 +85,8 @@ def test_training_goes_on_from_a_foreign_one(family: str, make: Any, tiny: Targe
     """`drafter.init` takes everything that its weights fix, whatever the constructor's defaults are."""
     start = make(tmp_path / "start", tiny)
     drafter = {**resolve_choice("drafter", {"choice": family}, ""), "init": str(start)}
-    config = OmegaConf.create({"drafter": drafter, "target": TINY.settings})
-    apply_init_shape(config, [])
-    module = build(config.drafter, target=tiny)
+    spec = apply_init_shape(RunSpec.from_nodes({"drafter": drafter, "target": TINY.settings}))
+    module = spec.drafter.build(target=tiny)
     load_weights(module, start, tiny)
     read = read_drafter(start, TINY)
     state = module.state_dict()

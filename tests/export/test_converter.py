@@ -13,6 +13,7 @@ from omegaconf import DictConfig, open_dict
 from safetensors.torch import load_file, save_file
 
 from spectrain.config.build import build
+from spectrain.config.spec import RunSpec
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
@@ -23,7 +24,7 @@ from spectrain.export.layouts import detect_layout
 from spectrain.export.linter import check_files
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
-from spectrain.runs.defaults import resolve_eval_config
+from spectrain.runs.defaults import resolve_eval_spec
 from spectrain.runs.drafter_files import load_weights, save_drafter
 from spectrain.trees import Chain
 
@@ -61,7 +62,7 @@ def ours(directory: Path, tiny: Target, drafter: str, **options: Any) -> Path:
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.02 * torch.randn_like(parameter))
-    save_drafter(directory, module, config)
+    save_drafter(directory, module, RunSpec.from_nodes(config))
     return directory
 
 
@@ -346,8 +347,8 @@ def test_evaluation_takes_foreign_directories(case: str, tiny: Target, tmp_path:
     found = []
     for directory in (start, tmp_path / "own"):
         with initialize_config_module("spectrain.conf", version_base="1.3"):
-            config, _ = resolve_eval_config(compose("eval", overrides=[f"run={directory}", "target=tiny"]))
-        drafter = build(config.drafter, target=tiny)
+            spec, _ = resolve_eval_spec(compose("eval", overrides=[f"run={directory}", "target=tiny"]))
+        drafter = spec.drafter.build(target=tiny)
         load_weights(drafter, directory, tiny)
         prompt = [5, 9, 200, 31, 7]
         found.append(decode(tiny, [prompt], Greedy(), 8, drafter.eval(), Chain(depth=3))[0])

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
-from spectrain.config.build import build
 from spectrain.config.choices import resolve_choice
+from spectrain.config.spec import RunSpec
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
@@ -189,9 +188,8 @@ def test_training_goes_on_from_a_foreign_one(tiny: Target, tmp_path: Path) -> No
     """`drafter.init` takes what its weights were trained for: layers, window, causality, mask, vocabulary."""
     start = foreign.speculators_dflash(tmp_path / "start", tiny)
     drafter = {**resolve_choice("drafter", {"choice": "dflash"}, ""), "init": str(start), "block_size": 4}
-    config = OmegaConf.create({"drafter": drafter, "target": TINY.settings})
-    apply_init_shape(config, [])
-    module = build(config.drafter, target=tiny)
+    spec = apply_init_shape(RunSpec.from_nodes({"drafter": drafter, "target": TINY.settings}))
+    module = spec.drafter.build(target=tiny)
     load_weights(module, start, tiny)
     assert (module.block_size, module.fused_layers, module.window, module.causal) == (4, (2, 4, 5), 16, True)
     tensors = DrafterFiles.from_directory(start).tensors

@@ -8,13 +8,12 @@ import pytest
 from hydra import compose, initialize_config_module
 from safetensors.torch import load_file
 
-from spectrain.config.check import check_config
-from spectrain.config.keys import TRAIN_KEYS
+from spectrain.config.spec import RunSpec
 from spectrain.data.readers import DATA_FOLDER
 from spectrain.export.converter import convert
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
-from spectrain.runs.defaults import resolve_eval_config
+from spectrain.runs.defaults import resolve_eval_spec
 from spectrain.runs.score import evaluate
 from spectrain.runs.train import train
 
@@ -45,7 +44,7 @@ def trained(folder: Path, recipe: str, data: str, *more: str) -> Path:
     asked += [] if recipe == "eagle1" else ["++drafter.vocab_size=2048"]
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         config = compose("train", overrides=asked)
-    return train(check_config(config, TRAIN_KEYS), [word.lstrip("+") for word in asked])
+    return train(RunSpec.from_config(config, asked))
 
 
 def accepted(folder: Path, drafter: Path) -> float:
@@ -53,8 +52,8 @@ def accepted(folder: Path, drafter: Path) -> float:
     asked = [f"run={drafter}", "target=tiny", "tree=chain", "tree.depth=3", "eval=default", "++eval.baselines=[]",
              f"++eval.prompts={folder / 'prompts.jsonl'}", "++eval.max_new_tokens=48", "++eval.oracle=false"]  # fmt: skip
     with initialize_config_module("spectrain.conf", version_base="1.3"):
-        config, place = resolve_eval_config(compose("eval", overrides=asked))
-    summary = evaluate(check_config(config, TRAIN_KEYS), place)
+        spec, place = resolve_eval_spec(compose("eval", overrides=asked))
+    summary = evaluate(spec, place)
     assert summary["lossless"]["identical"] == summary["lossless"]["checked"] == 40
     return float(summary["acceptance_length"]["pooled"])
 

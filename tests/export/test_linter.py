@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spectrain.cli import main as cli
+from spectrain.config.spec import RunSpec
 from spectrain.data.dataset import Dataset
 from spectrain.data.readers import EmbeddedReader
 from spectrain.drafters.base import Drafter
@@ -238,7 +239,7 @@ def trained(directory: Path, tiny: Target, drafter: Drafter, name: str, steps: i
     dataset = Dataset.from_data(EmbeddedReader(limit=steps), tiny.template)
     drafter.prepare(tiny, dataset.token_counts(tiny.head.vocab_size))
     Trainer(lr=3e-3, max_steps=steps, batch_tokens=1024).fit(drafter, tiny, dataset, LiveSource(), directory / "fit")
-    save_drafter(directory / "drafter", drafter, settings_for(name, **options))
+    save_drafter(directory / "drafter", drafter, RunSpec.from_nodes(settings_for(name, **options)))
     return directory / "drafter"
 
 

@@ -11,9 +11,7 @@ import torch
 from hydra import compose, initialize_config_module
 from safetensors.torch import save_file
 
-from spectrain.config.build import build
-from spectrain.config.check import check_config
-from spectrain.config.keys import TRAIN_KEYS
+from spectrain.config.spec import RunSpec
 from spectrain.data.dataset import Dataset
 from spectrain.data.readers import EmbeddedReader
 from spectrain.errors import RunError, UserError
@@ -36,10 +34,10 @@ SETTINGS = (
 )
 
 
-def composed(*overrides: str, name: str = "train", known: tuple[str, ...] = TRAIN_KEYS) -> Any:
+def composed(*overrides: str) -> RunSpec:
     with initialize_config_module("spectrain.conf", version_base="1.3"):
-        config = compose(name, overrides=[override.replace("+", "++", 1) for override in overrides])
-    return check_config(config, known)
+        config = compose("train", overrides=[override.replace("+", "++", 1) for override in overrides])
+    return RunSpec.from_config(config)
 
 
 def stored(path: Path, *more: str) -> None:
@@ -47,7 +45,7 @@ def stored(path: Path, *more: str) -> None:
 
 
 def verified(path: Path, drop: bool = False) -> None:
-    verify_store(composed(f"path={path}", f"drop={drop}", name="verify", known=("path", "drop")))
+    verify_store(str(path), drop)
 
 
 def losses(run: Path) -> list[float]:
@@ -69,9 +67,9 @@ def test_a_training_reads_what_was_stored(tmp_path: Path, monkeypatch: pytest.Mo
     """Stored before or computed live, the loss curve is the same bit for bit, and the target's forward is not run again."""
     stored(tmp_path / "store")
     settings = (*SETTINGS, "trainer.epochs=1", "+trainer.log_every=1")
-    train(composed(*settings, f"run={tmp_path / 'live'}"), [])
+    train(composed(*settings, f"run={tmp_path / 'live'}"))
     monkeypatch.setattr(Target, "features", lambda *args: pytest.fail("the target was run"))
-    train(composed(*settings, "source=store", f"source.path={tmp_path / 'store'}", f"run={tmp_path / 'read'}"), [])
+    train(composed(*settings, "source=store", f"source.path={tmp_path / 'store'}", f"run={tmp_path / 'read'}"))
     assert losses(tmp_path / "live") == losses(tmp_path / "read") and len(losses(tmp_path / "read")) > 2
 
 
@@ -135,7 +133,7 @@ def test_damaged_shards_are_named_and_made_again(tmp_path: Path, capsys: pytest.
 def test_what_cannot_be_stored_is_said(tmp_path: Path, tiny: Target) -> None:
     """Another source, a family without features, and another project's folder; verifying wants a folder."""
     with pytest.raises(UserError, match="name the feature store"):
-        verify_store(composed(name="verify", known=("path", "drop")))
+        verify_store(None, False)
     with pytest.raises(UserError, match="set source=store"):
         capture_features(composed(*SETTINGS))
     with pytest.raises(UserError, match="reads no features"):
@@ -160,7 +158,7 @@ def test_two_thousand_conversations(tmp_path: Path) -> None:
     store = FeatureStore(tmp_path)
     sequences = len(store.shard_names)
     assert sequences > 2000
-    dataset = Dataset.from_data(build(composed(*settings).data), build(composed(*settings).target).template)
+    dataset = Dataset.from_data(composed(*settings).data.build(), composed(*settings).target.build().template)
     sample = dataset.examples[::8]
     before = [store.read_states(example, store.layers, torch.empty(0)) for example in sample]
     files = sorted(tmp_path.glob("*.safetensors"))

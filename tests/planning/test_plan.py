@@ -18,9 +18,8 @@ from benchmarks.online import TOY, measure_peak, online_row
 from spectrain.cli.doctor import check_targets
 from spectrain.cli.main import dispatch_command
 from spectrain.cli.overrides import allow_new_keys, list_config_groups
-from spectrain.config.build import build, register_resolvers
-from spectrain.config.check import check_config
-from spectrain.config.keys import TRAIN_KEYS
+from spectrain.config.build import register_resolvers
+from spectrain.config.spec import RunSpec, read_run
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.eagle3 import Eagle3
@@ -44,30 +43,30 @@ SHORT = ("data.limit=6", "data.max_length=128")
 LLAMA = ("target=hf", f"target.model={ROOT / 'data' / 'llama-3.1-8b'}", "data=hub", "data.path=any", "data.max_length=2048")
 
 
-def composed(*overrides: str, device: str = "auto") -> Any:
-    """A checked configuration of `spectrain plan`."""
+def composed(*overrides: str, device: str = "auto") -> tuple[RunSpec, Plan]:
+    """Checked settings of `spectrain plan`."""
     register_resolvers(device)
     try:
         with initialize_config_module("spectrain.conf", version_base="1.3"):
             words = [allow_new_keys(word, GROUPS) for word in ("plan.calibrate=false", *overrides)]
-            return check_config(compose("plan", overrides=words), [*TRAIN_KEYS, "plan"])
+            spec, settings = read_run(compose("plan", overrides=words), ["plan"])
+            return spec, settings["plan"].build()
     finally:
         register_resolvers()
 
 
 def planned(*overrides: str, device: str = "auto") -> dict[str, Any]:
-    config = composed(*overrides, device=device)
-    return plan(config, build(config.plan))
+    return plan(*composed(*overrides, device=device))
 
 
-def ready(config: Any, run: Path) -> tuple[Callable[[], None], int]:
+def ready(spec: RunSpec, run: Path) -> tuple[Callable[[], None], int]:
     """A training as `spectrain train` starts it, and the bytes of all weights before its first step."""
-    target = build(config.target)
-    dataset = Dataset.from_data(build(config.data), target.template)
-    drafter = init_drafter(config, target, dataset)
+    target = spec.target.build()
+    dataset = Dataset.from_data(spec.data.build(), target.template)
+    drafter = init_drafter(spec, target, dataset)
     target.pack_weights()
     held = size_of(*target.parameters(), *drafter.parameters(), *drafter.buffers(), *drafter_copies(drafter))
-    return partial(Trainer.from_config(config).fit, drafter, target, dataset, LiveSource(), run), held
+    return partial(Trainer.from_spec(spec).fit, drafter, target, dataset, LiveSource(), run), held
 
 
 def drafter_copies(drafter: Any) -> list[torch.Tensor]:
@@ -88,10 +87,10 @@ def needs_smollm2() -> None:
 
 def compare(run: Path, *overrides: str) -> tuple[float, float]:
     """Planned over real peak bytes, and FLOPs, of a whole run."""
-    config = composed(*overrides, "source.keep_gb=0")
-    found = plan(config, build(config.plan))
-    measured = measure_peak(*ready(config, run / "memory"), torch.device("cpu"))
-    train, _ = ready(config, run / "flops")
+    spec, settings = composed(*overrides, "source.keep_gb=0")
+    found = plan(spec, settings)
+    measured = measure_peak(*ready(spec, run / "memory"), torch.device("cpu"))
+    train, _ = ready(spec, run / "flops")
     with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
         train()
     return found["memory"]["peak_bytes"] / measured, found["flops"]["run"] / counter.get_total_flops()
@@ -239,10 +238,10 @@ def test_hours_from_calibration(target: str, limit: int, steps: int, tmp_path: P
     """20 steps foretell how long three times as many and more take; on an idle machine, for it is time that is compared."""
     if target == "smollm2":
         needs_smollm2()
-    config = composed("recipe=eagle3", f"target={target}", f"data.limit={limit}", "source.keep_gb=0",
+    spec, settings = composed("recipe=eagle3", f"target={target}", f"data.limit={limit}", "source.keep_gb=0",
                       f"trainer.max_steps={steps}", "plan.calibrate=true")  # fmt: skip
-    foretold = plan(config, build(config.plan))["hours"]["value"] * 3600
-    train, _ = ready(config, tmp_path)
+    foretold = plan(spec, settings)["hours"]["value"] * 3600
+    train, _ = ready(spec, tmp_path)
     began = time.perf_counter()
     train()
     assert foretold / (time.perf_counter() - began) == pytest.approx(1, abs=0.3)

@@ -15,6 +15,7 @@ import pytest
 from hydra import compose, initialize_config_module
 
 from spectrain.config.build import build
+from spectrain.config.spec import RunSpec, read_run
 from spectrain.data.chat import render_chat
 from spectrain.data.dataset import Dataset
 from spectrain.data.messages import Conversation
@@ -158,7 +159,9 @@ def test_answers_depend_on_no_batching_and_no_drafter(change: str, tmp_path: Pat
 def command(*overrides: str) -> None:
     """`spectrain data regenerate` in this process."""
     with initialize_config_module("spectrain.conf", version_base="1.3"):
-        regenerate_command(compose("regenerate", overrides=list(overrides)))
+        config = compose("regenerate", overrides=list(overrides))
+        spec, settings = read_run(config, ("writer", "sampling", "regenerate", "out", "check"))
+        regenerate_command(spec, **settings)
 
 
 @pytest.mark.slow
@@ -168,7 +171,7 @@ def test_a_run_drafts_and_names_its_target(tmp_path: Path, tiny: Target, whole: 
         began = compose("train", overrides=["recipe=eagle3", "target=tiny"])
     drafter = build(began.drafter, target=tiny)
     drafter.prepare(tiny, Dataset.from_data(EmbeddedReader(limit=LIMIT), tiny.template).token_counts(tiny.head.vocab_size))
-    save_drafter(tmp_path / "drafter", drafter, began)
+    save_drafter(tmp_path / "drafter", drafter, RunSpec.from_nodes(began))
     settings = ["++sampling.max_new_tokens=6", "++sampling.seed=3", "++regenerate.shard_size=4", f"++data.limit={LIMIT}"]
     command(f"++run={tmp_path / 'drafter'}", f"++out={tmp_path / 'out'}", *settings)
     assert rows(tmp_path / "out") == rows(whole)

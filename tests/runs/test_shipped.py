@@ -9,7 +9,9 @@ import torch
 from hydra import compose, initialize_config_module
 from safetensors.torch import load_file
 
+from spectrain.config.build import GroupSpec
 from spectrain.config.saved import read_json_object
+from spectrain.config.spec import RunSpec
 from spectrain.data.chat import tokenize_prompt
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
@@ -70,12 +72,12 @@ def test_another_target_is_refused(tiny: Target) -> None:
 def test_it_is_not_trained_anew(tiny: Target) -> None:
     """What is trained goes on by drafter.init."""
     with pytest.raises(UserError, match="drafter.init=smollm2-eagle3"):
-        init_drafter(composed("drafter=smollm2-eagle3"), tiny, Dataset([], 0, 0, 0))
+        init_drafter(RunSpec.from_nodes(composed("drafter=smollm2-eagle3")), tiny, Dataset([], 0, 0, 0))
 
 
 def test_its_output_is_the_targets(smollm2: Target) -> None:
     """A chain and a tree: greedy decoding's answers to questions that it was not trained on, more than a token a forward."""
-    drafter = build_drafter(composed("drafter=smollm2-eagle3").drafter, smollm2).eval()
+    drafter = build_drafter(GroupSpec.from_node("drafter", composed("drafter=smollm2-eagle3").drafter), smollm2).eval()
     prompts = [tokenize_prompt(smollm2.template, prompt.opening) for prompt in read_prompts(None, 2).prompts]
     plain = decode(smollm2, prompts, Greedy(), LIMIT)
     for builder in (Chain(3), Eagle2(4, 12)):
@@ -87,6 +89,6 @@ def test_its_output_is_the_targets(smollm2: Target) -> None:
 def test_training_goes_on_from_it(smollm2: Target) -> None:
     """drafter.init takes weights and shape."""
     config = composed("recipe=eagle3", "+drafter.init=smollm2-eagle3")
-    drafter = init_drafter(config, smollm2, Dataset([], 0, 0, 0))
+    drafter = init_drafter(RunSpec.from_nodes(config), smollm2, Dataset([], 0, 0, 0))
     for name, tensor in load_file(SHIPPED_FOLDER / "smollm2-eagle3" / "model.safetensors").items():
         assert torch.equal(drafter.state_dict()[name], tensor.to(drafter.state_dict()[name].dtype))

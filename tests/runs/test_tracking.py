@@ -19,8 +19,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 
-from spectrain.config.check import check_config
-from spectrain.config.keys import TRAIN_KEYS
+from spectrain.config.spec import RunSpec
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.eagle3 import Eagle3
@@ -29,7 +28,7 @@ from spectrain.eval.columns import tracked_comparison, tracked_systems, tracked_
 from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
 from spectrain.runs import tracking
-from spectrain.runs.defaults import resolve_eval_config
+from spectrain.runs.defaults import resolve_eval_spec
 from spectrain.runs.score import evaluate
 from spectrain.runs.tracking import TensorBoard, Wandb, flatten, tracked
 from spectrain.runs.train import train
@@ -412,20 +411,19 @@ def test_a_run_tells_its_tracker_everything(tmp_path: Path, monkeypatch: pytest.
         "++trainer.max_steps=2", "++trainer.save_every=1", "++trainer.log_every=1", "tree=chain", *scoring,
     ]  # fmt: skip
     with initialize_config_module("spectrain.conf", version_base="1.3"):
-        config = check_config(compose("train", overrides=asked), TRAIN_KEYS)
-        run = train(config, [])
+        spec = RunSpec.from_config(compose("train", overrides=asked))
+        run = train(spec)
         trained = [("start", "train", 0), ("log", 1), ("checkpoint", 1), ("log", 2), "drafter"]
         assert told == [*trained, ("scored", "heldout"), ("finish", False)]
         told.clear()
-        again, _ = resolve_eval_config(compose("eval", overrides=[f"run={run}", "tracker=tensorboard", "++eval.name=again"]))
-        evaluate(check_config(again, TRAIN_KEYS), run)
+        again, _ = resolve_eval_spec(compose("eval", overrides=[f"run={run}", "tracker=tensorboard", "++eval.name=again"]))
+        evaluate(again, run)
         assert told == [("start", "eval", 0), ("scored", "again"), ("finish", False)]
     told.clear()
     shutil.rmtree(run / "drafter")
     monkeypatch.setattr(Trainer, "fit", lambda *given: 1 / 0)
-    config.trainer.resume = "auto"
     with pytest.raises(ZeroDivisionError):
-        train(config, [])
+        train(spec.with_settings("trainer", resume="auto"))
     assert told == [("start", "train", 1), ("finish", True)]
 
 

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
 import spectrain
@@ -20,6 +19,7 @@ from spectrain.cli.main import with_exit_codes
 from spectrain.config.build import build
 from spectrain.config.check import check_overrides
 from spectrain.config.schema import load_schema
+from spectrain.config.spec import RunSpec
 from spectrain.data.readers import JsonlReader
 from spectrain.drafters.causal import Causal
 from spectrain.errors import RunError, UserError
@@ -85,7 +85,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, tiny: Target) -> Path:
     drafter = build(node, target=tiny)
     drafter.prepare(tiny, torch.arange(tiny.head.vocab_size))
     target = {"_target_": "spectrain.models.loading.load_tiny"}
-    save_drafter(directory, drafter, OmegaConf.create({"drafter": node, "target": target}))
+    save_drafter(directory, drafter, RunSpec.from_nodes({"drafter": node, "target": target}))
     return directory
 
 
@@ -124,7 +124,7 @@ def test_weights_that_are_wrong(case: str, saved: Path, tmp_path: Path, tiny: Ta
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "medusa" / "model.safetensors")
     node = {"_target_": "spectrain.drafters.medusa.Medusa", "num_heads": 1, "vocab_size": 64}
     with pytest.raises(kind, match=sentence) as told:
-        load_drafter(OmegaConf.create({"drafter": node}), tmp_path / "medusa", tiny)
+        load_drafter(RunSpec.from_nodes({"drafter": node}), tmp_path / "medusa", tiny)
     assert len(str(told.value).replace(str(tmp_path), "")) < 200
     assert any(finding.level == "error" for finding in lint(tmp_path / "medusa", TargetFiles("tiny")))
 
@@ -271,13 +271,13 @@ def test_a_run_that_no_disk_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("spectrain.runs.folder.write_text", full)
     either: Any = SimpleNamespace(path="", name="", provenance_facts=dict)  # data and target
     with pytest.raises(UserError, match="the disk is full"):
-        open_run(tmp_path / "run", OmegaConf.create(), either, either)
+        open_run(tmp_path / "run", RunSpec(), either, either)
     assert not list(tmp_path.iterdir())
 
 
 def test_python_says_the_same(tiny: Target) -> None:
     """The Python interface raises what the command line says before it exits."""
-    nobody: Any = SimpleNamespace(config={})
+    nobody: Any = SimpleNamespace(spec=RunSpec())
     for call, sentence in (
         (lambda: spectrain.train("medusa1", target="tiny", **{"trainer.lrr": 1}), "trainer.lrr: there is no such key"),
         (lambda: spectrain.train("medusa1", target="tiny", **{"trainer.lr": math.nan}), "trainer.lr=nan: use a finite number"),

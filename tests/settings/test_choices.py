@@ -2,23 +2,20 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_module
-from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from spectrain.config.build import build
-from spectrain.config.check import check_config
 from spectrain.config.choices import FORMER_NAMES, by_choice_name, list_constructors, resolve_choice, set_choice_folders
-from spectrain.config.keys import TRAIN_KEYS
 from spectrain.config.saved import parse_groups
 from spectrain.config.schema import conf_folders
 from spectrain.config.signatures import PACKAGE_ROOT
+from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
 from spectrain.models.target import Target
-from spectrain.runs.defaults import resolve_eval_config
+from spectrain.runs.defaults import resolve_eval_spec
 from spectrain.runs.drafter_files import load_drafter
 
 BEFORE = Path(__file__).parent / "before"
@@ -49,10 +46,9 @@ def test_a_drafter_saved_before_is_read(path: Path, tiny: Target) -> None:
 def test_a_run_of_before_loads_whole(tiny: Target) -> None:
     """A run folder of the time before: its settings and its weights."""
     with initialize_config_module("spectrain.conf", version_base="1.3"):
-        config, folder = resolve_eval_config(compose("eval", overrides=[f"run={BEFORE / 'kangaroo'}"]))
-    checked = check_config(config, TRAIN_KEYS)
-    assert (checked.trainer.lr, checked.data.limit, checked.tree.stop_on) == (0.002, 48, "token")
-    drafter = load_drafter(checked, folder, tiny)
+        spec, folder = resolve_eval_spec(compose("eval", overrides=[f"run={BEFORE / 'kangaroo'}"]))
+    assert (spec.trainer.get("lr"), spec.data.get("limit"), spec.tree.get("stop_on")) == (0.002, 48, "token")
+    drafter = load_drafter(spec, folder, tiny)
     weights = load_file(folder / "drafter" / "model.safetensors")
     assert weights and all(drafter.state_dict()[name].equal(tensor) for name, tensor in weights.items())
 
@@ -63,14 +59,15 @@ def test_every_former_name_is_a_choice() -> None:
         assert set(names.values()) <= set(list_constructors(group)), group
 
 
-def test_named_and_looked_up_are_inverse() -> None:
+def test_a_configuration_is_saved_and_loaded(tmp_path: Path) -> None:
     """A whole configuration as config.yaml keeps it, and back; no import path is left in it."""
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         config = compose("train", overrides=["recipe=eagle3", "target=tiny"])
-    checked: Any = OmegaConf.to_container(check_config(config, TRAIN_KEYS))
-    kept = by_choice_name(checked)
-    assert "spectrain." not in json.dumps(kept) and kept["tree"]["choice"] == "eagle2" and kept["tracker"] == {}
-    assert parse_groups(kept, Path("config.yaml")) == checked
+    spec = RunSpec.from_config(config)
+    saved = spec.save()
+    assert "spectrain." not in json.dumps(saved) and saved["tree"]["choice"] == "eagle2" and saved["tracker"] == {}
+    (tmp_path / "config.yaml").write_text(spec.to_yaml())
+    assert RunSpec.load(tmp_path / "config.yaml") == spec
 
 
 def test_that_code_may_run_is_never_saved() -> None:

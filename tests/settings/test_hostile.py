@@ -14,17 +14,16 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from spectrain.cli.export import export_command, lint_command
-from spectrain.config.build import build
-from spectrain.config.check import check_config
+from spectrain.config.build import GroupSpec, build
 from spectrain.config.choices import resolve_choice
-from spectrain.config.keys import TRAIN_KEYS
+from spectrain.config.spec import RunSpec
 from spectrain.drafters.base import Drafter
 from spectrain.errors import RunError, UserError
 from spectrain.eval.comparison import ScoredRun
 from spectrain.export.converter import convert
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
-from spectrain.runs.defaults import resolve_eval_config
+from spectrain.runs.defaults import resolve_eval_spec
 from spectrain.runs.drafter_files import load_drafter, save_drafter
 from spectrain.runs.init_drafter import apply_init_shape
 from tests import commands
@@ -56,7 +55,7 @@ def good(tmp_path_factory: pytest.TempPathFactory, tiny: Target) -> Path:
             for parameter in drafter.parameters():
                 if parameter.requires_grad:
                     parameter.add_(0.02 * torch.randn_like(parameter))
-        save_drafter(folder / name, drafter, config)
+        save_drafter(folder / name, drafter, RunSpec.from_nodes(config))
     run = folder / "run"
     shutil.copytree(folder / "causal", run / "drafter")
     (run / "config.yaml").write_text("trainer: {choice: default, lr: 0.01}\neval: {choice: default, limit: 1}\n")
@@ -177,13 +176,15 @@ def settings(name: str, directory: Path) -> Any:
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         config = compose(name, overrides=["run=DIR"])  # the same words for every folder are composed once
         config.run = str(directory)
-        return resolve_eval_config(config)
+        OmegaConf.set_struct(config, False)
+        config.pop("chat", None)
+        return resolve_eval_spec(config)
 
 
 def opened(name: str, directory: Path, tiny: Target) -> None:
     """As far as a command goes before it decodes."""
-    config, folder = settings(name, directory)
-    load_drafter(check_config(config, (*TRAIN_KEYS, "chat")), folder, tiny)
+    spec, folder = settings(name, directory)
+    load_drafter(spec, folder, tiny)
 
 
 def go(way: str, directory: Path, out: Path, tiny: Target) -> None:
@@ -192,16 +193,14 @@ def go(way: str, directory: Path, out: Path, tiny: Target) -> None:
         opened(way, directory, tiny)
     elif way == "train":
         drafter = {**resolve_choice("drafter", {"choice": directory.name.split("-")[0]}, ""), "init": str(directory)}
-        config = OmegaConf.create({"drafter": drafter, "target": resolve_choice("target", {"choice": "tiny"}, "")})
-        apply_init_shape(config, [])
-        load_drafter(check_config(config, TRAIN_KEYS), directory, tiny)
+        spec = RunSpec.from_config({"drafter": drafter, "target": resolve_choice("target", {"choice": "tiny"}, "")})
+        load_drafter(apply_init_shape(spec), directory, tiny)
     elif way == "export":
-        export_command(OmegaConf.create({"run": str(directory), "format": "spectrain", "out": str(out)}))
+        export_command(str(directory), "spectrain", str(out))
     elif way == "convert":
         convert(directory, out, "spectrain", TINY)
     else:
-        target = {"target": resolve_choice("target", {"choice": "tiny"}, "")} if "--" in way else {}
-        lint_command(OmegaConf.create({"run": str(directory), **target}))
+        lint_command(str(directory), GroupSpec("target", "tiny") if "--" in way else None)
 
 
 @pytest.fixture
@@ -255,8 +254,8 @@ def test_a_run_folder_holds_data(case: str, good: Path, canary: Path, tmp_path: 
     shutil.copytree(good / "run", tmp_path / "run")
     text(file, content)(tmp_path / "run", canary)
     with pytest.raises(UserError) as told:
-        config, _ = settings("eval", tmp_path / "run")
-        build(check_config(config, TRAIN_KEYS).eval)
+        spec, _ = settings("eval", tmp_path / "run")
+        spec.eval.build()
     assert named in str(told.value) and "\n" not in str(told.value)
     assert not canary.exists()
 
@@ -277,7 +276,7 @@ def test_provenance_is_data(content: str, good: Path, tmp_path: Path) -> None:
     shutil.copytree(good / "run", tmp_path / "run")
     (tmp_path / "run" / "provenance.json").write_text(content)
     with pytest.raises(UserError, match=r"provenance\.json: [^\n]*$"):
-        export_command(OmegaConf.create({"run": str(tmp_path / "run"), "format": "spectrain", "out": str(tmp_path / "out")}))
+        export_command(str(tmp_path / "run"), "spectrain", str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 

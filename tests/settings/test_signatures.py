@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.utils import get_object
 
 from spectrain.config import values
-from spectrain.config.build import find_config_type, import_constructor
+from spectrain.config.build import find_config_type
 from spectrain.config.check import check_node, check_overrides, describe_type
 from spectrain.config.choices import _read_constructors
 from spectrain.config.schema import load_schema
@@ -51,7 +52,7 @@ def hints_of(found: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("target", FOUND)
 def test_settings_are_those_that_python_finds(target: str) -> None:
     """Names in their order, types with their bounds, which must be given, and the values that may be chosen."""
-    found = import_constructor({"_target_": target})
+    found = get_object(target)
     found = find_config_type(found) or found
     hints = hints_of(found)
     expected = {name: p for name, p in inspect.signature(found).parameters.items() if is_plain(hints.get(name))}

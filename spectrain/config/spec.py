@@ -1,0 +1,118 @@
+"""The typed settings of a run, built once from the composed configuration. No hydra object is passed on from here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .build import GroupSpec, to_containers
+from .check import check_config
+from .choices import list_constructors
+from .saved import parse_groups, read_yaml
+
+
+def read_settings(config: Mapping[str, Any], allowed_keys: Iterable[str]) -> dict[str, Any]:
+    """Return a command's checked settings by key: groups as GroupSpec, and other keys as plain values."""
+    allowed_keys = list(allowed_keys)
+    checked = check_config(config, allowed_keys)
+    groups = {key: GroupSpec.from_node(key, checked.get(key)) for key in allowed_keys if list_constructors(key)}
+    return {**checked, **groups}
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """What a run trains, on what, and how it is scored: one entry per group, in the order of config.yaml."""
+
+    target: GroupSpec = GroupSpec("target")
+    drafter: GroupSpec = GroupSpec("drafter")
+    source: GroupSpec = GroupSpec("source")
+    data: GroupSpec = GroupSpec("data")
+    trainer: GroupSpec = GroupSpec("trainer")
+    optimizer: GroupSpec = GroupSpec("optimizer")
+    schedule: GroupSpec = GroupSpec("schedule")
+    tree: GroupSpec = GroupSpec("tree")
+    acceptance: GroupSpec = GroupSpec("acceptance")
+    eval: GroupSpec = GroupSpec("eval")
+    tracker: GroupSpec = GroupSpec("tracker")
+    # The run folder that the command names.
+    run: str | None = None
+    recipe_name: str | None = None
+    # The settings of the command itself, as opposed to those of its recipe; they are not saved.
+    overrides: tuple[str, ...] = ()
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], overrides: Iterable[str] = ()) -> RunSpec:
+        """Check a composed configuration and return it as a spec; a UserError names the key that is wrong."""
+        return read_run(config, overrides=overrides)[0]
+
+    @classmethod
+    def from_nodes(cls, nodes: Mapping[str, Any]) -> RunSpec:
+        """Return a spec of nodes that a file or a test holds; they are checked when they are built."""
+        known = {key: value for key, value in to_containers(nodes).items() if key in RUN_KEYS}
+        settings: dict[str, Any] = {
+            key: GroupSpec.from_node(key, value) if key in GROUPS else value for key, value in known.items()
+        }
+        return cls(**settings)
+
+    @classmethod
+    def load(cls, path: Path) -> RunSpec:
+        """Load config.yaml of a run folder."""
+        return cls.from_nodes(parse_groups(read_yaml(path), path))
+
+    def to_yaml(self) -> str:
+        """Return the text of config.yaml."""
+        text: str = yaml.dump(self.save(), sort_keys=False, allow_unicode=True)
+        return text
+
+    def save(self) -> dict[str, Any]:
+        """Return all settings in their saved form: groups by choice, without a recipe's name where none was named."""
+        groups = {group: getattr(self, group).save() for group in GROUPS}
+        return {**groups, "run": self.run, **({} if self.recipe_name is None else {"recipe_name": self.recipe_name})}
+
+    def to_nodes(self) -> dict[str, Any]:
+        """Return all settings as plain containers, groups as nodes of hydra."""
+        groups = {group: getattr(self, group).node for group in GROUPS}
+        return {**groups, "run": self.run, **({} if self.recipe_name is None else {"recipe_name": self.recipe_name})}
+
+    def with_settings(self, group: str, **changes: Any) -> RunSpec:
+        """Return the spec with other settings of one group."""
+        return replace(self, **{group: getattr(self, group).with_settings(**changes)})
+
+    def overrides_key(self, key: str) -> bool:
+        """Tell whether the command itself sets a key, as in drafter.vocab_size, or anything of a group, as in tree."""
+        names = [re.split(r"[=@]", word.lstrip("+~"), maxsplit=1)[0] for word in self.overrides]
+        return any(f"{name}.".startswith(f"{key}.") for name in names)
+
+    @property
+    def name(self) -> str:
+        """Return the recipe that the command named, or else the choice of the drafter."""
+        return str(self.recipe_name or self.drafter.choice)
+
+    @property
+    def target_name(self) -> str:
+        """Return the target's choice or, of a model on the hub or on disk, the last part of its name."""
+        choice = str(self.target.choice)
+        return Path(str(self.target.get("model", choice))).name if choice == "hf" else choice
+
+    @property
+    def evaluation_name(self) -> str:
+        """Return the folder's name below eval/."""
+        return str(self.eval.get("name", "heldout"))
+
+
+def read_run(
+    config: Mapping[str, Any], keys: Iterable[str] = (), overrides: Iterable[str] = ()
+) -> tuple[RunSpec, dict[str, Any]]:
+    """Return the checked settings of a run, and those of a command's own `keys`."""
+    settings = read_settings(config, (*RUN_KEYS, *keys))
+    own = {key: settings.pop(key, None) for key in keys}
+    return RunSpec(**settings, overrides=tuple(overrides)), own
+
+
+RUN_KEYS = tuple(entry.name for entry in fields(RunSpec) if entry.name != "overrides")
+GROUPS = tuple(key for key in RUN_KEYS if key not in ("run", "recipe_name"))
