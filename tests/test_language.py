@@ -17,8 +17,6 @@ MAX_UNDESCRIBED = 147  # settings without a full sentence; goal 0
 CIRCLES = {
     "data.dataset",
     "data.readers",
-    "drafters.layers.eagle_layers",
-    "drafters.layers.fused_cpu_eagle",
     "planning.hours",
     "planning.plan",
     "planning.workload",

@@ -6,7 +6,7 @@ calls around them. Shapes: B batch, F nodes, D width, H query heads, K key-value
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +16,29 @@ from spectrain.models.attention import causal_attention
 from spectrain.models.fast import CachedRotation, is_packed, packed_product, shared_input, shared_product
 from spectrain.models.kv_cache import TreeCache
 
-from .layers import Attention
-
-if TYPE_CHECKING:
-    from .eagle_layers import EagleDrafter
+from .layers import Attention, Mlp
 
 
-def uses_fused_cpu(drafter: EagleDrafter) -> bool:
+class EagleModules(Protocol):
+    """The modules of an EAGLE drafter and the variants that it has (`eagle_layers.EagleDrafter`)."""
+
+    self_attn: Attention
+    mlp: Mlp
+    input_layernorm: nn.RMSNorm
+    hidden_norm: nn.RMSNorm
+    post_attention_layernorm: nn.RMSNorm
+    norm: nn.RMSNorm
+    lm_head: nn.Linear
+    lm_down: nn.Linear | None
+    later: nn.ModuleList
+    rotary: Any
+    norm_before_residual: bool
+    norm_output: bool
+
+    def embed_inputs(self, tokens: Tensor) -> Tensor: ...
+
+
+def uses_fused_cpu(drafter: EagleModules) -> bool:
     """Tell whether a drafter is one layer without variants on packed linears, outside of training."""
     if not is_packed(drafter.lm_head) or torch.is_grad_enabled() or drafter.lm_head.weight.device.type != "cpu":
         return False
@@ -35,7 +51,7 @@ def uses_fused_cpu(drafter: EagleDrafter) -> bool:
 
 
 def run_layer(
-    drafter: EagleDrafter, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: TreeCache, visible: Tensor | None
+    drafter: EagleModules, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: TreeCache, visible: Tensor | None
 ) -> Tensor:
     """Compute `EagleDrafter.run`: [B, F, D]."""
     attention, hidden = drafter.self_attn, hidden.float()
@@ -53,7 +69,7 @@ def run_layer(
     return hidden + packed_product(mlp.down_proj, F.silu(gate) * up)
 
 
-def log_q(drafter: EagleDrafter, hidden: Tensor) -> Tensor:
+def log_q(drafter: EagleModules, hidden: Tensor) -> Tensor:
     """Compute `EagleDrafter.log_q`: [B, F, V]."""
     return packed_product(drafter.lm_head, _apply_norm(drafter.norm, hidden.float())).log_softmax(-1)
 
