@@ -35,8 +35,8 @@ class RunnerSource(Protocol):
     """Makes the runner of a session in place of the eager loop, for decoding that works in another way."""
 
     @property
-    def setting(self) -> str:
-        """The setting that asked for it, which messages name."""
+    def setting_name(self) -> str:
+        """The setting that selects it, for messages."""
 
     @property
     def capture_blocker(self) -> str:
@@ -172,8 +172,8 @@ class Session:
     def _make_eager_runner(self, max_new_tokens: int) -> EagerRunner:
         if self.runner_source is not None:
             if self.guard is not None or self.pruning is not None:
-                setting = self.runner_source.setting
-                raise UserError(f"{setting}: it goes with neither eval.guard nor eval.prune_layer; leave those out")
+                name = self.runner_source.setting_name
+                raise UserError(f"{name}: it cannot be combined with eval.guard or eval.prune_layer; leave those out")
             return self._make_runner()
         runner = EagerRunner(self.target, self.rule, self.drafter, self.builder)
         if self.pruning is not None:

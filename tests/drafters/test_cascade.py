@@ -164,7 +164,7 @@ def test_the_qualifier_lets_good_guesses_pass(shallow: Target, prompts: list[lis
     "settings, said",
     [
         ({"inner": EAGLE3}, "drafter.ahead=4: eagle3 cannot run several tokens"),
-        ({"ahead": 0}, "drafter.ahead=0: the helper has nothing to do"),
+        ({"ahead": 0}, "drafter.ahead=0: the helper would not run"),
         ({"ahead": -1}, "drafter.ahead=-1: use 0 or more"),
         ({"handover": 0}, "drafter.handover=0: use 1 or more"),
         ({"qualify": 0.0}, "drafter.qualify=0.0: use more than 0"),

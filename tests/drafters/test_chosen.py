@@ -19,7 +19,7 @@ from spectrain.drafters.base import Drafter
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.experimental.router.arms import Arm
-from spectrain.experimental.router.drafter import PATIENCE, TRIALS, Chosen
+from spectrain.experimental.router.drafter import MAX_UNREAD, NUM_TRIALS, Chosen
 from spectrain.experimental.router.voting import VotingRollout
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import build_drafter, load_weights, save_drafter
@@ -133,7 +133,7 @@ def test_seconds_count(shallow: Target, stream: Stream, by: Any) -> None:
     drafter = with_experts(shallow, [texts, texts], [5.0, 1.0], by=by)
     for prompt in prompts[:2]:
         decode(shallow, [prompt], Greedy(), 60, drafter, Chain(2), ignore_eos=True)
-    late = drafter.picks[2 * TRIALS + 8 :]
+    late = drafter.picks[2 * NUM_TRIALS + 8 :]
     assert sum(late) >= 0.9 * len(late)
 
 
@@ -154,7 +154,7 @@ def test_output_is_the_targets(shallow: Target, prompts: list[list[int]], by: An
 def said_by_all(target: Target, prompts: list[list[int]], score_every: int) -> list[Tensor]:
     """What every drafter says at the start of every fifth round, the first one drafting always."""
     drafter, heard = made(target, EVERY[1:], score_every=score_every), list[Tensor]()
-    drafter._pick = lambda context: 0  # type: ignore[method-assign]
+    drafter._pick_arm = lambda context: 0  # type: ignore[method-assign]
 
     def noted(arm: Any) -> Any:
         ask = arm.make_draft
@@ -183,12 +183,12 @@ def test_who_rested_drafts_as_if_it_had_not(shallow: Target, prompts: list[list[
 def test_nobody_falls_behind_too_far(shallow: Target, prompts: list[list[int]]) -> None:
     """A drafter that is never scored and never picked reads what waits before it needs more slots than it has."""
     drafter = made(shallow, EVERY[:2], score_every=1000)
-    drafter._pick = lambda context: 0  # type: ignore[method-assign]
+    drafter._pick_arm = lambda context: 0  # type: ignore[method-assign]
     behind: list[int] = []
     ask = drafter.arms[1].make_draft
     drafter.arms[1].make_draft = lambda *given: behind.append(drafter.arms[1].num_unread) or ask(*given)  # type: ignore
     decode(shallow, prompts[:2], Greedy(), 150, drafter, Chain(3), ignore_eos=True)
-    assert len(behind) > 2 and max(behind[1:]) <= PATIENCE
+    assert len(behind) > 2 and max(behind[1:]) <= MAX_UNREAD
 
 
 def test_a_guard_may_leave_all_of_them_out(shallow: Target, prompts: list[list[int]]) -> None:

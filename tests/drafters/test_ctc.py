@@ -40,25 +40,25 @@ def test_the_chance_of_a_next_token_is_what_enumeration_finds() -> None:
         texts = chances(slots[row])
         for depth in range(3):
             for path in product(range(V), repeat=depth):
-                prefixes = Prefixes.empty(slots)
+                prefixes = Prefixes.from_slots(slots)
                 for token in path:
-                    prefixes = prefixes.extended(torch.full((2, 1), token), torch.zeros(2, 1, dtype=torch.int64))
+                    prefixes = prefixes.extend_paths(torch.full((2, 1), token), torch.zeros(2, 1, dtype=torch.int64))
                 begun = [sum(w for text, w in texts.items() if text[: depth + 1] == (*path, token)) for token in range(V)]
                 wanted = torch.tensor(begun, dtype=torch.float64) / sum(begun)
-                torch.testing.assert_close(prefixes.next()[row, 0].exp(), wanted, rtol=1e-6, atol=1e-9)
+                torch.testing.assert_close(prefixes.next_log_probs()[row, 0].exp(), wanted, rtol=1e-6, atol=1e-9)
 
 
 def test_nodes_of_a_tree_are_told_by_their_paths() -> None:
     """A node hears what it hears when its path is fed alone."""
     slots = torch.randn(1, K, V + 1).log_softmax(-1)
-    tree = Prefixes.empty(slots)
-    tree = tree.joined(tree.extended(torch.tensor([[0, 2]]), torch.tensor([[0, 0]])))
-    new = tree.extended(torch.tensor([[1, 0, 1]]), torch.tensor([[2, 1, 1]]))
+    tree = Prefixes.from_slots(slots)
+    tree = tree.concat_nodes(tree.extend_paths(torch.tensor([[0, 2]]), torch.tensor([[0, 0]])))
+    new = tree.extend_paths(torch.tensor([[1, 0, 1]]), torch.tensor([[2, 1, 1]]))
     for place, path in enumerate([(2, 1), (0, 0), (0, 1)]):
-        alone = Prefixes.empty(slots)
+        alone = Prefixes.from_slots(slots)
         for token in path:
-            alone = alone.extended(torch.tensor([[token]]), torch.zeros(1, 1, dtype=torch.int64))
-        torch.testing.assert_close(new.next()[:, place], alone.next()[:, 0])
+            alone = alone.extend_paths(torch.tensor([[token]]), torch.zeros(1, 1, dtype=torch.int64))
+        torch.testing.assert_close(new.next_log_probs()[:, place], alone.next_log_probs()[:, 0])
 
 
 def make(target: Target, **options: Any) -> Ctc:
@@ -99,7 +99,7 @@ def test_one_slot_for_one_draft_is_a_next_token_head(shallow: Target) -> None:
     batch = batch_of(shallow)
     assert batch.features is not None
     final = batch.features.at_layer("final")
-    slots = drafter.said(final.flatten(0, 1))[:, 0].unflatten(0, final.shape[:2])
+    slots = drafter.slot_log_probs(final.flatten(0, 1))[:, 0].unflatten(0, final.shape[:2])
     asked = batch.loss_mask[:, 2:]
     wanted = -slots[:, :-2].gather(-1, batch.tokens[:, 2:, None])[..., 0][asked].sum()
     torch.testing.assert_close(drafter.loss(batch, shallow, TrainingState()).total, wanted, rtol=1e-4, atol=1e-3)
@@ -107,7 +107,7 @@ def test_one_slot_for_one_draft_is_a_next_token_head(shallow: Target) -> None:
     with torch.no_grad():
         context = begun(shallow, [[5, 6, 7]], drafter, probe)
         proposed(drafter, context, probe)
-    said = drafter.said(context.fresh.at_layer("final")[:, -1])[0, 0, :-1].log_softmax(-1)
+    said = drafter.slot_log_probs(context.fresh.at_layer("final")[:, -1])[0, 0, :-1].log_softmax(-1)
     torch.testing.assert_close(probe.said[0][0, 0], said, rtol=1e-4, atol=1e-4)
 
 
@@ -121,16 +121,16 @@ def test_training_equals_decoding(shallow: Target, attention: int, adaptation: i
     with torch.no_grad():
         stage = drafter.adaptation(batch.features.at_layer("final"), following, batch.positions)[-1]
     for row, index, said in walk(drafter, shallow, batch.tokens, 3):
-        prefix = Prefixes.empty(drafter.said(stage[row, index][None]))
+        prefix = Prefixes.from_slots(drafter.slot_log_probs(stage[row, index][None]))
         for step in range(3):
-            torch.testing.assert_close(said[step], prefix.next()[0, 0], rtol=1e-3, atol=1e-3)
-            prefix = prefix.extended(batch.tokens[row, index + 2 + step].view(1, 1), torch.zeros(1, 1, dtype=torch.int64))
+            torch.testing.assert_close(said[step], prefix.next_log_probs()[0, 0], rtol=1e-3, atol=1e-3)
+            prefix = prefix.extend_paths(batch.tokens[row, index + 2 + step].view(1, 1), torch.zeros(1, 1, dtype=torch.int64))
 
 
 def test_loss_does_not_depend_on_how_many_rows_are_held_at_a_time(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter, batch, found = make(shallow), batch_of(shallow), []
     for entries in (2**26, 5 * 513 * 7):
-        monkeypatch.setattr("spectrain.experimental.ctc.drafter.ENTRIES", entries)
+        monkeypatch.setattr("spectrain.experimental.ctc.drafter.MAX_LOGITS", entries)
         drafter.zero_grad()
         losses = drafter.loss(batch, shallow, TrainingState())
         losses.total.backward()
@@ -139,5 +139,5 @@ def test_loss_does_not_depend_on_how_many_rows_are_held_at_a_time(shallow: Targe
 
 
 def test_fewer_slots_than_drafts_are_refused(shallow: Target) -> None:
-    with pytest.raises(UserError, match="drafter.num_slots=2: 3 drafts want a slot each"):
+    with pytest.raises(UserError, match="drafter.num_slots=2: 3 drafts need a slot each"):
         Ctc(shallow, num_drafts=3, num_slots=2)

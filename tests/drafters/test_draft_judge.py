@@ -61,7 +61,7 @@ def test_an_alternative_is_right_where_the_rest_of_the_answer_stays(target: Targ
     tokens behind the alternative are still the answer's own."""
     judge, examples = DraftJudge(target, window=2, places=30, alternatives=3), answered(target)
     batch = LiveSource().make_batch(BatchRequest(examples, target, ("final",), packed))
-    states, right, weights = judge.judged(batch, target, TrainingState())
+    states, right, weights = judge.judge_alternatives(batch, target, TrainingState())
     found = iter(zip(states, right.tolist(), strict=True))
     for example, prompt in zip(examples, PROMPTS):
         text = example.tokens
@@ -206,8 +206,8 @@ def test_what_is_no_judge_is_refused(target: Target, tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "model.safetensors").write_text("?")
     for given, words in {
-        None: r"^acceptance\.path: say which judge", str(tmp_path / "none"): "there is no judge in it",
-        str(tmp_path): "a drafter and no judge", str(tmp_path / "broken"): "cannot be read",
+        None: r"^acceptance\.path: name a judge", str(tmp_path / "none"): "there is no judge in it",
+        str(tmp_path): "a drafter, not a judge", str(tmp_path / "broken"): "cannot be read",
     }.items():  # fmt: skip
         with pytest.raises(UserError, match=words):
             Judge(given)

@@ -21,7 +21,7 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.decoding.session import tune_drafter
 from spectrain.errors import UserError
-from spectrain.experimental.layer_skip.drafter import LayerSkipping, agreement, laid_out, moved, search
+from spectrain.experimental.layer_skip.drafter import LayerSkipping, measure_agreement, mutate_layers, pad_texts, search_layers
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan, Sublayer, layer_index
 from spectrain.models.reference_model import generate
 from spectrain.models.target import Target
@@ -99,7 +99,7 @@ def answered(target: Target, prompts: list[list[int]], count: int) -> list[tuple
 
 
 def found_by(target: Target, steps: int, depth: int = 3, seed: int = 0) -> frozenset[int]:
-    return search(target, answered(target, PROMPTS, 12), depth, steps, seed)
+    return search_layers(target, answered(target, PROMPTS, 12), depth, steps, seed)
 
 
 @pytest.mark.sweep(1, free=("num_layers", "depth", "seed"))
@@ -119,7 +119,7 @@ def test_no_set_near_the_one_found_promises_more(tiny: Target, num_layers: int, 
 def test_answers_are_the_targets_own(tiny: Target) -> None:
     """Each row is a prompt and its greedy answer, and the mask says where the next token is the answer's."""
     target, reference = pair(tiny, 3)
-    tokens, mask = laid_out(answered(target, PROMPTS, 12), target.device)
+    tokens, mask = pad_texts(answered(target, PROMPTS, 12), target.device)
     for row, prompt in enumerate(PROMPTS):
         answer = generate(reference, prompt, 12, target.stop_ids)
         assert tokens[row].tolist()[: len(prompt) + len(answer)] == prompt + answer
@@ -131,7 +131,7 @@ def test_answers_end_with_the_context(tiny: Target) -> None:
     """A prompt near the target's longest context gets the answer that has room."""
     target, _ = pair(tiny, 3)
     prompt = [3 + n % 50 for n in range(60)]
-    tokens, mask = laid_out(answered(target, [prompt], 12), target.device)
+    tokens, mask = pad_texts(answered(target, [prompt], 12), target.device)
     assert tokens.shape[1] <= 64 and 1 <= int(mask.sum()) <= 4
 
 
@@ -247,7 +247,7 @@ def test_a_searched_set_is_saved_and_not_searched_again(tiny: Target, tmp_path: 
     drafter: LayerSkipping = build(node, target=tiny)
     assert drafter.saved.settings == {}
     tune_drafter(drafter, tiny, lambda: PROMPTS, 3)
-    assert drafter.skipped == search(tiny, answered(tiny, PROMPTS, 6), 3, 8, seed=3)
+    assert drafter.skipped == search_layers(tiny, answered(tiny, PROMPTS, 6), 3, 8, seed=3)
     found = len(measured)
     save_drafter(tmp_path / "drafter", drafter, RunSpec.from_nodes({"drafter": node}))
     described = json.loads((tmp_path / "drafter/config.json").read_text())["drafter"]
@@ -359,8 +359,8 @@ def test_agreement_is_teacher_forced(tiny: Target) -> None:
         logits = target.run(torch.tensor([text[-7:-1]]), plan).logits
         assert logits is not None
         same += int((logits.argmax(-1)[0] == torch.tensor(text[-6:])).sum())
-    assert agreement(context, skipped, 6) == pytest.approx(same / 18)
-    assert agreement(context, (), 6) == 1
+    assert measure_agreement(context, skipped, 6) == pytest.approx(same / 18)
+    assert measure_agreement(context, (), 6) == 1
     assert torch.equal(context.lengths, lengths) and context.cache.longest == int(lengths.max())
     for row, length in enumerate(lengths.tolist()):
         assert torch.equal(context.cache.storage[:, :, row, :length], before[:, :, row, :length])
@@ -370,7 +370,7 @@ def test_moves_stay_inside(tiny: Target) -> None:
     """Any number of them leaves something out, never of the first or last layer, and reaches most sets of three layers."""
     random, skipped, reached = Random(0), frozenset({2}), set()
     for _ in range(400):
-        skipped = moved(skipped, 5, random)
+        skipped = mutate_layers(skipped, 5, random)
         assert skipped and {layer_index(one) for one in skipped} <= {1, 2, 3}
         reached.add(skipped)
     assert len(reached) > 40  # of 63

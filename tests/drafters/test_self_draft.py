@@ -164,7 +164,7 @@ def test_guesses_change_no_draft(shallow: Target) -> None:
         drafter = SelfDraft(shallow, "window", 12, guesses=guesses)
         (one,) = decode(shallow, [prompt], Greedy(), 30, drafter, Chain(4), ignore_eos=True)
         found.append((one.output, one.round_lengths))
-        read.append(drafter.reads.weights)
+        read.append(drafter.bytes_read.weights)
     assert found[0] == found[1] and read[1] < read[0]
 
 
@@ -191,9 +191,9 @@ def drafted(target: Target, drafter: SelfDraft, prompt: list[int], depth: int) -
     context = begun(target, [prompt], drafter, Chain(depth))
     with torch.inference_mode():
         draft = drafter.draft(context)
-        before = drafter.reads
+        before = drafter.bytes_read
         context.builder.grow(context, draft)
-    return BytesRead(drafter.reads.weights - before.weights, drafter.reads.keys - before.keys)
+    return BytesRead(drafter.bytes_read.weights - before.weights, drafter.bytes_read.keys - before.keys)
 
 
 @pytest.mark.parametrize("case", ["window", "snap", "quest", "weights8"])
@@ -205,10 +205,10 @@ def test_keys_are_counted_as_attention_is_handed_them(
     context = begun(shallow, prompts[:1], drafter, Chain(3))
     with torch.inference_mode():
         draft = drafter.draft(context)
-        before = drafter.reads
+        before = drafter.bytes_read
         with handed_over(monkeypatch) as sizes:
             context.builder.grow(context, draft)
-    assert len(sizes) == 3 * shallow.num_layers and drafter.reads.keys - before.keys == sum(sizes)
+    assert len(sizes) == 3 * shallow.num_layers and drafter.bytes_read.keys - before.keys == sum(sizes)
 
 
 def test_verification_is_counted_as_attention_is_handed_it(
@@ -227,8 +227,8 @@ def test_few_bits_are_counted_as_they_are_held(shallow: Target) -> None:
     prompt = [*range(10, 26)]
     drafter = SelfDraft(shallow, "int4", group=8)
     found = drafted(shallow, drafter, prompt, 2)
-    assert drafter.coded is not None
-    held = sum(codes.nbytes for codes in (*drafter.coded.keys.values(), *drafter.coded.values.values()))
+    assert drafter.quantized_kv is not None
+    held = sum(codes.nbytes for codes in (*drafter.quantized_kv.keys.values(), *drafter.quantized_kv.values.values()))
     slot = 2 * 2 * 32 * 4  # keys and values of two heads of 32 in float32
     assert found.keys == 2 * held + (1 + 2) * slot * shallow.num_layers
     assert held == shallow.num_layers * 16 * 2 * (32 / 2 + 32 * 4 / 8 + 32 / 2 + 4)
@@ -258,12 +258,12 @@ def test_weights_are_counted_as_modules_read_them(
     context = begun(target, prompts[:1], drafter, Chain(2))
     with torch.inference_mode():
         draft = drafter.draft(context)
-        before = drafter.reads
+        before = drafter.bytes_read
         handles = [module.register_forward_pre_hook(hook) for module in target.model.modules()]
         context.builder.grow(context, draft)
     for handle in handles:
         handle.remove()
-    assert drafter.reads.weights - before.weights == sum(sizes)
+    assert drafter.bytes_read.weights - before.weights == sum(sizes)
 
 
 def test_a_window_layer_reads_what_it_reaches(tiny: Target) -> None:

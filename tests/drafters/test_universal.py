@@ -26,8 +26,7 @@ from spectrain.decoding.acceptance.sequential import SequentialRule, VerifiedTre
 from spectrain.decoding.loop import decode
 from spectrain.decoding.session import check_compatibility
 from spectrain.errors import UserError
-from spectrain.experimental.cross_vocabulary.drafter import Path as DraftedPath
-from spectrain.experimental.cross_vocabulary.drafter import Universal, drafted_paths
+from spectrain.experimental.cross_vocabulary.drafter import DraftPath, Universal, list_paths
 from spectrain.experimental.cross_vocabulary.spelling import RetokenizedText
 from spectrain.experimental.cross_vocabulary.warping import align_tokens, carry_probabilities, uncovered_bytes
 from spectrain.models.forward_plan import ForwardPlan
@@ -101,18 +100,18 @@ def test_shared_tokens_are_drafted_by_what_the_small_model_says(
     drafter = Universal(shallow, speakers[speaker]).eval()
     seen, kept = watching(builder)
     decode(shallow, prompts_of(shallow, count), Greedy(), LIMIT, drafter, kept, ignore_eos=True)
-    shared = dict(zip(drafter.shared_theirs.tolist(), drafter.shared_mine.tolist()))
+    shared = dict(zip(drafter.shared_target_ids.tolist(), drafter.shared_drafter_ids.tolist()))
     assert len(seen) > 8 and (speaker != "shuffled" or len(shared) == shallow.head.vocab_size)
     unshared = [{*drafted} - {*shared} for _, drafted, _ in seen]
     assert all(tokens <= {0} for tokens in unshared)  # rows that are shorter than others are padded with that
     real = [one for one, padding in zip(seen, unshared) if not padding]
     for text, drafted, log_q in real[:: max(1, len(real) // 40)]:
-        whole = RetokenizedText(drafter.mine, drafter.theirs, drafter.special)
+        whole = RetokenizedText(drafter.drafter_tokenizer, drafter.target_tokenizer, drafter.special_map)
         whole.append_tokens(text)
         tokens = whole.encode_text(10**6) + [shared[token] for token in drafted]
         logits = drafter.model.run(torch.tensor([tokens]), ForwardPlan(logits=True)).logits
         assert logits is not None
-        q = logits[0, -1].double().softmax(-1)[drafter.shared_mine]
+        q = logits[0, -1].double().softmax(-1)[drafter.shared_drafter_ids]
         torch.testing.assert_close(log_q.exp().double(), q / q.sum(), rtol=1e-3, atol=1e-5)
     assert all({*tree.tokens[:, 1:][tree.valid[:, 1:]].tolist()} <= {*shared} for tree in kept.trees)
 
@@ -178,10 +177,10 @@ def test_drafts_go_by_the_drafters_own_tokens(shallow: Target, speakers: dict[st
 # Texts
 
 
-def path(drafter: Universal, text: str, extra: tuple[int, ...] = ()) -> DraftedPath:
+def path(drafter: Universal, text: str, extra: tuple[int, ...] = ()) -> DraftPath:
     """A draft that spells a text, all of whose tokens are sure but for the last, and special tokens behind it."""
-    tokens = [*drafter.mine.encode_bytes(text.encode()), *extra]
-    return DraftedPath(tokens, [0.5] * len(tokens), 1.0)
+    tokens = [*drafter.drafter_tokenizer.encode_bytes(text.encode()), *extra]
+    return DraftPath(tokens, [0.5] * len(tokens), 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -191,10 +190,10 @@ def teller(shallow: Target, speakers: dict[str, str]) -> Universal:
 
 def test_a_draft_is_encoded_as_the_target_does(shallow: Target, teller: Universal) -> None:
     """Behind a text, a drafted text becomes the tokens that the target's tokenizer has for both, if it has a border there."""
-    text = RetokenizedText(teller.mine, teller.theirs, teller.special)
+    text = RetokenizedText(teller.drafter_tokenizer, teller.target_tokenizer, teller.special_map)
     text.append_tokens(shallow.tokenizer("The bees", add_special_tokens=False)["input_ids"])
     whole = shallow.tokenizer("The bees find honey, 24", add_special_tokens=False)["input_ids"]
-    found, chances = teller._in_target_tokens(text, path(teller, " find honey, 24"))
+    found, chances = teller._to_target_tokens(text, path(teller, " find honey, 24"))
     assert found == whole[text.num_read :]
     assert np.isclose(np.prod(chances), 0.5 ** len(path(teller, " find honey, 24").tokens))
 
@@ -202,19 +201,22 @@ def test_a_draft_is_encoded_as_the_target_does(shallow: Target, teller: Universa
 def test_what_is_not_complete_is_not_drafted(shallow: Target, teller: Universal) -> None:
     """The beginning of a character at a draft's end is left out; a special token that both have is drafted, and one that the
     target lacks ends the draft before it."""
-    text = RetokenizedText(teller.mine, teller.theirs, teller.special)
+    text = RetokenizedText(teller.drafter_tokenizer, teller.target_tokenizer, teller.special_map)
     text.append_tokens(prompts_of(shallow, 1)[0])
-    euro = teller.mine.encode_bytes("\u20ac".encode())
+    euro = teller.drafter_tokenizer.encode_bytes("\u20ac".encode())
     assert len(euro) == 3  # a token a byte
-    tokens = [*teller.mine.encode_bytes(b" a"), *euro[:2]]
-    found, _ = teller._in_target_tokens(text, DraftedPath(tokens, [0.5] * len(tokens), 1.0))
-    assert teller.theirs.decode_bytes(found) == b" a"
-    end, stop = next(token for token, name in teller.mine.special_tokens.items() if name == "<|im_end|>"), teller.mine.eos_token
+    tokens = [*teller.drafter_tokenizer.encode_bytes(b" a"), *euro[:2]]
+    found, _ = teller._to_target_tokens(text, DraftPath(tokens, [0.5] * len(tokens), 1.0))
+    assert teller.target_tokenizer.decode_bytes(found) == b" a"
+    end, stop = (
+        next(token for token, name in teller.drafter_tokenizer.special_tokens.items() if name == "<|im_end|>"),
+        teller.drafter_tokenizer.eos_token,
+    )
     assert stop is not None and stop != end
-    found, _ = teller._in_target_tokens(text, path(teller, " a", (end, *euro)))
-    assert found[-1] == shallow.tokenizer.eos_token_id and teller.theirs.decode_bytes(found) == b" a"
-    found, _ = teller._in_target_tokens(text, path(teller, " a", (stop, *euro)))
-    assert found == teller.theirs.encode_bytes(b" a")
+    found, _ = teller._to_target_tokens(text, path(teller, " a", (end, *euro)))
+    assert found[-1] == shallow.tokenizer.eos_token_id and teller.target_tokenizer.decode_bytes(found) == b" a"
+    found, _ = teller._to_target_tokens(text, path(teller, " a", (stop, *euro)))
+    assert found == teller.target_tokenizer.encode_bytes(b" a")
 
 
 def test_paths_share_what_their_tree_weighs() -> None:
@@ -223,11 +225,11 @@ def test_paths_share_what_their_tree_weighs() -> None:
         torch.tensor([[9, 5, 6, 7, 0]]), torch.tensor([[-1, 0, 0, 1, 0]]), torch.tensor([[True] * 4 + [False]])
     )
     tree = replace(tree, scores=torch.tensor([[1.0, 0.5, 0.25, 0.125, 1.0]]).log())
-    (found,) = drafted_paths(tree, leaves_alone=False)
+    (found,) = list_paths(tree, leaves_alone=False)
     assert [one.tokens for one in found] == [[5], [6], [5, 7]]
     assert np.allclose([one.share for one in found], [0.375, 0.25, 0.125])
-    assert np.allclose([np.prod(one.chances) for one in found], [0.5, 0.25, 0.125])
-    (leaves,) = drafted_paths(tree, leaves_alone=True)
+    assert np.allclose([np.prod(one.probabilities) for one in found], [0.5, 0.25, 0.125])
+    (leaves,) = list_paths(tree, leaves_alone=True)
     assert [one.tokens for one in leaves] == [[6], [5, 7]]
 
 

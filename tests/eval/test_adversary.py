@@ -10,7 +10,7 @@ from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval.notes import explain_numbers
 from spectrain.eval.prompts import read_prompts
-from spectrain.experimental.adversary.evaluation import inserted
+from spectrain.experimental.adversary.evaluation import insert_words
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.trees import Chain
@@ -53,7 +53,7 @@ def test_equal_output_is_held(shallow: Target, tmp_path: Path) -> None:
 
 def test_words_go_between_words() -> None:
     """Several at one place keep their order; the text's own spaces and lines stay."""
-    assert inserted("one  two\nthree", [(0, "a"), (0, "b"), (3, "c")]) == "a b one  two\nthree c"
+    assert insert_words("one  two\nthree", [(0, "a"), (0, "b"), (3, "c")]) == "a b one  two\nthree c"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from spectrain.trees import Chain
 
 from .test_run import SETTING, evaluation
 
-SAME = Timetable(depth=3, kept=(4,) * 10, draft=1.0, verify=2.0, rest=0.0, step=2.0)
+SAME = Timetable(depth=3, emitted_counts=(4,) * 10, draft=1.0, verify=2.0, rest=0.0, step=2.0)
 BOTH = (Overlap(), Overlap(pre_verify=True))
 
 
@@ -36,40 +36,41 @@ def test_overlap_is_scored_beside(
     assert found["drafts_missed"] > 0 and found["measured"] > 0
     assert ("outcomes" in found) == ("outcomes" in found["simulated"]) == (way == "outcomes")
     found["simulated"].pop("outcomes", None)
-    read = Timetable.of_files(tmp_path / "out").summary()
+    read = Timetable.from_files(tmp_path / "out").summarize()
     assert {key: pytest.approx(value, rel=1e-3) for key, value in found["simulated"].items()} == read
 
 
 def test_what_is_always_right_costs_what_the_longer_part_takes() -> None:
     """Where every draft is kept, a round takes as long as its longer part: the verification, or a draft and one token more."""
-    assert SAME.seconds(None) == pytest.approx((1 + 2) / 4, rel=1e-3)
+    assert SAME.seconds_per_token(None) == pytest.approx((1 + 2) / 4, rel=1e-3)
     for overlap in BOTH:
-        assert SAME.seconds(overlap) == pytest.approx(2 / 4, rel=1e-3)
-        assert replace(SAME, draft=6.0).seconds(overlap) == pytest.approx(8 / 4, rel=1e-3)
+        assert SAME.seconds_per_token(overlap) == pytest.approx(2 / 4, rel=1e-3)
+        assert replace(SAME, draft=6.0).seconds_per_token(overlap) == pytest.approx(8 / 4, rel=1e-3)
 
 
 def test_what_is_foreseen_costs_what_the_longer_part_takes() -> None:
     """With every outcome foreseen no round waits for a draft, however little of it is kept; with none, all do; half, half."""
     for kept in ((4,) * 10, (1,) * 10):
-        schedule = replace(SAME, kept=kept)
+        schedule = replace(SAME, emitted_counts=kept)
         times = [
-            schedule.seconds(Overlap(num_outcomes=8, num_ready=ready, num_missed=8 - ready)) * kept[0] for ready in (8, 4, 0)
+            schedule.seconds_per_token(Overlap(num_outcomes=8, num_ready=ready, num_missed=8 - ready)) * kept[0]
+            for ready in (8, 4, 0)
         ]
         assert times == pytest.approx([2.0, 2.5, 3.0], rel=0.02)
 
 
 def test_what_is_always_wrong_gains_by_steps_alone() -> None:
     """Where no draft is kept, drafting ahead is in vain; steps of the target meanwhile are decoding without a drafter."""
-    wrong = replace(SAME, kept=(1,) * 10)
-    assert wrong.rate == 0 and SAME.rate == 1
-    assert wrong.seconds(Overlap()) == wrong.seconds(None) == pytest.approx(3.0)
-    assert wrong.seconds(Overlap(pre_verify=True)) == pytest.approx(2.0)
+    wrong = replace(SAME, emitted_counts=(1,) * 10)
+    assert wrong.accept_rate == 0 and SAME.accept_rate == 1
+    assert wrong.seconds_per_token(Overlap()) == wrong.seconds_per_token(None) == pytest.approx(3.0)
+    assert wrong.seconds_per_token(Overlap(pre_verify=True)) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("kept", [(4, 4, 1, 2), (2, 1, 1, 3), (4, 3, 4, 4)])
 def test_the_mean_round_is_that_of_the_rate(kept: tuple[int, ...]) -> None:
     """One after another, a token takes a round's time over the tokens that drafts kept at that rate give."""
-    schedule = replace(SAME, kept=kept)
-    tokens = sum(schedule.rate**k for k in range(schedule.depth + 1))
-    assert schedule.seconds(None) == pytest.approx(3 / tokens, rel=0.05)
-    assert schedule.seconds(Overlap()) < schedule.seconds(None)
+    schedule = replace(SAME, emitted_counts=kept)
+    tokens = sum(schedule.accept_rate**k for k in range(schedule.depth + 1))
+    assert schedule.seconds_per_token(None) == pytest.approx(3 / tokens, rel=0.05)
+    assert schedule.seconds_per_token(Overlap()) < schedule.seconds_per_token(None)

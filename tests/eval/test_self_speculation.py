@@ -30,7 +30,7 @@ from spectrain.eval.metrics import SystemNumbers, Turn, measure_system
 from spectrain.eval.notes import explain_numbers
 from spectrain.eval.run import Evaluation
 from spectrain.experimental.kangaroo.drafter import Kangaroo
-from spectrain.experimental.layer_skip.drafter import LayerSkipping, search
+from spectrain.experimental.layer_skip.drafter import LayerSkipping, search_layers
 from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.reference_model import generate
 from spectrain.models.target import Target
@@ -228,7 +228,7 @@ def test_skipped_layers_are_searched_and_can_be_given(
     skipped = found["setting"]["drafter"]["skipped"]
     openings = [tokenize_prompt(tiny.template, [{"role": "user", "content": text}]) for text in PROMPTS]
     texts = [(opening, decode(tiny, [opening], Greedy(), 8)[0].output) for opening in openings]
-    assert skipped == sorted(search(tiny, texts, 3, 9))
+    assert skipped == sorted(search_layers(tiny, texts, 3, 9))
     listed = str(skipped).replace(" ", "")
     assert f"Drafted without layers {skipped}; drafter.skipped={listed} uses them again." in shown
     assert found["lossless"]["identical"] == found["lossless"]["checked"] == 2
@@ -236,7 +236,7 @@ def test_skipped_layers_are_searched_and_can_be_given(
     def never(*arguments: Any) -> Any:
         raise AssertionError("a given set was searched for")
 
-    monkeypatch.setattr("spectrain.experimental.layer_skip.drafter.search", never)
+    monkeypatch.setattr("spectrain.experimental.layer_skip.drafter.search_layers", never)
     assert command(monkeypatch, *words, f"run={tmp_path / 'two'}", f"drafter.skipped={listed}") == 0
     again = read(tmp_path / "two", "heldout")
     assert again["setting"]["drafter"]["skipped"] == skipped and again["acceptance_length"] == found["acceptance_length"]

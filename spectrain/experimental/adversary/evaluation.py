@@ -1,8 +1,8 @@
 """Prompts made to slow a drafter down: `eval.adversary=N` tries N small edits of every prompt (Mistletoe, 2026, attacks so).
 
-An edit puts words of the other prompts between the words of a prompt, a few at most. It stays where the target goes on saying
-the same and the drafter's tokens are kept less often. What is found is decoded like any other prompt, with the guard and
-without: how much acceptance hangs on the wording, and what the guard saves where it is lost. The loop decodes all of it.
+An edit inserts a few words of other prompts into a prompt. It is retained where the target's answer stays the same and the
+drafter's tokens are accepted less often. The edited prompts are then decoded with and without the guard, which shows how much
+acceptance depends on the wording and what the guard saves.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from spectrain.eval.turns import Interleaving
 from spectrain.models.target import Target
 
 GUARDED = "guarded"
-Insertions = list[tuple[int, str]]  # words, each before so many of the prompt's own
+Insertions = list[tuple[int, str]]  # words, each with the number of the prompt's own words before it
 
 
 @dataclass(frozen=True)
 class Search:
-    """How prompts are looked for."""
+    """The settings of the search; a report shows all of them."""
 
     tries: int  # edits of each prompt
-    words: int = 4  # at most so many are put in
-    same: float = 0.9  # of the answer's tokens so many stay the target's likeliest, in their places
+    words: int = 4  # largest number of inserted words
+    same: float = 0.9  # share of the answer's tokens that must stay the most likely ones
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -54,112 +54,122 @@ class Search:
 
 
 @dataclass(frozen=True)
-class Found:
-    """A prompt as it is after the search, beside what it was."""
+class EditedPrompt:
+    """A prompt after the search, with the answers before and after it."""
 
-    prompt: Prompt  # the first turn alone, edited
-    start: Generation  # the drafted answer to the prompt as it was
-    end: Generation  # and to what was found
-    same: float  # of the first one's tokens, how many are the target's likeliest after the edited prompt
-    edits: int  # words that were put in
+    prompt: Prompt  # the edited first turn
+    original_answer: Generation  # the drafted answer to the original prompt
+    edited_answer: Generation  # the drafted answer to the edited prompt
+    unchanged_share: float  # share of the original answer's tokens that are the most likely ones after the edited prompt
+    num_edits: int  # inserted words
 
 
 class Adversary(EvalExtension):
-    """Searches after everything else was decoded, by decoding with the drafter's own tree and rule."""
+    """Searches after all other decoding, with the drafter's own tree and rule."""
 
     def __init__(self, search: Search, prompts: Sequence[Prompt], max_new_tokens: int, checks: bool = True) -> None:
         self.search, self.checks, self.max_new_tokens = search, checks, max_new_tokens
         self.prompts = [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts if isinstance(prompt.turns[0], str)]
         if not self.prompts:
-            raise UserError("eval.adversary: it edits words, and no prompt is text alone; give eval.prompts that are")
+            raise UserError("eval.adversary: no prompt is plain text, whose words could be edited; give others as eval.prompts")
 
     def report(self, results: Results) -> dict[str, Any]:
-        target, first = results.candidate.target, replace(results.systems[0], guard=None)
-        decoder = Decoder(target, first.rule.matching_rule())
-        pool = sorted({word for prompt in self.prompts for word in str(prompt.turns[0]).split()})
-        found = [self._find(target, decoder, first, prompt, pool, row) for row, prompt in enumerate(self.prompts, 1)]
-        guarded = replace(first, name=GUARDED, label=f"{first.label}, guarded", guard=Guard())
-        decoding = Interleaving(decoder, [first, guarded], [], None, self.max_new_tokens, 1)
-        decoding.run([one.prompt for one in found])
+        target, system = results.candidate.target, replace(results.systems[0], guard=None)
+        decoder = Decoder(target, system.rule.matching_rule())
+        all_words = sorted({word for prompt in self.prompts for word in str(prompt.turns[0]).split()})
+        edited_prompts = [
+            self._search_edit(target, decoder, system, prompt, all_words, row) for row, prompt in enumerate(self.prompts, 1)
+        ]
+        guarded = replace(system, name=GUARDED, label=f"{system.label}, guarded", guard=Guard())
+        decoding = Interleaving(decoder, [system, guarded], [], None, self.max_new_tokens, 1)
+        decoding.run([edited.prompt for edited in edited_prompts])
         write_lines(
             results.folder / "adversary.jsonl",
-            [{"id": one.prompt.id, "category": one.prompt.category, "turns": one.prompt.turns} for one in found],
+            [
+                {"id": edited.prompt.id, "category": edited.prompt.category, "turns": edited.prompt.turns}
+                for edited in edited_prompts
+            ],
         )
-        return {"adversary": self._summary(target, found, decoding)}
+        return {"adversary": self._summarize(target, edited_prompts, decoding)}
 
-    def _find(self, target: Target, decoder: Decoder, system: System, prompt: Prompt, pool: list[str], row: int) -> Found:
-        """The edit that lowers the tokens a forward most, by trying one change after another."""
-        draw = Random(f"{self.search.seed} {prompt.id}")
-        best: Found | None = None
+    def _search_edit(
+        self, target: Target, decoder: Decoder, system: System, prompt: Prompt, all_words: list[str], row: int
+    ) -> EditedPrompt:
+        """Find the edit that lowers the tokens per forward most, by trying one change after another."""
+        random = Random(f"{self.search.seed} {prompt.id}")
+        best: EditedPrompt | None = None
         words: Insertions = []
-        for number in range(self.search.tries + 1):
-            tried = self._changed(words, str(prompt.turns[0]), pool, draw) if number else words
-            edited = replace(prompt, turns=[inserted(str(prompt.turns[0]), tried)])
+        for attempt in range(self.search.tries + 1):
+            candidate = self._change_words(words, str(prompt.turns[0]), all_words, random) if attempt else words
+            edited = replace(prompt, turns=[insert_words(str(prompt.turns[0]), candidate)])
             tokens = tokenize_prompt(target.template, edited.opening)
             if len(tokens) + self.max_new_tokens > target.max_length:
                 continue
-            same = 1.0 if best is None else still_likeliest(target, tokens, best.start.output)
-            if same < self.search.same:
+            share = 1.0 if best is None else share_of_likeliest(target, tokens, best.original_answer.output)
+            if share < self.search.same:
                 continue
             (answer,) = decoder(system, [tokens], self.max_new_tokens, [row])
             if best is None:
-                best = Found(edited, answer, answer, same, 0)
-            elif tokens_a_forward(answer) < tokens_a_forward(best.end):
-                best, words = replace(best, prompt=edited, end=answer, same=same, edits=len(tried)), tried
-        assert best is not None, "the prompt as it was fits"
+                best = EditedPrompt(edited, answer, answer, share, 0)
+            elif tokens_per_forward(answer) < tokens_per_forward(best.edited_answer):
+                best, words = (
+                    replace(best, prompt=edited, edited_answer=answer, unchanged_share=share, num_edits=len(candidate)),
+                    candidate,
+                )
+        assert best is not None, "the original prompt fits"
         return best
 
-    def _changed(self, words: Insertions, text: str, pool: list[str], draw: Random) -> Insertions:
-        """One word more or, where there are enough, another one in the place of one of them."""
-        left = list(words)
-        if len(left) == self.search.words:
-            left.pop(draw.randrange(len(left)))
-        return sorted([*left, (draw.randint(0, len(text.split(" "))), draw.choice(pool))])
+    def _change_words(self, words: Insertions, text: str, all_words: list[str], random: Random) -> Insertions:
+        """Insert one more word or, at the largest number of words, replace one of them."""
+        remaining = list(words)
+        if len(remaining) == self.search.words:
+            remaining.pop(random.randrange(len(remaining)))
+        return sorted([*remaining, (random.randint(0, len(text.split(" "))), random.choice(all_words))])
 
-    def _summary(self, target: Target, found: list[Found], decoding: Interleaving) -> dict[str, Any]:
-        """Tokens a forward before and after, how much else changed, and the speed at what was found, guarded or not."""
-        columns = metrics.acceptance_columns([turn_of(one, one.end) for one in found])
-        before = metrics.acceptance_columns([turn_of(one, one.start) for one in found])
+    def _summarize(self, target: Target, prompts: list[EditedPrompt], decoding: Interleaving) -> dict[str, Any]:
+        """Summarize tokens per forward before and after, the changed answers, and the speed with and without the guard."""
+        columns = metrics.acceptance_columns([make_turn(prompt, prompt.edited_answer) for prompt in prompts])
+        before = metrics.acceptance_columns([make_turn(prompt, prompt.original_answer) for prompt in prompts])
         ratio = (columns[:, 0].sum() / columns[:, 1].sum()) / (before[:, 0].sum() / before[:, 1].sum())
         entries = {name: SystemNumbers(**measure_system(turns, False)).to_json() for name, turns in decoding.turns.items()}
         identity = check_identity(target, decoding.systems, decoding.turns, self.max_new_tokens) if self.checks else {}
         return {
             **vars(self.search),
-            "prompts": len(found),
-            "edited": sum(one.edits > 0 for one in found),
-            "same_tokens": round(sum(one.same for one in found) / len(found), 4),
-            "same_answers": sum(one.start.output == one.end.output for one in found),
+            "prompts": len(prompts),
+            "edited": sum(prompt.num_edits > 0 for prompt in prompts),
+            "same_tokens": round(sum(prompt.unchanged_share for prompt in prompts) / len(prompts), 4),
+            "same_answers": sum(prompt.original_answer.output == prompt.edited_answer.output for prompt in prompts),
             "before": {"pooled": round(float(before[:, 0].sum() / before[:, 1].sum()), 4)},
             "after": {name: entry["acceptance_length"] for name, entry in entries.items()},
             "ratio": round(float(ratio), 4),
             "ratio_ci95": interval(np.concatenate([columns, before], axis=1), (1, -1, -1, 1)),
             "speedup": {name: entry["speedup"] for name, entry in entries.items()},
-            "lossless": {name: one.summary() for name, one in identity.items()},
+            "lossless": {name: prompt.summary() for name, prompt in identity.items()},
         }
 
 
-def inserted(text: str, words: Insertions) -> str:
-    """A text with words between its own."""
-    own = text.split(" ")
-    for place, word in sorted(words, reverse=True):
-        own.insert(place, word)
-    return " ".join(own)
+def insert_words(text: str, words: Insertions) -> str:
+    """Insert words into a text."""
+    text_words = text.split(" ")
+    for position, word in sorted(words, reverse=True):
+        text_words.insert(position, word)
+    return " ".join(text_words)
 
 
-def still_likeliest(target: Target, prompt: list[int], answer: list[int]) -> float:
-    """How many of an answer's tokens are the target's likeliest after this prompt and the tokens before them."""
+def share_of_likeliest(target: Target, prompt: list[int], answer: list[int]) -> float:
+    """Return the share of an answer's tokens that are the target's most likely ones after this prompt."""
     likeliest = logits(target, (prompt, answer)).argmax(-1).tolist()
-    return sum(one == other for one, other in zip(likeliest, answer)) / len(answer)
+    return sum(token == answer_token for token, answer_token in zip(likeliest, answer)) / len(answer)
 
 
-def tokens_a_forward(answer: Generation) -> float:
-    """The mean of its whole rounds; 1 where there is none, which no edit lowers."""
+def tokens_per_forward(answer: Generation) -> float:
+    """Return the mean tokens of an answer's complete rounds; 1 without any."""
     return sum(answer.complete_round_lengths) / len(answer.complete_round_lengths) if answer.complete_round_lengths else 1.0
 
 
-def turn_of(found: Found, answer: Generation) -> Turn:
-    """An answer as metrics take it."""
-    return Turn(found.prompt.id, 0, found.prompt.category, answer, answer)
+def make_turn(edited: EditedPrompt, answer: Generation) -> Turn:
+    """Make a turn of an answer, for metrics."""
+    return Turn(edited.prompt.id, 0, edited.prompt.category, answer, answer)
 
 
 def describe_adversary(result: dict[str, Any]) -> Iterator[str]:

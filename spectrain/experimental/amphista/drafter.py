@@ -1,4 +1,4 @@
-"""Amphista (Li et al., 2024, arXiv 2406.13170): Medusa's heads that see each other before they speak.
+"""Amphista (Li et al., 2024, arXiv 2406.13170): Medusa's heads that attend to each other before they predict.
 
 Shapes: B batch, T tokens, R rows, D target width, V draft vocabulary, K heads.
 Head k, from 0, at index t reads the target's states up to t and the embeddings of the tokens up to t + 1, and predicts token
@@ -31,14 +31,16 @@ if TYPE_CHECKING:
 
 
 class Amphista(HeadsDrafter):
-    """Staged adaptation layers over the target's states (section 3.3), heads that each begin at one of the stages, the nearer
-    ones at the earlier, and attention over the heads in both directions (the auto-embedding block, section 3.2). The loss is
-    sum_k head_decay^k L_k, k from 1. Without either kind of layer these are Medusa's heads.
+    """Medusa's heads with staged adaptation layers before them and bidirectional attention over them.
+
+    Each head reads one stage of the adaptation layers over the target's states (section 3.3), earlier heads an earlier stage.
+    Attention over the heads is the auto-embedding block (section 3.2). The loss is sum_k head_decay^k L_k, k from 1. Without
+    either kind of layer these are Medusa's heads.
 
         s_i = layer_i(fc_i([s_(i-1); E(x_(t+1))])), s_0 = h_t        x_k = MLP_k(s of head k) + place_k
         x = x + attention(x), x = x + MLP(x), over the heads         p_k = softmax(W_k x_k)
 
-    The tokens before those of a head are not known to it: a node's distribution is that of its depth, all said in one pass.
+    A head does not read drafted tokens: a node's distribution depends on its depth alone, and one pass predicts all depths.
     """
 
     layers: tuple[Layer, ...] = ("final",)
@@ -51,14 +53,22 @@ class Amphista(HeadsDrafter):
     def __init__(
         self,
         target: Target,
+        # Number of heads, which is the number of drafts.
         num_heads: Steps = 5,
-        num_layers: Number = 1,  # residual blocks of a head
-        attention_layers: Number = 1,  # over the heads of one index
-        adaptation_layers: Number = 2,  # over the target's states: the stages
+        # Number of residual blocks per head.
+        num_layers: Number = 1,
+        # Number of attention layers over the heads of one position.
+        attention_layers: Number = 1,
+        # Number of adaptation layers over the target's states; each is a stage that some of the heads read.
+        adaptation_layers: Number = 2,
+        # Draft vocabulary in tokens; larger values are capped at the target's vocabulary.
         vocab_size: VocabularySize = 32000,
+        # Loss of each head: a cross-entropy with the data or a divergence from the target.
         loss: LossName = "forward_kl",
+        # Factor from 0 to 1 between the loss weights of successive heads.
         head_decay: Share = 0.8,
-        head_rank: Count | None = None,  # of the heads' output layers (SlimSpec); None: full
+        # Rank of the heads' factorised output layers (SlimSpec); null uses full-rank layers.
+        head_rank: Count | None = None,
     ) -> None:
         super().__init__()
         self.divergence, self.head_decay, self.head = loss, head_decay, target.head
@@ -71,36 +81,36 @@ class Amphista(HeadsDrafter):
 
     @property
     def stages(self) -> list[Stage]:
-        """A head without adaptation reads one state; with it, all before."""
+        """One stage. Heads without adaptation read the state of one position, heads with it those of all earlier ones too."""
         return [Stage.whole(self, self.layers, final_reach=None if self.adaptation.layers else len(self.heads))]
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         assert batch.features is not None
         supervision = Supervision(self, batch)
-        asked = torch.stack([supervision.is_supervised(k) for k in range(len(self.heads))], dim=-1)  # [B, T, K]
-        rows = asked.any(-1)
+        is_supervised = torch.stack([supervision.is_supervised(k) for k in range(len(self.heads))], dim=-1)  # [B, T, K]
+        rows = is_supervised.any(-1)
         final = batch.features.at_layer("final").to(next(self.parameters()).dtype)
         stages = self.adaptation(final, self.embed(batch.tokens.roll(-1, dims=1)), batch.positions, lengths=batch.lengths)
-        mixed = state.checkpointed(self.mixed, *(stage[rows] for stage in stages))
+        mixed_states = state.checkpointed(self.mix_heads, *(stage[rows] for stage in stages))
 
-        def read(k: int) -> Tensor:
-            return project_down(self.heads[k].lm_down, mixed[asked[rows][:, k], k])
+        def head_input(k: int) -> Tensor:
+            return project_down(self.heads[k].lm_down, mixed_states[is_supervised[rows][:, k], k])
 
-        return Losses(*self.heads_loss(supervision, read))
+        return Losses(*self.heads_loss(supervision, head_input))
 
-    def mixed(self, *stages: Tensor) -> Tensor:
-        """The states [R, K, D] of all heads, from those of every stage [R, D]."""
+    def mix_heads(self, *stages: Tensor) -> Tensor:
+        """Return the states [R, K, D] of all heads from those of every stage [R, D]."""
         count = len(self.heads)
         return self.exchange(
             torch.stack([head.run_blocks(stages[k * len(stages) // count]) for k, head in enumerate(self.heads)], 1)
         )
 
     def draft(self, context: Context) -> Draft:
-        """Read the states of what was just accepted; then all heads speak at the last of them."""
+        """Read the states of the tokens accepted last; all heads then predict from the last state."""
         self.cache = context.drafting_cache(self.cache, len(self.adaptation.layers), 0)
         final = context.fresh.at_layer("final").to(next(self.parameters()).dtype)
         stages = self.adaptation(final, self.embed(context.following), self.cache.next_slots(final.shape[1]), self.cache)
         self.cache.commit(None, context.counts)
-        states = self.mixed(*(context.newest(stage)[:, 0] for stage in stages))
-        said = [head.lm_head(project_down(head.lm_down, states[:, k])) for k, head in enumerate(self.heads)]
-        return Draft(MarginalRollout(context.root, torch.stack(said, dim=1).float().log_softmax(-1), self.draft_ids))
+        states = self.mix_heads(*(context.newest(stage)[:, 0] for stage in stages))
+        logits = [head.lm_head(project_down(head.lm_down, states[:, k])) for k, head in enumerate(self.heads)]
+        return Draft(MarginalRollout(context.root, torch.stack(logits, dim=1).float().log_softmax(-1), self.draft_ids))

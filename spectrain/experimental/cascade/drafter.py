@@ -1,6 +1,6 @@
-"""A drafter that is drafted for, and one that goes on where it ends (CS Drafting, Chen et al., 2023).
+"""A cascade: a cheaper drafter drafts for another one, and may continue where that one ends (CS Drafting, Chen et al., 2023).
 
-Shapes: B batch, N nodes given, F new ones of them, G tokens guessed ahead, V vocabulary.
+Shapes: B batch, N nodes of the builder, F new ones of them, G tokens guessed ahead, V vocabulary.
 """
 
 from __future__ import annotations
@@ -38,17 +38,16 @@ class CascadeCost(DraftingCost):
 class Cascade(DrafterWrapper):
     """The drafter `inner`, for which the cheaper drafter `helper` drafts, and which may hand over to it.
 
-    Vertical (CS Drafting, section 3; Staged speculative decoding, Spector and Re, 2023): of a chain, `inner` runs a token
-    together with the `ahead` tokens that `helper` guesses to follow it, and what it says after a guess counts where the chain
-    goes along it. So it says what it would say alone, in fewer forwards: its q is the same, and every rule stays as
-    lossless as it is for `inner` alone. A helper may be a cascade itself.
+    Vertical (CS Drafting, section 3; Staged speculative decoding, Spector and Re, 2023): in a chain, `inner` runs a token
+    together with the `ahead` tokens that `helper` guesses to follow it. Its result after a guess is used where the chain
+    follows that guess. Its q is the same as alone, in fewer forwards, so every rule stays as lossless as for `inner` alone. A
+    helper may be a cascade itself.
 
-    Horizontal: tokens deeper than `handover` are the helper's alone, q too.
+    Horizontal: tokens deeper than `handover`, and their q, are the helper's.
 
     Qualifier (PyramidSD, 2025): with `qualify` below 1, a guess x of the helper passes where inner's q(x) is at least
-    `qualify` times its largest value, which then changes places with q(x). So the chain goes along blocks that inner finds
-    good enough, and not its own choice. This q' is fixed before anything is drawn from it, so rules are still lossless to the
-    target: what passes the qualifier, the target verifies by the rule that `acceptance` names.
+    `qualify` times its largest value; the two values are then exchanged. The chain follows guesses that inner finds good
+    enough instead of its first choice. This q' is fixed before any token is drawn from it, so rules stay lossless.
     """
 
     saved = SavedFiles(inner=("inner", "helper"))
@@ -57,27 +56,32 @@ class Cascade(DrafterWrapper):
     def __init__(
         self,
         target: Target,
-        inner: str | dict[str, Any] = "causal",  # a run folder or drafter directory, or a choice, alone or with settings
-        helper: str | dict[str, Any] = "ngram",  # the same
-        ahead: int = 4,  # tokens that the helper guesses for a forward of inner; 0: none, and inner may be of any family
-        handover: int | None = None,  # the depth to which inner drafts, or less where it cannot; null: all of it
-        qualify: float = 1.0,  # share of inner's largest probability that lets a guess pass; 1: its own choice alone
+        # Drafter that the helper drafts for: a run folder, a drafter directory, or a choice, alone or with settings.
+        inner: str | dict[str, Any] = "causal",
+        # Cheaper drafter that guesses for inner, given in the same way.
+        helper: str | dict[str, Any] = "ngram",
+        # Number of tokens that the helper guesses per forward of inner; 0 guesses none and allows any family as inner.
+        ahead: int = 4,
+        # Depth to which inner drafts; deeper tokens are the helper's. Null lets inner draft all depths.
+        handover: int | None = None,
+        # Share of inner's largest probability at which a guess of the helper passes; 1 accepts only inner's own first choice.
+        qualify: float = 1.0,
     ) -> None:
         super().__init__()
-        for key, value, least in (("ahead", ahead, 0), ("handover", handover, 1)):
-            if value is not None and value < least:
-                raise UserError(f"drafter.{key}={value}: use {least} or more")
+        for key, value, minimum in (("ahead", ahead, 0), ("handover", handover, 1)):
+            if value is not None and value < minimum:
+                raise UserError(f"drafter.{key}={value}: use {minimum} or more")
         if not 0 < qualify <= 1:
             raise UserError(f"drafter.qualify={qualify}: use more than 0 and at most 1")
         if not ahead and handover is None:
-            raise UserError("drafter.ahead=0: the helper has nothing to do; give drafter.handover, or use 1 or more")
-        self.inner, first = build_nestable(inner, "inner", target)
-        self.helper, second = build_nestable(helper, "helper", target)
-        self.saved = replace(self.saved, settings={"inner": first, "helper": second})
+            raise UserError("drafter.ahead=0: the helper would not run; give drafter.handover, or use 1 or more")
+        self.inner, inner_description = build_nestable(inner, "inner", target)
+        self.helper, helper_description = build_nestable(helper, "helper", target)
+        self.saved = replace(self.saved, settings={"inner": inner_description, "helper": helper_description})
         if ahead and not self.inner.capabilities.scores_path_at_once:
             raise UserError(
-                f"drafter.ahead={ahead}: {first['choice']} cannot run several tokens of a path in one step, so nothing can be "
-                "drafted for it; use drafter.ahead=0 with drafter.handover, or drafter.inner=causal"
+                f"drafter.ahead={ahead}: {inner_description['choice']} cannot run several tokens of a path in one step, so "
+                "guesses save nothing; use drafter.ahead=0 with drafter.handover, or drafter.inner=causal"
             )
         self.ahead, self.handover, self.qualify = ahead, handover, qualify
         self.layers = union_layers([self.inner, self.helper])
@@ -87,161 +91,167 @@ class Cascade(DrafterWrapper):
         )
 
     def draft(self, context: Context) -> Draft:
-        room = replace(context, builder=Roomier(context.builder, self.ahead))
-        mine, theirs = (as_rollout(drafter.draft(room), context) for drafter in (self.inner, self.helper))
-        return Draft(CascadeRollout(self, mine, theirs, context))
+        larger = replace(context, builder=LargerBuilder(context.builder, self.ahead))
+        inner, helper = (as_rollout(drafter.draft(larger), context) for drafter in (self.inner, self.helper))
+        return Draft(CascadeRollout(self, inner, helper, context))
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
         self.inner.commit(context, accepted)
         self.helper.commit(context, accepted)
 
 
-class Roomier(WrappedBuilder):
-    """Another builder, to a drafter inside: guesses are given to a rollout beside the nodes that the builder gives."""
+class LargerBuilder(WrappedBuilder):
+    """A builder with room for guesses, which a rollout receives in addition to the builder's nodes."""
 
     def __init__(self, builder: TreeBuilder, ahead: int) -> None:
         super().__init__(builder)
         self.max_drafted = (builder.max_drafted + 1) * (1 + ahead)
 
 
-class Numbered:
-    """A rollout, and its own number of every node that the builder gave, [B, N]: guesses are nodes of it too."""
+class IndexedRollout:
+    """A rollout with its own index of every node of the builder, [B, N]: guesses are nodes of the rollout too."""
 
     def __init__(self, rollout: Rollout) -> None:
-        self.rollout, self.given = rollout, 1  # nodes given, the root one of them
-        self.numbers = torch.zeros(0, dtype=torch.int64)
+        self.rollout, self.num_nodes = rollout, 1  # nodes of the rollout, the root included
+        self.indices = torch.zeros(0, dtype=torch.int64)
 
     def start(self) -> Tensor:
-        said = self.rollout.start()
-        self.numbers = torch.zeros(len(said), 1, dtype=torch.int64, device=said.device)
-        return said
+        log_q = self.rollout.start()
+        self.indices = torch.zeros(len(log_q), 1, dtype=torch.int64, device=log_q.device)
+        return log_q
 
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """[B, F, V] after nodes that the builder gives."""
-        said = self.rollout.extend(tokens, self.numbers.gather(1, parents))
-        self.note(self.given, tokens.shape[1])
-        self.given += tokens.shape[1]
-        return said
+        """Return log q [B, F, V] after nodes of the builder."""
+        log_q = self.rollout.extend(tokens, self.indices.gather(1, parents))
+        self.record_indices(self.num_nodes, tokens.shape[1])
+        self.num_nodes += tokens.shape[1]
+        return log_q
 
-    def beyond(self, token: Tensor) -> Tensor:
-        """[B, 1, V] after a guess [B, 1] below the node given last."""
-        said = self.rollout.extend(token, torch.full_like(token, self.given - 1))
-        self.given += 1
-        return said
+    def extend_guess(self, token: Tensor) -> Tensor:
+        """Return log q [B, 1, V] after a guess [B, 1] below the last node."""
+        log_q = self.rollout.extend(token, torch.full_like(token, self.num_nodes - 1))
+        self.num_nodes += 1
+        return log_q
 
-    def follow(self, path: Tensor, parents: Tensor) -> Tensor:
-        """[B, 1 + G, V] after a node that the builder gives, below `parents` [B, 1], and guesses behind it."""
-        said = self.rollout.extend_path(path, self.numbers.gather(1, parents)[:, 0], self.given)
-        self.note(self.given)
-        self.given += path.shape[1]
-        return said
+    def extend_with_guesses(self, path: Tensor, parents: Tensor) -> Tensor:
+        """Return log q [B, 1 + G, V] after a path: a node of the builder below `parents` [B, 1], and guesses after it."""
+        log_q = self.rollout.extend_path(path, self.indices.gather(1, parents)[:, 0], self.num_nodes)
+        self.record_indices(self.num_nodes)
+        self.num_nodes += path.shape[1]
+        return log_q
 
-    def note(self, first: int, count: int = 1) -> None:
-        """The builder's next nodes have these numbers."""
-        new = torch.arange(first, first + count, device=self.numbers.device).expand(len(self.numbers), -1)
-        self.numbers = torch.cat([self.numbers, new], dim=1)
+    def record_indices(self, first: int, count: int = 1) -> None:
+        """Record the indices of the builder's next nodes."""
+        new = torch.arange(first, first + count, device=self.indices.device).expand(len(self.indices), -1)
+        self.indices = torch.cat([self.indices, new], dim=1)
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """A guess that inner has run."""
+class GuessedNode:
+    """A guess that inner has run, with inner's results after it."""
 
     token: Tensor  # [B, 1]
-    said: Tensor  # [B, 1, V] after it
-    survival: Tensor | None  # [B, 1]
-    numbers: tuple[int, int]  # of it, in inner and in the helper
+    log_q: Tensor  # [B, 1, V]
+    accept_probs: Tensor | None  # [B, 1]
+    indices: tuple[int, int]  # its node index in inner and in the helper
 
 
 class CascadeRollout(Rollout):
-    """One round: inner's log q, which is ready where the helper has guessed the node; below `handover` the helper's."""
+    """One round: inner's log q, already computed where the helper guessed the node, and the helper's below `handover`."""
 
     def __init__(self, cascade: Cascade, inner: Rollout, helper: Rollout, context: Context) -> None:
-        self.cascade, self.inner, self.helper = cascade, Numbered(inner), Numbered(helper)
+        self.cascade, self.inner, self.helper = cascade, IndexedRollout(inner), IndexedRollout(helper)
         self.vocab_size, self.depth = context.target.head.vocab_size, torch.zeros_like(context.root)[:, None]  # [B, nodes]
-        self.handover = cascade.handover  # the depth to which inner drafts, which is no more than it can
+        self.handover = cascade.handover  # the depth to which inner drafts
         if self.handover is not None and inner.depth_limit is not None:
             self.handover = min(self.handover, inner.depth_limit)
-        self.reach = min(context.builder.depth, self.handover or context.builder.depth)  # of what inner is asked after
-        self.ready: list[Ahead] = []  # guesses below the newest node
-        both = self.handover is not None
-        self.draft_ids, self.depth_limit = (None, helper.depth_limit) if both else (inner.draft_ids, inner.depth_limit)
+        self.inner_depth = min(context.builder.depth, self.handover or context.builder.depth)
+        self.guesses: list[GuessedNode] = []  # guesses below the newest node
+        hands_over = self.handover is not None
+        self.draft_ids, self.depth_limit = (None, helper.depth_limit) if hands_over else (inner.draft_ids, inner.depth_limit)
 
     def start(self) -> Tensor:
-        said, theirs = self.inner.start(), self.helper.start()
+        log_q, helper_log_q = self.inner.start(), self.helper.start()
         self.accept_probs, self.stop_mask = self.inner.rollout.accept_probs, self.inner.rollout.stop_mask
-        return self._told(self._qualified(said, theirs, self.helper.rollout.stop_mask), self.inner)
+        return self._widen(self._qualify(log_q, helper_log_q, self.helper.rollout.stop_mask), self.inner)
 
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
         is_newest = tokens.shape[1] == 1 and bool((parents == self.depth.shape[1] - 1).all())
         depth = self.depth.gather(1, parents) + 1
         self.depth = torch.cat([self.depth, depth], dim=1)
         deepest = int(depth.max())
-        if is_newest and self.ready and deepest < self.reach and torch.equal(self.ready[0].token, tokens):
-            return self._told(self._take(self.ready.pop(0)), self.inner)
-        self.ready = []
-        guesses = min(self.cascade.ahead, self.reach - 1 - deepest)
-        if tokens.shape[1] == 1 and guesses > 0:
-            return self._told(self._run_ahead(tokens, parents, guesses), self.inner)
-        theirs = self._told(self.helper.extend(tokens, parents), self.helper)
-        deep = depth >= (self.handover or MAX_NODES)
-        if bool(deep.all()):
-            self.inner.note(0, tokens.shape[1])
+        if is_newest and self.guesses and deepest < self.inner_depth and torch.equal(self.guesses[0].token, tokens):
+            return self._widen(self._use_guess(self.guesses.pop(0)), self.inner)
+        self.guesses = []
+        num_guesses = min(self.cascade.ahead, self.inner_depth - 1 - deepest)
+        if tokens.shape[1] == 1 and num_guesses > 0:
+            return self._widen(self._run_ahead(tokens, parents, num_guesses), self.inner)
+        helper_log_q = self._widen(self.helper.extend(tokens, parents), self.helper)
+        is_handed_over = depth >= (self.handover or MAX_NODES)
+        if bool(is_handed_over.all()):
+            self.inner.record_indices(0, tokens.shape[1])
             self.accept_probs, self.stop_mask = self.helper.rollout.accept_probs, self.helper.rollout.stop_mask
-            return theirs
-        said = self._qualified(self.inner.extend(tokens, parents), theirs, self.helper.rollout.stop_mask)
+            return helper_log_q
+        log_q = self._qualify(self.inner.extend(tokens, parents), helper_log_q, self.helper.rollout.stop_mask)
         self.accept_probs = self.inner.rollout.accept_probs
-        mine, yours = self.inner.rollout.stop_mask, self.helper.rollout.stop_mask
-        nothing = torch.zeros_like(deep)
-        self.stop_mask = torch.where(deep, nothing if yours is None else yours, nothing if mine is None else mine)
-        return torch.where(deep[..., None], theirs, self._told(said, self.inner)) if self.handover else said
+        inner_stop, helper_stop = self.inner.rollout.stop_mask, self.helper.rollout.stop_mask
+        no_stop = torch.zeros_like(is_handed_over)
+        self.stop_mask = torch.where(
+            is_handed_over, no_stop if helper_stop is None else helper_stop, no_stop if inner_stop is None else inner_stop
+        )
+        return torch.where(is_handed_over[..., None], helper_log_q, self._widen(log_q, self.inner)) if self.handover else log_q
 
-    def _take(self, guess: Ahead) -> Tensor:
-        """What inner said of a guess that the builder has now given."""
-        self.inner.note(guess.numbers[0])
-        self.helper.note(guess.numbers[1])
-        self.accept_probs, self.stop_mask = guess.survival, None
-        return guess.said
+    def _use_guess(self, guess: GuessedNode) -> Tensor:
+        """Return inner's log q after a guess that has become a node of the builder."""
+        self.inner.record_indices(guess.indices[0])
+        self.helper.record_indices(guess.indices[1])
+        self.accept_probs, self.stop_mask = guess.accept_probs, None
+        return guess.log_q
 
-    def _run_ahead(self, tokens: Tensor, parents: Tensor, most: int) -> Tensor:
-        """[B, 1, V] after a node [B, 1], which inner runs together with what the helper guesses to follow it, at most `most`
-        tokens and none where the helper knows nothing."""
+    def _run_ahead(self, tokens: Tensor, parents: Tensor, max_guesses: int) -> Tensor:
+        """Return log q [B, 1, V] after a node [B, 1]; inner runs it together with the helper's guesses after it.
+
+        There are at most `max_guesses` guesses, and none where the helper has no draft.
+        """
         helper = self.helper
-        path, theirs, silent = [tokens], [helper.extend(tokens, parents)], [helper.rollout.stop_mask]
-        first = self.inner.given, helper.given - 1
-        while len(path) <= most and not (silent[-1] is not None and bool(silent[-1].all())):
-            path.append(helper.rollout.to_target_ids(theirs[-1].argmax(-1)))
-            theirs.append(helper.beyond(path[-1]))
-            silent.append(helper.rollout.stop_mask)
-        closed = None if silent[0] is None else torch.cat([one for one in silent if one is not None], dim=1)
-        said = self._qualified(self.inner.follow(torch.cat(path, dim=1), parents), torch.cat(theirs, dim=1), closed)
-        survival = self.inner.rollout.accept_probs
-        kept = [None] * len(path) if survival is None else list(survival.split(1, dim=1))
-        nodes = list(zip(path, said.split(1, dim=1), kept, zip(count(first[0]), count(first[1]))))
-        self.ready = [Ahead(*node) for node in nodes[1:]]
-        self.accept_probs, self.stop_mask = kept[0], None
+        path, helper_log_q, stop_masks = [tokens], [helper.extend(tokens, parents)], [helper.rollout.stop_mask]
+        first_indices = self.inner.num_nodes, helper.num_nodes - 1
+        while len(path) <= max_guesses and not (stop_masks[-1] is not None and bool(stop_masks[-1].all())):
+            path.append(helper.rollout.to_target_ids(helper_log_q[-1].argmax(-1)))
+            helper_log_q.append(helper.extend_guess(path[-1]))
+            stop_masks.append(helper.rollout.stop_mask)
+        stop_mask = None if stop_masks[0] is None else torch.cat([mask for mask in stop_masks if mask is not None], dim=1)
+        log_q = self._qualify(
+            self.inner.extend_with_guesses(torch.cat(path, dim=1), parents), torch.cat(helper_log_q, dim=1), stop_mask
+        )
+        accept_probs = self.inner.rollout.accept_probs
+        estimates = [None] * len(path) if accept_probs is None else list(accept_probs.split(1, dim=1))
+        nodes = list(zip(path, log_q.split(1, dim=1), estimates, zip(count(first_indices[0]), count(first_indices[1]))))
+        self.guesses = [GuessedNode(*node) for node in nodes[1:]]
+        self.accept_probs, self.stop_mask = estimates[0], None
         return nodes[0][1]
 
-    def _qualified(self, said: Tensor, theirs: Tensor, closed: Tensor | None) -> Tensor:
-        """Inner's log q [B, F, V] with the helper's first choice in the place of its own, where that passes."""
+    def _qualify(self, log_q: Tensor, helper_log_q: Tensor, stop_mask: Tensor | None) -> Tensor:
+        """Return inner's log q [B, F, V], with its largest value exchanged for the helper's first choice where that passes."""
         if self.cascade.qualify == 1:
-            return said
-        guess = self.helper.rollout.to_target_ids(theirs.argmax(-1, keepdim=True))
-        known = guess < said.shape[-1]
+            return log_q
+        guess = self.helper.rollout.to_target_ids(helper_log_q.argmax(-1, keepdim=True))
+        in_vocabulary = guess < log_q.shape[-1]
         if (ids := self.inner.rollout.draft_ids) is not None:
-            place = torch.searchsorted(ids, guess).clamp(max=len(ids) - 1)
-            known, guess = ids[place] == guess, place
-        guess = guess.clamp(max=said.shape[-1] - 1)
-        best, mine = said.max(-1, keepdim=True), said.gather(-1, guess)
-        passes = known & (mine >= best.values + log(self.cascade.qualify))
-        if closed is not None:
-            passes = passes & ~closed[..., None]
-        swapped = said.scatter(-1, best.indices, mine).scatter(-1, guess, best.values)
-        return torch.where(passes, swapped, said)
+            index = torch.searchsorted(ids, guess).clamp(max=len(ids) - 1)
+            in_vocabulary, guess = ids[index] == guess, index
+        guess = guess.clamp(max=log_q.shape[-1] - 1)
+        best, guess_log_q = log_q.max(-1, keepdim=True), log_q.gather(-1, guess)
+        passes = in_vocabulary & (guess_log_q >= best.values + log(self.cascade.qualify))
+        if stop_mask is not None:
+            passes = passes & ~stop_mask[..., None]
+        exchanged = log_q.scatter(-1, best.indices, guess_log_q).scatter(-1, guess, best.values)
+        return torch.where(passes, exchanged, log_q)
 
-    def _told(self, said: Tensor, source: Numbered) -> Tensor:
-        """Log q [B, F, V] of a drafter; over the target's ids where both speak."""
+    def _widen(self, log_q: Tensor, source: IndexedRollout) -> Tensor:
+        """Return a drafter's log q [B, F, V], over the target's ids where both drafters draft."""
         ids = source.rollout.draft_ids
-        if self.handover is None or (ids is None and said.shape[-1] == self.vocab_size):
-            return said
-        ids = torch.arange(said.shape[-1], device=said.device) if ids is None else ids
-        return said.new_full((*said.shape[:-1], self.vocab_size), float("-inf")).index_copy(-1, ids, said)
+        if self.handover is None or (ids is None and log_q.shape[-1] == self.vocab_size):
+            return log_q
+        ids = torch.arange(log_q.shape[-1], device=log_q.device) if ids is None else ids
+        return log_q.new_full((*log_q.shape[:-1], self.vocab_size), float("-inf")).index_copy(-1, ids, log_q)

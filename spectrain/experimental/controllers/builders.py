@@ -60,14 +60,14 @@ class AdaptiveChain(LatencyAwareBuilder, Chain):
         return latency.start_seconds + float(verify[0]), np.diff(verify), steps
 
     def observe(self, round: RoundResult) -> None:
-        drafted = (round.tree.valid & round.tree.can_emit).sum(1) - 1
-        self.chain_lengths.append(int(drafted.max()))
-        for row, (length, count) in enumerate(zip(drafted.tolist(), round.counts.tolist())):
+        num_drafted = (round.tree.valid & round.tree.can_emit).sum(1) - 1
+        self.chain_lengths.append(int(num_drafted.max()))
+        for row, (length, count) in enumerate(zip(num_drafted.tolist(), round.counts.tolist())):
             if count:
                 self.learn_row(row, length, count - 1)
 
     @abstractmethod
-    def learn_row(self, row: int, drafted: int, kept: int) -> None:
+    def learn_row(self, row: int, drafted: int, num_accepted: int) -> None:
         """Learn from a row of `drafted` draft tokens, of which `kept` were accepted."""
 
     def report_settings(self) -> dict[str, object]:
@@ -123,12 +123,12 @@ class Thompson(AdaptiveChain):
     def should_run(self, draft: GrowingTree, level: int) -> Tensor:
         return self.should_draw(draft, level + 1)
 
-    def learn_row(self, row: int, drafted: int, kept: int) -> None:
+    def learn_row(self, row: int, drafted: int, num_accepted: int) -> None:
         fade = 1 - 1 / self.memory
         self.accepted_counts, self.rejected_counts = self.accepted_counts * fade, self.rejected_counts * fade
-        self.accepted_counts[:kept] += 1
-        if kept < drafted:
-            self.rejected_counts[kept] += 1
+        self.accepted_counts[:num_accepted] += 1
+        if num_accepted < drafted:
+            self.rejected_counts[num_accepted] += 1
 
 
 @dataclass(frozen=True)
@@ -213,10 +213,10 @@ class Policy(AdaptiveChain):
             numbers.append(draft.rollout.accept_probs[:, 0])
         return torch.stack(numbers, dim=-1).double().cpu().numpy()
 
-    def learn_row(self, row: int, drafted: int, kept: int) -> None:
+    def learn_row(self, row: int, drafted: int, num_accepted: int) -> None:
         if not self.is_full:
             return
-        self.episodes.append(Episode(np.stack([seen[row] for seen in self.states]), kept))
+        self.episodes.append(Episode(np.stack([state[row] for state in self.states]), num_accepted))
         self.num_new_episodes += 1
         if len(self.episodes) >= min(self.min_episodes, self.memory) and (
             not self.draw_weights or self.num_new_episodes >= self.refit_interval
@@ -226,37 +226,37 @@ class Policy(AdaptiveChain):
     def fit_policy(self) -> None:
         """Fit both decisions at every level for the speed that they reach; a few iterations converge (Dinkelbach)."""
         self.num_new_episodes, depth = 0, min(len(episode.states) for episode in self.episodes)
-        seen = np.stack([episode.states[:depth] for episode in self.episodes])  # [E, D, F]
-        kept = np.array([episode.num_accepted for episode in self.episodes])[:, None] > np.arange(depth)  # [E, D]
+        states = np.stack([episode.states[:depth] for episode in self.episodes])  # [E, D, F]
+        is_accepted = np.array([episode.num_accepted for episode in self.episodes])[:, None] > np.arange(depth)  # [E, D]
         start, verify, steps = self.estimate_seconds(self.text_length)
-        fixed = (1 + kept.mean(0).cumsum()) / (start + (verify + steps)[:depth].cumsum())
+        fixed = (1 + is_accepted.mean(0).cumsum()) / (start + (verify + steps)[:depth].cumsum())
         speed = float(fixed.max())
         for _ in range(4):
-            drafts, runs = self.fit_decisions(seen, kept - speed * verify[:depth], speed * steps[:depth])
-            tokens = 1 + (kept * drafts).sum(1).mean()
+            drafts, runs = self.fit_decisions(states, is_accepted - speed * verify[:depth], speed * steps[:depth])
+            tokens = 1 + (is_accepted * drafts).sum(1).mean()
             speed = tokens / (start + (drafts * verify[:depth]).sum(1).mean() + (runs[:, :-1] * steps[1:depth]).sum(1).mean())
 
-    def fit_decisions(self, seen: np.ndarray, gains: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def fit_decisions(self, states: np.ndarray, gains: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Fit the decisions to states [E, D, F], where a token gains [E, D] and a draft step costs [D].
 
         Returns which tokens of every episode are then drawn [E, D], and which are run [E, D].
         """
-        episodes, depth, _ = seen.shape
+        episodes, depth, _ = states.shape
         draws, runs = np.zeros((episodes, depth), dtype=bool), np.zeros((episodes, depth), dtype=bool)
         self.draw_weights, self.run_weights = [], []
-        beyond = np.zeros(episodes)  # reward of the deeper levels under their decisions
+        deeper_reward = np.zeros(episodes)  # reward of the deeper levels under their decisions
         for level in range(depth - 1, -1, -1):
             if level + 1 < depth:
-                going = beyond - steps[level + 1]
-                self.run_weights.insert(0, ridge_regression(seen[:, level], going))
-                runs[:, level] = seen[:, level] @ self.run_weights[0] > 0
-                beyond = np.where(runs[:, level], going, 0.0)
+                continue_gain = deeper_reward - steps[level + 1]
+                self.run_weights.insert(0, ridge_regression(states[:, level], continue_gain))
+                runs[:, level] = states[:, level] @ self.run_weights[0] > 0
+                deeper_reward = np.where(runs[:, level], continue_gain, 0.0)
             else:
-                self.run_weights.insert(0, np.zeros(seen.shape[-1]))
-            drawing = gains[:, level] + beyond
-            self.draw_weights.insert(0, ridge_regression(seen[:, level], drawing))
-            draws[:, level] = seen[:, level] @ self.draw_weights[0] > 0
-            beyond = np.where(draws[:, level], drawing, 0.0)
+                self.run_weights.insert(0, np.zeros(states.shape[-1]))
+            draw_gain = gains[:, level] + deeper_reward
+            self.draw_weights.insert(0, ridge_regression(states[:, level], draw_gain))
+            draws[:, level] = states[:, level] @ self.draw_weights[0] > 0
+            deeper_reward = np.where(draws[:, level], draw_gain, 0.0)
         drafted = np.ones(episodes, dtype=bool)
         for level in range(depth):
             draws[:, level] &= drafted
@@ -268,5 +268,5 @@ class Policy(AdaptiveChain):
 def ridge_regression(x: np.ndarray, y: np.ndarray, strength: float = 1e-2) -> np.ndarray:
     """Return the weights [F] of the ridge regression of y [E] on x [E, F]."""
     scale = (x * x).mean(0)
-    found: np.ndarray = np.linalg.solve(x.T @ x + strength * len(x) * np.diag(scale + 1e-9), x.T @ y)
-    return found
+    weights: np.ndarray = np.linalg.solve(x.T @ x + strength * len(x) * np.diag(scale + 1e-9), x.T @ y)
+    return weights

@@ -1,9 +1,9 @@
 """Any small model as drafter, whatever its tokenizer.
 
-Token-level intersection (TLI) and string-level exact match (SLEM, which is transformers' universal assisted decoding) are of
-Timor et al., 2025 (arXiv 2502.05202), dynamic time warping of TokenTiming, 2025 (arXiv 2510.15545).
+Token-level intersection (TLI) and string-level exact match (SLEM, which is transformers' universal assisted decoding) are by
+Timor et al., 2025 (arXiv 2502.05202), dynamic time warping by TokenTiming, 2025 (arXiv 2510.15545).
 
-Shapes: B batch, T tokens, F places, V drafter's vocabulary, U tokens that both vocabularies have, D width.
+Shapes: B batch, T tokens, F nodes, V drafter's vocabulary, U tokens that both vocabularies have, D width.
 """
 
 from __future__ import annotations
@@ -37,32 +37,36 @@ if TYPE_CHECKING:
 
 
 class Universal(Drafter, RewindableDrafter):
-    """A small causal LM as it is, `model`: a directory, a name on the hub, or tiny or smollm2. What the target says is encoded
-    anew for it, round by round; its cache keeps what of that encoding has not changed.
+    """An unchanged small causal LM. Every round encodes the target's text in its tokens; its cache keeps the unchanged part.
 
-    match=intersection (TLI): it drafts only tokens that both vocabularies have, q restricted to them and renormalised. Children
-    are drawn from just that, so every rule is what it is for other drafters.
-    match=text (SLEM): it drafts what it likes, `tokens` of its own at most; the drafted text is encoded in the target's tokens.
-    Of a chain that is one text, of other trees as many as it has nodes.
-    match=timewarp: the same texts; the chances of the drafted tokens are carried over to the target's by warping one encoding
-    onto the other, so builders that weigh chances know how sure each is. What is carried over is not what the target's tokens
-    were drawn from (several texts begin with the same token), so no rule may weigh p against it: greedy or match only.
+    match=intersection (TLI): it drafts only tokens that both vocabularies have, with q restricted to them and renormalised.
+    Children are drawn from this q, so every rule is as valid as for other drafters.
+    match=text (SLEM): it drafts any of its tokens, and the drafted text is encoded in the target's tokens. A chain is one text,
+    another tree has one text per node.
+    match=timewarp: the same texts; the probabilities of the drafted tokens are carried over to the target's tokens by warping
+    one encoding onto the other, for builders that compare probabilities. The target's tokens were not drawn from them (several
+    texts begin with the same token), so no rule may weigh p against them: use greedy or match.
 
-    Nothing of it is trained. A small model of the target's own vocabulary that recipe=gkd trained serves another target once
-    spectrain export format=hf has written it: give that directory as `model`.
+    It is not trained. A small model with the target's vocabulary that recipe=gkd trained can draft for another target: give the
+    directory that spectrain export format=hf wrote as `model`.
     """
 
-    shared_theirs: Tensor
-    shared_mine: Tensor
-    translated: Tensor
+    shared_target_ids: Tensor
+    shared_drafter_ids: Tensor
+    drafter_id_of: Tensor
 
     def __init__(
         self,
         target: Target,
+        # The small model: a directory, a name on the hub, tiny or smollm2.
         model: str = "tiny",
+        # How drafts reach the target's vocabulary: common tokens (intersection), text (text), or text with probabilities
+        # (timewarp).
         match: Literal["intersection", "text", "timewarp"] = "intersection",
-        tokens: int | None = None,  # of its own that it drafts in a round at most; null: as many as the tree is deep
-        width: int = 4,  # drafts that follow each token at most, where the tree is no chain and texts are matched
+        # Largest number of its own tokens that it drafts in a round; null uses the depth of the tree.
+        tokens: int | None = None,
+        # Largest number of drafts after each token, for trees other than chains with match=text and timewarp.
+        width: int = 4,
     ) -> None:
         super().__init__()
         for key, value in (("tokens", tokens), ("width", width)):
@@ -70,181 +74,194 @@ class Universal(Drafter, RewindableDrafter):
                 raise UserError(f"drafter.{key}={value}: use 1 or more")
         if match not in ("intersection", "text", "timewarp"):
             raise UserError(f"drafter.match={match}: choose from intersection, text, timewarp")
-        self.name, self.match, self.num_tokens, self.width = model, match, tokens, width
+        self.name, self.match, self.max_drafted, self.width = model, match, tokens, width
         self.model = load_foreign_model(model)
-        self.mine = ByteTokenizer(self.model.tokenizer, f"drafter.model={model}")
-        self.theirs = ByteTokenizer(target.tokenizer, f"target {target.name}")
-        self.special = map_special_tokens(self.mine, self.theirs)
-        self.heard = {mine: theirs for theirs, mine in self.special.items()}
+        self.drafter_tokenizer = ByteTokenizer(self.model.tokenizer, f"drafter.model={model}")
+        self.target_tokenizer = ByteTokenizer(target.tokenizer, f"target {target.name}")
+        self.special_map = map_special_tokens(self.drafter_tokenizer, self.target_tokenizer)
+        self.inverse_special_map = {drafter_token: target_token for target_token, drafter_token in self.special_map.items()}
         if match == "intersection":
             self._add_shared(target)
         self.saved = SavedFiles(settings={"model": model})
         self.capabilities = Capabilities(has_no_q=match != "intersection")
-        self.texts: list[RetokenizedText] = []  # of every text
+        self.texts: list[RetokenizedText] = []
         self.cache: TreeCache | None = None
-        self.cached: list[list[int]] = []  # what it holds
+        self.cached: list[list[int]] = []  # the tokens of each text that the cache holds
 
     def _add_shared(self, target: Target) -> None:
-        """Buffers of the tokens that both vocabularies have: ids of the target's, ascending, and of its own, [U]."""
-        pairs = sorted(map_shared_tokens(self.mine, self.theirs).items())
-        rows = self.model.head.vocab_size
-        pairs = [(theirs, mine) for theirs, mine in pairs if theirs < target.head.vocab_size and mine < rows]
+        """Add buffers of the tokens that both vocabularies have: the target's ids, ascending, and the drafter's, [U] each."""
+        pairs = sorted(map_shared_tokens(self.drafter_tokenizer, self.target_tokenizer).items())
+        num_rows = self.model.head.vocab_size
+        pairs = [(token, own) for token, own in pairs if token < target.head.vocab_size and own < num_rows]
         if not pairs:
             raise UserError(f"drafter.model={self.name}: it shares no token with the target; use drafter.match=text")
-        theirs, mine = torch.tensor(pairs).T
-        translated = torch.zeros(target.head.vocab_size, dtype=torch.int64)  # others are never drafted
-        translated[theirs] = mine
-        for name, ids in (("shared_theirs", theirs), ("shared_mine", mine), ("translated", translated)):
-            self.register_buffer(name, ids, persistent=False)
+        target_ids, drafter_ids = torch.tensor(pairs).T
+        drafter_id_of = torch.zeros(target.head.vocab_size, dtype=torch.int64)  # others are never drafted
+        drafter_id_of[target_ids] = drafter_ids
+        self.register_buffer("shared_target_ids", target_ids, persistent=False)
+        self.register_buffer("shared_drafter_ids", drafter_ids, persistent=False)
+        self.register_buffer("drafter_id_of", drafter_id_of, persistent=False)
 
     # Decoding
 
     def draft(self, context: Context) -> Draft:
-        """Read what the target has said since, in its own tokens, and draft from there on."""
+        """Read the target's new text in the drafter's tokens, and draft after it."""
         state = self._catch_up(context)
         assert self.cache is not None
         if self.match == "intersection":
             return Draft(_Intersection(self, self.cache, state))
         rollout = ModelRollout(self.model, self.cache, self.log_q(state), self.log_q)
-        tree = self._own_builder(context.builder).expand(context, rollout)
-        rows = zip(self.texts, context.active.tolist(), drafted_paths(tree, context.builder.is_chain))
+        tree = self._drafting_builder(context.builder).expand(context, rollout)
+        rows = zip(self.texts, context.active.tolist(), list_paths(tree, context.builder.is_chain))
         depth = context.builder.depth
-        return Draft(continuations=[self._trie(text, paths if on else [], depth) for text, on, paths in rows])
+        return Draft(continuations=[self._make_trie(text, paths if on else [], depth) for text, on, paths in rows])
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
         assert self.cache is not None
         self.cache.roll_back()
 
     def log_q(self, final: Tensor) -> Tensor:
-        """[B, F, D] -> [B, F, V], over the tokens that its tokenizer has."""
-        return self.model.head.logits(final)[..., : len(self.mine.pieces)].log_softmax(-1)
+        """Compute log q of states, [B, F, D] -> [B, F, V], over the tokens that the drafter's tokenizer has."""
+        return self.model.head.logits(final)[..., : len(self.drafter_tokenizer.pieces)].log_softmax(-1)
 
     def shared_log_q(self, final: Tensor) -> Tensor:
-        """[B, F, D] -> [B, F, U], q restricted to what both vocabularies have and renormalised (TLI)."""
-        return self.model.head.logits(final)[..., self.shared_mine].log_softmax(-1)
+        """Compute log q, [B, F, D] -> [B, F, U], restricted to the common tokens and renormalised (TLI)."""
+        return self.model.head.logits(final)[..., self.shared_drafter_ids].log_softmax(-1)
 
-    def _own_builder(self, builder: TreeBuilder) -> TreeBuilder:
-        """What grows the drafts whose texts are matched."""
-        depth = builder.depth if self.num_tokens is None else self.num_tokens
+    def _drafting_builder(self, builder: TreeBuilder) -> TreeBuilder:
+        """Return the builder of the drafts whose texts are matched."""
+        depth = builder.depth if self.max_drafted is None else self.max_drafted
         return Chain(depth) if builder.is_chain else Eagle2(depth, builder.budget, self.width)
 
     def rewind(self, lengths: Tensor) -> None:
-        """Read the texts from their beginning again; what the cache holds of them stays."""
-        self.texts = [RetokenizedText(self.mine, self.theirs, self.special) for _ in self.texts]
+        """Read the texts from their beginning again; the cache keeps its tokens."""
+        self.texts = [RetokenizedText(self.drafter_tokenizer, self.target_tokenizer, self.special_map) for _ in self.texts]
 
     def _catch_up(self, context: Context) -> Tensor:
-        """Run what is new of every text; the final states [B, 1, D] after their ends."""
-        rows, room = self._read(context), 1 + context.builder.max_drafted
+        """Run the new tokens of every text; return the final states [B, 1, D] at their ends."""
+        rows, num_slots = self._encode_texts(context), 1 + context.builder.max_drafted
         if self.match != "intersection":
-            room = 1 + self._own_builder(context.builder).max_drafted
+            num_slots = 1 + self._drafting_builder(context.builder).max_drafted
         if self.cache is None or context.round == 0:
             self.cached = [[] for _ in rows]
-        kept = [min(common(old, new), len(new) - 1) for old, new in zip(self.cached, rows)]
-        width = max(len(text) - keep for text, keep in zip(rows, kept))
-        needed = max(kept) + width + room
+        num_cached = [min(common_prefix_length(cached, text), len(text) - 1) for cached, text in zip(self.cached, rows)]
+        width = max(len(text) - count for text, count in zip(rows, num_cached))
+        needed = max(num_cached) + width + num_slots
         if self.cache is None or context.round == 0 or needed > self.cache.max_length:
             slots = 2 * needed + context.builder.depth + int(context.left.max())
             self.cache = TreeCache(
                 self.model.num_layers, len(rows), slots, context.tokens.device, None, self.model.architecture.kv_shapes
             )
-            kept, width = [0] * len(rows), max(map(len, rows))
+            num_cached, width = [0] * len(rows), max(map(len, rows))
         device = context.tokens.device
-        self.cache.crop(torch.tensor(kept, device=device))
-        news = [text[keep:] for text, keep in zip(rows, kept)]
-        counts = torch.tensor([len(new) for new in news], device=device)
-        tokens = torch.tensor([new + [0] * (width - len(new)) for new in news], device=device)
-        seen = self.model.run(tokens, ForwardPlan(layers=("final",), cache=self.cache)).at_layer("final")
+        self.cache.crop(torch.tensor(num_cached, device=device))
+        new_tokens = [text[count:] for text, count in zip(rows, num_cached)]
+        counts = torch.tensor([len(text) for text in new_tokens], device=device)
+        tokens = torch.tensor([text + [0] * (width - len(text)) for text in new_tokens], device=device)
+        states = self.model.run(tokens, ForwardPlan(layers=("final",), cache=self.cache)).at_layer("final")
         self.cache.commit(None, counts)
         self.cached = rows
-        return seen.gather(1, (counts - 1)[:, None, None].expand(-1, 1, seen.shape[-1]))
+        return states.gather(1, (counts - 1)[:, None, None].expand(-1, 1, states.shape[-1]))
 
-    def _read(self, context: Context) -> list[list[int]]:
-        """Every text, its root included, in the drafter's tokens; of texts longer than it can see the newest part."""
+    def _encode_texts(self, context: Context) -> list[list[int]]:
+        """Return every text, its root included, in the drafter's tokens; of texts past its context length the newest part."""
         if context.round == 0:
-            self.texts = [RetokenizedText(self.mine, self.theirs, self.special) for _ in context.counts]
+            self.texts = [
+                RetokenizedText(self.drafter_tokenizer, self.target_tokenizer, self.special_map) for _ in context.counts
+            ]
         first = min(text.num_read for text in self.texts)
         ends = (context.lengths + 1 - first).tolist()
         for text, tokens, end in zip(self.texts, context.tokens[:, first:].tolist(), ends):
             text.append_tokens(tokens[text.num_read - first : end])
         longest = self.model.max_length - 2 * (1 + context.builder.depth)
-        return [text.encode_text(longest) or [self.mine.eos_token or 0] for text in self.texts]
+        return [text.encode_text(longest) or [self.drafter_tokenizer.eos_token or 0] for text in self.texts]
 
-    def _trie(self, text: RetokenizedText, paths: Sequence[Path], depth: int) -> Trie:
-        """What drafts below a text's root are in the target's tokens, that many of them at most."""
+    def _make_trie(self, text: RetokenizedText, paths: Sequence[DraftPath], depth: int) -> Trie:
+        """Make the trie of drafts below a text's root in the target's tokens, at most `depth` deep."""
         trie = Trie()
         trie.weights[0], trie.is_calibrated = 1.0, self.match == "timewarp"
         for path in paths:
-            tokens, chances = self._in_target_tokens(text, path)
+            tokens, probabilities = self._to_target_tokens(text, path)
             if self.match == "text":
                 trie.add_continuation(tokens[:depth], path.share)
                 continue
-            reached = 1.0
-            for node, chance in zip(trie.add_continuation(tokens[:depth], 0.0), chances):
-                reached *= chance
-                trie.weights[node] = max(trie.weights[node], reached)
+            path_probability = 1.0
+            for node, probability in zip(trie.add_continuation(tokens[:depth], 0.0), probabilities):
+                path_probability *= probability
+                trie.weights[node] = max(trie.weights[node], path_probability)
         return trie
 
-    def _in_target_tokens(self, text: RetokenizedText, path: Path) -> tuple[list[int], list[float]]:
-        """The target's tokens that a draft spells behind a text, up to a special token that it lacks, and the chance of each.
-        A character that is not complete is left out: how the target encodes it is not known yet."""
-        pieces = [self.mine.pieces[token] for token in path.tokens]
-        end = pieces.index(None) if None in pieces else len(pieces)
-        special = self.heard.get(path.tokens[end]) if end < len(pieces) else None
-        before, data = b"".join(text.recent_pieces), b"".join(piece or b"" for piece in pieces[:end])
-        if end == len(pieces):
-            data = trim_partial_character(before, data)
-        tokens = self.theirs.encode_after(before, data)
-        sizes = [len(piece or b"") for piece in pieces[:end]]
-        chances = [1.0] * len(tokens)
+    def _to_target_tokens(self, text: RetokenizedText, path: DraftPath) -> tuple[list[int], list[float]]:
+        """Return the target's tokens that spell a draft after a text, and their probabilities.
+
+        They end before a special token that the target lacks, and before an incomplete character, whose encoding is unknown.
+        """
+        pieces = [self.drafter_tokenizer.pieces[token] for token in path.tokens]
+        num_pieces = pieces.index(None) if None in pieces else len(pieces)
+        special = self.inverse_special_map.get(path.tokens[num_pieces]) if num_pieces < len(pieces) else None
+        text_bytes, draft_bytes = b"".join(text.recent_pieces), b"".join(piece or b"" for piece in pieces[:num_pieces])
+        if num_pieces == len(pieces):
+            draft_bytes = trim_partial_character(text_bytes, draft_bytes)
+        tokens = self.target_tokenizer.encode_after(text_bytes, draft_bytes)
+        sizes = [len(piece or b"") for piece in pieces[:num_pieces]]
+        probabilities = [1.0] * len(tokens)
         if self.match == "timewarp" and sizes and tokens:
-            pairs = align_tokens(uncovered_bytes(sizes, [len(self.theirs.pieces[token] or b"") for token in tokens]))
-            chances = carry_probabilities(path.chances, pairs, len(tokens))
-        return (tokens, chances) if special is None else ([*tokens, special], [*chances, path.chances[end]])
+            pairs = align_tokens(uncovered_bytes(sizes, [len(self.target_tokenizer.pieces[token] or b"") for token in tokens]))
+            probabilities = carry_probabilities(path.probabilities, pairs, len(tokens))
+        return (
+            (tokens, probabilities)
+            if special is None
+            else ([*tokens, special], [*probabilities, path.probabilities[num_pieces]])
+        )
 
 
 class _Intersection(ModelRollout):
-    """A round in the tokens that both vocabularies have."""
+    """One round in the tokens that both vocabularies have."""
 
     def __init__(self, drafter: Universal, cache: TreeCache, state: Tensor) -> None:
         super().__init__(drafter.model, cache, drafter.shared_log_q(state), drafter.shared_log_q)
-        self.draft_ids, self.depth_limit, self.translated = drafter.shared_theirs, drafter.num_tokens, drafter.translated
+        self.draft_ids, self.depth_limit, self.drafter_id_of = (
+            drafter.shared_target_ids,
+            drafter.max_drafted,
+            drafter.drafter_id_of,
+        )
 
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        return super().extend(self.translated[tokens], parents)
+        return super().extend(self.drafter_id_of[tokens], parents)
 
 
 @dataclass(frozen=True)
-class Path:
+class DraftPath:
     """A draft from the root on, in the drafter's tokens."""
 
     tokens: list[int]
-    chances: list[float]  # of each after those before it
-    share: float  # how likely the draft goes so far and, by what else was drafted, no further
+    probabilities: list[float]  # of each token after those before it
+    share: float  # probability that the text follows this path and none of the drafts below it
 
 
-def drafted_paths(tree: TokenTree, leaves_alone: bool) -> list[list[Path]]:
-    """Of every row the paths to its nodes, or to its leaves alone."""
+def list_paths(tree: TokenTree, leaves_alone: bool) -> list[list[DraftPath]]:
+    """List the paths to all nodes of every row, or to its leaves alone."""
     assert tree.scores is not None
     rows = zip(*(part.tolist() for part in (tree.tokens, tree.parents, tree.scores, tree.valid)))
-    return [list(_paths(row, leaves_alone)) for row in rows]
+    return [list(_iterate_paths(row, leaves_alone)) for row in rows]
 
 
-def _paths(row: tuple[list[int], list[int], list[float], list[bool]], leaves_alone: bool) -> Iterator[Path]:
+def _iterate_paths(row: tuple[list[int], list[int], list[float], list[bool]], leaves_alone: bool) -> Iterator[DraftPath]:
     tokens, parents, scores, valid = row
-    reached = [exp(min(0.0, score)) for score in scores]
-    left = list(reached)
+    reach_probability = [exp(min(0.0, score)) for score in scores]
+    end_probability = list(reach_probability)
     steps: dict[int, tuple[list[int], list[float]]] = {0: ([], [])}
     nodes = [node for node in range(1, len(tokens)) if valid[node]]
     for node in nodes:
-        above, chances = steps[parents[node]]
-        steps[node] = [*above, tokens[node]], [*chances, exp(min(0.0, scores[node] - scores[parents[node]]))]
-        left[parents[node]] -= reached[node]
+        earlier, probabilities = steps[parents[node]]
+        steps[node] = [*earlier, tokens[node]], [*probabilities, exp(min(0.0, scores[node] - scores[parents[node]]))]
+        end_probability[parents[node]] -= reach_probability[node]
     inner = {parents[node] for node in nodes}
     for node in nodes:
         if not (leaves_alone and node in inner):
-            yield Path(*steps[node], max(0.0, left[node]))
+            yield DraftPath(*steps[node], max(0.0, end_probability[node]))
 
 
-def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two texts begin with alike."""
-    return next((place for place, pair in enumerate(zip(one, other)) if pair[0] != pair[1]), min(len(one), len(other)))
+def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the number of tokens that two texts begin with in common."""
+    return next((index for index, pair in enumerate(zip(first, second)) if pair[0] != pair[1]), min(len(first), len(second)))

@@ -1,8 +1,8 @@
-"""CTC drafting (Wen et al., 2024, arXiv 2412.00061): slots that say tokens or blanks, and what they collapse to.
+"""CTC drafting (Wen et al., 2024, arXiv 2412.00061): slots predict tokens or blanks, which collapse to the drafted text.
 
 Shapes: B batch, T tokens, R rows, N nodes, F new ones of them, D target width, V draft vocabulary, U drafts, K slots.
-At index t all slots read the target's states up to t and the embedding of token t + 1; what they say, repeats merged and blanks
-left out, are tokens t + 2 to t + 1 + U.
+At index t all slots read the target's states up to t and the embedding of token t + 1. Their predictions, with repeats merged
+and blanks removed, are tokens t + 2 to t + 1 + U.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ from spectrain.trees.base import Draft, Rollout
 if TYPE_CHECKING:
     from spectrain.models.target import Target
 
-NEVER = -1e30  # the logarithm of a chance of nothing; finite, so that differences stay numbers
-ENTRIES = 2**26  # of the matrices of logits that a training holds at a time
+LOG_ZERO = -1e30  # the logarithm of probability 0; finite, so that differences are no NaN
+MAX_LOGITS = 2**26  # logits that training holds at a time
 
 
 @dataclass(frozen=True)
 class Prefixes:
-    """Of every node's path, what the slots so far have said of it (Graves et al., 2006): the log-chance that the first t of
-    them, t from 0 to K, collapse to it and end in its last token, or in a blank."""
+    """Log-probabilities that the first t slots, t from 0 to K, collapse to each node's path (Graves et al., 2006).
+
+    They are separate for slots that end in the path's last token and for those that end in a blank.
+    """
 
     slots: Tensor  # [B, K, V + 1] log-probabilities, the blank's last
     in_token: Tensor  # [B, N, K + 1]
@@ -47,41 +49,45 @@ class Prefixes:
     last: Tensor  # [B, N] the last token, -1 of an empty path
 
     @classmethod
-    def empty(cls, slots: Tensor) -> Prefixes:
-        """Of one node, whose path is empty: blanks alone collapse to it."""
+    def from_slots(cls, slots: Tensor) -> Prefixes:
+        """Make the prefixes of the root, whose path is empty: only blanks collapse to it."""
         blanks = F.pad(slots[:, None, :, -1].cumsum(-1), (1, 0))
-        return cls(slots, torch.full_like(blanks, NEVER), blanks, torch.full_like(slots[:, :1, 0], -1, dtype=torch.int64))
+        return cls(slots, torch.full_like(blanks, LOG_ZERO), blanks, torch.full_like(slots[:, :1, 0], -1, dtype=torch.int64))
 
-    def _before(self, repeated: Tensor) -> Tensor:
-        """[B, N, K] the chance that the slots before each have said the path, so that a next token may begin there; one that
-        repeats the path's last begins behind a blank alone."""
+    def _prefix_log_probs(self, repeated: Tensor) -> Tensor:
+        """Return [B, N, K], the log-probability that the slots before each one collapse to the path.
+
+        A next token may begin at that slot. One that repeats the path's last token can begin only after a blank.
+        """
         blank, token = self.in_blank[..., :-1], self.in_token[..., :-1]
         return torch.where(repeated[..., None], blank, torch.logaddexp(blank, token))
 
-    def next(self) -> Tensor:
-        """[B, N, V] log-probabilities of the token after every path, given that there is one."""
-        said = self.slots[..., :-1]
-        before = self._before(torch.zeros_like(self.last, dtype=torch.bool))
-        most = before.amax(-1, keepdim=True)
-        chance = ((before - most).exp() @ said.exp()).clamp(min=1e-38).log() + most
-        at_last = self._of(self.last.clamp(min=0))
-        repeated = torch.logsumexp(self._before(torch.ones_like(self.last, dtype=torch.bool)) + at_last, dim=-1)
-        chance = torch.where(
-            (self.last[..., None] == torch.arange(said.shape[-1], device=said.device)), repeated[..., None], chance
+    def next_log_probs(self) -> Tensor:
+        """Return log-probabilities [B, N, V] of the token after every path, given that there is one."""
+        token_log_probs = self.slots[..., :-1]
+        prefix = self._prefix_log_probs(torch.zeros_like(self.last, dtype=torch.bool))
+        largest = prefix.amax(-1, keepdim=True)
+        log_probs = ((prefix - largest).exp() @ token_log_probs.exp()).clamp(min=1e-38).log() + largest
+        at_last = self._token_log_probs(self.last.clamp(min=0))
+        repeated = torch.logsumexp(self._prefix_log_probs(torch.ones_like(self.last, dtype=torch.bool)) + at_last, dim=-1)
+        log_probs = torch.where(
+            (self.last[..., None] == torch.arange(token_log_probs.shape[-1], device=token_log_probs.device)),
+            repeated[..., None],
+            log_probs,
         )
-        return chance.log_softmax(-1)
+        return log_probs.log_softmax(-1)
 
-    def _of(self, tokens: Tensor) -> Tensor:
-        """[B, N, K] what the slots say of one token a node [B, N]."""
-        places = tokens[:, None].expand(-1, self.slots.shape[1], -1)
-        return self.slots.gather(2, places).transpose(1, 2)
+    def _token_log_probs(self, tokens: Tensor) -> Tensor:
+        """Return the slots' log-probabilities [B, N, K] of one token per node [B, N]."""
+        indices = tokens[:, None].expand(-1, self.slots.shape[1], -1)
+        return self.slots.gather(2, indices).transpose(1, 2)
 
-    def whole(self) -> Tensor:
-        """[B, N] the log-chance that all slots together collapse to a path and to no more."""
+    def full_log_probs(self) -> Tensor:
+        """Return [B, N], the log-probability that all slots together collapse to exactly the path."""
         return torch.logaddexp(self.in_token[..., -1], self.in_blank[..., -1])
 
-    def extended(self, tokens: Tensor, parents: Tensor) -> Prefixes:
-        """Of new nodes: their tokens [B, F] in draft ids, and their parents [B, F]."""
+    def extend_paths(self, tokens: Tensor, parents: Tensor) -> Prefixes:
+        """Return the prefixes of new nodes, given their tokens [B, F] in draft ids and their parents [B, F]."""
         rows = parents[..., None].expand(-1, -1, self.in_token.shape[-1])
         above = replace(
             self,
@@ -89,27 +95,28 @@ class Prefixes:
             in_blank=self.in_blank.gather(1, rows),
             last=self.last.gather(1, parents),
         )
-        begins, said = above._before(tokens == above.last), self._of(tokens)
-        token, blank = [torch.full_like(begins[..., 0], NEVER)], [torch.full_like(begins[..., 0], NEVER)]
-        for slot in range(begins.shape[-1]):
-            blank.append(torch.logaddexp(token[-1], blank[-1]) + self.slots[:, None, slot, -1])
-            token.append(torch.logaddexp(token[-1], begins[..., slot]) + said[..., slot])
-        return Prefixes(self.slots, torch.stack(token, dim=-1), torch.stack(blank, dim=-1), tokens)
+        prefix, token_log_probs = above._prefix_log_probs(tokens == above.last), self._token_log_probs(tokens)
+        in_token, in_blank = [torch.full_like(prefix[..., 0], LOG_ZERO)], [torch.full_like(prefix[..., 0], LOG_ZERO)]
+        for slot in range(prefix.shape[-1]):
+            in_blank.append(torch.logaddexp(in_token[-1], in_blank[-1]) + self.slots[:, None, slot, -1])
+            in_token.append(torch.logaddexp(in_token[-1], prefix[..., slot]) + token_log_probs[..., slot])
+        return Prefixes(self.slots, torch.stack(in_token, dim=-1), torch.stack(in_blank, dim=-1), tokens)
 
-    def joined(self, others: Prefixes) -> Prefixes:
-        """These nodes and others of the same slots."""
+    def concat_nodes(self, others: Prefixes) -> Prefixes:
+        """Concatenate these nodes and other nodes of the same slots."""
         pairs = ((self.in_token, others.in_token), (self.in_blank, others.in_blank), (self.last, others.last))
-        token, blank, last = (torch.cat(pair, dim=1) for pair in pairs)
-        return Prefixes(self.slots, token, blank, last)
+        in_token, in_blank, last = (torch.cat(pair, dim=1) for pair in pairs)
+        return Prefixes(self.slots, in_token, in_blank, last)
 
 
 class Ctc(SharedHeadDrafter):
-    """`num_slots` slots over a draft vocabulary and a blank, trained by CTC to say the next `num_drafts` tokens of the data in
-    whichever of them (section 3.2); a layer over the target's states and attention over the slots stand before them. With y the
-    tokens and a what the slots say, L = -log sum over all a that collapse to y of prod_k p_k(a_k).
+    """Slots over a draft vocabulary and a blank, trained by CTC to predict the next `num_drafts` tokens (section 3.2).
 
-    The authors collapse raw candidates and verify what is left (section 3.3); here the tree is grown of the exact chances of
-    collapsed texts, which sum over all that slots could say, as in prefix search.
+    A layer over the target's states and attention over the slots precede them. With y the tokens and a the slots' predictions,
+    L = -log sum over all a that collapse to y of prod_k p_k(a_k).
+
+    The authors collapse raw candidates and verify the results (section 3.3). Here the tree grows by the exact probabilities of
+    collapsed texts, summed over all predictions of the slots, as in prefix search.
     """
 
     layers: tuple[Layer, ...] = ("final",)
@@ -122,17 +129,24 @@ class Ctc(SharedHeadDrafter):
     def __init__(
         self,
         target: Target,
+        # Number of drafts, which is the number of tokens that the slots are trained to predict.
         num_drafts: Steps = 4,
-        num_slots: Steps = 8,  # one for each draft, and room for blanks
-        num_layers: Number = 1,  # residual blocks of a slot
-        attention_layers: Number = 1,  # over the slots of one index
-        adaptation_layers: Number = 1,  # over the target's states
+        # Number of slots: at least one for each draft, and more for blanks.
+        num_slots: Steps = 8,
+        # Number of residual blocks per slot.
+        num_layers: Number = 1,
+        # Number of attention layers over the slots of one position.
+        attention_layers: Number = 1,
+        # Number of adaptation layers over the target's states.
+        adaptation_layers: Number = 1,
+        # Draft vocabulary in tokens; larger values are capped at the target's vocabulary.
         vocab_size: VocabularySize = 32000,
-        head_rank: Count | None = None,  # of the output layer (SlimSpec); None: full
+        # Rank of the factorised output layer (SlimSpec); null uses a full-rank layer.
+        head_rank: Count | None = None,
     ) -> None:
         super().__init__()
         if num_slots < num_drafts:
-            raise UserError(f"drafter.num_slots={num_slots}: {num_drafts} drafts want a slot each; use {num_drafts} or more")
+            raise UserError(f"drafter.num_slots={num_slots}: {num_drafts} drafts need a slot each; use {num_drafts} or more")
         self.num_drafts, self.divergence, self.head = num_drafts, "cross_entropy", target.head
         vocab_size = min(vocab_size, target.head.vocab_size)
         self.adaptation = StagedAdapter(target, adaptation_layers)
@@ -147,55 +161,63 @@ class Ctc(SharedHeadDrafter):
 
     @property
     def stages(self) -> list[Stage]:
-        """The data alone is learnt: the target's states are read where something is said."""
+        """One stage. The loss reads only the data, so the target's states are needed at the supervised positions alone."""
         return [Stage.whole(self, self.layers)]
 
     # Training
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
-        """-log of the chance that the slots collapse to the data's next tokens, at every index before an assistant's."""
+        """Return -log P(the slots collapse to the next tokens), summed over positions before the assistant's tokens."""
         assert batch.features is not None
         final = batch.features.at_layer("final").to(self.lm_head.weight.dtype)
         stage = self.adaptation(final, self.embed(batch.tokens.roll(-1, dims=1)), batch.positions, lengths=batch.lengths)[-1]
-        labels, told, inside = self.labels(Supervision(self, batch))
-        rows = told > 0
-        size = max(1, ENTRIES // (len(self.slots) * (len(self.d2t) + 1)))
-        parts = list(zip(*(x[rows].split(size) for x in (stage, labels, told, inside))))
+        labels, supervised, draftable = self.make_labels(Supervision(self, batch))
+        rows = supervised > 0
+        size = max(1, MAX_LOGITS // (len(self.slots) * (len(self.d2t) + 1)))
+        parts = list(zip(*(x[rows].split(size) for x in (stage, labels, supervised, draftable))))
         terms = [
-            self._judged(*part) if len(parts) == 1 else checkpoint(self._judged, *part, use_reentrant=False) for part in parts
+            self._judge_rows(*part) if len(parts) == 1 else checkpoint(self._judge_rows, *part, use_reentrant=False)
+            for part in parts
         ]
         loss, hits, counts = (sum(part) for part in zip(*terms))
         return Losses({"ctc": loss}, hits, counts)
 
-    def labels(self, supervision: Supervision) -> tuple[Tensor, Tensor, Tensor]:
-        """Of every index: the next tokens in draft ids [B, T, U], how many of these are the assistant's, one behind another,
-        and how many until the first that cannot be drafted [B, T]."""
+    def make_labels(self, supervision: Supervision) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the next tokens of every index in draft ids [B, T, U], and two counts [B, T] of them.
+
+        They count the consecutive tokens of the assistant, and those before the first token outside the draft vocabulary.
+        """
         shape = (*supervision.row_index.shape, self.num_drafts)
-        labels, right = supervision.row_index.new_zeros(shape), torch.zeros(shape, dtype=torch.bool, device=self.d2t.device)
-        told = torch.zeros_like(right)
+        labels, in_vocabulary = (
+            supervision.row_index.new_zeros(shape),
+            torch.zeros(shape, dtype=torch.bool, device=self.d2t.device),
+        )
+        supervised = torch.zeros_like(in_vocabulary)
         for step in range(self.num_drafts):
-            rows, answers = supervision.is_supervised(step), supervision.label_index(step)
-            labels[..., step][rows], told[..., step][rows] = supervision.label_ids[answers], True
-            right[..., step][rows] = supervision.in_vocabulary[answers]
-        told = told.cumprod(-1)
-        return labels, told.sum(-1), (told * right.cumprod(-1)).sum(-1)
+            rows, label_index = supervision.is_supervised(step), supervision.label_index(step)
+            labels[..., step][rows], supervised[..., step][rows] = supervision.label_ids[label_index], True
+            in_vocabulary[..., step][rows] = supervision.in_vocabulary[label_index]
+        supervised = supervised.cumprod(-1)
+        return labels, supervised.sum(-1), (supervised * in_vocabulary.cumprod(-1)).sum(-1)
 
-    def _judged(self, stage: Tensor, labels: Tensor, told: Tensor, inside: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The summed loss of rows [R, D], and of all drafts how many are right behind the true ones, of how many."""
-        prefix, best, chances = Prefixes.empty(self.said(stage)), [], []
+    def _judge_rows(
+        self, stage: Tensor, labels: Tensor, supervised: Tensor, draftable: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the summed loss of rows [R, D], and per draft the correct and judged ones, given the true earlier tokens."""
+        prefix, predictions, log_probs = Prefixes.from_slots(self.slot_log_probs(stage)), [], []
         for step in range(self.num_drafts):
-            chances.append(prefix.whole())
+            log_probs.append(prefix.full_log_probs())
             with torch.no_grad():
-                best.append(prefix.next()[:, 0].argmax(-1))
-            prefix = prefix.extended(labels[:, step, None], torch.zeros_like(labels[:, :1]))
-        chance = torch.cat([*chances, prefix.whole()], dim=1).gather(1, inside[:, None])
+                predictions.append(prefix.next_log_probs()[:, 0].argmax(-1))
+            prefix = prefix.extend_paths(labels[:, step, None], torch.zeros_like(labels[:, :1]))
+        log_prob = torch.cat([*log_probs, prefix.full_log_probs()], dim=1).gather(1, draftable[:, None])
         steps = torch.arange(self.num_drafts, device=labels.device)
-        right = (torch.stack(best, dim=1) == labels) & (steps < inside[:, None])
-        loss = -torch.where(chance > NEVER / 2, chance, 0.0).sum()  # too few slots for so many repeats: nothing to learn
-        return loss, right.sum(0).float(), (steps < told[:, None]).sum(0).float()
+        correct = (torch.stack(predictions, dim=1) == labels) & (steps < draftable[:, None])
+        loss = -torch.where(log_prob > LOG_ZERO / 2, log_prob, 0.0).sum()  # 0 where slots are too few for the repeats
+        return loss, correct.sum(0).float(), (steps < supervised[:, None]).sum(0).float()
 
-    def said(self, stage: Tensor) -> Tensor:
-        """[R, D] -> [R, K, V + 1] log-probabilities of every slot, the blank's last."""
+    def slot_log_probs(self, stage: Tensor) -> Tensor:
+        """Compute the log-probabilities of every slot, the blank's last, [R, D] -> [R, K, V + 1]."""
         states = self.exchange(torch.stack([slot(stage) for slot in self.slots], dim=1))
         logits = torch.cat([self.lm_head(project_down(self.lm_down, states)), self.blank(states)], dim=-1)
         return logits.float().log_softmax(-1)
@@ -203,27 +225,27 @@ class Ctc(SharedHeadDrafter):
     # Decoding
 
     def draft(self, context: Context) -> Draft:
-        """Read the states of what was just accepted; then all slots speak at the last of them."""
+        """Read the states of the tokens accepted last; all slots then predict from the last state."""
         self.cache = context.drafting_cache(self.cache, len(self.adaptation.layers), 0)
         final = context.fresh.at_layer("final").to(self.lm_head.weight.dtype)
         stage = self.adaptation(final, self.embed(context.following), self.cache.next_slots(final.shape[1]), self.cache)[-1]
         self.cache.commit(None, context.counts)
-        return Draft(_Collapsed(self, self.said(context.newest(stage)[:, 0])))
+        return Draft(_Collapsed(self, self.slot_log_probs(context.newest(stage)[:, 0])))
 
 
 class _Collapsed(Rollout):
-    """One round: what may follow a path, by all that the slots could say."""
+    """One round: the distribution after a path, summed over all predictions of the slots."""
 
     def __init__(self, drafter: Ctc, slots: Tensor) -> None:
         self.draft_ids, self.depth_limit = drafter.draft_ids, drafter.num_drafts
-        self.prefixes = Prefixes.empty(slots)
+        self.prefixes = Prefixes.from_slots(slots)
 
     def start(self) -> Tensor:
-        return self.prefixes.next()
+        return self.prefixes.next_log_probs()
 
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
         assert self.draft_ids is not None
-        own = torch.searchsorted(self.draft_ids, tokens).clamp(max=len(self.draft_ids) - 1)
-        new = self.prefixes.extended(own, parents)
-        self.prefixes = self.prefixes.joined(new)
-        return new.next()
+        draft_tokens = torch.searchsorted(self.draft_ids, tokens).clamp(max=len(self.draft_ids) - 1)
+        new = self.prefixes.extend_paths(draft_tokens, parents)
+        self.prefixes = self.prefixes.concat_nodes(new)
+        return new.next_log_probs()

@@ -1,8 +1,8 @@
-"""Gumiho (Li et al., 2025, arXiv 2503.10135): the first drafts one by one, by layers, the later ones in one go, by heads.
+"""Gumiho (Li et al., 2025, arXiv 2503.10135): layers draft the first tokens serially, heads the later ones in parallel.
 
 Shapes: B batch, T tokens, D target width, V draft vocabulary, S serial steps, F frontier nodes.
-Index t pairs the target's features at t with the embedding of token t + 1; serial step i says token t + 2 + i, parallel head j
-token t + 2 + S + j.
+Index t pairs the target's features at t with the embedding of token t + 1. Serial step i predicts token t + 2 + i, parallel
+head j token t + 2 + S + j.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from spectrain.trees.base import BranchVisibility, Draft, Rollout
 
 
 class ParallelHead(nn.Module):
-    """What a head says from all serial steps: the last of their states, and what an MLP adds to it, nothing at first."""
+    """A head over all serial steps: their last state plus the output of an MLP, which starts at 0."""
 
     def __init__(self, width: int, num_steps: int, num_blocks: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class ParallelHead(nn.Module):
         nn.init.zeros_(self.add.bias)
 
     def forward(self, pairs: Tensor, last: Tensor) -> Tensor:
-        """Of each serial step its state and the embedding of the token it said [.., 2 S D], and the last state [.., D]."""
+        """Compute [.., D] from the last state [.., D] and from each step's state and token embedding, `pairs` [.., 2 S D]."""
         hidden = last + self.add(F.silu(self.mix(pairs)))
         for block in self.blocks:
             hidden = block(hidden)
@@ -52,13 +52,15 @@ class GumihoCost(DraftingCost):
 
 
 class Gumiho(UnrolledEagle):
-    """EAGLE's layers say the first `num_serial` tokens, which decide most, one by one; `num_parallel` heads say the rest in one
-    go from what these steps have read and said (section 3.2). The loss is that of all steps, weighted by step_decay^i.
+    """EAGLE's layers draft the first `num_serial` tokens serially, `num_parallel` heads the others at once (section 3.2).
+
+    The first tokens decide most. The heads read the inputs and outputs of the serial steps. The loss is that of all steps,
+    weighted by step_decay^i.
 
         h_i = layers(E(x_(t+1+i)), h_(i-1)), i < S        head j: h_(S-1) + MLP_j([E(x_(t+2)); h_0; ..; E(x_(t+1+S)); h_(S-1)])
 
-    Layers, features and divergence are `eagle3`'s, where the authors have EAGLE-1's regression to the target's features. Their
-    full tree attention, shorter candidates that go on as longer ones do, is what a tree builder does here with every head.
+    Layers, features and divergence are `eagle3`'s; the authors use EAGLE-1's regression to the target's features. Their full
+    tree attention, which extends shorter candidates like longer ones, corresponds to a tree builder over every head.
     """
 
     saved = SavedFiles(
@@ -69,19 +71,29 @@ class Gumiho(UnrolledEagle):
     def __init__(
         self,
         target: Target,
+        # Number of tokens that the layers draft serially.
         num_serial: Steps = 2,
+        # Number of tokens that heads draft in parallel after them.
         num_parallel: Number = 5,
-        num_blocks: Number = 5,  # residual blocks of a parallel head
+        # Number of residual blocks per parallel head.
+        num_blocks: Number = 5,
+        # Draft vocabulary in tokens; larger values are capped at the target's vocabulary.
         vocab_size: VocabularySize = 32000,
+        # Layers of the target whose hidden states are fused; null uses the default layers of EAGLE-3.
         layers: list[int] | None = None,
+        # Number of decoder layers of the drafter.
         num_layers: Count = 2,
+        # Divergence between the target's and the drafter's token distributions.
         loss: LossName = "forward_kl",
-        step_decay: Share = 0.8,  # weight of each draft's loss against the one before it
-        start: Literal["target", "random"] = "target",  # the head and fc start as the target's, or at random
-        head_rank: Count | None = None,  # of the output layer (SlimSpec); None: full
+        # Factor from 0 to 1 between the loss weights of successive drafts.
+        step_decay: Share = 0.8,
+        # Initial values of the output layer and fc: the target's (target), or random ones (random).
+        start: Literal["target", "random"] = "target",
+        # Rank of the factorised output layer (SlimSpec); null uses a full-rank layer.
+        head_rank: Count | None = None,
     ) -> None:
-        said = check_architecture({}, NORM_VARIANTS)
-        super().__init__(target, EagleSettings(num_layers, layers, vocab_size, None, start, False, head_rank, said))
+        variants = check_architecture({}, NORM_VARIANTS)
+        super().__init__(target, EagleSettings(num_layers, layers, vocab_size, None, start, False, head_rank, variants))
         self.num_serial, self.num_steps, self.divergence, self.step_decay = (
             num_serial,
             num_serial + num_parallel,
@@ -93,34 +105,34 @@ class Gumiho(UnrolledEagle):
     # Training
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
-        """Unroll the serial steps over their own states, with the true tokens as input; then every head reads them all."""
+        """Unroll the serial steps over their own states, with the true tokens as input, then apply every head to them."""
         supervision = Supervision(self, batch)
         states: list[Tensor] = []  # of the supervised indices of every step
         pairs: list[Tensor] = []  # [B, T, 2 D] of every serial step
         for step, hidden in enumerate(self.unroll_steps(batch, self.num_serial, state)):
             states.append(hidden[supervision.is_supervised(step)])
             pairs.append(self.attention_inputs(batch.tokens.roll(-2 - step, dims=1), hidden)[0])
-        read = torch.cat(pairs, dim=-1)
+        head_inputs = torch.cat(pairs, dim=-1)
         for number, head in enumerate(self.parallel, self.num_serial):
             rows = supervision.is_supervised(number)
-            states.append(head(read[rows], hidden[rows]))
+            states.append(head(head_inputs[rows], hidden[rows]))
         return self.judge_steps(supervision, states)
 
     # Decoding
 
     def draft(self, context: Context) -> Draft:
-        """Read the features of what was just accepted, then draft from the last of them."""
+        """Read the features of the tokens accepted last, then draft from the last of them."""
         root, cache = self.read_accepted(context)
         return Draft(_SerialThenParallel(self, cache, root, context.builder.drafts_by_level))
 
 
 class _SerialThenParallel(Rollout):
-    """One round: down to depth S - 1 a node is run behind its path, below it heads are asked about the node's path so far."""
+    """One round: down to depth S - 1 the layers run every node, below it heads predict from the node's serial steps."""
 
     def __init__(self, drafter: Gumiho, cache: TreeCache, root: Tensor, by_level: bool) -> None:
         self.drafter, self.cache, self.by_level = drafter, cache, by_level
         self.draft_ids, self.depth_limit = drafter.draft_ids, drafter.num_steps
-        self.hidden = root  # [B, nodes given so far, D], the last serial state of a node's path
+        self.hidden = root  # [B, nodes so far, D], the last serial state of a node's path
         self.pairs = root.new_zeros(len(root), 1, drafter.num_serial, 2 * root.shape[-1])  # of that path's serial steps
         self.branches = BranchVisibility(len(root), root.device)  # the root itself is committed
         self.deepest = 0
@@ -143,14 +155,14 @@ class _SerialThenParallel(Rollout):
             output = drafter.run(tokens, above, positions, self.cache, visible)
             hidden = torch.where((depth < serial)[..., None], output, above)
         self.hidden, self.pairs = torch.cat([self.hidden, hidden], dim=1), torch.cat([self.pairs, pairs], dim=1)
-        return drafter.log_q(self._read(depth, hidden, pairs.flatten(2)))
+        return drafter.log_q(self._head_inputs(depth, hidden, pairs.flatten(2)))
 
-    def _read(self, depth: Tensor, hidden: Tensor, pairs: Tensor) -> Tensor:
-        """[B, F, D] what the output layer reads after nodes of these depths [B, F]; below the last head nothing is asked."""
+    def _head_inputs(self, depth: Tensor, hidden: Tensor, pairs: Tensor) -> Tensor:
+        """Return the inputs [B, F, D] of the output layer after nodes of these depths [B, F], up to the last head."""
         deepest = min(self.deepest, self.drafter.num_steps - 1) - self.drafter.num_serial
-        found = hidden
+        outputs = hidden
         for j in range(deepest if self.by_level else 0, deepest + 1):
             if j >= 0:
-                said = self.drafter.parallel[j](pairs, hidden)
-                found = torch.where((depth >= self.drafter.num_serial + j)[..., None], said, found)
-        return found
+                head_output = self.drafter.parallel[j](pairs, hidden)
+                outputs = torch.where((depth >= self.drafter.num_serial + j)[..., None], head_output, outputs)
+        return outputs

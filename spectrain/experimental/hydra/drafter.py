@@ -47,15 +47,15 @@ class HydraHead(nn.Module):
             self.mix.weight.zero_()
             self.mix.bias.zero_()
 
-    def hidden(self, inputs: Tensor) -> Tensor:
-        """What its output layer reads."""
+    def compute_hidden(self, inputs: Tensor) -> Tensor:
+        """Compute the input [.., D] of the output layer from states and embeddings [.., (1 + tokens) D]."""
         hidden = self.project(inputs) + nn.functional.silu(self.mix(inputs))
         for block in self.blocks:
             hidden = block(hidden)
         return project_down(self.lm_down, hidden)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.lm_head(self.hidden(inputs))
+        return self.lm_head(self.compute_hidden(inputs))
 
 
 class Hydra(HeadsDrafter):
@@ -68,13 +68,20 @@ class Hydra(HeadsDrafter):
     def __init__(
         self,
         target: Target,
+        # Number of heads, which is the number of drafts.
         num_heads: Steps = 3,
+        # Number of residual blocks per head.
         num_layers: Steps = 1,
+        # Draft vocabulary in tokens; larger values are capped at the target's vocabulary.
         vocab_size: VocabularySize = 32000,
+        # Loss of each head: a cross-entropy with the data or a divergence from the target.
         loss: LossName = "forward_kl",
+        # Factor from 0 to 1 between the loss weights of successive heads.
         head_decay: Share = 0.8,
+        # Whether a decoder layer over all earlier states of the target precedes the heads (Hydra++).
         prefix_attention: bool = False,
-        head_rank: Count | None = None,  # of the heads' output layers (SlimSpec); None: full
+        # Rank of the heads' factorised output layers (SlimSpec); null uses full-rank layers.
+        head_rank: Count | None = None,
     ) -> None:
         super().__init__()
         for key, value in (("num_heads", num_heads), ("num_layers", num_layers)):
@@ -100,13 +107,13 @@ class Hydra(HeadsDrafter):
             states = self.prefix(states, batch.positions, lengths=batch.lengths)
         embedded = self.embed(batch.tokens)
 
-        def read(k: int) -> Tensor:
+        def head_input(k: int) -> Tensor:
             rows = supervision.is_supervised(k)
             inputs = torch.cat([states[rows], *(embedded.roll(-1 - j, dims=1)[rows] for j in range(k + 1))], dim=-1)
-            hidden: Tensor = self.heads[k].hidden(inputs)
+            hidden: Tensor = self.heads[k].compute_hidden(inputs)
             return hidden
 
-        return Losses(*self.heads_loss(supervision, read))
+        return Losses(*self.heads_loss(supervision, head_input))
 
     def draft(self, context: Context) -> Draft:
         states = context.fresh.at_layer("final").to(next(self.parameters()).dtype)
@@ -121,7 +128,7 @@ class Hydra(HeadsDrafter):
 class _Path(Rollout):
     """One round: a node's head is that of its depth, and reads the tokens from the root to the node.
 
-    What level by level is given needs one head at a time; otherwise a node may be of any depth so far.
+    Nodes that arrive level by level need one head at a time; otherwise a node may have any depth.
     """
 
     def __init__(self, drafter: Hydra, state: Tensor, root: Tensor, by_level: bool) -> None:
@@ -129,29 +136,36 @@ class _Path(Rollout):
         self.deepest = 0
         self.draft_ids = drafter.draft_ids
         self.depth_limit: int = len(drafter.heads)
-        self.read = drafter.embed(root)[:, None, None]  # [B, nodes, depth + 1, D], what is behind a node's depth is unused
+        self.path_embeddings = drafter.embed(root)[:, None, None]  # [B, nodes, depth + 1, D], unused past a node's depth
         self.depth = torch.zeros(len(root), 1, dtype=torch.int64, device=root.device)
 
     def start(self) -> Tensor:
-        return self._after(self.read, self.depth)
+        return self._log_q(self.path_embeddings, self.depth)
 
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
         depth = self.depth.gather(1, parents) + 1
         self.deepest += 1
-        self.read = nn.functional.pad(self.read, (0, 0, 0, 1))
-        read = self.read.gather(1, parents[:, :, None, None].expand(-1, -1, *self.read.shape[2:]))
-        place = depth[:, :, None, None].expand(-1, -1, 1, read.shape[-1])
-        read = read.scatter(2, place, self.drafter.embed(tokens)[:, :, None])
-        self.read, self.depth = torch.cat([self.read, read], dim=1), torch.cat([self.depth, depth], dim=1)
-        return self._after(read, depth)
+        self.path_embeddings = nn.functional.pad(self.path_embeddings, (0, 0, 0, 1))
+        path_embeddings = self.path_embeddings.gather(
+            1, parents[:, :, None, None].expand(-1, -1, *self.path_embeddings.shape[2:])
+        )
+        depth_index = depth[:, :, None, None].expand(-1, -1, 1, path_embeddings.shape[-1])
+        path_embeddings = path_embeddings.scatter(2, depth_index, self.drafter.embed(tokens)[:, :, None])
+        self.path_embeddings, self.depth = (
+            torch.cat([self.path_embeddings, path_embeddings], dim=1),
+            torch.cat([self.depth, depth], dim=1),
+        )
+        return self._log_q(path_embeddings, depth)
 
-    def _after(self, read: Tensor, depth: Tensor) -> Tensor:
-        """[B, F, V]; below the last head there is nothing to ask, and nothing will be used."""
-        found = None
+    def _log_q(self, path_embeddings: Tensor, depth: Tensor) -> Tensor:
+        """Return log q [B, F, V]; results below the last head are not used."""
+        combined = None
         last = min(self.deepest, self.depth_limit - 1)
         for k in range(last if self.by_level else 0, last + 1):
-            inputs = torch.cat([self.state.expand(-1, read.shape[1], -1), read[:, :, : k + 1].flatten(2)], dim=-1)
+            inputs = torch.cat(
+                [self.state.expand(-1, path_embeddings.shape[1], -1), path_embeddings[:, :, : k + 1].flatten(2)], dim=-1
+            )
             log_q = self.drafter.heads[k](inputs).float().log_softmax(-1)
-            found = log_q if found is None else torch.where((depth >= k)[..., None], log_q, found)
-        assert found is not None
-        return found
+            combined = log_q if combined is None else torch.where((depth >= k)[..., None], log_q, combined)
+        assert combined is not None
+        return combined

@@ -1,7 +1,7 @@
-"""Jacobi decoding (Santilli et al., 2023): the target's answers to its last guesses are its next ones. A target may be trained
-for it (CLLM, Kou et al., 2024).
+"""Jacobi decoding (Santilli et al., 2023): the target's predictions after its guesses are its next guesses.
 
-Shapes: B batch, T tokens, K blocks of a text, n tokens of a block, R places of all blocks, N nodes, D target width.
+A target may be trained for it (CLLM, Kou et al., 2024). Shapes: B batch, T tokens, K blocks of a text, n tokens of a block,
+R positions of all blocks, N nodes, D target width.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ if TYPE_CHECKING:
 
 
 class Jacobi(Drafter):
-    """y_i <- argmax p(. | x, y_<i) for all tokens of a window at once: what verifies guesses makes the next ones.
+    """y_i <- argmax p(. | x, y_<i) for all tokens of a window at once: the verification of guesses yields the next ones.
 
-    The window is as long as the tree is deep. What the iteration has fixed is kept, with one token more; what the target says
-    behind a wrong guess is the next guess. With `method` jacobi the window moves on with the text, filled up with tokens drawn
-    from it; with gauss_seidel it stays until the whole block is fixed, and the next block begins behind it (Santilli et al.,
-    section 3.1; CLLM decodes so). The greedy output is the only fixed point.
+    The window is as long as the tree is deep. Tokens that the iteration has fixed are accepted, with one more; the target's
+    predictions after a wrong guess are the next guesses. With `method` jacobi the window moves with the text and is filled with
+    tokens drawn from it. With gauss_seidel it stays until the full block is fixed, and the next block begins after it (Santilli
+    et al., section 3.1; CLLM decodes like this). The greedy output is the only fixed point.
 
-    Training is CLLM's (section 3.2): the target says behind a guessed block y of a trajectory what it says behind the fixed
-    point y* of that trajectory,
+    Training is CLLM's (section 3.2): after a guessed block y of a trajectory the target learns to predict what it predicts
+    after the fixed point y* of that trajectory,
 
         L = sum over blocks and i of KL(sg p(. | x, y*_<i) || p(. | x, y_<i))  +  language_model_weight L_LM
 
-    Trajectories are the untrained target's, of `num_blocks` blocks of `block` tokens in each answer, and are kept from one
-    epoch to the next; which of its states is trained is drawn anew every step. L_LM is the cross-entropy of the data or, with
+    Trajectories are the untrained target's, of `num_blocks` blocks of `block` tokens in each answer, and are cached across
+    epochs; every step draws which of their states is trained. L_LM is the cross-entropy of the data or, with
     self_distillation, KL(original || trained). The output is the trained target's.
     """
 
@@ -55,14 +55,23 @@ class Jacobi(Drafter):
     def __init__(
         self,
         target: Target,
-        method: Literal["jacobi", "gauss_seidel"] = "jacobi",  # a window that moves on, or block after block
-        block: Steps = 8,  # tokens of a trained block
-        num_blocks: Count = 8,  # of a conversation that are trained
-        language_model_weight: NotNegative = 1.0,  # of what holds the target to what it was, against the consistency loss
+        # How decoding iterates: a window that moves with the text (jacobi), or block after block (gauss_seidel).
+        method: Literal["jacobi", "gauss_seidel"] = "jacobi",
+        # Number of tokens of a trained block.
+        block: Steps = 8,
+        # Number of blocks per conversation that are trained.
+        num_blocks: Count = 8,
+        # Weight of the language-model loss, which keeps the target's quality, relative to the consistency loss.
+        language_model_weight: NotNegative = 1.0,
+        # Whether the language-model loss is KL(original || trained) instead of the cross-entropy of the data.
         self_distillation: bool = False,
+        # How the target is trained: all weights (full) or LoRA adapters (lora).
         adapt: Literal["full", "lora"] = "full",
+        # Rank of the LoRA adapters, used with adapt=lora.
         rank: Count = 32,
+        # Scale of the LoRA adapters; their output is multiplied by alpha / rank.
         alpha: Positive = 32.0,
+        # Seed of the random blocks and states.
         seed: Seed = 0,
     ) -> None:
         super().__init__()
@@ -71,82 +80,87 @@ class Jacobi(Drafter):
         self.target_training = TargetTraining(adapt, rank, alpha, keeps_original=True)
         self.capabilities = replace(self.capabilities, target_training=self.target_training)
         self.trajectories = Trajectories(block, num_blocks, seed)
-        self.guesses: list[list[int]] = []  # of each text, verified last
-        self.answers: list[list[int]] = []  # what the target says at the root and behind each of them
+        self.guesses: list[list[int]] = []  # the guesses of each text that were verified last
+        self.answers: list[list[int]] = []  # the target's predictions after the root and after each guess
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
-        """Open the target's weights, or the adapters that are put into it."""
+        """Make the target's weights trainable, or insert adapters."""
         self.target_training.start_training(target)
 
     # Training
 
     @property
     def stages(self) -> list[Stage]:
-        """Without features: the target runs in the loss, over guesses too."""
+        """One stage without features: the target runs in the loss, because it also reads guesses."""
         return [Stage([{"params": self.target_training.parameters}], ())]
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
-        """Every block twice behind its text, in one of its states and in the last; the second says what the first should."""
+        """Run every block after its text in a random state and in its fixed point, whose predictions are the labels."""
         with self.target_training.use_original(target) as original:
             roots, states = self.trajectories.get_trajectories(batch, original)
-        drawn = []  # of every block the state that it is in
-        for row, (tokens, _) in zip(roots, batch.split_documents(), strict=True):
+        drawn = []  # index of the drawn state of every block
+        for row_roots, (tokens, _) in zip(roots, batch.split_documents(), strict=True):
             source = sequence_generator(TRAJECTORY, self.seed, tokens, 1 + state.step)
-            drawn += [int(torch.randint(self.block, (1,), generator=source))] * len(row)
-        number = torch.tensor(drawn, dtype=torch.int64, device=states.device)
-        words = torch.stack([states[number, torch.arange(len(drawn), device=states.device)], states[-1]], dim=1)
-        blocks = TrajectoryBlocks.from_roots(batch, [[root for root in row for _ in range(2)] for row in roots], self.block)
-        final = blocks.run_target(target, words, grad=torch.is_grad_enabled(), recompute=state.recompute)
+            drawn += [int(torch.randint(self.block, (1,), generator=source))] * len(row_roots)
+        state_index = torch.tensor(drawn, dtype=torch.int64, device=states.device)
+        block_tokens = torch.stack([states[state_index, torch.arange(len(drawn), device=states.device)], states[-1]], dim=1)
+        blocks = TrajectoryBlocks.from_roots(
+            batch, [[root for root in row_roots for _ in range(2)] for row_roots in roots], self.block
+        )
+        final = blocks.run_target(target, block_tokens, grad=torch.is_grad_enabled(), recompute=state.recompute)
         guessed, fixed = blocks.token_index[::2], blocks.token_index[1::2]
-        theirs = TargetLogProbs(HeadTarget(final[fixed.flatten()].detach(), target.head.projection))
-        labels = torch.zeros(guessed.numel(), dtype=torch.int64, device=final.device)  # a divergence asks for none
+        target_log_probs = TargetLogProbs(HeadTarget(final[fixed.flatten()].detach(), target.head.projection))
+        labels = torch.zeros(guessed.numel(), dtype=torch.int64, device=final.device)  # a divergence reads none
         weights = blocks.loss_weights(batch, guessed)
         hidden = final[guessed.flatten()]
-        judged = head_loss("forward_kl", hidden, target.head.projection, labels, theirs, row_weight=weights)
-        own = final[blocks.batch_index][batch.next_is_supervised.flatten()]
-        terms = {"consistency": judged.loss, "language_model": self._language_model_loss(batch, own, target)}
+        result = head_loss("forward_kl", hidden, target.head.projection, labels, target_log_probs, row_weight=weights)
+        own_states = final[blocks.batch_index][batch.next_is_supervised.flatten()]
+        terms = {"consistency": result.loss, "language_model": self._language_model_loss(batch, own_states, target)}
         depths = torch.arange(self.block, device=final.device).repeat(len(guessed))
-        return Losses.by_depth(terms, judged.predictions == judged.labels, depths, self.block)
+        return Losses.by_depth(terms, result.predictions == result.labels, depths, self.block)
 
-    def _language_model_loss(self, batch: Batch, own: Tensor, target: Target) -> Tensor:
-        """What keeps the target good, of its states [R, D] at supervised positions."""
-        tokens, theirs = batch.tokens.roll(-1, dims=1)[batch.next_is_supervised], None
+    def _language_model_loss(self, batch: Batch, states: Tensor, target: Target) -> Tensor:
+        """Return the weighted loss that keeps the target's quality, from its states [R, D] at supervised positions."""
+        tokens, target_log_probs = batch.tokens.roll(-1, dims=1)[batch.next_is_supervised], None
         if self.self_distillation:
             with torch.no_grad(), self.target_training.use_original(target) as original:
                 final = original.features(batch.tokens, ("final",), batch.lengths).at_layer("final")[batch.next_is_supervised]
-                theirs = TargetLogProbs(HeadTarget(final, original.head.projection))
-        name = "forward_kl" if self.self_distillation else "cross_entropy"
-        return self.language_model_weight * head_loss(name, own, target.head.projection, tokens, theirs).loss
+                target_log_probs = TargetLogProbs(HeadTarget(final, original.head.projection))
+        loss_name = "forward_kl" if self.self_distillation else "cross_entropy"
+        return self.language_model_weight * head_loss(loss_name, states, target.head.projection, tokens, target_log_probs).loss
 
     # Decoding
 
     def draft(self, context: Context) -> Draft:
-        """The last answers of each text, from its new root on."""
+        """Draft the last predictions of each text, from its new root on."""
         counts, keys = context.counts.tolist(), context.sequence_ids.tolist()
         if context.round == 0:
             self.guesses = [[] for _ in counts]
             self.answers = [[] for _ in counts]
         texts = zip(context.tokens.tolist(), (context.lengths + 1).tolist())
-        news = [self._next(guesses, answers, count) for guesses, answers, count in zip(self.guesses, self.answers, counts)]
+        next_guesses = [
+            self._next_guesses(guesses, answers, count) for guesses, answers, count in zip(self.guesses, self.answers, counts)
+        ]
         depth = context.builder.depth
-        self.guesses = [self._filled(row, text[:end], key, depth) for row, (text, end), key in zip(news, texts, keys)]
+        self.guesses = [
+            self._fill_window(row, text[:end], key, depth) for row, (text, end), key in zip(next_guesses, texts, keys)
+        ]
         return Draft(continuations=[Trie.from_continuations([row]) for row in self.guesses])
 
-    def _next(self, guesses: list[int], answers: list[int], count: int) -> list[int]:
-        """What the target said behind the root and `guesses` of the tokens after the next root, which `count` tokens precede;
-        in a block nothing beyond its end."""
+    def _next_guesses(self, guesses: list[int], answers: list[int], count: int) -> list[int]:
+        """Return the target's predictions after the next root, which follows `count` tokens; in a block, none past its end."""
         return answers[count : len(guesses) + (self.method == "jacobi")]
 
-    def _filled(self, guesses: list[int], text: list[int], key: int, depth: int) -> list[int]:
-        """As many guesses as the window is long; a block that is not done stays as it is."""
+    def _fill_window(self, guesses: list[int], text: list[int], key: int, depth: int) -> list[int]:
+        """Fill the window with tokens drawn from the text; an unfinished block stays as it is."""
         if guesses and self.method == "gauss_seidel":
             return guesses
         picks = torch.randint(len(text), (max(depth - len(guesses), 0),), generator=keyed_generator(DRAFT, 0, key, len(text)))
         return guesses[:depth] + [text[pick] for pick in picks.tolist()]
 
     def verify(self, context: Context, tree: TokenTree) -> Features:
-        """The target's logits, which are the next iteration."""
-        seen = super().verify(context, tree)
-        assert seen.logits is not None
-        self.answers = seen.logits.argmax(-1).tolist()
-        return seen
+        """Verify as the target does, and retain its predictions, which are the next iteration."""
+        features = super().verify(context, tree)
+        assert features.logits is not None
+        self.answers = features.logits.argmax(-1).tolist()
+        return features

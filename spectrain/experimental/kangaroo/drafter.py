@@ -1,6 +1,6 @@
-"""Kangaroo (Liu et al., 2024): the target's first layers, and an adapter in place of the others, draft.
+"""Kangaroo (Liu et al., 2024): drafts with the target's first layers and an adapter that replaces the others.
 
-Shapes: B batch, T tokens, D target width, V vocabulary, R supervised rows, P fresh positions, F frontier nodes.
+Shapes: B batch, T tokens, D target width, V vocabulary, R supervised rows, P new positions, F frontier nodes.
 Index t of the adapter reads the residual stream entering layer `exit_layer` at t and predicts token t + 1.
 """
 
@@ -33,10 +33,8 @@ if TYPE_CHECKING:
 class Kangaroo(SelfDrafter):
     """One attention block with its norms, x + attention(norm(x)), between an exit of the frozen target and its output layer.
 
-    Trained on the target's distribution at every token of the assistant (equation 4). Decoding stops a draft where its most
-    likely token is unlikely, the second exit, which is the tree builder's to do: tree=chain with stop and stop_on=token.
-
-    `exit_layer` is by default behind a fourteenth of the layers, at least one: the authors' 2 of 32 and 3 of 40.
+    It learns the target's distribution at every token of the assistant (equation 4). The second exit, which stops a draft
+    where its most likely token is unlikely, is a setting of the tree: tree=chain with stop and stop_on=token.
     """
 
     saved = SavedFiles(shape=("exit_layer",))
@@ -44,7 +42,14 @@ class Kangaroo(SelfDrafter):
         capture=Capture(state_names=("cache",), needs_all_drafts=True), on_policy=OnPolicy(), nestable=False
     )
 
-    def __init__(self, target: Target, exit_layer: int | None = None, loss: LossName = "forward_kl") -> None:
+    def __init__(
+        self,
+        target: Target,
+        # Number of target layers before the adapter; null uses a fourteenth of them, at least one, like the authors' 2 of 32.
+        exit_layer: int | None = None,
+        # Divergence between the target's and the drafter's token distributions.
+        loss: LossName = "forward_kl",
+    ) -> None:
         super().__init__()
         config = llama_config(target)
         self.exit_layer, self.divergence = resolve_exit_layer(target, exit_layer, 1 / 14), loss
@@ -69,11 +74,11 @@ class Kangaroo(SelfDrafter):
 
     @property
     def stages(self) -> list[Stage]:
-        """With what the target's head reads, for the loss."""
+        """One stage, which also reads the input of the target's head, for the loss."""
         return [Stage.whole(self, (self.exit_layer, "final"), final_reach=0)]
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
-        """The divergence from the target after every position whose next token is the assistant's."""
+        """Return the divergence from the target after every position whose next token is the assistant's."""
         assert batch.features is not None
         predicts = batch.next_is_supervised
         x = batch.features.at_layer(self.exit_layer).to(self.norm.weight.dtype)
@@ -81,19 +86,19 @@ class Kangaroo(SelfDrafter):
         q, k, v = self.self_attn.project_qkv(normed, self.rotary(normed, batch.positions))
         states = self.norm(x + self.self_attn.attend_causal(q, k, v, batch.lengths))[predicts]
         following, head = batch.tokens.roll(-1, dims=1)[predicts], self.head.projection
-        distance, weight = batch.at_next_token(batch.tokens_past_error), batch.at_next_token(batch.weight)
-        theirs = HeadTarget(batch.features.at_layer("final")[predicts], head)
-        judged = head_loss(self.divergence, states, head, following, theirs, distance, row_weight=weight)
-        hits = (judged.predictions == judged.labels).sum()[None].float()
-        return Losses({self.divergence: judged.loss}, hits, torch.full_like(hits, len(following)))
+        tokens_past_error, weight = batch.at_next_token(batch.tokens_past_error), batch.at_next_token(batch.weight)
+        target_log_probs = HeadTarget(batch.features.at_layer("final")[predicts], head)
+        result = head_loss(self.divergence, states, head, following, target_log_probs, tokens_past_error, row_weight=weight)
+        hits = (result.predictions == result.labels).sum()[None].float()
+        return Losses({self.divergence: result.loss}, hits, torch.full_like(hits, len(following)))
 
     # Decoding
 
     def draft(self, context: Context) -> Draft:
-        """Read the exit states of what was just accepted, the last draft's too, then draft from the root on."""
+        """Read the exit states of the tokens accepted last, then draft from the root on."""
         self.cache = context.drafting_cache(self.cache, 1, 1 + context.builder.max_drafted)
         num_new = context.fresh.tokens.shape[1]
-        self._adapt(context.fresh.at_layer(self.exit_layer), self.cache.next_slots(num_new), None)
+        self._run_adapter(context.fresh.at_layer(self.exit_layer), self.cache.next_slots(num_new), None)
         self.cache.commit(None, context.counts)
         return super().draft(context)
 
@@ -102,11 +107,11 @@ class Kangaroo(SelfDrafter):
         self.cache.roll_back()
 
     def log_q(self, level: NodeLevel) -> Tensor:
-        adapted = self._adapt(level.features.at_layer(self.exit_layer), level.positions, level.visible)
+        adapted = self._run_adapter(level.features.at_layer(self.exit_layer), level.positions, level.visible)
         return self.head.logits(self.norm(adapted).to(self.head.output.weight.dtype)).log_softmax(-1)
 
-    def _adapt(self, x: Tensor, positions: Tensor, visible: Tensor | None) -> Tensor:
-        """[B, F, D] -> [B, F, D], appended to the adapter's cache behind what it holds."""
+    def _run_adapter(self, x: Tensor, positions: Tensor, visible: Tensor | None) -> Tensor:
+        """Run the adapter, [B, F, D] -> [B, F, D], and append to its cache."""
         assert self.cache is not None
         x = x.to(self.norm.weight.dtype)
         normed = self.input_layernorm(x)

@@ -32,40 +32,47 @@ Text = tuple[list[int], list[int]]  # a prompt and the target's answer
 class LayerSkipping(SelfDrafter, TunableDrafter):
     """Drafts with all layers but `skipped`, which are given or, by default, searched for on the calibration prompts.
 
-    The layers before the first skipped one are not run again to verify. The search measures a set on the target's own greedy
-    answers, read in one forward (a proxy: in decoding, committed tokens keep the whole target's keys and values): a, how often
-    leaving it out keeps the most likely token, gives with chains of d drafts (1 - a^(d + 1)) / (1 - a) tokens a round for
-    d c + 1 forwards, c being the share of the target's weights that a draft step reads, and the set with the most tokens a
-    forward wins. It starts from the layers that change their input least in direction, more and more of them, and then adds,
-    removes or swaps layers at random, `search_steps` sets in all.
+    Verification does not run the layers before the first skipped one again. The search scores a set on the target's greedy
+    answers, in one forward (a proxy: in decoding, committed tokens have the full target's keys and values). With an agreement a
+    of the most likely token, chains of d drafts have (1 - a^(d + 1)) / (1 - a) tokens per round for d c + 1 forwards, c being
+    the share of the target's weights that a draft step reads. The set with the most tokens per forward wins. The search starts
+    from the layers that change the direction of their input least, in growing number, and then adds, removes or swaps layers at
+    random, `search_steps` sets in total.
 
-    With `tries`, the search goes on in the text at hand (SWIFT): a round with a draft first tries another set, a move or two
-    from the best one or, one time in four, one drawn anew; attention and feed-forward are left out apart, never those of the
-    first or last layer. Both sets read the last `window` verified tokens again, teacher-forced behind the whole target's keys
-    and values, and the one that promises more, by how often it keeps the token that followed, is drafted with. The search
-    ends when `tries` are spent, over all texts, or `patience` of them in a row brought nothing.
+    With `tries`, the search continues during decoding (SWIFT): a round with a draft first tries another set, one or two moves
+    from the best one or, one time in four, a random one. Attention and feed-forward are skipped separately, but not those of
+    the first and last layer. Both sets read the last `window` verified tokens again, teacher-forced after the full target's
+    keys and values, and the set with more tokens per forward drafts. The search ends after `tries` sets, over all texts, or
+    after `patience` sets in a row without an improvement.
     """
 
     def __init__(
         self,
         target: Target,
-        skipped: list[int | str] | None = None,  # layers, or halves of them, as in [3,attention5,mlp7]
+        # Layers to skip, or halves of layers, as in [3,attention5,mlp7]; null searches for them.
+        skipped: list[int | str] | None = None,
+        # Number of sets that the search before decoding scores.
         search_steps: int = 60,
-        answer_tokens: int = 32,  # of each calibration prompt's answer, on which sets are measured
+        # Tokens of each calibration prompt's answer on which sets are scored.
+        answer_tokens: int = 32,
+        # Seed of the random search.
         seed: int = 0,
-        tries: int = 0,  # sets that are tried while decoding
-        window: int = 32,  # tokens at most on which they are
-        patience: int = 24,  # tries in a row without a better set, after which there are no more
+        # Number of further sets that are tried while decoding; 0 tries none.
+        tries: int = 0,
+        # Largest number of verified tokens on which a set is scored while decoding.
+        window: int = 32,
+        # Number of tries in a row without a better set after which the search during decoding ends.
+        patience: int = 24,
     ) -> None:
         super().__init__()
-        for key, value, least in (
+        for key, value, minimum in (
             ("search_steps", search_steps, 1), ("answer_tokens", answer_tokens, 2), ("tries", tries, 0), ("window", window, 2),
             ("patience", patience, 1),
         ):  # fmt: skip
-            if value < least:
-                raise UserError(f"drafter.{key}={value}: use {least} or more")
-        given = None if skipped is None else {read(one) for one in skipped}
-        if (given is not None and not len(given) > 0) or not fits(given or (), target.num_layers):
+            if value < minimum:
+                raise UserError(f"drafter.{key}={value}: use {minimum} or more")
+        layers = None if skipped is None else {parse_layer(name) for name in skipped}
+        if (layers is not None and not len(layers) > 0) or not is_valid(layers or (), target.num_layers):
             raise UserError(
                 f"drafter.skipped={list(skipped or ())}: name at least one of the layers 0 to {target.num_layers - 1} of "
                 f"{target.name}, whole or as attention1 or mlp1, and not all"
@@ -73,8 +80,8 @@ class LayerSkipping(SelfDrafter, TunableDrafter):
         self.search_steps, self.answer_tokens, self.seed = search_steps, answer_tokens, seed
         self.exit_layer = target.num_layers
         self.head = target.head
-        self.needs_search = given is None
-        self._use_set(joined(given or (target.num_layers // 2,)))
+        self.needs_search = layers is None
+        self._use_set(merge_halves(layers or (target.num_layers // 2,)))
         self.tries, self.window, self.patience = tries, window, patience
         self.fruitless = 0  # tries since the last better set
         self.random = Random(seed)
@@ -85,82 +92,89 @@ class LayerSkipping(SelfDrafter, TunableDrafter):
     def search(self, target: Target, texts: list[Text], depth: int) -> None:
         """Search for the set to skip."""
         self.needs_search = False
-        self._use_set(joined(search(target, texts, depth, self.search_steps, self.seed)))
+        self._use_set(merge_halves(search_layers(target, texts, depth, self.search_steps, self.seed)))
 
     def _use_set(self, skipped: frozenset[SkippedLayer]) -> None:
         self.skipped: frozenset[SkippedLayer] = skipped
-        self.saved = SavedFiles(settings={} if self.needs_search else {"skipped": listed(skipped)})
+        self.saved = SavedFiles(settings={} if self.needs_search else {"skipped": format_layers(skipped)})
 
     def draft(self, context: Context) -> Draft:
         if self.tries:
-            self._try(context)
+            self._try_candidate(context)
         return super().draft(context)
 
-    def _try(self, context: Context) -> None:
-        """Measure one more set on what was verified last, beside the best one."""
+    def _try_candidate(self, context: Context) -> None:
+        """Score another set and the best one on the tokens verified last; draft with the better one."""
         if context.round == 0:
             self.prompts = context.lengths.clone()
         size = min(self.window, int((context.lengths - self.prompts).min()))
         if size < min(8, self.window) or self.fruitless >= self.patience:
             return
         self.tries -= 1
-        other, depth = moved(self.skipped, context.target.num_layers, self.random), context.builder.depth
-        best, found = (promise(context.target, one, agreement(context, one, size), depth) for one in (self.skipped, other))
-        self.fruitless = 0 if found > best else self.fruitless + 1
-        if found > best:
+        other, depth = mutate_layers(self.skipped, context.target.num_layers, self.random), context.builder.depth
+        best_score, score = (
+            tokens_per_forward(context.target, layers, measure_agreement(context, layers, size), depth)
+            for layers in (self.skipped, other)
+        )
+        self.fruitless = 0 if score > best_score else self.fruitless + 1
+        if score > best_score:
             self._use_set(other)
 
 
-def search(target: Target, texts: list[Text], depth: int, steps: int, seed: int = 0) -> frozenset[int]:
-    """The set of layers to skip that promises the most tokens a forward with chains of `depth` drafts."""
-    tokens, answers = laid_out(texts, target.device)
+def search_layers(target: Target, texts: list[Text], depth: int, steps: int, seed: int = 0) -> frozenset[int]:
+    """Return the set of layers to skip with the most expected tokens per forward, for chains of `depth` drafts."""
+    tokens, answers = pad_texts(texts, target.device)
     states = target.features(tokens, (*range(target.num_layers + 1), "final"))
-    wanted = target.head.logits(states.at_layer("final")[answers]).argmax(-1)
-    found: dict[frozenset[int], float] = {}
+    labels = target.head.logits(states.at_layer("final")[answers]).argmax(-1)
+    scores: dict[frozenset[int], float] = {}
 
-    def measure(skipped: frozenset[int]) -> float:
-        """Tokens a round over forwards a round; every set is measured once."""
-        if skipped not in found:
+    def score_layers(skipped: frozenset[int]) -> float:
+        """Return the tokens per forward of a set; every set is measured once."""
+        if skipped not in scores:
             final = target.run(tokens, ForwardPlan(layers=("final",), span=LayerSpan(skipped=skipped))).at_layer("final")[
                 answers
             ]
-            kept = float((target.head.logits(final).argmax(-1) == wanted).float().mean())
-            found[skipped] = promise(target, skipped, kept, depth)
-        return found[skipped]
+            rate = float((target.head.logits(final).argmax(-1) == labels).float().mean())
+            scores[skipped] = tokens_per_forward(target, skipped, rate, depth)
+        return scores[skipped]
 
     entering, leaving = states.hidden[answers][:, : target.num_layers], states.hidden[answers][:, 1 : target.num_layers + 1]
-    likest = torch.cosine_similarity(entering, leaving, dim=-1).mean(0).argsort(descending=True).tolist()
-    starts = [frozenset(likest[:count]) for count in range(1, target.num_layers)]
+    least_changing = torch.cosine_similarity(entering, leaving, dim=-1).mean(0).argsort(descending=True).tolist()
+    starts = [frozenset(least_changing[:count]) for count in range(1, target.num_layers)]
     for start in starts[: max(1, steps // 2)]:
-        measure(start)
-    best = max(found, key=lambda skipped: found[skipped])
+        score_layers(start)
+    best = max(scores, key=lambda skipped: scores[skipped])
     random = Random(seed)
     for _ in range(20 * steps):  # small targets have fewer sets than steps
-        if len(found) >= steps:
+        if len(scores) >= steps:
             break
         changed = set(best)
         for _ in range(random.choice((1, 2))):
             changed ^= {random.randrange(target.num_layers)}
-        if 0 < len(changed) < target.num_layers and measure(frozenset(changed)) > found[best]:
+        if 0 < len(changed) < target.num_layers and score_layers(frozenset(changed)) > scores[best]:
             best = frozenset(changed)
     return best
 
 
-def promise(target: Target, skipped: Collection[SkippedLayer], agreement: float, depth: int) -> float:
-    """Tokens a round over forwards a round, of chains of `depth` drafts."""
+def tokens_per_forward(target: Target, skipped: Collection[SkippedLayer], agreement: float, depth: int) -> float:
+    """Return the expected tokens of a round over its forwards, for chains of `depth` drafts."""
     head = target.head.output.weight.numel()
-    sizes = [weights(layer) for layer in target.layers]
-    spared = sum(weights(target.get_sublayer(*one)) if isinstance(one, Sublayer) else sizes[one] for one in skipped)
-    return sum(agreement**k for k in range(depth + 1)) / (1 + depth * (1 - spared / (head + sum(sizes))))
+    sizes = [count_weights(layer) for layer in target.layers]
+    skipped_weights = sum(
+        count_weights(target.get_sublayer(*layer)) if isinstance(layer, Sublayer) else sizes[layer] for layer in skipped
+    )
+    return sum(agreement**k for k in range(depth + 1)) / (1 + depth * (1 - skipped_weights / (head + sum(sizes))))
 
 
-def weights(module: nn.Module) -> int:
+def count_weights(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def agreement(context: Context, skipped: Collection[SkippedLayer], size: int) -> float:
-    """How often the target without these layers keeps the tokens that were verified last, `size` in every text, which it reads
-    behind the whole target's keys and values; the cache is afterwards as before."""
+def measure_agreement(context: Context, skipped: Collection[SkippedLayer], size: int) -> float:
+    """Return how often the target without these layers predicts the last `size` verified tokens of every text.
+
+    It reads them after the full target's keys and values; the cache is restored.
+    """
     steps = torch.arange(size + 1, device=context.tokens.device)
     tokens = context.tokens.gather(1, context.lengths[:, None] - size + steps)  # [B, W + 1] the root the last
     with context.cache.rewind_tokens(size):
@@ -170,61 +184,58 @@ def agreement(context: Context, skipped: Collection[SkippedLayer], size: int) ->
     return float((logits.argmax(-1) == tokens[:, 1:])[context.active].float().mean())
 
 
-def moved(skipped: frozenset[SkippedLayer], num_layers: int, random: Random) -> frozenset[SkippedLayer]:
-    """Another set of halves of the inner layers: one or two put in or out, or, one time in four, as many drawn anew."""
-    halves = {half for one in skipped for half in ([one] if isinstance(one, Sublayer) else whole(one))}
-    inner = [half for layer in range(1, num_layers - 1) for half in whole(layer)]
+def mutate_layers(skipped: frozenset[SkippedLayer], num_layers: int, random: Random) -> frozenset[SkippedLayer]:
+    """Return another set of halves of the inner layers: one or two changed or, one time in four, as many drawn at random."""
+    halves = {half for layer in skipped for half in ([layer] if isinstance(layer, Sublayer) else split_layer(layer))}
+    inner = [half for layer in range(1, num_layers - 1) for half in split_layer(layer)]
     if len(inner) < 2:
         return skipped
     if random.random() < 0.25:
         changed = set(random.sample(inner, min(len(halves), len(inner))))
     else:
         changed = halves ^ set(random.sample(inner, random.choice((1, 2))))
-    return joined(changed) if changed else skipped
+    return merge_halves(changed) if changed else skipped
 
 
-def whole(layer: int) -> list[SkippedLayer]:
+def split_layer(layer: int) -> list[SkippedLayer]:
+    """Return the two halves of a layer, attention and feed-forward."""
     return [Sublayer(layer, part) for part in SUBLAYER_KINDS]
 
 
-def joined(skipped: Collection[SkippedLayer]) -> frozenset[SkippedLayer]:
-    """The same set, where both halves of a layer are the layer."""
-    complete = {one if not isinstance(one, Sublayer) else one.layer for one in skipped}
-    complete = {layer for layer in complete if layer in skipped or set(whole(layer)) <= set(skipped)}
-    return frozenset([*complete, *(one for one in skipped if isinstance(one, Sublayer) and one.layer not in complete)])
+def merge_halves(skipped: Collection[SkippedLayer]) -> frozenset[SkippedLayer]:
+    """Replace both halves of a layer by the layer."""
+    complete = {layer if not isinstance(layer, Sublayer) else layer.layer for layer in skipped}
+    complete = {layer for layer in complete if layer in skipped or set(split_layer(layer)) <= set(skipped)}
+    return frozenset([*complete, *(layer for layer in skipped if isinstance(layer, Sublayer) and layer.layer not in complete)])
 
 
-def read(said: int | str) -> SkippedLayer:
-    """A layer, or half of one, as settings say it; -1 where there is none of that name."""
-    found = re.fullmatch(rf"({'|'.join(SUBLAYER_KINDS)})(\d+)", said) if isinstance(said, str) else None
+def parse_layer(name: int | str) -> SkippedLayer:
+    """Parse a layer number, or the name of half of a layer; return -1 for an unknown name."""
+    if isinstance(name, int):
+        return name
+    match = re.fullmatch(rf"({'|'.join(SUBLAYER_KINDS)})(\d+)", name)
+    return Sublayer(int(match[2]), SUBLAYER_KINDS[SUBLAYER_KINDS.index(match[1])]) if match else -1
+
+
+def format_layers(skipped: Collection[SkippedLayer]) -> list[int | str]:
+    """Format layers as settings name them, in order."""
+    ordered = sorted(skipped, key=lambda layer: (layer.layer, layer.kind) if isinstance(layer, Sublayer) else (layer, ""))
+    return [f"{layer.kind}{layer.layer}" if isinstance(layer, Sublayer) else layer for layer in ordered]
+
+
+def is_valid(skipped: Collection[SkippedLayer], num_layers: int) -> bool:
+    """Tell whether these are layers of the target, and not all of them."""
     return (
-        said
-        if isinstance(said, int)
-        else Sublayer(int(found[2]), SUBLAYER_KINDS[SUBLAYER_KINDS.index(found[1])])
-        if found
-        else -1
+        all(0 <= layer_index(layer) < num_layers for layer in skipped)
+        and len(merge_halves(skipped) & set(range(num_layers))) < num_layers
     )
 
 
-def listed(skipped: Collection[SkippedLayer]) -> list[int | str]:
-    """As settings say it."""
-    said = sorted(skipped, key=lambda one: (one.layer, one.kind) if isinstance(one, Sublayer) else (one, ""))
-    return [f"{one.kind}{one.layer}" if isinstance(one, Sublayer) else one for one in said]
-
-
-def fits(skipped: Collection[SkippedLayer], num_layers: int) -> bool:
-    """Whether these are layers of the target, and not all of them."""
-    return (
-        all(0 <= layer_index(one) < num_layers for one in skipped)
-        and len(joined(skipped) & set(range(num_layers))) < num_layers
-    )
-
-
-def laid_out(texts: list[Text], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Prompts with their answers [B, T], and [B, T] bool where the next token belongs to the answer."""
+def pad_texts(texts: list[Text], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return prompts with their answers [B, T], and a mask [B, T] of positions whose next token belongs to the answer."""
     rows, masks = [], []
     for prompt, answer in texts:
         rows.append(torch.tensor(prompt + answer, device=device))
-        place = torch.arange(len(rows[-1]), device=device)
-        masks.append((place >= len(prompt) - 1) & (place < len(rows[-1]) - 1))
+        position = torch.arange(len(rows[-1]), device=device)
+        masks.append((position >= len(prompt) - 1) & (position < len(rows[-1]) - 1))
     return pad_sequence(rows, batch_first=True), pad_sequence(masks, batch_first=True)

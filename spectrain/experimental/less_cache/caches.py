@@ -1,4 +1,4 @@
-"""What a self-drafting target reads of its own cache: all of it, selected tokens, or all of it in few bits.
+"""Caches that a self-drafting target reads: selected tokens of its own cache, or all of it in few bits.
 
 Rotary positions are part of the keys, so copied keys keep the positions of the text; drafted nodes get positions of their own.
 Shapes: B batch, T tokens, N nodes, H key-value heads, D head size, S selected slots, Q queries.
@@ -35,13 +35,13 @@ class RecentQueries:
 
     def commit(self, path: Tensor, counts: Tensor) -> None:
         """Retain the queries of the committed nodes: `counts[b]` of `path[b]` [B, P] are the newest tokens now."""
-        for layer, told in self.new_queries.items():
-            new = told.gather(2, path[:, None, :, None].expand(-1, told.shape[1], -1, told.shape[3]))
-            before = self.queries.get(layer, new[:, :, :0])
-            size = min(self.num_queries, before.shape[2] + int(counts.min()))
-            last = before.shape[2] + counts[:, None] - size + torch.arange(size, device=counts.device)
-            both = torch.cat([before, new], dim=2)
-            self.queries[layer] = both.gather(2, last[:, None, :, None].expand(-1, both.shape[1], -1, both.shape[3]))
+        for layer, queries in self.new_queries.items():
+            new = queries.gather(2, path[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3]))
+            earlier = self.queries.get(layer, new[:, :, :0])
+            size = min(self.num_queries, earlier.shape[2] + int(counts.min()))
+            last = earlier.shape[2] + counts[:, None] - size + torch.arange(size, device=counts.device)
+            joined = torch.cat([earlier, new], dim=2)
+            self.queries[layer] = joined.gather(2, last[:, None, :, None].expand(-1, joined.shape[1], -1, joined.shape[3]))
         self.new_queries = {}
 
     def group_by_key_head(self, layer: int, num_key_heads: int) -> Tensor | None:
@@ -56,60 +56,60 @@ class SelectedCache(TreeCache):
     count from the oldest.
     """
 
-    def __init__(self, target: Target, whole: TreeCache, chooser: KeySelector, room: int) -> None:
-        size = min(chooser.budget + chooser.max_extra, whole.max_length) + room
-        super().__init__(len(whole.layers), len(whole.lengths), size, whole.lengths.device, None, whole.shapes)
-        assert whole.storage is not None
-        self.source, self.selector, self.position_offsets = whole, chooser, whole.position_offsets
-        reaches = {layer: kept.range.window for layer, kept in target.architecture.attention_layers.items()}
-        self.windows = {layer: window for layer, window in reaches.items() if window is not None}
+    def __init__(self, target: Target, source: TreeCache, selector: KeySelector, room: int) -> None:
+        size = min(selector.budget + selector.max_extra, source.max_length) + room
+        super().__init__(len(source.layers), len(source.lengths), size, source.lengths.device, None, source.shapes)
+        assert source.storage is not None
+        self.source, self.selector, self.position_offsets = source, selector, source.position_offsets
+        ranges = {layer: attention.range.window for layer, attention in target.architecture.attention_layers.items()}
+        self.windows = {layer: window for layer, window in ranges.items() if window is not None}
         self.slot_bytes = slot_bytes(target)
-        shape = list(whole.storage.shape)
+        shape = list(source.storage.shape)
         shape[3] = size
-        self.storage = whole.storage.new_zeros(shape)
-        self.synced_lengths = torch.zeros_like(whole.lengths)  # [B] tokens of the text at the last selection or copy
-        self.window_starts = torch.zeros_like(whole.lengths)  # [B] index in the text of slot 0 of a window layer
+        self.storage = source.storage.new_zeros(shape)
+        self.synced_lengths = torch.zeros_like(source.lengths)  # [B] tokens of the text at the last selection or copy
+        self.window_starts = torch.zeros_like(source.lengths)  # [B] index in the text of slot 0 of a window layer
         self.is_empty = False
 
     def visibility(
         self, tree: Tensor, query_positions: Tensor | None = None, key_positions: Tensor | None = None
     ) -> Visibility:
         assert query_positions is not None and key_positions is not None
-        first = self.window_starts[:, None]  # of positions only window layers ask
+        first = self.window_starts[:, None]  # only window layers read positions
         return super().visibility(tree, query_positions - first, key_positions - first)
 
     def select_tokens(self, queries: RecentQueries) -> int:
         """Copy the selected tokens; return the bytes that were read."""
-        whole, read = self.source, 0
-        counts = self.selector.count_selected(whole.lengths)
-        for layer in whole.attention_layers:
-            keys = whole.keys_values(layer)[0][:, : whole.longest]
-            seen = SelectionInput(keys, whole.lengths, queries.group_by_key_head(layer, keys.shape[2]))
+        source, num_bytes = self.source, 0
+        counts = self.selector.count_selected(source.lengths)
+        for layer in source.attention_layers:
+            keys = source.keys_values(layer)[0][:, : source.longest]
+            selection = SelectionInput(keys, source.lengths, queries.group_by_key_head(layer, keys.shape[2]))
             if layer in self.windows:
-                places = most_recent(seen, counts)
+                indices = most_recent(selection, counts)
             else:
-                read += self.selector.selection_bytes(layer, seen)
-                places = self.selector.select_keys(layer, seen, counts)
-            order = places.transpose(1, 2)[..., None]  # [B, S, H, 1]
-            for mine, theirs in zip(self.keys_values(layer), whole.keys_values(layer)):
-                mine[:, : order.shape[1]] = theirs.gather(1, order.expand(-1, -1, -1, theirs.shape[3]))
+                num_bytes += self.selector.selection_bytes(layer, selection)
+                indices = self.selector.select_keys(layer, selection, counts)
+            order = indices.transpose(1, 2)[..., None]  # [B, S, H, 1]
+            for selected, full in zip(self.keys_values(layer), source.keys_values(layer)):
+                selected[:, : order.shape[1]] = full.gather(1, order.expand(-1, -1, -1, full.shape[3]))
         self.lengths.copy_(counts)
         self.longest = int(counts.max())
-        self.synced_lengths, self.window_starts = whole.lengths.clone(), whole.lengths - counts
-        return read + int(counts.sum()) * sum(self.slot_bytes.values())
+        self.synced_lengths, self.window_starts = source.lengths.clone(), source.lengths - counts
+        return num_bytes + int(counts.sum()) * sum(self.slot_bytes.values())
 
     def copy_committed(self) -> int:
         """Copy the tokens committed since the last copy; return the bytes that were read."""
-        whole, new = self.source, self.source.lengths - self.synced_lengths
+        source, new = self.source, self.source.lengths - self.synced_lengths
         steps = torch.arange(int(new.max()), device=new.device)
         rows = torch.arange(len(new), device=new.device)[:, None]
-        source = (self.synced_lengths[:, None] + steps).clamp(max=whole.max_length - 1)
-        for layer in whole.attention_layers:
-            for mine, theirs in zip(self.keys_values(layer), whole.keys_values(layer)):
-                mine[rows, self.lengths[:, None] + steps] = theirs[rows, source]
+        source_slots = (self.synced_lengths[:, None] + steps).clamp(max=source.max_length - 1)
+        for layer in source.attention_layers:
+            for selected, full in zip(self.keys_values(layer), source.keys_values(layer)):
+                selected[rows, self.lengths[:, None] + steps] = full[rows, source_slots]
         self.lengths += new
         self.longest = int(self.lengths.max())
-        self.synced_lengths = whole.lengths.clone()
+        self.synced_lengths = source.lengths.clone()
         return int(new.sum()) * sum(self.slot_bytes.values())
 
     def has_room(self, num_nodes: int) -> bool:
@@ -118,44 +118,49 @@ class SelectedCache(TreeCache):
 
     def bytes_read(self, nodes: int) -> int:
         """Return the bytes of keys and values that the forward which appended the last `nodes` read."""
-        held = [length + self.uncommitted for length in self.lengths.tolist()]
-        return sum(slot * count_read_tokens(held, nodes, self.windows.get(layer)) for layer, slot in self.slot_bytes.items())
+        lengths = [length + self.uncommitted for length in self.lengths.tolist()]
+        return sum(slot * count_read_tokens(lengths, nodes, self.windows.get(layer)) for layer, slot in self.slot_bytes.items())
 
 
-def count_read_tokens(held: list[int], nodes: int, window: int | None) -> int:
+def count_read_tokens(lengths: list[int], nodes: int, window: int | None) -> int:
     """Return the tokens that a layer reads of texts of these lengths, which end in a chain of `nodes`."""
-    return sum(length if window is None else min(length, window + nodes - 1) for length in held)
+    return sum(length if window is None else min(length, window + nodes - 1) for length in lengths)
 
 
 class QuantizedKV:
-    """All keys and values of a target's cache in few bits: keys by channel over groups of tokens, values by token. The newest
-    tokens, whose group is not full, and drafted nodes stay unquantized (KIVI, Liu et al., 2024)."""
+    """All keys and values of a target's cache in few bits (KIVI, Liu et al., 2024).
 
-    def __init__(self, target: Target, whole: TreeCache, bits: Bits, group: int) -> None:
-        self.source, self.bits, self.group_size = whole, bits, group
+    Keys are quantized by channel over groups of tokens, values by token. The newest tokens, whose group is not full, and
+    drafted nodes stay unquantized.
+    """
+
+    def __init__(self, target: Target, source: TreeCache, bits: Bits, group: int) -> None:
+        self.source, self.bits, self.group_size = source, bits, group
         self.slot_bytes = slot_bytes(target)
-        reaches = {layer: kept.range.window for layer, kept in target.architecture.attention_layers.items()}
-        self.windows = {layer: window for layer, window in reaches.items() if window is not None}
+        ranges = {layer: attention.range.window for layer, attention in target.architecture.attention_layers.items()}
+        self.windows = {layer: window for layer, window in ranges.items() if window is not None}
         self.keys: dict[int, QuantizedGroups] = {}  # [B, groups, H, D, G]
         self.values: dict[int, QuantizedGroups] = {}  # [B, groups * G, H, D]
-        self.quantized_lengths = torch.zeros_like(whole.lengths)  # [B] quantized tokens
+        self.quantized_lengths = torch.zeros_like(source.lengths)  # [B] quantized tokens
 
     def quantize_committed(self) -> int:
         """Quantize the groups that have become full; return the bytes that were read."""
-        whole, size = self.source, self.group_size
-        done, full = int(self.quantized_lengths.min()), whole.lengths // size * size
-        new, before = int(full.max()), int((full - self.quantized_lengths).sum())
+        source, size = self.source, self.group_size
+        num_quantized, full = int(self.quantized_lengths.min()), source.lengths // size * size
+        num_full, num_new = int(full.max()), int((full - self.quantized_lengths).sum())
         self.quantized_lengths = full
-        if new > done:
-            for layer in whole.attention_layers:
-                keys, values = (held[:, done:new] for held in whole.keys_values(layer))
+        if num_full > num_quantized:
+            for layer in source.attention_layers:
+                keys, values = (part[:, num_quantized:num_full] for part in source.keys_values(layer))
                 groups = keys.unflatten(1, (-1, size)).permute(0, 1, 3, 4, 2)
-                self.keys[layer] = append_groups(self.keys.get(layer), done // size, quantize_groups(groups, self.bits))
-                self.values[layer] = append_groups(self.values.get(layer), done, quantize_groups(values, self.bits))
-        return before * sum(self.slot_bytes.values())
+                self.keys[layer] = append_groups(
+                    self.keys.get(layer), num_quantized // size, quantize_groups(groups, self.bits)
+                )
+                self.values[layer] = append_groups(self.values.get(layer), num_quantized, quantize_groups(values, self.bits))
+        return num_new * sum(self.slot_bytes.values())
 
     def __call__(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what is read instead of keys and values [B, H, T, D]."""
+        """Return the keys and values [B, H, T, D] that a forward reads."""
         if layer not in self.keys:
             return keys, values
         coded = self.keys[layer].dequantize(keys.dtype).permute(0, 2, 1, 4, 3).flatten(2, 3)
@@ -163,22 +168,22 @@ class QuantizedKV:
             self.values[layer].dequantize(values.dtype).transpose(1, 2), values
         )
 
-    def _append_unquantized(self, coded: Tensor, plain: Tensor) -> Tensor:
+    def _append_unquantized(self, coded: Tensor, full: Tensor) -> Tensor:
         size = coded.shape[2]
-        if len(plain) > 1:  # texts of other lengths
-            is_coded = torch.arange(size, device=plain.device) < self.quantized_lengths[:, None]
-            coded = torch.where(is_coded[:, None, :, None], coded, plain[:, :, :size])
-        return torch.cat([coded, plain[:, :, size:]], dim=2)
+        if len(full) > 1:  # texts of other lengths
+            is_coded = torch.arange(size, device=full.device) < self.quantized_lengths[:, None]
+            coded = torch.where(is_coded[:, None, :, None], coded, full[:, :, :size])
+        return torch.cat([coded, full[:, :, size:]], dim=2)
 
     def bytes_read(self, nodes: int) -> int:
         """Return the bytes of keys and values that the forward which appended the last `nodes` read."""
         total = 0
-        for length, full in zip(self.source.lengths.tolist(), self.quantized_lengths.tolist()):
-            held = length + self.source.uncommitted
+        for length, num_quantized in zip(self.source.lengths.tolist(), self.quantized_lengths.tolist()):
+            num_tokens = length + self.source.uncommitted
             for layer, slot in self.slot_bytes.items():
-                every = count_read_tokens([held], nodes, self.windows.get(layer))
-                plain = min(every, held - full)
-                total += plain * slot + self._quantized_bytes(layer, every - plain)
+                num_read = count_read_tokens([num_tokens], nodes, self.windows.get(layer))
+                num_plain = min(num_read, num_tokens - num_quantized)
+                total += num_plain * slot + self._quantized_bytes(layer, num_read - num_plain)
         return total
 
     def _quantized_bytes(self, layer: int, tokens: int) -> int:
@@ -190,9 +195,9 @@ class QuantizedKV:
         return sum(count * part[0, 0].numel() * part.element_size() for part, count in parts)
 
 
-def append_groups(before: QuantizedGroups | None, kept: int, new: QuantizedGroups) -> QuantizedGroups:
-    """Concatenate the first `kept` groups and new ones, along dim 1."""
-    if before is None:
+def append_groups(earlier: QuantizedGroups | None, num_groups: int, new: QuantizedGroups) -> QuantizedGroups:
+    """Concatenate the first `num_groups` groups and new ones, along dim 1."""
+    if earlier is None:
         return new
-    packed, low, step = (torch.cat([old[:, :kept], part], dim=1) for old, part in zip(before[:3], new[:3]))
+    packed, low, step = (torch.cat([old[:, :num_groups], part], dim=1) for old, part in zip(earlier[:3], new[:3]))
     return QuantizedGroups(packed, low, step, new.group_size)

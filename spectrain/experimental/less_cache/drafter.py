@@ -1,4 +1,4 @@
-"""The whole target drafts for itself, reading less: a part of its keys and values, or fewer bits of them or of its weights.
+"""The full target drafts for itself and reads less: a part of its keys and values, or fewer bits of them or of its weights.
 
 Shapes: B batch, N nodes, M nodes run so far in this round, F frontier nodes, V vocabulary.
 """
@@ -32,8 +32,8 @@ from spectrain.trees.token_tree import AcceptedPath, TokenTree
 if TYPE_CHECKING:
     from spectrain.models.target import Target
 
-Cached = Literal["full", "window", "snap", "quest", "int8", "int4"]
-Weights = Literal["full", "int8", "int4"]
+DraftCache = Literal["full", "window", "snap", "quest", "int8", "int4"]
+WeightPrecision = Literal["full", "int8", "int4"]
 BITS: dict[str, Bits] = {"int8": 8, "int4": 4}
 
 
@@ -47,22 +47,22 @@ class SelfDraftCost(DraftingCost):
         return self.drafter.drafting_weights(target)
 
     def bytes_read(self) -> BytesRead:
-        return self.drafter.reads
+        return self.drafter.bytes_read
 
 
 class SelfDraft(Drafter):
-    """Drafts with all of the target's layers and verifies with all that they read, so that a draft is worth what it spares.
+    """Drafts with all layers of the target on a reduced cache, and verifies with the full cache.
 
-    `cache` is what a draft reads of the text: `budget` tokens, being the first `sinks` and the newest (window: StreamingLLM),
-    those that the newest `observe` tokens look at most (snap: SnapKV, by head) or pages of `page` tokens by bounds of their
-    keys (quest: Quest, by head), chosen anew every `refresh` rounds, as MagicDec (Chen et al., 2025) drafts; or everything in
-    few bits (int8, int4: KIVI), by groups of `group` tokens. `weights` rounds those that a draft reads and shares the cache
-    (QSpec, Zhao et al., 2024). Whatever a draft computed is forgotten: verification runs every node again, with all keys
-    and whole weights, and what it writes stays.
+    `cache` is what a draft reads of the text: `budget` tokens, which are the first `sinks` and the newest (window:
+    StreamingLLM), those with most attention of the newest `observe` tokens (snap: SnapKV, by head) or pages of `page` tokens by
+    bounds of their keys (quest: Quest, by head), selected again every `refresh` rounds, as in MagicDec (Chen et al., 2025); or
+    all tokens in few bits (int8, int4: KIVI), by groups of `group` tokens. `weights` rounds the weights that a draft reads and
+    shares the cache (QSpec, Zhao et al., 2024). The keys and values of drafts are dropped: verification runs every node again,
+    with all keys and full weights.
 
-    With `guesses`, as many tokens behind a draft step are copied from the text and run along with it; where the step's choice
-    is the first of them, the next step is there already (TriForce's hierarchy, Sun et al., 2024, with copies for its smallest
-    model). They change no draft, only how often the target runs.
+    With `guesses`, so many tokens after a draft step are copied from the text and run with it. Where the step's choice is the
+    first of them, the next step is computed already (TriForce's hierarchy, Sun et al., 2024, with copies for its smallest
+    model). Guesses change no draft, only how often the target runs.
     """
 
     capabilities = Capabilities(nestable=False)
@@ -71,71 +71,86 @@ class SelfDraft(Drafter):
     def __init__(
         self,
         target: Target,
-        cache: Cached = "snap",  # what of its keys and values a draft reads
-        budget: int = 256,  # tokens that a draft reads of the text
-        sinks: int = 4,  # first tokens of the text that a window keeps
-        observe: int = 32,  # newest tokens whose queries vote
-        page: int = 16,  # tokens that are chosen together
-        refresh: int = 8,  # rounds between two choices
-        group: int = 32,  # tokens whose keys share a scale
-        weights: Weights = "full",  # in how many bits a draft reads them
-        guesses: int = 0,  # tokens copied from the text that run along behind a draft step
+        # Keys and values that a draft reads: full, window, snap or quest for selected tokens, int8 or int4 for all in few bits.
+        cache: DraftCache = "snap",
+        # Number of tokens of the text that a draft reads, with a selection.
+        budget: int = 256,
+        # Number of first tokens of the text that cache=window always contains.
+        sinks: int = 4,
+        # Number of newest tokens whose queries vote with cache=snap.
+        observe: int = 32,
+        # Number of consecutive tokens that cache=quest selects together.
+        page: int = 16,
+        # Number of rounds between two selections.
+        refresh: int = 8,
+        # Number of tokens whose keys share a scale, with cache=int8 and int4.
+        group: int = 32,
+        # Precision of the weights that a draft reads.
+        weights: WeightPrecision = "full",
+        # Number of tokens copied from the text that run together with a draft step; 0 copies none.
+        guesses: int = 0,
     ) -> None:
         super().__init__()
-        for key, said, known in (("cache", cache, get_args(Cached)), ("weights", weights, get_args(Weights))):
-            if said not in known:
-                raise UserError(f"drafter.{key}={said}: choose from {', '.join(known)}")
+        choices = (("cache", cache, get_args(DraftCache)), ("weights", weights, get_args(WeightPrecision)))
+        for key, choice, allowed in choices:
+            if choice not in allowed:
+                raise UserError(f"drafter.{key}={choice}: choose from {', '.join(allowed)}")
         if cache == weights == "full":
-            raise UserError("drafter.cache=full: with drafter.weights=full a draft reads all that its check does; change one")
-        least = {"window": sinks + 1, "snap": observe + 1, "quest": page}.get(cache, 1)
-        for key, value, lowest in (("budget", budget, least), ("sinks", sinks, 0), ("observe", observe, 1), ("page", page, 1),
-                                   ("refresh", refresh, 1), ("group", group, 1), ("guesses", guesses, 0)):  # fmt: skip
-            if value < lowest:
-                raise UserError(f"drafter.{key}={value}: use {lowest} or more")
-        refuse_unlike(target, cache)
+            raise UserError("drafter.cache=full: with drafter.weights=full a draft reads as much as verification; change one")
+        min_budget = {"window": sinks + 1, "snap": observe + 1, "quest": page}.get(cache, 1)
+        for key, value, minimum in (
+            ("budget", budget, min_budget), ("sinks", sinks, 0), ("observe", observe, 1), ("page", page, 1),
+            ("refresh", refresh, 1), ("group", group, 1), ("guesses", guesses, 0),
+        ):  # fmt: skip
+            if value < minimum:
+                raise UserError(f"drafter.{key}={value}: use {minimum} or more")
+        check_target(target, cache)
         self.cache, self.bits, self.refresh, self.group, self.guesses = cache, BITS.get(weights), refresh, group, guesses
-        choosers = {"window": lambda: StreamingLLMSelector(budget, sinks), "snap": lambda: SnapKVSelector(budget, observe),
-                    "quest": lambda: QuestSelector(budget, page)}  # fmt: skip
-        self.chooser: KeySelector | None = choosers[cache]() if cache in choosers else None
+        selectors = {
+            "window": lambda: StreamingLLMSelector(budget, sinks),
+            "snap": lambda: SnapKVSelector(budget, observe),
+            "quest": lambda: QuestSelector(budget, page),
+        }
+        self.selector: KeySelector | None = selectors[cache]() if cache in selectors else None
         self.texts = GrowingTexts(3)
-        self.reads = BytesRead()  # by drafting, since a decoding began
-        self.weight_bytes = 0  # of which in every forward
-        self.queries = RecentQueries(0 if self.chooser is None else self.chooser.num_queries)
-        self.coded_weights: QuantizedWeights | None = None
-        self.chosen: SelectedCache | None = None
-        self.coded: QuantizedKV | None = None
+        self.bytes_read = BytesRead()  # bytes that drafting has read in this decoding
+        self.weight_bytes = 0  # weight bytes of every forward
+        self.queries = RecentQueries(0 if self.selector is None else self.selector.num_queries)
+        self.quantized_weights: QuantizedWeights | None = None
+        self.selected_cache: SelectedCache | None = None
+        self.quantized_kv: QuantizedKV | None = None
 
     def drafting_weights(self, target: Target) -> nn.Module:
-        """What a draft step reads."""
+        """Return the modules whose weights a draft step reads."""
         if self.bits is None:
             return nn.ModuleList([target.decoder, target.head.output])
-        kept = self._coded_weights(target)
-        replaced_ids = {id(linear) for linear in kept.linears}
+        quantized = self._get_quantized_weights(target)
+        replaced_ids = {id(linear) for linear in quantized.linears}
         others = [child for child in target.decoder.modules() if not [*child.children()] and id(child) not in replaced_ids]
-        read = nn.ModuleList(child for child in others if not isinstance(child, nn.Embedding))
-        read.append(nn.ParameterList(nn.Parameter(part, requires_grad=False) for part in kept.tensors))
-        return read
+        modules = nn.ModuleList(child for child in others if not isinstance(child, nn.Embedding))
+        modules.append(nn.ParameterList(nn.Parameter(part, requires_grad=False) for part in quantized.tensors))
+        return modules
 
-    def _coded_weights(self, target: Target) -> QuantizedWeights:
+    def _get_quantized_weights(self, target: Target) -> QuantizedWeights:
         assert self.bits is not None
-        if self.coded_weights is None:
-            self.coded_weights = QuantizedWeights(target.name, list(target.layers), target.head.output, self.bits)
-        return self.coded_weights
+        if self.quantized_weights is None:
+            self.quantized_weights = QuantizedWeights(target.name, list(target.layers), target.head.output, self.bits)
+        return self.quantized_weights
 
     # Drafting
 
     def draft(self, context: Context) -> Draft:
         if context.round == 0:
-            self._begin(context)
-        self._choose(context)
+            self._start_texts(context)
+        self._update_selection(context)
         if self.guesses:
             self.texts.append_committed(context)
 
-        def forget(tree: TokenTree) -> TokenTree:
-            self.reading(context).roll_back()
+        def drop_drafts(tree: TokenTree) -> TokenTree:
+            self.drafting_cache(context).roll_back()
             return tree
 
-        return Draft(SelfSteps(self, context), add_mask_nodes=forget)
+        return Draft(SelfSteps(self, context), add_mask_nodes=drop_drafts)
 
     def verify(self, context: Context, tree: TokenTree) -> Features:
         with context.cache.observe_queries(self.queries if self.queries.num_queries else None):
@@ -144,49 +159,49 @@ class SelfDraft(Drafter):
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
         self.queries.commit(accepted.path, accepted.counts)
 
-    def reading(self, context: Context) -> TreeCache:
-        """The cache that drafts are run behind."""
-        return context.cache if self.chosen is None else self.chosen
+    def drafting_cache(self, context: Context) -> TreeCache:
+        """Return the cache that drafts run on."""
+        return context.cache if self.selected_cache is None else self.selected_cache
 
-    def run(self, context: Context, tokens: Tensor, depth: Tensor, visible: Tensor) -> Tensor:
-        """Log-probabilities [B, N, V] after nodes [B, N] of this depth, which see these [B, N, M + N]."""
-        target, cache = context.target, self.reading(context)
+    def compute_log_probs(self, context: Context, tokens: Tensor, depth: Tensor, visible: Tensor) -> Tensor:
+        """Return log-probabilities [B, N, V] after nodes [B, N] of these depths, with their visibility [B, N, M + N]."""
+        target, cache = context.target, self.drafting_cache(context)
         positions = (context.lengths[:, None] + depth).clamp(max=target.max_length - 1)
         plan = ForwardPlan(logits=True, positions=positions, mask=visible, cache=cache)
-        with self._in_few_bits(target), cache.transform_reads(self.coded):
+        with self._use_quantized_weights(target), cache.transform_reads(self.quantized_kv):
             logits = target.run(tokens, plan).logits
         assert logits is not None
-        held, nodes = self.coded or self.chosen, tokens.shape[1]
-        before = context.cache.uncommitted - nodes
-        whole = (key_bytes(target, length + before, nodes) for length in context.lengths.tolist())
-        self.reads += BytesRead(self.weight_bytes, sum(whole) if held is None else held.bytes_read(nodes))
+        reduced, nodes = self.quantized_kv or self.selected_cache, tokens.shape[1]
+        earlier = context.cache.uncommitted - nodes
+        full = (key_bytes(target, length + earlier, nodes) for length in context.lengths.tolist())
+        self.bytes_read += BytesRead(self.weight_bytes, sum(full) if reduced is None else reduced.bytes_read(nodes))
         return logits.log_softmax(-1)
 
     @contextmanager
-    def _in_few_bits(self, target: Target) -> Iterator[None]:
+    def _use_quantized_weights(self, target: Target) -> Iterator[None]:
         if self.bits is None:
             yield
             return
-        with override_forwards(self._coded_weights(target).linear_overrides()):
+        with override_forwards(self._get_quantized_weights(target).linear_overrides()):
             yield
 
-    def _begin(self, context: Context) -> None:
-        """Other texts: nothing is known of them but their keys and values."""
-        self.reads, self.chosen, self.coded = BytesRead(), None, None
-        coded = None if self.bits is None else self._coded_weights(context.target)
-        self.weight_bytes = weight_bytes(context.target, coded)
+    def _start_texts(self, context: Context) -> None:
+        """Prepare for new texts, of which only keys and values are available."""
+        self.bytes_read, self.selected_cache, self.quantized_kv = BytesRead(), None, None
+        quantized = None if self.bits is None else self._get_quantized_weights(context.target)
+        self.weight_bytes = weight_bytes(context.target, quantized)
         if self.cache in BITS:
-            self.coded = QuantizedKV(context.target, context.cache, BITS[self.cache], self.group)
-        if self.chooser is None:
+            self.quantized_kv = QuantizedKV(context.target, context.cache, BITS[self.cache], self.group)
+        if self.selector is None:
             return
-        self.chooser.reset()
-        room = self._room(context) + self.refresh * (context.builder.depth + 1)
-        self.chosen = SelectedCache(context.target, context.cache, self.chooser, room)
-        self.queries = RecentQueries(self.chooser.num_queries)
-        self._ask_again(context)
+        self.selector.reset()
+        num_slots = self._max_nodes(context) + self.refresh * (context.builder.depth + 1)
+        self.selected_cache = SelectedCache(context.target, context.cache, self.selector, num_slots)
+        self.queries = RecentQueries(self.selector.num_queries)
+        self._record_queries(context)
 
-    def _ask_again(self, context: Context) -> None:
-        """Run the newest tokens once more for their queries: while the prompt was read nobody listened."""
+    def _record_queries(self, context: Context) -> None:
+        """Run the newest tokens once more to record their queries, which the prefill does not record."""
         count = min(self.queries.num_queries, int(context.lengths.min()))
         if not count:
             return
@@ -194,103 +209,102 @@ class SelfDraft(Drafter):
         tokens = context.tokens.gather(1, context.lengths[:, None] - count + steps)
         with cache.rewind_tokens(count), cache.observe_queries(self.queries):
             context.target.run(tokens, ForwardPlan(cache=cache))
-        every = steps.expand(len(tokens), -1)
-        self.queries.commit(every, torch.full_like(context.lengths, count))
+        path = steps.expand(len(tokens), -1)
+        self.queries.commit(path, torch.full_like(context.lengths, count))
         keys = sum(key_bytes(context.target, length - count, count) for length in context.lengths.tolist())
-        self.reads += BytesRead(weight_bytes(context.target), keys)
+        self.bytes_read += BytesRead(weight_bytes(context.target), keys)
 
-    def _room(self, context: Context) -> int:
-        """Nodes that a round drafts."""
+    def _max_nodes(self, context: Context) -> int:
+        """Return the number of nodes that a round runs at most."""
         return (1 + context.builder.max_drafted) * (1 + self.guesses)
 
-    def _choose(self, context: Context) -> None:
-        """Let what drafts read be that of the newest text."""
-        if self.coded is not None:
-            self.reads += BytesRead(0, self.coded.quantize_committed())
-        if self.chosen is None:
+    def _update_selection(self, context: Context) -> None:
+        """Update what drafts read to the newest text."""
+        if self.quantized_kv is not None:
+            self.bytes_read += BytesRead(0, self.quantized_kv.quantize_committed())
+        if self.selected_cache is None:
             return
-        if context.round % self.refresh and self.chosen.has_room(self._room(context)):
-            self.reads += BytesRead(0, self.chosen.copy_committed())
+        if context.round % self.refresh and self.selected_cache.has_room(self._max_nodes(context)):
+            self.bytes_read += BytesRead(0, self.selected_cache.copy_committed())
         else:
-            self.reads += BytesRead(0, self.chosen.select_tokens(self.queries))
+            self.bytes_read += BytesRead(0, self.selected_cache.select_tokens(self.queries))
 
 
-def refuse_unlike(target: Target, cache: Cached) -> None:
-    """Stop at a target that cannot draft so."""
+def check_target(target: Target, cache: DraftCache) -> None:
+    """Raise a UserError for a target that cannot draft in this way."""
     if target.architecture.keeps_state:
         raise UserError(
-            f"target {target.name}: its layers keep a state, which drafting for itself would change; use another drafter, such "
+            f"target {target.name}: its layers are recurrent, and drafting would change their state; use another drafter, such "
             "as eagle3"
         )
     if target.runs_in_lockstep:
         raise UserError(
-            f"target {target.name}: processes hold it together, and what each drafts from would differ; leave out "
-            "target.sharding"
+            f"target {target.name}: it is sharded over processes, whose drafts would differ; leave out target.sharding"
         )
     if target.architecture.attends_by_masks and cache != "full":
         raise UserError(
-            f"target {target.name}: its layers attend by themselves, to all that is cached; use drafter.cache=full "
+            f"target {target.name}: its layers have their own attention over the full cache; use drafter.cache=full "
             "drafter.weights=int8"
         )
-    chunked = any(kept.range.chunk is not None for kept in target.architecture.attention_layers.values())
-    if chunked and cache != "full":
+    has_chunks = any(attention.range.chunk is not None for attention in target.architecture.attention_layers.values())
+    if has_chunks and cache != "full":
         raise UserError(
-            f"target {target.name}: its layers see chunks of the text, which a part of its cache has not; use "
+            f"target {target.name}: its layers attend within chunks of the text, which a selection lacks; use "
             "drafter.cache=full drafter.weights=int8"
         )
 
 
 class SelfSteps(Rollout):
-    """One round: every node that is asked for is run once, and guesses behind it where there are any."""
+    """One round: every node runs once, together with guesses after it where there are any."""
 
     def __init__(self, drafter: SelfDraft, context: Context) -> None:
         self.drafter, self.context = drafter, context
         empty = context.root[:, None][:, :0]
-        self.tokens, self.parents, self.depth = empty, empty, empty  # [B, M] of nodes that were run
+        self.tokens, self.parents, self.depth = empty, empty, empty  # [B, M] of the nodes that have run
         self.visible = torch.zeros(len(empty), 0, 0, dtype=torch.bool, device=empty.device)
         self.log_q: Tensor | None = None  # [B, M, V]
-        self.given = empty  # [B, nodes given] which of those that were run each is
+        self.node_index = empty  # [B, nodes of the builder] index of each among the nodes that have run
 
     def start(self) -> Tensor:
         root = self.context.root[:, None]
-        return self._answer(root, torch.full_like(root, -1))
+        return self._log_q_after(root, torch.full_like(root, -1))
 
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        return self._answer(tokens, self.given.gather(1, parents))
+        return self._log_q_after(tokens, self.node_index.gather(1, parents))
 
-    def _answer(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """[B, F, V] after nodes below run ones, which are run unless all of them were guessed."""
-        places = self._find(tokens, parents)
-        if places is None:
-            places = self.tokens.shape[1] + torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    def _log_q_after(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """Return log q [B, F, V] after nodes below ones that have run; the nodes run unless all of them were guessed."""
+        indices = self._find_run_nodes(tokens, parents)
+        if indices is None:
+            indices = self.tokens.shape[1] + torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
             self._run(tokens, parents)
-        self.given = torch.cat([self.given, places], dim=1)
+        self.node_index = torch.cat([self.node_index, indices], dim=1)
         assert self.log_q is not None
-        return self.log_q.gather(1, places[..., None].expand(-1, -1, self.log_q.shape[-1]))
+        return self.log_q.gather(1, indices[..., None].expand(-1, -1, self.log_q.shape[-1]))
 
-    def _find(self, tokens: Tensor, parents: Tensor) -> Tensor | None:
-        """[B, F] where such nodes were run already."""
+    def _find_run_nodes(self, tokens: Tensor, parents: Tensor) -> Tensor | None:
+        """Return the indices [B, F] of these nodes where all of them have run, or None."""
         if not self.drafter.guesses or not self.tokens.shape[1]:
             return None
         same = (self.tokens[:, None] == tokens[..., None]) & (self.parents[:, None] == parents[..., None])  # [B, F, M]
         return same.long().argmax(-1) if bool(same.any(-1).all()) else None
 
     def _run(self, tokens: Tensor, parents: Tensor) -> None:
-        """Run nodes and, behind a single one, what is guessed to follow it."""
-        before, asked = self.tokens.shape[1], tokens.shape[1]
-        if self.drafter.guesses and asked == 1:
-            guessed = self._guessed(tokens, parents)
-            chain = torch.arange(before, before + guessed.shape[1], device=tokens.device).expand_as(guessed)
-            tokens, parents = torch.cat([tokens, guessed], dim=1), torch.cat([parents, chain], dim=1)
+        """Run nodes and, after a single one, its guesses."""
+        first, num_nodes = self.tokens.shape[1], tokens.shape[1]
+        if self.drafter.guesses and num_nodes == 1:
+            guesses = self._guess_tokens(tokens, parents)
+            chain = torch.arange(first, first + guesses.shape[1], device=tokens.device).expand_as(guesses)
+            tokens, parents = torch.cat([tokens, guesses], dim=1), torch.cat([parents, chain], dim=1)
         self.tokens, self.parents = torch.cat([self.tokens, tokens], dim=1), torch.cat([self.parents, parents], dim=1)
-        for level in parents.split(1, dim=1) if asked == 1 else (parents,):
-            self._place(level)
-        visible, depth = self.visible[:, before:], self.depth[:, before:]
-        log_q = self.drafter.run(self.context, tokens, depth, visible)
+        for level in parents.split(1, dim=1) if num_nodes == 1 else (parents,):
+            self._add_level(level)
+        visible, depth = self.visible[:, first:], self.depth[:, first:]
+        log_q = self.drafter.compute_log_probs(self.context, tokens, depth, visible)
         self.log_q = log_q if self.log_q is None else torch.cat([self.log_q, log_q], dim=1)
 
-    def _place(self, parents: Tensor) -> None:
-        """Add nodes below `parents` [B, F], -1 for the root, to what is known of depths and of what is seen."""
+    def _add_level(self, parents: Tensor) -> None:
+        """Add nodes below `parents` [B, F], -1 for the root, to depths and visibility."""
         count, size = parents.shape[1], self.depth.shape[1]
         if not size:
             above, depth = self.visible.new_zeros(len(parents), count, 0), torch.zeros_like(parents)
@@ -301,16 +315,16 @@ class SelfSteps(Rollout):
         self.visible = torch.cat([F.pad(self.visible, (0, count)), torch.cat([above, itself], dim=2)], dim=1)
         self.depth = torch.cat([self.depth, depth], dim=1)
 
-    def _guessed(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """[B, guesses] what followed in the text where it read like its end, the path and the node."""
+    def _guess_tokens(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """Return [B, guesses], copied from where the text contains the same end, path and node."""
         rows: list[Any] = []
-        run, above = self.tokens.tolist(), self.parents.tolist()
-        asked = zip(self.drafter.texts.rows, tokens[:, 0].tolist(), parents[:, 0].tolist())
-        for row, (text, token, parent) in enumerate(asked):
+        run_tokens, run_parents = self.tokens.tolist(), self.parents.tolist()
+        requests = zip(self.drafter.texts.rows, tokens[:, 0].tolist(), parents[:, 0].tolist())
+        for row, (text, token, parent) in enumerate(requests):
             path = [token] if parent >= 0 else []  # the root is the text's end
             while parent > 0:
-                path.insert(0, run[row][parent])
-                parent = above[row][parent]
-            found = text.continue_path(path, self.drafter.guesses)
-            rows.append(found or [token] * self.drafter.guesses)
+                path.insert(0, run_tokens[row][parent])
+                parent = run_parents[row][parent]
+            continuation = text.continue_path(path, self.drafter.guesses)
+            rows.append(continuation or [token] * self.drafter.guesses)
         return torch.tensor(rows, device=tokens.device)

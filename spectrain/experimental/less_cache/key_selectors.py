@@ -1,4 +1,4 @@
-"""Key selectors: which tokens of a text a draft reads, where it does not read all of them.
+"""Key selectors: which tokens of a text a draft reads where it does not read all of them.
 
 Shapes: B batch, T tokens, H key-value heads, G query heads of each, Q queries, D head size, S selected slots, P pages.
 """
@@ -46,19 +46,19 @@ class KeySelector(ABC):
         return lengths.clamp(max=self.budget)
 
     @abstractmethod
-    def select_keys(self, layer: int, seen: SelectionInput, counts: Tensor) -> Tensor:
+    def select_keys(self, layer: int, selection: SelectionInput, counts: Tensor) -> Tensor:
         """Return [B, H, S] token indices in each text, the selected ones first; S is the largest count."""
 
-    def selection_bytes(self, layer: int, seen: SelectionInput) -> int:
+    def selection_bytes(self, layer: int, selection: SelectionInput) -> int:
         """Return the bytes that the selection reads, besides what it selects; called before the selection."""
         return 0
 
 
-def most_recent(seen: SelectionInput, counts: Tensor, sinks: int = 0) -> Tensor:
+def most_recent(selection: SelectionInput, counts: Tensor, sinks: int = 0) -> Tensor:
     """Return [B, H, S], the most recent tokens of each text, with its first `sinks` tokens instead of the oldest of them."""
     slots = torch.arange(int(counts.max()), device=counts.device).expand(len(counts), -1)
-    places = torch.where(slots < sinks, slots, slots + (seen.lengths - counts)[:, None])
-    return places.clamp(max=seen.keys.shape[1] - 1)[:, None].expand(-1, seen.keys.shape[2], -1)
+    indices = torch.where(slots < sinks, slots, slots + (selection.lengths - counts)[:, None])
+    return indices.clamp(max=selection.keys.shape[1] - 1)[:, None].expand(-1, selection.keys.shape[2], -1)
 
 
 class StreamingLLMSelector(KeySelector):
@@ -68,8 +68,8 @@ class StreamingLLMSelector(KeySelector):
         super().__init__(budget)
         self.sinks = sinks
 
-    def select_keys(self, layer: int, seen: SelectionInput, counts: Tensor) -> Tensor:
-        return most_recent(seen, counts, self.sinks)
+    def select_keys(self, layer: int, selection: SelectionInput, counts: Tensor) -> Tensor:
+        return most_recent(selection, counts, self.sinks)
 
 
 class SnapKVSelector(KeySelector):
@@ -80,21 +80,21 @@ class SnapKVSelector(KeySelector):
         super().__init__(budget)
         self.num_queries = num_queries
 
-    def select_keys(self, layer: int, seen: SelectionInput, counts: Tensor) -> Tensor:
-        keys, lengths, queries = seen
+    def select_keys(self, layer: int, selection: SelectionInput, counts: Tensor) -> Tensor:
+        keys, lengths, queries = selection
         assert queries is not None
-        places, asking = torch.arange(keys.shape[1], device=keys.device), queries.shape[3]
-        own = lengths[:, None] - asking + torch.arange(asking, device=keys.device)  # [B, Q]
+        indices, num_queries = torch.arange(keys.shape[1], device=keys.device), queries.shape[3]
+        query_positions = lengths[:, None] - num_queries + torch.arange(num_queries, device=keys.device)  # [B, Q]
         scores = queries.float() @ keys.float().permute(0, 2, 3, 1)[:, :, None]  # [B, H, G, Q, T]
-        later = places > own[..., None]  # [B, Q, T]
-        votes = scores.masked_fill(later[:, None, None], -INF).softmax(-1).sum((2, 3))
+        is_later = indices > query_positions[..., None]  # [B, Q, T]
+        votes = scores.masked_fill(is_later[:, None, None], -INF).softmax(-1).sum((2, 3))
         votes = F.avg_pool1d(votes, POOL_SIZE, 1, POOL_SIZE // 2)
-        votes = votes.masked_fill((places >= lengths[:, None] - asking)[:, None], INF)
-        votes = votes.masked_fill((places >= lengths[:, None])[:, None], -INF)
+        votes = votes.masked_fill((indices >= lengths[:, None] - num_queries)[:, None], INF)
+        votes = votes.masked_fill((indices >= lengths[:, None])[:, None], -INF)
         return votes.topk(int(counts.max()), dim=-1).indices
 
-    def selection_bytes(self, layer: int, seen: SelectionInput) -> int:
-        return int(seen.lengths.sum()) * seen.token_bytes
+    def selection_bytes(self, layer: int, selection: SelectionInput) -> int:
+        return int(selection.lengths.sum()) * selection.token_bytes
 
 
 class QuestSelector(KeySelector):
@@ -119,38 +119,44 @@ class QuestSelector(KeySelector):
         """Return [B], the number of pages that are read."""
         return (lengths // self.page_size).clamp(max=self.budget // self.page_size)
 
-    def select_keys(self, layer: int, seen: SelectionInput, counts: Tensor) -> Tensor:
-        full, chosen = seen.lengths // self.page_size, self._count_pages(seen.lengths)
-        if not int(full.max()):
-            return most_recent(seen, counts)
-        assert seen.queries is not None
-        low, high = self._update_bounds(layer, seen)
-        asking = seen.queries[:, :, :, -1].float()  # [B, H, G, D]
-        most = torch.einsum("bhgd,bphd->bhp", asking.clamp(min=0), high)
-        most = most + torch.einsum("bhgd,bphd->bhp", asking.clamp(max=0), low)
-        number = torch.arange(low.shape[1], device=low.device)
-        most = most.masked_fill((number == full[:, None] - 1)[:, None], INF)
-        most = most.masked_fill((number >= full[:, None])[:, None], -INF)
-        pages = most.topk(int(chosen.max()), dim=-1).indices
+    def select_keys(self, layer: int, selection: SelectionInput, counts: Tensor) -> Tensor:
+        num_full, num_pages = selection.lengths // self.page_size, self._count_pages(selection.lengths)
+        if not int(num_full.max()):
+            return most_recent(selection, counts)
+        assert selection.queries is not None
+        low, high = self._update_bounds(layer, selection)
+        query = selection.queries[:, :, :, -1].float()  # [B, H, G, D]
+        bounds = torch.einsum("bhgd,bphd->bhp", query.clamp(min=0), high)
+        bounds = bounds + torch.einsum("bhgd,bphd->bhp", query.clamp(max=0), low)
+        page_index = torch.arange(low.shape[1], device=low.device)
+        bounds = bounds.masked_fill((page_index == num_full[:, None] - 1)[:, None], INF)
+        bounds = bounds.masked_fill((page_index >= num_full[:, None])[:, None], -INF)
+        pages = bounds.topk(int(num_pages.max()), dim=-1).indices
         tokens = (pages[..., None] * self.page_size + torch.arange(self.page_size, device=low.device)).flatten(-2)
         slots = torch.arange(int(counts.max()), device=low.device).expand(len(low), -1)
-        behind = slots - (chosen * self.page_size)[:, None]  # which of the tokens behind the last full page
-        ends = ((full * self.page_size)[:, None] + behind).clamp(0, seen.keys.shape[1] - 1)
-        return torch.where((behind < 0)[:, None], F.pad(tokens, (0, self.page_size))[..., : slots.shape[1]], ends[:, None])
+        tail_offset = slots - (num_pages * self.page_size)[:, None]  # which of the tokens behind the last full page
+        tail_indices = ((num_full * self.page_size)[:, None] + tail_offset).clamp(0, selection.keys.shape[1] - 1)
+        return torch.where(
+            (tail_offset < 0)[:, None], F.pad(tokens, (0, self.page_size))[..., : slots.shape[1]], tail_indices[:, None]
+        )
 
-    def _update_bounds(self, layer: int, seen: SelectionInput) -> tuple[Tensor, Tensor]:
+    def _update_bounds(self, layer: int, selection: SelectionInput) -> tuple[Tensor, Tensor]:
         """Return [B, P, H, D], the smallest and largest keys of all pages that are full in some text."""
-        done, full = self._num_bounded(layer), int(seen.lengths.max()) // self.page_size
-        new = seen.keys[:, done * self.page_size : full * self.page_size].unflatten(1, (-1, self.page_size)).float()
-        found = torch.stack([new.amin(2), new.amax(2)])
-        found = torch.cat([self.page_bounds[layer], found], dim=2) if done else found
-        self.page_bounds[layer] = found[:, :, : int(seen.lengths.min()) // self.page_size]
-        return found[0], found[1]
+        num_bounded, num_full = self._num_bounded(layer), int(selection.lengths.max()) // self.page_size
+        new_pages = (
+            selection.keys[:, num_bounded * self.page_size : num_full * self.page_size]
+            .unflatten(1, (-1, self.page_size))
+            .float()
+        )
+        bounds = torch.stack([new_pages.amin(2), new_pages.amax(2)])
+        bounds = torch.cat([self.page_bounds[layer], bounds], dim=2) if num_bounded else bounds
+        self.page_bounds[layer] = bounds[:, :, : int(selection.lengths.min()) // self.page_size]
+        return bounds[0], bounds[1]
 
     def _num_bounded(self, layer: int) -> int:
         return self.page_bounds[layer].shape[2] if layer in self.page_bounds else 0
 
-    def selection_bytes(self, layer: int, seen: SelectionInput) -> int:
-        full = seen.lengths // self.page_size
-        new = int((full - self._num_bounded(layer)).clamp(min=0).sum()) * self.page_size * seen.token_bytes
-        return new + int(full.sum()) * 2 * seen.keys[0, 0].numel() * 4
+    def selection_bytes(self, layer: int, selection: SelectionInput) -> int:
+        num_full = selection.lengths // self.page_size
+        new_bytes = int((num_full - self._num_bounded(layer)).clamp(min=0).sum()) * self.page_size * selection.token_bytes
+        return new_bytes + int(num_full.sum()) * 2 * selection.keys[0, 0].numel() * 4

@@ -74,13 +74,13 @@ class QuantizedWeights:
     8. Other modules, such as norms and embeddings, stay as they are."""
 
     def __init__(self, name: str, layers: Sequence[nn.Module], output: nn.Module, bits: Bits) -> None:
-        found = [child for layer in layers for child in layer.modules() if isinstance(child, nn.Linear)]
-        if not found or not all(has_dense_weight(linear) for linear in found):
+        linears = [child for layer in layers for child in layer.modules() if isinstance(child, nn.Linear)]
+        if not linears or not all(has_dense_weight(linear) for linear in linears):
             raise UserError(
                 f"drafter.weights=int{bits}: the layers of {name} have no linear weights, or not plain numbers, to round; "
                 "leave it out and use drafter.cache"
             )
-        self.linears: dict[nn.Module, QuantizedLinear] = {linear: QuantizedLinear(linear, bits) for linear in found}
+        self.linears: dict[nn.Module, QuantizedLinear] = {linear: QuantizedLinear(linear, bits) for linear in linears}
         if isinstance(output, nn.Linear) and has_dense_weight(output):
             self.linears[output] = QuantizedLinear(output, 8)
 

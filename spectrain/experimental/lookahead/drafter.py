@@ -29,74 +29,85 @@ class LookaheadCost(DraftingCost):
 
 
 class Lookahead(Drafter):
-    """Lookahead decoding (Fu et al., 2024, section 3): one forward verifies known n-grams and makes new ones.
+    """Lookahead decoding (Fu et al., 2024, section 3): one forward verifies n-grams and makes new ones.
 
-    Verified are the newest `guesses` n-grams of the pool that begin with the root's token, merged into a trie below the
-    root, within the builder's depth and budget. The window of W columns and N - 1 levels comes on top, so that the target
-    runs up to budget + W (N - 1) nodes: level 0 is a chain below the root, and level j of a column is the child of its
-    level j - 1. Each level is the target's answer to the one before it, a round ago; the first ones are random tokens of
-    the prompt. A column with its newest answer is an n-gram for the pool. With `pool_from_prompt` those of the prompt and
-    of the answer are there too.
+    A round verifies the newest `guesses` n-grams of the pool that begin with the root's token, merged into a trie below the
+    root, within the builder's depth and budget. The window of W columns and N - 1 levels is added to it, so the target runs up
+    to budget + W (N - 1) nodes: level 0 is a chain below the root, and level j of a column is the child of its level j - 1.
+    Each level is the target's prediction from the level before it, one round ago; the first ones are random tokens of the
+    prompt. A column with its newest prediction is an n-gram for the pool. With `pool_from_prompt` the pool also has the n-grams
+    of the prompt and of the answer.
 
-    However many tokens a round emits, the window moves on by one, as in the authors' program: the columns that the text
-    has overtaken go on as guesses about what follows. Dropping them for columns of random tokens was tried on the tiny
-    target (W 5, N 4, G 5, 10 prompts x 64 tokens, no prompt pool): 1.61 instead of 1.74 tokens a round. The paper counts
-    the root as column 0, whose n-gram begins in text that is already there; here all W columns lie ahead of it.
+    However many tokens a round emits, the window moves by one, as in the authors' program: columns that the text has passed
+    continue as guesses about later text. Replacing them by columns of random tokens was tried on the tiny target (W 5, N 4,
+    G 5, 10 prompts x 64 tokens, no prompt pool): 1.61 instead of 1.74 tokens per round. In the paper the root is column 0,
+    whose n-gram begins in existing text; here all W columns lie ahead of it.
     """
 
     capabilities = Capabilities(is_copier=True, nestable=False)
     _cost_type = LookaheadCost
 
     def __init__(
-        self, target: Target, window: int = 5, ngram: int = 4, guesses: int = 5, pool_from_prompt: bool = True
+        self,
+        target: Target,
+        # Number of columns of the window, which are guessed tokens in parallel.
+        window: int = 5,
+        # Number of tokens of an n-gram.
+        ngram: int = 4,
+        # Largest number of n-grams that a round verifies, and that the pool keeps per first token.
+        guesses: int = 5,
+        # Whether the pool also has the n-grams of the prompt and of the answer.
+        pool_from_prompt: bool = True,
     ) -> None:
         super().__init__()
-        for key, value, least in (("window", window, 1), ("ngram", ngram, 2), ("guesses", guesses, 1)):
-            if value < least:
-                raise UserError(f"drafter.{key}={value}: use {least} or more")
-        self.window, self.ngram, self.guesses, self.pool_from_prompt = window, ngram, guesses, pool_from_prompt
+        for key, value, minimum in (("window", window, 1), ("ngram", ngram, 2), ("guesses", guesses, 1)):
+            if value < minimum:
+                raise UserError(f"drafter.{key}={value}: use {minimum} or more")
+        self.window, self.ngram, self.max_guesses, self.pool_from_prompt = window, ngram, guesses, pool_from_prompt
         self.window_nodes = window * (ngram - 1)
-        self.sequences: list[Sequence] = []
+        self.sequences: list[LookaheadText] = []
         self.answers: list[list[int]] = []  # [B, W] the target's most likely token after every column
 
     def draft(self, context: Context) -> Draft:
         if context.round == 0:
             lengths = (context.cache.lengths + 1).tolist()
             texts = [tokens[:length] for tokens, length in zip(context.tokens.tolist(), lengths)]
-            self.sequences = [Sequence(self, row, text) for row, text in zip(context.sequence_ids.tolist(), texts)]
+            self.sequences = [LookaheadText(self, row, text) for row, text in zip(context.sequence_ids.tolist(), texts)]
         else:
             for sequence, tokens, count in zip(self.sequences, context.following.tolist(), context.counts.tolist()):
-                sequence.follow(tokens[:count])
+                sequence.append_tokens(tokens[:count])
         return Draft(
-            continuations=[Trie.from_continuations(sequence.guesses()) for sequence in self.sequences],
-            add_mask_nodes=self._with_window,
+            continuations=[Trie.from_continuations(sequence.find_guesses()) for sequence in self.sequences],
+            add_mask_nodes=self._add_window,
         )
 
     def verify(self, context: Context, tree: TokenTree) -> Features:
-        seen = super().verify(context, tree)
-        assert seen.logits is not None
-        self.answers = seen.logits[:, -self.window :].argmax(-1).tolist()  # the last level is the last W nodes
-        return seen
+        features = super().verify(context, tree)
+        assert features.logits is not None
+        self.answers = features.logits[:, -self.window :].argmax(-1).tolist()  # the last level is the last W nodes
+        return features
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
         for sequence, answers, count in zip(self.sequences, self.answers, context.counts.tolist()):
             if count:  # 0 in rows that are done
-                sequence.iterate(answers)
+                sequence.step_window(answers)
 
-    def _with_window(self, tree: TokenTree) -> TokenTree:
-        """The guesses [B, M], and behind them the window, level by level: [B, M + W (N - 1)]."""
+    def _add_window(self, tree: TokenTree) -> TokenTree:
+        """Append the window, level by level, to the guesses [B, M]: [B, M + W (N - 1)]."""
         batch, num_verified = tree.tokens.shape
         device = tree.tokens.device
-        places = torch.arange(self.window_nodes, device=device) + num_verified
-        above = torch.cat([places.new_zeros(1), places[: self.window - 1], places[: -self.window]]).expand(batch, -1)
-        window = [[column[level] for level in range(self.ngram - 1) for column in one.columns] for one in self.sequences]
+        indices = torch.arange(self.window_nodes, device=device) + num_verified
+        parents = torch.cat([indices.new_zeros(1), indices[: self.window - 1], indices[: -self.window]]).expand(batch, -1)
+        window = [
+            [column[level] for level in range(self.ngram - 1) for column in sequence.columns] for sequence in self.sequences
+        ]
         tokens = torch.cat([tree.tokens, torch.tensor(window, device=device)], dim=1)
-        every = torch.ones_like(above, dtype=torch.bool)
-        valid, emitted = torch.cat([tree.valid, every], dim=1), torch.cat([tree.can_emit, ~every], dim=1)
-        return TokenTree(tokens, torch.cat([tree.parents, above], dim=1), valid, emitted)
+        ones = torch.ones_like(parents, dtype=torch.bool)
+        valid, emitted = torch.cat([tree.valid, ones], dim=1), torch.cat([tree.can_emit, ~ones], dim=1)
+        return TokenTree(tokens, torch.cat([tree.parents, parents], dim=1), valid, emitted)
 
 
-class Sequence:
+class LookaheadText:
     """One row: its window as W columns of N - 1 tokens, and its pool of n-grams by their first token, newest last."""
 
     def __init__(self, options: Lookahead, key: int, text: list[int]) -> None:
@@ -107,33 +118,33 @@ class Sequence:
         shape = (options.window, options.ngram - 1)
         picks = torch.randint(len(text), shape, generator=keyed_generator(DRAFT, 0, key, len(text)))
         self.columns = [[text[pick] for pick in column] for column in picks.tolist()]
-        self.follow(text)
+        self.append_tokens(text)
 
-    def follow(self, tokens: list[int]) -> None:
+    def append_tokens(self, tokens: list[int]) -> None:
         """Read new tokens of the text, whose own n-grams may enter the pool."""
         size, text = self.options.ngram, self.tail + tokens
         if self.options.pool_from_prompt:
             for end in range(size, len(text) + 1):
-                self._add(tuple(text[end - size : end]))
+                self._add_ngram(tuple(text[end - size : end]))
         self.tail = text[-(size - 1) :]
 
-    def iterate(self, answers: list[int]) -> None:
-        """One Jacobi step: each column, with the target's answer behind it, is an n-gram, and drops its oldest token."""
+    def step_window(self, answers: list[int]) -> None:
+        """Make one Jacobi step: a column and the target's answer after it are an n-gram; the column drops its first token."""
         self.num_steps += 1
         for index, answer in enumerate(answers):
             ngram = (*self.columns[index], answer)
             if self.num_steps >= self.options.ngram:  # before that, it holds tokens that were drawn at random
-                self._add(ngram)
+                self._add_ngram(ngram)
             self.columns[index] = list(ngram[1:])
 
-    def guesses(self) -> list[list[int]]:
-        """What may follow the root, by the n-grams of the pool that begin with its token, the newest first."""
+    def find_guesses(self) -> list[list[int]]:
+        """Return continuations of the root: the n-grams of the pool that begin with its token, the newest first."""
         return [list(ngram[1:]) for ngram in reversed(self.pool.get(self.tail[-1], []))]
 
-    def _add(self, ngram: tuple[int, ...]) -> None:
-        """Remember an n-gram as the newest of those with its first token, of which the newest `guesses` are kept."""
-        known = self.pool.setdefault(ngram[0], [])
-        if ngram in known:
-            known.remove(ngram)
-        known.append(ngram)
-        del known[: -self.options.guesses]
+    def _add_ngram(self, ngram: tuple[int, ...]) -> None:
+        """Add an n-gram as the newest of those with its first token, and drop all but the newest `guesses`."""
+        ngrams = self.pool.setdefault(ngram[0], [])
+        if ngram in ngrams:
+            ngrams.remove(ngram)
+        ngrams.append(ngram)
+        del ngrams[: -self.options.max_guesses]

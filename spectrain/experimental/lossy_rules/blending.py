@@ -1,9 +1,8 @@
-"""Rules that sample from something between the target's p and the drafter's q, and so keep more. None is lossless. V
-vocabulary.
+"""Rules that sample from a distribution between the target's p and the drafter's q, to accept more. None is lossless.
 
-Speculative sampling towards any distribution pi, in p's place, emits pi exactly: each child drawn from q is kept with
-probability min(1, pi / q), else the next one is judged by the normalised max(pi - q, 0). What a rule chooses is pi, wherever
-something was drafted; after a node without children the token is the target's own.
+Speculative sampling with any distribution pi instead of p emits pi exactly: each child drawn from q is accepted with
+probability min(1, pi / q), else the next one is judged by the normalised max(pi - q, 0). A rule chooses pi at nodes with
+drafted children; after a node without children the token is the target's. V vocabulary.
 """
 
 from __future__ import annotations
@@ -71,17 +70,16 @@ def total_variation(p: Vector, q: Vector) -> Any:
 
 
 class Deferral(BlendingRule):
-    """Speculative cascades (Narasimhan et al., 2025, arXiv 2405.19261): q where the drafter may be trusted, else p. NOT
-    lossless.
+    """Speculative cascades (Narasimhan et al., 2025, arXiv 2405.19261): q where the drafter can be trusted, else p.
 
-    The target is deferred to, pi = p, where
+    NOT lossless. The rule defers to the target, pi = p, where
       chow:  max q < 1 - alpha
       diff:  max q < max p - alpha
       opt:   max q < max p - alpha TV(p, q), their plug-in estimate of the optimal rule
     and elsewhere pi = q. Token by token (their equation 15), v is the drafter's where p(v) >= (1 - alpha) max p:
       token: pi(v) = q(v) [v is the drafter's] + p(v) sum of q over the others.
-    The more alpha, the more is left to the drafter, at any place for the first three; with alpha < -1, nothing is. Both p and q
-    are as they are sampled: at the rule's temperature, top-k and top-p, and at the tree's temperature.
+    A larger alpha leaves more to the drafter; with alpha < -1 the first three criteria leave nothing. Both p and q are the
+    sampled distributions: at the rule's temperature, top-k and top-p, and at the tree's temperature.
     """
 
     name = "deferral"
@@ -123,9 +121,9 @@ class Deferral(BlendingRule):
 class BoundedSampling(BlendingRule):
     """Sampling within a bounded distance of the target (Yin et al., 2024, arXiv 2411.00841). NOT lossless.
 
-    pi = p + min(1, bias / TV(p, q)) (q - p), so that TV(pi, p) = min(bias, TV(p, q)) at every place, whatever was drafted.
-    Where one child is drafted it is rejected with probability TV(p, q) - TV(pi, p): no rule rejects less often with as little
-    bias, for rejection and bias add up to TV(p, q) at least.
+    pi = p + min(1, bias / TV(p, q)) (q - p), so that TV(pi, p) = min(bias, TV(p, q)) at every position, whatever was drafted.
+    A single child is rejected with probability TV(p, q) - TV(pi, p). No rule rejects less often with the same bias, because
+    rejection and bias add up to at least TV(p, q).
     """
 
     name = "bounded"
@@ -155,15 +153,14 @@ class BoundedSampling(BlendingRule):
 
 
 class Sigmoid(SequentialRule):
-    """Speculative sampling with a sigmoid of each logit in place of the softmax (Wagner et al., 2024, arXiv 2406.11016). NOT
-    lossless, for what takes the place of p and q is not normalised.
+    """Speculative sampling with a sigmoid of each logit instead of the softmax (Wagner et al., 2024, arXiv 2406.11016).
 
-    p' = sigmoid((log p - low) / (high - low)), q' alike; a drafted x is kept with probability min(1, p'(x) / q'(x)), and where
-    it is not, the next token is drawn from the normalised max(p' - q', 0), or from p where that is 0 everywhere. With low = 0
-    and high = 1, p' = p / (1 + p); the higher `high` is, the more alike p' and q' are, and the more is kept: with their range,
-    -1000 to 1000, nearly everything. low far above 0 with high = low + 1 is the lossless end, where p' is p up to a factor.
-    Theirs are the models' own logits; these are log p and log q, the same up to a constant. It is here for what it does to the
-    output: the time that it saves is that of a fused kernel.
+    NOT lossless, because p' and q' are not normalised. p' = sigmoid((log p - low) / (high - low)), q' in the same way. A draft
+    x is accepted with probability min(1, p'(x) / q'(x)); otherwise the next token is drawn from the normalised max(p' - q', 0),
+    or from p where that is 0 everywhere. With low = 0 and high = 1, p' = p / (1 + p). A larger `high` makes p' and q' more
+    alike and accepts more: with the authors' range, -1000 to 1000, nearly everything. low far above 0 with high = low + 1 is
+    the lossless limit, where p' is p up to a factor. The authors use the models' logits, which equal log p and log q up to a
+    constant. This rule shows the effect on the output; the time that the method saves needs a fused kernel.
     """
 
     name = "sigmoid"
@@ -206,6 +203,6 @@ class Sigmoid(SequentialRule):
         return ((weights.log() - self.low) / (self.high - self.low)).sigmoid()
 
     def acceptance_chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
-        """That of the first; a chain has but one."""
+        """Return the chance of the first sibling; a chain has only one."""
         p, q = self._apply_sigmoid(siblings.p), self._apply_sigmoid(siblings.q)
-        return [acceptance_ratio(p[token], q[token]) if place == 0 else 0 for place, token in enumerate(siblings.tokens)]
+        return [acceptance_ratio(p[token], q[token]) if index == 0 else 0 for index, token in enumerate(siblings.tokens)]

@@ -16,11 +16,11 @@ from .relaxed import RelaxedRule
 
 
 class Judge(RelaxedRule):
-    """Judge decoding (Bachmann et al., 2025, arXiv 2501.19309): greedy, or a linear probe says that it will do. NOT lossless.
+    """Judge decoding (Bachmann et al., 2025, arXiv 2501.19309): a linear probe may accept wrong drafts. NOT lossless.
 
-    A draft is kept where it is the likeliest token or sigma(w h + b) > `threshold`, h the target's last state at the draft
-    itself; of several such children the one with the largest sigma. `path` is a run of recipe=judge, or its drafter directory,
-    for this target. At threshold 1 the output is the greedy one; the lower, the more is kept, down to all at 0.
+    A draft is accepted where it is the most likely token or sigma(w h + b) > `threshold`, h being the target's last state at
+    the draft; of several such children the one with the largest sigma. At threshold 1 the output is the greedy one; lower
+    thresholds accept more, and 0 accepts all.
     """
 
     name = "judge"
@@ -35,7 +35,7 @@ class Judge(RelaxedRule):
     ) -> None:
         super().__init__()
         if path is None:
-            raise UserError("acceptance.path: say which judge, as in acceptance.path=runs/judge-tiny; recipe=judge trains one")
+            raise UserError("acceptance.path: name a judge, as in acceptance.path=runs/judge-tiny; recipe=judge trains one")
         if not 0 <= threshold <= 1:
             raise UserError(f"acceptance.threshold={threshold}: it is a probability; use 0 to 1")
         self.path, self.threshold = path, threshold
@@ -49,8 +49,8 @@ class Judge(RelaxedRule):
                 f"{states.shape[-1]}; use a judge that was trained for this target"
             )
         self.weight, self.bias = self.weight.to(states.device), self.bias.to(states.device)
-        sure = (states @ self.weight[0] + self.bias).sigmoid()
-        return sure * (sure > self.threshold)
+        confidence = (states @ self.weight[0] + self.bias).sigmoid()
+        return confidence * (confidence > self.threshold)
 
 
 def load_probe(path: Path) -> tuple[Tensor, Tensor]:
@@ -63,5 +63,5 @@ def load_probe(path: Path) -> tuple[Tensor, Tensor]:
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file}: the judge's weights cannot be read ({first_line(error)}); copy the file again") from error
     if tensors.keys() != {"probe.weight", "probe.bias"}:
-        raise UserError(f"acceptance.path={path}: what it holds is a drafter and no judge; give a run folder of recipe=judge")
+        raise UserError(f"acceptance.path={path}: it contains a drafter, not a judge; give a run folder of recipe=judge")
     return tensors["probe.weight"].float(), tensors["probe.bias"].float()

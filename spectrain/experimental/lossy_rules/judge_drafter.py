@@ -1,7 +1,7 @@
 """A judge of drafts (Judge decoding, Bachmann et al., 2025, arXiv 2501.19309): a linear probe on the target's last state.
 
-Shapes: B batch, T tokens, P places of a document, A alternatives at each, W tokens of a window, R alternatives of a batch, D
-width. acceptance=judge decodes with what is trained here, beside any drafter.
+Shapes: B batch, T tokens, P positions of a document, A alternatives at each, W tokens of a window, R alternatives of a batch, D
+width. acceptance=judge uses the trained probe, with any drafter.
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ if TYPE_CHECKING:
 
 
 class DraftJudge(Drafter):
-    """sigma(w h + b) of the state h that the target has after reading a token: whether the text may go on from it.
+    """sigma(w h + b) of the target's state h after a token: whether the text may continue from this token.
 
-    The paper's labels are corrected answers. For lack of them, here a token is right where it leaves the rest of the answer as
-    it is: at `places` tokens of every document each of the target's `alternatives` likeliest other tokens stands in place of
-    the text's own, and is right if the target's likeliest token at it and at each of the `window` tokens behind it is the one
-    that it is in the text. On the target's own greedy answers (spectrain data regenerate) that is: the rest of the greedy
-    answer stays. The loss is binary cross-entropy, `wrong_weight` times as much for what is wrong (with 1, sigma is a
-    probability); agreement is how often sigma > 1/2 is right. What it drafts by itself are copies of the text, for a drafter
-    it is not.
+    The paper's labels are corrected answers. Here a token is right where it does not change the rest of the answer: at `places`
+    tokens of every document, each of the target's `alternatives` likeliest other tokens replaces the text's token. It is right
+    if the target's most likely tokens at it and at each of the `window` tokens after it are the same as in the text. On the
+    target's greedy answers (spectrain data regenerate) this means that the rest of the greedy answer is unchanged. The loss is
+    binary cross-entropy, `wrong_weight` times as large for wrong tokens (with 1, sigma is a probability); agreement is how
+    often sigma > 1/2 is right. By itself it drafts copies of the text.
     """
 
     layers: tuple[Layer, ...] = ()
@@ -48,10 +47,15 @@ class DraftJudge(Drafter):
     def __init__(
         self,
         target: Target,
-        window: int = 4,  # tokens behind an alternative that must stay as they are
-        places: int = 16,  # of each document at a step
-        alternatives: int = 3,  # at a place
-        wrong_weight: float = 1.0,  # what keeping a wrong token costs, where losing a right one costs 1
+        # Number of tokens after an alternative whose predictions must not change.
+        window: int = 4,
+        # Number of positions per document and step that are judged.
+        places: int = 16,
+        # Number of alternative tokens at each position.
+        alternatives: int = 3,
+        # Cost of accepting a wrong token, relative to that of rejecting a right one.
+        wrong_weight: float = 1.0,
+        # Seed of the random positions.
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -62,7 +66,7 @@ class DraftJudge(Drafter):
             raise UserError(f"drafter.alternatives={alternatives}: the target has {target.head.vocab_size} tokens; use fewer")
         if not wrong_weight > 0:
             raise UserError(f"drafter.wrong_weight={wrong_weight}: use more than 0")
-        self.window, self.places, self.alternatives, self.seed = window, places, alternatives, seed
+        self.window, self.num_positions, self.alternatives, self.seed = window, places, alternatives, seed
         self.wrong_weight = wrong_weight
         self.probe = nn.Linear(target.width, 1)
         nn.init.zeros_(self.probe.weight)
@@ -73,62 +77,66 @@ class DraftJudge(Drafter):
 
     @property
     def stages(self) -> list[Stage]:
-        """The alternatives are the target's, which is asked at the text's own tokens; what follows them runs in the loss."""
+        """One stage. The features yield the alternatives; the target runs them and the tokens after them in the loss."""
         return [Stage.whole(self, ("final",), final_reach=0)]
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
-        states, right, weights = self.judged(batch, target, state)
+        states, is_right, weights = self.judge_alternatives(batch, target, state)
         logits = self.probe(states.to(self.probe.weight.dtype))[:, 0].float()
-        weights = weights * torch.where(right, 1.0, self.wrong_weight)
-        terms = {"judge": (weights * F.binary_cross_entropy_with_logits(logits, right.float(), reduction="none")).sum()}
-        if not len(states):  # nothing to learn from: other processes still wait for gradients
+        weights = weights * torch.where(is_right, 1.0, self.wrong_weight)
+        terms = {"judge": (weights * F.binary_cross_entropy_with_logits(logits, is_right.float(), reduction="none")).sum()}
+        if not len(states):  # no labels, but other processes wait for gradients
             terms["judge"] = 0 * (self.probe.weight.sum() + self.probe.bias.sum())
-        depths = torch.zeros_like(right, dtype=torch.int64)
-        return Losses.by_depth(terms, (logits > 0) == right, depths, 1)
+        depths = torch.zeros_like(is_right, dtype=torch.int64)
+        return Losses.by_depth(terms, (logits > 0) == is_right, depths, 1)
 
     @torch.no_grad()
-    def judged(self, batch: Batch, target: Target, state: TrainingState) -> tuple[Tensor, Tensor, Tensor]:
-        """The target's states at alternatives [R, D], whether each is right [R], and what each counts [R]."""
-        blocks = self.blocks(batch, target, state)
+    def judge_alternatives(self, batch: Batch, target: Target, state: TrainingState) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the target's states at alternatives [R, D], whether each is right [R], and the weight of each [R]."""
+        blocks = self.make_blocks(batch, target, state)
         plan = ForwardPlan(layers=("final",), positions=blocks.positions, mask=blocks.visible, lengths=blocks.lengths)
         final = target.run(blocks.tokens, plan).at_layer("final")
-        best = argmax_and_log_z(final.flatten(0, 1), target.head.projection)[0].view_as(blocks.tokens)
-        same = F.pad(best == best.gather(1, blocks.anchor_index), (0, self.window))
-        right, first = same.unfold(1, 1 + self.window, 1).all(-1), blocks.mask_index == 0
-        return final[first], right[first], blocks.loss_weights(first, batch)
+        predictions = argmax_and_log_z(final.flatten(0, 1), target.head.projection)[0].view_as(blocks.tokens)
+        is_unchanged = F.pad(predictions == predictions.gather(1, blocks.anchor_index), (0, self.window))
+        is_right, is_alternative = is_unchanged.unfold(1, 1 + self.window, 1).all(-1), blocks.mask_index == 0
+        return final[is_alternative], is_right[is_alternative], blocks.loss_weights(is_alternative, batch)
 
-    def blocks(self, batch: Batch, target: Target, state: TrainingState) -> MaskBlocks:
-        """The batch with alternatives behind some of its prefixes, each with the text's own next tokens behind it."""
+    def make_blocks(self, batch: Batch, target: Target, state: TrainingState) -> MaskBlocks:
+        """Make the batch with alternatives after some of its prefixes, each followed by the text's next tokens."""
         assert batch.features is not None
         final = batch.features.at_layer("final")
         rows = list(final) if batch.lengths is None else list(final[0].split(batch.lengths))
-        prefixes, said, others = [], [], []
+        prefixes, next_tokens, alternatives = [], [], []
         for (tokens, mask), states in zip(batch.split_documents(), rows):
-            ends = self.ends(tokens, mask, state.step)
-            others.append(self.others(target.head.logits(states[ends.to(states.device)]), tokens[ends + 1].to(states.device)))
+            ends = self.sample_ends(tokens, mask, state.step)
+            alternatives.append(
+                self.likeliest_others(target.head.logits(states[ends.to(states.device)]), tokens[ends + 1].to(states.device))
+            )
             prefixes.append([(end, 1 + self.window) for end in ends.tolist() for _ in range(self.alternatives)])
-            said.append([word for end, size in prefixes[-1] for word in tokens[end + 1 : end + 1 + size].tolist()])
-        blocks = add_blocks(batch, prefixes, said)
-        return replace(blocks, tokens=blocks.tokens.masked_scatter(blocks.mask_index == 0, torch.cat(others)))
+            next_tokens.append([token for end, size in prefixes[-1] for token in tokens[end + 1 : end + 1 + size].tolist()])
+        blocks = add_blocks(batch, prefixes, next_tokens)
+        return replace(blocks, tokens=blocks.tokens.masked_scatter(blocks.mask_index == 0, torch.cat(alternatives)))
 
-    def others(self, logits: Tensor, own: Tensor) -> Tensor:
-        """The likeliest tokens [P, A] by `logits` [P, V] that are not the text's `own` [P]."""
+    def likeliest_others(self, logits: Tensor, own: Tensor) -> Tensor:
+        """Return the likeliest tokens [P, A] by `logits` [P, V] without the text's `own` [P]."""
         ranked = logits.topk(self.alternatives + 1).indices
         order = (ranked == own[:, None]).long().argsort(dim=1, stable=True)
         return ranked.gather(1, order)[:, : self.alternatives]
 
-    def ends(self, tokens: Tensor, mask: Tensor, step: int) -> Tensor:
-        """Positions [P] that prefixes end at: random ones, for the document's own tokens and the step, of those whose next
-        token and the window behind it are all the assistant's."""
-        whole = mask[1:].unfold(0, 1 + self.window, 1).all(-1) if len(mask) > 1 + self.window else mask[:0]
-        found = whole.nonzero()[:, 0]
+    def sample_ends(self, tokens: Tensor, mask: Tensor, step: int) -> Tensor:
+        """Sample the positions [P] at which prefixes end, keyed by the document's tokens and the step.
+
+        The next token and the window after it are the assistant's.
+        """
+        is_supervised = mask[1:].unfold(0, 1 + self.window, 1).all(-1) if len(mask) > 1 + self.window else mask[:0]
+        candidates = is_supervised.nonzero()[:, 0]
         source = sequence_generator(JUDGED, self.seed, tokens, step)
-        return found[torch.randperm(len(found), generator=source)[: self.places]].sort().values
+        return candidates[torch.randperm(len(candidates), generator=source)[: self.num_positions]].sort().values
 
     # Decoding
 
     def draft(self, context: Context) -> Draft:
-        """Prompt lookup, as drafter=ngram."""
+        """Draft by prompt lookup, as drafter=ngram does."""
         self.texts.append_committed(context)
         depth = context.builder.depth
         return Draft(continuations=[build_trie(row.find_occurrences(depth, 64, 1)) for row in self.texts.rows])

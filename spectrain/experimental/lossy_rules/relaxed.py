@@ -1,4 +1,4 @@
-"""Greedy decoding that forgives some drafts which are not the target's likeliest token. None is lossless.
+"""Greedy rules that also accept some drafts that are not the target's most likely token. None is lossless.
 
 Shapes: B batch, N nodes, V vocabulary, W tokens of a window.
 """
@@ -21,8 +21,10 @@ from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 
 class RelaxedRule(AcceptanceRule):
-    """Of a node's children the one is kept that equals the target's likeliest token, else the most forgivable one, if any is
-    forgiven; the likeliest token after the last kept node follows. Where nothing is forgiven the output is the greedy one."""
+    """Accepts the child that equals the target's most likely token, else the child with the largest score above 0.
+
+    The most likely token after the last accepted node follows. Where no other draft is forgiven, the output is the greedy one.
+    """
 
     lossless = False
     on_device = True
@@ -32,24 +34,26 @@ class RelaxedRule(AcceptanceRule):
 
     @abstractmethod
     def forgiveness_scores(self, tree: TokenTree, features: Features, is_correct: Tensor) -> Tensor:
-        """How forgivable each node [B, N] is, not at all at 0 or below. `right` [B, N] says which equal the likeliest token
-        after their parent; of these nothing is asked."""
+        """Return scores [B, N] of nodes; at 0 or below a node is not forgiven.
+
+        `is_correct` [B, N] marks nodes that equal the most likely token after their parent; their scores are not used.
+        """
 
     def accept(self, tree: TokenTree, features: Features, sequence_ids: Tensor, positions: Tensor) -> AcceptedPath:
         if tree.tokens.shape[1] > 1:
             self.check_children(tree.children, not self.chains_only or tree.is_chain)
         assert features.logits is not None
         choice = self.choose_tokens(features.logits, sequence_ids, positions)
-        real, above = tree.valid & tree.can_emit, tree.parents.clamp(min=0)
-        right = real & (tree.parents >= 0) & (tree.tokens == choice.gather(1, above))
-        merit = self.forgiveness_scores(tree, features, right).masked_fill(~real, 0).masked_fill(right, math.inf)
-        path, going = [torch.zeros_like(choice[:, 0])], torch.ones_like(choice[:, 0], dtype=torch.bool)
+        is_real, parents = tree.valid & tree.can_emit, tree.parents.clamp(min=0)
+        is_correct = is_real & (tree.parents >= 0) & (tree.tokens == choice.gather(1, parents))
+        scores = self.forgiveness_scores(tree, features, is_correct).masked_fill(~is_real, 0).masked_fill(is_correct, math.inf)
+        path, is_open = [torch.zeros_like(choice[:, 0])], torch.ones_like(choice[:, 0], dtype=torch.bool)
         counts = torch.ones_like(choice[:, 0])
         for _ in range(tree.max_path_nodes - 1):
-            best, child = merit.masked_fill(tree.parents != path[-1][:, None], 0).max(1)
-            going = going & (best > 0)
-            path.append(torch.where(going, child, path[-1]))
-            counts = counts + going
+            best, child = scores.masked_fill(tree.parents != path[-1][:, None], 0).max(1)
+            is_open = is_open & (best > 0)
+            path.append(torch.where(is_open, child, path[-1]))
+            counts = counts + is_open
         return AcceptedPath(torch.stack(path, 1), counts, choice.gather(1, path[-1][:, None])[:, 0])
 
     def __call__(self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> AcceptedPath:
@@ -62,7 +66,7 @@ class RelaxedRule(AcceptanceRule):
         return self.greedy.target_distribution(logits)
 
     def acceptance_chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
-        """Those of the greedy rule, which are the least that they can be: what is forgiven hangs on more than siblings tell."""
+        """Return the chances of the greedy rule, which are lower bounds: forgiveness depends on more than the siblings."""
         return self.greedy.acceptance_chances(siblings, rate)
 
     def matching_rule(self) -> AcceptanceRule:
@@ -70,12 +74,12 @@ class RelaxedRule(AcceptanceRule):
 
 
 class Rollback(RelaxedRule):
-    """BiLD's rollback (Kim et al., 2023): back to the first draft that is too far from the target. NOT lossless.
+    """BiLD's rollback (Kim et al., 2023): roll back to the first draft that is too far from the target. NOT lossless.
 
-    A draft x stays while the cross-entropy of what the drafter said, -log p(x), is at most `rollback` nats; the first beyond
-    is replaced by the target's likeliest token, and what was drafted behind it is dropped. At 0 the output is the greedy one.
-    Their fallback, to ask the target once the drafter's likeliest token has less than a chance, is tree=chain tree.stop=CHANCE
-    tree.stop_on=token. A draft that is the likeliest token always stays: they would write it anew.
+    A draft x is accepted while its cross-entropy -log p(x) is at most `rollback` nats. The first other draft is replaced by the
+    target's most likely token, and all drafts after it are dropped. At 0 the output is the greedy one. The authors' fallback,
+    which calls the target where the drafter's most likely token is unlikely, is tree=chain tree.stop=CHANCE
+    tree.stop_on=token. Unlike theirs, this rule always accepts the most likely token.
     """
 
     name = "bild"
@@ -92,20 +96,19 @@ class Rollback(RelaxedRule):
 
     def forgiveness_scores(self, tree: TokenTree, features: Features, is_correct: Tensor) -> Tensor:
         assert features.logits is not None
-        above = tree.parents.clamp(min=0)
+        parents = tree.parents.clamp(min=0)
         log_p = features.logits.float().log_softmax(-1)[
-            torch.arange(len(above), device=above.device)[:, None], above, tree.tokens
+            torch.arange(len(parents), device=parents.device)[:, None], parents, tree.tokens
         ]
         return log_p.exp() * (-log_p <= self.rollback)
 
 
 class LooseMatch(RelaxedRule):
-    """Training-free loose acceptance (FLy, Li et al., 2026, arXiv 2511.22972): what the target says next shows whether a draft
-    was wrong. NOT lossless.
+    """Training-free loose acceptance (FLy, Li et al., 2026, arXiv 2511.22972): later tokens show whether a draft was wrong.
 
-    A draft that is not the likeliest token is forgiven where the target was unsure, H(p) / log V > `entropy`, and agrees with
-    what follows: the next `window` drafts, which must all be there, are each its likeliest token behind the deviation. With
-    entropy 1 nothing is forgiven, and no more than a chain of `window` + 1 drafts can show anything to be.
+    NOT lossless. A draft that is not the most likely token is forgiven where the target is uncertain, H(p) / log V > `entropy`,
+    and agrees with the next `window` drafts, which must exist: each is its most likely token after the deviation. With entropy
+    1 nothing is forgiven, nor in chains of `window` drafts or fewer.
     """
 
     name = "loose"
@@ -128,9 +131,9 @@ class LooseMatch(RelaxedRule):
     def forgiveness_scores(self, tree: TokenTree, features: Features, is_correct: Tensor) -> Tensor:
         assert features.logits is not None
         log_p = features.logits.float().log_softmax(-1)
-        doubt = torch.special.entr(log_p.exp()).sum(-1) / math.log(log_p.shape[-1])  # [B, N] after each node
-        unsure = doubt.gather(1, tree.parents.clamp(min=0)) > self.entropy
-        agreed = (
+        entropy = torch.special.entr(log_p.exp()).sum(-1) / math.log(log_p.shape[-1])  # [B, N] after each node
+        is_uncertain = entropy.gather(1, tree.parents.clamp(min=0)) > self.entropy
+        window_is_correct = (
             F.pad(is_correct[:, 1:], (0, self.window)).unfold(1, self.window, 1).all(-1)
         )  # [B, N] the next W nodes are right
-        return (unsure & agreed).float()
+        return (is_uncertain & window_is_correct).float()

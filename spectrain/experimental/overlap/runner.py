@@ -1,16 +1,16 @@
-"""Drafting while the target verifies, in a second process (PEARL, Liu et al., 2024, arXiv 2408.11850; AMUSD, McDanel, 2024,
-arXiv 2410.17375; SSD, Kumar et al., 2026, arXiv 2603.03251). On a CPU: no process is forked from one that uses a GPU, where
-streams.py drafts on a stream of its own instead, and two threads cannot run forwards at once, for which forward a compiled
-layer belongs to is known by the process alone.
+"""Drafting while the target verifies, in a second process.
 
-The loop stays what it is; what is wrapped around its drafter asks a worker for the next draft before it lets the target verify
-this one. While the target judges d_1 .. d_k behind a text, the worker drafts on as if all of them were kept: first the token
-that it expects then, and k more behind it. If they are kept and that token follows, the next draft is there; else it is asked
-for anew, and with `pre_verify` the target takes a step of its own meanwhile, which the draft may then begin with. With
-`outcomes` the worker drafts behind several texts at once that the verification may leave, all kept or not, the likeliest by
-its own chances, instead of the likeliest of all kept alone; what it has not foreseen it drafts anew. A draft follows from
-its text alone and the rule's tokens do not depend on drafts, so the output is the plain loop's, and without `pre_verify` so
-is every round.
+Papers: PEARL (Liu et al., 2024, arXiv 2408.11850), AMUSD (McDanel, 2024, arXiv 2410.17375), SSD (Kumar et al., 2026, arXiv
+2603.03251). The process is for CPUs: a process that uses a GPU must not fork, so streams.py drafts on a separate stream there.
+Two threads would not do, because compiled layers hold process-wide state of the current forward.
+
+The loop is unchanged. A wrapper around the drafter requests the next draft from a worker before the target verifies the current
+one. While the target verifies d_1 .. d_k after a text, the worker drafts as if all of them were accepted: the token that it
+expects next, and k more after it. If this is what happens, the next draft is ready; otherwise it is requested again, and with
+`pre_verify` the target takes an autoregressive step meanwhile, whose token the draft may begin with. With `outcomes` the worker
+drafts after several likely results of the verification at once, instead of the likeliest full acceptance; for all other results
+it drafts again. A draft depends on its text alone and the rule's tokens do not depend on drafts, so the output is that of the
+ordinary loop, and without `pre_verify` so is every round.
 """
 
 from __future__ import annotations
@@ -45,29 +45,27 @@ from .streams import StreamWorker
 class Overlap:
     """How drafting overlaps with verification, and counts of the rounds."""
 
-    pre_verify: bool = False  # where a draft must be made anew, the target takes a step meanwhile (PEARL)
-    uses_streams: bool = False  # in one process, on two streams, as on a GPU
-    num_outcomes: int = (
-        0  # of a verification, behind which drafts are made meanwhile (SSD); 0: the one that keeps all, as expected
-    )
-    num_ready: int = 0  # rounds whose draft had been made while the target worked
-    num_missed: int = 0  # the others
+    pre_verify: bool = False  # the target takes a step while a draft is made again (PEARL)
+    uses_streams: bool = False  # one process and two streams, as on a GPU
+    num_outcomes: int = 0  # likely results of a verification to draft after (SSD); 0: full acceptance alone
+    num_ready: int = 0  # rounds whose draft was ready after verification
+    num_missed: int = 0  # all other rounds
 
     @property
-    def setting(self) -> str:
+    def setting_name(self) -> str:
         return "eval.overlap"
 
     @property
     def capture_blocker(self) -> str:
-        return "eval.overlap asks another process for drafts"
+        return "eval.overlap receives drafts from another process"
 
     def connect(self, session: Session) -> Callable[[], EagerRunner]:
-        """Start the worker that drafts ahead; each request gets a runner that asks it."""
+        """Start the worker that drafts ahead; each request gets a runner that uses it."""
         check_overlap(session.drafter, session.builder, session.rule, self.num_outcomes)
         drafter, builder = session.drafter, session.builder
         assert drafter is not None and builder is not None
-        aside = StreamWorker if self.uses_streams or session.target.device.type == "cuda" else ProcessWorker
-        worker = aside(drafter, session.target)
+        worker_class = StreamWorker if self.uses_streams or session.target.device.type == "cuda" else ProcessWorker
+        worker = worker_class(drafter, session.target)
         return lambda: OverlappedRunner(session.target, session.rule, worker, builder, self)
 
 
@@ -77,24 +75,24 @@ def check_overlap(drafter: Drafter | None, builder: TreeBuilder | None, rule: Ac
         raise UserError("eval.overlap: this drafter reads what the target computes, so it cannot draft ahead of it; use "
                         "drafter=causal, universal or ngram")  # fmt: skip
     if num_outcomes and not drafter.capabilities.scores_path_at_once:
-        raise UserError("eval.overlap=outcomes: this drafter's own chances do not say what follows; use eval.overlap=post, or "
-                        "drafter=causal")  # fmt: skip
+        raise UserError("eval.overlap=outcomes: this drafter's probabilities do not predict the next token; use "
+                        "eval.overlap=post, or drafter=causal")  # fmt: skip
     if builder is None or not builder.is_chain or not builder.is_fixed or builder.children != "deterministic":
         raise UserError("eval.overlap: it drafts chains of one length ahead; use tree=chain without tree.stop or tree.children")
     if not rule.fixes_choice:
-        raise UserError(f"acceptance={rule.name}: what it keeps depends on what was drafted; use greedy or match to overlap")
+        raise UserError(f"acceptance={rule.name}: its tokens depend on the drafts; use greedy or match with eval.overlap")
 
 
 @torch.inference_mode()
 def serve_drafts(connection: Connection, parent_end: Connection, drafter: Drafter, target: Target) -> None:
     """Serve draft requests, always the newest, until the connection closes."""
     parent_end.close()
-    torch.set_num_threads(1)  # the parent's threads are not there
+    torch.set_num_threads(1)  # a forked process lacks the parent's threads
     follower = Follower(drafter, target)
     with closing(connection), suppress(EOFError, OSError):
-        wish = connection.recv()
+        request = connection.recv()
         while True:
-            wish = handle_request(wish, follower, connection)
+            request = handle_request(request, follower, connection)
 
 
 def handle_request(request: DraftRequest, follower: Follower, connection: Connection) -> DraftRequest:
@@ -109,11 +107,11 @@ def handle_request(request: DraftRequest, follower: Follower, connection: Connec
     drafted: list[int] | None = None if request.with_draft else []
     while True:
         number = request.number
-        foreseen = follower.predict_outcomes(request, drafted, lambda tokens: connection.send((number, tokens, False)))  # noqa: B023
-        foreseen.extend_drafts(connection.poll)
+        outcomes = follower.predict_outcomes(request, drafted, lambda tokens: connection.send((number, tokens, False)))  # noqa: B023
+        outcomes.extend_drafts(connection.poll)
         request = connection.recv()
-        drafted = foreseen.finish_draft(request.text) if request.max_length is None else None
-        foreseen.end_draft()
+        drafted = outcomes.finish_draft(request.text) if request.max_length is None else None
+        outcomes.end_draft()
         if drafted is None:
             return request
         connection.send((request.number, drafted, True))
@@ -123,11 +121,11 @@ class ProcessWorker:
     """A worker that drafts in a process forked from this one, with its weights."""
 
     def __init__(self, drafter: Drafter, target: Target) -> None:
-        self.connection, theirs = multiprocessing.Pipe()
+        self.connection, worker_end = multiprocessing.Pipe()
         self.request_number = 0
         start = multiprocessing.get_context("fork").Process
-        start(target=serve_drafts, args=(theirs, self.connection, drafter, target), daemon=True).start()
-        theirs.close()
+        start(target=serve_drafts, args=(worker_end, self.connection, drafter, target), daemon=True).start()
+        worker_end.close()
         weakref.finalize(self, self.connection.close)
 
     def request_draft(
@@ -144,9 +142,9 @@ class ProcessWorker:
         """Wait for the tokens of the last request; return them, and whether they were drafted ahead."""
         try:
             while True:
-                number, tokens, foreseen = self.connection.recv()
+                number, tokens, was_ready = self.connection.recv()
                 if number == self.request_number:
-                    return list(tokens), foreseen
+                    return list(tokens), was_ready
         except (EOFError, OSError) as error:
             raise RunError("eval.overlap: the process that drafts has ended") from error
 
@@ -159,24 +157,24 @@ class AheadDrafter:
 
     def __init__(self, worker: ProcessWorker | StreamWorker, depth: int, overlap: Overlap) -> None:
         self.worker, self.depth, self.overlap = worker, depth, overlap
-        self.pending_text: list[int] | None = None  # the text behind which tokens were asked for
+        self.pending_text: list[int] | None = None  # the text after which tokens were requested
         self.text: list[int] = []
 
     def start_text(self, request: Request) -> None:
         """Let the worker run the prompt while the target does."""
         (prompt,) = request.prompts
-        room = len(prompt) + request.max_new_tokens + 3 * (self.depth + 2)
-        self.worker.request_draft(prompt, self.depth + 1, room)
+        max_length = len(prompt) + request.max_new_tokens + 3 * (self.depth + 2)
+        self.worker.request_draft(prompt, self.depth + 1, max_length)
         self.pending_text = prompt
 
     def draft(self, context: Context) -> Draft:
         self.text = context.tokens[0, : int(context.lengths[0]) + 1].tolist()
         if self.pending_text == self.text[:-1]:
-            found, _ = self.worker.receive_draft()
+            tokens, _ = self.worker.receive_draft()
             self.pending_text = None
-            if found[:1] == self.text[-1:]:
+            if tokens[:1] == self.text[-1:]:
                 self.overlap.num_ready += 1
-                return _make_draft(found[1:])
+                return _make_draft(tokens[1:])
         self.overlap.num_missed += 1
         if self.overlap.pre_verify:
             self.worker.request_draft(self.text, self.depth + 1)
@@ -190,9 +188,9 @@ class AheadDrafter:
             ahead = [*self.text, *tree.tokens[0, 1:].tolist()]
             self.worker.request_draft(ahead, self.depth + 1)
             self.pending_text = ahead
-        seen = context.verify(tree)
+        features = context.verify(tree)
         self.worker.run_pending()
-        return seen
+        return features
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
         if not bool(context.active.any()):
@@ -205,21 +203,21 @@ class OutcomeDrafter(AheadDrafter):
 
     def start_text(self, request: Request) -> None:
         (prompt,) = request.prompts
-        room = len(prompt) + request.max_new_tokens + 3 * (self.depth + 2)
-        self.worker.request_draft(prompt, self.depth, room, self.overlap.num_outcomes, with_draft=False)
+        max_length = len(prompt) + request.max_new_tokens + 3 * (self.depth + 2)
+        self.worker.request_draft(prompt, self.depth, max_length, self.overlap.num_outcomes, with_draft=False)
 
     def draft(self, context: Context) -> Draft:
         text = context.tokens[0, : int(context.lengths[0]) + 1].tolist()
         self.worker.request_draft(text, self.depth, num_outcomes=self.overlap.num_outcomes)
-        found, foreseen = self.worker.receive_draft()
-        self.overlap.num_ready += foreseen
-        self.overlap.num_missed += not foreseen
-        return _make_draft(found)
+        tokens, was_ready = self.worker.receive_draft()
+        self.overlap.num_ready += was_ready
+        self.overlap.num_missed += not was_ready
+        return _make_draft(tokens)
 
     def verify(self, context: Context, tree: TokenTree) -> Features:
-        seen = context.verify(tree)
+        features = context.verify(tree)
         self.worker.run_pending()
-        return seen
+        return features
 
 
 def _make_draft(tokens: list[int]) -> Draft:

@@ -1,8 +1,8 @@
 """Overlapped drafting on one GPU: in the same process, on a separate CUDA stream.
 
-A forward of the target is launched and returns before it has run; what drafts then drafts on its stream, and waits for that
-stream alone when it reads its tokens. The two share nothing that either writes: the follower reads the text, which the host
-knows, and the weights. On a CPU, where nothing runs by itself, the same happens one after the other, for tests.
+A forward of the target is launched and returns before it has run. The follower then drafts on its stream, and waits for this
+stream alone when it reads its tokens. The two share no tensor that either writes: the follower reads the text, which is on the
+host, and the weights. On a CPU the same steps run one after the other, for tests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StreamWorker:
         self.stream: torch.cuda.Stream | None = None
         if target.device.type == "cuda":
             self.stream = torch.cuda.Stream(target.device)
-            self.stream.wait_stream(torch.cuda.current_stream(target.device))  # weights are there
+            self.stream.wait_stream(torch.cuda.current_stream(target.device))  # for the weights
         self.request_number = 0
         self.request: DraftRequest | None = None  # not fulfilled yet
         self.result: tuple[list[int], bool] = ([], False)
@@ -51,7 +51,7 @@ class StreamWorker:
         return self.result
 
     def run_pending(self) -> None:
-        """Draft what is wanted while what was launched for the target runs, and behind outcomes until it has run."""
+        """Draft what is requested while the target's forward runs, then after outcomes until it has finished."""
         with self._use_stream() as is_verified:
             self._run_request()
             if self.likely_outcomes is not None:
@@ -59,7 +59,7 @@ class StreamWorker:
 
     @contextmanager
     def _use_stream(self) -> Iterator[Callable[[], bool]]:
-        """On the stream of its own; what it gives says whether all that was launched on the other one by now has run."""
+        """Use the separate stream; yield a check whether all work launched on the other stream so far has finished."""
         if self.stream is None:
             yield lambda: False
             return
@@ -69,18 +69,18 @@ class StreamWorker:
             yield event.query
 
     def _run_request(self) -> None:
-        wish, self.request = self.request, None
-        if wish is None or wish.num_tokens == STOP_DRAFTING:
+        request, self.request = self.request, None
+        if request is None or request.num_tokens == STOP_DRAFTING:
             return
-        if not wish.num_outcomes:
-            self.result = self.follower.draft(wish.text, wish.num_tokens, lambda: False), False
+        if not request.num_outcomes:
+            self.result = self.follower.draft(request.text, request.num_tokens, lambda: False), False
             return
-        drafted: list[int] | None = None if wish.with_draft else []
-        if self.likely_outcomes is not None and wish.with_draft:
-            drafted = self.likely_outcomes.finish_draft(wish.text)
+        drafted: list[int] | None = None if request.with_draft else []
+        if self.likely_outcomes is not None and request.with_draft:
+            drafted = self.likely_outcomes.finish_draft(request.text)
         self._drop_outcomes()
         self.result = drafted or [], drafted is not None
-        self.likely_outcomes = self.follower.predict_outcomes(wish, drafted, self._set_result)
+        self.likely_outcomes = self.follower.predict_outcomes(request, drafted, self._set_result)
 
     def _set_result(self, tokens: list[int]) -> None:
         self.result = tokens, False

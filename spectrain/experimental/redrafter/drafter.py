@@ -1,4 +1,4 @@
-"""ReDrafter (Zhang et al., 2024, arXiv 2403.09919): a recurrent cell beside the target's last state, searched by beams.
+"""ReDrafter (Zhang et al., 2024, arXiv 2403.09919): a recurrent cell with the target's last state, and beam search.
 
 Shapes: B batch, T tokens, D target width, V draft vocabulary, R supervised rows, F frontier nodes.
 Index t has the target's state at t. Draft step k, from 0, has read tokens t + 1 to t + 1 + k and predicts token t + 2 + k: true
@@ -33,9 +33,9 @@ class Redrafter(VocabularyDrafter):
         s_0 = e_(t+1)        s_k = SiLU(U s_(k-1) + W e_(t+1+k) + b)        g_k = [s_k; h_t]        q = softmax(V blocks(g_k))
 
     e are the target's embeddings, h its last state. `num_blocks` residual blocks over g start as the identity and V as the
-    target's own output layer on h, so that an untrained drafter repeats what the target has just said. The target's
-    distribution is what is learnt, as the authors distil, and step k weighs step_decay^k. Their beam search is tree=beam: it
-    takes any family, as this one takes any tree.
+    target's output layer on h, so an untrained drafter repeats the target's last prediction. It learns the target's
+    distribution, as the authors distil, and step k has weight step_decay^k. Their beam search is tree=beam, which works with
+    any family; this family works with any tree.
     """
 
     layers: tuple[Layer, ...] = ("final",)
@@ -45,12 +45,18 @@ class Redrafter(VocabularyDrafter):
     def __init__(
         self,
         target: Target,
-        num_steps: Steps = 5,  # draft steps that are trained
-        num_blocks: Number = 2,  # residual blocks between the cell and the output layer
+        # Number of draft steps that are trained.
+        num_steps: Steps = 5,
+        # Number of residual blocks between the cell and the output layer.
+        num_blocks: Number = 2,
+        # Draft vocabulary in tokens; larger values are capped at the target's vocabulary.
         vocab_size: VocabularySize = 32000,
+        # Loss of each draft step: a cross-entropy with the data or a divergence from the target.
         loss: LossName = "forward_kl",
-        step_decay: Share = 0.8,  # weight of each draft step's loss against the one before it
-        head_rank: Count | None = None,  # of the output layer (SlimSpec); None: full
+        # Factor from 0 to 1 between the loss weights of successive draft steps.
+        step_decay: Share = 0.8,
+        # Rank of the factorised output layer (SlimSpec); null uses a full-rank layer.
+        head_rank: Count | None = None,
     ) -> None:
         super().__init__()
         self.num_steps, self.divergence, self.step_decay = num_steps, loss, step_decay
@@ -62,7 +68,7 @@ class Redrafter(VocabularyDrafter):
         self.add_vocabulary(vocab_size, target.head.vocab_size)
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
-        """Choose the draft vocabulary; the output layer starts as the target's, and does not read the cell."""
+        """Choose the draft vocabulary, and start the output layer as the target's, which ignores the cell."""
         rows = self.head.output.weight[self.choose_vocabulary(token_counts)]
         init_output_layer(self.lm_down, self.lm_head, torch.cat([torch.zeros_like(rows), rows], dim=-1))
 
@@ -71,16 +77,16 @@ class Redrafter(VocabularyDrafter):
         return [Stage.whole(self, self.layers, final_reach=self.num_steps)]
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[..] -> [.., D], the cell's first state."""
+        """Embed tokens, [..] -> [.., D]; the embedding of a token is also the cell's first state."""
         with torch.no_grad():
             return self.head.embed(tokens).to(self.rnn_w.weight.dtype)
 
-    def cell(self, tokens: Tensor, state: Tensor) -> Tensor:
-        """The state [.., D] after one more token [..]."""
+    def run_cell(self, tokens: Tensor, state: Tensor) -> Tensor:
+        """Return the state [.., D] after one more token [..]."""
         return F.silu(self.rnn_u(state) + self.rnn_w(self.embed(tokens)))
 
-    def read_by_head(self, state: Tensor, final: Tensor) -> Tensor:
-        """What the output layer reads, of the cell's state and the target's [.., D]."""
+    def mix_states(self, state: Tensor, final: Tensor) -> Tensor:
+        """Return the input of the output layer from the cell's state and the target's, [.., D] each."""
         mixed = torch.cat([state, final], dim=-1)
         for block in self.blocks:
             mixed = block(mixed)
@@ -89,48 +95,48 @@ class Redrafter(VocabularyDrafter):
     # Training
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
-        """Run the cell over the true tokens behind every index; all steps are judged together."""
+        """Run the cell over the true tokens after every index; one loss covers all steps."""
         assert batch.features is not None
         supervision = Supervision(self, batch)
         final = batch.features.at_layer("final").to(self.rnn_w.weight.dtype)
-        own = self.embed(batch.tokens.roll(-1, dims=1))  # what a document takes from beyond its end is never supervised
-        read: list[Tensor] = []  # of the supervised indices of every step
+        cell_states = self.embed(batch.tokens.roll(-1, dims=1))  # tokens past a document's end are never supervised
+        head_inputs: list[Tensor] = []  # of the supervised indices of every step
         for step in range(self.num_steps):
             if step:
-                own = state.checkpointed(self.cell, batch.tokens.roll(-1 - step, dims=1), own)
+                cell_states = state.checkpointed(self.run_cell, batch.tokens.roll(-1 - step, dims=1), cell_states)
             rows = supervision.is_supervised(step)
-            read.append(self.read_by_head(own[rows], final[rows]))
-        answer, order, steps = supervision.join_steps(self.num_steps)
-        hidden = torch.cat(read).index_select(0, order)
-        loss, right = supervision.judge_states(hidden, self.lm_head, answer, self.step_decay**steps)
-        return Losses.by_depth({self.divergence: loss}, right, steps, self.num_steps)
+            head_inputs.append(self.mix_states(cell_states[rows], final[rows]))
+        label_index, row_order, steps = supervision.join_steps(self.num_steps)
+        hidden = torch.cat(head_inputs).index_select(0, row_order)
+        loss, is_correct = supervision.judge_states(hidden, self.lm_head, label_index, self.step_decay**steps)
+        return Losses.by_depth({self.divergence: loss}, is_correct, steps, self.num_steps)
 
     # Decoding
 
     def draft(self, context: Context) -> Draft:
-        """From the target's state before the newest token, and that token. Nothing is kept between rounds."""
+        """Draft from the target's last state and the newest token. There is no state between rounds."""
         last = (context.counts - 1).clamp(min=0)[:, None]
         final = context.fresh.gather(last).at_layer("final").to(self.rnn_w.weight.dtype)
         return Draft(_Cells(self, final, context.root))
 
 
 class _Cells(Rollout):
-    """One round: a node's state is the cell's, one token behind its parent's."""
+    """One round: a node's state is that of the cell after its token and its parent's state."""
 
     def __init__(self, drafter: Redrafter, final: Tensor, root: Tensor) -> None:
         self.drafter, self.final, self.draft_ids = drafter, final, drafter.draft_ids  # [B, 1, D]
-        self.states = drafter.embed(root)[:, None]  # [B, nodes given so far, D]
+        self.states = drafter.embed(root)[:, None]  # [B, nodes so far, D]
 
     def start(self) -> Tensor:
-        return self._after(self.states)
+        return self._log_q_after(self.states)
 
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        above = self.states.gather(1, parents[..., None].expand(-1, -1, self.states.shape[-1]))
-        new = self.drafter.cell(tokens, above)
-        self.states = torch.cat([self.states, new], dim=1)
-        return self._after(new)
+        parent_states = self.states.gather(1, parents[..., None].expand(-1, -1, self.states.shape[-1]))
+        states = self.drafter.run_cell(tokens, parent_states)
+        self.states = torch.cat([self.states, states], dim=1)
+        return self._log_q_after(states)
 
-    def _after(self, states: Tensor) -> Tensor:
-        """[B, F, D] -> [B, F, V]"""
-        read = self.drafter.read_by_head(states, self.final.expand_as(states))
-        return self.drafter.lm_head(read).float().log_softmax(-1)
+    def _log_q_after(self, states: Tensor) -> Tensor:
+        """Compute log q from states, [B, F, D] -> [B, F, V]."""
+        head_inputs = self.drafter.mix_states(states, self.final.expand_as(states))
+        return self.drafter.lm_head(head_inputs).float().log_softmax(-1)

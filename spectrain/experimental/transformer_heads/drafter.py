@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 
 
 class TransformerHeads(SharedHeadDrafter):
-    """One causal decoder layer for each of the next tokens, all over the same trunk and under one output layer (section 2). The
-    trunk is the frozen target's last state, where the authors train it with its heads. The loss is sum_k head_decay^k L_k.
+    """One causal decoder layer per draft, all over the same trunk and with one output layer (section 2).
+
+    The trunk is the frozen target's last state; the authors train it together with the heads. The loss is
+    sum_k head_decay^k L_k.
 
         p_k = softmax(W f_k(h_1 .. h_t)[t])
     """
@@ -45,11 +47,16 @@ class TransformerHeads(SharedHeadDrafter):
     def __init__(
         self,
         target: Target,
+        # Number of heads, which is the number of drafts.
         num_heads: Steps = 3,
+        # Draft vocabulary in tokens; larger values are capped at the target's vocabulary.
         vocab_size: VocabularySize = 32000,
+        # Loss of each head: a cross-entropy with the data or a divergence from the target.
         loss: LossName = "forward_kl",
-        head_decay: Share = 0.8,  # weight of each head's loss against the one before it
-        head_rank: Count | None = None,  # of the output layer (SlimSpec); None: full
+        # Factor from 0 to 1 between the loss weights of successive heads.
+        head_decay: Share = 0.8,
+        # Rank of the factorised output layer (SlimSpec); null uses a full-rank layer.
+        head_rank: Count | None = None,
     ) -> None:
         super().__init__()
         if num_heads < 1:
@@ -75,7 +82,7 @@ class TransformerHeads(SharedHeadDrafter):
         return supervision.judge_steps(states, self.lm_head, self.head_decay, len(self.heads))
 
     def draft(self, context: Context) -> Draft:
-        """Read the states of what was just accepted; then all heads speak at the last of them."""
+        """Read the states of the tokens accepted last; all heads then predict from the last state."""
         self.cache = context.drafting_cache(self.cache, len(self.heads), 0)
         final = context.fresh.at_layer("final").to(self.lm_head.weight.dtype)
         slots = self.cache.next_slots(final.shape[1])

@@ -1,7 +1,7 @@
-"""Rules for several drafts of one place, each a plan that carries drafts to the target's p. V vocabulary.
+"""Rules for several drafts of one position, each a plan that transports drafts to the target's p. V vocabulary.
 
-Judging a node is a transport problem: of what was drawn below it, p is to be reached from as much as possible. `optimum.py`
-says how much any rule could keep; these rules differ in how near they come and in which drafts they take.
+Verifying a node is a transport problem: as much of the drafts as possible should be transported to p. `optimum.py` computes how
+much any rule could accept. These rules differ in how close they come and in the kinds of drafts that they support.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from spectrain.decoding.acceptance.sequential import (
 )
 from spectrain.errors import UserError
 
-StayChance = Callable[[int, int], Any]  # of a chosen token and the one that it meets, the chance that it stays
-BISECTION_STEPS = 24  # of the interval that holds K-SEQ's division factor: it is right to a sixteen-millionth
-MAX_WEIGHT_POWER = 20  # a token's weight is at most 2 to this power, or at least to minus it: drafts beyond are alike
+StayChance = Callable[[int, int], Any]  # the probability that a chosen token stays when it meets another one
+BISECTION_STEPS = 24  # bisections of K-SEQ's division factor: exact to a sixteen-millionth
+MAX_WEIGHT_POWER = 20  # a token's weight is between 2 to minus this power and 2 to this power
 
 
 class KSeq(SequentialRule):
-    """K-SEQ (SpecTr, Sun et al., 2023, algorithm 2): k independent drafts in turn, each against p divided by rho.
+    """K-SEQ (SpecTr, Sun et al., 2023, algorithm 2): k independent drafts in turn, each compared with p divided by rho.
 
-    Draft x is kept with probability min(1, p(x) / (rho q(x))), so each of the k is with beta = sum min(q, p / rho), where no
-    earlier one was. rho is the least that leaves p room for what k drafts keep, 1 - (1 - beta)^k = rho beta. Where none is
-    kept the token is drawn from p - min(q, p / rho) (1 - (1 - beta)^k) / beta, normalised.
+    Draft x is accepted with probability min(1, p(x) / (rho q(x))), so each draft is accepted with beta = sum min(q, p / rho) if
+    no earlier one was. rho is the smallest with which k drafts accept no more than p allows, 1 - (1 - beta)^k = rho beta. If
+    none is accepted, the token is drawn from p - min(q, p / rho) (1 - (1 - beta)^k) / beta, normalised.
     """
 
     name = "kseq"
@@ -55,18 +55,18 @@ class KSeq(SequentialRule):
         return path, random.draw_token(tree.p(path[-1]), path[-1])
 
     def acceptance_chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
-        p, q, left, found = siblings.p, siblings.q, 1, []
+        p, q, open_chance, chances = siblings.p, siblings.q, 1, []
         rho = solve_divisor(p, q, len(siblings.tokens))
         for token in siblings.tokens:
-            keep = acceptance_ratio(p[token], rho * q[token])
-            found.append(left * keep)
-            left = left * (1 - keep)
-        return found
+            accept_chance = acceptance_ratio(p[token], rho * q[token])
+            chances.append(open_chance * accept_chance)
+            open_chance = open_chance * (1 - accept_chance)
+        return chances
 
 
 def solve_divisor(p: Vector, q: Vector, count: int) -> Any:
-    """K-SEQ's rho for `count` drafts, from 1 to `count`. Rounded up, as more than the least is lossless too."""
-    low, high = p.sum() * 0 + 1, p.sum() * 0 + count  # of p's own kind of number
+    """Return K-SEQ's rho for `count` drafts, from 1 to `count`, rounded up: larger values are lossless too."""
+    low, high = p.sum() * 0 + 1, p.sum() * 0 + count  # in the number type of p
     for _ in range(BISECTION_STEPS if count > 1 else 0):
         middle = (low + high) / 2
         beta = elementwise_min(q, p / middle).sum()
@@ -75,18 +75,18 @@ def solve_divisor(p: Vector, q: Vector, count: int) -> Any:
 
 
 def _kseq_residual(p: Vector, q: Vector, rho: Any, count: int) -> Vector:
-    """What the token is drawn from where K-SEQ keeps no draft."""
-    kept = elementwise_min(q, p / rho)
-    beta = kept.sum()
-    return normalize_weights((p - kept * ((1 - (1 - beta) ** count) / beta)).clip(0), p) if beta > 0 else p
+    """Return the distribution from which the token is drawn where K-SEQ accepts no draft."""
+    accepted = elementwise_min(q, p / rho)
+    beta = accepted.sum()
+    return normalize_weights((p - accepted * ((1 - (1 - beta) ** count) / beta)).clip(0), p) if beta > 0 else p
 
 
 class Tournament(SequentialRule):
-    """Of k independent drafts one is chosen and then judged as a single draft is (Khisti et al., 2024, section 3).
+    """Chooses one of k independent drafts and verifies it as a single draft (Khisti et al., 2024, section 3).
 
-    Whatever the choice, it is lossless where the distribution r of the chosen token is known: it is kept with probability
-    min(1, p / r), else the token is drawn from max(p - r, 0), normalised. Here drafts meet one after another, and the one
-    chosen so far stays with a chance that is known of every pair of tokens; r follows from that exactly, draft by draft.
+    Any choice is lossless if the distribution r of the chosen token is known: it is accepted with probability min(1, p / r),
+    otherwise the token is drawn from max(p - r, 0), normalised. Here drafts meet one after another, and the one chosen so far
+    stays with a probability that depends on the two tokens; r follows from these probabilities exactly.
     """
 
     lossless = True
@@ -94,7 +94,7 @@ class Tournament(SequentialRule):
 
     @abstractmethod
     def _stay_chances(self, p: Vector, q: Vector, count: int) -> tuple[list[StayChance], Vector]:
-        """Of each draft but the first, the chance that the token chosen so far stays when it meets it; and r [V]."""
+        """Return, for each draft after the first, the probability that the token chosen so far stays, and r [V]."""
 
     def select_path(self, tree: VerifiedTree, random: RandomSource) -> tuple[list[int], int]:
         path = [0]
@@ -115,19 +115,18 @@ class Tournament(SequentialRule):
         p, tokens = siblings.p, siblings.tokens
         duels, r = self._stay_chances(p, siblings.q, len(tokens))
         chosen: list[Any] = [p.sum() * 0 + 1]
-        for place, (token, duel) in enumerate(zip(tokens[1:], duels), 1):
-            stays = [duel(one, token) for one in tokens[:place]]
+        for index, (token, duel) in enumerate(zip(tokens[1:], duels), 1):
+            stays = [duel(earlier, token) for earlier in tokens[:index]]
             chosen.append(sum(chance * (1 - stay) for chance, stay in zip(chosen, stays)))
             chosen[:-1] = [chance * stay for chance, stay in zip(chosen, stays)]
         return [chance * acceptance_ratio(p[token], r[token]) for chance, token in zip(chosen, tokens)]
 
 
 class ImportanceSampling(Tournament):
-    """Importance-sampled choice (Khisti et al., 2024, section 4): of two drafts with weights v and w the first stays with
-    probability v / (v + w).
+    """Importance-sampled choice (Khisti et al., 2024, section 4).
 
-    The weight is (p / q)^sharpness, with p / q rounded down to a power of 2, so that r takes sums over weights and not over
-    pairs of tokens.
+    Of two drafts with weights v and w the first stays with probability v / (v + w). The weight is (p / q)^sharpness, with p / q
+    rounded down to a power of 2, so that r needs sums over weights instead of pairs of tokens.
     """
 
     name = "importance"
@@ -148,54 +147,55 @@ class ImportanceSampling(Tournament):
         super().__init__(temperature, top_k, top_p, seed)
         if not 1 <= sharpness <= MAX_WEIGHT_POWER:
             raise UserError(
-                f"acceptance.sharpness={sharpness}: use 1 to {MAX_WEIGHT_POWER}; beyond it all drafts would be alike"
+                f"acceptance.sharpness={sharpness}: use 1 to {MAX_WEIGHT_POWER}; larger values give all drafts equal weights"
             )
         self.sharpness = sharpness
 
     def _stay_chances(self, p: Vector, q: Vector, count: int) -> tuple[list[StayChance], Vector]:
         powers = self._weight_powers(p, q)
 
-        def stays(one: int, other: int) -> Any:
-            return _stay_chance(p, powers[one], powers[other])
+        def stays(token: int, other: int) -> Any:
+            return _stay_chance(p, powers[token], powers[other])
 
         return [stays] * (count - 1), self._chosen_distribution(p, q, powers, count)
 
     def _weight_powers(self, p: Vector, q: Vector) -> np.ndarray:
-        """The power of 2 that is each token's weight [V]."""
-        over, under = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
+        """Return the exponents [V] of the tokens' weights, which are powers of 2."""
+        p_array, q_array = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
         with np.errstate(divide="ignore", invalid="ignore"):
-            found = np.floor(np.log2(over / under))
-        most = MAX_WEIGHT_POWER // self.sharpness
-        return self.sharpness * np.nan_to_num(found, nan=-most).clip(-most, most).astype(int)
+            powers = np.floor(np.log2(p_array / q_array))
+        largest = MAX_WEIGHT_POWER // self.sharpness
+        return self.sharpness * np.nan_to_num(powers, nan=-largest).clip(-largest, largest).astype(int)
 
     def _chosen_distribution(self, p: Vector, q: Vector, powers: np.ndarray, count: int) -> Vector:
-        """The distribution r [V] of the token that is chosen of `count` drafts."""
+        """Return the distribution r [V] of the token that is chosen among `count` drafts."""
         kinds = {power: powers == power for power in np.unique(powers).tolist()}
-        drawn = {power: q[where].sum() for power, where in kinds.items()}
+        drawn = {power: q[mask].sum() for power, mask in kinds.items()}
         r = q
         for _ in range(1, count):
-            before = {power: r[where].sum() for power, where in kinds.items()}
+            before = {power: r[mask].sum() for power, mask in kinds.items()}
             following = r + q
-            for power, where in kinds.items():
+            for power, mask in kinds.items():
                 stays = sum(mass * _stay_chance(p, power, other) for other, mass in drawn.items())
                 comes = sum(mass * _stay_chance(p, power, other) for other, mass in before.items())
-                following[where] = r[where] * stays + q[where] * comes
+                following[mask] = r[mask] * stays + q[mask] * comes
             r = following
         return r
 
 
 def _stay_chance(p: Vector, power: int, other: int) -> Any:
-    """v / (v + w) of weights 2^power and 2^other, in p's own kind of number."""
-    one = p.sum() * 0 + 1
-    return one / (one + (one * 2) ** (int(other) - int(power)))
+    """Return v / (v + w) of weights 2^power and 2^other, in the number type of p."""
+    unit = p.sum() * 0 + 1
+    return unit / (unit + (unit * 2) ** (int(other) - int(power)))
 
 
 class Transport(SequentialRule):
-    """The optimal transport of a node's likeliest tokens and one drawn beside them (Hu et al., 2025).
+    """The optimal transport of a node's most likely tokens and one drawn token (Hu et al., 2025).
 
-    The drawn child x, from q' over all but the likeliest, is kept with probability min(1, p(x) / q'(x)). Else a token is drawn
-    from max(p - q', 0), normalised, in which the likeliest have all of their p; if it is one of them, that child is kept. So a
-    node keeps sum over the likeliest of p + sum of min(p, q') over the rest, and for these drafts no rule keeps more.
+    The drawn child x, from q' over all other tokens, is accepted with probability min(1, p(x) / q'(x)). Otherwise a token is
+    drawn from max(p - q', 0), normalised, in which the most likely tokens keep all of their p; if it is one of them, that child
+    is accepted. So a node accepts with the sum of p over the most likely tokens plus the sum of min(p, q') over the others,
+    which no rule exceeds for these drafts.
     """
 
     name = "transport"
@@ -225,19 +225,19 @@ class Transport(SequentialRule):
 
 
 class SpecHub(Transport):
-    """SpecHub (Sun et al., 2024): two drafts, one of which is always the hub, the drafter's likeliest token.
+    """SpecHub (Sun et al., 2024): two drafts, one of which is always the hub, the drafter's most likely token.
 
-    It draws the pairs (x, hub) with chance q(x) and (hub, x) with q(hub) q(x) / (1 - q(hub)), so that x is beside the hub with
-    q(x) / (1 - q(hub)): what top_and_sampled draws for two children. Its plan, by a linear programme of that form, gives x
-    min(p, that) and the hub the rest of p(hub), which is `Transport`'s; it is that rule, for two drafts alone.
+    It draws the pair (x, hub) with probability q(x) and (hub, x) with q(hub) q(x) / (1 - q(hub)), so x accompanies the hub with
+    q(x) / (1 - q(hub)), as top_and_sampled draws it for two children. Its linear program gives x min(p, q(x) / (1 - q(hub)))
+    and the hub the rest of p(hub), which is `Transport`: it is that rule, for two drafts only.
     """
 
     name = "spechub"
 
     def select_path(self, tree: VerifiedTree, random: RandomSource) -> tuple[list[int], int]:
-        if (most := max(map(len, tree.children))) > 2:
+        if (num_children := max(map(len, tree.children))) > 2:
             raise UserError(
-                f"acceptance={self.name}: it judges two drafts of a place, and a node of this tree has {most} children; use "
+                f"acceptance={self.name}: it verifies two drafts per node, and a node has {num_children} children; use "
                 "tree=cartesian tree.widths=[2,2] or acceptance=transport"
             )
         return super().select_path(tree, random)
