@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spectrain.config.choices import find_constructor
+from spectrain.config.choices import find_constructor, load_constructor
 from spectrain.decoding.pruning import Pruning
 from spectrain.drafters.capabilities import DrafterWithExits
 from spectrain.errors import UserError
@@ -14,18 +14,13 @@ from spectrain.eval.noise import is_possible
 from spectrain.eval.systems import System, describe_tree
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
-from spectrain.trees import (
-    Auto,
-    Cast,
-    Chain,
-    DySpec,
-    Eagle2,
-    Entropy,
-    OptTree,
-    Sequoia,
-    Static,
-    TreeBuilder,
-)
+from spectrain.trees import Auto, Chain, Eagle2, OptTree, Sequoia, Static, TreeBuilder
+
+
+def choose_builder(name: str, **settings: Any) -> Callable[[int, int], TreeBuilder]:
+    """Return a function from depth and budget to the builder of a `tree` choice, which is imported when it is called."""
+    return lambda depth, budget: load_constructor("tree", name)(depth, budget, **settings)
+
 
 SWEPT: dict[str, Callable[[int, int], TreeBuilder]] = {
     "chain": lambda depth, budget: Chain(depth),
@@ -33,11 +28,12 @@ SWEPT: dict[str, Callable[[int, int], TreeBuilder]] = {
     "sequoia": Sequoia,
     "eagle2": Eagle2,
     "opt": OptTree,
-    "dyspec": lambda depth, budget: DySpec(depth, budget, children="deterministic"),
-    "entropy": Entropy,
-    "cast": Cast,
+    "dyspec": choose_builder("dyspec", children="deterministic"),
+    "entropy": choose_builder("entropy"),
+    "cast": choose_builder("cast"),
     "auto": Auto,
 }
+"""Choices of `tree` that take a depth and a budget."""
 
 
 ADAPTIVE_LENGTH = ("thompson", "policy")

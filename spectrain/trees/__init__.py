@@ -2,19 +2,15 @@
 
 from .base import Rollout, TreeBuilder
 from .chain import Chain
-from .dynamic import Beam, DySpec, Eagle2, Entropy, OptTree
+from .dynamic import Eagle2, OptTree
 from .fixed import Cartesian, Sequoia, Static
-from .measured import Auto, Cast
+from .measured import Auto
 
 __all__ = [
     "Auto",
-    "Beam",
     "Cartesian",
-    "Cast",
     "Chain",
-    "DySpec",
     "Eagle2",
-    "Entropy",
     "OptTree",
     "Rollout",
     "Sequoia",

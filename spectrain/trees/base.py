@@ -252,7 +252,7 @@ class TreeBuilder(ABC):
         """Return the settings that a report shows."""
         return {"name": self.name, "depth": self.depth, "budget": self.budget, "children": self.children}
 
-    def _check_settings(self, **least: tuple[float, float]) -> None:
+    def check_settings(self, **least: tuple[float, float]) -> None:
         """Raise UserError for settings below their minimum, given as key=(value, minimum), and for trees too large to store."""
         for key, (value, lowest) in least.items():
             if not value >= lowest:

@@ -45,7 +45,7 @@ class Chain(TreeBuilder):
     ) -> None:
         self.depth, self.children, self.temperature, self.seed, self.stop = depth, children, temperature, seed, stop
         self.stop_on = stop_on
-        self._check_settings(depth=(depth, 1))
+        self.check_settings(depth=(depth, 1))
         if not 0 <= stop < 1:
             raise UserError(f"tree.stop={stop}: use 0 or more and less than 1")
         self.budget, self.max_drafted = depth + 1, depth - 1

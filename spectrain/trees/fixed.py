@@ -50,7 +50,7 @@ class Static(TreeBuilder):
         seed: int = 0,
     ) -> None:
         self.depth, self.budget, self.children, self.temperature, self.seed = depth, budget, children, temperature, seed
-        self._check_settings(depth=(depth, 1), budget=(budget, 2))
+        self.check_settings(depth=(depth, 1), budget=(budget, 2))
         self.max_drafted = budget
         self.paths: list[NodePath] = []
         self.levels_by_shape: dict[tuple[int, int, torch.device], list[TreeLevel]] = {}  # by vocabulary, depth and device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,96 +30,17 @@ class LatencyAwareBuilder(TreeBuilder):
         self.latency = calibration.latency
         self.verify_curves: dict[int, list[float]] = {}  # seconds of every tree size, by context length
 
-    def _require_latency(self) -> Latency:
+    def require_latency(self) -> Latency:
         if self.latency is None:
             raise UserError(f"tree={self.name}: nothing is timed yet; call prepare with a Calibration that has a latency")
         return self.latency
 
-    def _verify_seconds(self, length: int) -> list[float]:
+    def verify_seconds(self, length: int) -> list[float]:
         """Return the seconds to verify every size up to the budget, for a context of this length."""
-        latency, context = self._require_latency(), length // CONTEXT_STRIDE * CONTEXT_STRIDE
+        latency, context = self.require_latency(), length // CONTEXT_STRIDE * CONTEXT_STRIDE
         if context not in self.verify_curves:
             self.verify_curves[context] = [latency.estimate_verify(size, context) for size in range(1, self.budget + 1)]
         return self.verify_curves[context]
-
-
-class Cast(LatencyAwareBuilder):
-    """CAST (Hu et al., 2025): breadth, depth and size by measured cost. u: expected tokens, c: cost in target steps.
-
-    Walking k up the sorted nodes, k is taken where (u_k - u_k') / (c_k - c_k') exceeds a threshold, k' the last one taken:
-    `breadth_gain` for how many nodes of a level are drafted on, `size_gain` for how many nodes are verified. Another level is
-    drafted while alpha u / c of this one is at least `depth_gain`, alpha being the mean of how u changed from level to level
-    over the last `memory` rounds. The default, one token a target step, is what decoding without a drafter yields.
-    """
-
-    name = "cast"
-
-    def __init__(
-        self,
-        # Longest path below the root in draft tokens.
-        depth: int = 8,
-        # Nodes of the tree that the target verifies at most, the root included.
-        budget: int = 64,
-        # Nodes of a level that are expanded, and children of each of them.
-        top_k: int = 8,
-        # Expected tokens that one more target step of cost must gain for another node of a level to be drafted on.
-        breadth_gain: float = 1.0,
-        # Expected tokens per target step of cost that a level must promise for another level to be drafted.
-        depth_gain: float = 1.0,
-        # Expected tokens that one more target step of cost must gain for another node to be verified.
-        size_gain: float = 1.0,
-        # Rounds over which the change of expected tokens from level to level is averaged.
-        memory: int = 16,
-    ) -> None:
-        self.depth, self.budget, self.top_k, self.memory = depth, budget, top_k, memory
-        self.breadth_gain, self.depth_gain, self.size_gain = breadth_gain, depth_gain, size_gain
-        self._check_settings(depth=(depth, 1), budget=(budget, 2), top_k=(top_k, 1), memory=(memory, 1),
-            breadth_gain=(breadth_gain, 0),
-                    depth_gain=(depth_gain, 0), size_gain=(size_gain, 0))  # fmt: skip
-        self.max_drafted = (depth - 1) * top_k
-        self.level_ratios: list[deque[float]] = [deque(maxlen=memory) for _ in range(depth)]
-        self.verify_costs: list[float] = []  # verification cost by number of nodes in this round, in target steps
-
-    def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
-        latency = self._require_latency()
-        length = prefix.longest
-        step = latency.estimate_verify(1, length)
-        tree = GrowingTree(self, prefix, rollout)
-        depth = self.max_depth(rollout)
-        last_gain = None
-        for level in range(depth):
-            scores = tree.add_children(self.top_k)
-            best = scores.sort(dim=1, descending=True, stable=True)
-            gains = best.values[:, : self.top_k].exp().mean(0).cumsum(0).tolist()
-            costs = [(latency.estimate_step(k, length) + latency.level_seconds) / step for k in range(1, len(gains) + 1)]
-            width = choose_size(gains, costs, self.breadth_gain)
-            if last_gain is not None:
-                self.level_ratios[level - 1].append(gains[width - 1] / max(last_gain, 1e-9))
-            last_gain = gains[width - 1]
-            history = self.level_ratios[level]
-            alpha = sum(history) / len(history) if history else 1.0
-            if level + 1 == depth or alpha * last_gain / max(costs[width - 1], 1e-9) < self.depth_gain:
-                break
-            tree.extend_frontier(best.indices[:, :width])
-        values = tree.scores.sort(dim=1, descending=True).values[:, : self.budget].exp().mean(0).cumsum(0).tolist()
-        self.verify_costs = [seconds / step for seconds in self._verify_seconds(length)]
-        return tree.select_best(max(2, choose_size(values, self.verify_costs, self.size_gain)))
-
-    def copy_budget(self, prefix: Prefix, tries: list[Trie]) -> int:
-        if not (self.verify_costs and are_calibrated(tries)):
-            return self.budget
-        nodes = [trie.rank_nodes(self.depth, self.budget) for trie in tries]
-        tokens = chances_by_depth(tries, nodes, self.depth, self.budget).sum(1).mean(0).cumsum()
-        return choose_size(tokens.tolist(), self.verify_costs, self.size_gain)
-
-
-def choose_size(gains: list[float], costs: list[float], threshold: float) -> int:
-    """Choose how many nodes to take: k is taken where its gain over the last one exceeds `threshold` times the added cost."""
-    taken = 0
-    for k in range(1, len(gains)):
-        if gains[k] - gains[taken] > threshold * (costs[k] - costs[taken]):
-            taken = k
-    return taken + 1
 
 
 def are_calibrated(tries: list[Trie]) -> bool:
@@ -164,7 +85,7 @@ class Auto(LatencyAwareBuilder):
         memory: int = 64,
     ) -> None:
         self.depth, self.budget, self.top_k, self.memory = depth, budget, top_k, memory
-        self._check_settings(depth=(depth, 1), budget=(budget, 2), top_k=(top_k, 1), memory=(memory, 1))
+        self.check_settings(depth=(depth, 1), budget=(budget, 2), top_k=(top_k, 1), memory=(memory, 1))
         self.max_drafted = (depth - 1) * top_k
         self.text_length = 0  # tokens of the longest text in this round
         self.step_seconds = self.start_seconds = 0.0
@@ -184,17 +105,17 @@ class Auto(LatencyAwareBuilder):
 
     def prepare(self, calibration: Calibration) -> None:
         super().prepare(calibration)
-        latency = self._require_latency()
+        latency = self.require_latency()
         self.start_seconds, self.step_seconds = latency.start_seconds, latency.estimate_step(self.top_k)
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
-        self.text_length, latency = prefix.longest, self._require_latency()
+        self.text_length, latency = prefix.longest, self.require_latency()
         tree = GrowingTree(self, prefix, rollout)
         device = prefix.root.device
         depths = torch.zeros_like(tree.tokens)
         trust = np.minimum.accumulate(np.clip(self.observed_rates / self.predicted_rates, 0.05, 1.5))
         correction = torch.tensor([0.0, *np.log(trust)], dtype=torch.float32, device=device)
-        verify = torch.tensor(self._verify_seconds(self.text_length), dtype=torch.float32, device=device)
+        verify = torch.tensor(self.verify_seconds(self.text_length), dtype=torch.float32, device=device)
         depth = self.max_depth(rollout)
         for level in range(depth):
             scores = tree.add_children(self.top_k)
@@ -250,11 +171,11 @@ class Auto(LatencyAwareBuilder):
         """Return the fastest tree of these nodes after `spent` seconds of drafting."""
         nodes = [trie.rank_nodes(self.depth, self.budget) for trie in tries]
         chances = chances_by_depth(tries, nodes, self.depth, self.budget)
-        tokens, seconds = chances.sum(1).mean(0).cumsum(), np.asarray(self._verify_seconds(self.text_length))
-        if self._require_latency().level_seconds:
+        tokens, seconds = chances.sum(1).mean(0).cumsum(), np.asarray(self.verify_seconds(self.text_length))
+        if self.require_latency().level_seconds:
             levels = np.arange(chances.shape[1])[:, None] * (chances.sum(0) > 0)
             seconds = seconds + [
-                self._require_latency().estimate_levels(int(level)) for level in np.maximum.accumulate(levels.max(0))
+                self.require_latency().estimate_levels(int(level)) for level in np.maximum.accumulate(levels.max(0))
             ]
         size = int((tokens / (spent + seconds)).argmax()) + 1
         expected = torch.from_numpy(chances[:, :, :size].sum(2))
@@ -273,7 +194,7 @@ class Auto(LatencyAwareBuilder):
         if int(judged.max()) == 1:
             return  # nothing was drafted
         self.tree_sizes.append(int(judged.max()))
-        latency = self._require_latency()
+        latency = self.require_latency()
         expected_seconds = latency.estimate_verify(self.tree_sizes[-1], self.text_length)
         expected_seconds += latency.estimate_levels(int(round.tree.depths.max())) if latency.level_seconds else 0.0
         slowdown = (round.seconds["verify"] + round.seconds["accept"]) / expected_seconds

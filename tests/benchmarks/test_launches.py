@@ -30,11 +30,12 @@ from spectrain.experimental.amphista.drafter import Amphista
 from spectrain.experimental.ctc.drafter import Ctc
 from spectrain.experimental.gumiho.drafter import Gumiho
 from spectrain.experimental.hydra.drafter import Hydra
+from spectrain.experimental.redrafter.beam import Beam
 from spectrain.experimental.redrafter.drafter import Redrafter
 from spectrain.experimental.transformer_heads.drafter import TransformerHeads
 from spectrain.models.fast.merged_linears import merge_linears
 from spectrain.models.target import Target
-from spectrain.trees import Beam, Chain, Eagle2, TreeBuilder
+from spectrain.trees import Chain, Eagle2, TreeBuilder
 from spectrain.trees.fixed import Static
 from tests.targets import cut_tiny
 

@@ -34,6 +34,7 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.layers.losses import split_loss
 from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.errors import UserError
+from spectrain.experimental.dyspec.builder import DySpec
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
@@ -41,7 +42,7 @@ from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 from spectrain.training import policy
 from spectrain.training.on_policy import GeneratedSource
-from spectrain.trees import Auto, Chain, DySpec, Eagle2, Static, TreeBuilder
+from spectrain.trees import Auto, Chain, Eagle2, Static, TreeBuilder
 from spectrain.trees.base import RoundResult
 
 PROMPTS = [[5, 900, 71, 4, 333], [17, 1200, 8]]

@@ -21,11 +21,12 @@ from spectrain.drafters.dflash2 import DFlash2, DFlash2Config
 from spectrain.drafters.dspark import DSpark, DSparkConfig
 from spectrain.drafters.peagle import PEagle
 from spectrain.experimental.controllers.builders import Policy, Thompson
+from spectrain.experimental.dyspec.builder import DySpec
 from spectrain.experimental.transport.linear_program import TruncatedLinearProgram
 from spectrain.experimental.transport.rules import ImportanceSampling, KSeq, SpecHub, Transport
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
-from spectrain.trees import Chain, DySpec, Eagle2, Rollout, Static, TreeBuilder
+from spectrain.trees import Chain, Eagle2, Rollout, Static, TreeBuilder
 from spectrain.trees.base import Draft
 from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import AcceptedPath, TokenTree

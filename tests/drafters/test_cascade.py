@@ -12,8 +12,9 @@ from spectrain.decoding.acceptance.rejection import SpeculativeSampling
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
+from spectrain.experimental.dyspec.builder import DySpec
 from spectrain.models.target import Target
-from spectrain.trees import Chain, DySpec, Eagle2, TreeBuilder
+from spectrain.trees import Chain, Eagle2, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
 from tests.decoding.rounds import Keeping, begun, proposed
 from tests.drafters.forced import Probe

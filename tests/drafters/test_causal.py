@@ -20,6 +20,7 @@ from spectrain.drafters.causal import Causal
 from spectrain.drafters.layers.losses import DIVERGENCES, jensen_shannon
 from spectrain.drafters.layers.small_models import check_tokenizer, cut_model
 from spectrain.errors import UserError
+from spectrain.experimental.dyspec.builder import DySpec
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
@@ -29,7 +30,7 @@ from spectrain.models.model_parts import find_decoder
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from spectrain.training.checkpoints import collect_tensors, load_tensors
-from spectrain.trees import Chain, DySpec, Eagle2, TreeBuilder
+from spectrain.trees import Chain, Eagle2, TreeBuilder
 from tests.decoding.rounds import Keeping, watching
 from tests.models.architectures import save_small
 from tests.targets import cut_tiny

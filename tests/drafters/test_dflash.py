@@ -18,11 +18,12 @@ from spectrain.drafters.layers.anchors import Anchors, block_attention, make_fle
 from spectrain.drafters.layers.block_drafter import default_layers
 from spectrain.drafters.layers.mask_token import find_unused_token
 from spectrain.errors import UserError
+from spectrain.experimental.dyspec.builder import DySpec
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
-from spectrain.trees import Chain, DySpec, Eagle2, Static, TreeBuilder
+from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
 from spectrain.trees.base import Draft, Prefix
 from spectrain.trees.token_tree import TokenTree
 from tests.decoding.rounds import Keeping

@@ -14,11 +14,12 @@ from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.dspark import DSpark, DSparkConfig
 from spectrain.drafters.layers.anchors import sample_anchors
+from spectrain.experimental.dyspec.builder import DySpec
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
-from spectrain.trees import Chain, DySpec, Eagle2, Static, TreeBuilder
+from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
 
 from .blocks import dataset, states_behind
 from .test_dflash import LIMIT, PROMPTS, Watching

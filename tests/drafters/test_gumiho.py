@@ -11,10 +11,11 @@ from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.layers.vocabulary import Supervision
+from spectrain.experimental.dyspec.builder import DySpec
 from spectrain.experimental.gumiho.drafter import Gumiho
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
-from spectrain.trees import Chain, DySpec, Eagle2
+from spectrain.trees import Chain, Eagle2
 from tests.decoding.rounds import begun, proposed
 
 from .forced import Probe, shaken, walk

@@ -20,9 +20,10 @@ from spectrain.drafters.hybrid import PATIENCE, Hybrid
 from spectrain.drafters.layers.copies import SOURCES, AcceptanceEstimator, Copies, Proposal
 from spectrain.drafters.retrieval import Retrieval
 from spectrain.errors import UserError
+from spectrain.experimental.dyspec.builder import DySpec
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import build_drafter, load_description, save_drafter
-from spectrain.trees import Auto, Chain, DySpec, Eagle2, Static, TreeBuilder
+from spectrain.trees import Auto, Chain, Eagle2, Static, TreeBuilder
 from spectrain.trees.base import Prefix
 from spectrain.trees.trie import Trie
 from tests.decoding.rounds import Keeping

@@ -29,11 +29,12 @@ from spectrain.errors import UserError
 from spectrain.experimental.cross_vocabulary.drafter import DraftPath, Universal, list_paths
 from spectrain.experimental.cross_vocabulary.spelling import RetokenizedText
 from spectrain.experimental.cross_vocabulary.warping import align_tokens, carry_probabilities, uncovered_bytes
+from spectrain.experimental.dyspec.builder import DySpec
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
-from spectrain.trees import Chain, DySpec, Eagle2, TreeBuilder
+from spectrain.trees import Chain, Eagle2, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
 from tests.decoding.rounds import Keeping, watching
 

@@ -23,6 +23,7 @@ from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval import identity
 from spectrain.eval.run import Evaluation
+from spectrain.experimental.dyspec.builder import DySpec
 from spectrain.experimental.evaluation import ExperimentalEvaluation
 from spectrain.models.attention import ATTENTION_NAME
 from spectrain.models.features import Features
@@ -31,7 +32,7 @@ from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.runs.defaults import default_tree
-from spectrain.trees import Auto, Chain, DySpec, Eagle2, Static, TreeBuilder
+from spectrain.trees import Auto, Chain, Eagle2, Static, TreeBuilder
 from spectrain.trees.measurements import RuleForecast
 from spectrain.trees.token_tree import TokenTree
 from tests.models.architectures import save_small

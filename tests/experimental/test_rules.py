@@ -1,4 +1,4 @@
-"""The rules of spectrain/experimental/README.md that a test can hold; tests/test_language.py holds that the core imports none."""
+"""The rules of spectrain/experimental/README.md that a test can hold; tests/test_language.py holds the first one."""
 
 import ast
 import re

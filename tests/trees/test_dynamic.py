@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from spectrain.errors import UserError
+from spectrain.experimental.dyspec.builder import DySpec
+from spectrain.experimental.entropy_tree.builder import Entropy
+from spectrain.experimental.redrafter.beam import Beam
 from spectrain.randomness import gumbel_noise
-from spectrain.trees import Beam, Chain, DySpec, Eagle2, Entropy, OptTree, TreeBuilder
+from spectrain.trees import Chain, Eagle2, OptTree, TreeBuilder
 from tests.trees.tables import (
     ROWS,
     VOCAB,

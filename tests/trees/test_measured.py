@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from spectrain.errors import UserError
-from spectrain.trees import Auto, Cast, Eagle2
+from spectrain.experimental.cast.builder import Cast
+from spectrain.trees import Auto, Eagle2
 from spectrain.trees.base import RoundResult
 from spectrain.trees.measured import CopyTree, LatencyAwareBuilder, choose_size
 from spectrain.trees.measurements import Calibration, Latency
@@ -68,7 +69,7 @@ def test_walk_up_equals_the_rule(least: float) -> None:
 
 def cast(builder: Cast, history: list[list[float]], scores: Scores) -> list[list[Path]]:
     """CAST in plain Python over the rows of a batch; `history` holds how u changed, by level, in earlier rounds."""
-    latency = builder._require_latency()
+    latency = builder.require_latency()
     unit = latency.estimate_verify(1, 9)
     nodes: list[list[tuple[Path, float]]] = [[((), 0.0)] for _ in ROWS]
     frontier, last = nodes, 0.0
@@ -263,7 +264,7 @@ def test_copies_are_verified_as_far_as_they_pay(name: type[LatencyAwareBuilder],
     builder.levels = 0
     costs = [1 + node * size for size in range(1, 8)]
     best = 1 + int(np.argmax([gain / cost for gain, cost in zip(tokens, costs)]))
-    unit = builder._require_latency().estimate_verify(1, 9)
+    unit = builder.require_latency().estimate_verify(1, 9)
     assert builder.copy_budget(context(), tries) == (
         best if name is Auto else walked(tokens, [cost / unit for cost in costs], 1.0)
     )

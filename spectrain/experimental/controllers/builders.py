@@ -41,7 +41,7 @@ class AdaptiveChain(LatencyAwareBuilder, Chain):
         memory: int = 512,
     ) -> None:
         super().__init__(depth, children, temperature, seed)
-        self._check_settings(memory=(memory, 1))
+        self.check_settings(memory=(memory, 1))
         self.memory = memory  # rows
         self.decides_length, self.is_fixed = True, False
         self.chain_lengths: list[int] = []  # longest chain of every round
@@ -52,7 +52,7 @@ class AdaptiveChain(LatencyAwareBuilder, Chain):
         Returns the time of a round without draft tokens, the verification time that each token adds [D], and the drafting time
         of each token [D]. The first token costs nothing: the drafter has run the root before anything is decided.
         """
-        latency = self._require_latency()
+        latency = self.require_latency()
         verify = np.array(
             [latency.estimate_verify(nodes, length) + latency.estimate_levels(nodes - 1) for nodes in range(1, self.depth + 2)]
         )
@@ -173,7 +173,7 @@ class Policy(AdaptiveChain):
         explore: int = 64,
     ) -> None:
         super().__init__(depth, children, temperature, seed, memory)
-        self._check_settings(explore=(explore, 1))
+        self.check_settings(explore=(explore, 1))
         self.explore, self.num_rounds, self.text_length = explore, 0, 0
         self.episodes: deque[Episode] = deque(maxlen=memory)
         self.num_new_episodes = 0  # episodes since the last fit
