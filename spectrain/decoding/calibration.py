@@ -21,7 +21,8 @@ from spectrain.errors import UserError
 from spectrain.models.device import synchronize_device
 from spectrain.models.target import Target
 from spectrain.randomness import DRAFT, gumbel_noise, keyed_generator
-from spectrain.trees.base import Draft, Prefix, Rollout, RoundResult, TreeBuilder, pick_top_and_sampled
+from spectrain.trees.base import Draft, Prefix, Rollout, RoundResult, TreeBuilder
+from spectrain.trees.growing import pick_top_and_sampled
 from spectrain.trees.measurements import Calibration, Latency, RuleForecast
 from spectrain.trees.token_tree import Children, TokenTree
 

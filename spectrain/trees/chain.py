@@ -9,7 +9,8 @@ from torch import Tensor
 
 from spectrain.errors import UserError
 
-from .base import GrowingTree, Prefix, Rollout, TreeBuilder
+from .base import Prefix, Rollout, TreeBuilder
+from .growing import GrowingTree
 from .token_tree import Children, TokenTree
 
 

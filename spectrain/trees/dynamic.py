@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .base import NEG_INF, GrowingTree, Prefix, Rollout, TreeBuilder
+from .base import Prefix, Rollout, TreeBuilder
+from .growing import NEG_INF, GrowingTree
 from .token_tree import TokenTree
 
 

@@ -14,7 +14,8 @@ import torch
 
 from spectrain.errors import UserError
 
-from .base import GrowingTree, Prefix, Rollout, TreeBuilder
+from .base import Prefix, Rollout, TreeBuilder
+from .growing import GrowingTree
 from .measurements import Calibration
 from .token_tree import Children, TokenTree
 

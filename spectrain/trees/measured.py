@@ -11,7 +11,8 @@ from torch import Tensor
 
 from spectrain.errors import UserError
 
-from .base import GrowingTree, Prefix, Rollout, RoundResult, TreeBuilder
+from .base import Prefix, Rollout, RoundResult, TreeBuilder
+from .growing import GrowingTree
 from .measurements import Calibration, Latency
 from .token_tree import TokenTree
 from .trie import Trie

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from spectrain.trees.base import GrowingTree, Prefix, Rollout
+from spectrain.trees.base import Prefix, Rollout
+from spectrain.trees.growing import GrowingTree
 from spectrain.trees.measured import LatencyAwareBuilder, are_calibrated, chances_by_depth
 from spectrain.trees.token_tree import TokenTree
 from spectrain.trees.trie import Trie

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spectrain.trees.base import GrowingTree, Prefix, RoundResult
+from spectrain.trees.base import Prefix, RoundResult
 from spectrain.trees.chain import Chain
+from spectrain.trees.growing import GrowingTree
 from spectrain.trees.measured import LatencyAwareBuilder
 from spectrain.trees.token_tree import Children
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from spectrain.randomness import DRAFT, gumbel_noise, keyed_generator
-from spectrain.trees.base import Prefix, Rollout, TreeBuilder, sampling_probs
+from spectrain.trees.base import Prefix, Rollout, TreeBuilder
+from spectrain.trees.growing import sampling_probs
 from spectrain.trees.token_tree import TokenTree
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spectrain.trees.base import GrowingTree
 from spectrain.trees.dynamic import Eagle2
+from spectrain.trees.growing import GrowingTree
 
 
 class Entropy(Eagle2):

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from spectrain.errors import UserError
-from spectrain.trees.base import NEG_INF, GrowingTree, Prefix, Rollout
+from spectrain.trees.base import Prefix, Rollout
 from spectrain.trees.dynamic import Eagle2, best_of_level
+from spectrain.trees.growing import NEG_INF, GrowingTree
 from spectrain.trees.token_tree import TokenTree
 
 

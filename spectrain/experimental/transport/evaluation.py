@@ -23,7 +23,8 @@ from spectrain.experimental.transport.linear_program import TruncatedLinearProgr
 from spectrain.experimental.transport.optimum import optimal_acceptance
 from spectrain.experimental.transport.rules import ImportanceSampling, KSeq, Transport
 from spectrain.trees import TreeBuilder
-from spectrain.trees.base import MIN_PROB, RoundResult, WrappedBuilder
+from spectrain.trees.base import RoundResult, WrappedBuilder
+from spectrain.trees.growing import MIN_PROB
 from spectrain.trees.token_tree import TokenTree
 
 BEST = "best"
