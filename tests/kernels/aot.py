@@ -106,9 +106,10 @@ def compile_one(request: Request) -> Usage:
         assembly = subprocess.run([tool(), "--dump-sass", file.name], capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", resources.stdout)
     assert found is not None, resources.stdout
-    names = (r"HGMMA\b", r"HMMA\b", r"LDGSTS\b", r"LDG\.\S*128\b")
-    counts = [len(re.findall(rf"\b{name}", assembly)) for name in names]
-    return Usage(int(found[1]), int(found[2]), compiled.metadata.shared, *counts, loops_in(assembly))
+    patterns = (r"HGMMA\b", r"HMMA\b", r"LDGSTS\b", r"LDG\.\S*128\b")
+    wgmma, mma, copies, wide = (len(re.findall(rf"\b{pattern}", assembly)) for pattern in patterns)
+    registers, stack = (int(number) for number in found.groups())
+    return Usage(registers, stack, compiled.metadata.shared, wgmma, mma, copies, wide, loops_in(assembly))
 
 
 def loops_in(assembly: str) -> tuple[int, ...]:
