@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from spectrain.decoding.captured import CapturedRunner, RoundTimer
+from spectrain.decoding.captured import CapturedRunner
 from spectrain.decoding.generation import ROUND_PARTS
 from spectrain.decoding.loop import Request
+from spectrain.decoding.static_rounds import RoundTimer
 
 # Of our own operations, one where nothing is said. Attention splits keys and combines; a verdict chooses and walks; rejection
 # walks, draws and, beside kernels, looks the draft vocabulary up and picks the best part; a commit advances the lengths. Where

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.captured import BatchState, CapturedRunner, RoundTimer, round_up_length
+from spectrain.decoding.captured import CapturedRunner, round_up_length
 from spectrain.decoding.fallback import COMPILE_BACKENDS, ExecutionMode, Fallback
 from spectrain.decoding.generation import ROUND_PARTS, Generation
 from spectrain.decoding.loop import Request
+from spectrain.decoding.static_rounds import BatchState, RoundTimer
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.capabilities import Capabilities, Capture
 from spectrain.drafters.context import Context

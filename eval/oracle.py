@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from spectrain.decoding.calibration import PresetChainBuilder, TeacherForcedBuilder
 from spectrain.decoding.generation import Generation
+from spectrain.decoding.teacher_forcing import PresetChainBuilder, TeacherForcedBuilder
 from spectrain.eval.metrics import SystemSummary
 from spectrain.eval.systems import Decoder, System
 from spectrain.trees.measurements import expected_length

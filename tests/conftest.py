@@ -41,13 +41,13 @@ def prepare() -> None:
     hydra.compose = composed_once(hydra.compose)
 
     from spectrain.config.build import register_resolvers
-    from spectrain.decoding import calibration
+    from spectrain.decoding import calibration, latency
     from spectrain.eval import memory
     from spectrain.training import validation as held_out
 
     register_resolvers()
     memory.TOKENS = 8  # enough for a peak; scoring takes 24
-    calibration.measure_latency.__defaults__ = (1,)  # times that each size of tree is timed, of 5: no test compares them
+    latency.measure_latency.__defaults__ = (1,)  # times that each size of tree is timed, of 5: no test compares them
     calibration.calibrate_builders.__defaults__ = (12,)  # tokens that a tree is searched on, of 64 of each prompt
     calibration.RULE_TRIAL_PROMPTS, calibration.RULE_TRIAL_TOKENS = (
         2,

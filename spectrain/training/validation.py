@@ -9,8 +9,8 @@ import torch
 
 from spectrain.data.chat import Example
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.calibration import run_teacher_forced
 from spectrain.decoding.loop import decode
+from spectrain.decoding.teacher_forcing import run_teacher_forced
 from spectrain.drafters.base import Drafter
 from spectrain.models.target import Target
 from spectrain.trees import Chain

@@ -1,4 +1,4 @@
-"""Measurements that tree builders are prepared with; decoding/calibration.py takes them."""
+"""Measurements that tree builders are prepared with; decoding/calibration.py makes them."""
 
 import json
 from bisect import bisect_left

@@ -9,15 +9,11 @@ from torch import Tensor
 
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match, OpenSampling
 from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling, Traversal
-from spectrain.decoding.calibration import (
-    TeacherForcedBuilder,
-    calibrate_builders,
-    measure_latency,
-    resolve_rule,
-    run_teacher_forced,
-)
+from spectrain.decoding.calibration import calibrate_builders, resolve_rule
 from spectrain.decoding.generation import Generation
+from spectrain.decoding.latency import measure_latency
 from spectrain.decoding.loop import decode
+from spectrain.decoding.teacher_forcing import TeacherForcedBuilder, run_teacher_forced
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.eval.notes import describe_rules

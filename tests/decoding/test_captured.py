@@ -15,10 +15,11 @@ from torch.utils._pytree import tree_leaves
 from spectrain.decoding import captured
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
 from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling
-from spectrain.decoding.calibration import PresetChainBuilder, TeacherForcedBuilder
-from spectrain.decoding.captured import MAX_CACHED_STATES, CapturedRunner, RoundTimer
+from spectrain.decoding.captured import MAX_CACHED_STATES, CapturedRunner
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import Request, RoundOutcome, decode
+from spectrain.decoding.static_rounds import RoundTimer
+from spectrain.decoding.teacher_forcing import PresetChainBuilder, TeacherForcedBuilder
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.dflash import DFlash, DFlashConfig

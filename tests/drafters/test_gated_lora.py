@@ -21,11 +21,13 @@ from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
 from spectrain.decoding.acceptance.rejection import RecursiveRejection, SpeculativeSampling
-from spectrain.decoding.calibration import LatencyProbe, calibrate_builders, run_teacher_forced
+from spectrain.decoding.calibration import calibrate_builders
 from spectrain.decoding.guard import Guard
+from spectrain.decoding.latency import LatencyProbe
 from spectrain.decoding.loop import decode
 from spectrain.decoding.replay import DraftRecorder
 from spectrain.decoding.session import Session
+from spectrain.decoding.teacher_forcing import run_teacher_forced
 from spectrain.drafters import gated_lora
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.context import Context

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from spectrain.decoding.calibration import time_levels
+from spectrain.decoding.latency import time_levels
 from spectrain.errors import UserError
 from spectrain.models.architectures.recurrent import Recurrent
 from spectrain.models.architectures.recurrent_states import PathPolicy
