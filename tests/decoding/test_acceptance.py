@@ -59,7 +59,7 @@ def looped_walk(tokens: list[int], parents: list[int], usable: list[bool], choic
 @pytest.mark.parametrize("shape", ["random", "star", "chain"])
 @pytest.mark.parametrize("num_nodes", [1, 2, 9, 70])
 @pytest.mark.parametrize("seed", range(4))
-def test_walk_equals_a_loop(shape: str, num_nodes: int, seed: int) -> None:
+def test_tree_walk_equals_a_loop(shape: str, num_nodes: int, seed: int) -> None:
     """Path, count, bonus and emitted tokens are those of a loop over nodes, row by row."""
     draw = random.Random(f"{shape} {num_nodes} {seed}")
     rows = [drawn_tree(shape, num_nodes, draw) for _ in range(4)]
@@ -196,7 +196,7 @@ def test_match_neighbouring_draws_are_independent() -> None:
         assert float(((observed - expected) ** 2 / expected).sum()) < 26.12  # the same level with 8 degrees of freedom
 
 
-def test_match_repeats_and_follows_its_keys() -> None:
+def test_match_draws_depend_on_their_keys_only() -> None:
     """The same keys give the same draws, in any batch order and node order; another seed gives others."""
     logits = torch.randn(5, 12, 20)
     rows, positions = torch.tensor([3, 0, 7, 11, 4]), torch.randint(0, 50, (5, 12))
@@ -209,7 +209,7 @@ def test_match_repeats_and_follows_its_keys() -> None:
     assert not torch.equal(drawn, Match(seed=2).choose_tokens(logits, rows, positions))
 
 
-def test_noise_differs_for_every_key() -> None:
+def test_noise_differs_between_keys() -> None:
     """No two nearby keys of purpose, seed, row and position share their noise, and a key always has the same."""
     keys = list(itertools.product((DRAFT, ACCEPT, SAMPLE), range(3), range(15), range(15)))
     noise = [tuple(gumbel_noise((4,), keyed_generator(*key)).tolist()) for key in keys]
@@ -253,7 +253,7 @@ def test_match_never_draws_what_shaping_cut() -> None:
 
 @pytest.mark.parametrize("children", ["sampled", "without_replacement"])
 @pytest.mark.parametrize("cut", [(1.0, 0, 1.0), (0.7, 9, 0.9)])
-def test_recursive_on_the_device_equals_its_proof_row_by_row(children: Children, cut: tuple[float, int, float]) -> None:
+def test_recursive_on_the_device_equals_select_path(children: Children, cut: tuple[float, int, float]) -> None:
     """What is decided for all rows at once is what `judge`, which is proven lossless, decides with the same random numbers."""
     batch, vocab, drafted = 64, 16, 12
     parents = [-1, 0, 0, 0, 1, 1, 2, 4, 4]

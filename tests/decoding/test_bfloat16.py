@@ -37,7 +37,7 @@ def rounded(tiny: Target) -> Target:
 
 
 @rows_are_alike
-def test_a_node_has_the_bits_of_a_token_alone(rounded: Target) -> None:
+def test_bfloat16_node_equals_a_single_token_bit_for_bit(rounded: Target) -> None:
     """Logits of a tree of 40 nodes, of two sequences at once, are those of every path decoded one by one."""
     torch.manual_seed(1)
     prompts, lengths = torch.randint(3, 96, (2, 30)), torch.tensor([30, 21])
@@ -72,7 +72,7 @@ def test_drafted_equals_generate(rounded: Target) -> None:
 
 
 @rows_are_alike
-def test_generate_multiplies_a_token_alone_as_one_of_several(rounded: Target) -> None:
+def test_generate_multiplies_a_single_token_like_several(rounded: Target) -> None:
     """Without AMX oneDNN adds up a single row of more than 1,024 numbers in another order, of torch's linears too."""
     with reference_model(rounded) as model, torch.inference_mode():
         linear = model.model.layers[0].mlp.down_proj
@@ -82,7 +82,7 @@ def test_generate_multiplies_a_token_alone_as_one_of_several(rounded: Target) ->
     assert not any("forward" in vars(module) and not is_packed(module) for module in rounded.model.modules())
 
 
-def test_a_near_tie_is_as_wide_as_the_rounding(rounded: Target, shallow: Target) -> None:
+def test_near_tie_width_equals_the_rounding(rounded: Target, shallow: Target) -> None:
     """Logits of bfloat16 are told apart by chance within a few hundredths or tenths, those of float32 within the least."""
     context = list(range(3, 30))
     assert logit_gap(shallow, context).rounding == pytest.approx(1e-4, rel=2)

@@ -53,7 +53,7 @@ def eagle3(shallow: Target, prompts: list[list[int]]) -> Eagle3:
     return lucky(shallow, prompts)
 
 
-def test_between_is_exact_and_linear() -> None:
+def test_latency_interpolation_is_exact_and_linear() -> None:
     """Measured sizes give what was measured, others lie on the line through their neighbours, also beyond the ends."""
     table = {8: 3.0, 1: 1.0, 4: 7.0}
     assert [_interpolate_nodes(table, size) for size in (1, 4, 8)] == [1.0, 7.0, 3.0]
@@ -77,7 +77,7 @@ def test_latency_between_contexts_is_linear() -> None:
     assert [latency.estimate_step(7, length) for length in (0, 250, 999)] == [1.0, 2.5, 3.0]
 
 
-def test_latency_adds_up() -> None:
+def test_draft_latency_sums_start_and_steps() -> None:
     """A draft is its first step and, for every further level, a step of that width, each behind its own context."""
     latency = Latency({10: {1: 1.0, 3: 2.0}, 50: {1: 4.0, 3: 8.0}}, {10: {1: 0.1, 3: 0.3}, 50: {1: 0.5, 3: 0.9}}, 0.25)
     assert (latency.estimate_verify(2), latency.estimate_verify(2, 30), latency.estimate_verify(5, 99)) == (1.5, 3.75, 12.0)
@@ -85,7 +85,7 @@ def test_latency_adds_up() -> None:
     assert latency.estimate_draft(3, 2, 30) == pytest.approx(0.25 + 2 * 0.45)
 
 
-def test_chances_are_weighted_by_places(tmp_path: Path) -> None:
+def test_pooled_hits_are_weighted_by_positions(tmp_path: Path) -> None:
     """Hits of all depths together, as if counted in one; and a calibration is saved as it is."""
     calibration = Calibration([[0.5, 0.25], [0.2, 0.0], [0.9, 0.9]], [6, 2, 0])
     assert calibration.pooled_hits == pytest.approx([(3 + 0.4) / 8, 1.5 / 8])
@@ -113,7 +113,7 @@ def forced_decode(
 )
 @pytest.mark.parametrize("depth", [1, 4])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_forced_rounds_keep_everything(
+def test_teacher_forced_rounds_accept_everything(
     shallow: Target,
     prompts: list,
     eagle3: Eagle3,
@@ -176,7 +176,7 @@ def test_hits_equal_a_count_by_hand(tiny: Target, prompts: list, monkeypatch: py
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("rule", [Greedy(), Match(seed=7), RecursiveRejection(seed=2)], ids=lambda rule: rule.name)
 @pytest.mark.parametrize("children", ["deterministic", "without_replacement"])
-def test_hits_of_distinct_children_are_chances(
+def test_hits_of_distinct_children_sum_to_at_most_one(
     shallow: Target, prompts: list, eagle3: Eagle3, rule: AcceptanceRule, children: Children
 ) -> None:
     """At every depth they are no less than 0 and add up to 1 at most, for one child is kept or none; some are kept."""
@@ -199,7 +199,7 @@ def chances(rule: AcceptanceRule, children: Children, logits: Tensor, number: in
     "rule", [SpeculativeSampling(), RecursiveRejection(), Block(), Traversal()], ids=lambda rule: rule.name
 )
 @pytest.mark.parametrize("children", ["sampled", "without_replacement"])
-def test_first_child_is_kept_with_the_overlap(rule: AcceptanceRule, children: Children) -> None:
+def test_first_child_is_accepted_with_the_overlap(rule: AcceptanceRule, children: Children) -> None:
     """On average over draws, every rule that weighs p against q keeps the first child with the summed min(p, q)."""
     logits = torch.randn(7 * VOCAB)
     p, q = logits.double().softmax(-1), torch.zeros(7 * VOCAB, dtype=torch.float64)
@@ -208,7 +208,7 @@ def test_first_child_is_kept_with_the_overlap(rule: AcceptanceRule, children: Ch
     assert abs(found.mean() - torch.minimum(p, q).sum()) < 4 * found.std() / 400**0.5
 
 
-def test_all_tokens_without_replacement_keep_one() -> None:
+def test_all_tokens_without_replacement_accept_exactly_one() -> None:
     """Where the target says nothing outside the draft vocabulary and all of it is drawn, some child is kept for sure."""
     logits = torch.full((7 * VOCAB,), float("-inf"))
     logits[7 * torch.arange(VOCAB) + 3] = torch.randn(VOCAB)
@@ -258,7 +258,7 @@ def test_sampling_rules_are_forecast(shallow: Target, prompts: list, eagle3: Eag
     )
 
 
-def test_the_better_rule_by_hand() -> None:
+def test_forecast_prefers_the_rule_that_accepts_more() -> None:
     """Where four drawn children are kept at 0.7 and the four likeliest at 0.45, drawing is recommended, else not."""
     weak, sure = RuleForecast(4, [0.445, 0.4], [0.704, 0.7]), RuleForecast(1, [0.9], [0.91])
     assert weak.forecast_lengths == pytest.approx((1 + 0.445 + 0.178, 1 + 0.704 + 0.4928))
@@ -269,7 +269,7 @@ def test_the_better_rule_by_hand() -> None:
 
 
 @pytest.mark.parametrize("pays", [True, False])
-def test_an_open_rule_is_settled(
+def test_unresolved_rule_is_resolved_by_the_forecast(
     shallow: Target, prompts: list, eagle3: Eagle3, monkeypatch: pytest.MonkeyPatch, pays: bool
 ) -> None:
     """acceptance=sample becomes recursive rejection over the same tree, drawn, where that promises more, else sample-and-match;

@@ -136,7 +136,7 @@ def test_every_family_and_tree_equals_the_loop(shallow: Target, drafter: str, bu
 
 @pytest.mark.parametrize("builder", LEAVING)
 @pytest.mark.parametrize("drafter", KEEPING)
-def test_a_tree_that_leaves_out_what_was_run_is_refused(shallow: Target, drafter: str, builder: str) -> None:
+def test_tree_that_omits_run_nodes_is_refused(shallow: Target, drafter: str, builder: str) -> None:
     """With the tree and the drafter by name."""
     with pytest.raises(UserError, match=f"tree={builder} omits nodes that drafter=[a-z]* has run"):
         CapturedRunner(shallow, Greedy(), DRAFTERS[drafter](shallow).eval(), BUILDERS[builder]())
@@ -206,7 +206,7 @@ def place(tensor: Tensor) -> int:
     ("drafter", "builder"),
     [(None, "chain"), *(pair for pair in product(DRAFTERS, ("chain", "eagle2")) if pair not in product(KEEPING, LEAVING))],
 )
-def test_every_round_is_the_one_that_was_captured(drafter: str | None, builder: str) -> None:
+def test_every_round_runs_the_captured_operations(drafter: str | None, builder: str) -> None:
     """Later rounds, and those of other prompts, do what a graph holds of an earlier one: the same operations on the same
     numbers of the host and on tensors in the same places. Tensors without data show it, by the kernels that a GPU runs."""
     target = cut_tiny(3)
@@ -274,7 +274,7 @@ def test_compiled_rounds_equal_the_loop(drafter: str | None, builder: str | None
         assert counters["stats"]["unique_graphs"] == models + at_once
 
 
-def test_a_drafter_that_others_use_in_between_finds_its_caches_again(shallow: Target) -> None:
+def test_drafter_state_survives_use_by_another_runner(shallow: Target) -> None:
     """Two engines and the loop share a drafter, in turn: each gives what it gives alone."""
     drafter, builders = Eagle3(shallow, vocab_size=512).eval(), (Chain(2), Eagle2(3, 10, 3))
     engines = [CapturedRunner(shallow, Greedy(), drafter, builder) for builder in builders]
@@ -288,7 +288,7 @@ def test_a_drafter_that_others_use_in_between_finds_its_caches_again(shallow: Ta
     assert held == held[:2] * 2 and held[0] != held[1]
 
 
-def test_layers_that_are_not_compiled_do_not_shift_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncompiled_layers_do_not_shift_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where only some layers of a forward are compiled, as beyond the limit of shapes, every one attends in its own place."""
     torch._dynamo.reset()
     target = cut_tiny(3)
@@ -302,9 +302,7 @@ def test_layers_that_are_not_compiled_do_not_shift_the_others(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("drafter", [None, "eagle3", "gated_lora"])
-def test_an_interrupted_decode_leaves_nothing_behind(
-    shallow: Target, drafter: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_decoding_leaves_no_state(shallow: Target, drafter: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped in the middle of rounds that the host has not looked at, the next decode gives what it would have given."""
     made = None if drafter is None else DRAFTERS[drafter](shallow).eval()
     builder = None if made is None else Chain(3)
@@ -329,7 +327,7 @@ def test_an_interrupted_decode_leaves_nothing_behind(
         assert facts(engine.decode(PROMPTS, 12)) == facts(expected)
 
 
-def test_a_refused_prompt_leaves_nothing_behind(shallow: Target) -> None:
+def test_refused_prompt_leaves_no_state(shallow: Target) -> None:
     """One that leaves no room is refused with the loop's words, first or later, and what another decode did with the drafter
     meanwhile is not taken for the engine's own."""
     drafter = Eagle3(shallow, vocab_size=512).eval()
@@ -360,7 +358,7 @@ def test_a_drafter_keeps_its_settings(shallow: Target) -> None:
 @pytest.mark.sweep(2, free=("drafter", "backend"))
 @pytest.mark.parametrize("drafter", ["eagle3", "causal", "early_exit", "hydra"])
 @pytest.mark.parametrize("backend", [None, "eager"])
-def test_what_is_known_is_kept_whole(drafter: str, backend: str | None) -> None:
+def test_preset_chain_is_accepted_completely(drafter: str, backend: str | None) -> None:
     """With every draft right a round emits as deep as the drafter reaches and one more, batch after batch."""
     torch._dynamo.reset()
     target = cut_tiny(3)
@@ -375,14 +373,14 @@ def test_what_is_known_is_kept_whole(drafter: str, backend: str | None) -> None:
         assert all(one.round_lengths == [4] * 2 for one in found)
 
 
-def test_beams_are_those_of_the_loop(shallow: Target) -> None:
+def test_captured_beams_equal_the_loop(shallow: Target) -> None:
     """How many nodes beams share depends on the scores, and the tree's size does not. (Of a drafter that is unsure, rounding
     decides which beams stay, so this one is not.)"""
     drafter = shaken(Redrafter(shallow, vocab_size=512), shallow, 2.0)
     same(shallow, Greedy(), drafter, Beam(3, 8, 3))
 
 
-def test_old_sizes_are_given_up(shallow: Target) -> None:
+def test_oldest_batch_states_are_dropped(shallow: Target) -> None:
     """Of many sizes of batches the latest stay."""
     engine = CapturedRunner(shallow, Greedy())
     for batch in (1, 2, 1, 3, 4, 5):
@@ -399,7 +397,7 @@ def test_old_sizes_are_given_up(shallow: Target) -> None:
         (Greedy(), Eagle3, Chain(3, stop=0.5), "tree=chain decides the draft length on the host"),
     ],
 )
-def test_what_cannot_be_held_in_a_graph_is_refused(
+def test_rounds_that_cannot_be_captured_are_refused(
     shallow: Target, rule: AcceptanceRule, drafter: Callable[[Target], Drafter] | None, builder: TreeBuilder | None, words: str
 ) -> None:
     """With the reason, and what to do."""
@@ -407,7 +405,7 @@ def test_what_cannot_be_held_in_a_graph_is_refused(
         CapturedRunner(shallow, rule, None if drafter is None else drafter(shallow), builder)
 
 
-def test_a_target_that_asks_the_device_is_refused() -> None:
+def test_target_with_dynamic_rope_is_refused() -> None:
     """A dynamic rotary embedding looks at the longest position in every forward."""
     target = cut_tiny(3)
     target.config.rope_parameters = {**target.config.rope_parameters, "rope_type": "dynamic", "factor": 2.0}
@@ -417,7 +415,7 @@ def test_a_target_that_asks_the_device_is_refused() -> None:
         CapturedRunner(target, Greedy())
 
 
-def test_time_is_shared_out_without_a_rest(shallow: Target) -> None:
+def test_round_parts_sum_to_the_total_time(shallow: Target) -> None:
     """Parts are those of the loop, none is negative, and a row that is done earlier has fewer of them."""
     one, other = CapturedRunner(shallow, Greedy()).decode([[5, 6, 7], [8, 9]], 9, ignore_eos=True)
     assert one.seconds.keys() == {"prefill", "draft", "verify", "accept", "other"}

@@ -35,7 +35,7 @@ def stream(guard: Guard, gain: float, cost: float, num_tokens: int) -> tuple[lis
 
 
 @pytest.mark.parametrize("gain, cost", [(1.2, 1.1), (3.0, 1.5), (4.0, 3.9)])
-def test_rounds_that_pay_never_fall_back(gain: float, cost: float) -> None:
+def test_gaining_rounds_never_stop_drafting(gain: float, cost: float) -> None:
     """After two rounds that measure a step, all rounds draft but one after every 32, which measures it again; that costs a
     little more than 1 % at most."""
     drafted, spent = stream(Guard(), gain, cost, 3000)
@@ -57,9 +57,7 @@ def slow_start(emitted: float, rounds: int) -> float:
 @pytest.mark.parametrize("step", [slow_start, long_start], ids=lambda step: step.__name__)
 @pytest.mark.parametrize("cost", [1.1, 1.25, 1.4])
 @pytest.mark.parametrize("spread", [0.0, 0.15])
-def test_a_baseline_that_was_too_slow_is_measured_again(
-    step: Callable[[float, int], float], cost: float, spread: float
-) -> None:
+def test_slow_first_steps_are_measured_again(step: Callable[[float, int], float], cost: float, spread: float) -> None:
     """A drafter of which nothing is kept, dearer than a step and cheaper than the steps at the start, costs 5 % at most over
     2,000 tokens, also where the times of rounds scatter; timed once, it would cost what it costs for ever."""
     guard, draw = Guard(), Random(1)
@@ -76,7 +74,7 @@ def test_a_baseline_that_was_too_slow_is_measured_again(
 
 
 @pytest.mark.parametrize("cost", [1.05, 1.2, 1.5, 3.0, 16.0])
-def test_rounds_that_never_pay_cost_little(cost: float) -> None:
+def test_losing_rounds_cost_little(cost: float) -> None:
     """Over 2,000 tokens a drafter of which nothing is kept costs at most 5 % of decoding without it, and is tried again."""
     drafted, spent = stream(Guard(), 1.0, cost, 2000)
     assert any(drafted[1000:])
@@ -84,14 +82,14 @@ def test_rounds_that_never_pay_cost_little(cost: float) -> None:
 
 
 @pytest.mark.parametrize("allowance", [0.02, 0.2])
-def test_the_allowance_is_kept(allowance: float) -> None:
+def test_losses_stay_within_the_allowance(allowance: float) -> None:
     """The same for other allowances, over as many tokens as it takes for the first rounds not to count."""
     _, spent = stream(Guard(allowance), 1.0, 1.5, 4000)
     assert spent <= (1 + allowance) * 4000
 
 
 @pytest.mark.parametrize("bad", [1.2, 3.0, 16.0])
-def test_drafting_comes_back_when_it_pays(bad: float) -> None:
+def test_drafting_resumes_when_it_gains(bad: float) -> None:
     """After a stretch that does not pay one that does is drafted again, to its end."""
     guard = Guard()
     before, _ = stream(guard, 1.0, bad, 600)
@@ -101,7 +99,7 @@ def test_drafting_comes_back_when_it_pays(bad: float) -> None:
 
 
 @pytest.mark.parametrize("allowance", [0.0, 1.0, -0.1])
-def test_guard_refuses(allowance: float) -> None:
+def test_guard_refuses_invalid_allowances(allowance: float) -> None:
     """An allowance that is no share is refused."""
     with pytest.raises(UserError, match=f"guard allowance={allowance}"):
         Guard(allowance)
@@ -141,7 +139,7 @@ def eagle3(shallow: Target) -> Eagle3:
 @pytest.mark.parametrize("pattern", ["..d", "d.", ".d..dd", "...."])
 @pytest.mark.parametrize("builder", BUILDERS, ids=lambda builder: builder.name)
 @pytest.mark.parametrize("batch", [1, 3])
-def test_switching_keeps_the_output(
+def test_guard_does_not_change_the_output(
     shallow: Target, prompts: list, eagle3: Eagle3, pattern: str, builder: TreeBuilder, batch: int
 ) -> None:
     """Output is greedy whichever rounds draft; a round that does not has a tree of depth 0 and emits one token."""
@@ -214,7 +212,7 @@ def test_random_tokens_cost_little(shallow: Target) -> None:
     assert work <= 1.05 * steps < unguarded
 
 
-def test_a_round_that_gets_ready_is_judged_with_the_next() -> None:
+def test_preparing_round_counts_with_the_next_round() -> None:
     """A drafter that needs a round before it can draft, and then pays, is tried again and goes on drafting."""
     guard, ready, drafted = Guard(window=4), False, 0
     for number in range(400):

@@ -161,7 +161,7 @@ def test_perfect_drafter_fills_every_round(
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_partly_right_drafts_keep_the_output(
+def test_partly_right_drafts_do_not_change_the_output(
     shallow: Target, prompts: list, monkeypatch: pytest.MonkeyPatch, rule: AcceptanceRule
 ) -> None:
     """Where each row of a ragged batch keeps its own number of drafted tokens, counts and outputs are as expected."""
@@ -177,7 +177,9 @@ def test_partly_right_drafts_keep_the_output(
 
 @pytest.mark.parametrize("depth", [1, 4])
 @pytest.mark.parametrize("limit", [1, 2, 5, 6, 7])
-def test_the_limit_is_kept(shallow: Target, prompts: list, monkeypatch: pytest.MonkeyPatch, depth: int, limit: int) -> None:
+def test_output_ends_at_the_limit(
+    shallow: Target, prompts: list, monkeypatch: pytest.MonkeyPatch, depth: int, limit: int
+) -> None:
     """Output stops at the limit; the last round is cut where it would have gone past it."""
     stop_at(monkeypatch)
     (plain,) = decode(shallow, prompts[:1], Greedy(), limit + depth + 1)
@@ -189,7 +191,9 @@ def test_the_limit_is_kept(shallow: Target, prompts: list, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("place", range(8))
-def test_eos_inside_an_accepted_run(shallow: Target, prompts: list, monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+def test_eos_inside_an_accepted_path_ends_the_text(
+    shallow: Target, prompts: list, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
     """EOS is the last token wherever in a round it falls, and the round is cut unless EOS was its last token."""
     stop_at(monkeypatch)
     rule, depth = Match(temperature=2.0, seed=7), 3  # hot, so that tokens do not repeat
@@ -206,7 +210,7 @@ def test_eos_inside_an_accepted_run(shallow: Target, prompts: list, monkeypatch:
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["ngram", "eagle3"])
 @pytest.mark.parametrize("builder", BUILDERS, ids=lambda builder: builder.name)
-def test_a_row_that_ends_early_leaves_the_others_alone(
+def test_finished_row_does_not_change_the_others(
     shallow: Target, prompts: list, drafters: dict, monkeypatch: pytest.MonkeyPatch, name: str, builder: TreeBuilder
 ) -> None:
     """Rows that end at once, after a few tokens and at the limit give what each gives alone."""
@@ -334,7 +338,7 @@ def test_tree_wider_than_its_budget_fits_the_cache(
 
 
 @pytest.mark.parametrize("builder", [Chain(5), Eagle2(depth=5, budget=4)], ids=lambda builder: builder.name)
-def test_ngram_keeps_its_budget(shallow: Target, builder: TreeBuilder) -> None:
+def test_ngram_tree_stays_within_its_budget(shallow: Target, builder: TreeBuilder) -> None:
     """The draft is a chain as long as the depth and the budget allow."""
     prompt = [5, 6, 7, 8, 9, 10, 11] * 3
     tree = proposed(Ngram(shallow), placed(shallow, [prompt], builder), builder)

@@ -345,7 +345,7 @@ def trials(kind: str, shape: Shape) -> Iterator[tuple[Model, Model, int]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", list_constructors("acceptance"))
-def test_every_choice_that_is_called_lossless_is(name: str, kind: str) -> None:
+def test_every_lossless_choice_has_an_enumeration_proof(name: str, kind: str) -> None:
     """Whatever conf/acceptance names, a new rule by itself, with each kind of children that it takes: of a path, or of a pair
     with one child each. Those that fix the target's tokens beforehand are proven below by their names, for want of coins."""
     made: Any = GroupSpec("acceptance", name).load_constructor()
@@ -417,7 +417,7 @@ def test_rules_for_independent_drafts_are_lossless(rule: SequentialRule, name: s
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SEVERAL)
 @pytest.mark.parametrize("rule", [Transport(), SpecHub(), Traversal()], ids=lambda rule: rule.name)
-def test_the_likeliest_with_one_drawn_are_lossless(rule: SequentialRule, name: str, kind: str) -> None:
+def test_top_and_sampled_children_are_lossless(rule: SequentialRule, name: str, kind: str) -> None:
     """A node's likeliest children and one drawn from the rest of q: the target's joint distribution exactly."""
     if rule.name == "spechub" and name == "3":
         pytest.skip("it judges two drafts")
@@ -486,7 +486,7 @@ def after(model: Model, head: Path) -> Model:
 @pytest.mark.parametrize(
     "rule", [SpeculativeSampling(), RecursiveRejection(), Block(), Traversal()], ids=lambda rule: rule.name
 )
-def test_lengths_learnt_from_the_round_before_are_lossless(rule: SequentialRule, kind: str) -> None:
+def test_lengths_learned_from_earlier_rounds_are_lossless(rule: SequentialRule, kind: str) -> None:
     """A second round as long as the first one kept tokens, its length thus learnt from what was accepted and rejected, leaves
     the joint distribution of both rounds' tokens exact."""
     for seed in range(3):
@@ -525,7 +525,7 @@ JUDGED = [
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("knows", ["place", "token", "candidates"])
 @pytest.mark.parametrize("rule, name", JUDGED, ids=lambda value: getattr(value, "name", value))
-def test_drafts_of_one_pass_are_lossless(rule: SequentialRule, name: str, knows: str, seed: int) -> None:
+def test_parallel_drafts_are_lossless(rule: SequentialRule, name: str, knows: str, seed: int) -> None:
     """Distributions that slots share, that hang on a parent alone, or that leave tokens out: the output is the target's."""
     length = max(map(len, SHAPES[name])) + 1
     p, q = of_a_pass(knows, 2 if name == "lopsided" else 3, length, seed)
@@ -614,7 +614,7 @@ DEEP = {name: SHAPES[name] for name in ("1-1", "1-2", "2-1")}
 @pytest.mark.parametrize(
     "rule", [SpeculativeSampling(), RecursiveRejection(), Block(), Traversal()], ids=lambda rule: rule.name
 )
-def test_chances_are_those_of_judging(rule: SequentialRule, name: str, children: Children, kind: str) -> None:
+def test_acceptance_chances_equal_enumeration(rule: SequentialRule, name: str, children: Children, kind: str) -> None:
     """What a rule says of siblings is how often it keeps each, over all of its outcomes: exactly for the deepest ones, drawn as
     they are, and for those above them over all that is drawn below."""
     if rule.chains_only and name not in CHAINS:
@@ -642,7 +642,7 @@ def test_chances_are_those_of_judging(rule: SequentialRule, name: str, children:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["1", "2", "3"])
-def test_chances_of_rules_for_several_drafts_are_those_of_judging(name: str, kind: str) -> None:
+def test_acceptance_chances_for_several_drafts_equal_enumeration(name: str, kind: str) -> None:
     """The same of rules that take their drafts together, by the drafts that each of them takes; equal tokens count as one."""
     for p, q, _ in itertools.islice(trials(kind, SHAPES[name]), 3):
         taken: list[tuple[SequentialRule, Draft]] = [(rule, drawn(SHAPES[name], "sampled")) for rule in INDEPENDENT]
@@ -658,7 +658,7 @@ def test_chances_of_rules_for_several_drafts_are_those_of_judging(name: str, kin
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("children", ["deterministic", "sampled", "without_replacement"])
 @pytest.mark.parametrize("name", ["1", "2", "3"])
-def test_chances_of_fixed_choices_are_those_of_the_targets_draws(name: str, children: Children, kind: str) -> None:
+def test_acceptance_chances_of_fixed_choices_equal_the_targets_draws(name: str, children: Children, kind: str) -> None:
     """Sample-and-match keeps a child as often as the target draws it, and of equal ones the first; greedy likewise, with the
     likeliest token for a draw."""
     shape = SHAPES[name]
@@ -684,7 +684,7 @@ def test_chances_of_fixed_choices_are_those_of_the_targets_draws(name: str, chil
     [TypicalAcceptance(), TypicalAcceptance(epsilon=0.9, delta=0.9), InterleavedSampling(top_k=2)],
     ids=lambda rule: rule.name,
 )
-def test_chances_of_lossy_rules_are_their_verdicts(rule: SequentialRule) -> None:
+def test_acceptance_chances_of_lossy_rules_equal_their_verdicts(rule: SequentialRule) -> None:
     """Rules that draw no lots keep a child surely or not at all; siblings that may be equal are judged as they judge them."""
     seen = set()
     for tokens in itertools.product(range(4), repeat=1 if rule.chains_only else 3):
@@ -709,7 +709,7 @@ def test_chances_of_lossy_rules_are_their_verdicts(rule: SequentialRule) -> None
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CHAINS)
-def test_block_keeps_at_least_what_the_chain_rule_keeps(name: str, kind: str) -> None:
+def test_block_accepts_at_least_as_much_as_the_chain_rule(name: str, kind: str) -> None:
     """Block verification never expects fewer accepted tokens; on paths of two or more it sometimes expects more."""
     gains = []
     for seed in range(12 if len(CHAINS[name]) < 3 else 4):
@@ -726,7 +726,7 @@ def test_block_keeps_at_least_what_the_chain_rule_keeps(name: str, kind: str) ->
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CHAINS)
-def test_traversal_of_a_chain_is_block_verification(name: str, kind: str) -> None:
+def test_traversal_of_a_chain_equals_block_verification(name: str, kind: str) -> None:
     """On chains both keep each number of tokens with the same probability."""
     draft = drawn(CHAINS[name], "sampled")
     for p, q, _ in trials(kind, CHAINS[name]):
@@ -737,7 +737,7 @@ def test_traversal_of_a_chain_is_block_verification(name: str, kind: str) -> Non
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("children", ["sampled", "without_replacement"])
 @pytest.mark.parametrize("name", ["2", "3", "2-1", "1-2", "2-2", "lopsided"])
-def test_traversal_keeps_at_least_what_recursion_keeps(name: str, children: Children, kind: str) -> None:
+def test_traversal_accepts_at_least_as_much_as_recursion(name: str, children: Children, kind: str) -> None:
     """Traversal verification never expects fewer accepted tokens; one level deep it expects just as many."""
     shape, without_replacement = BRANCHING[name], children == "without_replacement"
     for p, q, length in trials(kind, shape):
@@ -914,7 +914,7 @@ WRONG = [
 
 @pytest.mark.sweep(14, free=("wrong",))
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.name)
-def test_a_wrong_variant_is_caught(wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_variant_fails_the_enumeration(wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof finds another joint distribution than the target's, and still one that sums to 1."""
     for module in (walking, weighing, transport) if wrong.patch is not None else ():
         monkeypatch.setattr(module, *wrong.patch, raising=False)
@@ -953,7 +953,7 @@ def test_rules_that_need_drawn_children_refuse_others(rule: SequentialRule) -> N
 
 
 @pytest.mark.parametrize("rule", [SpeculativeSampling(), Block()], ids=lambda rule: rule.name)
-def test_rules_for_one_path_refuse_branches(rule: SequentialRule) -> None:
+def test_chain_rules_refuse_branches(rule: SequentialRule) -> None:
     """A tree that branches is refused under the rule's name, with two ways out."""
     with pytest.raises(UserError, match=rf"^acceptance={rule.name}: .*use tree=chain or acceptance=recursive"):
         judged(rule, BRANCHED)
@@ -983,7 +983,7 @@ def test_spechub_refuses_three_drafts() -> None:
 @pytest.mark.parametrize(
     "rule", [RecursiveRejection(), Traversal(), Match(), Greedy(), TypicalAcceptance()], ids=lambda rule: rule.name
 )
-def test_rules_for_trees_take_branches(rule: AcceptanceRule) -> None:
+def test_tree_rules_accept_branches(rule: AcceptanceRule) -> None:
     """A drawn tree that branches is judged by every other rule."""
     assert 1 <= judged(rule, BRANCHED).counts.item() <= 2
 
@@ -1002,14 +1002,14 @@ def test_bad_settings_are_refused(rule: type[SamplingRule], key: str, value: flo
 
 
 @pytest.mark.parametrize("sharpness", [0, 21])
-def test_weights_that_tell_nothing_apart_are_refused(sharpness: int) -> None:
+def test_equal_importance_weights_are_refused(sharpness: int) -> None:
     """A sharpness beyond the largest power of a weight would make all drafts alike, which asks for the opposite of that."""
     with pytest.raises(UserError, match=rf"^acceptance\.sharpness={sharpness}: use 1 to 20"):
         ImportanceSampling(sharpness=sharpness)
 
 
 @pytest.mark.parametrize("truncated", [0, 33])
-def test_programmes_of_no_pairs_or_of_too_many_are_refused(truncated: int) -> None:
+def test_truncation_out_of_range_is_refused(truncated: int) -> None:
     with pytest.raises(UserError, match=rf"^acceptance\.truncated={truncated}: use 1 to 32"):
         TruncatedLinearProgram(truncated=truncated)
 
@@ -1047,7 +1047,7 @@ def typical_path(paths: list[Path], p: dict[Path, list[float]], rule: TypicalAcc
     return tree.paths[kept[-1]], bonus
 
 
-def test_lossy_rules_say_so() -> None:
+def test_lossy_rules_are_marked_lossy() -> None:
     """Typical acceptance, and the interleaving that on-policy training writes with, are not lossless; every other rule is."""
     assert not TypicalAcceptance.lossless and not InterleavedSampling.lossless
     several = (KSeq, ImportanceSampling, TruncatedLinearProgram, Transport, SpecHub)
@@ -1064,7 +1064,7 @@ def test_lossy_rules_say_so() -> None:
         pytest.param([0.2, 0.2, 0.2, 0.2, 0.2], 0.9, 0.9, {0, 1, 2, 3, 4}, id="uniform"),
     ],
 )
-def test_typical_keeps_what_is_likely_enough(p: list[float], epsilon: float, delta: float, kept: set[int]) -> None:
+def test_typical_accepts_likely_tokens(p: list[float], epsilon: float, delta: float, kept: set[int]) -> None:
     """Of single children exactly those with p(x) > min(epsilon, delta exp(-H)) are kept."""
     threshold = min(epsilon, delta * math.exp(sum(x * math.log(x + 1e-5) for x in p)))
     assert {token for token, chance in enumerate(p) if chance > threshold} == kept
@@ -1074,7 +1074,7 @@ def test_typical_keeps_what_is_likely_enough(p: list[float], epsilon: float, del
         assert typical_path([(token,)], after, rule) == (((token,), 4) if token in kept else ((), 0))
 
 
-def test_typical_keeps_the_longest_path_then_the_likeliest() -> None:
+def test_typical_accepts_the_longest_then_likeliest_path() -> None:
     """A longer kept path wins over a likelier one; of two equally long ones the likelier wins, in any order of siblings."""
     p = {
         (): [0.5, 0.4, 0.1],
@@ -1091,7 +1091,7 @@ def test_typical_keeps_the_longest_path_then_the_likeliest() -> None:
     assert typical_path([(0,), (1,), (1, 1), (1, 0)], p, rule) == ((1, 1), 1)
 
 
-def test_typical_is_greedy_where_the_target_is_sure() -> None:
+def test_typical_is_greedy_where_the_target_is_certain() -> None:
     """At a low temperature it keeps what greedy acceptance keeps, and the same token follows."""
     tokens = torch.randint(0, 4, (50, 4))
     tree = TokenTree.from_chain(tokens)

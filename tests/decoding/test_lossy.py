@@ -77,7 +77,7 @@ def of_place(found: Joint, vocab: int) -> Vector:
 @pytest.mark.parametrize("children", ["sampled", "without_replacement"])
 @pytest.mark.parametrize("name", ["1", "1-1", "2", "2-1"])
 @pytest.mark.parametrize("rule", BLENDS, ids=named)
-def test_what_is_drafted_has_the_blended_distribution(rule: BlendingRule, name: str, children: Any, kind: str) -> None:
+def test_output_has_the_blended_distribution(rule: BlendingRule, name: str, children: Any, kind: str) -> None:
     """Over every place that had drafts, what a round emits, going on with pi, has pi's joint distribution exactly."""
     depth = max(map(len, SHAPES[name]))
     for seed in range(3):
@@ -95,7 +95,7 @@ STRICT = [*(Deferral(defer=defer, alpha=-2) for defer in ("chow", "diff", "opt",
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", STRICT, ids=named)
-def test_a_blend_that_leaves_nothing_to_the_drafter_is_lossless(rule: SequentialRule, kind: str) -> None:
+def test_blend_without_the_drafter_is_lossless(rule: SequentialRule, kind: str) -> None:
     """At its strict end such a rule emits the target's joint distribution, and keeps what recursive rejection keeps."""
     draft = drawn(SHAPES["2"], "sampled")
     for seed in range(3):
@@ -116,7 +116,7 @@ def deferred(defer: str, p: Vector, q: Vector, alpha: Fraction) -> Vector:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("defer", ["chow", "diff", "opt", "token"])
-def test_a_cascade_emits_its_deferral_rule(defer: Any, kind: str) -> None:
+def test_cascade_emits_its_deferral_distribution(defer: Any, kind: str) -> None:
     """The first token of a drafted chain has the closed form of the deferral rule; over the trials both models are asked."""
     asked = set()
     for seed, alpha in itertools.product(range(8), (Fraction(0), Fraction(1, 4), Fraction(3, 5))):
@@ -131,7 +131,7 @@ def test_a_cascade_emits_its_deferral_rule(defer: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bias_is_bounded_and_buys_as_much_acceptance(kind: str) -> None:
+def test_bias_is_bounded_and_gains_as_much_acceptance(kind: str) -> None:
     """Yin's bound, by enumeration: the output's total variation from p is min(bias, TV(p, q)), with any number of children, and
     with one, rejection and bias add up to TV(p, q), the least that they can."""
     for seed, bias in itertools.product(range(6), (Fraction(0), Fraction(1, 10), THIRD, Fraction(1))):
@@ -156,7 +156,7 @@ LOOSENED: dict[str, Callable[[Fraction], BlendingRule]] = {
 
 
 @pytest.mark.parametrize("name", LOOSENED)
-def test_acceptance_rises_with_what_is_left_to_the_drafter(name: str) -> None:
+def test_acceptance_rises_with_alpha(name: str) -> None:
     """On fixed rounds the expected number of kept drafts never falls with the threshold, and rises from end to end."""
     steps = [Fraction(0), Fraction(1, 10), Fraction(1, 4), Fraction(1, 2), Fraction(1)]
     ends = []
@@ -171,7 +171,7 @@ def test_acceptance_rises_with_what_is_left_to_the_drafter(name: str) -> None:
 
 @pytest.mark.parametrize("children", ["sampled", "without_replacement"])
 @pytest.mark.parametrize("rule", BLENDS, ids=named)
-def test_chances_of_blends_are_those_of_judging(rule: BlendingRule, children: Any) -> None:
+def test_acceptance_chances_of_blends_equal_enumeration(rule: BlendingRule, children: Any) -> None:
     """What a blend says of siblings is how often it keeps each."""
     drop = children == "without_replacement"
     for seed in range(2):
@@ -193,7 +193,7 @@ class Rational(Sigmoid):
         return weights / (weights + self.odds)
 
 
-def test_a_shifted_sigmoid_is_a_ratio() -> None:
+def test_shifted_sigmoid_equals_a_ratio() -> None:
     """With a range of 1 the sigmoid of log w is w / (w + e^low)."""
     weights = torch.tensor([0.0, 0.1, 0.3, 0.6], dtype=torch.float64)
     for low in (-2.0, 0.0, 3.0):
@@ -201,7 +201,7 @@ def test_a_shifted_sigmoid_is_a_ratio() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_sigmoid_rule_emits_what_it_says(kind: str) -> None:
+def test_sigmoid_rule_emits_its_distribution(kind: str) -> None:
     """A drafted place has q min(1, p'/q') + (its rejections) norm(max(p' - q', 0)); far to the right that is p."""
     for seed, odds in itertools.product(range(4), (Fraction(1, 2), Fraction(10**12))):
         p, q = models(kind, 3, 2, seed)
@@ -221,7 +221,7 @@ def test_the_sigmoid_rule_emits_what_it_says(kind: str) -> None:
             assert variation(found, p[()]) < Fraction(1, 10**9)
 
 
-def test_a_wider_range_of_the_sigmoid_keeps_more() -> None:
+def test_wider_sigmoid_range_accepts_more() -> None:
     """The chance of every draft rises with `high`."""
     p, q = (torch.tensor(x, dtype=torch.float64) for x in ([0.1, 0.2, 0.7], [0.6, 0.3, 0.1]))
     for token in range(3):
@@ -258,7 +258,7 @@ def judged(rule: AcceptanceRule, tree: TokenTree, logits: Tensor) -> list[tuple[
 
 
 @pytest.mark.parametrize("rule, chain", [(Rollback(0), False), (Rollback(0), True), (LooseMatch(entropy=1.0, window=1), True)])
-def test_what_forgives_nothing_is_greedy(rule: RelaxedRule, chain: bool) -> None:
+def test_relaxed_rule_without_forgiveness_is_greedy(rule: RelaxedRule, chain: bool) -> None:
     """At the strict end paths and tokens are those of the greedy rule."""
     tree, logits = rounds(chain)
     greedy = judged(Greedy(), tree, logits)
@@ -275,7 +275,7 @@ def test_what_forgives_nothing_is_greedy(rule: RelaxedRule, chain: bool) -> None
     ],
     ids=["bild", "entropy", "window"],
 )
-def test_a_looser_threshold_keeps_the_same_and_more(rules: list[RelaxedRule], chain: bool) -> None:
+def test_looser_threshold_accepts_a_superset(rules: list[RelaxedRule], chain: bool) -> None:
     """On fixed rounds every path goes on where that of the stricter threshold ended, and some do."""
     tree, logits = rounds(chain)
     found = [judged(rule, tree, logits) for rule in rules]
@@ -284,7 +284,7 @@ def test_a_looser_threshold_keeps_the_same_and_more(rules: list[RelaxedRule], ch
     assert sum(len(path) for path, _ in found[-1]) > sum(len(path) for path, _ in found[0])
 
 
-def test_rollback_is_to_the_first_draft_that_is_too_far() -> None:
+def test_rollback_ends_at_the_first_distant_draft() -> None:
     """A chain is kept up to the first draft with -log p beyond the threshold that is not the likeliest token."""
     tree, logits = rounds(True)
     log_p = logits.log_softmax(-1)
@@ -324,7 +324,7 @@ def by_hand(small: Target, large: Target, prompt: list[int], count: int, fallbac
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("fallback", [0.0, 0.3])
 @pytest.mark.parametrize("rollback", [0.0, 3.0])
-def test_both_thresholds_of_bild(fallback: float, rollback: float) -> None:
+def test_bild_applies_both_thresholds(fallback: float, rollback: float) -> None:
     """Decoding with acceptance=bild and tree.stop writes what BiLD writes, and at rollback 0 what the target writes."""
     target = cut_tiny(3)
     drafter = Causal(target, num_layers=2).eval()
@@ -340,7 +340,7 @@ def test_both_thresholds_of_bild(fallback: float, rollback: float) -> None:
 
 
 @pytest.mark.parametrize("entropy, window", [(0.0, 1), (0.5, 2), (0.7, 1)])
-def test_a_deviation_is_forgiven_where_the_target_goes_on_as_drafted(entropy: float, window: int) -> None:
+def test_deviation_is_forgiven_where_the_target_agrees_afterwards(entropy: float, window: int) -> None:
     """A chain is kept up to the first deviation where the target was sure, or whose window holds another or is not whole."""
     tree, logits = rounds(True)
     forgiven = 0
@@ -360,7 +360,7 @@ def test_a_deviation_is_forgiven_where_the_target_goes_on_as_drafted(entropy: fl
     assert forgiven
 
 
-def test_of_several_forgiven_children_the_likeliest_stays() -> None:
+def test_likeliest_forgiven_child_is_accepted() -> None:
     """The likeliest token's child comes first, then the child with most chance; nodes that only draft are never kept."""
     logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(1, 4, -1)
     tree = TokenTree.from_parents(torch.tensor([[0, 2, 1, 1]]), torch.tensor([[-1, 0, 0, 0]]))
@@ -371,7 +371,7 @@ def test_of_several_forgiven_children_the_likeliest_stays() -> None:
     assert judged(Rollback(2.0), hidden, logits) == [([0, 1], 0)]
 
 
-def test_logits_alone_are_enough_for_what_reads_no_features() -> None:
+def test_rules_without_features_need_logits_only() -> None:
     """Judging by logits and by all that the target said is the same."""
     tree, logits = rounds(False, count=5)
     seen = Features(tree.tokens, ("final",), torch.randn(*tree.tokens.shape, 1, 7), logits)
@@ -391,7 +391,7 @@ def test_logits_alone_are_enough_for_what_reads_no_features() -> None:
         (lambda: LooseMatch(window=0), r"acceptance\.window=0: use 1 or more"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(make: Callable[[], AcceptanceRule], words: str) -> None:
+def test_invalid_settings_of_lossy_rules_are_refused(make: Callable[[], AcceptanceRule], words: str) -> None:
     """A setting out of its range is refused under its own name, with what to use."""
     with pytest.raises(UserError, match=words):
         make()

@@ -62,7 +62,7 @@ def programme(draft: Draft, p: Model, q: Model, depth: int) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("children", DRAFTS)
-def test_the_closed_form_is_the_programme(children: Children, count: int, kind: str) -> None:
+def test_closed_form_equals_the_linear_program(children: Children, count: int, kind: str) -> None:
     """For children of one node, however they are chosen or drawn, also where there are fewer tokens than children."""
     for vocab, seed in ((4, 0), (4, 1), (5, 2), (3, 3)):
         p, q = models(kind, vocab, 1, seed)
@@ -72,7 +72,7 @@ def test_the_closed_form_is_the_programme(children: Children, count: int, kind: 
         assert optimal_acceptance(siblings, children) == pytest.approx(programme(draft, p, q, 1), abs=ROUNDING)
 
 
-def test_draws_without_replacement_lie_within_by_enumeration() -> None:
+def test_probability_within_equals_enumeration() -> None:
     """For peaked and flat q the integral over arrivals is the sum over orders, and so is the optimum of it."""
     for sharp in (0.3, 3.0, 12.0):
         q = np.exp(sharp * np.random.default_rng(1).normal(size=6))
@@ -92,7 +92,7 @@ def test_draws_without_replacement_lie_within_by_enumeration() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SEVERAL)
 @pytest.mark.parametrize("children", TAKEN)
-def test_no_rule_keeps_more_than_the_optimum(children: Children, name: str, kind: str) -> None:
+def test_no_rule_accepts_more_than_the_optimum(children: Children, name: str, kind: str) -> None:
     """On every tree the programme's plan keeps at least what each rule does that takes such drafts."""
     shape, draft = SEVERAL[name], DRAFTS[children](SEVERAL[name])
     rules = TAKEN[children] + ([SpeculativeSampling(), Block()] if name in CHAINS and children == "sampled" else [])
@@ -105,7 +105,7 @@ def test_no_rule_keeps_more_than_the_optimum(children: Children, name: str, kind
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CHAINS)
-def test_block_verification_is_the_optimum_of_chains(name: str, kind: str) -> None:
+def test_block_verification_is_optimal_for_chains(name: str, kind: str) -> None:
     """Of one drawn path no rule keeps more, however long it is (Sun et al., 2024, theorem 2)."""
     draft = drawn(CHAINS[name], "sampled")
     for p, q, length in list(trials(kind, CHAINS[name]))[:3]:
@@ -116,7 +116,7 @@ def test_block_verification_is_the_optimum_of_chains(name: str, kind: str) -> No
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("counts", [(2,), (3,), (1, 2), (1, 3), (1, 1, 2)], ids=str)
-def test_traversal_is_the_optimum_where_the_last_level_branches(counts: tuple[int, ...], kind: str) -> None:
+def test_traversal_is_optimal_where_the_last_level_branches(counts: tuple[int, ...], kind: str) -> None:
     """Of one drawn path that ends in the likeliest tokens and one drawn, no rule keeps more of a whole round; where the first
     level branches, one could."""
     for seed in range(3):
@@ -132,7 +132,7 @@ def test_traversal_is_the_optimum_where_the_last_level_branches(counts: tuple[in
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SEVERAL)
-def test_matching_is_the_optimum_of_likeliest_children(name: str, kind: str) -> None:
+def test_matching_is_optimal_for_deterministic_children(name: str, kind: str) -> None:
     """Where nothing is drawn, what sample-and-match keeps, the chance of every node's path, is the most of a whole round."""
     length = max(map(len, SEVERAL[name])) + 1
     for seed in range(3):
@@ -145,7 +145,7 @@ def test_matching_is_the_optimum_of_likeliest_children(name: str, kind: str) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_whole_programme_is_the_optimum_of_two_drafts(kind: str) -> None:
+def test_full_linear_program_is_optimal_for_two_drafts(kind: str) -> None:
     """Where it decides about every token, no rule keeps more of two independent drafts (Khisti et al., 2024, theorem 1), to the
     fineness of its chances; about two tokens alone, it keeps less of some drafts and never more."""
     less = []
@@ -162,7 +162,7 @@ def test_the_whole_programme_is_the_optimum_of_two_drafts(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [2, 3])
-def test_transport_is_the_optimum_of_a_node(count: int, kind: str) -> None:
+def test_transport_is_optimal_for_a_node(count: int, kind: str) -> None:
     """It keeps what the closed form says of the likeliest tokens and one drawn; of two drafts so does SpecHub, whose pairs are
     these."""
     for seed in range(4):
@@ -174,7 +174,7 @@ def test_transport_is_the_optimum_of_a_node(count: int, kind: str) -> None:
             assert float(found) == pytest.approx(best, abs=1e-12)
 
 
-def test_spechubs_pairs_are_the_likeliest_token_and_one_drawn() -> None:
+def test_spechub_pairs_equal_top_and_sampled_children() -> None:
     """Q(x, hub) = q(x) and Q(hub, x) = q(hub) q(x) / (1 - q(hub)) draw the same pairs as top_and_sampled, as often."""
     for seed in range(4):
         _, q = models("dense", 4, 1, seed)

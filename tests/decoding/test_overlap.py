@@ -47,7 +47,7 @@ def made(name: str, target: Target, stranger: str = "") -> Drafter:
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_a_follower_drafts_what_the_drafter_drafts(shallow: Target, stranger: str, name: str) -> None:
+def test_follower_drafts_equal_the_drafters(shallow: Target, stranger: str, name: str) -> None:
     """After any texts, longer, shorter and others than the one before, it expects what a drafter that reads the text anew
     proposes in a round."""
     follower, anew = Follower(made(name, shallow, stranger), shallow), made(name, shallow, stranger)
@@ -64,7 +64,7 @@ def test_a_follower_drafts_what_the_drafter_drafts(shallow: Target, stranger: st
             assert found == tree.tokens[0, 1:].tolist()
 
 
-def test_a_draft_that_nobody_wants_is_given_up(shallow: Target) -> None:
+def test_superseded_draft_is_abandoned(shallow: Target) -> None:
     """Between two levels it looks whether something else is wanted; what it drafts next is right all the same."""
     follower, alone = (Follower(made("causal", shallow), shallow) for _ in range(2))
     with torch.inference_mode():
@@ -75,7 +75,7 @@ def test_a_draft_that_nobody_wants_is_given_up(shallow: Target) -> None:
         assert follower.draft(other, 4, lambda: False) == alone.draft(other, 4, lambda: False)
 
 
-def test_outcomes_are_told_by_their_chances() -> None:
+def test_outcomes_are_selected_by_probability() -> None:
     """Of a chain of two over five tokens all outcomes, in the order of their chances by the drafter, which sum to one."""
     said = torch.randn(3, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64).log_softmax(-1)
     q, chain = said.exp(), said.argmax(-1).tolist()
@@ -89,7 +89,7 @@ def test_outcomes_are_told_by_their_chances() -> None:
     assert [tuple(outcome) for outcome in select_outcomes(said, 4).tolist()] == found[:4]
 
 
-def test_behind_every_outcome_stands_what_would_be_drafted_there(shallow: Target) -> None:
+def test_draft_after_every_outcome_equals_a_new_draft(shallow: Target) -> None:
     """Drafted at once, or as far as there was time and then finished, behind a draft that is made or that is known, it is what
     a follower of that text drafts."""
     follower, alone = (Follower(made("causal", shallow), shallow) for _ in range(2))
@@ -136,7 +136,7 @@ def test_the_host_does_not_wait_for_every_outcome(shallow: Target) -> None:
     assert counts[0] == counts[1] > 0
 
 
-def test_as_many_drafts_are_ready_as_outcomes_were_foreseen(shallow: Target) -> None:
+def test_ready_drafts_equal_predicted_outcomes(shallow: Target) -> None:
     """Of the rounds of a decoding those whose text is among the likely outcomes of the verification before, the prompt's too;
     the more outcomes, the more of them."""
     drafter, counts = made("causal", shallow), []
@@ -168,7 +168,7 @@ def test_as_many_drafts_are_ready_as_outcomes_were_foreseen(shallow: Target) -> 
 @pytest.mark.parametrize("way", [{}, {"pre_verify": True}, {"num_outcomes": 6}], ids=["post", "pearl", "outcomes"])
 @pytest.mark.parametrize("rule", [Greedy(), Match(temperature=1.5)], ids=lambda rule: rule.name)
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_the_output_is_the_loops(
+def test_overlapped_output_equals_the_loop(
     shallow: Target, stranger: str, name: str, rule: Any, way: dict[str, Any], streams: bool
 ) -> None:
     """In a process of its own, or on a stream, the drafter gives the same tokens, prompt after prompt; without steps of the
@@ -186,7 +186,7 @@ def test_the_output_is_the_loops(
     assert overlap.num_missed > 0
 
 
-def test_on_a_stream_of_its_own_it_drafts_what_the_process_does(shallow: Target) -> None:
+def test_stream_worker_drafts_equal_the_process(shallow: Target) -> None:
     """As many drafts are ready, whatever is done ahead."""
     drafter = made("causal", shallow)
     for way in ({}, {"pre_verify": True}, {"num_outcomes": 5}):
@@ -219,7 +219,7 @@ def test_the_target_is_launched_before_the_drafter_drafts_ahead(shallow: Target,
     assert [one.split() for one in rounds[1:]] == [["draft"] * 4 + ["accept"]] * (len(rounds) - 1)
 
 
-def test_drafts_that_are_right_are_ready(shallow: Target) -> None:
+def test_correct_drafts_are_ready(shallow: Target) -> None:
     """The target itself as drafter: after the first round, or the first step, every draft was made while the target worked."""
     drafter = prepare_for_decoding(Causal(shallow, num_layers=2), shallow)
     drafter.model = copy.deepcopy(shallow)
@@ -229,7 +229,7 @@ def test_drafts_that_are_right_are_ready(shallow: Target) -> None:
         assert overlap.num_missed == 0 and overlap.num_ready == len(found.round_lengths) == (LIMIT + 2) // 4
 
 
-def test_a_worker_that_has_ended_is_said(shallow: Target) -> None:
+def test_ended_worker_raises_an_error(shallow: Target) -> None:
     """And nothing waits for it."""
     worker = ProcessWorker(made("ngram", shallow), shallow)
     worker.connection.close()
@@ -237,7 +237,7 @@ def test_a_worker_that_has_ended_is_said(shallow: Target) -> None:
         worker.request_draft([1, 2], 3, 64)
 
 
-def test_what_cannot_overlap_is_refused(shallow: Target) -> None:
+def test_drafters_that_cannot_overlap_are_refused(shallow: Target) -> None:
     """Drafters that read the target's features, trees, rules whose tokens depend on drafts, and texts side by side."""
     causal = made("causal", shallow)
     for drafter, builder, rule, said in [

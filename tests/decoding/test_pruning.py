@@ -90,7 +90,7 @@ def kept(target: Target, text: list[int], found: list[Path], layer: int, top_k: 
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("layer", [3, 6])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_kept_nodes_are_the_likely_ones(
+def test_remaining_nodes_are_the_likely_nodes(
     tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter], name: str, layer: int, batch: int
 ) -> None:
     """What stays is, in its order, what runs of the first layers over every whole path name; a layer that drafting has been
@@ -129,7 +129,7 @@ def test_pruned_decoding_equals_autoregressive(
 @pytest.mark.sweep(2, free=("name", "batch"))
 @pytest.mark.parametrize("name", ["ngram", "early_exit", "eagle3", "kangaroo"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_the_whole_vocabulary_prunes_nothing(
+def test_top_k_of_the_full_vocabulary_prunes_nothing(
     tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter], name: str, batch: int
 ) -> None:
     """Where every token is likely, rounds, depths and nodes are those of decoding without pruning."""
@@ -194,7 +194,7 @@ REFUSED: list[AcceptanceRule] = [
 
 
 @pytest.mark.parametrize("rule", REFUSED, ids=lambda rule: rule.name)
-def test_rules_that_weigh_drafts_are_refused(
+def test_pruning_refuses_rejection_rules(
     tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter], rule: AcceptanceRule
 ) -> None:
     """A rule that keeps a node by its probability would be wrong about what is left; the message says what to use."""
@@ -204,7 +204,7 @@ def test_rules_that_weigh_drafts_are_refused(
         Session(tiny, rule, drafters["early_exit"], Chain(2, "sampled"), pruning=Pruning(2, 4)).decode(prompts[:1], 4)
 
 
-def test_trees_with_nodes_that_only_draft_are_refused(tiny: Target, prompts: list[list[int]]) -> None:
+def test_pruning_refuses_mask_nodes(tiny: Target, prompts: list[list[int]]) -> None:
     """Lookahead's window holds no tokens of the text, so likely ones cannot be picked from it."""
     with pytest.raises(UserError, match="eval.prune_layer"):
         Session(tiny, Greedy(), Lookahead(tiny), TREE, pruning=Pruning(2, 4)).decode(prompts[:1], 8)
@@ -214,7 +214,7 @@ def test_trees_with_nodes_that_only_draft_are_refused(tiny: Target, prompts: lis
     (0, 4, "eval.prune_layer=0"), (-1, 4, "eval.prune_layer=-1"), (2, 0, "eval.prune_top=0"),
     (8, 4, "eval.prune_layer=8: tiny has 8 layers"), (9, 4, "eval.prune_layer=9: tiny has 8 layers"),
 ])  # fmt: skip
-def test_settings_out_of_range_are_refused(
+def test_pruning_refuses_invalid_settings(
     tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter], layer: int, top_k: int, message: str
 ) -> None:
     """The message names the setting, its value and, where it depends on the target, how many layers that has."""
@@ -222,7 +222,9 @@ def test_settings_out_of_range_are_refused(
         Session(tiny, Greedy(), drafters["ngram"], TREE, pruning=Pruning(layer, top_k)).decode(prompts[:1], 4)
 
 
-def test_pruned_and_unpruned_rounds_begin_alike(tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter]) -> None:
+def test_pruned_and_unpruned_first_rounds_are_equal(
+    tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter]
+) -> None:
     """The first tree is the one that is proposed without pruning: pruning sees it and does not shape it."""
     pruning, whole = Watched(6, 2), Watched(6, tiny.head.vocab_size)
     for each in (pruning, whole):
@@ -252,7 +254,7 @@ def closed(tree: TokenTree, marked: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("num_nodes", [1, 2, 9, 70])
-def test_a_selected_tree_holds_the_marked_nodes(batch: int, num_nodes: int) -> None:
+def test_selected_tree_has_the_marked_nodes(batch: int, num_nodes: int) -> None:
     """Every marked node, and none but padding beside them, in the same order with the same path, q, validity and emission."""
     for seed in range(4):
         tree = random_tree(Random(seed), batch, num_nodes)
@@ -275,7 +277,7 @@ def test_a_selected_tree_holds_the_marked_nodes(batch: int, num_nodes: int) -> N
                 ) and part.ancestors[row, place, new].sum() == above.sum()  # fmt: skip
 
 
-def test_all_of_a_tree_is_the_tree() -> None:
+def test_selecting_all_nodes_returns_the_tree() -> None:
     """Marking every node changes nothing; marking the root leaves a tree of one node."""
     tree = random_tree(Random(0), 3, 12)
     every = tree.select_nodes(torch.ones(3, 12, dtype=torch.bool))
@@ -285,7 +287,7 @@ def test_all_of_a_tree_is_the_tree() -> None:
     assert torch.equal(root.tokens, tree.tokens[:, :1]) and root.parents.tolist() == [[-1]] * 3
 
 
-def test_a_chosen_tree_needs_no_distributions() -> None:
+def test_selection_works_without_distributions() -> None:
     """Deterministic children have no q, and their part has none either."""
     chain: TreeBuilder = Chain(3)
     tree = TokenTree.from_chain(torch.arange(3, 3 + chain.budget)[None])
@@ -296,7 +298,7 @@ def test_a_chosen_tree_needs_no_distributions() -> None:
 # The fitted head
 
 
-def test_a_fitted_head_is_the_best_of_its_rank() -> None:
+def test_fitted_head_is_optimal_for_its_rank() -> None:
     """Of the logits that ridge regression gives, no rank r comes closer: what is missed are the last singular values."""
     torch.manual_seed(0)
     normed, head, bias = torch.randn(60, 12), torch.randn(40, 12), torch.randn(40)
@@ -325,7 +327,7 @@ def test_pruning_with_a_fitted_head_is_lossless(tiny: Target, prompts: list[list
         assert (pruning.count_multiply_adds(tiny) < Pruning(2, 4).count_multiply_adds(tiny)) == (pruning.head is not None)
 
 
-def test_a_head_that_names_less_is_not_used(tiny: Target, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worse_head_is_not_used(tiny: Target, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """On answers that it was not fitted on it must be as good as the target's own head."""
     worthless = EarlyHead(torch.zeros(tiny.width, 1), torch.zeros(tiny.head.vocab_size, 1), None)
     monkeypatch.setattr(EarlyHead, "from_states", lambda *given: worthless)

@@ -68,7 +68,7 @@ class Noting(Chain):
     [Chain(4, "sampled", 0.7, 5, 0.1), Eagle2(4, 9, 3), Static(3, 6), DySpec(3, 7, seed=3), Auto(3, 8, 2)],
     ids=lambda builder: str(builder.name),
 )
-def test_a_recorder_looks_like_its_builder(builder: TreeBuilder) -> None:
+def test_recorder_has_the_properties_of_its_builder(builder: TreeBuilder) -> None:
     """Attributes of the builder's interface and settings are those of the builder within; but it looks at numbers."""
     recorder = DraftRecorder(builder)
     for name in TreeBuilder.__annotations__.keys() - {"is_fixed"}:
@@ -78,7 +78,7 @@ def test_a_recorder_looks_like_its_builder(builder: TreeBuilder) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_recording_changes_nothing_and_notes_every_round(shallow: Target, count: int) -> None:
+def test_recorder_records_every_round_unchanged(shallow: Target, count: int) -> None:
     """The output is the builder's own, which hears of every round; drafts and emitted tokens are those of the decoding."""
     drafter, builder = Causal(shallow, num_layers=2), Noting(3)
     recorder = DraftRecorder(builder)
@@ -99,7 +99,7 @@ def test_recording_changes_nothing_and_notes_every_round(shallow: Target, count:
             end += emitted
 
 
-def test_padding_is_not_drafted(shallow: Target) -> None:
+def test_recorded_drafts_exclude_padding(shallow: Target) -> None:
     """A chain that stops early is recorded as far as it was drafted."""
     recorder = DraftRecorder(Chain(4, stop=0.3))
     found = decode(shallow, PROMPTS, Greedy(), 14, Causal(shallow, num_layers=2), recorder)
@@ -120,7 +120,7 @@ BY_HAND = [
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_replays_by_hand(seed: int) -> None:
+def test_replays_equal_hand_made_ones(seed: int) -> None:
     """Each draft behind the answer so far, with its distances; rejected ones first, no draft no replay, at most `limit`."""
     found = select_replays(GENERATION, ROUNDS, 9, Random(seed))
     assert len(found) == 3 and found[2] == BY_HAND[0]
@@ -129,14 +129,14 @@ def test_replays_by_hand(seed: int) -> None:
         assert select_replays(GENERATION, ROUNDS, limit, Random(seed)) == found[:limit]
 
 
-def test_replays_of_equal_standing_come_by_chance() -> None:
+def test_equal_replays_are_selected_at_random() -> None:
     """Which of the rejected drafts comes first is drawn."""
     assert {tuple(select_replays(GENERATION, ROUNDS, 1, Random(seed))[0].tokens_past_error) for seed in range(20)} == {
         tuple(replay.tokens_past_error) for replay in BY_HAND[1:]
     }
 
 
-def test_a_round_behind_the_end_is_left_out() -> None:
+def test_round_past_the_end_is_omitted() -> None:
     """Where the answer is shorter than a round needs, nothing is replayed from it."""
     short = Generation([1, 2], [10, 11], [3, 1], [2, 1])
     assert select_replays(short, [([11, 12], 3), ([5], 1)], 9, Random(0)) == BY_HAND[:1]
@@ -209,7 +209,7 @@ def test_causal_loss_equals_brute_force(shallow: Target, loss: str) -> None:
 # Side branches
 
 
-def test_branches_by_hand() -> None:
+def test_branches_equal_hand_made_ones() -> None:
     """A rejected draft judges the text's next token at distance 0, and its own from the second on; of a draft at the end, or
     one that is all kept, nothing is rejected; where texts are short the branch is cut."""
     found = join_branches(GENERATION, ROUNDS, 99)
@@ -226,7 +226,7 @@ def test_branches_by_hand() -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_forward_with_branches_is_the_forwards_of_its_drafts(shallow: Target, packed: bool) -> None:
+def test_forward_with_branches_equals_separate_forwards(shallow: Target, packed: bool) -> None:
     """The loss over answers with all their rejected drafts is that of every place by itself, behind the text and the wrong
     tokens that it was drafted behind."""
     drafter = make("causal", shallow)
@@ -256,7 +256,7 @@ def test_a_forward_with_branches_is_the_forwards_of_its_drafts(shallow: Target, 
     assert int(losses.counts.sum()) == batch.num_supervised
 
 
-def test_a_source_gives_branches(shallow: Target) -> None:
+def test_source_yields_branches(shallow: Target) -> None:
     """source.branches=true lays out the drafts of the target's decoding, and the data's texts as they are; it is refused where
     nothing is replayed and where a family cannot run it."""
     rows = torch.randint(3, 2000, (3, 20), generator=torch.Generator().manual_seed(4)).tolist()
@@ -335,7 +335,7 @@ def test_eagle3_loss_equals_brute_force(shallow: Target, loss: str, monkeypatch:
 
 
 @pytest.mark.parametrize("family", ["causal", "eagle3"])
-def test_with_nothing_rejected_it_is_half_the_forward_kl(shallow: Target, family: str) -> None:
+def test_balanced_loss_without_rejections_is_half_the_forward_kl(shallow: Target, family: str) -> None:
     """Distances of kept tokens only: loss and gradient are half of those of forward_kl."""
     rows = torch.randint(3, 2000, (3, 20)).tolist()
     data = Dataset([Example(row, [place >= 5 for place in range(20)]) for row in rows], 3, 0, 0)
@@ -390,7 +390,7 @@ def log_chances(logits: Tensor, draft: tuple[int, ...]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("earlier", [((0, 0),), ((1, 0),), ((1, 1), (0, 1)), ((1, 0), (1, 1), (0, 0))], ids=str)
-def test_the_estimator_is_the_enumerated_gradient(earlier: tuple[tuple[int, ...], ...]) -> None:
+def test_policy_gradient_equals_enumeration(earlier: tuple[tuple[int, ...], ...]) -> None:
     """Over two tokens, whatever was drawn before, E[sum of A log q] over all drafts has the gradient of E[reward]."""
     logits = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
     estimated, expected = torch.zeros_like(logits), torch.zeros((), dtype=torch.float64)
@@ -408,9 +408,7 @@ def test_the_estimator_is_the_enumerated_gradient(earlier: tuple[tuple[int, ...]
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.7])
-def test_held_near_a_reference_it_is_the_gradient_less_that_of_the_divergence(
-    weight: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reference_penalty_subtracts_the_divergence_gradient(weight: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """At a place, over every token that may be drawn there, E[A log q] has the gradient of E[reward] - weight KL(q || r)."""
     draw = torch.Generator().manual_seed(5)
     logits, other = (torch.randn(4, dtype=torch.float64, generator=draw) for _ in range(2))
@@ -428,7 +426,7 @@ def test_held_near_a_reference_it_is_the_gradient_less_that_of_the_divergence(
     torch.testing.assert_close(estimated, torch.autograd.grad(wanted, logits)[0], rtol=1e-6, atol=1e-6)
 
 
-def test_windows_are_drawn_where_a_sure_target_is_missed(shallow: Target) -> None:
+def test_windows_come_from_missed_certain_tokens(shallow: Target) -> None:
     """A window's weight is the mean of (1 - H / log V) KL(p || q) over its tokens, each behind the text before it; a drafter
     that says what the target says has windows that all weigh alike, next to nothing."""
     drafter = make("causal", shallow)
@@ -450,7 +448,7 @@ def test_windows_are_drawn_where_a_sure_target_is_missed(shallow: Target) -> Non
     assert max(policy.weigh_windows(found, text, shallow, shallow)) < 1e-5
 
 
-def test_a_source_draws_and_holds_windows(shallow: Target) -> None:
+def test_source_samples_and_caches_windows(shallow: Target) -> None:
     """By divergence it draws among the windows of the same decoding; held near its beginning nothing changes there, and once
     the drafter has moved, what the drawn tokens bring does; either is a policy's."""
     drafter = make("causal", shallow)
@@ -473,7 +471,7 @@ def test_a_source_draws_and_holds_windows(shallow: Target) -> None:
             GeneratedSource(1.0, "drafter", **words)  # type: ignore[arg-type]
 
 
-def test_windows_by_hand() -> None:
+def test_windows_equal_hand_made_ones() -> None:
     """All but the first, with what was kept and the first wrong token; a baseline is the mean of those that came so far."""
     generation, rounds = drawn_rounds((0, 0), (1, 0), (1, 1))
     found = make_windows(generation, rounds, 0.0)
@@ -486,7 +484,7 @@ def test_windows_by_hand() -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_policy_learns_from_its_own_draws(shallow: Target, packed: bool) -> None:
+def test_policy_learns_from_its_own_samples(shallow: Target, packed: bool) -> None:
     """source.by=policy adds -A log q of every drawn token to the loss, q being the model's own behind the tokens before it."""
     drafter = make("causal", shallow)
     assert isinstance(drafter, Causal)
@@ -511,7 +509,7 @@ def test_a_policy_learns_from_its_own_draws(shallow: Target, packed: bool) -> No
     assert torch.equal(alone.tokens[0], mine)
 
 
-def test_other_families_have_no_policy(shallow: Target) -> None:
+def test_families_without_a_policy_are_refused(shallow: Target) -> None:
     """A family whose loss does not know q of drawn tokens is refused."""
     drafter = make("eagle3", shallow)
     data = Dataset([Example([*PROMPTS[0], 9, 9], [False] * 5 + [True] * 2)], 1, 0, 0)
@@ -520,7 +518,7 @@ def test_other_families_have_no_policy(shallow: Target) -> None:
 
 
 @pytest.mark.parametrize("family", ["causal", "eagle3"])
-def test_balanced_halves(shallow: Target, family: str) -> None:
+def test_balanced_weights_give_half_to_rejected_tokens(shallow: Target, family: str) -> None:
     """Kept and rejected tokens of a replay weigh as much as all its supervised tokens each, so that over their number it is the
     sum of both means; and the loss is linear in these weights, 1 where nothing is said."""
     drafter = make(family, shallow)

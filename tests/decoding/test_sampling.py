@@ -182,7 +182,7 @@ def test_drafted_decoding_draws_from_the_target(
 
 @pytest.mark.sweep(1, free=("rule",))
 @pytest.mark.parametrize("rule", [SpeculativeSampling, Block, Traversal])
-def test_plain_decoding_draws_from_the_target(shallow: Target, truth: Truth, rule: type[SamplingRule]) -> None:
+def test_autoregressive_decoding_draws_from_the_target(shallow: Target, truth: Truth, rule: type[SamplingRule]) -> None:
     """Without a drafter, as the reference and guarded rounds decode, rules for drawn trees draw from the target too."""
     assert p_value(outputs_of(decoded(shallow, truth, settings(rule), None)), truth.joint) > 1e-4
 
@@ -231,7 +231,7 @@ def dearness(family: str, rule: type[SamplingRule], builder: TreeBuilder) -> flo
 @pytest.mark.sweep(3, free=("family", "rule", "builder"), cost=dearness)
 @pytest.mark.parametrize("rule, builder", DRAWN)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_drafts_of_a_pass_leave_the_target_its_distribution(
+def test_parallel_drafts_keep_the_target_distribution(
     shallow: Target, truth: Truth, family: str, rule: type[SamplingRule], builder: TreeBuilder
 ) -> None:
     """What is said in one pass, whether slots depend on each other or not, is drawn from the q that rules are told, and judged
@@ -260,7 +260,7 @@ WRONG = [
 ]
 
 
-def test_a_wrong_q_of_a_block_is_caught(shallow: Target, truth: Truth) -> None:
+def test_wrong_block_q_fails_the_test(shallow: Target, truth: Truth) -> None:
     """The same test rejects a block's drafts that are weighed by another q than they were drawn from."""
     rough = replace(truth, drafter=untrained("dflash", shallow, truth))
     found = decoded(shallow, rough, settings(OtherTemperature), Chain(3, "sampled", seed=SEED), batches=3)
@@ -269,6 +269,6 @@ def test_a_wrong_q_of_a_block_is_caught(shallow: Target, truth: Truth) -> None:
 
 @pytest.mark.sweep(1, free=("rule", "builder"))
 @pytest.mark.parametrize("rule, builder", WRONG)
-def test_a_wrong_rule_is_caught(shallow: Target, truth: Truth, rule: type[SamplingRule], builder: TreeBuilder) -> None:
+def test_wrong_rule_fails_the_test(shallow: Target, truth: Truth, rule: type[SamplingRule], builder: TreeBuilder) -> None:
     """The same test, on as many sequences, rejects a rule that is not lossless."""
     assert p_value(outputs_of(decoded(shallow, truth, settings(rule), builder)), truth.joint) < 1e-6

@@ -26,7 +26,7 @@ PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [9, 10], [100, 3, 44, 8]]
 
 
 @pytest.mark.parametrize("drafted", [False, True])
-def test_captured_and_eager_sessions_give_the_same(shallow: Target, drafted: bool) -> None:
+def test_captured_and_eager_sessions_are_equal(shallow: Target, drafted: bool) -> None:
     """Warmed up or not, and again by what the first batch left; without capture nothing is held."""
     drafter, builder = (Eagle3(shallow, vocab_size=512).eval(), Eagle2(3, 8, 3)) if drafted else (None, None)
     rule = Match(0.8, seed=4)
@@ -40,7 +40,7 @@ def test_captured_and_eager_sessions_give_the_same(shallow: Target, drafted: boo
 
 
 @pytest.mark.parametrize("broken, way", [(0, "compiled"), (1, "captured"), (2, "eager")])
-def test_what_fails_is_run_otherwise(
+def test_failing_mode_falls_back_to_the_next(
     shallow: Target, broken: int, way: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Compiled, captured or one by one: the next where a way fails, with a word, for both that are compared; same output."""
@@ -71,14 +71,14 @@ def test_what_fails_is_run_otherwise(
     assert capsys.readouterr().err.count("no kernel image") == broken
 
 
-def test_capture_asked_for_by_name_is_not_given_up(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requested_capture_has_no_eager_fallback(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs uncompiled where it must, and fails where that fails."""
     monkeypatch.setattr(CapturedRunner, "decode_steps", lambda self, request: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         Session(shallow, Greedy(), engine="captured").decode(PROMPTS, 8)
 
 
-def test_what_cannot_be_captured_is_decoded_by_the_loop(tiny: Target) -> None:
+def test_uncapturable_rounds_run_in_the_eager_loop(tiny: Target) -> None:
     """With the reason, and refused by name where capture was asked for."""
     eagle3 = Eagle3(tiny, vocab_size=64).eval()
     sessions = {
@@ -94,7 +94,7 @@ def test_what_cannot_be_captured_is_decoded_by_the_loop(tiny: Target) -> None:
         assert [one.output for one in session.decode(PROMPTS, 8)] == plain
 
 
-def test_guard_and_pruning_go_together(tiny: Target) -> None:
+def test_guard_and_pruning_combine(tiny: Target) -> None:
     """Rounds that the guard lets draft are pruned, the others are one node, and the output is the target's."""
     drafter, guard = LayerSkipping(tiny, skipped=[5]), Guard(cost=lambda nodes: 1.0)
     session = Session(tiny, Greedy(), drafter, Eagle2(3, 8, 3), guard, Pruning(6, 2))
@@ -107,7 +107,7 @@ def test_guard_and_pruning_go_together(tiny: Target) -> None:
         )
 
 
-def test_preparing_searches_calibrates_and_refuses(shallow: Target) -> None:
+def test_from_drafter_tunes_calibrates_and_checks(shallow: Target) -> None:
     """Settings are searched and trees measured on the prompts that are asked for; a rule that would be wrong is refused."""
     asked = []
 

@@ -90,7 +90,7 @@ def test_default_configurations_fit_sm90(dtype: torch.dtype, head_size: int, num
 
 @pytest.mark.sweep(1, free=("head_size",))
 @pytest.mark.parametrize("head_size", TILE_CONFIGS)
-def test_combining_fits_sm90(head_size: int) -> None:
+def test_combine_kernel_fits_sm90(head_size: int) -> None:
     """So does the kernel that averages splits."""
     assert_fits(combining(head_size))
 
@@ -109,7 +109,7 @@ def test_every_configuration_fits_sm90(head_size: int, num_rows: int, dtype: tor
 @pytest.mark.parametrize("group", [7, 10])
 @pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize("head_size", [64, 128, 256])
-def test_groups_that_are_no_power_of_two_fit_sm90(head_size: int, num_rows: int, group: int) -> None:
+def test_group_sizes_other_than_powers_of_two_fit_sm90(head_size: int, num_rows: int, group: int) -> None:
     """Nor does anything spill where finding a row's node takes a division (Qwen2 has seven query heads a key-value head)."""
     for options in LAUNCHES:
         assert_fits(attention(torch.bfloat16, head_size, num_rows, group=group, **options))
@@ -125,7 +125,7 @@ def test_groups_that_are_no_power_of_two_fit_sm90(head_size: int, num_rows: int,
         ("_row_best_kernel", 0, 0),
     ],
 )
-def test_the_rows_of_a_loss_fit_sm90(kernel: str, raw: bool, log_z: bool) -> None:
+def test_row_kernels_fit_sm90(kernel: str, raw: bool, log_z: bool) -> None:
     """So do the row kernels of the fused loss, over a whole vocabulary; the target's products are read as they are."""
     types = {"product_ptr": "*bf16", "log_p_ptr": "*bf16" if raw else "*fp32", "row_weight_ptr": "*fp32", "loss_ptr": "*fp32"}
     types |= dict.fromkeys(("best_ptr", "labels_ptr"), "*i64") | dict.fromkeys(("log_z_ptr", "target_log_z_ptr"), "*fp32")

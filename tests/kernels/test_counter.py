@@ -108,7 +108,7 @@ def _unit_kernel(bits_ptr, unit_ptr, BLOCK: tl.constexpr):  # type: ignore[no-un
     tl.store(unit_ptr + index, unit_in_kernel(tl.load(bits_ptr + index).to(tl.uint32)))
 
 
-def test_neither_zero_nor_one() -> None:
+def test_uniform_numbers_exclude_zero_and_one() -> None:
     """The least and the largest integers lie strictly between 0 and 1, in torch and in kernels, and noise is finite."""
     extremes = torch.tensor([0, 1, 2, 2**24, 2**32 - 2**9, 2**32 - 2**7, 2**32 - 2, 2**32 - 1])
     units, found = to_unit(extremes), torch.empty(len(extremes))
@@ -118,7 +118,7 @@ def test_neither_zero_nor_one() -> None:
     assert (-(-torch.log1p(-units)).log()).isfinite().all()
 
 
-def test_a_key_stands_alone() -> None:
+def test_numbers_depend_on_their_key_only() -> None:
     """A row's noise is the same alone, in a batch and in a longer row; order and number of parts matter."""
     keys = make_key(1, torch.arange(3)[:, None], torch.arange(4))
     together = gumbel_noise(keys, 50)

@@ -30,7 +30,7 @@ HEADS, KEY_HEADS, LENGTH, SIZE = 8, 2, 96, 16
 
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_a_gpu_runs_equals_torch(dtype: torch.dtype, masked: bool) -> None:
+def test_gpu_path_equals_torch(dtype: torch.dtype, masked: bool) -> None:
     """Whether heads are repeated for a kernel or grouped by it, values and gradients are torch's."""
     q, k, v = (torch.randn(2, heads, 9, 8, dtype=dtype).requires_grad_() for heads in (4, 2, 2))
     options: dict[str, Any] = {"is_causal": not masked, "scale": 0.3}
@@ -127,7 +127,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     [(128, (9, 0), None, True), (80, (8, 6), None, True), (512, (9, 0), None, False), (100, (9, 0), None, False),
      (128, (7, 5), None, False), (128, (9, 4), "6.4", False)],
 )  # fmt: skip
-def test_flash_attention_is_called_where_there_is_one(
+def test_flash_attention_is_called_where_available(
     size: int, capability: tuple[int, int], hip: str | None, taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heads of 512, of a size that 8 does not divide, GPUs before Ampere and AMD's go the way that stores what it must."""
@@ -210,7 +210,7 @@ DOCUMENTS: dict[str, Attending] = {
 
 
 @pytest.mark.parametrize("path", DOCUMENTS)
-def test_one_launch_attends_as_one_a_document(path: str, request: pytest.FixtureRequest) -> None:
+def test_single_launch_equals_a_launch_per_document(path: str, request: pytest.FixtureRequest) -> None:
     """Values and gradients, of grouped heads, by what a GPU is asked for and by what a CPU runs."""
     torch.manual_seed(0)
     batch = 2 if path == "window" else 1
@@ -227,7 +227,7 @@ def test_one_launch_attends_as_one_a_document(path: str, request: pytest.Fixture
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_documents_are_one_launch() -> None:
+def test_documents_take_a_single_launch() -> None:
     """On a planned GPU eight of them launch what one does, and nothing joins their outputs or gradients."""
     counts = []
     for lengths in ((96,), (12,) * 8):
@@ -241,7 +241,7 @@ def test_documents_are_one_launch() -> None:
     assert counts == [4, 4], made.count
 
 
-def test_a_mask_with_grouped_heads_would_store_them() -> None:
+def test_grouped_heads_with_a_mask_store_all_scores() -> None:
     """The proof can fail: torch without its kernels makes [H, T, T]."""
     with MemoryTracker(GPU), Made() as made:
         q, k = (torch.empty(1, heads, LENGTH, SIZE, device=GPU) for heads in (HEADS, KEY_HEADS))

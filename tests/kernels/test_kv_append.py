@@ -54,7 +54,7 @@ def test_kernel_equals_reference_and_loop(
 
 
 @interpreter
-def test_rows_lie_further_apart_than_32_bits_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_may_be_more_than_32_bits_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """New keys of a large batch of long prompts are more than 2^31 elements; of this memory only what is used is touched."""
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
     apart = 1 << 30
@@ -69,14 +69,14 @@ def test_rows_lie_further_apart_than_32_bits_reach(monkeypatch: pytest.MonkeyPat
 
 
 @interpreter
-def test_operator_keeps_its_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operator_passes_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator's schema says what it changes, and its fake stands in for it."""
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
     store, *new = arguments(2, 2, 3, 16, torch.float32, False)
     torch.library.opcheck(module._launch_append, (store.nan_to_num(), *new))
 
 
-def test_only_the_path_asked_for_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_requested_path_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU it is the reference unless SPECTRAIN_KERNELS=triton asks for the kernel."""
     ran: list[str] = []
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -152,7 +152,7 @@ def test_commits_follow_each_other(either: str) -> None:
 
 
 @loops
-def test_operator_keeps_its_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operator_passes_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator's schema says what it changes, and its fake stands in for it."""
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
     for features in ((3, 8), None):
@@ -166,7 +166,7 @@ def test_compiled_call_equals_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     agree(verified(), torch.compile(kv_commit, fullgraph=True, backend="aot_eager"))
 
 
-def test_only_the_path_asked_for_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_requested_path_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU it is the reference unless SPECTRAIN_KERNELS=triton asks for the kernel."""
     ran: list[str] = []
     monkeypatch.setattr(module, "_launch_commit", lambda *arguments: ran.append("kernel"))
@@ -177,7 +177,7 @@ def test_only_the_path_asked_for_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ran == ["reference", "reference", "kernel"]
 
 
-def test_reference_never_asks_the_device() -> None:
+def test_reference_does_not_synchronize() -> None:
     """It runs on tensors without data, on which no value can be read back."""
     kv_commit_reference(*(x if x is None else x.to("meta") for x in verified()))
 

@@ -121,7 +121,7 @@ def agree(case: Case, found: DivergenceResult, losses: Tensor, wanted: Tensor, t
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", NAMES)
-def test_loss_and_gradients_equal_those_of_the_whole_matrix(name: str, shape: str, chunk: int, dtype: torch.dtype) -> None:
+def test_loss_and_gradients_equal_the_unchunked_computation(name: str, shape: str, chunk: int, dtype: torch.dtype) -> None:
     """Fused = unfused for every loss, over a draft vocabulary smaller than the target's, however rows are cut."""
     case = Case(dtype, **SHAPES[shape])
     losses, wanted = unfused(case, name)
@@ -131,7 +131,7 @@ def test_loss_and_gradients_equal_those_of_the_whole_matrix(name: str, shape: st
 @pytest.mark.sweep(10)
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_count_by_their_weight(name: str, chunk: int) -> None:
+def test_rows_are_weighted(name: str, chunk: int) -> None:
     """Fused = sum of weight times loss; rows of weight 0 change no gradient, even where their loss is not a number."""
     case = Case(bias=True)
     weight = torch.tensor([1.0, 0.0, 0.25, 2.0, 0.0, 1.0, 0.5], dtype=torch.float64)
@@ -145,7 +145,7 @@ def test_rows_count_by_their_weight(name: str, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_rows_have_no_loss(name: str) -> None:
+def test_empty_input_has_zero_loss(name: str) -> None:
     """R = 0: a loss of 0, gradients of 0, and no choices."""
     case = Case(rows=0, bias=True)
     found = fused(case, name)
@@ -154,7 +154,7 @@ def test_no_rows_have_no_loss(name: str) -> None:
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_further_numbers_of_a_row_reach_the_divergence(chunk: int) -> None:
+def test_per_row_arguments_reach_the_divergence(chunk: int) -> None:
     """Draft-OPD's split loss, which asks each row's distance, equals the unfused one."""
     case, distance = Case(), torch.tensor([-1, 0, 2, -1, 5, 1, -1])
     found = linear_divergence(case.hidden, case.head, case.theirs(False), split_loss, per_row=(distance,), chunk=chunk)
@@ -175,7 +175,7 @@ def test_temperature_divides_the_finished_logits(temperature: float, softcap: fl
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_kept_tokens_equal_the_distribution_that_holds_only_them(chunk: int) -> None:
+def test_top_k_targets_equal_their_dense_distribution(chunk: int) -> None:
     """TopK = KL(p || q) of a p that is 0 elsewhere, normalised or not; with all tokens it is the dense forward KL."""
     case = Case()
     for k, total in ((1, 1.0), (3, 1.0), (3, 0.6)):
@@ -191,7 +191,7 @@ def test_kept_tokens_equal_the_distribution_that_holds_only_them(chunk: int) -> 
     torch.testing.assert_close(case.gradients(found.loss), case.gradients(dense.loss))
 
 
-def test_a_function_of_rows_is_a_target_too() -> None:
+def test_function_of_rows_is_a_valid_target() -> None:
     """log p from anywhere, asked a chunk at a time, each row once; p = 0 adds nothing to forward KL."""
     case, asked = Case(), []
     log_p = case.log_p(False)
@@ -208,7 +208,7 @@ def test_a_function_of_rows_is_a_target_too() -> None:
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_most_likely_tokens_and_masses_equal_those_of_the_whole_matrix(chunk: int) -> None:
+def test_argmax_and_log_z_equal_the_unchunked_computation(chunk: int) -> None:
     """One pass a chunk at a time = argmax and log-sum-exp of all logits; a target at rows = its rows."""
     case = Case(bias=True, softcap=2.0)
     best, log_z = argmax_and_log_z(case.final, case.target, chunk)
@@ -222,7 +222,7 @@ def test_most_likely_tokens_and_masses_equal_those_of_the_whole_matrix(chunk: in
 
 @pytest.mark.parametrize("own_mass", [True, False])
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_what_a_target_says_of_some_entries(chunk: int, own_mass: bool) -> None:
+def test_restricted_target_equals_the_selected_entries(chunk: int, own_mass: bool) -> None:
     """In one chunk or in several: the likeliest token of all, log p of the entries, for whichever rows, and no gradient."""
     case = Case(bias=True, softcap=2.0)
     best, said = restrict_target(case.final, case.target, case.ids, own_mass, chunk)
@@ -232,7 +232,7 @@ def test_what_a_target_says_of_some_entries(chunk: int, own_mass: bool) -> None:
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_entropy_of_a_target(chunk: int) -> None:
+def test_total_entropy_equals_the_sum_over_rows(chunk: int) -> None:
     """-sum p log p over all rows; tokens of p = 0 add nothing."""
     log_p = Case().log_p(False)
     log_p[:, 2] = float("-inf")
@@ -275,7 +275,7 @@ def test_gradients_equal_numeric_ones(name: str, softcap: float | None) -> None:
 
 @pytest.mark.parametrize("learns", [(True, False, False), (False, True, False), (False, False, True), (False, False, False)])
 @pytest.mark.parametrize("name", ["cross_entropy", "forward_kl", "total_variation"])
-def test_only_what_learns_gets_a_gradient(name: str, learns: tuple[bool, bool, bool]) -> None:
+def test_only_trainable_inputs_get_gradients(name: str, learns: tuple[bool, bool, bool]) -> None:
     """A frozen head, or frozen states, leave the other's gradient unchanged; the target never gets one."""
     case = Case(bias=True)
     assert case.head.bias is not None
@@ -295,7 +295,7 @@ def test_only_what_learns_gets_a_gradient(name: str, learns: tuple[bool, bool, b
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "forward_kl", "reverse_kl"])
-def test_a_graph_that_is_kept_can_be_walked_twice(name: str) -> None:
+def test_retained_graph_allows_two_backward_passes(name: str) -> None:
     """The gradients of a second backward pass equal those of the first: neither changes what is stored."""
     case = Case()
     loss = 2 * fused(case, name).loss
@@ -303,14 +303,14 @@ def test_a_graph_that_is_kept_can_be_walked_twice(name: str) -> None:
     assert torch.equal(torch.autograd.grad(loss, case.head.weight)[0], first)
 
 
-def test_a_second_derivative_is_refused() -> None:
+def test_second_derivative_is_refused() -> None:
     """Gradients are found in the forward pass, so there is nothing to differentiate again, and this is said."""
     case = Case()
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(fused(case, "forward_kl").loss, case.hidden, create_graph=True)
 
 
-def test_what_cannot_be_meant_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     """Chunks of no rows; a divergence of tokens."""
     case = Case()
     with pytest.raises(ValueError, match="chunk=0"):
@@ -350,7 +350,7 @@ def test_chunks_of_low_precision_add_up_in_float32() -> None:
     torch.testing.assert_close(every, 256 * one)
 
 
-def test_wide_sums_in_one_call_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_wide_sums_equal_separate_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU adds to float32 at once, here by a stand-in behind torch's own schema, is the sum of the products, rounded
     less: gradients of chunks in bfloat16 are nearer to those of float32."""
     library = torch.library.Library("aten", "IMPL")
@@ -380,7 +380,7 @@ def test_wide_sums_in_one_call_are_the_same(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("version, takes", [("2.9.1+cu128", False), ("2.10.0", True), ("2.13.0+cpu", True), ("3.0.0a0", True)])
-def test_an_old_torch_adds_outside_of_the_product(version: str, takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_torch_adds_in_a_separate_call(version: str, takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch 2.9, which we take too, refuses a total in float32 beside factors in half precision on a GPU: it gets a sum."""
     monkeypatch.setattr(torch, "__version__", version)
     left, total = torch.zeros(4, 3, dtype=torch.bfloat16, device="meta"), torch.zeros(3, 5, device="meta")
@@ -422,7 +422,7 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(name: str) -> None:
     assert seen.largest >= rows * VOCAB
 
 
-def test_a_pass_over_the_targets_vocabulary_holds_a_chunk_of_it() -> None:
+def test_target_pass_holds_a_single_chunk() -> None:
     """most_likely returns nothing over chunk x target vocabulary."""
     case = Case(rows=40, width=2)
     with Seen() as seen:
@@ -452,7 +452,7 @@ def said(which: str, rows: int, vocab: int) -> tuple[Tensor | None, Tensor | Non
 @pytest.mark.parametrize("vocab", [3, 1500])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("which", TARGETS)
-def test_the_kernel_equals_its_reference(
+def test_row_kl_kernel_equals_its_reference(
     which: str, dtype: torch.dtype, vocab: int, scale: float, softcap: float | None, with_grad: bool
 ) -> None:
     """Interpreted: losses, choices and the gradient in place, in one block and over its end, with masked rows."""
@@ -474,7 +474,7 @@ def test_the_kernel_equals_its_reference(
 @pytest.mark.parametrize("rules", [(1.0, None), (0.7, None), (1.3, 4.0)])
 @pytest.mark.parametrize("vocab", [3, 1500])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_kernel_normalises_what_a_target_says(
+def test_row_kl_kernel_normalises_target_logits(
     dtype: torch.dtype, vocab: int, rules: tuple[float, float | None], own_mass: bool
 ) -> None:
     """Given products instead of log p, scaled and capped, of all its mass or a part: the same loss, gradient and labels."""
@@ -499,7 +499,7 @@ def test_the_kernel_normalises_what_a_target_says(
 
 
 @pytest.mark.parametrize("rules", [(1.0, None), (1.3, 4.0)])
-def test_the_best_kernel_equals_torch(rules: tuple[float, float | None]) -> None:
+def test_argmax_kernel_equals_torch(rules: tuple[float, float | None]) -> None:
     """The likeliest entry, of equal ones the first, and the log-sum-exp, in one sweep over several blocks."""
     product = (2 * torch.randn(3, 1500)).half()
     product[1] = 0.5
@@ -511,7 +511,7 @@ def test_the_best_kernel_equals_torch(rules: tuple[float, float | None]) -> None
 
 
 @pytest.mark.parametrize("own_mass", [True, False])
-def test_a_target_multiplied_by_pieces_says_the_same(own_mass: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_target_products_in_pieces_are_equal(own_mass: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of few entries kept, a CPU makes the products of a few rows at a time."""
     case = Case(torch.float32, scale=0.7)
     results = []
@@ -525,9 +525,7 @@ def test_a_target_multiplied_by_pieces_says_the_same(own_mass: bool, monkeypatch
 
 @pytest.mark.parametrize("own_mass", [True, False])
 @pytest.mark.parametrize("chunk", [3, 100])
-def test_a_target_read_raw_teaches_as_one_that_is_normalised(
-    chunk: int, own_mass: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unnormalised_target_gives_the_same_gradients(chunk: int, own_mass: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A target of more entries than the drafter has: by the kernels no log p is ever made, and loss, labels and gradients are
     those of torch, whether its rows are one chunk or several."""
     case = Case(torch.float32, scale=0.7)
@@ -548,7 +546,7 @@ def test_a_target_read_raw_teaches_as_one_that_is_normalised(
 
 @pytest.mark.parametrize("which", ["tokens", "dense"])
 @pytest.mark.parametrize("vocab", [1024, 1025, 9000])
-def test_the_kernels_blocks_cover_every_vocabulary(vocab: int, which: str) -> None:
+def test_kernel_blocks_cover_every_vocabulary(vocab: int, which: str) -> None:
     """The same at the ends of the block table, and over a vocabulary of several blocks."""
     product, theirs = torch.randn(2, vocab), said(which, 2, vocab)
     expected, found = product.clone(), product.clone()
@@ -560,7 +558,7 @@ def test_the_kernels_blocks_cover_every_vocabulary(vocab: int, which: str) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("name", ["cross_entropy", "forward_kl", "top_k"])
-def test_the_loss_by_the_kernel_equals_that_by_torch(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_with_the_kernel_equals_torch(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole function with SPECTRAIN_KERNELS=triton, which runs the kernel, = without, which does not."""
     case = Case(dtype, bias=True, softcap=3.0)
     kept = TopK(*case.log_p(False).float().exp().topk(3)[::-1])
@@ -578,7 +576,7 @@ def test_the_loss_by_the_kernel_equals_that_by_torch(name: str, dtype: torch.dty
     assert torch.equal(by_kernel.predictions, by_torch.predictions) and torch.equal(by_kernel.labels, by_torch.labels)
 
 
-def test_float64_stays_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float64_uses_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel computes in float32, so float64 does not reach it."""
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
     with Seen() as seen:
@@ -587,7 +585,7 @@ def test_float64_stays_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("which", TARGETS)
-def test_the_fake_kernel_has_the_shapes_of_the_real_one(which: str) -> None:
+def test_fake_kernel_has_the_real_shapes(which: str) -> None:
     """torch.library.opcheck: schema, which argument is overwritten, and shapes, types and devices of the results."""
     arguments = (torch.randn(3, 9), *said(which, 3, 9), torch.ones(3), 0.5, 2.0, True)
     torch.library.opcheck(row_kl, arguments, test_utils=("test_schema", "test_faketensor"))
@@ -599,7 +597,7 @@ def test_the_fake_kernel_has_the_shapes_of_the_real_one(which: str) -> None:
 @pytest.mark.parametrize("which", TARGETS)
 @pytest.mark.parametrize("vocab", [1000, 5000, 32000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_compiled_kernel_equals_its_reference(which: str, vocab: int, dtype: torch.dtype) -> None:
+def test_compiled_kernel_equals_its_reference(which: str, vocab: int, dtype: torch.dtype) -> None:
     """On a GPU, against float64 on the same inputs."""
     product = torch.randn(64, vocab).to(dtype).cuda()
     theirs = tuple(None if x is None else x.cuda() for x in said(which, 64, vocab))
@@ -635,7 +633,7 @@ class Live(TorchDispatchMode):
         self.now -= size
 
 
-def test_a_fifth_of_the_memory() -> None:
+def test_peak_memory_is_a_fifth() -> None:
     """At 8,192 rows and a vocabulary of 128,256, counted on tensors without data by the path of a GPU; gradients included."""
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta"}
     hidden, final = (torch.empty(8192, 4096, **options) for _ in range(2))

@@ -35,7 +35,7 @@ def test_kernel_equals_reference_and_loop(monkeypatch: pytest.MonkeyPatch, batch
         assert (logs[0] == -1).any() == (slot < 2)
 
 
-def test_operator_keeps_its_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operator_passes_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator's schema says what it changes, and its fake stands in for it."""
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
     lines, slot = torch.zeros(3, 2, 9, dtype=torch.int64), torch.tensor([1])

@@ -65,7 +65,7 @@ def test_kernel_equals_reference_and_loop(
     assert not torch.equal(found[0][2], case[-1].tokens) and (ended > 0 or len(counts) == 1)
 
 
-def test_operator_keeps_its_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operator_passes_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator's schema says what it changes, and its fake stands in for it."""
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
     *trees, texts = round_of([1, 3], 5, 2)

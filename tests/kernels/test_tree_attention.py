@@ -67,7 +67,7 @@ def agree(inputs: Inputs, window: int | None = None, softcap: float | None = Non
 @pytest.mark.parametrize("prefix", [0, 1, 5, 64, 65])
 @pytest.mark.parametrize("group", [1, 2, 4])
 @pytest.mark.parametrize("num_nodes", [1, 2, 9])
-def test_one_row_equals_the_loop(prefix: int, group: int, num_nodes: int) -> None:
+def test_single_row_equals_the_loop(prefix: int, group: int, num_nodes: int) -> None:
     """Each node sees the whole prefix and its own ancestors, for every ratio of query to key-value heads."""
     agree(case([prefix], num_nodes, num_nodes, group))
 
@@ -87,7 +87,7 @@ def test_ragged_rows_windows_softcaps_and_stages_equal_the_loop(
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("num_nodes", [1, 5])
-def test_slots_that_no_node_sees_do_not_leak(num_nodes: int, window: int | None, softcap: float | None) -> None:
+def test_invisible_slots_do_not_leak(num_nodes: int, window: int | None, softcap: float | None) -> None:
     """The slots of a short row behind its own nodes hold leftovers: even huge ones change nothing."""
     inputs = case([3, 0, 12], num_nodes, num_nodes, group=2)
     for row, length in enumerate([3, 0, 12]):
@@ -97,7 +97,7 @@ def test_slots_that_no_node_sees_do_not_leak(num_nodes: int, window: int | None,
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_sinks_take_their_share(window: int | None) -> None:
+def test_sinks_reduce_the_output(window: int | None) -> None:
     """A head's sink weighs as one more key would, whose value is 0."""
     inputs, sinks = case([3, 0, 12], 9, 4, group=2), torch.tensor([-3.0, 0.0, 2.0, 9.0])
     actual = tree_attention_reference(*inputs, scale=0.3, window=window, sinks=sinks)

@@ -203,7 +203,7 @@ def test_values_of_another_size_equal_the_reference(
     torch.testing.assert_close(actual.double(), expected, atol=5e-6, rtol=5e-6)
 
 
-def test_a_scale_below_zero_is_the_references(large_blocks: None) -> None:
+def test_negative_scale_uses_the_reference(large_blocks: None) -> None:
     """The kernels scale the largest score, which a negative scale would make the smallest."""
     (query, _, _, visibility), keys, values = inputs_of(Case())
     expected = tree_attention_reference(query, keys, values, visibility, -0.2)
@@ -211,7 +211,7 @@ def test_a_scale_below_zero_is_the_references(large_blocks: None) -> None:
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-def test_nothing_before_the_window_is_read(splits: int, large_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_before_the_window_are_not_read(splits: int, large_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN in every block of keys that lies before the first node's window changes nothing."""
     case = Case(9, prefix=300, head_size=32, window=50, shape="chain")
     (query, keys, values, visibility), clean_keys, clean_values = inputs_of(case)
@@ -256,7 +256,7 @@ def test_any_strides_equal_contiguous_ones(large_blocks: None) -> None:
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-def test_a_row_equals_itself_in_a_batch(splits: int, large_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_in_a_batch_equals_the_row_alone(splits: int, large_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same number of splits, a row's output is bit for bit the same whatever rows are beside it."""
     (query, _, _, seen), keys, values = inputs_of(Case(prefix=130, ragged=True))
     monkeypatch.setattr(module, "choose_splits", lambda *sizes: splits)
@@ -268,7 +268,7 @@ def test_a_row_equals_itself_in_a_batch(splits: int, large_blocks: None, monkeyp
         assert torch.equal(output, together[one])
 
 
-def test_splits_are_as_many_as_pay() -> None:
+def test_number_of_splits_minimises_the_time() -> None:
     """One for short prefixes or many programs, at most 64, 64 keys each where there are several and as many as rows or 256."""
     for rows, groups, keys in product((1, 4, 64, 256), (1, 8, 40, 132, 1000), (1, 63, 64, 127, 512, 1024, 5000, 131072)):
         config = choose_tiles(rows, 128, torch.float16)
@@ -290,7 +290,7 @@ def test_splits_fill_the_last_wave(nodes: int, batch: int) -> None:
     assert choose_splits(choose_tiles(4, 128, torch.float16), 4, 8, 1025) * 8 == 128
 
 
-def test_blocks_of_nodes_lie_in_one_word() -> None:
+def test_blocks_of_nodes_lie_within_a_word() -> None:
     """Every configured block of masked keys divides 64 and what is read without a mask, and holds the 16 that a product
     needs."""
     tables = [*TILE_CONFIGS.values(), *module.HOPPER_TILE_CONFIGS.values(), module.FLOAT32_TILE_CONFIGS]
@@ -300,7 +300,7 @@ def test_blocks_of_nodes_lie_in_one_word() -> None:
 
 
 @pytest.mark.parametrize("num_nodes", [1, 7, 63, 64, 65, 200])
-def test_words_hold_the_tree(num_nodes: int) -> None:
+def test_packed_words_equal_the_mask(num_nodes: int) -> None:
     """For a whole tree they are TokenTree's words; bit j of word w says whether node 64 w + j is seen; built once."""
     tree = TokenTree.from_parents(torch.zeros(2, num_nodes, dtype=torch.int64), parents_of("random", 2, num_nodes))
     visibility = Visibility(torch.tensor([3, 4]), 4, tree.ancestors, tree.depths, None)
@@ -316,9 +316,7 @@ def test_words_hold_the_tree(num_nodes: int) -> None:
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("window", [None, 30])
-def test_operator_keeps_its_promises(
-    splits: int, window: int | None, large_blocks: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_operator_passes_opcheck(splits: int, window: int | None, large_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator's schema holds, it changes no input, and its fake gives the shape and strides of what it gives."""
     (query, _, _, seen), keys, values = inputs_of(Case(splits=splits))
     positions = seen.query_positions, seen.key_positions
@@ -352,7 +350,7 @@ def test_compiled_call_equals_eager(large_blocks: None) -> None:
         ("triton", torch.float32, True, False),  # the kernels have no backward pass
     ],
 )
-def test_the_path_is_the_one_asked_for(
+def test_environment_selects_the_path(
     environment: str | None, dtype: torch.dtype, needs_grad: bool, kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU the reference runs, and the kernels where SPECTRAIN_KERNELS=triton asks for them and they can."""

@@ -195,7 +195,7 @@ def test_match_kernel_equals_reference_everywhere(
 
 
 @interpreter
-def test_equal_rows_choose_the_first(interpreted: None) -> None:
+def test_equal_scores_choose_the_first_token(interpreted: None) -> None:
     """Of equal maxima in different blocks, and of a row of -inf, the first counts."""
     logits = torch.zeros(1, 3, 200)
     logits[0, 0, [70, 150]] = 1.0
@@ -223,7 +223,7 @@ def _kept_kernel(logits_ptr, kept_ptr, num_tokens, temperature, top_k, top_p, SH
 @pytest.mark.parametrize(
     "top_k, top_p", [(1, 1.0), (5, 1.0), (40, 1.0), (0, 0.05), (0, 0.5), (0, 0.95), (20, 0.7), (90, 0.999)]
 )
-def test_bisection_keeps_what_sorting_keeps(top_k: int, top_p: float, dtype: torch.dtype) -> None:
+def test_bisection_cuts_like_sorting(top_k: int, top_p: float, dtype: torch.dtype) -> None:
     """Kernel and reference keep the same tokens; where the last ones tie, all of them."""
     temperature, num_tokens = 0.8, 93
     distinct = torch.stack([torch.randperm(num_tokens) * 0.05 - 2.5 for _ in range(3)])
@@ -263,7 +263,7 @@ def _candidate_kernel(  # type: ignore[no-untyped-def]
     "dtype, top_k, top_p",
     [(torch.float32, 5, 1.0), (torch.bfloat16, 0, 0.6), (torch.float32, 7, 0.8), (torch.float16, 50, 0.9)],
 )
-def test_candidates_keep_what_sorting_keeps(dtype: torch.dtype, top_k: int, top_p: float, interpreted: None) -> None:
+def test_candidates_cut_like_sorting(dtype: torch.dtype, top_k: int, top_p: float, interpreted: None) -> None:
     """Peaked rows are cut by their candidates alone, flat ones and large top-k by bisection; all as the reference cuts."""
     temperature, num_tokens = 0.8, 60
     peaked = torch.randn(2, num_tokens) * 4
@@ -399,12 +399,12 @@ def test_recursive_emits_the_target(parents: tuple[int, ...], without: bool, sub
         assert abs(deviations) < 4.5 and kept > 1.2
 
 
-def test_the_wrong_rule_is_seen() -> None:
+def test_wrong_recursive_rule_fails_the_test() -> None:
     """That test has power: children drawn without replacement, judged as if drawn with it, miss the target by far."""
     assert excess_of(TREES["tree"], True, (1.0, 0, 1.0), False, judged_without=False)[0] > 20
 
 
-def test_rows_stand_alone() -> None:
+def test_rows_are_independent() -> None:
     """A row's verdict is the same alone and in a batch."""
     logits, q = logits_of(4, 9, 31), torch.rand(4, 9, 31).softmax(-1)
     _, nodes = drawn("random", 9, q, None, True, 4)
@@ -419,7 +419,7 @@ def test_rows_stand_alone() -> None:
         assert_same(alone, Verdict(*(x[row] for x in together[1])))
 
 
-def test_a_captured_graph_could_hold_it() -> None:
+def test_kernels_do_not_synchronize() -> None:
     """The operators trace without values: their shapes follow from shapes alone."""
     _, nodes = trees("random", 6, torch.zeros(2, 6, dtype=torch.int64))
     meta = [x.to("meta") for x in (nodes.tokens, nodes.parents, nodes.can_accept, torch.zeros(2, 6, 9))]

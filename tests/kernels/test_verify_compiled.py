@@ -86,7 +86,7 @@ BOTH = (True, False)
 @pytest.mark.sweep(1, free=("dtype",))
 @pytest.mark.parametrize("noise", BOTH)
 @pytest.mark.parametrize("dtype", TYPES)
-def test_choosing_fits_sm90(dtype: torch.dtype, noise: bool) -> None:
+def test_choose_kernel_fits_sm90(dtype: torch.dtype, noise: bool) -> None:
     """The argmax of rows, with noise and without, spills nothing."""
     assert_nothing_spills(choosing(dtype, noise))
 
@@ -94,7 +94,7 @@ def test_choosing_fits_sm90(dtype: torch.dtype, noise: bool) -> None:
 @pytest.mark.sweep(1, free=("dtype", "kernel"))
 @pytest.mark.parametrize("kernel", ["_parts_kernel", "_candidates_kernel"])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_finding_candidates_fits_sm90(dtype: torch.dtype, kernel: str) -> None:
+def test_candidate_kernels_fit_sm90(dtype: torch.dtype, kernel: str) -> None:
     """Nor do the two launches that find what may be kept."""
     constants = {"SHIFT": EMPTY_BITS[dtype], "BLOCK_S": 128, "CANDIDATES": MAX_CANDIDATES}
     assert_nothing_spills(request(kernel, dtype, PART_TILES, constants if kernel == "_candidates_kernel" else {}))
@@ -103,14 +103,14 @@ def test_finding_candidates_fits_sm90(dtype: torch.dtype, kernel: str) -> None:
 @pytest.mark.sweep(1, free=("dtype", "cut"))
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("dtype", TYPES)
-def test_walking_fits_sm90(dtype: torch.dtype, cut: tuple[bool, bool]) -> None:
+def test_walk_kernel_fits_sm90(dtype: torch.dtype, cut: tuple[bool, bool]) -> None:
     """Neither does a walk, whatever is cut."""
     assert_nothing_spills(walking(dtype, *cut))
 
 
 @pytest.mark.sweep(1, free=("num_nodes", "cut"))
 @pytest.mark.parametrize("num_nodes, cut", [(256, False), (32, False), (32, True), (128, True), (256, True)])
-def test_walking_far_fits_sm90(num_nodes: int, cut: bool) -> None:
+def test_walk_kernel_of_large_trees_fits_sm90(num_nodes: int, cut: bool) -> None:
     """Nor one through the largest tree and vocabulary."""
     assert_nothing_spills(walking(torch.bfloat16, cut, cut, num_nodes, 262144))
 
@@ -121,20 +121,20 @@ def test_walking_far_fits_sm90(num_nodes: int, cut: bool) -> None:
     (torch.float16, True, True, True),
     (torch.bfloat16, True, True, False),
 ])  # fmt: skip
-def test_rejecting_fits_sm90(dtype: torch.dtype, without: bool, cut: bool, subset: bool) -> None:
+def test_reject_kernel_fits_sm90(dtype: torch.dtype, without: bool, cut: bool, subset: bool) -> None:
     """Neither does recursive rejection."""
     assert_nothing_spills(rejecting(dtype, without, cut, subset))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_nodes", [32, 128, 256])
-def test_rejecting_in_trees_of_any_size_fits_sm90(num_nodes: int) -> None:
+def test_reject_kernel_of_any_tree_size_fits_sm90(num_nodes: int) -> None:
     """In little trees and the largest."""
     assert_nothing_spills(rejecting(torch.bfloat16, num_nodes=num_nodes))
 
 
 @pytest.mark.sweep(1, free=("dtype",))
 @pytest.mark.parametrize("dtype", TYPES)
-def test_the_draw_after_rejection_fits_sm90(dtype: torch.dtype) -> None:
+def test_bonus_kernel_fits_sm90(dtype: torch.dtype) -> None:
     """Nor does the draw that follows it."""
     assert_nothing_spills(request("_bonus_kernel", dtype, SAMPLE_TILES, {"SHIFT": EMPTY_BITS[dtype]}))

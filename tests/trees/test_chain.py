@@ -56,12 +56,12 @@ def test_chain_equals_plain_python(children: Children, stop: float, depth: int, 
     assert_rows_alone(make)
 
 
-def test_rows_stop_at_different_places() -> None:
+def test_rows_stop_at_different_depths() -> None:
     """The tables above do make one row of a batch stop before the other."""
     assert len({len(chain(row, Chain(5, stop=0.2))) for row in ROWS}) == 2
 
 
-def test_nothing_drafted_is_a_root_alone() -> None:
+def test_empty_draft_gives_the_root_alone() -> None:
     """Where no row is sure enough of its first token, the tree is the root and the drafter runs no further node."""
     table = Table(soft_scores)
     tree = Chain(3, stop=0.999).expand(context(), table)
@@ -91,7 +91,7 @@ def test_sampled_chain_is_distributed_as_q(temperature: float) -> None:
         (lambda: Chain(children="sampled", temperature=0.0), "tree.temperature=0.0"),
     ],
 )
-def test_chain_refuses(build: Callable[[], object], said: str) -> None:
+def test_chain_refuses_invalid_settings(build: Callable[[], object], said: str) -> None:
     """Settings that mean nothing are refused under their key."""
     with pytest.raises(UserError, match=said):
         build()

@@ -52,7 +52,7 @@ def survivors(draw: random.Random, rates: list[float]) -> int:
 
 
 @pytest.mark.parametrize("children", ["deterministic", "sampled"])
-def test_a_chain_is_as_long_as_thompson_says(children: Children) -> None:
+def test_thompson_chain_has_the_chosen_length(children: Children) -> None:
     """Its tokens are those of a fixed chain of the length that the drawn chances make fastest, and no step is run in vain."""
     for seed in range(6):
         tree = grown(partial(thompson, children, seed))
@@ -79,7 +79,7 @@ def test_thompson_finds_the_fastest_length() -> None:
     assert len(set(chosen[:50])) > 2, "it must have tried others"
 
 
-def test_a_row_that_is_done_teaches_nothing() -> None:
+def test_finished_rows_are_not_learned_from() -> None:
     """A row that emitted nothing, and a token that was not drafted, are no evidence."""
     builder = prepared(Thompson(4, memory=10**9 % 4096))
     observed(builder, [2, 4], [2, -1])
@@ -104,7 +104,7 @@ def state(draw: random.Random, kept: bool, hint: float) -> np.ndarray:
     return np.array([1.0, float(kept) if draw.random() < hint else draw.random()])
 
 
-def test_the_policy_goes_on_where_it_pays() -> None:
+def test_policy_continues_where_it_gains() -> None:
     """Where the state tells what is kept, a token is drawn exactly where it is kept, as long as drafting is cheap; where a step
     costs more than any token is worth, nothing is run."""
     cheap, dear = learnt(step=0.05), learnt(step=3.0)
@@ -134,7 +134,7 @@ def simulated(hint: float, rounds: int = 4000, step: float = 0.3) -> float:
     return tokens / seconds
 
 
-def test_the_policy_is_faster_than_any_fixed_length() -> None:
+def test_policy_is_faster_than_any_fixed_length() -> None:
     """Where the state tells what is kept, and no slower where it tells nothing: within 2 % of the best fixed length."""
     fixed = max(speed(length, [0.6] * 4) for length in range(1, 5))
     assert simulated(hint=1.0) > 1.05 * fixed
@@ -142,7 +142,7 @@ def test_the_policy_is_faster_than_any_fixed_length() -> None:
 
 
 @pytest.mark.parametrize("children", ["deterministic", "sampled"])
-def test_a_policy_explores_first_and_then_decides(children: Children) -> None:
+def test_policy_explores_before_it_decides(children: Children) -> None:
     """Rounds are drafted to their full depth until enough was seen; afterwards a chain is the beginning of that chain."""
     builder = prepared(Policy(4, children))
     builder.min_episodes = 8
@@ -157,7 +157,7 @@ def test_a_policy_explores_first_and_then_decides(children: Children) -> None:
     assert found != full and all(short == long[: len(short)] for short, long in zip(found, full))
 
 
-def test_a_short_memory_is_enough_to_decide() -> None:
+def test_policy_decides_with_a_short_memory() -> None:
     """A policy that remembers less than it would first look at decides once its memory is full."""
     builder = prepared(Policy(3, memory=4))
     for _ in range(2):
@@ -166,7 +166,7 @@ def test_a_short_memory_is_enough_to_decide() -> None:
     assert builder.draw_weights
 
 
-def test_a_drafters_own_estimate_ends_a_chain() -> None:
+def test_chain_ends_by_the_drafters_own_estimate() -> None:
     """Where the rollout says how likely tokens are kept, `stop` weighs that: the chain ends where 1 - prod(c) > 1 - stop."""
     said = {0: 0.9, 1: 0.8, 2: 0.5, 3: 0.9, 4: 0.9}
 

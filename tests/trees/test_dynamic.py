@@ -76,7 +76,7 @@ def test_eagle2_keeps_the_best_paths(budget: int) -> None:
         assert set(paths(tree, row)) == set(best(every_path(random_scores, row, 2), budget))
 
 
-def test_eagle2_smaller_than_its_budget() -> None:
+def test_eagle2_tree_may_be_smaller_than_its_budget() -> None:
     """A drafter that offers fewer nodes than the budget gets them all verified."""
     assert grown(lambda: Eagle2(depth=2, budget=50, top_k=3)).tokens.shape == (len(ROWS), 1 + 3 + 9)
 
@@ -163,7 +163,7 @@ def test_opt_tree_stops_where_a_level_adds_little(threshold: float) -> None:
     assert_rows_alone(lambda: builder)
 
 
-def test_opt_tree_rows_stop_apart() -> None:
+def test_opt_tree_rows_stop_independently() -> None:
     """The thresholds above do end one row of a batch before the other."""
     found = [[max(map(len, opt(random_scores, row, OptTree(5, 8, t)))) for row in ROWS] for t in (0.05, 0.2, 0.3, 0.5, 0.9)]
     assert any(one != other for one, other in found)
@@ -267,7 +267,7 @@ def beams(scores: Scores, row: int, depth: int, width: int) -> list[tuple[Path, 
 
 @pytest.mark.parametrize("scores", [random_scores, tied_scores])
 @pytest.mark.parametrize("depth, budget, top_k", BEAMS)
-def test_beam_is_the_unmerged_beams(scores: Scores, depth: int, budget: int, top_k: int) -> None:
+def test_beam_tree_equals_the_unmerged_beams(scores: Scores, depth: int, budget: int, top_k: int) -> None:
     """Its paths are the prefixes of the beams that a search without a tree ends with, as many as have room, each once."""
     builder = Beam(depth, budget, top_k)
     tree = grown(lambda: builder, scores)
@@ -283,7 +283,7 @@ def test_beam_is_the_unmerged_beams(scores: Scores, depth: int, budget: int, top
     assert_rows_alone(lambda: builder, scores)
 
 
-def test_one_beam_is_the_greedy_chain() -> None:
+def test_single_beam_equals_the_greedy_chain() -> None:
     """With top_k=1 the tree is the chain of likeliest tokens."""
     beam, chain = grown(lambda: Beam(4, 5, 1)), grown(lambda: Chain(4))
     assert torch.equal(beam.tokens, chain.tokens) and torch.equal(beam.parents, chain.parents) and beam.valid.all()

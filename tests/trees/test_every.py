@@ -29,7 +29,7 @@ def made(file: Path, temperature: float | None = None) -> TreeBuilder | None:
 
 @pytest.mark.parametrize("temperature", [None, 0.8], ids=["as it is", "drawn"])
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_a_choice_grows_trees(file: Path, temperature: float | None) -> None:
+def test_every_tree_choice_grows_trees(file: Path, temperature: float | None) -> None:
     """Trees are whole, no larger and deeper than is said of them, hold what they were drawn from, and repeat. A row's is the
     one that it has alone, but for builders that weigh the whole batch, to which all of its rows look alike here."""
     builder, make = made(file, temperature), partial(made, file, temperature)

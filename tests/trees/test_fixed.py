@@ -117,7 +117,7 @@ def test_drawn_siblings_are_distributed_as_q(children: Children) -> None:
     assert ((observed - expected)[real] ** 2 / expected[real]).sum() < 67  # 29 or 35 degrees of freedom
 
 
-def test_the_likeliest_with_one_drawn() -> None:
+def test_top_and_sampled_children_equal_plain_python() -> None:
     """Nodes of three, two and one children have the likeliest tokens and, last, one of the rest of q, which is what the tree
     says it was drawn from; over many rows it comes as often as that."""
     rows = range(4000)
@@ -143,7 +143,7 @@ def test_the_likeliest_with_one_drawn() -> None:
     assert ((observed - expected)[real] ** 2 / expected[real]).sum() < 22  # 3 degrees of freedom
 
 
-def test_where_nothing_is_left_to_draw_the_likeliest_stay() -> None:
+def test_top_children_stay_where_the_residual_is_empty() -> None:
     """A q that has one token only leaves one child, and beside it padding."""
     sure = [0.0] + [-1e4] * (VOCAB - 1)
     tree = Static(paths=[[0], [1]], children="top_and_sampled").expand(context(), Table(lambda row, path: sure))
@@ -198,7 +198,7 @@ def test_sequoia_paths_reach_the_best_value(chances: list[float], nodes: int, le
 
 
 @pytest.mark.parametrize("children", CHILDREN)
-def test_sequoia_grows_what_it_found(children: Children) -> None:
+def test_sequoia_grows_the_searched_paths(children: Children) -> None:
     """Prepared by measured hits, whose mean over depths weighs by places, its tree is that of their chances."""
     builder = Sequoia(depth=3, budget=7, children=children)
     builder.prepare(Calibration([[0.6, 0.2, 0.1], [0.3, 0.3, 0.1]], [30, 10]))
@@ -211,7 +211,9 @@ def test_sequoia_grows_what_it_found(children: Children) -> None:
 
 @pytest.mark.parametrize("chances", CHANCES[:2] + CHANCES[4:], ids=str)
 @pytest.mark.parametrize("start, step, base, node", [(0.1, 0.1, 1.0, 0.01), (0.5, 0.3, 1.0, 0.2), (0.0, 0.0, 1.0, 0.5)])
-def test_sequoia_by_measured_time(chances: list[float], start: float, step: float, base: float, node: float) -> None:
+def test_sequoia_chooses_its_size_by_measured_time(
+    chances: list[float], start: float, step: float, base: float, node: float
+) -> None:
     """The size is the one whose best tree takes the least predicted seconds a token, by brute force."""
     latency = Latency({0: {1: base + node, 9: base + 9 * node}}, {0: {1: step, 9: 9 * step}}, start)
     builder = Sequoia(depth=4, budget=7, measured=True)
@@ -228,7 +230,7 @@ def test_sequoia_by_measured_time(chances: list[float], start: float, step: floa
     assert value(builder.paths, [chances] * 4) == pytest.approx(best[nodes, levels][1], abs=1e-7)
 
 
-def test_measured_time_chooses_among_sizes() -> None:
+def test_measured_sequoia_minimises_seconds_per_token() -> None:
     """Dear nodes give a smaller tree, dear steps a shallower one, than free ones."""
     sizes = []
     for step, node in ((1e-6, 1e-6), (1e-6, 1.0), (3.0, 1e-6)):
@@ -239,7 +241,7 @@ def test_measured_time_chooses_among_sizes() -> None:
     assert sizes[0][0] == 7 and sizes[1][0] < sizes[0][0] and sizes[2][1] < sizes[0][1]
 
 
-def test_levels_that_cost_time_make_a_shallower_tree() -> None:
+def test_level_costs_make_a_static_tree_shallower() -> None:
     """Where layers keep a state, a level takes a step of theirs."""
     depths = []
     for level in (0.0, 3.0):
@@ -260,14 +262,14 @@ def test_levels_that_cost_time_make_a_shallower_tree() -> None:
         ([[0], [1], [1, 1]], "without_replacement", "[1, 1]"),
     ],
 )
-def test_paths_that_are_no_tree_are_refused(shape: list[list[int]], children: Children, said: str) -> None:
+def test_paths_without_their_parents_are_refused(shape: list[list[int]], children: Children, said: str) -> None:
     """A path without its parent, or without an earlier sibling where children are drawn, is named."""
     with pytest.raises(UserError) as refused:
         Static(paths=shape, children=children)
     assert f"tree.paths: {said} has a parent" in str(refused.value)
 
 
-def test_likeliest_children_may_skip_a_rank() -> None:
+def test_deterministic_children_may_skip_a_rank() -> None:
     """Children that are not drawn need no earlier sibling: the second choice alone is a tree."""
     tree = grown(lambda: Static(paths=[[1], [1, 2]]))
     ranked = sorted(range(VOCAB), key=lambda v: -random_scores(0, ())[v])

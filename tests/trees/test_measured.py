@@ -56,7 +56,7 @@ def walked(gains: list[float], costs: list[float], least: float) -> int:
 
 
 @pytest.mark.parametrize("least", [0.0, 0.3, 1.0, 4.0])
-def test_walk_up_equals_the_rule(least: float) -> None:
+def test_choose_size_equals_the_rule_of_cast(least: float) -> None:
     """Over random gains and costs, steps in cost included, as many nodes are taken as the rule says."""
     source, taken = random.Random(0), set()
     for _ in range(200):
@@ -125,7 +125,7 @@ def test_cast_equals_plain_python(step: float, node: float, depth: int, budget: 
 
 
 @pytest.mark.parametrize("depth, budget, top_k", [(1, 4, 3), (2, 11, 3), (3, 30, 4)])
-def test_cast_takes_everything_that_is_free(depth: int, budget: int, top_k: int) -> None:
+def test_cast_takes_all_nodes_that_cost_nothing(depth: int, budget: int, top_k: int) -> None:
     """Where steps and nodes cost nothing more, its tree is EAGLE-2's."""
     tree = grown(lambda: prepared(Cast(depth, budget, top_k)), soft_scores)
     eagle2 = grown(lambda: Eagle2(depth, budget, top_k), soft_scores)
@@ -150,7 +150,7 @@ def test_cast_depth_stops_where_a_level_gains_less_than_it_costs() -> None:
 
 @pytest.mark.parametrize("name", [Cast, Auto])
 @pytest.mark.parametrize("step, node", [(0.0, 0.0), (0.02, 0.03), (0.3, 0.3)])
-def test_measured_trees_are_sound(name: type[LatencyAwareBuilder], step: float, node: float) -> None:
+def test_measured_trees_have_a_valid_structure(name: type[LatencyAwareBuilder], step: float, node: float) -> None:
     """Trees are well formed, and equal rows have the tree that each has alone."""
 
     def make() -> Any:
@@ -169,7 +169,7 @@ def test_untimed_builders_are_refused(name: type[LatencyAwareBuilder]) -> None:
 
 
 @pytest.mark.parametrize("name", [Cast, Auto])
-def test_levels_that_cost_time_make_shallower_trees(name: type[LatencyAwareBuilder]) -> None:
+def test_level_costs_make_measured_trees_shallower(name: type[LatencyAwareBuilder]) -> None:
     """Where layers keep a state, every level of a tree takes another step of theirs: the dearer, the shallower."""
     depths = []
     for level in (0.0, 0.1, 10.0):
@@ -201,7 +201,7 @@ def test_auto_maximises_expected_speed(scores: Scores, start: float, base: float
     assert tree.tokens.shape[1] == max(2, int(np.argmax(speed)) + 1)
 
 
-def test_auto_drafts_one_level_where_steps_are_dear() -> None:
+def test_auto_drafts_a_single_level_where_steps_are_expensive() -> None:
     """Where a further step takes longer than the tokens it promises, none is taken; free steps go all the way."""
     for step, given in ((10.0, 0), (0.0, 9)):
         table = Table(random_scores)
@@ -216,7 +216,7 @@ def observed(builder: Auto, tree: TokenTree, counts: list[int], node: float) -> 
     builder.observe(RoundResult(tree, torch.zeros(0), torch.tensor(counts), seconds))
 
 
-def test_auto_shrinks_where_nothing_is_kept() -> None:
+def test_auto_shrinks_where_nothing_is_accepted() -> None:
     """Once its drafts keep failing the tree falls to its least size, and grows back when they hold."""
     builder = prepared(Auto(depth=4, budget=40, top_k=4, memory=8), 0.01, 1.0, 0.03, 0.01)
     sizes = []
@@ -227,7 +227,7 @@ def test_auto_shrinks_where_nothing_is_kept() -> None:
     assert sizes[0] > 4 and sizes[79] == 2 and sizes[-1] > 4
 
 
-def test_auto_learns_how_often_each_depth_comes_true() -> None:
+def test_auto_learns_the_acceptance_of_each_depth() -> None:
     """With a memory of one round the means are the last row's: its predicted and its kept nodes; done rows teach nothing."""
     builder = prepared(Auto(depth=3, budget=16, top_k=3, memory=1), 0.001, 1.0, 1e-4)
     tree = builder.expand(context(), Table(soft_scores))
@@ -252,7 +252,7 @@ def copies(chances: list[float]) -> Trie:
 
 @pytest.mark.parametrize("node", [0.001, 0.02, 0.2, 0.5, 1.0])
 @pytest.mark.parametrize("name", [Auto, Cast])
-def test_copies_are_verified_as_far_as_they_pay(name: type[LatencyAwareBuilder], node: float) -> None:
+def test_copies_are_verified_while_they_gain(name: type[LatencyAwareBuilder], node: float) -> None:
     """The size is the best by brute force (auto), or CAST's rule over the chances; of mere weights everything is taken."""
     builder = prepared(name(depth=6, budget=7), 0.0, 1.0, node)
     tries = [copies([0.9, 0.8, 0.5, 0.5, 0.1, 0.9]), copies([0.5, 0.5])]
@@ -291,7 +291,7 @@ def a_round(builder: Auto, tries: list[Trie], drafted: list[float], kept: int) -
     return asked
 
 
-def test_auto_asks_a_drafter_as_long_as_it_adds() -> None:
+def test_auto_runs_a_drafter_while_it_gains() -> None:
     """Where copies promise much and the drafter adds nothing, it is left out but for a look now and then, more and more rarely;
     where they promise nothing, it is asked."""
     builder = prepared(Auto(depth=4, budget=12, top_k=3), 0.2, 1.0, 0.01, 0.2)
@@ -306,14 +306,14 @@ def test_auto_asks_a_drafter_as_long_as_it_adds() -> None:
 
 
 @pytest.mark.parametrize("kept", [1, 3])
-def test_auto_leaves_a_drafter_out_none_of_whose_tokens_come_true(kept: int) -> None:
+def test_auto_skips_a_drafter_whose_tokens_are_rejected(kept: int) -> None:
     """It goes on promising 1.6 more than copies, which would pay."""
     builder = prepared(Auto(depth=4, budget=12, top_k=3, memory=8), 0.2, 1.0, 0.01, 0.2)
     asked = [a_round(builder, [copies([])], [0.9, 0.8], kept) for _ in range(60)]
     assert asked[-20:].count(True) == (20 if kept == 3 else 0)
 
 
-def test_tokens_that_copies_had_too_are_not_added() -> None:
+def test_tokens_that_copies_contain_are_no_gain() -> None:
     """A drafter that is right where copies are right as well is worth nothing beside them, whatever it promises."""
     for shared, asks in ((True, 0), (False, 20)):
         builder = prepared(Auto(depth=4, budget=12, top_k=3, memory=8), 0.2, 1.0, 0.01, 0.2)
@@ -327,7 +327,7 @@ def test_tokens_that_copies_had_too_are_not_added() -> None:
 
 
 @pytest.mark.parametrize("counts", [[3, 1], [1, 2]])
-def test_what_a_drafter_added_is_what_copies_lacked(counts: list[int]) -> None:
+def test_drafter_gain_counts_tokens_that_copies_lack(counts: list[int]) -> None:
     """Tokens kept in a round, less those that a path of the copies' own nodes says, on average over rows."""
     tries = [copies([0.9, 0.9, 0.9]), copies([0.5])]
     ready = CopyTree(3, 2.0, 1.0, torch.zeros(2, 5), tries, [{0, 1}, {0}])  # of the first row one, of the second none
@@ -337,7 +337,7 @@ def test_what_a_drafter_added_is_what_copies_lacked(counts: list[int]) -> None:
     assert found == ((counts[0] - 1 - min(counts[0] - 1, 1)) + (counts[1] - 1)) / 2
 
 
-def test_auto_counts_the_time_of_a_larger_tree_against_a_drafter() -> None:
+def test_auto_counts_the_cost_of_a_larger_tree() -> None:
     """Half a token more is worth half a round."""
     for verifying, asks in ((0.0, True), (0.25, True), (0.4, False)):
         builder = prepared(Auto(), 0.2, 1.0, 0.0, 0.2)
@@ -346,7 +346,7 @@ def test_auto_counts_the_time_of_a_larger_tree_against_a_drafter() -> None:
         assert builder.needs_drafter(context(), [copies([])]) is asks
 
 
-def test_a_slow_spell_changes_no_tree() -> None:
+def test_slow_rounds_do_not_change_auto_trees() -> None:
     """Where drafting and verifying take four times as long for a while, trees are those of the steady machine."""
     sizes: list[list[int]] = []
     for slow in (1.0, 4.0):

@@ -32,7 +32,7 @@ def climb(parents: list[int], node: int) -> list[int]:
 
 @pytest.mark.parametrize("shape", ["chain", "star", "random"])
 @pytest.mark.parametrize("num_nodes", SIZES)
-def test_ancestors_depths_and_words_equal_a_climb(shape: str, num_nodes: int) -> None:
+def test_ancestors_and_depths_equal_a_walk_to_the_root(shape: str, num_nodes: int) -> None:
     """Every node sees its path to the root, is as deep as that path is long, and its words hold one bit for each step."""
     parents = grow(shape, num_nodes)
     tree = TokenTree.from_parents(torch.arange(num_nodes).expand(BATCH, -1), parents)
@@ -49,7 +49,7 @@ def test_ancestors_depths_and_words_equal_a_climb(shape: str, num_nodes: int) ->
 
 
 @pytest.mark.parametrize("num_nodes", SIZES)
-def test_a_chain_is_a_tree_of_width_one(num_nodes: int) -> None:
+def test_chain_is_a_tree_of_single_children(num_nodes: int) -> None:
     """`chain` gives every token the one before it as parent, all valid and emitted."""
     tree = TokenTree.from_chain(torch.full((BATCH, num_nodes), 7))
     tree.check_structure()
