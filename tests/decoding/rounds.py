@@ -99,5 +99,5 @@ class Watched(Rollout):
 
 def watching(builder: TreeBuilder) -> tuple[Said, Keeping]:
     """What the rollouts of a builder, which comes with it and keeps its trees, say."""
-    said: Said = []
-    return said, Keeping(builder, lambda rollout, prefix: Watched(rollout, prefix, said))
+    reported: Said = []
+    return reported, Keeping(builder, lambda rollout, prefix: Watched(rollout, prefix, reported))

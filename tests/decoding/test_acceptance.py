@@ -145,28 +145,28 @@ def test_sample_and_match_is_lossless(draws: Callable[[list[Path]], Outcomes], n
     nodes = TREES[name]
     outcomes = draws(nodes)
     assert sum(weight for weight, _ in outcomes) == 1
-    one = TokenTree.from_parents(
+    item = TokenTree.from_parents(
         torch.tensor([[node[-1] if node else 0 for node in nodes]]),
         torch.tensor([[nodes.index(node[:-1]) if node else -1 for node in nodes]]),
     )
-    masks = {"valid": one.valid.clone(), "emitted": one.can_emit.clone()}
+    masks = {"valid": item.valid.clone(), "emitted": item.can_emit.clone()}
     if hidden is not None:
         masks[hidden][0, 1] = False
     batch = len(outcomes)
-    tree = TokenTree(*(t.expand(batch, -1) for t in (one.tokens, one.parents, masks["valid"], masks["emitted"])))
+    tree = TokenTree(*(t.expand(batch, -1) for t in (item.tokens, item.parents, masks["valid"], masks["emitted"])))
     accepted = walk(tree, torch.tensor([choice for _, choice in outcomes]))
     emitted = accepted.emitted_tokens(tree)
-    found: dict[Path, Fraction] = defaultdict(Fraction)
+    result: dict[Path, Fraction] = defaultdict(Fraction)
     for (weight, _), count, tokens in zip(outcomes, accepted.counts.tolist(), emitted.tolist()):
         head = tuple(tokens[:count])
         for tail in itertools.product(range(3), repeat=3 - count):
             rest = head + tail
-            found[rest] += weight * math.prod((target_p(rest[:i])[rest[i]] for i in range(count, 3)), start=Fraction(1))
+            result[rest] += weight * math.prod((target_p(rest[:i])[rest[i]] for i in range(count, 3)), start=Fraction(1))
     wanted = {
         path: math.prod((target_p(path[:i])[path[i]] for i in range(3)), start=Fraction(1))
         for path in itertools.product(range(3), repeat=3)
     }
-    assert dict(found) == wanted
+    assert dict(result) == wanted
 
 
 # Match draws
@@ -225,12 +225,12 @@ def shaped(logits: list[float], temperature: float, top_k: int, top_p: float) ->
     scores = [value / temperature for value in logits]
     ranked = sorted(range(len(scores)), key=lambda v: -scores[v])[: top_k or len(scores)]
     total = sum(math.exp(scores[v]) for v in ranked)
-    kept, mass = [], 0.0
+    accepted, mass = [], 0.0
     for v in ranked:
         if mass < top_p or top_p == 1:
-            kept.append(v)
+            accepted.append(v)
         mass += math.exp(scores[v]) / total
-    return [score if v in kept else -math.inf for v, score in enumerate(scores)]
+    return [score if v in accepted else -math.inf for v, score in enumerate(scores)]
 
 
 @pytest.mark.sweep(8)
@@ -271,9 +271,9 @@ def test_recursive_on_the_device_equals_select_path(children: Children, cut: tup
     tree = TokenTree(tokens, torch.tensor(parents).expand(batch, -1), valid, every, children, q, draft_ids)
     rows, positions = torch.randperm(batch), 30 + torch.arange(batch)[:, None] + tree.depths
     rule = RecursiveRejection(*cut, seed=4)
-    one, other = (
+    item, other = (
         rule(tree, logits, rows, positions).trim_padding(),
         SequentialRule.__call__(rule, tree, logits, rows, positions),
     )
-    assert torch.equal(one.path, other.path) and torch.equal(one.counts, other.counts)
-    assert torch.equal(one.bonus, other.bonus) and len(set(one.counts.tolist())) > 2
+    assert torch.equal(item.path, other.path) and torch.equal(item.counts, other.counts)
+    assert torch.equal(item.bonus, other.bonus) and len(set(item.counts.tolist())) > 2

@@ -41,8 +41,8 @@ def lucky(target: Target, prompts: list[list[int]]) -> Eagle3:
     """A drafter that guesses badly among few tokens, those of the greedy answers, so that some guesses hit."""
     torch.manual_seed(5)  # a drafter whose first guess is right now and then at every depth
     counts = torch.zeros(target.head.vocab_size)
-    for found in decode(target, prompts, Greedy(), LIMIT, ignore_eos=True):
-        counts[found.output] = 1
+    for result in decode(target, prompts, Greedy(), LIMIT, ignore_eos=True):
+        counts[result.output] = 1
     drafter = Eagle3(target, ttt_steps=4, vocab_size=int(counts.sum()) - 2)
     drafter.prepare(target, counts)
     return drafter.to(target.device, target.dtype).eval()
@@ -125,10 +125,10 @@ def test_teacher_forced_rounds_accept_everything(
     """Every round but the last emits depth + 1 tokens, and the output is that without a drafter."""
     stop_at(monkeypatch)
     _, runs, answers = forced_decode(shallow, prompts, eagle3, Chain(depth), rule, batch)
-    for found, wanted in zip(runs, answers):
-        assert found.output == wanted.output and len(found.output) == LIMIT
+    for result, wanted in zip(runs, answers):
+        assert result.output == wanted.output and len(result.output) == LIMIT
         full, rest = divmod(LIMIT - 1, depth + 1)
-        assert found.round_lengths[:full] == [depth + 1] * full and len(found.round_lengths) == full + (rest > 0)
+        assert result.round_lengths[:full] == [depth + 1] * full and len(result.round_lengths) == full + (rest > 0)
 
 
 def ranks(shallow: Target, eagle3: Eagle3, text: list[int], step: int) -> list[int]:
@@ -157,14 +157,14 @@ def test_hits_equal_a_count_by_hand(tiny: Target, prompts: list, monkeypatch: py
     stop_at(monkeypatch)
     forced, runs, _ = forced_decode(tiny, prompts, eagle3, Chain(depth), Greedy())
     sums, counts = torch.zeros_like(forced.hit_sums), [0] * depth
-    for found in runs:
+    for result in runs:
         for start in range(0, LIMIT - 1, depth + 1):
             for step in range(min(depth, LIMIT - 1 - start)):
                 end = start + step + 1
-                guesses = ranks(tiny, eagle3, found.prompt + found.output[:end], step)[: forced.width]
+                guesses = ranks(tiny, eagle3, result.prompt + result.output[:end], step)[: forced.width]
                 counts[step] += 1
-                if found.output[end] in guesses:
-                    sums[step, guesses.index(found.output[end])] += 1
+                if result.output[end] in guesses:
+                    sums[step, guesses.index(result.output[end])] += 1
     assert (sums[:, 0] > 0).all() and (sums[:, 1:].sum(1) > 0).all()
     assert forced.hit_sums.tolist() == sums.tolist() and forced.counts == counts
     expected = [[hit / count for hit in row] for row, count in zip(sums.tolist(), counts)]
@@ -204,8 +204,8 @@ def test_first_child_is_accepted_with_the_overlap(rule: AcceptanceRule, children
     logits = torch.randn(7 * VOCAB)
     p, q = logits.double().softmax(-1), torch.zeros(7 * VOCAB, dtype=torch.float64)
     q[7 * torch.arange(VOCAB) + 3] = torch.tensor(soft_scores(0, ()), dtype=torch.float64).exp()
-    found = torch.tensor([chances(rule, children, logits, number)[0] for number in range(400)])
-    assert abs(found.mean() - torch.minimum(p, q).sum()) < 4 * found.std() / 400**0.5
+    result = torch.tensor([chances(rule, children, logits, number)[0] for number in range(400)])
+    assert abs(result.mean() - torch.minimum(p, q).sum()) < 4 * result.std() / 400**0.5
 
 
 def test_all_tokens_without_replacement_accept_exactly_one() -> None:
@@ -213,8 +213,8 @@ def test_all_tokens_without_replacement_accept_exactly_one() -> None:
     logits = torch.full((7 * VOCAB,), float("-inf"))
     logits[7 * torch.arange(VOCAB) + 3] = torch.randn(VOCAB)
     for number in range(50):
-        found = chances(RecursiveRejection(), "without_replacement", logits, number)
-        assert min(found) >= 0 and sum(found) == pytest.approx(1)
+        result = chances(RecursiveRejection(), "without_replacement", logits, number)
+        assert min(result) >= 0 and sum(result) == pytest.approx(1)
         assert sum(chances(Match(), "without_replacement", logits, number)) == pytest.approx(1)
 
 
@@ -227,9 +227,9 @@ def test_overlap_and_first_equal_a_count_by_hand(
     stop_at(monkeypatch)
     forced, runs, _ = forced_decode(shallow, prompts[:2], eagle3, Chain(1, "sampled", temperature=0.5), rule)
     overlap, first = [], []
-    for found in runs:
+    for result in runs:
         for end in range(1, LIMIT, 2):
-            text = found.prompt + found.output[:end]
+            text = result.prompt + result.output[:end]
             logits = shallow.run(torch.tensor([text]), ForwardPlan(logits=True)).logits
             assert logits is not None
             log_q = torch.full((shallow.head.vocab_size,), -torch.inf)
@@ -277,15 +277,15 @@ def test_unresolved_rule_is_resolved_by_the_forecast(
     monkeypatch.setattr(RuleForecast, "prefers_rejection", pays)
     rule, sampling = OpenSampling(0.7, 9, 0.9, 4), (0.7, 9, 0.9, 4)
     for builder in (Chain(2, seed=6), Static(2, 5, [[0], [1], [0, 0]], seed=6)):
-        found, tree, forecast = resolve_rule(shallow, eagle3, builder, rule, lambda: prompts[:1])
-        assert forecast is not None and found.sampling_settings == sampling and tree.depth == 2 and tree.seed == 6
-        assert (found.name, tree.temperature) == (("recursive", 0.7) if pays else ("match", 1.0))
-        found.check_children(tree.children, tree.is_chain)
+        result, tree, forecast = resolve_rule(shallow, eagle3, builder, rule, lambda: prompts[:1])
+        assert forecast is not None and result.sampling_settings == sampling and tree.depth == 2 and tree.seed == 6
+        assert (result.name, tree.temperature) == (("recursive", 0.7) if pays else ("match", 1.0))
+        result.check_children(tree.children, tree.is_chain)
         assert (tree is builder) is not pays and builder.children == "deterministic"
-    found, tree, _ = resolve_rule(shallow, eagle3, other := Eagle2(2, 6, 2), rule, lambda: [])
-    assert (found.name, tree) == ("match", other)
-    found, tree, _ = resolve_rule(shallow, eagle3, other := Chain(2, "sampled"), rule, lambda: [])
-    assert (found.name, tree) == ("recursive", other)
+    result, tree, _ = resolve_rule(shallow, eagle3, other := Eagle2(2, 6, 2), rule, lambda: [])
+    assert (result.name, tree) == ("match", other)
+    result, tree, _ = resolve_rule(shallow, eagle3, other := Chain(2, "sampled"), rule, lambda: [])
+    assert (result.name, tree) == ("recursive", other)
     assert resolve_rule(shallow, eagle3, other, greedy := Greedy(), lambda: []) == (greedy, other, None)
     assert Static(2, 4, [[0], [2]]).sampled_variant(1.0) is None
 
@@ -310,8 +310,8 @@ def test_calibrate_times_what_needs_it(shallow: Target, prompts: list, eagle3: E
     assert calibration is not None and calibration.latency is builder.latency is not None
     assert not calibration.hits and {tuple(table) for table in builder.latency.verify_seconds.values()} == {(1, 2, 3)}
     plain = decode(shallow, prompts, Greedy(), LIMIT)
-    found = decode(shallow, prompts, Greedy(), LIMIT, eagle3, builder)
-    assert [drafted.output for drafted in found] == [alone.output for alone in plain]
+    result = decode(shallow, prompts, Greedy(), LIMIT, eagle3, builder)
+    assert [drafted.output for drafted in result] == [alone.output for alone in plain]
 
 
 @pytest.mark.parametrize("budget, sizes", [(2, [1, 2]), (4, [1, 2, 4]), (11, [1, 2, 4, 8, 11])])

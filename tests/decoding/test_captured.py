@@ -129,7 +129,7 @@ def test_every_family_and_tree_equals_the_loop(shallow: Target, drafter: str, bu
     """Tokens, accepted lengths, depths and sizes of every round equal those of the eager loop."""
     made = DRAFTERS[drafter](shallow).eval()
     engine = same(shallow, Greedy(), made, BUILDERS[builder]())
-    assert max(max(one.round_lengths) for one in engine.decode(PROMPTS, 24)) > (
+    assert max(max(generation.round_lengths) for generation in engine.decode(PROMPTS, 24)) > (
         drafter in ("causal", "pard", "early_exit", "layer_skip")
     )
 
@@ -225,7 +225,7 @@ def test_every_round_runs_the_captured_operations(drafter: str | None, builder: 
             engine.state.drafter_state = {name: getattr(made, name) for name in engine._state_names}
     first, *others = traces
     assert all(trace.steps == first.steps for trace in others)
-    held = {told[0] for step in first.steps for told in step[1:] if isinstance(told, tuple)}
+    held = {reported_values[0] for step in first.steps for reported_values in step[1:] if isinstance(reported_values, tuple)}
     assert engine.state.log is not None and {place(engine.state.log.records), place(engine.state.context.tokens)} <= held
 
 
@@ -297,8 +297,8 @@ def test_uncompiled_layers_do_not_shift_compiled_layers(monkeypatch: pytest.Monk
     with compile_layers(target.layers, "eager"):
         for layer, forward in list(zip(target.layers, forwards))[::2]:
             layer.forward = forward
-        found = decode(target, PROMPTS[:1], Greedy(), 5)
-    assert facts(found) == facts(expected)
+        result = decode(target, PROMPTS[:1], Greedy(), 5)
+    assert facts(result) == facts(expected)
 
 
 @pytest.mark.parametrize("drafter", [None, "eagle3", "gated_lora"])
@@ -367,10 +367,10 @@ def test_preset_chain_is_accepted_completely(drafter: str, backend: str | None) 
     engine = CapturedRunner(target, Greedy(), made, PresetChainBuilder(forced), backend=backend)
     for prompts in (PROMPTS, PROMPTS[::-1], PROMPTS):
         plain = decode(target, prompts, Greedy(), 14, ignore_eos=True)
-        forced.sequences = dict(enumerate(one.prompt + one.output for one in plain))
-        found = engine.decode(prompts, 9, ignore_eos=True)
-        assert [one.output for one in found] == [one.output[:9] for one in plain]
-        assert all(one.round_lengths == [4] * 2 for one in found)
+        forced.sequences = dict(enumerate(generation.prompt + generation.output for generation in plain))
+        result = engine.decode(prompts, 9, ignore_eos=True)
+        assert [generation.output for generation in result] == [generation.output[:9] for generation in plain]
+        assert all(generation.round_lengths == [4] * 2 for generation in result)
 
 
 def test_captured_beams_equal_the_loop(shallow: Target) -> None:
@@ -417,8 +417,8 @@ def test_target_with_dynamic_rope_is_refused() -> None:
 
 def test_round_parts_sum_to_the_total_time(shallow: Target) -> None:
     """Parts are those of the loop, none is negative, and a row that is done earlier has fewer of them."""
-    one, other = CapturedRunner(shallow, Greedy()).decode([[5, 6, 7], [8, 9]], 9, ignore_eos=True)
-    assert one.seconds.keys() == {"prefill", "draft", "verify", "accept", "other"}
-    assert all(value >= 0 for value in one.seconds.values())
-    assert len(one.round_seconds) == len(other.round_seconds) == 8
-    assert one.decode_seconds == pytest.approx(one.finish_seconds)
+    item, other = CapturedRunner(shallow, Greedy()).decode([[5, 6, 7], [8, 9]], 9, ignore_eos=True)
+    assert item.seconds.keys() == {"prefill", "draft", "verify", "accept", "other"}
+    assert all(value >= 0 for value in item.seconds.values())
+    assert len(item.round_seconds) == len(other.round_seconds) == 8
+    assert item.decode_seconds == pytest.approx(item.finish_seconds)

@@ -145,13 +145,13 @@ def test_guard_does_not_change_the_output(
     """Output is greedy whichever rounds draft; a round that does not has a tree of depth 0 and emits one token."""
     switch = Switch(pattern)
     plain = decode(shallow, prompts[:batch], Greedy(), LIMIT)
-    found = Session(shallow, Greedy(), eagle3, builder, guard=cast(Guard, switch)).decode(prompts[:batch], LIMIT)
-    for prompt, alone, drafted in zip(prompts, plain, found):
+    result = Session(shallow, Greedy(), eagle3, builder, guard=cast(Guard, switch)).decode(prompts[:batch], LIMIT)
+    for prompt, alone, drafted in zip(prompts, plain, result):
         assert_same(shallow, prompt, drafted.output, alone.output)
         for turn, (depth, count) in enumerate(zip(drafted.depths, drafted.round_lengths)):
             assert (depth > 0) == switch.recorded[turn][0] and count <= depth + 1
     for turn, (_, tokens) in enumerate(switch.recorded):
-        counts = [row.round_lengths[turn] for row in found if turn < len(row.round_lengths)]
+        counts = [row.round_lengths[turn] for row in result if turn < len(row.round_lengths)]
         assert tokens == pytest.approx(sum(counts) / len(counts))
 
 
@@ -172,16 +172,16 @@ def test_proposals_after_skipped_rounds_depend_on_the_tokens_only(
     stop_at(monkeypatch)
     prompts, switch = prompts[:batch], Switch(pattern)
     plain = decode(shallow, prompts, Greedy(), LIMIT + builder.depth + 1)
-    texts = [prompt + found.output for prompt, found in zip(prompts, plain)]
+    texts = [prompt + result.output for prompt, result in zip(prompts, plain)]
     followed = Oracle(texts, slips=True, inner=eagle3)
     generations = Session(shallow, Greedy(), followed, builder, guard=cast(Guard, switch)).decode(prompts, LIMIT)
     turns = [turn for turn, (drafted, _) in enumerate(switch.recorded) if drafted]
     assert len(turns) == len(followed.trees) > 2
-    for row, found in enumerate(generations):
-        assert found.output == texts[row][len(prompts[row]) :][:LIMIT] and max(found.round_lengths) > 1
+    for row, result in enumerate(generations):
+        assert result.output == texts[row][len(prompts[row]) :][:LIMIT] and max(result.round_lengths) > 1
         for turn, tree in zip(turns, followed.trees):
-            if turn < len(found.round_lengths):
-                prefix = texts[row][: len(prompts[row]) + sum(found.round_lengths[:turn])]
+            if turn < len(result.round_lengths):
+                prefix = texts[row][: len(prompts[row]) + sum(result.round_lengths[:turn])]
                 fresh = Oracle([texts[row]], inner=eagle3)
                 decode(shallow, [prefix], Greedy(), 2, fresh, builder)
                 assert torch.equal(tree.tokens[row], fresh.trees[0].tokens[0])
@@ -204,9 +204,9 @@ def test_random_tokens_cost_little(shallow: Target) -> None:
         prompt = torch.randint(3, shallow.head.vocab_size, (20,)).tolist()
         (plain,) = Session(shallow, Greedy()).decode([prompt], 48, [row], ignore_eos=True)
         (free,) = Session(shallow, Greedy(), drafter, builder).decode([prompt], 48, [row], ignore_eos=True)
-        (found,) = Session(shallow, Greedy(), drafter, builder, guard).decode([prompt], 48, [row], ignore_eos=True)
-        assert found.output == plain.output == free.output
-        work += sum(map(cost, found.node_counts))
+        (result,) = Session(shallow, Greedy(), drafter, builder, guard).decode([prompt], 48, [row], ignore_eos=True)
+        assert result.output == plain.output == free.output
+        work += sum(map(cost, result.node_counts))
         unguarded += sum(map(cost, free.node_counts))
         steps += len(plain.node_counts)
     assert work <= 1.05 * steps < unguarded

@@ -110,11 +110,11 @@ def test_greedy_drafting_equals_generate(
     """Drafted greedy output is that of transformers' generate and of autoregressive decoding, alone and in a batch."""
     plain = decode(shallow, prompts[:batch], Greedy(), LIMIT)
     drafted = decode(shallow, prompts[:batch], Greedy(), LIMIT, drafters[name], builder)
-    for prompt, wanted, alone, found in zip(prompts, greedy, plain, drafted):
+    for prompt, wanted, alone, result in zip(prompts, greedy, plain, drafted):
         assert_same(shallow, prompt, alone.output, wanted)
-        assert_same(shallow, prompt, found.output, wanted)
-        assert_same(shallow, prompt, found.output, alone.output)
-        assert_counted(found, LIMIT, shallow.stop_ids)
+        assert_same(shallow, prompt, result.output, wanted)
+        assert_same(shallow, prompt, result.output, alone.output)
+        assert_counted(result, LIMIT, shallow.stop_ids)
         assert alone.round_lengths == [1] * (len(alone.output) - 1) and alone.depths == [0] * (len(alone.output) - 1)
 
 
@@ -129,19 +129,19 @@ def test_match_drafting_equals_autoregressive_sampling(
     rule = Match(temperature=0.8, top_k=50, top_p=0.95, seed=5)
     plain = decode(shallow, prompts[:batch], rule, LIMIT)
     drafted = decode(shallow, prompts[:batch], rule, LIMIT, drafters[name], builder)
-    assert [found.output for found in drafted] == [alone.output for alone in plain]
-    for found in drafted:
-        assert_counted(found, LIMIT, shallow.stop_ids)
+    assert [result.output for result in drafted] == [alone.output for alone in plain]
+    for result in drafted:
+        assert_counted(result, LIMIT, shallow.stop_ids)
 
 
 def test_a_batch_equals_its_rows_alone(shallow: Target, prompts: list, drafters: dict) -> None:
     """Sampling depends on the row key, not on what else is in the batch; other keys draw other tokens."""
     rule = Match(seed=1)
     together = decode(shallow, prompts, rule, LIMIT, drafters["eagle3"], BUILDERS[1], sequence_ids=[4, 9, 2])
-    for prompt, row, found in zip(prompts, [4, 9, 2], together):
+    for prompt, row, result in zip(prompts, [4, 9, 2], together):
         (alone,) = decode(shallow, [prompt], rule, LIMIT, drafters["eagle3"], BUILDERS[1], sequence_ids=[row])
-        assert (found.output, found.round_lengths) == (alone.output, alone.round_lengths)
-    assert [found.output for found in decode(shallow, prompts, rule, LIMIT)] != [found.output for found in together]
+        assert (result.output, result.round_lengths) == (alone.output, alone.round_lengths)
+    assert [result.output for result in decode(shallow, prompts, rule, LIMIT)] != [result.output for result in together]
 
 
 @pytest.mark.sweep(1)
@@ -153,11 +153,11 @@ def test_perfect_drafter_fills_every_round(
     """An oracle of depth d emits d + 1 tokens a round, and the output does not change."""
     stop_at(monkeypatch)
     depth, prompts = 3, prompts[:batch]
-    plain = [found.output for found in decode(shallow, prompts, rule, LIMIT + depth + 1)]
+    plain = [result.output for result in decode(shallow, prompts, rule, LIMIT + depth + 1)]
     oracle = Oracle([prompt + output for prompt, output in zip(prompts, plain)])
     limit = 1 + 5 * (depth + 1)
-    for found, wanted in zip(decode(shallow, prompts, rule, limit, oracle, Chain(depth)), plain):
-        assert found.output == wanted[:limit] and found.round_lengths == [depth + 1] * 5 and not found.is_cut
+    for result, wanted in zip(decode(shallow, prompts, rule, limit, oracle, Chain(depth)), plain):
+        assert result.output == wanted[:limit] and result.round_lengths == [depth + 1] * 5 and not result.is_cut
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
@@ -167,12 +167,12 @@ def test_partly_right_drafts_do_not_change_the_output(
     """Where each row of a ragged batch keeps its own number of drafted tokens, counts and outputs are as expected."""
     stop_at(monkeypatch)
     depth = 3
-    plain = [found.output for found in decode(shallow, prompts, rule, LIMIT + depth + 1)]
+    plain = [result.output for result in decode(shallow, prompts, rule, LIMIT + depth + 1)]
     oracle = Oracle([prompt + output for prompt, output in zip(prompts, plain)], slips=True)
-    for row, found in enumerate(decode(shallow, prompts, rule, LIMIT, oracle, Chain(depth))):
-        assert found.output == plain[row][:LIMIT]
-        assert found.round_lengths == [1 + (turn + 2 * row) % depth for turn in range(len(found.round_lengths))]
-        assert_counted(found, LIMIT, frozenset())
+    for row, result in enumerate(decode(shallow, prompts, rule, LIMIT, oracle, Chain(depth))):
+        assert result.output == plain[row][:LIMIT]
+        assert result.round_lengths == [1 + (turn + 2 * row) % depth for turn in range(len(result.round_lengths))]
+        assert_counted(result, LIMIT, frozenset())
 
 
 @pytest.mark.parametrize("depth", [1, 4])
@@ -183,11 +183,11 @@ def test_output_ends_at_the_limit(
     """Output stops at the limit; the last round is cut where it would have gone past it."""
     stop_at(monkeypatch)
     (plain,) = decode(shallow, prompts[:1], Greedy(), limit + depth + 1)
-    (found,) = decode(shallow, prompts[:1], Greedy(), limit, Oracle([prompts[0] + plain.output]), Chain(depth))
-    assert found.output == plain.output[:limit]
-    assert found.round_lengths == [depth + 1] * -(-(limit - 1) // (depth + 1))
-    assert found.is_cut == ((limit - 1) % (depth + 1) != 0)
-    assert found.complete_round_lengths == [depth + 1] * ((limit - 1) // (depth + 1))
+    (result,) = decode(shallow, prompts[:1], Greedy(), limit, Oracle([prompts[0] + plain.output]), Chain(depth))
+    assert result.output == plain.output[:limit]
+    assert result.round_lengths == [depth + 1] * -(-(limit - 1) // (depth + 1))
+    assert result.is_cut == ((limit - 1) % (depth + 1) != 0)
+    assert result.complete_round_lengths == [depth + 1] * ((limit - 1) // (depth + 1))
 
 
 @pytest.mark.parametrize("place", range(8))
@@ -200,11 +200,11 @@ def test_eos_inside_an_accepted_path_ends_the_text(
     (plain,) = decode(shallow, prompts[:1], rule, 20)
     place = plain.output.index(plain.output[place])
     stop_at(monkeypatch, plain.output[place])
-    (found,) = decode(shallow, prompts[:1], rule, 12, Oracle([prompts[0] + plain.output]), Chain(depth))
-    assert found.output == plain.output[: place + 1]
-    assert found.round_lengths == [depth + 1] * -(-place // (depth + 1))
-    assert found.is_cut == (place % (depth + 1) != 0)
-    assert_counted(found, 12, shallow.stop_ids)
+    (result,) = decode(shallow, prompts[:1], rule, 12, Oracle([prompts[0] + plain.output]), Chain(depth))
+    assert result.output == plain.output[: place + 1]
+    assert result.round_lengths == [depth + 1] * -(-place // (depth + 1))
+    assert result.is_cut == (place % (depth + 1) != 0)
+    assert_counted(result, 12, shallow.stop_ids)
 
 
 @pytest.mark.sweep(1)
@@ -221,9 +221,9 @@ def test_finished_row_does_not_change_the_others(
     drafted = decode(shallow, prompts, rule, LIMIT, drafters[name], builder)
     assert drafted[0].output == plain[0].output[:1] and drafted[0].round_lengths == []
     assert len(drafted[1].output) <= 5
-    for row, found in enumerate(drafted):
-        assert found.output == plain[row].output[: len(found.output)]
-        assert_counted(found, LIMIT, shallow.stop_ids)
+    for row, result in enumerate(drafted):
+        assert result.output == plain[row].output[: len(result.output)]
+        assert_counted(result, LIMIT, shallow.stop_ids)
 
 
 @pytest.mark.parametrize("builder", BUILDERS, ids=lambda builder: builder.name)
@@ -233,14 +233,14 @@ def test_eagle3_proposals_depend_on_the_tokens_only(
     """Whatever rounds led there, a proposal is the one that is made straight after the same tokens."""
     stop_at(monkeypatch)
     texts = [
-        prompt + found.output for prompt, found in zip(prompts, decode(shallow, prompts, Greedy(), LIMIT + builder.depth + 1))
+        prompt + result.output for prompt, result in zip(prompts, decode(shallow, prompts, Greedy(), LIMIT + builder.depth + 1))
     ]
     followed = Oracle(texts, slips=True, inner=drafters["eagle3"])
     generations = decode(shallow, prompts, Greedy(), LIMIT, followed, builder)
-    assert {count for found in generations for count in found.complete_round_lengths} == set(range(1, builder.depth + 1))
-    for row, found in enumerate(generations):
-        for turn in range(len(found.round_lengths)):
-            prefix = texts[row][: len(prompts[row]) + sum(found.round_lengths[:turn])]
+    assert {count for result in generations for count in result.complete_round_lengths} == set(range(1, builder.depth + 1))
+    for row, result in enumerate(generations):
+        for turn in range(len(result.round_lengths)):
+            prefix = texts[row][: len(prompts[row]) + sum(result.round_lengths[:turn])]
             fresh = Oracle([texts[row]], inner=drafters["eagle3"])
             decode(shallow, [prefix], Greedy(), 2, fresh, builder)
             assert torch.equal(followed.trees[turn].tokens[row], fresh.trees[0].tokens[0])
@@ -270,11 +270,11 @@ def test_eagle3_decodes_as_it_was_trained(
     """After every path of a tree, the cached distribution is the one that the loss unrolls over the whole sequence."""
     stop_at(monkeypatch)
     eagle3, builder = drafters["eagle3"], Given(depth=2, budget=6, top_k=3)
-    (found,) = decode(shallow, prompts[:1], Greedy(), num_rounds + 1, eagle3, builder)
+    (result,) = decode(shallow, prompts[:1], Greedy(), num_rounds + 1, eagle3, builder)
     logits: list[Tensor] = []
     hook = eagle3.norm.register_forward_hook(lambda module, args, output: logits.append(eagle3.lm_head(output)))
     for path, log_q in builder.log_q.items():
-        tokens = torch.tensor([prompts[0] + found.output[:-1] + list(path) + [0]])
+        tokens = torch.tensor([prompts[0] + result.output[:-1] + list(path) + [0]])
         mask = torch.zeros_like(tokens, dtype=torch.bool)
         mask[:, -1] = True  # step k then has one row, whose index lies k + 2 before the end
         logits.clear()
@@ -304,7 +304,7 @@ class Recording(Greedy):
 def test_a_token_is_drawn_at_its_own_position(shallow: Target, prompts: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random draws are keyed by the place of the token in its sequence, so no two tokens share one."""
     stop_at(monkeypatch)
-    plain = [found.output for found in decode(shallow, prompts, Greedy(), 11)]
+    plain = [result.output for result in decode(shallow, prompts, Greedy(), 11)]
     oracle = Oracle([prompt + output for prompt, output in zip(prompts, plain)])
     for drafter, builder in ((None, None), (oracle, Chain(1))):
         rule = Recording()

@@ -242,17 +242,17 @@ def best_first(budget: int, depth: int) -> Draft:
 
     def draft(q: Model, dice: RandomSource) -> Drawn:
         tree, left = Drawn(), {}
-        places = [(Fraction(-1), 0)]
-        while places and len(tree.paths) <= budget:
-            value, parent = heapq.heappop(places)
+        indices = [(Fraction(-1), 0)]
+        while indices and len(tree.paths) <= budget:
+            value, parent = heapq.heappop(indices)
             weights = left.get(parent, q[tree.paths[parent]])
             token = dice.draw_token(weights)
             node = tree.add(parent, token)
             if len(tree.paths[node]) < depth:
-                heapq.heappush(places, (value * weights[token], node))
+                heapq.heappush(indices, (value * weights[token], node))
             if weights[token] < 1:
                 left[parent] = taken_out(weights, token)
-                heapq.heappush(places, (value * (1 - weights[token]), parent))
+                heapq.heappush(indices, (value * (1 - weights[token]), parent))
         return tree
 
     return draft
@@ -308,8 +308,8 @@ def continued(heads: Joint, p: Model, length: int) -> Joint:
 def emitted(rule: SequentialRule, draft: Draft, p: Model, q: Model, without_replacement: bool, length: int) -> Joint:
     """The joint distribution of the first tokens of a round and what the target says after it."""
     heads: Joint = defaultdict(Fraction)
-    for chance, kept, bonus in outcomes(rule, draft, p, q, without_replacement):
-        heads[(*kept, bonus)] += chance
+    for chance, accepted, bonus in outcomes(rule, draft, p, q, without_replacement):
+        heads[(*accepted, bonus)] += chance
     return continued(heads, p, length)
 
 
@@ -321,8 +321,8 @@ def target_joint(p: Model, length: int) -> Joint:
 def accepted_lengths(rule: SequentialRule, draft: Draft, p: Model, q: Model, without_replacement: bool) -> dict[int, Fraction]:
     """How many drafted tokens a round keeps, with the probability of each number."""
     lengths: dict[int, Fraction] = defaultdict(Fraction)
-    for chance, kept, _ in outcomes(rule, draft, p, q, without_replacement):
-        lengths[len(kept)] += chance
+    for chance, accepted, _ in outcomes(rule, draft, p, q, without_replacement):
+        lengths[len(accepted)] += chance
     return dict(lengths)
 
 
@@ -373,8 +373,8 @@ def test_drawn_chains_are_lossless(rule: SequentialRule, name: str, kind: str) -
     """Judging a drawn chain, then going on with the target, gives the target's joint distribution exactly."""
     for p, q, length in trials(kind, CHAINS[name]):
         for children in ("sampled", "without_replacement"):
-            found = emitted(rule, drawn(CHAINS[name], children), p, q, children == "without_replacement", length)
-            assert found == target_joint(p, length)
+            result = emitted(rule, drawn(CHAINS[name], children), p, q, children == "without_replacement", length)
+            assert result == target_joint(p, length)
 
 
 @pytest.mark.sweep(9)
@@ -385,8 +385,8 @@ def test_drawn_chains_are_lossless(rule: SequentialRule, name: str, kind: str) -
 def test_drawn_trees_are_lossless(rule: SequentialRule, name: str, children: Children, kind: str) -> None:
     """Judging a drawn tree, then going on with the target, gives the target's joint distribution exactly."""
     for p, q, length in trials(kind, BRANCHING[name]):
-        found = emitted(rule, drawn(BRANCHING[name], children), p, q, children == "without_replacement", length)
-        assert found == target_joint(p, length)
+        result = emitted(rule, drawn(BRANCHING[name], children), p, q, children == "without_replacement", length)
+        assert result == target_joint(p, length)
 
 
 INDEPENDENT = (KSeq(), ImportanceSampling(), TruncatedLinearProgram(truncated=2))
@@ -492,9 +492,11 @@ def test_lengths_learned_from_earlier_rounds_are_lossless(rule: SequentialRule, 
     for seed in range(3):
         p, q = models(kind, 2, 6, seed)
         heads: Joint = defaultdict(Fraction)
-        for chance, kept, bonus in outcomes(rule, drawn(CHAINS["1-1"], "sampled"), p, q, False):
-            head = (*kept, bonus)
-            second = drawn(CHAINS["1-1"] if len(kept) == 2 else CHAINS["1"], "sampled") if kept else drawn((), "sampled")
+        for chance, accepted, bonus in outcomes(rule, drawn(CHAINS["1-1"], "sampled"), p, q, False):
+            head = (*accepted, bonus)
+            second = (
+                drawn(CHAINS["1-1"] if len(accepted) == 2 else CHAINS["1"], "sampled") if accepted else drawn((), "sampled")
+            )
             for share, more, last in outcomes(rule, second, after(p, head), after(q, head), False):
                 heads[(*head, *more, last)] += chance * share
         assert continued(heads, p, 6) == target_joint(p, 6)
@@ -504,14 +506,14 @@ def of_a_pass(knows: str, vocab: int, length: int, seed: int) -> tuple[Model, Mo
     """p of any kind, and q as drafters say it that draft in one pass: by a token's place alone (DFlash, P-EAGLE), by it and the
     token before (DSpark), with zeros for what is no candidate (DFlash2)."""
     p, other = models("dense", vocab, length, seed)
-    draw, said = random.Random(f"{knows} {seed}"), {}
+    draw, reported = random.Random(f"{knows} {seed}"), {}
     for path in other:
         key = (len(path), path[-1:] if knows != "place" else ())
-        if key not in said:
+        if key not in reported:
             weights = distribution(draw, vocab, 1)
             cut = np.where(np.arange(vocab) == draw.randrange(vocab), Fraction(0), weights)
-            said[key] = scaled(cut) if knows == "candidates" else weights
-        other[path] = said[key]
+            reported[key] = scaled(cut) if knows == "candidates" else weights
+        other[path] = reported[key]
     return p, other
 
 
@@ -530,8 +532,8 @@ def test_parallel_drafts_are_lossless(rule: SequentialRule, name: str, knows: st
     length = max(map(len, SHAPES[name])) + 1
     p, q = of_a_pass(knows, 2 if name == "lopsided" else 3, length, seed)
     for children in ("sampled", "without_replacement"):
-        found = emitted(rule, drawn(SHAPES[name], children), p, q, children == "without_replacement", length)
-        assert found == target_joint(p, length)
+        result = emitted(rule, drawn(SHAPES[name], children), p, q, children == "without_replacement", length)
+        assert result == target_joint(p, length)
 
 
 def choice_tables(tree: Drawn, p: Model) -> tuple[list[Fraction], torch.Tensor]:
@@ -581,8 +583,8 @@ def test_greedy_emits_the_greedy_continuation(name: str, children: Children) -> 
         draft = likeliest(shape) if children == "deterministic" else drawn(shape, children)
         for _, tree in every(partial(draft, q)):
             batch = tree.as_tree(children)
-            seen = torch.stack([logits[path] for path in tree.paths])[None]
-            accepted = Greedy()(batch, seen, torch.zeros(1, dtype=torch.int64), batch.depths).trim_padding()
+            visited = torch.stack([logits[path] for path in tree.paths])[None]
+            accepted = Greedy()(batch, visited, torch.zeros(1, dtype=torch.int64), batch.depths).trim_padding()
             held = max(len(path) for path in tree.paths if path == greedy[: len(path)])
             assert tuple(accepted.emitted_tokens(batch)[0].tolist()) == greedy[: held + 1]
 
@@ -598,11 +600,11 @@ def siblings_of(tree: Drawn, node: int, p: Model, q: Model, without_replacement:
 
 def kept_with(rule: SequentialRule, tree: Drawn, p: Model, q: Model, without_replacement: bool) -> dict[int, Fraction]:
     """The probability of every node to be kept, over the rule's own outcomes."""
-    kept: dict[int, Fraction] = defaultdict(Fraction)
+    accepted: dict[int, Fraction] = defaultdict(Fraction)
     for chance, (path, _) in every(partial(rule.select_path, as_row(tree, p, q, without_replacement))):
         for node in path:
-            kept[node] += chance
-    return kept
+            accepted[node] += chance
+    return accepted
 
 
 DEEP = {name: SHAPES[name] for name in ("1-1", "1-2", "2-1")}
@@ -623,20 +625,20 @@ def test_acceptance_chances_equal_enumeration(rule: SequentialRule, name: str, c
     for p, q, length in itertools.islice(trials(kind, shape), 3):
         above: dict[Path, Fraction] = defaultdict(Fraction)  # what is left to be kept at depth 1, by what is drawn there
         for chance, tree in every(partial(drawn(shape, children), q)):
-            kept = kept_with(rule, tree, p, q, drop)
+            accepted = kept_with(rule, tree, p, q, drop)
             siblings = siblings_of(tree, 0, p, q, drop)
             first = rule.acceptance_chances(siblings, Fraction(1))
-            for place, child in enumerate(tree.children[0]):
+            for index, child in enumerate(tree.children[0]):
                 if length == 2:
-                    assert kept[child] == first[place]
-                above[(*siblings.tokens, place)] += chance * (kept[child] - first[place])
+                    assert accepted[child] == first[index]
+                above[(*siblings.tokens, index)] += chance * (accepted[child] - first[index])
             if length == 3 and tree.children[0]:
                 child = tree.children[0][0]
                 rate = Fraction(rule.child_rate(p[()], q[()], siblings.tokens[0]))
-                for node, found in zip(
+                for node, result in zip(
                     tree.children[child], rule.acceptance_chances(siblings_of(tree, child, p, q, drop), rate)
                 ):
-                    assert kept[node] == first[0] * found
+                    assert accepted[node] == first[0] * result
         assert not any(above.values())
 
 
@@ -650,9 +652,9 @@ def test_acceptance_chances_for_several_drafts_equal_enumeration(name: str, kind
             for _, tree in every(partial(draft, q)):
                 if not tree.children[0]:
                     continue
-                kept = kept_with(rule, tree, p, q, False)
-                found = rule.acceptance_chances(siblings_of(tree, 0, p, q, False))
-                assert found == [kept[child] for child in tree.children[0]]
+                accepted = kept_with(rule, tree, p, q, False)
+                result = rule.acceptance_chances(siblings_of(tree, 0, p, q, False))
+                assert result == [accepted[child] for child in tree.children[0]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -667,16 +669,16 @@ def test_acceptance_chances_of_fixed_choices_equal_the_targets_draws(name: str, 
     logits = torch.tensor(p[()].astype(float)).log()
     for _, tree in every(partial(draft, q)):
         weights, choice = choice_tables(tree, p)
-        kept: dict[int, Fraction] = defaultdict(Fraction)
+        retained: dict[int, Fraction] = defaultdict(Fraction)
         accepted = walk(tree.as_tree(children, len(weights)), choice)
         for weight, path, count in zip(weights, accepted.path.tolist(), accepted.counts.tolist()):
-            kept[path[count - 1]] += weight
+            retained[path[count - 1]] += weight
         siblings = siblings_of(tree, 0, p, q, False)
-        assert Match().acceptance_chances(siblings) == [kept[child] for child in tree.children[0]]
+        assert Match().acceptance_chances(siblings) == [retained[child] for child in tree.children[0]]
         greedy = Greedy()(tree.as_tree(children), logits.expand(1, len(tree.paths), -1), torch.zeros(1), torch.zeros(1))
         last = int(greedy.path[0, int(greedy.counts) - 1])
-        found = Greedy().acceptance_chances(replace(siblings, p=Greedy().target_distribution(logits)))
-        assert [float(chance) for chance in found] == [float(child == last) for child in tree.children[0]]
+        result = Greedy().acceptance_chances(replace(siblings, p=Greedy().target_distribution(logits)))
+        assert [float(chance) for chance in result] == [float(child == last) for child in tree.children[0]]
 
 
 @pytest.mark.parametrize(
@@ -686,7 +688,7 @@ def test_acceptance_chances_of_fixed_choices_equal_the_targets_draws(name: str, 
 )
 def test_acceptance_chances_of_lossy_rules_equal_their_verdicts(rule: SequentialRule) -> None:
     """Rules that draw no lots keep a child surely or not at all; siblings that may be equal are judged as they judge them."""
-    seen = set()
+    visited = set()
     for tokens in itertools.product(range(4), repeat=1 if rule.chains_only else 3):
         for p in ([0.5, 0.3, 0.15, 0.05], [0.25, 0.25, 0.25, 0.25], [0.02, 0.03, 0.05, 0.9]):
             tree = Drawn()
@@ -695,13 +697,13 @@ def test_acceptance_chances_of_lossy_rules_equal_their_verdicts(rule: Sequential
             target = torch.tensor(p, dtype=torch.float64)
             verified = VerifiedTree(tree.tokens, tree.children, dict.fromkeys(range(4), target).__getitem__, lambda node: None)
             path, bonus = rule.select_path(verified, Likeliest())
-            found = rule.acceptance_chances(Siblings(list(tokens), target, None))
+            result = rule.acceptance_chances(Siblings(list(tokens), target, None))
             if rule.chains_only:  # a chain that is wholly kept ends with its last token
-                assert (found == [1.0]) == (bonus == tokens[0] and (target > target[tokens[0]]).sum() < 2)
+                assert (result == [1.0]) == (bonus == tokens[0] and (target > target[tokens[0]]).sum() < 2)
             else:
-                assert found == [float(child == path[-1]) for child in tree.children[0]]
-            seen |= set(found)
-    assert seen == {0.0, 1.0}
+                assert result == [float(child == path[-1]) for child in tree.children[0]]
+            visited |= set(result)
+    assert visited == {0.0, 1.0}
 
 
 # Which rule keeps more
@@ -921,9 +923,9 @@ def test_wrong_variant_fails_the_enumeration(wrong: Wrong, monkeypatch: pytest.M
     caught = 0
     for seed in range(6):
         p, q = models("dense", 4, 3, seed)
-        found = emitted(wrong.rule, wrong.draft, p, q, wrong.without_replacement, 3)
-        assert sum(found.values()) == 1
-        caught += found != target_joint(p, 3)
+        result = emitted(wrong.rule, wrong.draft, p, q, wrong.without_replacement, 3)
+        assert sum(result.values()) == 1
+        caught += result != target_joint(p, 3)
     assert caught >= 3
 
 
@@ -1043,8 +1045,8 @@ def typical_path(paths: list[Path], p: dict[Path, list[float]], rule: TypicalAcc
     row = VerifiedTree(
         tree.tokens, tree.children, lambda node: torch.tensor(p[tree.paths[node]], dtype=torch.float64), lambda node: None
     )
-    kept, bonus = rule.select_path(row, Likeliest())
-    return tree.paths[kept[-1]], bonus
+    accepted, bonus = rule.select_path(row, Likeliest())
+    return tree.paths[accepted[-1]], bonus
 
 
 def test_lossy_rules_are_marked_lossy() -> None:

@@ -85,8 +85,8 @@ def test_output_has_the_blended_distribution(rule: BlendingRule, name: str, chil
         pi = {path: rule.blend_distributions(p[path], q[path]) for path in p}
         assert all(sum(vector) == 1 and min(vector) >= 0 for vector in pi.values())
         heads: Joint = defaultdict(Fraction)
-        for chance, kept, bonus in outcomes(rule, drawn(SHAPES[name], children), p, q, children == "without_replacement"):
-            heads[(*kept, bonus)[:depth]] += chance
+        for chance, accepted, bonus in outcomes(rule, drawn(SHAPES[name], children), p, q, children == "without_replacement"):
+            heads[(*accepted, bonus)[:depth]] += chance
         assert continued(heads, pi, depth) == target_joint(pi, depth)
 
 
@@ -108,8 +108,8 @@ def deferred(defer: str, p: Vector, q: Vector, alpha: Fraction) -> Vector:
     """The papers' closed forms, token by token."""
     if defer == "token":
         left = {v for v in range(len(p)) if p[v] < (1 - alpha) * max(p)}
-        asked = sum((q[v] for v in left), start=Fraction(0))
-        return np.array([q[v] * (v not in left) + p[v] * asked for v in range(len(p))], dtype=object)
+        requested = sum((q[v] for v in left), start=Fraction(0))
+        return np.array([q[v] * (v not in left) + p[v] * requested for v in range(len(p))], dtype=object)
     least = {"chow": 1 - alpha, "diff": max(p) - alpha, "opt": max(p) - alpha * variation(p, q)}[defer]
     return p if max(q) < least else q
 
@@ -118,16 +118,16 @@ def deferred(defer: str, p: Vector, q: Vector, alpha: Fraction) -> Vector:
 @pytest.mark.parametrize("defer", ["chow", "diff", "opt", "token"])
 def test_cascade_emits_its_deferral_distribution(defer: Any, kind: str) -> None:
     """The first token of a drafted chain has the closed form of the deferral rule; over the trials both models are asked."""
-    asked = set()
+    requested = set()
     for seed, alpha in itertools.product(range(8), (Fraction(0), Fraction(1, 4), Fraction(3, 5))):
         p, q = models(kind, 3, 2, seed)
         heads: Joint = defaultdict(Fraction)
-        for chance, kept, bonus in outcomes(Deferral(defer=defer, alpha=alpha), drawn(SHAPES["1"], "sampled"), p, q, False):
-            heads[(*kept, bonus)[:1]] += chance
+        for chance, accepted, bonus in outcomes(Deferral(defer=defer, alpha=alpha), drawn(SHAPES["1"], "sampled"), p, q, False):
+            heads[(*accepted, bonus)[:1]] += chance
         wanted = deferred(defer, p[()], q[()], alpha)
         assert list(of_place(heads, 3)) == list(wanted)
-        asked |= {name for name, vector in (("p", p[()]), ("q", q[()])) if list(vector) == list(wanted)}
-    assert asked == {"p", "q"} or defer == "token"
+        requested |= {name for name, vector in (("p", p[()]), ("q", q[()])) if list(vector) == list(wanted)}
+    assert requested == {"p", "q"} or defer == "token"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -140,13 +140,13 @@ def test_bias_is_bounded_and_gains_as_much_acceptance(kind: str) -> None:
         for name in ("1", "2"):
             draft = drawn(SHAPES[name], "sampled")
             heads: Joint = defaultdict(Fraction)
-            for chance, kept, bonus in outcomes(rule, draft, p, q, False):
-                heads[(*kept, bonus)[:1]] += chance
-            found = variation(of_place(heads, 3), p[()])
-            assert found == min(bias, distance)
+            for chance, accepted, bonus in outcomes(rule, draft, p, q, False):
+                heads[(*accepted, bonus)[:1]] += chance
+            result = variation(of_place(heads, 3), p[()])
+            assert result == min(bias, distance)
             if name == "1":
                 rejected = accepted_lengths(rule, draft, p, q, False).get(0, Fraction(0))
-                assert rejected + found == distance
+                assert rejected + result == distance
 
 
 LOOSENED: dict[str, Callable[[Fraction], BlendingRule]] = {
@@ -163,9 +163,9 @@ def test_acceptance_rises_with_alpha(name: str) -> None:
     for seed in range(6):
         p, q = models("dense", 3, 3, seed)
         draft = drawn(SHAPES["1-1"], "sampled")
-        kept = [mean(accepted_lengths(LOOSENED[name](step), draft, p, q, False)) for step in steps]
-        assert kept == sorted(kept)
-        ends.append(kept[-1] - kept[0])
+        accepted = [mean(accepted_lengths(LOOSENED[name](step), draft, p, q, False)) for step in steps]
+        assert accepted == sorted(accepted)
+        ends.append(accepted[-1] - accepted[0])
     assert max(ends) > 0
 
 
@@ -177,8 +177,8 @@ def test_acceptance_chances_of_blends_equal_enumeration(rule: BlendingRule, chil
     for seed in range(2):
         p, q = models("dense", 3, 2, seed)
         for _, tree in every(partial(drawn(SHAPES["2"], children), q)):
-            kept = kept_with(rule, tree, p, q, drop)
-            assert [kept[child] for child in tree.children[0]] == rule.acceptance_chances(siblings_of(tree, 0, p, q, drop))
+            accepted = kept_with(rule, tree, p, q, drop)
+            assert [accepted[child] for child in tree.children[0]] == rule.acceptance_chances(siblings_of(tree, 0, p, q, drop))
 
 
 # A sigmoid in place of the softmax
@@ -208,25 +208,27 @@ def test_sigmoid_rule_emits_its_distribution(kind: str) -> None:
         rule = Rational()
         rule.odds = odds
         heads: Joint = defaultdict(Fraction)
-        for chance, kept, bonus in outcomes(rule, drawn(SHAPES["1"], "sampled"), p, q, False):
-            heads[(*kept, bonus)[:1]] += chance
-        mine, theirs = p[()] / (p[()] + odds), q[()] / (q[()] + odds)
-        keep = np.array([Fraction(1) if a >= b else a / b for a, b in zip(mine, theirs)], dtype=object)
-        rest = np.array([max(a - b, Fraction(0)) for a, b in zip(mine, theirs)], dtype=object)
+        for chance, accepted, bonus in outcomes(rule, drawn(SHAPES["1"], "sampled"), p, q, False):
+            heads[(*accepted, bonus)[:1]] += chance
+        own_values, target_values = p[()] / (p[()] + odds), q[()] / (q[()] + odds)
+        keep = np.array([Fraction(1) if a >= b else a / b for a, b in zip(own_values, target_values)], dtype=object)
+        rest = np.array([max(a - b, Fraction(0)) for a, b in zip(own_values, target_values)], dtype=object)
         rejected = 1 - sum(q[()] * keep)
         again = rest / sum(rest) if sum(rest) else p[()]
-        found = of_place(heads, 3)
-        assert list(found) == list(q[()] * keep + rejected * again)
+        result = of_place(heads, 3)
+        assert list(result) == list(q[()] * keep + rejected * again)
         if odds > 10**6:
-            assert variation(found, p[()]) < Fraction(1, 10**9)
+            assert variation(result, p[()]) < Fraction(1, 10**9)
 
 
 def test_wider_sigmoid_range_accepts_more() -> None:
     """The chance of every draft rises with `high`."""
     p, q = (torch.tensor(x, dtype=torch.float64) for x in ([0.1, 0.2, 0.7], [0.6, 0.3, 0.1]))
     for token in range(3):
-        kept = [float(Sigmoid(high=high).acceptance_chances(Siblings([token], p, q))[0]) for high in (0.5, 1.0, 10.0, 1000.0)]
-        assert kept == sorted(kept) and kept[-1] > 0.99
+        accepted = [
+            float(Sigmoid(high=high).acceptance_chances(Siblings([token], p, q))[0]) for high in (0.5, 1.0, 10.0, 1000.0)
+        ]
+        assert accepted == sorted(accepted) and accepted[-1] > 0.99
 
 
 # Greedy decoding that forgives
@@ -242,18 +244,18 @@ def rounds(chain: bool, count: int = 40, vocab: int = 9, nodes: int = 9) -> tupl
         left = [list(ranked) for ranked in order[row]]  # what each node's children may still be
         for node in range(1, nodes):
             above = node - 1 if chain else int(torch.randint(0, node, ()))
-            place = 0 if torch.rand(()) < 0.6 else int(torch.randint(0, min(3, len(left[above])), ()))
-            tokens[row, node], parents[row, node] = left[above].pop(min(place, len(left[above]) - 1)), above
+            index = 0 if torch.rand(()) < 0.6 else int(torch.randint(0, min(3, len(left[above])), ()))
+            tokens[row, node], parents[row, node] = left[above].pop(min(index, len(left[above]) - 1)), above
     tree = TokenTree.from_parents(tokens, parents)
     return tree, logits
 
 
 def judged(rule: AcceptanceRule, tree: TokenTree, logits: Tensor) -> list[tuple[list[int], int]]:
     """The kept nodes of every row, and the token after them."""
-    found = rule(tree, logits, torch.arange(len(logits)), tree.depths)
+    result = rule(tree, logits, torch.arange(len(logits)), tree.depths)
     return [
         (path[:count], bonus)
-        for path, count, bonus in zip(found.path.tolist(), found.counts.tolist(), found.bonus.tolist(), strict=True)
+        for path, count, bonus in zip(result.path.tolist(), result.counts.tolist(), result.bonus.tolist(), strict=True)
     ]
 
 
@@ -278,10 +280,10 @@ def test_relaxed_rule_without_forgiveness_is_greedy(rule: RelaxedRule, chain: bo
 def test_looser_threshold_accepts_a_superset(rules: list[RelaxedRule], chain: bool) -> None:
     """On fixed rounds every path goes on where that of the stricter threshold ended, and some do."""
     tree, logits = rounds(chain)
-    found = [judged(rule, tree, logits) for rule in rules]
-    for strict, loose in itertools.pairwise(found):
+    result = [judged(rule, tree, logits) for rule in rules]
+    for strict, loose in itertools.pairwise(result):
         assert all(longer[: len(path)] == path for (path, _), (longer, _) in zip(strict, loose))
-    assert sum(len(path) for path, _ in found[-1]) > sum(len(path) for path, _ in found[0])
+    assert sum(len(path) for path, _ in result[-1]) > sum(len(path) for path, _ in result[0])
 
 
 def test_rollback_ends_at_the_first_distant_draft() -> None:
@@ -295,8 +297,8 @@ def test_rollback_ends_at_the_first_distant_draft() -> None:
             for node in range(1, len(tokens))
             if -log_p[row, node - 1, tokens[node]] > 1.2 and tokens[node] != int(logits[row, node - 1].argmax())
         ]
-        kept = min(far, default=len(tokens))
-        assert path == list(range(kept)) and bonus == int(logits[row, kept - 1].argmax())
+        accepted = min(far, default=len(tokens))
+        assert path == list(range(accepted)) and bonus == int(logits[row, accepted - 1].argmax())
 
 
 def by_hand(small: Target, large: Target, prompt: list[int], count: int, fallback: float, rollback: float) -> list[int]:
@@ -316,8 +318,8 @@ def by_hand(small: Target, large: Target, prompt: list[int], count: int, fallbac
         log_p = said(large, text + drafts)[len(text) - 1 :]
         own = log_p.argmax(-1).tolist()
         far = [n for n, draft in enumerate(drafts) if -log_p[n, draft] > rollback and draft != own[n]]
-        kept = min(far, default=len(drafts))
-        text += [*drafts[:kept], own[kept]]
+        accepted = min(far, default=len(drafts))
+        text += [*drafts[:accepted], own[accepted]]
     return text[len(prompt) : len(prompt) + count]
 
 
@@ -331,11 +333,11 @@ def test_bild_applies_both_thresholds(fallback: float, rollback: float) -> None:
     chain = Chain(4, stop=fallback, stop_on="token")
     depths = set()
     for prompt in ([5, 6, 7, 8], [40, 41]):
-        (found,) = decode(target, [prompt], Rollback(rollback), 16, drafter, chain, ignore_eos=True)
-        assert found.output == by_hand(drafter.model, target, prompt, 16, fallback, rollback)
-        depths |= set(found.depths)
+        (result,) = decode(target, [prompt], Rollback(rollback), 16, drafter, chain, ignore_eos=True)
+        assert result.output == by_hand(drafter.model, target, prompt, 16, fallback, rollback)
+        depths |= set(result.depths)
         if rollback == 0:
-            assert found.output == decode(target, [prompt], Greedy(), 16, ignore_eos=True)[0].output
+            assert result.output == decode(target, [prompt], Greedy(), 16, ignore_eos=True)[0].output
     assert (len(depths) > 1) == bool(fallback)
 
 
@@ -347,16 +349,16 @@ def test_deviation_is_forgiven_where_the_target_agrees_afterwards(entropy: float
     for row, (path, _) in enumerate(judged(LooseMatch(entropy, window), tree, logits)):
         tokens = tree.tokens[row].tolist()
         right = [True, *(tokens[node] == int(logits[row, node - 1].argmax()) for node in range(1, len(tokens)))]
-        kept = 1
-        while kept < len(tokens):
-            p = logits[row, kept - 1].softmax(-1)
+        accepted = 1
+        while accepted < len(tokens):
+            p = logits[row, accepted - 1].softmax(-1)
             doubt = float(-(p * p.log()).sum()) / math.log(len(p))
-            behind = right[kept + 1 : kept + 1 + window]
-            if not right[kept] and not (doubt > entropy and len(behind) == window and all(behind)):
+            later = right[accepted + 1 : accepted + 1 + window]
+            if not right[accepted] and not (doubt > entropy and len(later) == window and all(later)):
                 break
-            forgiven += not right[kept]
-            kept += 1
-        assert path == list(range(kept))
+            forgiven += not right[accepted]
+            accepted += 1
+        assert path == list(range(accepted))
     assert forgiven
 
 
@@ -374,10 +376,10 @@ def test_likeliest_forgiven_child_is_accepted() -> None:
 def test_rules_without_features_need_logits_only() -> None:
     """Judging by logits and by all that the target said is the same."""
     tree, logits = rounds(False, count=5)
-    seen = Features(tree.tokens, ("final",), torch.randn(*tree.tokens.shape, 1, 7), logits)
+    visited = Features(tree.tokens, ("final",), torch.randn(*tree.tokens.shape, 1, 7), logits)
     for rule in (Greedy(), Rollback(1.0)):
-        found = rule.accept(tree, seen, torch.arange(5), tree.depths)
-        assert torch.equal(found.path, rule(tree, logits, torch.arange(5), tree.depths).path)
+        result = rule.accept(tree, visited, torch.arange(5), tree.depths)
+        assert torch.equal(result.path, rule(tree, logits, torch.arange(5), tree.depths).path)
 
 
 @pytest.mark.parametrize(

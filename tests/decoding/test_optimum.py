@@ -109,8 +109,8 @@ def test_block_verification_is_optimal_for_chains(name: str, kind: str) -> None:
     """Of one drawn path no rule keeps more, however long it is (Sun et al., 2024, theorem 2)."""
     draft = drawn(CHAINS[name], "sampled")
     for p, q, length in list(trials(kind, CHAINS[name]))[:3]:
-        found = mean(accepted_lengths(Block(), draft, p, q, False))
-        assert float(found) == pytest.approx(programme(draft, p, q, length - 1), abs=ROUNDING)
+        result = mean(accepted_lengths(Block(), draft, p, q, False))
+        assert float(result) == pytest.approx(programme(draft, p, q, length - 1), abs=ROUNDING)
 
 
 @pytest.mark.sweep(4)
@@ -122,8 +122,8 @@ def test_traversal_is_optimal_where_the_last_level_branches(counts: tuple[int, .
     for seed in range(3):
         p, q = models(kind, 3, len(counts) + 1, seed)
         draft = top_and_one(widths(*counts))
-        found = mean(accepted_lengths(Traversal(), draft, p, q, False))
-        assert float(found) == pytest.approx(programme(draft, p, q, len(counts)), abs=ROUNDING)
+        result = mean(accepted_lengths(Traversal(), draft, p, q, False))
+        assert float(result) == pytest.approx(programme(draft, p, q, len(counts)), abs=ROUNDING)
     p, q = models("dense", 2, 3, 1)
     draft = top_and_one(widths(2, 1))
     assert float(mean(accepted_lengths(Traversal(), draft, p, q, False))) < programme(draft, p, q, 2) - 0.01
@@ -138,10 +138,10 @@ def test_matching_is_optimal_for_deterministic_children(name: str, kind: str) ->
     for seed in range(3):
         p, q = models(kind, 2 if len(SEVERAL[name]) > 4 else 3, length, seed)
         _, tree = next(every(partial(likeliest(SEVERAL[name]), q)))
-        kept = sum(
+        accepted = sum(
             math.prod((p[path[:end]][path[end]] for end in range(len(path))), start=Fraction(1)) for path in tree.paths[1:]
         )
-        assert float(kept) == pytest.approx(programme(likeliest(SEVERAL[name]), p, q, length - 1), abs=ROUNDING)
+        assert float(accepted) == pytest.approx(programme(likeliest(SEVERAL[name]), p, q, length - 1), abs=ROUNDING)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -152,9 +152,9 @@ def test_full_linear_program_is_optimal_for_two_drafts(kind: str) -> None:
     for seed in range(4):
         p, q = models(kind, 5, 2, seed)
         draft = drawn(widths(2), "sampled")
-        whole, cut = (mean(accepted_lengths(TruncatedLinearProgram(truncated=n), draft, p, q, False)) for n in (5, 2))
+        full, cut = (mean(accepted_lengths(TruncatedLinearProgram(truncated=n), draft, p, q, False)) for n in (5, 2))
         best = programme(draft, p, q, 1)
-        assert float(whole) == pytest.approx(best, abs=1e-5)
+        assert float(full) == pytest.approx(best, abs=1e-5)
         assert float(cut) <= best + ROUNDING
         less.append(best - float(cut))
     assert kind != "dense" or max(less) > 1e-3
@@ -168,10 +168,10 @@ def test_transport_is_optimal_for_a_node(count: int, kind: str) -> None:
     for seed in range(4):
         p, q = models(kind, 4, 2, seed)
         for rule in [Transport(), *([SpecHub()] if count == 2 else [])]:
-            found = mean(accepted_lengths(rule, top_and_one(widths(count)), p, q, False))
+            result = mean(accepted_lengths(rule, top_and_one(widths(count)), p, q, False))
             _, tree = next(every(partial(top_and_one(widths(count)), q)))
             best = optimal_acceptance(siblings_of(tree, 0, p, q, False), "top_and_sampled")
-            assert float(found) == pytest.approx(best, abs=1e-12)
+            assert float(result) == pytest.approx(best, abs=1e-12)
 
 
 def test_spechub_pairs_equal_top_and_sampled_children() -> None:
@@ -181,7 +181,7 @@ def test_spechub_pairs_equal_top_and_sampled_children() -> None:
         weights = list(q[()])
         hub = max(range(4), key=lambda token: (weights[token], -token))
         pairs = {frozenset({x, hub}): w + weights[hub] * w / (1 - weights[hub]) for x, w in enumerate(weights) if x != hub}
-        found: dict[frozenset[int], Fraction] = {}
+        result: dict[frozenset[int], Fraction] = {}
         for chance, tree in every(partial(top_and_one(widths(2)), q)):
-            found[frozenset(tree.tokens[1:])] = chance
-        assert found == pairs
+            result[frozenset(tree.tokens[1:])] = chance
+        assert result == pairs

@@ -56,20 +56,20 @@ def test_follower_drafts_equal_the_drafters(shallow: Target, stranger: str, name
     text = torch.randint(3, 2000, (12,), generator=draw).tolist()
     texts = [text[:6], text[:9], text[:7], [*text[:4], 8, 9, 9], text[:4], text, text, [*text[:11], 7]]
     with torch.inference_mode():
-        for one in texts:
-            found = follower.draft(one, 3, lambda: False)
-            context = begun(shallow, [one[:-1]], None, Chain(3))
-            context.tokens[0, len(one) - 1] = one[-1]
+        for item in texts:
+            result = follower.draft(item, 3, lambda: False)
+            context = begun(shallow, [item[:-1]], None, Chain(3))
+            context.tokens[0, len(item) - 1] = item[-1]
             tree = proposed(anew, context, Chain(3))
-            assert found == tree.tokens[0, 1:].tolist()
+            assert result == tree.tokens[0, 1:].tolist()
 
 
 def test_superseded_draft_is_abandoned(shallow: Target) -> None:
     """Between two levels it looks whether something else is wanted; what it drafts next is right all the same."""
     follower, alone = (Follower(made("causal", shallow), shallow) for _ in range(2))
     with torch.inference_mode():
-        for one in (follower, alone):
-            one.start_text(64, 4)
+        for item in (follower, alone):
+            item.start_text(64, 4)
         assert follower.draft(PROMPTS[0], 4, lambda: True) == []
         other = [*PROMPTS[0][:3], 8]
         assert follower.draft(other, 4, lambda: False) == alone.draft(other, 4, lambda: False)
@@ -77,39 +77,43 @@ def test_superseded_draft_is_abandoned(shallow: Target) -> None:
 
 def test_outcomes_are_selected_by_probability() -> None:
     """Of a chain of two over five tokens all outcomes, in the order of their chances by the drafter, which sum to one."""
-    said = torch.randn(3, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64).log_softmax(-1)
-    q, chain = said.exp(), said.argmax(-1).tolist()
-    chances = {(kept, x): float(q[kept, x]) for kept in range(3) for x in range(5) if kept == 2 or x != chain[kept]}
-    for kept, x in chances:
-        for place in range(kept):
-            chances[kept, x] *= float(q[place, chain[place]])
+    reported = torch.randn(3, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64).log_softmax(-1)
+    q, chain = reported.exp(), reported.argmax(-1).tolist()
+    chances = {
+        (accepted, x): float(q[accepted, x]) for accepted in range(3) for x in range(5) if accepted == 2 or x != chain[accepted]
+    }
+    for accepted, x in chances:
+        for index in range(accepted):
+            chances[accepted, x] *= float(q[index, chain[index]])
     assert sum(chances.values()) == pytest.approx(1)
-    found = [tuple(outcome) for outcome in select_outcomes(said, 100).tolist()]
-    assert found == sorted(chances, key=lambda outcome: -chances[outcome])
-    assert [tuple(outcome) for outcome in select_outcomes(said, 4).tolist()] == found[:4]
+    result = [tuple(outcome) for outcome in select_outcomes(reported, 100).tolist()]
+    assert result == sorted(chances, key=lambda outcome: -chances[outcome])
+    assert [tuple(outcome) for outcome in select_outcomes(reported, 4).tolist()] == result[:4]
 
 
 def test_draft_after_every_outcome_equals_a_new_draft(shallow: Target) -> None:
     """Drafted at once, or as far as there was time and then finished, behind a draft that is made or that is known, it is what
     a follower of that text drafts."""
     follower, alone = (Follower(made("causal", shallow), shallow) for _ in range(2))
-    text, told = PROMPTS[0], list[list[int]]()
+    text, reported_values = PROMPTS[0], list[list[int]]()
     with torch.inference_mode():
-        for one in (follower, alone):
-            one.start_text(64, 3, 5)
+        for item in (follower, alone):
+            item.start_text(64, 3, 5)
         drafted: list[int] | None = None
         for levels in (3, 1, 0):
-            foreseen = follower.predict_outcomes(DraftRequest(1, text, 3, num_outcomes=5), drafted, told.append)
+            foreseen = follower.predict_outcomes(DraftRequest(1, text, 3, num_outcomes=5), drafted, reported_values.append)
             left = iter([False] * levels)
             foreseen.extend_drafts(lambda left=left: next(left, True))  # type: ignore[misc]
-            texts = [one.text for one in foreseen.outcomes]
+            texts = [item.text for item in foreseen.outcomes]
             assert len({*map(tuple, texts)}) == 5 and foreseen.finish_draft([*text, 7, 7, 7, 7, 7]) is None
             text, drafted = texts[levels], foreseen.finish_draft(texts[levels])
             if levels == 3:
-                assert [foreseen.finish_draft(one) for one in texts] == [alone.draft(one, 3, lambda: False) for one in texts]
+                assert [foreseen.finish_draft(item) for item in texts] == [
+                    alone.draft(item, 3, lambda: False) for item in texts
+                ]
             foreseen.end_draft()
             assert drafted == alone.draft(text, 3, lambda: False)
-        assert told == [alone.draft(PROMPTS[0], 3, lambda: False)]
+        assert reported_values == [alone.draft(PROMPTS[0], 3, lambda: False)]
 
 
 def test_the_host_does_not_wait_for_every_outcome(shallow: Target) -> None:
@@ -127,12 +131,12 @@ def test_the_host_does_not_wait_for_every_outcome(shallow: Target) -> None:
         follower = Follower(made("causal", shallow), shallow)
         with torch.inference_mode():
             follower.start_text(64, 3, outcomes)
-            with Asking() as asked:
+            with Asking() as requested:
                 foreseen = follower.predict_outcomes(
                     DraftRequest(1, PROMPTS[0], 3, num_outcomes=outcomes), [5, 6, 7], lambda tokens: None
                 )
             assert len(foreseen.outcomes) == outcomes
-        counts.append(asked.count)
+        counts.append(requested.count)
     assert counts[0] == counts[1] > 0
 
 
@@ -142,23 +146,23 @@ def test_ready_drafts_equal_predicted_outcomes(shallow: Target) -> None:
     drafter, counts = made("causal", shallow), []
     for outcomes in (1, 4, 400):
         overlap = Overlap(num_outcomes=outcomes)
-        (found,) = Session(shallow, Greedy(), drafter, Chain(3), runner_source=overlap).decode(
+        (result,) = Session(shallow, Greedy(), drafter, Chain(3), runner_source=overlap).decode(
             [PROMPTS[0]], LIMIT, ignore_eos=True
         )
         follower, expected = Follower(made("causal", shallow), shallow), 0
         follower.start_text(64, 3, outcomes)
         text, chain, end = PROMPTS[0], list[int](), 1
-        for emitted in found.round_lengths:
+        for emitted in result.round_lengths:
             with torch.inference_mode():
                 foreseen = follower.predict_outcomes(
                     DraftRequest(1, text, 3, num_outcomes=outcomes), chain, lambda tokens: None
                 )
                 foreseen.end_draft()
-                text = PROMPTS[0] + found.output[:end]
-                expected += text in [one.text for one in foreseen.outcomes]
+                text = PROMPTS[0] + result.output[:end]
+                expected += text in [item.text for item in foreseen.outcomes]
                 chain = follower.draft(text, 3, lambda: False)
             end += emitted
-        assert (overlap.num_ready, overlap.num_missed) == (expected, len(found.round_lengths) - expected)
+        assert (overlap.num_ready, overlap.num_missed) == (expected, len(result.round_lengths) - expected)
         counts.append(overlap.num_ready)
     assert counts[0] <= counts[1] < counts[2]
 
@@ -179,10 +183,10 @@ def test_overlapped_output_equals_the_loop(
     session = Session(shallow, rule, drafter, builder, runner_source=overlap)
     for number, prompt in enumerate(PROMPTS[1:]):
         (plain,) = decode(shallow, [prompt], rule, LIMIT, drafter, builder, [number], ignore_eos=True)
-        (found,) = session.decode([prompt], LIMIT, [number], ignore_eos=True)
-        assert found.output == plain.output
+        (result,) = session.decode([prompt], LIMIT, [number], ignore_eos=True)
+        assert result.output == plain.output
         if not overlap.pre_verify:
-            assert (found.round_lengths, found.depths) == (plain.round_lengths, plain.depths)
+            assert (result.round_lengths, result.depths) == (plain.round_lengths, plain.depths)
     assert overlap.num_missed > 0
 
 
@@ -216,7 +220,7 @@ def test_the_target_is_launched_before_the_drafter_drafts_ahead(shallow: Target,
     Session(shallow, rule, drafter, Chain(3), runner_source=overlap).decode([PROMPTS[0]], LIMIT, ignore_eos=True)
     rounds = " ".join(calls).split("verify")
     assert overlap.num_missed == 0 and len(rounds) > 4
-    assert [one.split() for one in rounds[1:]] == [["draft"] * 4 + ["accept"]] * (len(rounds) - 1)
+    assert [item.split() for item in rounds[1:]] == [["draft"] * 4 + ["accept"]] * (len(rounds) - 1)
 
 
 def test_correct_drafts_are_ready(shallow: Target) -> None:
@@ -225,8 +229,8 @@ def test_correct_drafts_are_ready(shallow: Target) -> None:
     drafter.model = copy.deepcopy(shallow)
     for overlap in (Overlap(), Overlap(pre_verify=True)):
         session = Session(shallow, Greedy(), drafter, Chain(3), runner_source=overlap)
-        (found,) = session.decode([PROMPTS[0]], LIMIT, ignore_eos=True)
-        assert overlap.num_missed == 0 and overlap.num_ready == len(found.round_lengths) == (LIMIT + 2) // 4
+        (result,) = session.decode([PROMPTS[0]], LIMIT, ignore_eos=True)
+        assert overlap.num_missed == 0 and overlap.num_ready == len(result.round_lengths) == (LIMIT + 2) // 4
 
 
 def test_ended_worker_raises_an_error(shallow: Target) -> None:
@@ -240,14 +244,14 @@ def test_ended_worker_raises_an_error(shallow: Target) -> None:
 def test_drafters_that_cannot_overlap_are_refused(shallow: Target) -> None:
     """Drafters that read the target's features, trees, rules whose tokens depend on drafts, and texts side by side."""
     causal = made("causal", shallow)
-    for drafter, builder, rule, said in [
+    for drafter, builder, rule, reported in [
         (Eagle3(shallow, vocab_size=64), Chain(3), Greedy(), "cannot draft ahead"),
         (causal, Eagle2(3, 6, 2), Greedy(), "tree=chain"),
         (causal, Chain(3, stop=0.5), Greedy(), "tree=chain"),
         (causal, Chain(3, "sampled"), SpeculativeSampling(), "tree=chain"),
         (causal, Chain(3), SpeculativeSampling(), "acceptance=chain"),
     ]:
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=reported):
             check_overlap(drafter, builder, rule)
     with pytest.raises(UserError, match=r"eval\.overlap=outcomes: .*drafter=causal"):
         check_overlap(made("ngram", shallow), Chain(3), Greedy(), num_outcomes=4)

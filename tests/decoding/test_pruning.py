@@ -123,7 +123,7 @@ def test_pruned_decoding_equals_autoregressive(
     for layer, top_k in ((max(4, EXITS.get(name, 0)), 1), (7, 4)):
         session = Session(tiny, rule, drafters[name], TREE, pruning=Pruning(layer, top_k))
         pruned = session.decode(prompts[:batch], LIMIT, sequence_ids=rows)
-        assert [found.output for found in pruned] == [alone.output for alone in plain]
+        assert [result.output for result in pruned] == [alone.output for alone in plain]
 
 
 @pytest.mark.sweep(2, free=("name", "batch"))
@@ -135,12 +135,12 @@ def test_top_k_of_the_full_vocabulary_prunes_nothing(
     """Where every token is likely, rounds, depths and nodes are those of decoding without pruning."""
     plain = decode(tiny, prompts[:batch], Greedy(), LIMIT, drafters[name], TREE)
     for top_k in (tiny.head.vocab_size, tiny.head.vocab_size + 1):
-        found = Session(tiny, Greedy(), drafters[name], TREE, pruning=Pruning(6, top_k)).decode(prompts[:batch], LIMIT)
-        for one, other in zip(found, plain):
-            assert (one.output, one.round_lengths, one.depths, one.node_counts) == (
+        result = Session(tiny, Greedy(), drafters[name], TREE, pruning=Pruning(6, top_k)).decode(prompts[:batch], LIMIT)
+        for item, other in zip(result, plain):
+            assert (item.output, item.round_lengths, item.depths, item.node_counts) == (
                 other.output, other.round_lengths, other.depths, other.node_counts
             )  # fmt: skip
-            assert one.pruned_counts == other.pruned_counts == [0] * len(one.round_lengths)
+            assert item.pruned_counts == other.pruned_counts == [0] * len(item.round_lengths)
 
 
 @pytest.mark.sweep(1)
@@ -151,8 +151,8 @@ def test_nodes_and_pruned_nodes_add_up(
 ) -> None:
     """A round's nodes are those that are left, its pruned ones the others, together all that was proposed."""
     pruning = Watched(6, 2)
-    found = Session(tiny, Greedy(), drafters[name], TREE, pruning=pruning).decode(prompts[:batch], LIMIT)
-    for row, generation in enumerate(found):
+    result = Session(tiny, Greedy(), drafters[name], TREE, pruning=pruning).decode(prompts[:batch], LIMIT)
+    for row, generation in enumerate(result):
         trees = [paths(tree, row) for _, tree, _ in pruning.rounds][: len(generation.round_lengths)]
         left = [paths(pruned, row) for _, _, pruned in pruning.rounds][: len(generation.round_lengths)]
         assert generation.node_counts == [len(nodes) for nodes in left]
@@ -160,7 +160,7 @@ def test_nodes_and_pruned_nodes_add_up(
         assert [sum(pair) for pair in zip(generation.node_counts, generation.pruned_counts, strict=True)] == [
             len(nodes) for nodes in trees
         ]
-    assert any(sum(generation.pruned_counts) for generation in found)
+    assert any(sum(generation.pruned_counts) for generation in result)
 
 
 @pytest.mark.sweep(1, free=("name", "children"))
@@ -172,8 +172,10 @@ def test_drawn_trees_are_pruned_too(
     """Siblings that were drawn, equal ones among them, stay or leave by their tokens, and the output is greedy decoding's."""
     drawn = [[0], [1], [2], [0, 0], [1, 0], [1, 1], [2, 0], [0, 0, 0], [1, 0, 0]]
     pruning, builder = Watched(6, 20), Static(paths=drawn, children=children, temperature=0.3)
-    found = Session(tiny, Greedy(), drafters[name], builder, pruning=pruning).decode(prompts, LIMIT)
-    assert [one.output for one in found] == [one.output for one in decode(tiny, prompts, Greedy(), LIMIT)]
+    result = Session(tiny, Greedy(), drafters[name], builder, pruning=pruning).decode(prompts, LIMIT)
+    assert [generation.output for generation in result] == [
+        generation.output for generation in decode(tiny, prompts, Greedy(), LIMIT)
+    ]
     twins = 0
     for texts, tree, pruned in pruning.rounds:
         for row, text in enumerate(texts):
@@ -226,10 +228,10 @@ def test_pruned_and_unpruned_first_rounds_are_equal(
     tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter]
 ) -> None:
     """The first tree is the one that is proposed without pruning: pruning sees it and does not shape it."""
-    pruning, whole = Watched(6, 2), Watched(6, tiny.head.vocab_size)
-    for each in (pruning, whole):
+    pruning, full = Watched(6, 2), Watched(6, tiny.head.vocab_size)
+    for each in (pruning, full):
         Session(tiny, Greedy(), drafters["early_exit"], TREE, pruning=each).decode(prompts, 4)
-    assert [paths(pruning.rounds[0][1], row) for row in range(3)] == [paths(whole.rounds[0][2], row) for row in range(3)]
+    assert [paths(pruning.rounds[0][1], row) for row in range(3)] == [paths(full.rounds[0][2], row) for row in range(3)]
 
 
 # Parts of trees
@@ -239,10 +241,10 @@ def random_tree(random: Random, batch: int, num_nodes: int) -> TokenTree:
     """A tree with padding and nodes that only draft, every node with another token and distribution."""
     tokens = torch.stack([torch.randperm(1000)[:num_nodes] for _ in range(batch)])
     parents = torch.tensor([[random.randrange(node) if node else -1 for node in range(num_nodes)] for _ in range(batch)])
-    whole = TokenTree.from_parents(tokens, parents)
-    valid = closed(whole, torch.rand(batch, num_nodes) < 0.8)
+    full = TokenTree.from_parents(tokens, parents)
+    valid = closed(full, torch.rand(batch, num_nodes) < 0.8)
     q, ids = torch.rand(batch, num_nodes, 5), torch.arange(5) * 7
-    return replace(whole, valid=valid, can_emit=torch.rand(batch, num_nodes) < 0.7, children="sampled", q=q, draft_ids=ids)
+    return replace(full, valid=valid, can_emit=torch.rand(batch, num_nodes) < 0.7, children="sampled", q=q, draft_ids=ids)
 
 
 def closed(tree: TokenTree, marked: Tensor) -> Tensor:
@@ -270,11 +272,11 @@ def test_selected_tree_has_the_marked_nodes(batch: int, num_nodes: int) -> None:
             assert not part.valid[row, len(marked) :].any()
             for name in ("tokens", "valid", "can_emit", "q"):
                 assert torch.equal(getattr(part, name)[row, new], getattr(tree, name)[row, marked])
-            for place, node in enumerate(marked.tolist()):
+            for index, node in enumerate(marked.tolist()):
                 above = tree.ancestors[row, node]
                 assert torch.equal(
-                    part.tokens[row, part.ancestors[row, place]], tree.tokens[row, above]
-                ) and part.ancestors[row, place, new].sum() == above.sum()  # fmt: skip
+                    part.tokens[row, part.ancestors[row, index]], tree.tokens[row, above]
+                ) and part.ancestors[row, index, new].sum() == above.sum()  # fmt: skip
 
 
 def test_selecting_all_nodes_returns_the_tree() -> None:
@@ -303,10 +305,10 @@ def test_fitted_head_is_optimal_for_its_rank() -> None:
     torch.manual_seed(0)
     normed, head, bias = torch.randn(60, 12), torch.randn(40, 12), torch.randn(40)
     final = normed @ torch.randn(12, 12) + 0.1 * torch.randn(60, 12)
-    x, y, one = normed.double(), final.double(), torch.eye(12, dtype=torch.float64)
+    x, y, item = normed.double(), final.double(), torch.eye(12, dtype=torch.float64)
     strength = x.pow(2).mean() * 60
-    change = torch.linalg.lstsq(torch.cat([x, strength.sqrt() * one]), torch.cat([y - x, 0 * one])).solution
-    wanted = x @ (one + change) @ head.double().T
+    change = torch.linalg.lstsq(torch.cat([x, strength.sqrt() * item]), torch.cat([y - x, 0 * item])).solution
+    wanted = x @ (item + change) @ head.double().T
     values = torch.linalg.svdvals(wanted)
     for rank in (1, 4, 12):
         fitted = EarlyHead.from_states(normed, final, head, bias, rank)
@@ -319,11 +321,11 @@ def test_pruning_with_a_fitted_head_is_lossless(tiny: Target, prompts: list[list
     """Heads are fitted for each layer, prune, cost less than the target's own, and leave the output as it is."""
     prunings = [Pruning(2, 4), Pruning(4, 8)]
     fit_early_heads(tiny, prunings, prompts, 64)
-    plain = [one.output for one in decode(tiny, prompts, Greedy(), LIMIT)]
+    plain = [item.output for item in decode(tiny, prompts, Greedy(), LIMIT)]
     assert any(pruning.head is not None for pruning in prunings)
     for pruning in prunings:
-        found = Session(tiny, Greedy(), drafters["eagle3"], TREE, pruning=pruning).decode(prompts, LIMIT)
-        assert [one.output for one in found] == plain and sum(sum(one.pruned_counts) for one in found) > 0
+        result = Session(tiny, Greedy(), drafters["eagle3"], TREE, pruning=pruning).decode(prompts, LIMIT)
+        assert [item.output for item in result] == plain and sum(sum(item.pruned_counts) for item in result) > 0
         assert (pruning.count_multiply_adds(tiny) < Pruning(2, 4).count_multiply_adds(tiny)) == (pruning.head is not None)
 
 

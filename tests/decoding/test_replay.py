@@ -83,28 +83,30 @@ def test_recorder_records_every_round_unchanged(shallow: Target, count: int) -> 
     drafter, builder = Causal(shallow, num_layers=2), Noting(3)
     recorder = DraftRecorder(builder)
     plain = decode(shallow, PROMPTS[:count], Greedy(), 14, drafter, Chain(3))
-    found = decode(shallow, PROMPTS[:count], Greedy(), 14, drafter, recorder)
-    assert [one.output for one in found] == [one.output for one in plain]
-    assert len(builder.told) == max(len(one.round_lengths) for one in found)
-    assert [[emitted for _, emitted in rounds] for rounds in recorder.rounds] == [one.round_lengths for one in found]
-    for row, (one, rounds) in enumerate(zip(found, recorder.rounds)):
-        assert [drafted for drafted, _ in rounds] == [told.tree.tokens[row, 1:].tolist() for told in builder.told][
-            : len(rounds)
-        ]
+    result = decode(shallow, PROMPTS[:count], Greedy(), 14, drafter, recorder)
+    assert [generation.output for generation in result] == [generation.output for generation in plain]
+    assert len(builder.told) == max(len(generation.round_lengths) for generation in result)
+    assert [[emitted for _, emitted in rounds] for rounds in recorder.rounds] == [
+        generation.round_lengths for generation in result
+    ]
+    for row, (generation, rounds) in enumerate(zip(result, recorder.rounds)):
+        assert [drafted for drafted, _ in rounds] == [
+            reported_values.tree.tokens[row, 1:].tolist() for reported_values in builder.told
+        ][: len(rounds)]
         end = 1
         for drafted, emitted in rounds:
-            draft = decode(drafter.model, [one.prompt + one.output[:end]], Greedy(), 3, ignore_eos=True)[0].output
+            draft = decode(drafter.model, [generation.prompt + generation.output[:end]], Greedy(), 3, ignore_eos=True)[0].output
             assert drafted == draft
-            assert one.output[end : end + emitted - 1] == drafted[: emitted - 1][: len(one.output) - end]
+            assert generation.output[end : end + emitted - 1] == drafted[: emitted - 1][: len(generation.output) - end]
             end += emitted
 
 
 def test_recorded_drafts_exclude_padding(shallow: Target) -> None:
     """A chain that stops early is recorded as far as it was drafted."""
     recorder = DraftRecorder(Chain(4, stop=0.3))
-    found = decode(shallow, PROMPTS, Greedy(), 14, Causal(shallow, num_layers=2), recorder)
+    result = decode(shallow, PROMPTS, Greedy(), 14, Causal(shallow, num_layers=2), recorder)
     depths = [[len(drafted) for drafted, _ in rounds] for rounds in recorder.rounds]
-    assert depths == [one.depths for one in found] and len({depth for row in depths for depth in row}) > 1
+    assert depths == [generation.depths for generation in result] and len({depth for row in depths for depth in row}) > 1
 
 
 # Replays
@@ -122,11 +124,11 @@ BY_HAND = [
 @pytest.mark.parametrize("seed", range(6))
 def test_replays_equal_hand_made_ones(seed: int) -> None:
     """Each draft behind the answer so far, with its distances; rejected ones first, no draft no replay, at most `limit`."""
-    found = select_replays(GENERATION, ROUNDS, 9, Random(seed))
-    assert len(found) == 3 and found[2] == BY_HAND[0]
-    assert found[:2] in (BY_HAND[1:], BY_HAND[:0:-1])
+    result = select_replays(GENERATION, ROUNDS, 9, Random(seed))
+    assert len(result) == 3 and result[2] == BY_HAND[0]
+    assert result[:2] in (BY_HAND[1:], BY_HAND[:0:-1])
     for limit in (0, 1, 2):
-        assert select_replays(GENERATION, ROUNDS, limit, Random(seed)) == found[:limit]
+        assert select_replays(GENERATION, ROUNDS, limit, Random(seed)) == result[:limit]
 
 
 def test_equal_replays_are_selected_at_random() -> None:
@@ -168,8 +170,8 @@ def replayed(shallow: Target, drafter: Drafter) -> Batch:
     """Real drafts of a decoding, at least one of them rejected, with the target's features."""
     recorder = DraftRecorder(Chain(4))
     written = decode(shallow, PROMPTS, Greedy(), 14, drafter, recorder)
-    found = [replay for one, rounds in zip(written, recorder.rounds) for replay in select_replays(one, rounds, 2, Random(0))]
-    batch = collate_replays(found)
+    result = [replay for item, rounds in zip(written, recorder.rounds) for replay in select_replays(item, rounds, 2, Random(0))]
+    batch = collate_replays(result)
     assert (
         batch.tokens_past_error is not None
         and (batch.tokens_past_error >= 1).any()
@@ -212,17 +214,17 @@ def test_causal_loss_equals_brute_force(shallow: Target, loss: str) -> None:
 def test_branches_equal_hand_made_ones() -> None:
     """A rejected draft judges the text's next token at distance 0, and its own from the second on; of a draft at the end, or
     one that is all kept, nothing is rejected; where texts are short the branch is cut."""
-    found = join_branches(GENERATION, ROUNDS, 99)
-    assert found.replay.example.tokens == [1, 2, *GENERATION.output, 99, 98, 97]
-    assert found.replay.example.mask == [False] * 2 + [True] * 7 + [False, True, True]
-    assert found.replay.tokens_past_error == [-1] * 6 + [0] + [-1] * 3 + [1, 2]
-    assert found.position_ids == [*range(9), 6, 7, 8] and found.branches == [(3, 6)]
-    sees = [[*range(place + 1)] for place in range(9)] + [[*range(6), *range(9, 9 + number)] for number in (1, 2, 3)]
-    assert [row.nonzero()[:, 0].tolist() for row in found.visibility] == sees
+    result = join_branches(GENERATION, ROUNDS, 99)
+    assert result.replay.example.tokens == [1, 2, *GENERATION.output, 99, 98, 97]
+    assert result.replay.example.mask == [False] * 2 + [True] * 7 + [False, True, True]
+    assert result.replay.tokens_past_error == [-1] * 6 + [0] + [-1] * 3 + [1, 2]
+    assert result.position_ids == [*range(9), 6, 7, 8] and result.branches == [(3, 6)]
+    sees = [[*range(index + 1)] for index in range(9)] + [[*range(6), *range(9, 9 + number)] for number in (1, 2, 3)]
+    assert [row.nonzero()[:, 0].tolist() for row in result.visibility] == sees
     cut = join_branches(GENERATION, ROUNDS, 8)
     assert cut.replay.example.tokens[9:] == [99, 98] and cut.position_ids[9:] == [6, 7]
-    whole = make_unbranched(BY_HAND[0].example)
-    assert (whole.replay, whole.branches) == (BY_HAND[0], [])
+    full = make_unbranched(BY_HAND[0].example)
+    assert (full.replay, full.branches) == (BY_HAND[0], [])
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -233,20 +235,20 @@ def test_forward_with_branches_equals_separate_forwards(shallow: Target, packed:
     assert isinstance(drafter, Causal)
     recorder = DraftRecorder(Chain(4))
     written = decode(shallow, PROMPTS, Greedy(), 14, drafter, recorder)
-    found = [join_branches(one, rounds, 99) for one, rounds in zip(written, recorder.rounds)]
-    batch = collate_branched(found, packed)
+    result = [join_branches(item, rounds, 99) for item, rounds in zip(written, recorder.rounds)]
+    batch = collate_branched(result, packed)
     plan = ForwardPlan(layers=("final",), positions=batch.position_ids, mask=batch.visible, lengths=batch.lengths)
     batch = replace(batch, features=shallow.run(batch.tokens, plan)).to("cpu")
     total, wrong = torch.zeros(()), 0
-    for one, generation in zip(found, written):
+    for item, generation in zip(result, written):
         text = generation.prompt + generation.output
-        places = [(text[:t], one.replay.tokens_past_error[t]) for t in range(len(generation.prompt), len(text))]
+        indices = [(text[:t], item.replay.tokens_past_error[t]) for t in range(len(generation.prompt), len(text))]
         end = len(text)
-        for size, seen in one.branches:
-            tail = one.replay.example.tokens[end : end + size]
-            places += [(text[:seen] + tail[:number], number) for number in range(1, size)]
+        for size, visited in item.branches:
+            tail = item.replay.example.tokens[end : end + size]
+            indices += [(text[:visited] + tail[:number], number) for number in range(1, size)]
             end += size
-        for before, k in places:
+        for before, k in indices:
             p, q = after(shallow, before).softmax(-1), after(drafter.model, before).softmax(-1)
             total = total + 0.5 * ((p * (p / q).log()).sum() if k < 0 else 0.8**k * (q * (q / p).log()).sum())
             wrong += k > 0
@@ -260,18 +262,18 @@ def test_source_yields_branches(shallow: Target) -> None:
     """source.branches=true lays out the drafts of the target's decoding, and the data's texts as they are; it is refused where
     nothing is replayed and where a family cannot run it."""
     rows = torch.randint(3, 2000, (3, 20), generator=torch.Generator().manual_seed(4)).tolist()
-    data = Dataset([Example(row, [place >= 5 for place in range(20)]) for row in rows], 3, 0, 0)
+    data = Dataset([Example(row, [index >= 5 for index in range(20)]) for row in rows], 3, 0, 0)
     drafter = make("causal", shallow)
     request = BatchRequest(data[[0, 1, 2]], shallow, ("final",), step=1, drafter=drafter)
     source = GeneratedSource(0.5, "replay", branches=True, max_new_tokens=12)
     batch, plain = source.make_batch(request), replace(source.make_batch(request))
     assert batch.position_ids is not None and batch.features is not None and torch.equal(batch.tokens, plain.tokens)
     assert (batch.position_ids[:, 1:] < batch.position_ids[:, :-1]).any()
-    kept = LiveSource().make_batch(request)
+    accepted = LiveSource().make_batch(request)
     unchanged = [row for row in range(3) if batch.tokens[row, :20].tolist() == rows[row]]
     assert unchanged
     for row in unchanged:
-        torch.testing.assert_close(batch.features.hidden[row, :20], kept.features.hidden[row], rtol=1e-3, atol=1e-3)  # type: ignore[union-attr]
+        torch.testing.assert_close(batch.features.hidden[row, :20], accepted.features.hidden[row], rtol=1e-3, atol=1e-3)  # type: ignore[union-attr]
     losses = drafter.loss(batch, shallow, TrainingState())
     assert losses.total.isfinite()
     with pytest.raises(UserError, match=r"source\.branches=true: .*source\.by=replay"):
@@ -293,9 +295,9 @@ def test_supervised_rows_are_the_targets_after_the_draft(shallow: Target, loss: 
         and supervision.target_log_probs is not None
     )
     log_p = supervision.target_log_probs(slice(0, len(supervision.labels)))
-    places = [(b, t) for b, t in batch.loss_mask.nonzero().tolist() if t >= 2]
-    assert len(log_p) == len(places)
-    for row, (b, t) in enumerate(places):
+    indices = [(b, t) for b, t in batch.loss_mask.nonzero().tolist() if t >= 2]
+    assert len(log_p) == len(indices)
+    for row, (b, t) in enumerate(indices):
         logits = after(shallow, batch.tokens[b, :t].tolist())
         torch.testing.assert_close(log_p[row], logits[drafter.draft_ids].log_softmax(-1), rtol=1e-3, atol=1e-3)
         assert int(supervision.labels[row]) == int(logits.argmax())
@@ -309,21 +311,21 @@ def test_eagle3_loss_equals_brute_force(shallow: Target, loss: str, monkeypatch:
     assert isinstance(drafter, Eagle3)
     batch = replayed(shallow, drafter)
     assert batch.tokens_past_error is not None
-    said: list[Tensor] = []
+    reported: list[Tensor] = []
     judge = Supervision.judge_states
 
     def watched(self: Supervision, hidden: Tensor, lm_head: Any, answers: Tensor, row_weight: Tensor) -> Any:
         log_q = lm_head(hidden).detach().log_softmax(-1)
-        said.extend(log_q[row_weight == weight] for weight in row_weight.unique(sorted=True).flip(0))
+        reported.extend(log_q[row_weight == weight] for weight in row_weight.unique(sorted=True).flip(0))
         return judge(self, hidden, lm_head, answers, row_weight)
 
     monkeypatch.setattr(Supervision, "judge_states", watched)
     losses = drafter.loss(batch, shallow, TrainingState())
     total, outside = torch.zeros(()), 0
-    for step, log_q in enumerate(said):
-        places = [(b, t) for b, t in batch.loss_mask.nonzero().tolist() if t >= 2 + step]
-        assert len(places) == len(log_q) == losses.counts[step]
-        for (b, t), row in zip(places, log_q):
+    for step, log_q in enumerate(reported):
+        indices = [(b, t) for b, t in batch.loss_mask.nonzero().tolist() if t >= 2 + step]
+        assert len(indices) == len(log_q) == losses.counts[step]
+        for (b, t), row in zip(indices, log_q):
             logits = after(shallow, batch.tokens[b, :t].tolist())
             if not drafter.t2d[logits.argmax()]:
                 outside += 1
@@ -338,25 +340,25 @@ def test_eagle3_loss_equals_brute_force(shallow: Target, loss: str, monkeypatch:
 def test_balanced_loss_without_rejections_is_half_the_forward_kl(shallow: Target, family: str) -> None:
     """Distances of kept tokens only: loss and gradient are half of those of forward_kl."""
     rows = torch.randint(3, 2000, (3, 20)).tolist()
-    data = Dataset([Example(row, [place >= 5 for place in range(20)]) for row in rows], 3, 0, 0)
-    found = []
+    data = Dataset([Example(row, [index >= 5 for index in range(20)]) for row in rows], 3, 0, 0)
+    result = []
     for source in (LiveSource(), GeneratedSource(0.0, "replay")):
         drafter = make(family, shallow)
         losses = drafter.loss(
             source.make_batch(BatchRequest(data[[0, 1, 2]], shallow, drafter.stages[0].layers)), shallow, TrainingState()
         )
         losses.total.backward()
-        found.append((losses.total.detach(), [p.grad for p in drafter.parameters() if p.grad is not None]))
-    torch.testing.assert_close(0.5 * found[0][0], found[1][0])
-    for whole, half in zip(found[0][1], found[1][1], strict=True):
-        torch.testing.assert_close(0.5 * whole, half, rtol=1e-4, atol=1e-5)
+        result.append((losses.total.detach(), [p.grad for p in drafter.parameters() if p.grad is not None]))
+    torch.testing.assert_close(0.5 * result[0][0], result[1][0])
+    for full, half in zip(result[0][1], result[1][1], strict=True):
+        torch.testing.assert_close(0.5 * full, half, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["causal", "eagle3"])
 def test_replayed_batches_train(shallow: Target, family: str) -> None:
     """source.by=replay gives a batch with rejected tokens, a finite loss and a gradient for every parameter."""
     rows = torch.randint(3, 2000, (3, 20)).tolist()
-    data = Dataset([Example(row, [place >= 5 for place in range(20)]) for row in rows], 3, 0, 0)
+    data = Dataset([Example(row, [index >= 5 for index in range(20)]) for row in rows], 3, 0, 0)
     drafter = make(family, shallow).train()
     batch = GeneratedSource(1.0, "replay", max_new_tokens=12, block=3, seed=2).make_batch(
         BatchRequest(data[[0, 1, 2]], shallow, drafter.stages[0].layers, step=0, drafter=drafter)
@@ -378,10 +380,10 @@ RIGHT, COST = (1, 0), 0.25  # what the target says, and what a drafted token cos
 
 def drawn_rounds(*drafts: tuple[int, ...]) -> tuple[Generation, list[tuple[list[int], int]]]:
     """A decoding whose rounds drew these drafts of two tokens; the text does not matter."""
-    kept = [next((n for n, pair in enumerate(zip(one, RIGHT)) if pair[0] != pair[1]), 2) for one in drafts]
-    counts = [one + 1 for one in kept]
+    accepted = [next((n for n, pair in enumerate(zip(item, RIGHT)) if pair[0] != pair[1]), 2) for item in drafts]
+    counts = [item + 1 for item in accepted]
     generation = Generation([5], [7] * (1 + sum(counts)), counts, [2] * len(drafts))
-    return generation, [(list(one), count) for one, count in zip(drafts, counts)]
+    return generation, [(list(item), count) for item, count in zip(drafts, counts)]
 
 
 def log_chances(logits: Tensor, draft: tuple[int, ...]) -> list[Tensor]:
@@ -414,15 +416,15 @@ def test_reference_penalty_subtracts_the_divergence_gradient(weight: float, monk
     logits, other = (torch.randn(4, dtype=torch.float64, generator=draw) for _ in range(2))
     logits.requires_grad_()
     gains = [0.5, -0.25, 1.0, 0.0]
-    said = {"mine": logits.detach().log_softmax(-1), "theirs": other.log_softmax(-1)}
-    monkeypatch.setattr(policy, "log_probs", lambda model, text, temperature=1.0: said[model].expand(len(text), -1))
+    reported = {"mine": logits.detach().log_softmax(-1), "theirs": other.log_softmax(-1)}
+    monkeypatch.setattr(policy, "log_probs", lambda model, text, temperature=1.0: reported[model].expand(len(text), -1))
     estimated, q = torch.zeros_like(logits), logits.log_softmax(-1)
     for token, gain in enumerate(gains):
         window = DraftWindow(Example([2, 1, token], [False, True, True]), [0.0, 0.0, gain], 2)
-        found = policy.penalize_divergence(window, "mine", "theirs", weight, 1.0).advantage  # type: ignore[arg-type]
-        assert found[:2] == [0.0, 0.0]
-        estimated += float(q[token].detach().exp()) * torch.autograd.grad(found[2] * q[token], logits, retain_graph=True)[0]
-    wanted = (q.exp() * torch.tensor(gains)).sum() - weight * (q.exp() * (q - said["theirs"])).sum()
+        result = policy.penalize_divergence(window, "mine", "theirs", weight, 1.0).advantage  # type: ignore[arg-type]
+        assert result[:2] == [0.0, 0.0]
+        estimated += float(q[token].detach().exp()) * torch.autograd.grad(result[2] * q[token], logits, retain_graph=True)[0]
+    wanted = (q.exp() * torch.tensor(gains)).sum() - weight * (q.exp() * (q - reported["theirs"])).sum()
     torch.testing.assert_close(estimated, torch.autograd.grad(wanted, logits)[0], rtol=1e-6, atol=1e-6)
 
 
@@ -432,20 +434,20 @@ def test_windows_come_from_missed_certain_tokens(shallow: Target) -> None:
     drafter = make("causal", shallow)
     assert isinstance(drafter, Causal)
     recorder = DraftRecorder(Chain(3, "sampled", 1.0, 2))
-    (one,) = decode(shallow, PROMPTS[:1], Greedy(), 14, drafter, recorder)
-    found, text = make_windows(one, recorder.rounds[0], 0.1), one.prompt + one.output
-    assert len(found) > 2 and len({window.start for window in found}) == len(found)
+    (generation,) = decode(shallow, PROMPTS[:1], Greedy(), 14, drafter, recorder)
+    result, text = make_windows(generation, recorder.rounds[0], 0.1), generation.prompt + generation.output
+    assert len(result) > 2 and len({window.start for window in result}) == len(result)
     expected = []
-    for window in found:
+    for window in result:
         parts = []
-        for place in range(window.start, len(window.example.tokens)):
-            assert window.example.tokens[:place] == text[:place]
-            p, q = (after(model, text[:place]).double().softmax(-1) for model in (shallow, drafter.model))
+        for index in range(window.start, len(window.example.tokens)):
+            assert window.example.tokens[:index] == text[:index]
+            p, q = (after(model, text[:index]).double().softmax(-1) for model in (shallow, drafter.model))
             entropy = float(-(p * p.log()).sum())
             parts.append((1 - entropy / math.log(len(p))) * float((p * (p / q).log()).sum()))
         expected.append(sum(parts) / len(parts))
-    assert policy.weigh_windows(found, text, shallow, drafter.model) == pytest.approx(expected, rel=1e-3)
-    assert max(policy.weigh_windows(found, text, shallow, shallow)) < 1e-5
+    assert policy.weigh_windows(result, text, shallow, drafter.model) == pytest.approx(expected, rel=1e-3)
+    assert max(policy.weigh_windows(result, text, shallow, shallow)) < 1e-5
 
 
 def test_source_samples_and_caches_windows(shallow: Target) -> None:
@@ -474,11 +476,11 @@ def test_source_samples_and_caches_windows(shallow: Target) -> None:
 def test_windows_equal_hand_made_ones() -> None:
     """All but the first, with what was kept and the first wrong token; a baseline is the mean of those that came so far."""
     generation, rounds = drawn_rounds((0, 0), (1, 0), (1, 1))
-    found = make_windows(generation, rounds, 0.0)
-    assert [one.example.tokens for one in found] == [[5, 7, 7, 1, 0], [5, 7, 7, 7, 7, 7, 1, 1]]
-    assert [one.advantage for one in found] == [[0.0] * 3 + [2.0, 2.0], [0.0] * 6 + [0.0, -1.0]]
-    assert found[0].example.mask == [False, True, True, True, True]
-    batch = collate_windows(found)
+    result = make_windows(generation, rounds, 0.0)
+    assert [item.example.tokens for item in result] == [[5, 7, 7, 1, 0], [5, 7, 7, 7, 7, 7, 1, 1]]
+    assert [item.advantage for item in result] == [[0.0] * 3 + [2.0, 2.0], [0.0] * 6 + [0.0, -1.0]]
+    assert result[0].example.mask == [False, True, True, True, True]
+    batch = collate_windows(result)
     assert batch.advantage is not None and batch.to("cpu").advantage is not None
     assert batch.advantage.tolist() == [[0.0] * 3 + [2.0, 2.0] + [0.0] * 3, [0.0] * 7 + [-1.0]]
 
@@ -497,16 +499,16 @@ def test_policy_learns_from_its_own_samples(shallow: Target, packed: bool) -> No
     with torch.no_grad():
         for row, (tokens, _) in enumerate(batch.split_documents()):
             advantage = batch.advantage[row] if batch.lengths is None else batch.advantage[0].split(batch.lengths)[row]
-            for place in advantage.nonzero()[:, 0].tolist():
-                log_q = after(drafter.model, tokens[:place].tolist()).log_softmax(-1)
-                total -= float(advantage[place] * log_q[tokens[place]])
+            for index in advantage.nonzero()[:, 0].tolist():
+                log_q = after(drafter.model, tokens[:index].tolist()).log_softmax(-1)
+                total -= float(advantage[index] * log_q[tokens[index]])
                 rest += 1
     assert rest and float(losses.terms["policy"].detach()) == pytest.approx(total, rel=1e-4)
     alone = source.make_batch(replace(request, examples=data[[1]], packed=False))
     assert alone.advantage is not None
     length = alone.tokens.shape[1]
-    mine = batch.tokens[1][:length] if batch.lengths is None else batch.tokens[0].split(batch.lengths)[1]
-    assert torch.equal(alone.tokens[0], mine)
+    own_values = batch.tokens[1][:length] if batch.lengths is None else batch.tokens[0].split(batch.lengths)[1]
+    assert torch.equal(alone.tokens[0], own_values)
 
 
 def test_families_without_a_policy_are_refused(shallow: Target) -> None:
@@ -523,20 +525,20 @@ def test_balanced_weights_give_half_to_rejected_tokens(shallow: Target, family: 
     sum of both means; and the loss is linear in these weights, 1 where nothing is said."""
     drafter = make(family, shallow)
     batch = replayed(shallow, drafter)
-    found = [
+    result = [
         Replay(Example(t.tolist(), m.tolist()), d.tolist())
         for (t, m), d in zip(batch.split_documents(), batch.tokens_past_error)
     ]  # type: ignore[arg-type]
-    balanced = collate_replays(found, balanced=True)
+    balanced = collate_replays(result, balanced=True)
     assert balanced.weight is not None and batch.tokens_past_error is not None
-    for one, distance, weight in zip(found, batch.tokens_past_error, balanced.weight):
-        supervised = torch.tensor(one.example.mask)
+    for item, distance, weight in zip(result, batch.tokens_past_error, balanced.weight):
+        supervised = torch.tensor(item.example.mask)
         for kind in (supervised & (distance == NOT_PAST_ERROR), supervised & (distance != NOT_PAST_ERROR)):
             if kind.any():
                 assert float(weight[kind].sum()) == pytest.approx(int(supervised.sum()))
         assert not weight[~supervised].any()
-    kept = batch.tokens_past_error == NOT_PAST_ERROR
-    weights = (balanced.weight, balanced.weight * kept, balanced.weight * ~kept, torch.ones_like(balanced.weight), None)
+    accepted = batch.tokens_past_error == NOT_PAST_ERROR
+    weights = (balanced.weight, balanced.weight * accepted, balanced.weight * ~accepted, torch.ones_like(balanced.weight), None)
     both, right, wrong, ones, plain = (
         drafter.loss(replace(batch, weight=weight), shallow, TrainingState()).total.detach() for weight in weights
     )

@@ -115,9 +115,9 @@ def decoded(
 
 def p_value(outputs: list[Path], joint: dict[Path, float]) -> float:
     """The chance of a fit this bad or worse, by Pearson's chi-squared test; rare outcomes are judged as one."""
-    found = Counter(outputs)
-    assert set(found) <= set(joint), "a token came up that the target cannot say"
-    pairs = sorted((chance * len(outputs), found[path]) for path, chance in joint.items())
+    result = Counter(outputs)
+    assert set(result) <= set(joint), "a token came up that the target cannot say"
+    pairs = sorted((chance * len(outputs), result[path]) for path, chance in joint.items())
     rare = [pair for pair in pairs if pair[0] < 5]
     cells = [pair for pair in pairs if pair[0] >= 5] + [(sum(e for e, _ in rare), sum(o for _, o in rare))]
     expected, observed = torch.tensor([cell for cell in cells if cell[0] > 0], dtype=torch.float64).T
@@ -176,8 +176,8 @@ def test_drafted_decoding_draws_from_the_target(
     """Sequences decoded with a rough drafter have the target's joint distribution; drafts were both kept and rejected."""
     generations = decoded(shallow, truth, settings(rule), builder)
     assert p_value(outputs_of(generations), truth.joint) > 1e-4
-    kept = Counter(count for generation in generations for count in generation.round_lengths)
-    assert min(kept[1], kept[2]) > 200
+    accepted = Counter(count for generation in generations for count in generation.round_lengths)
+    assert min(accepted[1], accepted[2]) > 200
 
 
 @pytest.mark.sweep(1, free=("rule",))
@@ -239,8 +239,8 @@ def test_parallel_drafts_keep_the_target_distribution(
     rough = replace(truth, drafter=untrained(family, shallow, truth))
     generations = decoded(shallow, rough, settings(rule), builder, batches=4)
     assert p_value(outputs_of(generations), truth.joint) > 1e-4
-    kept = Counter(count for generation in generations for count in generation.round_lengths)
-    assert min(kept[1], kept[2]) > 120
+    accepted = Counter(count for generation in generations for count in generation.round_lengths)
+    assert min(accepted[1], accepted[2]) > 120
 
 
 class OtherTemperature(RecursiveRejection):
@@ -263,8 +263,8 @@ WRONG = [
 def test_wrong_block_q_fails_the_test(shallow: Target, truth: Truth) -> None:
     """The same test rejects a block's drafts that are weighed by another q than they were drawn from."""
     rough = replace(truth, drafter=untrained("dflash", shallow, truth))
-    found = decoded(shallow, rough, settings(OtherTemperature), Chain(3, "sampled", seed=SEED), batches=3)
-    assert p_value(outputs_of(found), truth.joint) < 1e-6
+    result = decoded(shallow, rough, settings(OtherTemperature), Chain(3, "sampled", seed=SEED), batches=3)
+    assert p_value(outputs_of(result), truth.joint) < 1e-6
 
 
 @pytest.mark.sweep(1, free=("rule", "builder"))

@@ -63,9 +63,9 @@ def test_failing_mode_falls_back_to_the_next(
     decoder = Decoder(shallow, Greedy(), "auto")
     eagle3 = Eagle3(shallow, vocab_size=64).eval()
     system = System("drafter", "", eagle3, Chain(2), Greedy())
-    plain = [one.output for one in decode(shallow, PROMPTS, Greedy(), 8)]
+    plain = [generation.output for generation in decode(shallow, PROMPTS, Greedy(), 8)]
     for rows in (decoder.decode_interleaved(system, PROMPTS, 8, [0, 1, 2]), [decoder(None, PROMPTS, 8, [0, 1, 2])]):
-        assert all([one.output for one in row] == plain for row in rows)
+        assert all([generation.output for generation in row] == plain for row in rows)
     assert decoder.fallback.mode == way and list(decoder.fallback.failures) == list(failing)
     assert (decoder.why_eager(system) is not None) == (way == "eager")
     assert capsys.readouterr().err.count("no kernel image") == broken
@@ -86,40 +86,44 @@ def test_uncapturable_rounds_run_in_the_eager_loop(tiny: Target) -> None:
         "eval.prune_layer decides": Session(tiny, Greedy(), eagle3, Chain(2), pruning=Pruning(4, 2), engine="captured"),
         "drafter=ngram reads values": Session(tiny, Greedy(), Ngram(tiny), Chain(2), engine="captured"),
     }
-    plain = [one.output for one in decode(tiny, PROMPTS, Greedy(), 8)]
+    plain = [generation.output for generation in decode(tiny, PROMPTS, Greedy(), 8)]
     for words, session in sessions.items():
         assert session.eager_reason is not None and words in session.eager_reason
         with pytest.raises(UserError, match=f"writer.engine=captured: {words}.*use writer.engine=eager"):
             require_capture(session, "writer.engine")
-        assert [one.output for one in session.decode(PROMPTS, 8)] == plain
+        assert [generation.output for generation in session.decode(PROMPTS, 8)] == plain
 
 
 def test_guard_and_pruning_combine(tiny: Target) -> None:
     """Rounds that the guard lets draft are pruned, the others are one node, and the output is the target's."""
     drafter, guard = LayerSkipping(tiny, skipped=[5]), Guard(cost=lambda nodes: 1.0)
     session = Session(tiny, Greedy(), drafter, Eagle2(3, 8, 3), guard, Pruning(6, 2))
-    found = session.decode(PROMPTS, 12, ignore_eos=True)
-    assert [one.output for one in found] == [one.output for one in decode(tiny, PROMPTS, Greedy(), 12, ignore_eos=True)]
+    result = session.decode(PROMPTS, 12, ignore_eos=True)
+    assert [item.output for item in result] == [item.output for item in decode(tiny, PROMPTS, Greedy(), 12, ignore_eos=True)]
     assert guard.num_undrafted == 2 and guard.num_drafted > 0
-    for one in found:
+    for item in result:
         assert (
-            one.node_counts[:2] == [1, 1] and one.pruned_counts[:2] == one.depths[:2] == [0, 0] and sum(one.pruned_counts) > 0
+            item.node_counts[:2] == [1, 1]
+            and item.pruned_counts[:2] == item.depths[:2] == [0, 0]
+            and sum(item.pruned_counts) > 0
         )
 
 
 def test_from_drafter_tunes_calibrates_and_checks(shallow: Target) -> None:
     """Settings are searched and trees measured on the prompts that are asked for; a rule that would be wrong is refused."""
-    asked = []
+    requested = []
 
     def prompts() -> list[list[int]]:
-        asked.append(1)
+        requested.append(1)
         return PROMPTS[:1]
 
     drafter, builder = LayerSkipping(shallow, search_steps=2, answer_tokens=4), Static(depth=2, budget=4)
     session = Session.from_drafter(shallow, drafter, builder, Greedy(), prompts, engine="eager")
-    assert drafter.searched and len(builder.paths) == 3 and len(asked) == 2 and not drafter.training
-    assert [one.output for one in session.decode(PROMPTS, 6)] == [one.output for one in decode(shallow, PROMPTS, Greedy(), 6)]
+    assert drafter.searched and len(builder.paths) == 3 and len(requested) == 2 and not drafter.training
+    assert [generation.output for generation in session.decode(PROMPTS, 6)] == [
+        generation.output for generation in decode(shallow, PROMPTS, Greedy(), 6)
+    ]
     Session.from_drafter(shallow, Ngram(shallow), Chain(2), RecursiveRejection(), prompts)
-    assert len(asked) == 2
+    assert len(requested) == 2
     with pytest.raises(UserError, match="acceptance=recursive"):
         Session.from_drafter(shallow, Eagle3(shallow, vocab_size=64), Chain(2), RecursiveRejection(), prompts)

@@ -15,9 +15,9 @@ def walk(tree: TokenTree, choice: Tensor) -> AcceptedPath:
     wanted = choice.gather(1, tree.parents.clamp(min=0))
     match = (tree.tokens == wanted) & tree.valid & tree.can_emit
     match[:, 0] = True
-    kept = (match[:, None] | ~tree.ancestors).all(-1)
-    counts = kept.long().mul(tree.depths + 1).amax(-1)
-    last = kept.long().mul(tree.depths + 1).argmax(-1)
+    accepted = (match[:, None] | ~tree.ancestors).all(-1)
+    counts = accepted.long().mul(tree.depths + 1).amax(-1)
+    last = accepted.long().mul(tree.depths + 1).argmax(-1)
     on_path = tree.ancestors.gather(1, last[:, None, None].expand(-1, 1, tree.tokens.shape[1]))[:, 0]
     index = torch.arange(tree.tokens.shape[1], device=choice.device)
     order = torch.where(on_path, index, index + len(index)).argsort(-1)[:, : int(counts.max())]

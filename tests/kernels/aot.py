@@ -66,9 +66,9 @@ def compile_for(request: Request) -> Usage:
     print(json.dumps(asdict(request)), file=process.stdin, flush=True)
     answer = process.stdout.readline()
     assert answer, "the process that compiles has died; what it said is on stderr"
-    found = json.loads(answer)
-    assert "failure" not in found, found["failure"]
-    return Usage(**found | {"loops": tuple(found["loops"])})
+    result = json.loads(answer)
+    assert "failure" not in result, result["failure"]
+    return Usage(**result | {"loops": tuple(result["loops"])})
 
 
 @cache
@@ -92,8 +92,8 @@ def compile_one(request: Request) -> Usage:
         signature={name: "constexpr" if name in constants else request.types.get(name, "i32") for name in names},
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={
-            (place,): [["tt.divisibility", 16]]
-            for place, name in enumerate(names)
+            (index,): [["tt.divisibility", 16]]
+            for index, name in enumerate(names)
             if name not in constants and (name.endswith("_ptr") or "_stride" in name or name in request.multiples)
         },
     )
@@ -104,11 +104,11 @@ def compile_one(request: Request) -> Usage:
         file.flush()
         resources = subprocess.run([tool(), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
         assembly = subprocess.run([tool(), "--dump-sass", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", resources.stdout)
-    assert found is not None, resources.stdout
+    result = re.search(r"REG:(\d+) STACK:(\d+)", resources.stdout)
+    assert result is not None, resources.stdout
     patterns = (r"HGMMA\b", r"HMMA\b", r"LDGSTS\b", r"LDG\.\S*128\b")
     wgmma, mma, copies, wide = (len(re.findall(rf"\b{pattern}", assembly)) for pattern in patterns)
-    registers, stack = (int(number) for number in found.groups())
+    registers, stack = (int(number) for number in result.groups())
     return Usage(registers, stack, compiled.metadata.shared, wgmma, mma, copies, wide, loops_in(assembly))
 
 

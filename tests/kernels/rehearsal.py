@@ -77,11 +77,11 @@ class Stand:
 
 def attend(dtype: torch.dtype, batch: int, prefix: int, nodes: int, window: int | None = None) -> None:
     tree, lengths = random_tree(batch, nodes, CPU), torch.full((batch,), prefix)
-    places = lengths[:, None] + tree.depths
-    seen = tree_attention.Visibility(lengths, prefix, tree.ancestors, places, places, is_exact=False)
+    indices = lengths[:, None] + tree.depths
+    visited = tree_attention.Visibility(lengths, prefix, tree.ancestors, indices, indices, is_exact=False)
     query = torch.zeros(batch, nodes, 32, 128, dtype=dtype).transpose(1, 2)
     keys, values = torch.zeros(2, batch, prefix + nodes, 8, 128, dtype=dtype).transpose(2, 3)
-    tree_attention.tree_attention(query, keys, values, seen, 128**-0.5, window)
+    tree_attention.tree_attention(query, keys, values, visited, 128**-0.5, window)
 
 
 def verify(dtype: torch.dtype, vocab: int) -> None:
@@ -108,21 +108,21 @@ def keep(dtype: torch.dtype) -> None:
 def emit(batch: int, nodes: int, steps: int) -> None:
     tree, rows = random_tree(batch, nodes, CPU), torch.zeros(batch, dtype=torch.int64)
     path, active = torch.zeros(batch, steps, dtype=torch.int64), torch.ones(batch, dtype=torch.bool)
-    emitted, kept = token_commit._launch_emit(
+    emitted, accepted = token_commit._launch_emit(
         tree.tokens, path, rows + 1, rows, torch.zeros(batch, 300).long(), rows, active, rows + 9, torch.arange(2)
     )
     lines = torch.zeros(4, batch, steps + 4).long()
-    round_log._launch_log(lines, rows[:1], emitted, kept, tree.depths, tree.valid, tree.can_emit)
+    round_log._launch_log(lines, rows[:1], emitted, accepted, tree.depths, tree.valid, tree.can_emit)
 
 
 def lose(dtype: torch.dtype, vocab: int) -> None:
     product, weight = torch.zeros(4, vocab, dtype=dtype), torch.ones(4)
     row_kl = partial(linear_divergence.row_kl, row_weight=weight, scale=1.0, softcap=None, with_grad=True)
-    theirs: list[tuple[Tensor | None, ...]] = [
+    target_values: list[tuple[Tensor | None, ...]] = [
         (torch.zeros(4, vocab), None, None),
         (None, torch.zeros(4, 64, dtype=torch.int64), torch.zeros(4, 64)),
     ]
-    for log_p, ids, p in theirs:
+    for log_p, ids, p in target_values:
         row_kl(product, log_p, ids, p)
     row_kl(product, product.clone(), None, None, target_scale=1.0)
     row_kl(product, product.clone(), None, None, target_scale=0.5, target_softcap=30.0, target_log_z=weight)

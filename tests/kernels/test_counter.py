@@ -65,11 +65,11 @@ def _numbers_kernel(key, parts_ptr, keys_ptr, bits_ptr, unit_ptr, noise_ptr, num
     row_key = fold_in_kernel(key, tl.load(parts_ptr + row))
     tl.store(keys_ptr + row, row_key.to(tl.int64))
     index = tl.arange(0, BLOCK)
-    places, inside = row * num_numbers + index, index < num_numbers
-    found = bits_in_kernel(row_key, index)
-    tl.store(bits_ptr + places, found.to(tl.int64), mask=inside)
-    tl.store(unit_ptr + places, unit_in_kernel(found), mask=inside)
-    tl.store(noise_ptr + places, gumbel_in_kernel(row_key, index), mask=inside)
+    indices, inside = row * num_numbers + index, index < num_numbers
+    result = bits_in_kernel(row_key, index)
+    tl.store(bits_ptr + indices, result.to(tl.int64), mask=inside)
+    tl.store(unit_ptr + indices, unit_in_kernel(result), mask=inside)
+    tl.store(noise_ptr + indices, gumbel_in_kernel(row_key, index), mask=inside)
 
 
 def test_torch_equals_integers() -> None:
@@ -111,9 +111,9 @@ def _unit_kernel(bits_ptr, unit_ptr, BLOCK: tl.constexpr):  # type: ignore[no-un
 def test_uniform_numbers_exclude_zero_and_one() -> None:
     """The least and the largest integers lie strictly between 0 and 1, in torch and in kernels, and noise is finite."""
     extremes = torch.tensor([0, 1, 2, 2**24, 2**32 - 2**9, 2**32 - 2**7, 2**32 - 2, 2**32 - 1])
-    units, found = to_unit(extremes), torch.empty(len(extremes))
-    _unit_kernel[(1,)](extremes, found, BLOCK=len(extremes))
-    assert torch.equal(units, found)
+    units, result = to_unit(extremes), torch.empty(len(extremes))
+    _unit_kernel[(1,)](extremes, result, BLOCK=len(extremes))
+    assert torch.equal(units, result)
     assert units.min() > 0 and units.max() < 1 and (units.diff() >= 0).all() and units[0] < units[1] < units[2]
     assert (-(-torch.log1p(-units)).log()).isfinite().all()
 

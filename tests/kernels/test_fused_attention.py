@@ -36,13 +36,13 @@ def test_gpu_path_equals_torch(dtype: torch.dtype, masked: bool) -> None:
     options: dict[str, Any] = {"is_causal": not masked, "scale": 0.3}
     mask = torch.rand(9, 9) < 0.5 if masked else None
     mask = None if mask is None else mask | torch.eye(9, dtype=torch.bool)
-    found = sdpa_without_cudnn(q, k, v, mask, **options)
+    result = sdpa_without_cudnn(q, k, v, mask, **options)
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True, **options)
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-    weight = torch.randn_like(found)
-    for one, other in zip(*(torch.autograd.grad((out * weight).sum(), (q, k, v)) for out in (found, expected))):
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance)
+    weight = torch.randn_like(result)
+    for item, other in zip(*(torch.autograd.grad((out * weight).sum(), (q, k, v)) for out in (result, expected))):
+        torch.testing.assert_close(item, other, rtol=tolerance, atol=tolerance)
 
 
 class Made(TorchDispatchMode):
@@ -67,15 +67,15 @@ class Made(TorchDispatchMode):
 def over_trees(q: Tensor, k: Tensor, v: Tensor, chunk: int | None = None) -> Tensor:
     length = q.shape[2]
     tree = torch.ones(1, length, length, dtype=torch.bool, device=q.device).tril()
-    seen = uncached_visibility(tree, torch.arange(length, device=q.device)[None], None)
-    return tree_attention_reference(q, k, v, seen if chunk is None else seen.in_chunks(chunk), 0.3)
+    visited = uncached_visibility(tree, torch.arange(length, device=q.device)[None], None)
+    return tree_attention_reference(q, k, v, visited if chunk is None else visited.in_chunks(chunk), 0.3)
 
 
 @torch.no_grad()
 def drafting(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    places = torch.arange(LENGTH, device=q.device)
-    whole = [(slice(0, LENGTH), slice(0, LENGTH))]
-    return attend_chunks((q, k, v), (k, v), whole, (places, torch.zeros_like(places)))
+    indices = torch.arange(LENGTH, device=q.device)
+    full = [(slice(0, LENGTH), slice(0, LENGTH))]
+    return attend_chunks((q, k, v), (k, v), full, (indices, torch.zeros_like(indices)))
 
 
 def unrolled(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
@@ -145,13 +145,13 @@ def documents(
     """Scores [H, T, T] of every document of queries [T, H, D] and keys [T, K, D], -inf where nothing is seen."""
     ends = [0, len(q)] if starts is None else starts.tolist()
     for first, last in itertools.pairwise(ends):
-        place = torch.arange(last - first)
+        index = torch.arange(last - first)
         part = slice(first, last)
         keys = k[part].repeat_interleave(q.shape[1] // k.shape[1], 1)
         scores = torch.einsum("thd,shd->hts", q[part], keys) * (q.shape[-1] ** -0.5 if scale is None else scale)
-        distance = place[:, None] - place
-        seen = (distance >= -(ahead or 0)) & ((distance <= back) if back is not None else True)
-        yield part, scores.masked_fill(~seen, float("-inf"))
+        distance = index[:, None] - index
+        visited = (distance >= -(ahead or 0)) & ((distance <= back) if back is not None else True)
+        yield part, scores.masked_fill(~visited, float("-inf"))
 
 
 def standing_in(
@@ -183,16 +183,16 @@ def standing_in_backward(
         rows = [standing_in_backward(*row, *options) for row in zip(grad, q, k, v, out, logs)]
         return tuple(torch.stack(parts) for parts in zip(*rows))
     groups, size = q.shape[1] // k.shape[1], q.shape[-1]
-    found = [torch.zeros_like(x) for x in (q, k, v)]
+    result = [torch.zeros_like(x) for x in (q, k, v)]
     for part, scores in documents(q, k, starts, scale, window_size_left, window_size_right):
         keys, values = (x[part].repeat_interleave(groups, 1) for x in (k, v))
         chances = (scores - logs[:, part, None]).exp()
         of_chances = torch.einsum("thd,shd->hts", grad[part], values) - (grad[part] * out[part]).sum(-1).t()[..., None]
         of_scores = chances * of_chances * (size**-0.5 if scale is None else scale)
-        found[0][part] = torch.einsum("hts,shd->thd", of_scores, keys)
-        found[1][part] = torch.einsum("hts,thd->shd", of_scores, q[part]).unflatten(1, (-1, groups)).sum(2)
-        found[2][part] = torch.einsum("hts,thd->shd", chances, grad[part]).unflatten(1, (-1, groups)).sum(2)
-    return tuple(found)
+        result[0][part] = torch.einsum("hts,shd->thd", of_scores, keys)
+        result[1][part] = torch.einsum("hts,thd->shd", of_scores, q[part]).unflatten(1, (-1, groups)).sum(2)
+        result[2][part] = torch.einsum("hts,thd->shd", chances, grad[part]).unflatten(1, (-1, groups)).sum(2)
+    return tuple(result)
 
 
 Attending = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -215,16 +215,16 @@ def test_single_launch_equals_a_launch_per_document(path: str, request: pytest.F
     torch.manual_seed(0)
     batch = 2 if path == "window" else 1
     parts = [torch.randn(batch, heads, 20, 8, requires_grad=True) for heads in (4, 2, 2)]
-    weight, found = torch.randn(batch, 4, 20, 8), []
+    weight, result = torch.randn(batch, 4, 20, 8), []
     for fixture in (None, "flash"):
         if fixture is not None:
             request.getfixturevalue(fixture)
         with Made() as made:
             out = DOCUMENTS[path](*parts)
-            found.append((out, *torch.autograd.grad((out * weight).sum(), parts)))
+            result.append((out, *torch.autograd.grad((out * weight).sum(), parts)))
         assert ("aten::_flash_attention_forward" in made.names) == (fixture is not None)
-    for one, other in zip(*found):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    for item, other in zip(*result):
+        torch.testing.assert_close(item, other, rtol=1e-5, atol=1e-5)
 
 
 def test_documents_take_a_single_launch() -> None:

@@ -43,14 +43,14 @@ def test_kernel_equals_reference_and_loop(
     """Bit for bit, other slots untouched, whatever the strides."""
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
     store, *new = arguments(batch, heads, nodes, width, dtype, strided)
-    found = []
+    result = []
     for append in (kv_append, kv_append_reference, looped):
         copy = store.clone()
         append(copy, *new)
-        found.append(copy)
-    assert found[0].isnan().sum() == store.numel() - 2 * batch * heads * nodes * width
-    for other in found[1:]:
-        torch.testing.assert_close(found[0], other, rtol=0, atol=0, equal_nan=True)
+        result.append(copy)
+    assert result[0].isnan().sum() == store.numel() - 2 * batch * heads * nodes * width
+    for other in result[1:]:
+        torch.testing.assert_close(result[0], other, rtol=0, atol=0, equal_nan=True)
 
 
 @interpreter
@@ -82,8 +82,10 @@ def test_only_the_requested_path_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(module, "_launch_append", lambda *arguments: ran.append("kernel"))
     monkeypatch.setattr(module, "kv_append_reference", lambda *arguments: ran.append("reference"))
-    for asked in (None, "reference", "triton"):
-        monkeypatch.setenv("SPECTRAIN_KERNELS", asked) if asked else monkeypatch.delenv("SPECTRAIN_KERNELS", raising=False)
+    for requested in (None, "reference", "triton"):
+        monkeypatch.setenv("SPECTRAIN_KERNELS", requested) if requested else monkeypatch.delenv(
+            "SPECTRAIN_KERNELS", raising=False
+        )
         kv_append(*arguments(1, 1, 1, 16, torch.float32, False))
     assert ran == ["reference", "reference", "kernel"]
 

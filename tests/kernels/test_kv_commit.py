@@ -79,8 +79,8 @@ def agree(case: Round, commit: Commit = kv_commit) -> None:
     after = expected(case)
     assert not torch.equal(after.lengths, case.lengths)
     commit(*case)
-    for found, wanted in zip(case, after):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+    for result, wanted in zip(case, after):
+        torch.testing.assert_close(result, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.fixture(params=["reference", pytest.param("triton", marks=loops)])
@@ -121,15 +121,15 @@ def test_full_cache_equals_the_loop(either: str) -> None:
 def test_any_strides_equal_the_loop(either: str) -> None:
     """Every second row and all but the first layer of a larger cache; features with gaps between nodes, and transposed."""
     case = verified()
-    whole = torch.randn(3, 2, 6, *case.storage.shape[3:])
-    storage = whole[1:, :, ::2]
+    full = torch.randn(3, 2, 6, *case.storage.shape[3:])
+    storage = full[1:, :, ::2]
     storage.copy_(case.storage)
-    rest = whole[0].clone(), whole[1:, :, 1::2].clone()
+    rest = full[0].clone(), full[1:, :, 1::2].clone()
     assert case.hidden is not None and case.fresh is not None
     spaced = torch.stack([case.hidden, case.hidden], 2)[:, :, 0]
     fresh = torch.stack([case.fresh, case.fresh], 2)[:, :, 0]
     agree(case._replace(storage=storage, hidden=spaced, fresh=fresh, lengths=torch.stack([case.lengths] * 2, 1)[:, 0]))
-    assert torch.equal(whole[0], rest[0]) and torch.equal(whole[1:, :, 1::2], rest[1])
+    assert torch.equal(full[0], rest[0]) and torch.equal(full[1:, :, 1::2], rest[1])
     case = verified()
     assert case.hidden is not None
     agree(case._replace(hidden=case.hidden.transpose(2, 3).contiguous().transpose(2, 3)))
@@ -171,8 +171,10 @@ def test_only_the_requested_path_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     monkeypatch.setattr(module, "_launch_commit", lambda *arguments: ran.append("kernel"))
     monkeypatch.setattr(module, "kv_commit_reference", lambda *arguments: ran.append("reference"))
-    for asked in (None, "reference", "triton"):
-        monkeypatch.setenv("SPECTRAIN_KERNELS", asked) if asked else monkeypatch.delenv("SPECTRAIN_KERNELS", raising=False)
+    for requested in (None, "reference", "triton"):
+        monkeypatch.setenv("SPECTRAIN_KERNELS", requested) if requested else monkeypatch.delenv(
+            "SPECTRAIN_KERNELS", raising=False
+        )
         kv_commit(*verified())
     assert ran == ["reference", "reference", "kernel"]
 

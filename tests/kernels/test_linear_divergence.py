@@ -139,27 +139,27 @@ def test_rows_are_weighted(name: str, chunk: int) -> None:
     agree(case, fused(case, name, chunk=chunk, row_weight=weight), losses * weight, wanted, 1e-10)
     expected = case.gradients(fused(case, name, chunk=chunk, row_weight=weight).loss)
     case.final[1] = float("nan")
-    found = fused(case, name, chunk=chunk, row_weight=weight).loss
-    assert found.isfinite()
-    torch.testing.assert_close(case.gradients(found), expected)
+    result = fused(case, name, chunk=chunk, row_weight=weight).loss
+    assert result.isfinite()
+    torch.testing.assert_close(case.gradients(result), expected)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_empty_input_has_zero_loss(name: str) -> None:
     """R = 0: a loss of 0, gradients of 0, and no choices."""
     case = Case(rows=0, bias=True)
-    found = fused(case, name)
-    assert found.loss == 0 and found.predictions.shape == found.labels.shape == (0,)
-    assert all(gradient.eq(0).all() for gradient in case.gradients(found.loss))
+    result = fused(case, name)
+    assert result.loss == 0 and result.predictions.shape == result.labels.shape == (0,)
+    assert all(gradient.eq(0).all() for gradient in case.gradients(result.loss))
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_per_row_arguments_reach_the_divergence(chunk: int) -> None:
     """Draft-OPD's split loss, which asks each row's distance, equals the unfused one."""
     case, distance = Case(), torch.tensor([-1, 0, 2, -1, 5, 1, -1])
-    found = linear_divergence(case.hidden, case.head, case.theirs(False), split_loss, per_row=(distance,), chunk=chunk)
+    result = linear_divergence(case.hidden, case.head, case.theirs(False), split_loss, per_row=(distance,), chunk=chunk)
     log_p = case.log_p(False)
-    agree(case, found, split_loss(log_p, case.log_q(), distance), log_p.argmax(-1), 1e-10)
+    agree(case, result, split_loss(log_p, case.log_q(), distance), log_p.argmax(-1), 1e-10)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
@@ -167,11 +167,11 @@ def test_per_row_arguments_reach_the_divergence(chunk: int) -> None:
 def test_temperature_divides_the_finished_logits(temperature: float, softcap: float | None) -> None:
     """A head at a temperature = its logits, capped first, over the temperature."""
     case = Case(bias=True, scale=0.8, softcap=softcap)
-    theirs = HeadTarget(case.final, case.target.select_entries(case.ids).at_temperature(temperature))
-    found = linear_divergence(case.hidden, case.head.at_temperature(temperature), theirs, chunk=3)
+    target_values = HeadTarget(case.final, case.target.select_entries(case.ids).at_temperature(temperature))
+    result = linear_divergence(case.hidden, case.head.at_temperature(temperature), target_values, chunk=3)
     log_p = (case.log_p(False) / temperature).log_softmax(-1)
     log_q = (whole_logits(case.hidden, case.head) / temperature).log_softmax(-1)
-    agree(case, found, forward_kl(log_p, log_q), log_p.argmax(-1), 1e-10)
+    agree(case, result, forward_kl(log_p, log_q), log_p.argmax(-1), 1e-10)
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -179,32 +179,32 @@ def test_top_k_targets_equal_their_dense_distribution(chunk: int) -> None:
     """TopK = KL(p || q) of a p that is 0 elsewhere, normalised or not; with all tokens it is the dense forward KL."""
     case = Case()
     for k, total in ((1, 1.0), (3, 1.0), (3, 0.6)):
-        kept = case.log_p(False).exp().topk(k)
-        p = kept.values / kept.values.sum(-1, keepdim=True) * total
-        found = linear_divergence(case.hidden, case.head, TopK(kept.indices, p), chunk=chunk)
-        losses = (p * (p.log() - case.log_q().gather(-1, kept.indices))).sum(-1)
-        agree(case, found, losses, kept.indices[:, 0], 1e-10)
+        accepted = case.log_p(False).exp().topk(k)
+        p = accepted.values / accepted.values.sum(-1, keepdim=True) * total
+        result = linear_divergence(case.hidden, case.head, TopK(accepted.indices, p), chunk=chunk)
+        losses = (p * (p.log() - case.log_q().gather(-1, accepted.indices))).sum(-1)
+        agree(case, result, losses, accepted.indices[:, 0], 1e-10)
     every = case.log_p(False).exp().topk(VOCAB)
     dense = linear_divergence(case.hidden, case.head, case.theirs(False), chunk=chunk)
-    found = linear_divergence(case.hidden, case.head, TopK(every.indices, every.values), chunk=chunk)
-    torch.testing.assert_close(found.loss, dense.loss)
-    torch.testing.assert_close(case.gradients(found.loss), case.gradients(dense.loss))
+    result = linear_divergence(case.hidden, case.head, TopK(every.indices, every.values), chunk=chunk)
+    torch.testing.assert_close(result.loss, dense.loss)
+    torch.testing.assert_close(case.gradients(result.loss), case.gradients(dense.loss))
 
 
 def test_function_of_rows_is_a_valid_target() -> None:
     """log p from anywhere, asked a chunk at a time, each row once; p = 0 adds nothing to forward KL."""
-    case, asked = Case(), []
+    case, requested = Case(), []
     log_p = case.log_p(False)
     log_p[:, 2] = float("-inf")
 
     def theirs(rows: slice) -> Tensor:
-        asked.extend(range(ROWS)[rows])
+        requested.extend(range(ROWS)[rows])
         return log_p[rows]
 
-    found = linear_divergence(case.hidden, case.head, theirs, chunk=3)
-    assert asked == list(range(ROWS))
+    result = linear_divergence(case.hidden, case.head, theirs, chunk=3)
+    assert requested == list(range(ROWS))
     terms = log_p.exp() * (log_p - case.log_q())
-    agree(case, found, terms[:, [v for v in range(VOCAB) if v != 2]].sum(-1), log_p.argmax(-1), 1e-10)
+    agree(case, result, terms[:, [v for v in range(VOCAB) if v != 2]].sum(-1), log_p.argmax(-1), 1e-10)
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -216,8 +216,8 @@ def test_argmax_and_log_z_equal_the_unchunked_computation(chunk: int) -> None:
     assert torch.equal(best, logits.argmax(-1)) and not log_z.requires_grad
     torch.testing.assert_close(log_z, logits.logsumexp(-1).detach())
     rows = torch.tensor([4, 0, 4])
-    theirs = HeadTarget(case.final, case.target.select_entries(case.ids), log_z)
-    torch.testing.assert_close(theirs.select_rows(rows)(slice(None)), case.log_p(True)[rows])
+    target_values = HeadTarget(case.final, case.target.select_entries(case.ids), log_z)
+    torch.testing.assert_close(target_values.select_rows(rows)(slice(None)), case.log_p(True)[rows])
 
 
 @pytest.mark.parametrize("own_mass", [True, False])
@@ -251,10 +251,10 @@ def test_blocks_of_a_chunk_change_nothing(name: str, block: int, monkeypatch: py
     for size in (1 << 16, block):
         monkeypatch.setattr("spectrain.kernels.linear_divergence.CPU_BLOCK_LOGITS", size)
         if name == "split":
-            found = linear_divergence(case.hidden, case.head, case.theirs(False), split_loss, weight, (distance,))
+            result = linear_divergence(case.hidden, case.head, case.theirs(False), split_loss, weight, (distance,))
         else:
-            found = fused(case, name, row_weight=weight, chunk=5)
-        results.append([*found, *case.gradients(found.loss)])
+            result = fused(case, name, row_weight=weight, chunk=5)
+        results.append([*result, *case.gradients(result.loss)])
     assert all(torch.equal(left, right) for left, right in zip(*results))
 
 
@@ -283,15 +283,15 @@ def test_only_trainable_inputs_get_gradients(name: str, learns: tuple[bool, bool
     expected = case.gradients(fused(case, name).loss)
     for part, asks in zip(parts, learns):
         part.requires_grad_(asks)
-    found = fused(case, name)
-    assert found.loss.requires_grad == any(learns)
+    result = fused(case, name)
+    assert result.loss.requires_grad == any(learns)
     if any(learns):
-        found.loss.backward()
+        result.loss.backward()
     for part, gradient, asks in zip(parts, expected, learns):
         assert torch.equal(part.grad, gradient) if asks else part.grad is None
-    assert case.target.weight.grad is None and not found.predictions.requires_grad
+    assert case.target.weight.grad is None and not result.predictions.requires_grad
     with torch.no_grad():
-        torch.testing.assert_close(fused(case, name).loss, found.loss.detach())
+        torch.testing.assert_close(fused(case, name).loss, result.loss.detach())
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "forward_kl", "reverse_kl"])
@@ -326,15 +326,15 @@ def test_low_precision_equals_the_unfused_loss_in_it(name: str, weights_in_bf16:
     case = Case(torch.bfloat16 if weights_in_bf16 else torch.float32)
     weight = case.head.weight
     with torch.autocast("cpu", torch.bfloat16, enabled=not weights_in_bf16):
-        found = fused(case, name, chunk=4)
+        result = fused(case, name, chunk=4)
         log_q = F.linear(case.hidden, weight).float().log_softmax(-1)
-        theirs = F.linear(case.final, case.target.weight[case.ids]).float().log_softmax(-1)
+        target_values = F.linear(case.final, case.target.weight[case.ids]).float().log_softmax(-1)
         losses = F.nll_loss(log_q, case.tokens, reduction="none")
         if name != "cross_entropy":
-            losses = get_divergence(name, 0.3)(theirs.detach(), log_q)
-    torch.testing.assert_close(found.loss, losses.sum(), rtol=1e-5, atol=1e-5)
-    assert found.loss.dtype == torch.float32
-    for actual, expected in zip(case.gradients(found.loss), case.gradients(losses.sum())):
+            losses = get_divergence(name, 0.3)(target_values.detach(), log_q)
+    torch.testing.assert_close(result.loss, losses.sum(), rtol=1e-5, atol=1e-5)
+    assert result.loss.dtype == torch.float32
+    for actual, expected in zip(case.gradients(result.loss), case.gradients(losses.sum())):
         assert actual.dtype == expected.dtype == weight.dtype
         torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
 
@@ -344,10 +344,10 @@ def test_chunks_of_low_precision_add_up_in_float32() -> None:
     hidden = torch.randn(1, WIDTH).expand(256, -1)
     head, tokens = layer(WIDTH, VOCAB, torch.float32), torch.zeros(256, dtype=torch.int64)
     with torch.autocast("cpu", torch.bfloat16):
-        one = linear_divergence(hidden[:1], head, tokens[:1]).loss
+        item = linear_divergence(hidden[:1], head, tokens[:1]).loss
         every = linear_divergence(hidden, head, tokens, chunk=1).loss
-    (one,), (every,) = (torch.autograd.grad(loss, head.weight) for loss in (one, every))
-    torch.testing.assert_close(every, 256 * one)
+    (item,), (every,) = (torch.autograd.grad(loss, head.weight) for loss in (item, every))
+    torch.testing.assert_close(every, 256 * item)
 
 
 def test_fused_wide_sums_equal_separate_sums(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,9 +372,9 @@ def test_fused_wide_sums_equal_separate_sums(monkeypatch: pytest.MonkeyPatch) ->
     (wanted,) = torch.autograd.grad(linear_divergence(hidden.float(), exact, tokens).loss, exact.weight)
     for wide in (False, True):
         monkeypatch.setattr(module, "_adds_wide", lambda left, dtype, wide=wide: wide)
-        (found,) = torch.autograd.grad(linear_divergence(hidden, head, tokens, chunk=8).loss, head.weight)
-        torch.testing.assert_close(found.float(), wanted, rtol=3e-2, atol=3e-2)
-        errors.append(float((found.float() - wanted).abs().mean()))
+        (result,) = torch.autograd.grad(linear_divergence(hidden, head, tokens, chunk=8).loss, head.weight)
+        torch.testing.assert_close(result.float(), wanted, rtol=3e-2, atol=3e-2)
+        errors.append(float((result.float() - wanted).abs().mean()))
     library._destroy()
     assert calls == ["mm", "addmm", "mm", "addmm", "mm"] and errors[1] <= errors[0]
 
@@ -384,10 +384,10 @@ def test_old_torch_adds_in_a_separate_call(version: str, takes: bool, monkeypatc
     """Torch 2.9, which we take too, refuses a total in float32 beside factors in half precision on a GPU: it gets a sum."""
     monkeypatch.setattr(torch, "__version__", version)
     left, total = torch.zeros(4, 3, dtype=torch.bfloat16, device="meta"), torch.zeros(3, 5, device="meta")
-    with Seen() as seen:
+    with Seen() as visited:
         module._add_product(total, left, torch.zeros(4, 5, dtype=torch.bfloat16, device="meta"), torch.float32)
     wide = "aten.addmm.dtype_out" if module._counts_wide_totals() else "aten.addmm_.default"
-    assert (wide in seen.names) == takes and ("aten.add_.Tensor" in seen.names) != takes
+    assert (wide in visited.names) == takes and ("aten.add_.Tensor" in visited.names) != takes
 
 
 class Seen(TorchDispatchMode):
@@ -411,23 +411,23 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(name: str) -> None:
     """Forward and backward return nothing over chunk x V; the unfused loss, seen the same way, R x V."""
     rows, chunk = 40, 8  # with V = 11 no state or weight is as large
     case = Case(rows=rows, width=2, softcap=2.0)
-    theirs = case.theirs(name in ACCEPTANCE_LOSSES)
-    wanted = {"cross_entropy": case.tokens, "top_k": TopK(*case.log_p(False).exp().topk(2)[::-1])}.get(name, theirs)
+    target_values = case.theirs(name in ACCEPTANCE_LOSSES)
+    wanted = {"cross_entropy": case.tokens, "top_k": TopK(*case.log_p(False).exp().topk(2)[::-1])}.get(name, target_values)
     chosen = None if name in ("cross_entropy", "top_k", "forward_kl") else get_divergence(name, 0.5)
-    with Seen() as seen:
+    with Seen() as visited:
         linear_divergence(case.hidden, case.head, wanted, chosen, chunk=chunk).loss.backward()
-    assert seen.largest == chunk * VOCAB
-    with Seen() as seen:
+    assert visited.largest == chunk * VOCAB
+    with Seen() as visited:
         unfused(case, "forward_kl" if name == "top_k" else name)[0].sum().backward()
-    assert seen.largest >= rows * VOCAB
+    assert visited.largest >= rows * VOCAB
 
 
 def test_target_pass_holds_a_single_chunk() -> None:
     """most_likely returns nothing over chunk x target vocabulary."""
     case = Case(rows=40, width=2)
-    with Seen() as seen:
+    with Seen() as visited:
         argmax_and_log_z(case.final, case.target, chunk=8)
-    assert seen.largest == 8 * WHOLE
+    assert visited.largest == 8 * WHOLE
 
 
 TARGETS = ["tokens", "kept", "kept, of some mass", "dense", "dense, of some mass"]
@@ -439,9 +439,9 @@ def said(which: str, rows: int, vocab: int) -> tuple[Tensor | None, Tensor | Non
     if which == "tokens":
         return None, torch.randint(vocab, (rows, 1)), torch.ones(rows, 1)
     if "kept" in which:
-        kept = log_p.exp().topk(min(5, vocab))
-        shuffled = torch.randperm(kept.indices.shape[1])  # the likeliest is not the first
-        return None, kept.indices[:, shuffled], kept.values[:, shuffled]
+        accepted = log_p.exp().topk(min(5, vocab))
+        shuffled = torch.randperm(accepted.indices.shape[1])  # the likeliest is not the first
+        return None, accepted.indices[:, shuffled], accepted.values[:, shuffled]
     log_p[:, 1:2] = float("-inf")
     return log_p, None, None
 
@@ -458,15 +458,15 @@ def test_row_kl_kernel_equals_its_reference(
     """Interpreted: losses, choices and the gradient in place, in one block and over its end, with masked rows."""
     product = (3 * torch.randn(4, vocab)).to(dtype)
     weight = torch.tensor([1.0, 0.0, 0.3, 2.0])
-    theirs = said(which, 4, vocab)
-    expected, found = product.clone(), product.clone()
-    by_torch = row_kl_reference(expected, *theirs, weight, scale, softcap, with_grad)
-    by_kernel = row_kl(found, *theirs, weight, scale, softcap, with_grad)
+    target_values = said(which, 4, vocab)
+    expected, result = product.clone(), product.clone()
+    by_torch = row_kl_reference(expected, *target_values, weight, scale, softcap, with_grad)
+    by_kernel = row_kl(result, *target_values, weight, scale, softcap, with_grad)
     torch.testing.assert_close(by_kernel[0], by_torch[0], rtol=1e-5, atol=1e-5)
     assert torch.equal(by_kernel[1], by_torch[1]) and torch.equal(by_kernel[2], by_torch[2])
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-    assert torch.equal(found, product) != with_grad
+    torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(result, product) != with_grad
 
 
 @pytest.mark.sweep(4, free=("dtype", "vocab", "rules", "own_mass"))
@@ -478,20 +478,20 @@ def test_row_kl_kernel_normalises_target_logits(
     dtype: torch.dtype, vocab: int, rules: tuple[float, float | None], own_mass: bool
 ) -> None:
     """Given products instead of log p, scaled and capped, of all its mass or a part: the same loss, gradient and labels."""
-    product, theirs, weight = (3 * torch.randn(4, vocab)).to(dtype), (3 * torch.randn(4, vocab)).to(dtype), torch.rand(4)
-    theirs[0, 1] = float("-inf") if rules[1] is None else 0.0
-    said = TargetLogits(theirs, *rules)
+    product, target_values, weight = (3 * torch.randn(4, vocab)).to(dtype), (3 * torch.randn(4, vocab)).to(dtype), torch.rand(4)
+    target_values[0, 1] = float("-inf") if rules[1] is None else 0.0
+    said = TargetLogits(target_values, *rules)
     if own_mass:  # of a larger vocabulary
         said = said._replace(log_z=said._replace(log_z=torch.zeros(4)).log_p().logsumexp(-1) + torch.rand(4))
-    expected, by_log_p, found = (product.clone() for _ in range(3))
+    expected, by_log_p, actual = (product.clone() for _ in range(3))
     arguments = None, None, weight, 0.9, 2.0, True
     results = (
         row_kl_reference(expected, said.log_p(), *arguments),
         row_kl(by_log_p, said.log_p(), *arguments),
-        row_kl(found, said.products, *arguments, *said[1:]),
+        row_kl(actual, said.products, *arguments, *said[1:]),
     )
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
-    for result, gradient in zip(results[1:], (by_log_p, found)):
+    for result, gradient in zip(results[1:], (by_log_p, actual)):
         torch.testing.assert_close(result[0], results[0][0], rtol=2e-5, atol=2e-5)
         assert torch.equal(result[1], results[0][1]) and torch.equal(result[2], results[0][2])
         torch.testing.assert_close(gradient, expected, rtol=tolerance, atol=tolerance)
@@ -519,8 +519,8 @@ def test_target_products_in_pieces_are_equal(own_mass: bool, monkeypatch: pytest
         monkeypatch.setattr(module, "MAX_CPU_PRODUCTS", products)
         best, target = restrict_target(case.final, case.target, case.ids, own_mass)
         results.append((best, target(slice(0, len(case.final)))))
-    for found in results[1:]:
-        torch.testing.assert_close(found, results[0], rtol=1e-6, atol=1e-6)
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("own_mass", [True, False])
@@ -532,14 +532,14 @@ def test_unnormalised_target_gives_the_same_gradients(chunk: int, own_mass: bool
     results = []
     for setting in ("triton", "reference"):
         monkeypatch.setenv("SPECTRAIN_KERNELS", setting)
-        with Seen() as seen:
+        with Seen() as visited:
             best, target = restrict_target(case.final, case.target, case.ids, own_mass, chunk)
-            found = linear_divergence(case.hidden, case.head, target, chunk=chunk)
+            result = linear_divergence(case.hidden, case.head, target, chunk=chunk)
         by_kernel = setting == "triton"
-        assert ("spectrain.row_best.default" in seen.names) == by_kernel
+        assert ("spectrain.row_best.default" in visited.names) == by_kernel
         asks_mass = own_mass or chunk < len(case.final)  # torch leaves out what nobody reads
-        assert ("aten.logsumexp.default" in seen.names) == (asks_mass and not by_kernel)
-        results.append((best, found.labels, found.loss, case.gradients(found.loss)))
+        assert ("aten.logsumexp.default" in visited.names) == (asks_mass and not by_kernel)
+        results.append((best, result.labels, result.loss, case.gradients(result.loss)))
     for left, right in zip(*results):
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
 
@@ -548,11 +548,11 @@ def test_unnormalised_target_gives_the_same_gradients(chunk: int, own_mass: bool
 @pytest.mark.parametrize("vocab", [1024, 1025, 9000])
 def test_kernel_blocks_cover_every_vocabulary(vocab: int, which: str) -> None:
     """The same at the ends of the block table, and over a vocabulary of several blocks."""
-    product, theirs = torch.randn(2, vocab), said(which, 2, vocab)
-    expected, found = product.clone(), product.clone()
-    by_torch = row_kl_reference(expected, *theirs, torch.ones(2), 1.0, None, True)
-    by_kernel = row_kl(found, *theirs, torch.ones(2), 1.0, None, True)
-    for left, right in zip((*by_kernel, found), (*by_torch, expected)):
+    product, target_values = torch.randn(2, vocab), said(which, 2, vocab)
+    expected, result = product.clone(), product.clone()
+    by_torch = row_kl_reference(expected, *target_values, torch.ones(2), 1.0, None, True)
+    by_kernel = row_kl(result, *target_values, torch.ones(2), 1.0, None, True)
+    for left, right in zip((*by_kernel, result), (*by_torch, expected)):
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
 
 
@@ -561,14 +561,16 @@ def test_kernel_blocks_cover_every_vocabulary(vocab: int, which: str) -> None:
 def test_loss_with_the_kernel_equals_torch(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole function with SPECTRAIN_KERNELS=triton, which runs the kernel, = without, which does not."""
     case = Case(dtype, bias=True, softcap=3.0)
-    kept = TopK(*case.log_p(False).float().exp().topk(3)[::-1])
+    accepted = TopK(*case.log_p(False).float().exp().topk(3)[::-1])
     results = []
     for setting in ("triton", "reference"):
         monkeypatch.setenv("SPECTRAIN_KERNELS", setting)
-        with Seen() as seen:
-            found = linear_divergence(case.hidden, case.head, kept, chunk=3) if name == "top_k" else fused(case, name, chunk=3)
-        assert ("spectrain.row_kl.default" in seen.names) == (setting == "triton")
-        results.append((found, case.gradients(found.loss)))
+        with Seen() as visited:
+            result = (
+                linear_divergence(case.hidden, case.head, accepted, chunk=3) if name == "top_k" else fused(case, name, chunk=3)
+            )
+        assert ("spectrain.row_kl.default" in visited.names) == (setting == "triton")
+        results.append((result, case.gradients(result.loss)))
     (by_kernel, left), (by_torch, right) = results
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(by_kernel.loss, by_torch.loss, rtol=1e-5, atol=1e-5)
@@ -579,9 +581,9 @@ def test_loss_with_the_kernel_equals_torch(name: str, dtype: torch.dtype, monkey
 def test_float64_uses_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel computes in float32, so float64 does not reach it."""
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
-    with Seen() as seen:
+    with Seen() as visited:
         fused(Case(torch.float64), "forward_kl")
-    assert "spectrain.row_kl.default" not in seen.names
+    assert "spectrain.row_kl.default" not in visited.names
 
 
 @pytest.mark.parametrize("which", TARGETS)
@@ -600,10 +602,10 @@ def test_fake_kernel_has_the_real_shapes(which: str) -> None:
 def test_compiled_kernel_equals_its_reference(which: str, vocab: int, dtype: torch.dtype) -> None:
     """On a GPU, against float64 on the same inputs."""
     product = torch.randn(64, vocab).to(dtype).cuda()
-    theirs = tuple(None if x is None else x.cuda() for x in said(which, 64, vocab))
+    target_values = tuple(None if x is None else x.cuda() for x in said(which, 64, vocab))
     weight, expected = torch.rand(64).cuda(), product.double()
-    by_torch = row_kl_reference(expected, *theirs, weight.double(), 0.7, 3.0, True)
-    by_kernel = row_kl(product, *theirs, weight, 0.7, 3.0, True)
+    by_torch = row_kl_reference(expected, *target_values, weight.double(), 0.7, 3.0, True)
+    by_kernel = row_kl(product, *target_values, weight, 0.7, 3.0, True)
     torch.testing.assert_close(by_kernel[0].double(), by_torch[0], rtol=1e-4, atol=1e-4)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(product.double(), expected, rtol=tolerance, atol=tolerance)
@@ -637,11 +639,11 @@ def test_peak_memory_is_a_fifth() -> None:
     """At 8,192 rows and a vocabulary of 128,256, counted on tensors without data by the path of a GPU; gradients included."""
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta"}
     hidden, final = (torch.empty(8192, 4096, **options) for _ in range(2))
-    weight, theirs = (torch.empty(128256, 4096, **options) for _ in range(2))
+    weight, target_values = (torch.empty(128256, 4096, **options) for _ in range(2))
     hidden.requires_grad_(), weight.requires_grad_()
     peaks = []
     for work in ("fused", "unfused"):
-        with Live(hidden, final, weight, theirs) as live:
-            loss_systems(hidden, weight, final, theirs)[work](0)
+        with Live(hidden, final, weight, target_values) as live:
+            loss_systems(hidden, weight, final, target_values)[work](0)
         peaks.append(live.peak)
     assert peaks[0] <= peaks[1] / 5, peaks

@@ -28,8 +28,8 @@ def test_onednn_gradients_reach_trainable_inputs(learns: int) -> None:
     """The result has the gradients of the plain product where gradients are wanted, and none where they are not."""
     operands = [torch.randn(4, 8), torch.randn(6, 8), torch.randn(6)]
     operands[learns].requires_grad_()
-    (found,) = torch.autograd.grad(fast_linear(*operands).square().sum(), operands[learns])
+    (result,) = torch.autograd.grad(fast_linear(*operands).square().sum(), operands[learns])
     (expected,) = torch.autograd.grad(F.linear(*operands).square().sum(), operands[learns])
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(result, expected)
     with torch.no_grad():
         assert not fast_linear(*operands).requires_grad

@@ -23,6 +23,6 @@ def test_every_kernel_is_launched() -> None:
     command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.rehearsal"]
     run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
-    found = json.loads(run.stdout.splitlines()[-1])
-    assert set(found["launches"]) == KERNELS
-    assert all(name == "_split_kernel" and stack <= 64 for name, stack in found["spilled"].items()), found["spilled"]
+    result = json.loads(run.stdout.splitlines()[-1])
+    assert set(result["launches"]) == KERNELS
+    assert all(name == "_split_kernel" and stack <= 64 for name, stack in result["spilled"].items()), result["spilled"]

@@ -30,19 +30,19 @@ def copied(case: Case) -> Case:
 
 
 def looped(nodes: Tensor, path: Tensor, counts: Tensor, bonus: Tensor, texts: TextBatch) -> tuple[Tensor, Tensor]:
-    emitted, kept = torch.empty_like(path), torch.zeros_like(counts)
+    emitted, accepted = torch.empty_like(path), torch.zeros_like(counts)
     for row, count in enumerate(counts.tolist()):
-        behind = [*path[row, 1:].tolist(), int(path[row, -1])]
-        tokens = [int(nodes[row, node]) for node in behind]
+        later = [*path[row, 1:].tolist(), int(path[row, -1])]
+        tokens = [int(nodes[row, node]) for node in later]
         tokens[count - 1] = int(bonus[row])
         emitted[row] = torch.tensor(tokens)
         if not texts.active[row]:
             continue
-        kept[row], start = count, int(texts.lengths[row]) + 1
+        accepted[row], start = count, int(texts.lengths[row]) + 1
         texts.tokens[row, start : start + count] = torch.tensor(tokens[:count])
         texts.tokens_left[row] -= count
         texts.active[row] = texts.tokens_left[row] > 0 and not {*tokens[:count]} & {*texts.stop_ids.tolist()}
-    return emitted, kept
+    return emitted, accepted
 
 
 @pytest.mark.sweep(3, free=("num_stops",))
@@ -55,14 +55,14 @@ def test_kernel_equals_reference_and_loop(
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
     torch.manual_seed(len(counts) + num_stops)
     case, ended = round_of(counts, num_nodes, num_stops), 0
-    found = []
+    result = []
     for commit in (token_commit, token_commit_reference, looped):
         copy = copied(case)
-        found.append((*commit(*copy), *copy[-1]))
+        result.append((*commit(*copy), *copy[-1]))
         ended = int((case[-1].active & ~copy[-1].active).sum())
-    for other in found[1:]:
-        assert all(torch.equal(one, another) for one, another in zip(found[0], other, strict=True))
-    assert not torch.equal(found[0][2], case[-1].tokens) and (ended > 0 or len(counts) == 1)
+    for other in result[1:]:
+        assert all(torch.equal(item, another) for item, another in zip(result[0], other, strict=True))
+    assert not torch.equal(result[0][2], case[-1].tokens) and (ended > 0 or len(counts) == 1)
 
 
 def test_operator_passes_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:

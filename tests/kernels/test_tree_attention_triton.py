@@ -248,24 +248,24 @@ def test_sinks_equal_the_reference(splits: int, large_blocks: None, monkeypatch:
 def test_any_strides_equal_contiguous_ones(large_blocks: None) -> None:
     """Queries, keys and values in any layout, even with head dimensions apart, give what contiguous ones give."""
     (query, _, _, visibility), keys, values = inputs_of(Case(ragged=True))
-    whole = tree_attention(query.contiguous(), keys.contiguous(), values.contiguous(), visibility, 0.2)
+    full = tree_attention(query.contiguous(), keys.contiguous(), values.contiguous(), visibility, 0.2)
     apart = [x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in (query, keys, values)]
     spaced = [torch.stack([x, x], dim=2)[:, :, 0] for x in (query, keys, values)]
-    assert torch.equal(tree_attention(*apart, visibility, 0.2), whole)
-    assert torch.equal(tree_attention(*spaced, visibility, 0.2), whole)
+    assert torch.equal(tree_attention(*apart, visibility, 0.2), full)
+    assert torch.equal(tree_attention(*spaced, visibility, 0.2), full)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
 def test_row_in_a_batch_equals_the_row_alone(splits: int, large_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same number of splits, a row's output is bit for bit the same whatever rows are beside it."""
-    (query, _, _, seen), keys, values = inputs_of(Case(prefix=130, ragged=True))
+    (query, _, _, visited), keys, values = inputs_of(Case(prefix=130, ragged=True))
     monkeypatch.setattr(module, "choose_splits", lambda *sizes: splits)
-    together = tree_attention(query, keys, values, seen, 0.2)
-    for row, length in enumerate(seen.lengths.tolist()):
-        one, end = slice(row, row + 1), length + seen.tree.shape[2]
-        alone = Visibility(seen.lengths[one], length, seen.tree[one], seen.query_positions[one], None)
-        output = tree_attention(query[one], keys[one, :, :end], values[one, :, :end], alone, 0.2)
-        assert torch.equal(output, together[one])
+    together = tree_attention(query, keys, values, visited, 0.2)
+    for row, length in enumerate(visited.lengths.tolist()):
+        item, end = slice(row, row + 1), length + visited.tree.shape[2]
+        alone = Visibility(visited.lengths[item], length, visited.tree[item], visited.query_positions[item], None)
+        output = tree_attention(query[item], keys[item, :, :end], values[item, :, :end], alone, 0.2)
+        assert torch.equal(output, together[item])
 
 
 def test_number_of_splits_minimises_the_time() -> None:
@@ -318,11 +318,24 @@ def test_packed_words_equal_the_mask(num_nodes: int) -> None:
 @pytest.mark.parametrize("window", [None, 30])
 def test_operator_passes_opcheck(splits: int, window: int | None, large_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator's schema holds, it changes no input, and its fake gives the shape and strides of what it gives."""
-    (query, _, _, seen), keys, values = inputs_of(Case(splits=splits))
-    positions = seen.query_positions, seen.key_positions
-    num_nodes = seen.tree.shape[2]
+    (query, _, _, visited), keys, values = inputs_of(Case(splits=splits))
+    positions = visited.query_positions, visited.key_positions
+    num_nodes = visited.tree.shape[2]
     monkeypatch.setattr(module, "choose_splits", lambda *sizes: splits)
-    arguments = (query, keys, values, seen.packed_words(), seen.lengths, *positions, num_nodes, 65, 0.2, window, None, None)
+    arguments = (
+        query,
+        keys,
+        values,
+        visited.packed_words(),
+        visited.lengths,
+        *positions,
+        num_nodes,
+        65,
+        0.2,
+        window,
+        None,
+        None,
+    )
     torch.library.opcheck(module._launch_attention, arguments)
 
 
@@ -420,7 +433,7 @@ def test_decoding_through_the_kernels_equals_the_references(
     prompts = [target.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     eagle3 = Eagle3(target, vocab_size=256).eval()
     monkeypatch.setenv("SPECTRAIN_KERNELS", "reference")
-    plain = [found.output for found in decode(target, prompts, Greedy(), 6, ignore_eos=True)]
+    plain = [result.output for result in decode(target, prompts, Greedy(), 6, ignore_eos=True)]
     forked = Forked([prompt + output for prompt, output in zip(prompts, plain)])
     runs: list[Callable[[], list[Generation]]] = [
         lambda: decode(target, prompts, Greedy(), 5, forked, Chain(4), ignore_eos=True),
@@ -433,18 +446,18 @@ def test_decoding_through_the_kernels_equals_the_references(
         ran[name] += 1
         return launch(*arguments)
 
-    for name, place in (
+    for name, index in (
         ("_launch_attention", module),
         ("_launch_append", kv_append),
         ("_launch_commit", kv_commit),
         ("_launch_match", tree_verify),
     ):
-        monkeypatch.setattr(place, name, partial(watch, name, getattr(place, name)))
+        monkeypatch.setattr(index, name, partial(watch, name, getattr(index, name)))
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
     for run, wanted in zip(runs, expected):
-        found = run()
-        assert [each.output for each in found] == [each.output for each in wanted]
-        assert [each.round_lengths for each in found] == [each.round_lengths for each in wanted]
+        result = run()
+        assert [each.output for each in result] == [each.output for each in wanted]
+        assert [each.round_lengths for each in result] == [each.round_lengths for each in wanted]
     assert expected[0][0].output == plain[0][:5] and set(ran) == {
         "_launch_attention",
         "_launch_append",

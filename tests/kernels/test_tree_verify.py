@@ -87,8 +87,8 @@ def agreeing(shape: str, num_nodes: int, choice: Any, batch: int = 3) -> tuple[T
 
 
 def assert_same(found: Verdict, expected: Verdict) -> None:
-    for one, other in zip(found, expected):
-        assert one.dtype == torch.int64 and torch.equal(one, other), (found, expected)
+    for item, other in zip(found, expected):
+        assert item.dtype == torch.int64 and torch.equal(item, other), (found, expected)
 
 
 def assert_walks(found: Verdict, tree: TokenTree, choice: Tensor, height: int) -> None:
@@ -145,8 +145,8 @@ def test_match_reference_equals_walk(num_nodes: int, shape: str, cut: tuple[floa
 @pytest.mark.parametrize("num_nodes", [1, 5, 65, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 16, 64, 100))])
 def test_greedy_kernel_equals_reference(num_nodes: int, interpreted: None) -> None:
     """Kernel = reference for every shape and dtype, ties, -inf and vocabularies that fill no block."""
-    for place, shape in enumerate(SHAPES if num_nodes < 64 else SHAPES[2:]):
-        logits = logits_of(2, num_nodes, 50 + 7 * place, DTYPES[place % 3])
+    for index, shape in enumerate(SHAPES if num_nodes < 64 else SHAPES[2:]):
+        logits = logits_of(2, num_nodes, 50 + 7 * index, DTYPES[index % 3])
         _, nodes = agreeing(shape, num_nodes, logits.argmax(-1), batch=2)
         assert_same(tree_greedy(nodes, logits), tree_greedy_reference(nodes, logits))
 
@@ -158,9 +158,9 @@ def match_agrees(num_nodes: int, shape: str, cut: tuple[float, int, float], dtyp
         draws.shape_logits(logits) + gumbel_noise(make_key(SAMPLE, 11, draws.sequence_keys[:, None], draws.positions), 97)
     ).argmax(-1)
     _, nodes = agreeing(shape, num_nodes, every, batch=2)
-    found = tree_match(nodes, logits, draws)
-    assert_same(found, tree_match_reference(nodes, logits, draws))
-    return found
+    result = tree_match(nodes, logits, draws)
+    assert_same(result, tree_match_reference(nodes, logits, draws))
+    return result
 
 
 @pytest.mark.sweep(2, free=("num_nodes", "shape", "cut", "dtype"))
@@ -201,9 +201,9 @@ def test_equal_scores_choose_the_first_token(interpreted: None) -> None:
     logits[0, 0, [70, 150]] = 1.0
     logits[0, 1, :] = float("-inf")
     nodes = TreeNodes(torch.tensor([[0, 70, 0]]), torch.tensor([[-1, 0, 1]]), torch.ones(1, 3, dtype=torch.bool), 2, 1)
-    found = tree_greedy(nodes, logits)
-    assert found.path.tolist() == [[0, 1, 2]] and found.bonus.tolist() == [0]
-    assert_same(found, tree_greedy_reference(nodes, logits))
+    result = tree_greedy(nodes, logits)
+    assert result.path.tolist() == [[0, 1, 2]] and result.bonus.tolist() == [0]
+    assert_same(result, tree_greedy_reference(nodes, logits))
 
 
 @triton.jit
@@ -213,8 +213,8 @@ def _kept_kernel(logits_ptr, kept_ptr, num_tokens, temperature, top_k, top_p, SH
     _, cut = module._find_cut(logits_ptr, num_tokens, temperature, top_k, top_p, SHIFT, BLOCK)
     for start in range(0, num_tokens, BLOCK):
         x, columns = module._load_logits(logits_ptr, start, num_tokens, BLOCK)
-        kept = (module._float_order(x, SHIFT) >= cut) & (x > float("-inf"))
-        tl.store(kept_ptr + tl.program_id(0) * num_tokens + columns, kept, mask=columns < num_tokens)
+        accepted = (module._float_order(x, SHIFT) >= cut) & (x > float("-inf"))
+        tl.store(kept_ptr + tl.program_id(0) * num_tokens + columns, accepted, mask=columns < num_tokens)
 
 
 @pytest.mark.sweep(2, free=("top_k", "top_p", "dtype"))
@@ -230,11 +230,11 @@ def test_bisection_cuts_like_sorting(top_k: int, top_p: float, dtype: torch.dtyp
     few = torch.randn(1, num_tokens).masked_fill(torch.arange(num_tokens) > 12, float("-inf"))
     tied = (torch.randn(2, num_tokens) * 2).round() / 2 * torch.tensor([[1.0], [-1.0]])  # 0 of either sign
     logits = torch.cat([distinct, few, tied]).to(dtype)
-    kept = torch.zeros(logits.shape, dtype=torch.bool)
+    accepted = torch.zeros(logits.shape, dtype=torch.bool)
     settings = (temperature, top_k or None, top_p if top_p < 1 else None)
-    _kept_kernel[(len(logits),)](logits, kept, num_tokens, *settings, SHIFT=EMPTY_BITS[dtype], BLOCK=64)
+    _kept_kernel[(len(logits),)](logits, accepted, num_tokens, *settings, SHIFT=EMPTY_BITS[dtype], BLOCK=64)
     draws = SamplingSpec(0, torch.zeros(1), torch.zeros(1, 1), temperature, top_k, top_p)
-    assert torch.equal(kept, draws.shape_logits(logits) > float("-inf"))
+    assert torch.equal(accepted, draws.shape_logits(logits) > float("-inf"))
 
 
 @triton.jit
@@ -252,8 +252,8 @@ def _candidate_kernel(  # type: ignore[no-untyped-def]
     tl.store(enough_ptr + row, enough)
     for start in range(0, num_tokens, BLOCK):
         x, columns = module._load_logits(logits_ptr, start, num_tokens, BLOCK)
-        kept = (module._float_order(x, SHIFT) >= cut) & (x > float("-inf"))
-        tl.store(kept_ptr + row * num_tokens + columns, kept, mask=columns < num_tokens)
+        accepted = (module._float_order(x, SHIFT) >= cut) & (x > float("-inf"))
+        tl.store(kept_ptr + row * num_tokens + columns, accepted, mask=columns < num_tokens)
 
 
 @interpreter
@@ -269,16 +269,16 @@ def test_candidates_cut_like_sorting(dtype: torch.dtype, top_k: int, top_p: floa
     peaked = torch.randn(2, num_tokens) * 4
     few = torch.randn(1, num_tokens).masked_fill(torch.arange(num_tokens) > 12, float("-inf"))
     logits = torch.cat([peaked, few, torch.zeros(1, num_tokens)])[None].to(dtype)
-    kept = torch.zeros(logits.shape[1:], dtype=torch.bool)
-    enough = torch.zeros(len(kept), dtype=torch.int32)
+    accepted = torch.zeros(logits.shape[1:], dtype=torch.bool)
+    enough = torch.zeros(len(accepted), dtype=torch.int32)
     settings = temperature, top_k or None, top_p if top_p < 1 else None
     parts = module._find_candidates(logits, temperature, top_k or None)
-    _candidate_kernel[(len(kept),)](
-        logits, kept, enough, *parts, num_tokens, parts.num_parts, *settings,
+    _candidate_kernel[(len(accepted),)](
+        logits, accepted, enough, *parts, num_tokens, parts.num_parts, *settings,
         SHIFT=EMPTY_BITS[dtype], BLOCK=64, BLOCK_S=8, CANDIDATES=module.MAX_CANDIDATES,
     )  # fmt: skip
     draws = SamplingSpec(0, torch.zeros(1), torch.zeros(1, 1), temperature, top_k, top_p)
-    assert torch.equal(kept, draws.shape_logits(logits[0]) > float("-inf"))
+    assert torch.equal(accepted, draws.shape_logits(logits[0]) > float("-inf"))
     assert enough.tolist()[:2] == [top_k < 50] * 2 and not enough[3]
 
 
@@ -295,8 +295,8 @@ def drawn(
     if not without:
         ranked = torch.multinomial(q.flatten(0, 1), most_children, replacement=True).view(batch, num_nodes, -1)
     parents = nodes.parents.clamp(min=0)
-    place = order.clamp(max=ranked.shape[-1] - 1)
-    token = ranked.gather(1, parents[..., None].expand_as(ranked)).gather(2, place[..., None])[..., 0]
+    index = order.clamp(max=ranked.shape[-1] - 1)
+    token = ranked.gather(1, parents[..., None].expand_as(ranked)).gather(2, index[..., None])[..., 0]
     nodes.tokens.copy_(token if draft_ids is None else draft_ids[token])
     return tree, TreeNodes(nodes.tokens, nodes.parents, nodes.can_accept, nodes.height, most_children)
 
@@ -310,8 +310,8 @@ def recursive_agrees(num_nodes: int, shape: str, cut: tuple[float, int, float], 
     draft_ids = None if size == 90 else torch.randperm(90)[:size]
     _, nodes = drawn(shape, num_nodes, q, draft_ids, without, 5)
     draws = draws_of(batch, num_nodes, ACCEPT, cut)
-    found = tree_recursive(nodes, logits, q, draft_ids, without, draws)
-    assert_same(found, tree_recursive_reference(nodes, logits, q, draft_ids, without, draws))
+    result = tree_recursive(nodes, logits, q, draft_ids, without, draws)
+    assert_same(result, tree_recursive_reference(nodes, logits, q, draft_ids, without, draws))
 
 
 @pytest.mark.sweep(2, free=("num_nodes", "shape", "cut", "size", "dtype", "without"))
@@ -379,13 +379,13 @@ def excess_of(
     follow = torch.multinomial(chances[emitted[:, 0]].float(), 1)[:, 0]
     second = torch.where(counts > 1, emitted[:, 1], follow)
     expected = (chances[0][:, None] * chances).flatten() * batch
-    found = torch.bincount(emitted[:, 0] * num_tokens + second, minlength=num_tokens**2).double()
-    assert found[expected == 0].sum() == 0
-    found, expected = found[expected > 0], expected[expected > 0]
+    result = torch.bincount(emitted[:, 0] * num_tokens + second, minlength=num_tokens**2).double()
+    assert result[expected == 0].sum() == 0
+    result, expected = result[expected > 0], expected[expected > 0]
     if (rare := expected < 5).any():
-        found, expected = (torch.cat([x[~rare], x[rare].sum()[None]]) for x in (found, expected))
-    free = len(found) - 1
-    return float(((found - expected).square() / expected).sum() - free) / (2 * free) ** 0.5, float(counts.double().mean())
+        result, expected = (torch.cat([x[~rare], x[rare].sum()[None]]) for x in (result, expected))
+    free = len(result) - 1
+    return float(((result - expected).square() / expected).sum() - free) / (2 * free) ** 0.5, float(counts.double().mean())
 
 
 @pytest.mark.sweep(2, free=("parents", "without", "subset"))
@@ -395,8 +395,8 @@ def excess_of(
 def test_recursive_emits_the_target(parents: tuple[int, ...], without: bool, subset: bool) -> None:
     """The first two tokens of 30000 verdicts are distributed as the target's: chi-squared, cut or not."""
     for cut in ((1.0, 0, 1.0), (0.8, 6, 0.9)):
-        deviations, kept = excess_of(parents, without, cut, subset)
-        assert abs(deviations) < 4.5 and kept > 1.2
+        deviations, accepted = excess_of(parents, without, cut, subset)
+        assert abs(deviations) < 4.5 and accepted > 1.2
 
 
 def test_wrong_recursive_rule_fails_the_test() -> None:
@@ -412,10 +412,10 @@ def test_rows_are_independent() -> None:
     together = tree_match_reference(nodes, logits, draws), tree_recursive_reference(nodes, logits, q, None, True, draws)
     for b in range(4):
         row = slice(b, b + 1)
-        one = TreeNodes(nodes.tokens[row], nodes.parents[row], nodes.can_accept[row], nodes.height, 4)
+        item = TreeNodes(nodes.tokens[row], nodes.parents[row], nodes.can_accept[row], nodes.height, 4)
         few = SamplingSpec(draws.key, draws.sequence_keys[row], draws.positions[row], *CUTS[3])
-        assert_same(tree_match_reference(one, logits[row], few), Verdict(*(x[row] for x in together[0])))
-        alone = tree_recursive_reference(one, logits[row], q[row], None, True, few)
+        assert_same(tree_match_reference(item, logits[row], few), Verdict(*(x[row] for x in together[0])))
+        alone = tree_recursive_reference(item, logits[row], q[row], None, True, few)
         assert_same(alone, Verdict(*(x[row] for x in together[1])))
 
 

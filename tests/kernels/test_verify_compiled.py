@@ -64,8 +64,8 @@ def walking(dtype: torch.dtype, top_k: bool, top_p: bool, num_nodes: int = 64, n
 
 
 def rejecting(dtype: torch.dtype, without: bool = True, cut: bool = True, subset: bool = True, num_nodes: int = 64) -> Any:
-    found = ["top_k", "top_p", "top_ptr", "mass_ptr", "candidate_counts_ptr", "candidates_ptr"]
-    absent = ([] if cut else found) + ([] if subset else ["draft_index_ptr"])
+    result = ["top_k", "top_p", "top_ptr", "mass_ptr", "candidate_counts_ptr", "candidates_ptr"]
+    absent = ([] if cut else result) + ([] if subset else ["draft_index_ptr"])
     constants = {"WITHOUT": without, "SHIFT": EMPTY_BITS[dtype], "BLOCK_N": num_nodes, **dict.fromkeys(absent)}
     constants |= {"BLOCK_S": 1 << (NUM_TOKENS // PART_TILES.block).bit_length(), "CANDIDATES": MAX_CANDIDATES}
     return request("_reject_kernel", dtype, CUT_TILES, constants)

@@ -92,10 +92,10 @@ class Table(Rollout):
 
 def paths(tree: TokenTree, row: int) -> list[Path]:
     """The path of every node that is not padding, without the root's token."""
-    found: list[Path] = [()]
+    result: list[Path] = [()]
     for token, parent in list(zip(tree.tokens[row].tolist(), tree.parents[row].tolist()))[1:]:
-        found.append(found[parent] + (token,))
-    return [path for path, valid in zip(found, tree.valid[row].tolist()) if valid]
+        result.append(result[parent] + (token,))
+    return [path for path, valid in zip(result, tree.valid[row].tolist()) if valid]
 
 
 def likeliest(scores: Scores, row: int, path: Path, count: int = VOCAB) -> list[tuple[Path, float]]:
@@ -113,9 +113,9 @@ def best(nodes: list[tuple[Path, float]], budget: int) -> list[Path]:
 def assert_q(tree: TokenTree, row: int, key: int, scores: Scores, temperature: float) -> None:
     """q at every node with children is the table's distribution there; without drawing, the likelier sibling is first."""
     real = tree.valid[row].nonzero()[:, 0].tolist()
-    found = dict(zip(real, paths(tree, row)))
-    for node, path in found.items():
-        children = [found[child] for child in real if tree.parents[row, child] == node]
+    result = dict(zip(real, paths(tree, row)))
+    for node, path in result.items():
+        children = [result[child] for child in real if tree.parents[row, child] == node]
         if children and tree.q is not None:
             expected = (torch.tensor(scores(key, path)) / temperature).softmax(-1)
             torch.testing.assert_close(tree.q[row, node], expected)

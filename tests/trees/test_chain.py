@@ -26,17 +26,17 @@ from tests.trees.tables import (
 
 def chain(row: int, builder: Chain) -> list[Path]:
     """The chain of a row: it ends before the product of the largest q falls below `stop`."""
-    found: list[Path] = [()]
+    result: list[Path] = [()]
     confidence = 1.0
     for node in range(builder.depth):
-        log_q = (torch.tensor(random_scores(row, found[-1])) / builder.temperature).log_softmax(-1)
+        log_q = (torch.tensor(random_scores(row, result[-1])) / builder.temperature).log_softmax(-1)
         confidence *= float(log_q.exp().max())
         if confidence < builder.stop:
             break
         if builder.children != "deterministic":
             log_q = log_q + noise(row, builder.seed, node, 0 if builder.children == "sampled" else None)
-        found.append(found[-1] + (to_target(int(log_q.argmax())),))
-    return found
+        result.append(result[-1] + (to_target(int(log_q.argmax())),))
+    return result
 
 
 @pytest.mark.sweep(8)
@@ -77,8 +77,8 @@ def test_sampled_chain_is_distributed_as_q(temperature: float) -> None:
     first = (torch.tensor(soft_scores(0, ())) / temperature).softmax(-1)
     for v in range(VOCAB):
         expected[v] = len(rows) * first[v] * (torch.tensor(soft_scores(0, (to_target(v),))) / temperature).softmax(-1)
-    for one, two in ((tree.tokens[:, 1:] - 3) // 7).tolist():
-        observed[one, two] += 1
+    for item, two in ((tree.tokens[:, 1:] - 3) // 7).tolist():
+        observed[item, two] += 1
     assert ((observed - expected) ** 2 / expected).sum() < 74.9  # 35 degrees of freedom, one run in 10,000 is above
 
 

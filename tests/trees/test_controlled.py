@@ -94,8 +94,8 @@ def learnt(step: float = 0.3, hint: float = 1.0) -> Policy:
     draw, builder = random.Random(1), prepared(Policy(4, memory=1024), step)
     builder.begin_round(context())
     for _ in range(600):
-        kept = survivors(draw, [0.6] * 4)
-        builder.episodes.append(Episode(np.stack([state(draw, level < kept, hint) for level in range(4)]), kept))
+        accepted = survivors(draw, [0.6] * 4)
+        builder.episodes.append(Episode(np.stack([state(draw, level < accepted, hint) for level in range(4)]), accepted))
     builder.fit_policy()
     return builder
 
@@ -119,17 +119,17 @@ def simulated(hint: float, rounds: int = 4000, step: float = 0.3) -> float:
     builder = learnt(step, hint)
     draw, tokens, seconds = random.Random(2), 0.0, 0.0
     for _ in range(rounds):
-        kept, length = survivors(draw, [0.6] * 4), 0
+        accepted, length = survivors(draw, [0.6] * 4), 0
         seconds += step
         while length < 4:
-            seen = state(draw, length < kept, hint)
-            if seen @ builder.draw_weights[length] <= 0:
+            visited = state(draw, length < accepted, hint)
+            if visited @ builder.draw_weights[length] <= 0:
                 break
             length += 1
-            if length == 4 or seen @ builder.run_weights[length - 1] <= 0:
+            if length == 4 or visited @ builder.run_weights[length - 1] <= 0:
                 break
             seconds += step
-        tokens += 1 + min(length, kept)
+        tokens += 1 + min(length, accepted)
         seconds += 1.0 + 0.02 * (length + 1)
     return tokens / seconds
 
@@ -153,8 +153,8 @@ def test_policy_explores_before_it_decides(children: Children) -> None:
         observed(builder, [4, 4], [1, 0])
     assert builder.draw_weights
     tree = builder.expand(context(), Table(random_scores))
-    found = [paths(tree, row) for row in ROWS]
-    assert found != full and all(short == long[: len(short)] for short, long in zip(found, full))
+    result = [paths(tree, row) for row in ROWS]
+    assert result != full and all(short == long[: len(short)] for short, long in zip(result, full))
 
 
 def test_policy_decides_with_a_short_memory() -> None:
@@ -168,17 +168,17 @@ def test_policy_decides_with_a_short_memory() -> None:
 
 def test_chain_ends_by_the_drafters_own_estimate() -> None:
     """Where the rollout says how likely tokens are kept, `stop` weighs that: the chain ends where 1 - prod(c) > 1 - stop."""
-    said = {0: 0.9, 1: 0.8, 2: 0.5, 3: 0.9, 4: 0.9}
+    reported = {0: 0.9, 1: 0.8, 2: 0.5, 3: 0.9, 4: 0.9}
 
     class Knowing(Table):
         def start(self) -> torch.Tensor:
-            self.accept_probs = torch.full((len(self.rows), 1), said[0])
+            self.accept_probs = torch.full((len(self.rows), 1), reported[0])
             return super().start()
 
         def extend(self, tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
-            found = super().extend(tokens, parents)
-            self.accept_probs = torch.full(tokens.shape, said[len(self.given[0]) - 1])
-            return found
+            result = super().extend(tokens, parents)
+            self.accept_probs = torch.full(tokens.shape, reported[len(self.given[0]) - 1])
+            return result
 
     lengths = {
         stop: len(paths(Chain(5, stop=stop).expand(context(), Knowing(random_scores)), 0)) - 1

@@ -114,33 +114,33 @@ def test_entropy_counts_children() -> None:
     tree = grown(lambda: Entropy(depth=2, budget=50, top_k=5))
     counts = set()
     for row in ROWS:
-        found = paths(tree, row)
-        for path in [path for path in found if len(path) < 2]:
-            counts.add(sum(child[:-1] == path for child in found if child))
-            assert sum(child[:-1] == path for child in found if child) == min(5, perplexity(random_scores, row, path))
+        result = paths(tree, row)
+        for path in [path for path in result if len(path) < 2]:
+            counts.add(sum(child[:-1] == path for child in result if child))
+            assert sum(child[:-1] == path for child in result if child) == min(5, perplexity(random_scores, row, path))
     assert len(counts) > 2
 
 
 def every_path(scores: Scores, row: int, depth: int) -> list[tuple[Path, float]]:
     """All paths down to a depth with their scores, level by level."""
-    found: list[tuple[Path, float]] = [((), 0.0)]
+    result: list[tuple[Path, float]] = [((), 0.0)]
     for level in range(depth):
-        above = [node for node in found if len(node[0]) == level]
-        found += [(child, score + log_q) for path, score in above for child, log_q in likeliest(scores, row, path)]
-    return found
+        above = [node for node in result if len(node[0]) == level]
+        result += [(child, score + log_q) for path, score in above for child, log_q in likeliest(scores, row, path)]
+    return result
 
 
 def opt(scores: Scores, row: int, builder: OptTree) -> set[Path]:
     """The best nodes of all paths down to the first level that adds at most `threshold` expected tokens."""
-    expected, kept = 1.0, {()}
+    expected, accepted = 1.0, {()}
     for depth in range(1, builder.depth + 1):
         nodes = every_path(scores, row, depth)
-        kept = set(best(nodes, builder.budget))
-        total = sum(math.exp(score) for path, score in nodes if path in kept)
+        accepted = set(best(nodes, builder.budget))
+        total = sum(math.exp(score) for path, score in nodes if path in accepted)
         if total - expected <= builder.threshold:
             break
         expected = total
-    return kept
+    return accepted
 
 
 @pytest.mark.parametrize("scores", [random_scores, soft_scores])
@@ -165,33 +165,33 @@ def test_opt_tree_stops_where_a_level_adds_little(threshold: float) -> None:
 
 def test_opt_tree_rows_stop_independently() -> None:
     """The thresholds above do end one row of a batch before the other."""
-    found = [[max(map(len, opt(random_scores, row, OptTree(5, 8, t)))) for row in ROWS] for t in (0.05, 0.2, 0.3, 0.5, 0.9)]
-    assert any(one != other for one, other in found)
+    result = [[max(map(len, opt(random_scores, row, OptTree(5, 8, t)))) for row in ROWS] for t in (0.05, 0.2, 0.3, 0.5, 0.9)]
+    assert any(item != other for item, other in result)
 
 
 def dyspec(row: int, builder: DySpec) -> list[Path]:
     """DySpec with the whole table at hand: always fill the best open place."""
     source = draws(row, builder.seed)
-    found: list[Path] = [()]
+    result: list[Path] = [()]
     left = {(): table_q((), row, builder)}
-    places: list[tuple[float, int]] = [(-1.0, 0)]
-    while places and len(found) < builder.budget and -places[0][0] >= builder.threshold:
-        value, parent = heapq.heappop(places)
-        path = found[parent]
+    indices: list[tuple[float, int]] = [(-1.0, 0)]
+    while indices and len(result) < builder.budget and -indices[0][0] >= builder.threshold:
+        value, parent = heapq.heappop(indices)
+        path = result[parent]
         noise = [0.0] * VOCAB if builder.children == "deterministic" else gumbel_noise((VOCAB,), source).tolist()
         open_ids = [v for v in range(VOCAB) if left[path][v] > 0]
         choice = max(open_ids, key=lambda v: math.log(left[path][v]) + noise[v])
         chance = left[path][choice]
         child = path + (to_target(choice),)
-        found.append(child)
+        result.append(child)
         left[child] = table_q(child, row, builder)
         if len(child) < builder.depth:
-            heapq.heappush(places, (value * chance, len(found) - 1))
+            heapq.heappush(indices, (value * chance, len(result) - 1))
         if len(open_ids) > 1:
             rest = [0.0 if v == choice else chance for v, chance in enumerate(left[path])]
             left[path] = [chance / sum(rest) for chance in rest]
-            heapq.heappush(places, (value * (1 - chance), parent))
-    return found
+            heapq.heappush(indices, (value * (1 - chance), parent))
+    return result
 
 
 def table_q(path: Path, row: int, builder: DySpec) -> list[float]:
@@ -225,10 +225,10 @@ def test_dyspec_draws_without_replacement() -> None:
     q = torch.tensor(soft_scores(0, ())).softmax(-1)
     tree = DySpec(depth=1, budget=3).expand(context(rows), Table(lambda row, path: soft_scores(0, path), rows))
     observed, expected = torch.zeros(VOCAB, VOCAB), torch.zeros(VOCAB, VOCAB)
-    for one, two in ((tree.tokens[:, 1:] - 3) // 7).tolist():
-        observed[one, two] += 1
-    for one, two in itertools.permutations(range(VOCAB), 2):
-        expected[one, two] = len(rows) * q[one] * q[two] / (1 - q[one])
+    for item, two in ((tree.tokens[:, 1:] - 3) // 7).tolist():
+        observed[item, two] += 1
+    for item, two in itertools.permutations(range(VOCAB), 2):
+        expected[item, two] = len(rows) * q[item] * q[two] / (1 - q[item])
     real = expected > 0
     assert observed[~real].sum() == 0
     assert ((observed - expected)[real] ** 2 / expected[real]).sum() < 67  # 29 degrees of freedom, 1 in 10,000
@@ -258,11 +258,11 @@ BEAMS = [(1, 2, 1), (3, 4, 1), (2, 5, 2), (3, 12, 3), (4, 8, 4), (4, 40, 6)]
 
 def beams(scores: Scores, row: int, depth: int, width: int) -> list[tuple[Path, float]]:
     """Beam search over whole paths, in plain Python: the last beams, best first, each with its own copy of what they share."""
-    found: list[tuple[Path, float]] = [((), 0.0)]
+    result: list[tuple[Path, float]] = [((), 0.0)]
     for _ in range(depth):
-        longer = [(child, score + log_q) for path, score in found for child, log_q in likeliest(scores, row, path, width)]
-        found = sorted(longer, key=lambda one: -one[1])[:width]
-    return found
+        longer = [(child, score + log_q) for path, score in result for child, log_q in likeliest(scores, row, path, width)]
+        result = sorted(longer, key=lambda one: -one[1])[:width]
+    return result
 
 
 @pytest.mark.parametrize("scores", [random_scores, tied_scores])
@@ -278,8 +278,8 @@ def test_beam_tree_equals_the_unmerged_beams(scores: Scores, depth: int, budget:
             if len(longer) > budget:
                 break
             merged = longer
-        found = paths(tree, row)
-        assert set(found) == merged and len(found) == len(merged)
+        result = paths(tree, row)
+        assert set(result) == merged and len(result) == len(merged)
     assert_rows_alone(lambda: builder, scores)
 
 

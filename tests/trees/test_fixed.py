@@ -63,16 +63,16 @@ def draw(row: int, builder: Static) -> list[Path]:
     newest = 1
     shape = [path for path in builder.paths if max(path) < VOCAB]
     shape = [path for path in shape if all(path[:n] in shape for n in range(1, len(path)))]
-    found: dict[Path, Path] = {(): ()}
+    result: dict[Path, Path] = {(): ()}
     for depth in range(1, max(map(len, shape)) + 1):
         level = [path for path in shape if len(path) == depth]
         frontier = list(dict.fromkeys(path[:-1] for path in level))
         width = max(path[-1] for path in level) + 1
-        scores = torch.tensor([random_scores(row, found[path]) for path in frontier])
+        scores = torch.tensor([random_scores(row, result[path]) for path in frontier])
         log_q = (scores / builder.temperature).log_softmax(-1)
         if builder.children == "sampled":
-            mine = [[noise(row, builder.seed, numbers[path], number) for number in range(width)] for path in frontier]
-            ids = torch.stack([torch.stack([(q + z).argmax() for z in each]) for q, each in zip(log_q, mine)])
+            own_values = [[noise(row, builder.seed, numbers[path], number) for number in range(width)] for path in frontier]
+            ids = torch.stack([torch.stack([(q + z).argmax() for z in each]) for q, each in zip(log_q, own_values)])
         else:
             if builder.children == "without_replacement":
                 log_q = log_q + torch.stack([noise(row, builder.seed, numbers[path]) for path in frontier])
@@ -80,8 +80,8 @@ def draw(row: int, builder: Static) -> list[Path]:
         numbers |= {path: newest + frontier.index(path[:-1]) * width + path[-1] for path in level}
         newest += len(frontier) * width
         for path in level:
-            found[path] = found[path[:-1]] + (to_target(int(ids[frontier.index(path[:-1]), path[-1]])),)
-    return list(found.values())
+            result[path] = result[path[:-1]] + (to_target(int(ids[frontier.index(path[:-1]), path[-1]])),)
+    return list(result.values())
 
 
 @pytest.mark.sweep(10)
@@ -107,8 +107,8 @@ def test_drawn_siblings_are_distributed_as_q(children: Children) -> None:
         context(rows), Table(lambda row, path: soft_scores(0, path), rows)
     )
     observed = torch.zeros(VOCAB, VOCAB)
-    for one, two in ((tree.tokens[:, 1:] - 3) // 7).tolist():
-        observed[one, two] += 1
+    for item, two in ((tree.tokens[:, 1:] - 3) // 7).tolist():
+        observed[item, two] += 1
     expected = len(rows) * q[:, None] * q
     if children == "without_replacement":
         expected = expected.fill_diagonal_(0) / (1 - q[:, None])
@@ -128,9 +128,9 @@ def test_top_and_sampled_children_equal_plain_python() -> None:
     assert tree.q is not None and tree.valid.all()
     tokens = (tree.tokens[:, 1:] - 3) // 7
     for row in (0, 7, 1234):
-        found = paths(tree, row)
+        result = paths(tree, row)
         for node, count in ((0, 3), (1, 2), (2, 1)):
-            q = (torch.tensor(soft_scores(0, found[node])) / 0.7).softmax(-1)
+            q = (torch.tensor(soft_scores(0, result[node])) / 0.7).softmax(-1)
             order = q.argsort(descending=True)[: count - 1]
             children = [child for child, parent in enumerate(tree.parents[row].tolist()) if parent == node]
             assert len(children) == count and tokens[row, [child - 1 for child in children[:-1]]].tolist() == order.tolist()
@@ -159,8 +159,8 @@ def test_search_equals_exhaustive_search(budget: int, depth: int, width: int, se
     hits = []
     for _ in range(depth):
         row = sorted((source.random() for _ in range(width)), reverse=True)
-        kept = source.random() / sum(row)
-        hits.append([chance * kept for chance in row[: width - seed % 2]] + [0.0] * (seed % 2))
+        accepted = source.random() / sum(row)
+        hits.append([chance * accepted for chance in row[: width - seed % 2]] + [0.0] * (seed % 2))
     builder = Static(depth, budget)
     builder.prepare(Calibration(hits, [1] * depth))
     best = max(value(tree, hits) for tree in all_trees(budget, depth, width))
@@ -177,11 +177,11 @@ def test_sequoia_table_equals_brute_force(chances: list[float], levels: int) -> 
     table = sequoia_table(chances, 7, levels)
     for nodes in range(1, 8):
         for level in range(1, levels + 1):
-            found = dict.fromkeys(range(len(chances) + 1), -np.inf)
+            result = dict.fromkeys(range(len(chances) + 1), -np.inf)
             for tree in all_trees(nodes, level - 1, len(chances)):
                 children = sum(len(path) == 1 for path in tree)
-                found[children] = max(found[children], value(tree, [chances] * level))
-            np.testing.assert_allclose(table[nodes, level], list(found.values()), atol=1e-7)
+                result[children] = max(result[children], value(tree, [chances] * level))
+            np.testing.assert_allclose(table[nodes, level], list(result.values()), atol=1e-7)
 
 
 @pytest.mark.sweep(10)
@@ -190,11 +190,11 @@ def test_sequoia_table_equals_brute_force(chances: list[float], levels: int) -> 
 @pytest.mark.parametrize("levels", [2, 3, 7])
 def test_sequoia_paths_reach_the_best_value(chances: list[float], nodes: int, levels: int) -> None:
     """The paths are a tree of the most nodes that are possible, and no tree of that many keeps more."""
-    found = sequoia_paths(chances, nodes, levels)
+    result = sequoia_paths(chances, nodes, levels)
     possible = [trees for n in range(1, nodes + 1) if (trees := all_trees(n, levels - 1, len(chances)))][-1]
-    assert frozenset(found) in possible and len(found) == len(set(found))
+    assert frozenset(result) in possible and len(result) == len(set(result))
     best = max(value(tree, [chances] * levels) for tree in possible)
-    assert value(found, [chances] * levels) == pytest.approx(best, abs=1e-7)
+    assert value(result, [chances] * levels) == pytest.approx(best, abs=1e-7)
 
 
 @pytest.mark.parametrize("children", CHILDREN)

@@ -182,11 +182,11 @@ def test_level_costs_make_measured_trees_shallower(name: type[LatencyAwareBuilde
 
 def every_score(scores: Scores, row: int, depth: int) -> list[float]:
     """The scores of all paths down to a depth, from the best on."""
-    level, found = [((), 0.0)], [0.0]
+    level, result = [((), 0.0)], [0.0]
     for _ in range(depth):
         level = [(child, score + log_q) for path, score in level for child, log_q in likeliest(scores, row, path)]
-        found += [score for _, score in level]
-    return sorted(found, reverse=True)
+        result += [score for _, score in level]
+    return sorted(result, reverse=True)
 
 
 @pytest.mark.parametrize("scores", [random_scores, soft_scores])
@@ -233,11 +233,11 @@ def test_auto_learns_the_acceptance_of_each_depth() -> None:
     tree = builder.expand(context(), Table(soft_scores))
     assert builder.num_levels == 3
     observed(builder, tree, [2, 0], 1e-4)
-    expected, kept = np.zeros(4), paths(tree, 0)
-    for path in kept:
+    expected, accepted = np.zeros(4), paths(tree, 0)
+    for path in accepted:
         log_q = [dict(likeliest(soft_scores, 0, path[:n]))[path[: n + 1]] for n in range(len(path))]
         expected[len(path)] += math.exp(sum(log_q))
-    assert set(map(len, kept)) == {0, 1, 2, 3}
+    assert set(map(len, accepted)) == {0, 1, 2, 3}
     assert builder.predicted_rates == pytest.approx(expected[1:]) and builder.observed_rates.tolist() == [1, 0, 0]
 
 
@@ -275,33 +275,33 @@ def test_copies_are_verified_while_they_gain(name: type[LatencyAwareBuilder], no
 def a_round(builder: Auto, tries: list[Trie], drafted: list[float], kept: int) -> bool:
     """One in which copies promise so much, and with the drafter, if it is asked, `drafted`, of which so many tokens are kept:
     whether it was asked."""
-    asked = builder.needs_drafter(context(), tries)
+    requested = builder.needs_drafter(context(), tries)
     tokens = [[7] * len(drafted), [8] * len(drafted)]
     for path in tokens:
         tries[0].add_continuation(path, 0.0)
-    if asked:
+    if requested:
         builder.num_levels = 2
         joined = copies(drafted)
         tries[0].weights = joined.weights + [0.0] * (len(tries[0]) - len(joined))
     builder.copy_budget(context(), tries)
     tree = TokenTree.from_chain(torch.tensor([[101, *tokens[0]]]))
-    seconds = {"draft": 0.4 if asked else 0.0, "verify": 1 + 0.01 * len(tree.tokens[0]), "accept": 0.0}
+    seconds = {"draft": 0.4 if requested else 0.0, "verify": 1 + 0.01 * len(tree.tokens[0]), "accept": 0.0}
     path = torch.arange(kept)[None]
     builder.observe(RoundResult(tree, torch.zeros(0), torch.tensor([kept]), seconds, path))
-    return asked
+    return requested
 
 
 def test_auto_runs_a_drafter_while_it_gains() -> None:
     """Where copies promise much and the drafter adds nothing, it is left out but for a look now and then, more and more rarely;
     where they promise nothing, it is asked."""
     builder = prepared(Auto(depth=4, budget=12, top_k=3), 0.2, 1.0, 0.01, 0.2)
-    asked: dict[bool, list[bool]] = {True: [], False: []}
+    requested: dict[bool, list[bool]] = {True: [], False: []}
     for turn in range(1000):
         sure = turn % 2 == 0
         drafted = [0.9, 0.9, 0.9] if sure else [0.9, 0.9]
-        asked[sure].append(a_round(builder, [copies(drafted if sure else [])], drafted, len(drafted) + 1))
-    assert all(asked[False]) and all(asked[True][:4])
-    looks = np.flatnonzero(asked[True][4:]) + 1
+        requested[sure].append(a_round(builder, [copies(drafted if sure else [])], drafted, len(drafted) + 1))
+    assert all(requested[False]) and all(requested[True][:4])
+    looks = np.flatnonzero(requested[True][4:]) + 1
     assert np.diff([0, *looks]).tolist() == [16 * trials for trials in range(4, 4 + len(looks))] and len(looks) >= 3
 
 
@@ -309,21 +309,21 @@ def test_auto_runs_a_drafter_while_it_gains() -> None:
 def test_auto_skips_a_drafter_whose_tokens_are_rejected(kept: int) -> None:
     """It goes on promising 1.6 more than copies, which would pay."""
     builder = prepared(Auto(depth=4, budget=12, top_k=3, memory=8), 0.2, 1.0, 0.01, 0.2)
-    asked = [a_round(builder, [copies([])], [0.9, 0.8], kept) for _ in range(60)]
-    assert asked[-20:].count(True) == (20 if kept == 3 else 0)
+    requested = [a_round(builder, [copies([])], [0.9, 0.8], kept) for _ in range(60)]
+    assert requested[-20:].count(True) == (20 if kept == 3 else 0)
 
 
 def test_tokens_that_copies_contain_are_no_gain() -> None:
     """A drafter that is right where copies are right as well is worth nothing beside them, whatever it promises."""
     for shared, asks in ((True, 0), (False, 20)):
         builder = prepared(Auto(depth=4, budget=12, top_k=3, memory=8), 0.2, 1.0, 0.01, 0.2)
-        asked = []
+        requested = []
         for _ in range(60):
-            known = copies([0.3, 0.9])
+            given_values = copies([0.3, 0.9])
             if not shared:
-                known.tokens[1:], known.child_index = [9, 9], {}  # another path
-            asked.append(a_round(builder, [known], [0.95, 0.95], 3))
-        assert asked[-20:].count(True) == asks
+                given_values.tokens[1:], given_values.child_index = [9, 9], {}  # another path
+            requested.append(a_round(builder, [given_values], [0.95, 0.95], 3))
+        assert requested[-20:].count(True) == asks
 
 
 @pytest.mark.parametrize("counts", [[3, 1], [1, 2]])
@@ -333,8 +333,8 @@ def test_drafter_gain_counts_tokens_that_copies_lack(counts: list[int]) -> None:
     ready = CopyTree(3, 2.0, 1.0, torch.zeros(2, 5), tries, [{0, 1}, {0}])  # of the first row one, of the second none
     tree = TokenTree.from_chain(torch.tensor([[101, 7, 7, 7], [102, 7, 7, 7]]))
     path = torch.arange(4).repeat(2, 1)
-    found = ready.drafter_gain(RoundResult(tree, torch.zeros(0), torch.tensor(counts), {}, path))
-    assert found == ((counts[0] - 1 - min(counts[0] - 1, 1)) + (counts[1] - 1)) / 2
+    result = ready.drafter_gain(RoundResult(tree, torch.zeros(0), torch.tensor(counts), {}, path))
+    assert result == ((counts[0] - 1 - min(counts[0] - 1, 1)) + (counts[1] - 1)) / 2
 
 
 def test_auto_counts_the_cost_of_a_larger_tree() -> None:
