@@ -20,9 +20,12 @@ from spectrain.kernels import (
     kv_commit,
     linear_divergence,
     round_log,
+    sampling_cuts,
     token_commit,
     tree_attention,
+    tree_recursive,
     tree_verify,
+    tree_walks,
 )
 from spectrain.kernels.counter import host_key
 from spectrain.kernels.dispatch import runs_on
@@ -222,15 +225,15 @@ def verify_case(
     likely = logits.argmax(-1).gather(1, tree.parents.clamp(min=0))
     tokens = torch.where(torch.rand(batch, nodes, device=device) < 0.6, likely, tree.tokens % vocab)
     height = int(tree.depths.max())
-    trees = tree_verify.TreeNodes(tokens, tree.parents, torch.ones_like(tokens, dtype=torch.bool), height, nodes)
+    trees = tree_walks.TreeNodes(tokens, tree.parents, torch.ones_like(tokens, dtype=torch.bool), height, nodes)
     positions = 100 + tree.depths
-    draws = tree_verify.SamplingSpec(host_key(9, 1), torch.arange(batch, device=device), positions, 0.5, *truncation)
+    draws = tree_walks.SamplingSpec(host_key(9, 1), torch.arange(batch, device=device), positions, 0.5, *truncation)
     q = torch.randn(batch, nodes, vocab, device=device).softmax(-1)
     arguments: dict[str, tuple[Any, ...]] = {"greedy": (), "match": (draws,), "recursive": (q, None, False, draws)}
     poison_memory(device, batch * nodes * 8, batch * vocab * 4)
-    expected = getattr(tree_verify, f"tree_{rule}_reference")(trees, logits, *arguments[rule])
-    outputs = getattr(tree_verify, f"tree_{rule}")(trees, logits, *arguments[rule])
-    return KernelOutcome(outputs._asdict(), expected._asdict(), tree_verify._can_run_kernel(logits))
+    expected = getattr(tree_walks, f"tree_{rule}_reference")(trees, logits, *arguments[rule])
+    outputs = getattr(tree_recursive if rule == "recursive" else tree_verify, f"tree_{rule}")(trees, logits, *arguments[rule])
+    return KernelOutcome(outputs._asdict(), expected._asdict(), tree_verify.can_run_kernel(logits))
 
 
 CHECKS: dict[str, KernelCheck] = {
@@ -304,7 +307,7 @@ CHECKS: dict[str, KernelCheck] = {
         {"B=2 N=9": partial(emit_case, counts=(1, 4), nodes=9, stops=2)},
     ),
     "tree_verify": KernelCheck(
-        (tree_verify, counter),
+        (tree_verify, tree_recursive, sampling_cuts, tree_walks, counter),
         {
             "greedy, B=8 N=64": partial(verify_case, rule="greedy", batch=8, nodes=64, vocab=128256),
             "greedy, B=1 N=256": partial(verify_case, rule="greedy", batch=1, nodes=256, vocab=32000),

@@ -26,7 +26,17 @@ from spectrain.decoding.captured import CapturedRunner
 from spectrain.drafters import base, context, eagle3
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
-from spectrain.kernels import kv_append, kv_commit, round_log, token_commit, tree_attention, tree_verify
+from spectrain.kernels import (
+    kv_append,
+    kv_commit,
+    round_log,
+    sampling_cuts,
+    token_commit,
+    tree_attention,
+    tree_recursive,
+    tree_verify,
+    tree_walks,
+)
 from spectrain.models import compiled_layers as compiled
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, TreeBuilder
@@ -187,7 +197,17 @@ class EngineBench(Bench):
 
     def plan_measurement(self, name: str, batch: int, prefix: int, row: Any) -> Measurement:
         """Return the measurement of a row whose fixture has this batch and prefix."""
-        kernels = tree_attention, tree_verify, kv_append, kv_commit, token_commit, round_log
+        kernels = (
+            tree_attention,
+            tree_verify,
+            tree_recursive,
+            tree_walks,
+            sampling_cuts,
+            kv_append,
+            kv_commit,
+            token_commit,
+            round_log,
+        )
         code = engine, compiled, *ROUND_MODULES, eagle3, rounds, *kernels
 
         @torch.inference_mode()

@@ -37,7 +37,7 @@ PLAIN = {"base", "capabilities", "context", "__init__"}  # modules in drafters/ 
 ONE_PROGRAM = {
     "kernels/linear_divergence.py:_row_kl_kernel",
     "kernels/tree_attention.py:_split_kernel",
-    "kernels/tree_verify.py:_reject_kernel",
+    "kernels/tree_recursive.py:_reject_kernel",
     "kernels/tree_verify.py:_walk_kernel",
 }
 """Triton kernels of more than 60 lines: one program for the device is one function here."""

@@ -279,19 +279,21 @@ def try_attention(device: Any) -> float:
 def try_verify(device: Any) -> float:
     import torch
 
-    from spectrain.kernels import tree_verify as ops
+    from spectrain.kernels import tree_walks
+    from spectrain.kernels.tree_recursive import tree_recursive
+    from spectrain.kernels.tree_verify import tree_greedy, tree_match
 
     tokens = torch.tensor([[5, 3, 7, 1]], device=device)
     parents = torch.tensor([[-1, 0, 1, 1]], device=device)
-    nodes = ops.TreeNodes(tokens, parents, torch.ones_like(tokens, dtype=torch.bool), 2, 2)
+    nodes = tree_walks.TreeNodes(tokens, parents, torch.ones_like(tokens, dtype=torch.bool), 2, 2)
     logits = torch.randn(1, 4, 11, device=device)
     logits[0, 0, 3] = logits[0, 1, 1] = 9
-    draws = ops.SamplingSpec(7, torch.zeros(1, dtype=torch.int64, device=device), torch.arange(4, device=device)[None])
+    draws = tree_walks.SamplingSpec(7, torch.zeros(1, dtype=torch.int64, device=device), torch.arange(4, device=device)[None])
     q = torch.full((1, 4, 11), 1 / 11, device=device)
     pairs = (
-        (ops.tree_greedy(nodes, logits), ops.tree_greedy_reference(nodes, logits)),
-        (ops.tree_match(nodes, logits, draws), ops.tree_match_reference(nodes, logits, draws)),
-        tuple(judge(nodes, logits, q, None, False, draws) for judge in (ops.tree_recursive, ops.tree_recursive_reference)),
+        (tree_greedy(nodes, logits), tree_walks.tree_greedy_reference(nodes, logits)),
+        (tree_match(nodes, logits, draws), tree_walks.tree_match_reference(nodes, logits, draws)),
+        tuple(judge(nodes, logits, q, None, False, draws) for judge in (tree_recursive, tree_walks.tree_recursive_reference)),
     )
     return max(max_difference(result, other) for pair in pairs for result, other in zip(*pair))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from spectrain.decoding.acceptance import Greedy, Match
 from spectrain.decoding.acceptance.rejection import RecursiveRejection
 from spectrain.decoding.acceptance.sequential import SequentialRule
-from spectrain.kernels.tree_verify import shape_logits
+from spectrain.kernels.tree_walks import shape_logits
 from spectrain.randomness import ACCEPT, DRAFT, SAMPLE, gumbel_noise, keyed_generator
 from spectrain.trees.token_tree import Children, TokenTree
 from tests.decoding.walking import walk

@@ -19,7 +19,17 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from benchmarks.attention import random_tree
-from spectrain.kernels import kv_append, kv_commit, linear_divergence, round_log, token_commit, tree_attention, tree_verify
+from spectrain.kernels import (
+    kv_append,
+    kv_commit,
+    linear_divergence,
+    round_log,
+    token_commit,
+    tree_attention,
+    tree_recursive,
+    tree_verify,
+    tree_walks,
+)
 from spectrain.kernels.counter import host_key
 
 CPU = torch.device("cpu")
@@ -86,13 +96,13 @@ def attend(dtype: torch.dtype, batch: int, prefix: int, nodes: int, window: int 
 
 def verify(dtype: torch.dtype, vocab: int) -> None:
     tree = random_tree(1, 64, CPU)
-    nodes = tree_verify.TreeNodes(tree.tokens, tree.parents, torch.ones_like(tree.tokens, dtype=torch.bool), 5, 64)
+    nodes = tree_walks.TreeNodes(tree.tokens, tree.parents, torch.ones_like(tree.tokens, dtype=torch.bool), 5, 64)
     logits = torch.zeros(1, 64, vocab, dtype=dtype)
     tree_verify.tree_greedy(nodes, logits)
     for cut in ((0, 1.0), (50, 1.0), (0, 0.9), (50, 0.9)):
-        draws = tree_verify.SamplingSpec(host_key(9, 1), torch.zeros(1, dtype=torch.int64), tree.depths + 5, 0.8, *cut)
+        draws = tree_walks.SamplingSpec(host_key(9, 1), torch.zeros(1, dtype=torch.int64), tree.depths + 5, 0.8, *cut)
         tree_verify.tree_match(nodes, logits, draws)
-        tree_verify.tree_recursive(nodes, logits, torch.zeros(1, 64, 32000), torch.arange(32000), True, draws)
+        tree_recursive.tree_recursive(nodes, logits, torch.zeros(1, 64, 32000), torch.arange(32000), True, draws)
 
 
 def keep(dtype: torch.dtype) -> None:
@@ -132,7 +142,7 @@ def lose(dtype: torch.dtype, vocab: int) -> None:
 def main() -> None:
     driver.set_active(Stand())
     tree_attention._can_run_kernel = lambda *tensors: True  # type: ignore[assignment]
-    tree_verify._can_run_kernel = lambda logits: True  # type: ignore[assignment]
+    tree_verify.can_run_kernel = tree_recursive.can_run_kernel = lambda logits: True  # type: ignore[assignment]
     for dtype in (torch.bfloat16, torch.float32):
         for nodes in (1, 16, 64):
             attend(dtype, 1, 1024, nodes)

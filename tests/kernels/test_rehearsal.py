@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed, so nothing can be launched")
 KERNELS = {
-    "_split_kernel", "_combine_kernel", "_choose_kernel", "_parts_kernel", "_candidates_kernel", "_walk_kernel",
+    "_split_kernel", "_combine_kernel", "_choose_kernel", "parts_kernel", "candidates_kernel", "_walk_kernel",
     "_reject_kernel", "_bonus_kernel", "_append_kernel", "_commit_kernel", "_row_kl_kernel", "_row_best_kernel",
     "_emit_kernel", "_log_kernel",
 }  # fmt: skip

@@ -8,20 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.kernels import tree_verify as module
+from spectrain.kernels import sampling_cuts, tree_verify
+from spectrain.kernels import tree_recursive as recursive_module
 from spectrain.kernels.counter import gumbel_noise, host_key, make_key
-from spectrain.kernels.tree_verify import (
-    EMPTY_BITS,
+from spectrain.kernels.sampling_cuts import EMPTY_BITS, VerifyTiles
+from spectrain.kernels.tree_recursive import tree_recursive
+from spectrain.kernels.tree_verify import tree_greedy, tree_match
+from spectrain.kernels.tree_walks import (
     SamplingSpec,
     TreeNodes,
     Verdict,
-    VerifyTiles,
     shape_logits,
-    tree_greedy,
     tree_greedy_reference,
-    tree_match,
     tree_match_reference,
-    tree_recursive,
     tree_recursive_reference,
 )
 from spectrain.trees.token_tree import TokenTree
@@ -47,10 +46,11 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernels, through triton's interpreter, with blocks so small that a row takes several."""
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
-    for name in ("ARGMAX_TILES", "SAMPLE_TILES", "CUT_TILES"):
-        monkeypatch.setattr(module, name, VerifyTiles(64, 4))
-    monkeypatch.setattr(module, "PART_TILES", VerifyTiles(8, 4))
-    monkeypatch.setattr(module, "MAX_CANDIDATES", 16)  # which some rows have more of
+    sizes = {name: VerifyTiles(64, 4) for name in ("ARGMAX_TILES", "SAMPLE_TILES", "CUT_TILES")}
+    sizes |= {"PART_TILES": VerifyTiles(8, 4), "MAX_CANDIDATES": 16}  # some rows have more candidates
+    for module in (tree_verify, recursive_module):
+        for name in sizes.keys() & vars(module).keys():
+            monkeypatch.setattr(module, name, sizes[name])
     yield
 
 
@@ -210,10 +210,10 @@ def test_equal_scores_choose_the_first_token(interpreted: None) -> None:
 def _kept_kernel(logits_ptr, kept_ptr, num_tokens, temperature, top_k, top_p, SHIFT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Which tokens of one row are kept."""
     logits_ptr += tl.program_id(0) * num_tokens
-    _, cut = module._find_cut(logits_ptr, num_tokens, temperature, top_k, top_p, SHIFT, BLOCK)
+    _, cut = sampling_cuts.find_cut(logits_ptr, num_tokens, temperature, top_k, top_p, SHIFT, BLOCK)
     for start in range(0, num_tokens, BLOCK):
-        x, columns = module._load_logits(logits_ptr, start, num_tokens, BLOCK)
-        accepted = (module._float_order(x, SHIFT) >= cut) & (x > float("-inf"))
+        x, columns = sampling_cuts.load_logits(logits_ptr, start, num_tokens, BLOCK)
+        accepted = (sampling_cuts.float_order(x, SHIFT) >= cut) & (x > float("-inf"))
         tl.store(kept_ptr + tl.program_id(0) * num_tokens + columns, accepted, mask=columns < num_tokens)
 
 
@@ -245,14 +245,14 @@ def _candidate_kernel(  # type: ignore[no-untyped-def]
     """Which tokens of one row are kept, and whether its candidates were enough to tell."""
     row = tl.program_id(0)
     logits_ptr += row * num_tokens
-    _, cut, enough = module._cut_from_candidates(
+    _, cut, enough = sampling_cuts.cut_from_candidates(
         logits_ptr, top_ptr, mass_ptr, found_ptr, candidates_ptr, row, num_tokens, num_parts, temperature, top_k, top_p,
         SHIFT, BLOCK, BLOCK_S, CANDIDATES,
     )  # fmt: skip
     tl.store(enough_ptr + row, enough)
     for start in range(0, num_tokens, BLOCK):
-        x, columns = module._load_logits(logits_ptr, start, num_tokens, BLOCK)
-        accepted = (module._float_order(x, SHIFT) >= cut) & (x > float("-inf"))
+        x, columns = sampling_cuts.load_logits(logits_ptr, start, num_tokens, BLOCK)
+        accepted = (sampling_cuts.float_order(x, SHIFT) >= cut) & (x > float("-inf"))
         tl.store(kept_ptr + row * num_tokens + columns, accepted, mask=columns < num_tokens)
 
 
@@ -272,10 +272,10 @@ def test_candidates_cut_like_sorting(dtype: torch.dtype, top_k: int, top_p: floa
     accepted = torch.zeros(logits.shape[1:], dtype=torch.bool)
     enough = torch.zeros(len(accepted), dtype=torch.int32)
     settings = temperature, top_k or None, top_p if top_p < 1 else None
-    parts = module._find_candidates(logits, temperature, top_k or None)
+    parts = tree_verify.find_candidates(logits, temperature, top_k or None)
     _candidate_kernel[(len(accepted),)](
         logits, accepted, enough, *parts, num_tokens, parts.num_parts, *settings,
-        SHIFT=EMPTY_BITS[dtype], BLOCK=64, BLOCK_S=8, CANDIDATES=module.MAX_CANDIDATES,
+        SHIFT=EMPTY_BITS[dtype], BLOCK=64, BLOCK_S=8, CANDIDATES=sampling_cuts.MAX_CANDIDATES,
     )  # fmt: skip
     draws = SamplingSpec(0, torch.zeros(1), torch.zeros(1, 1), temperature, top_k, top_p)
     assert torch.equal(accepted, draws.shape_logits(logits[0]) > float("-inf"))

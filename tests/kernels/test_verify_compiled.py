@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from spectrain.kernels.tree_verify import (
+from spectrain.kernels.sampling_cuts import (
     ARGMAX_TILES,
     CUT_TILES,
     EMPTY_BITS,
@@ -23,6 +23,8 @@ pytest.importorskip("triton", reason="triton is not installed, so there is nothi
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float16: "*fp16"}
 NUM_TOKENS = 128256  # of Llama 3
 CUTS = ((True, True), (True, False), (False, True))  # top-k, top-p
+MODULES = {"_reject_kernel": "tree_recursive", "_bonus_kernel": "tree_recursive", "parts_kernel": "sampling_cuts",
+           "candidates_kernel": "sampling_cuts"}  # fmt: skip
 LONG = ("tokens_ptr", "parents_ptr", "rows_ptr", "positions_ptr", "path_ptr", "counts_ptr", "bonus_ptr")
 
 
@@ -35,7 +37,7 @@ def request(kernel: str, dtype: torch.dtype, config: VerifyTiles, constants: dic
         types["best_token_ptr"] = "*fp32"
     types |= {"q_ptr": "*fp32", "draft_index_ptr": "*i32", "residual_ptr": "*fp32", "state_ptr": "*i32"}
     return aot.Request(
-        "spectrain.kernels.tree_verify",
+        f"spectrain.kernels.{MODULES.get(kernel, 'tree_verify')}",
         kernel,
         types,
         constants | {"BLOCK": config.block},
@@ -92,12 +94,12 @@ def test_choose_kernel_fits_sm90(dtype: torch.dtype, noise: bool) -> None:
 
 
 @pytest.mark.sweep(1, free=("dtype", "kernel"))
-@pytest.mark.parametrize("kernel", ["_parts_kernel", "_candidates_kernel"])
+@pytest.mark.parametrize("kernel", ["parts_kernel", "candidates_kernel"])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_candidate_kernels_fit_sm90(dtype: torch.dtype, kernel: str) -> None:
     """Nor do the two launches that find what may be kept."""
     constants = {"SHIFT": EMPTY_BITS[dtype], "BLOCK_S": 128, "CANDIDATES": MAX_CANDIDATES}
-    assert_nothing_spills(request(kernel, dtype, PART_TILES, constants if kernel == "_candidates_kernel" else {}))
+    assert_nothing_spills(request(kernel, dtype, PART_TILES, constants if kernel == "candidates_kernel" else {}))
 
 
 @pytest.mark.sweep(1, free=("dtype", "cut"))

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from spectrain.errors import UserError
-from spectrain.kernels.tree_verify import TreeNodes
+from spectrain.kernels.tree_walks import TreeNodes
 from spectrain.models.features import Features, Layer
 from spectrain.trees.token_tree import AcceptedPath, Children, TokenTree
 

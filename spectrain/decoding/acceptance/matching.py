@@ -10,7 +10,8 @@ from torch import Tensor
 from spectrain.errors import UserError
 from spectrain.kernels import counter
 from spectrain.kernels.counter import gumbel_noise, host_key
-from spectrain.kernels.tree_verify import SamplingSpec, shape_logits, tree_greedy, tree_match
+from spectrain.kernels.tree_verify import tree_greedy, tree_match
+from spectrain.kernels.tree_walks import SamplingSpec, shape_logits
 from spectrain.randomness import SAMPLE
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 

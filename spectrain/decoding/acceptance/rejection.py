@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from spectrain.kernels.tree_verify import tree_recursive
+from spectrain.kernels.tree_recursive import tree_recursive
 from spectrain.randomness import ACCEPT
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
