@@ -20,6 +20,7 @@ from spectrain.kernels import (
     kv_commit,
     linear_divergence,
     round_log,
+    row_kl,
     sampling_cuts,
     token_commit,
     tree_attention,
@@ -131,9 +132,9 @@ def row_kl_case(dtype: torch.dtype, device: torch.device, rows: int, vocab: int,
         log_p = torch.randn(rows, vocab, device=device).mul_(3).log_softmax(-1)
     weight = torch.rand(rows, device=device)
     wide, widened = logits.double(), [None if x is None else x.double() for x in (log_p, p)]
-    expected = linear_divergence.row_kl_reference(wide, widened[0], ids, widened[1], weight.double(), 0.8, 30.0, True)
-    by_kernel = linear_divergence._can_run_kernel(logits)
-    run = linear_divergence.row_kl if by_kernel else linear_divergence.row_kl_reference
+    expected = row_kl.row_kl_reference(wide, widened[0], ids, widened[1], weight.double(), 0.8, 30.0, True)
+    by_kernel = row_kl.can_run_kernel(logits)
+    run = row_kl.row_kl if by_kernel else row_kl.row_kl_reference
     poison_memory(device, rows * 4, rows * 8)
     outputs = run(logits, log_p, ids, p, weight, 0.8, 30.0, True)
     return KernelOutcome({"loss": outputs[0], "gradient": logits}, {"loss": expected[0], "gradient": wide}, by_kernel)
@@ -155,7 +156,7 @@ def divergence_case(dtype: torch.dtype, device: torch.device, rows: int, width: 
     loss = linear_divergence.linear_divergence(hidden, linear_divergence.Projection(weight), target, chunk=rows // 2 + 1).loss
     outputs = loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
     names = ("loss", "of hidden", "of weight")
-    return KernelOutcome(dict(zip(names, outputs)), dict(zip(names, expected)), linear_divergence._can_run_kernel(hidden))
+    return KernelOutcome(dict(zip(names, outputs)), dict(zip(names, expected)), row_kl.can_run_kernel(hidden))
 
 
 def commit_case(
@@ -267,7 +268,7 @@ CHECKS: dict[str, KernelCheck] = {
         {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3},
     ),
     "row_kl": KernelCheck(
-        (linear_divergence,),
+        (row_kl,),
         {
             "2048 rows, V=32000": partial(row_kl_case, rows=2048, vocab=32000),
             "512 rows, V=128256": partial(row_kl_case, rows=512, vocab=128256),
@@ -277,7 +278,7 @@ CHECKS: dict[str, KernelCheck] = {
         {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3},
     ),
     "linear_divergence": KernelCheck(
-        (linear_divergence,),
+        (linear_divergence, row_kl),
         {"1024 rows, D=1024, V=32000": partial(divergence_case, rows=1024, width=1024, vocab=32000)},
         {"9 rows, D=16, V=50": partial(divergence_case, rows=9, width=16, vocab=50)},
         {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2},

@@ -35,7 +35,7 @@ LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 PLAIN = {"base", "capabilities", "context", "__init__"}  # modules in drafters/ that are no family
 
 ONE_PROGRAM = {
-    "kernels/linear_divergence.py:_row_kl_kernel",
+    "kernels/row_kl.py:_row_kl_kernel",
     "kernels/tree_attention.py:_split_kernel",
     "kernels/tree_recursive.py:_reject_kernel",
     "kernels/tree_verify.py:_walk_kernel",

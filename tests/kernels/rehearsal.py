@@ -22,8 +22,8 @@ from benchmarks.attention import random_tree
 from spectrain.kernels import (
     kv_append,
     kv_commit,
-    linear_divergence,
     round_log,
+    row_kl,
     token_commit,
     tree_attention,
     tree_recursive,
@@ -127,16 +127,16 @@ def emit(batch: int, nodes: int, steps: int) -> None:
 
 def lose(dtype: torch.dtype, vocab: int) -> None:
     product, weight = torch.zeros(4, vocab, dtype=dtype), torch.ones(4)
-    row_kl = partial(linear_divergence.row_kl, row_weight=weight, scale=1.0, softcap=None, with_grad=True)
+    run_row_kl = partial(row_kl.row_kl, row_weight=weight, scale=1.0, softcap=None, with_grad=True)
     target_values: list[tuple[Tensor | None, ...]] = [
         (torch.zeros(4, vocab), None, None),
         (None, torch.zeros(4, 64, dtype=torch.int64), torch.zeros(4, 64)),
     ]
     for log_p, ids, p in target_values:
-        row_kl(product, log_p, ids, p)
-    row_kl(product, product.clone(), None, None, target_scale=1.0)
-    row_kl(product, product.clone(), None, None, target_scale=0.5, target_softcap=30.0, target_log_z=weight)
-    linear_divergence.row_argmax(product, 1.0, None)
+        run_row_kl(product, log_p, ids, p)
+    run_row_kl(product, product.clone(), None, None, target_scale=1.0)
+    run_row_kl(product, product.clone(), None, None, target_scale=0.5, target_softcap=30.0, target_log_z=weight)
+    row_kl.row_argmax(product, 1.0, None)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from spectrain.kernels.linear_divergence import KERNEL_BLOCKS
+from spectrain.kernels.row_kl import KERNEL_BLOCKS
 from spectrain.kernels.tree_attention import TILE_CONFIGS, choose_tiles, rows_per_combine
 from tests.kernels import aot
 
@@ -135,7 +135,7 @@ def test_row_kernels_fit_sm90(kernel: str, raw: bool, log_z: bool) -> None:
     if kernel == "_row_kl_kernel":
         constants |= {"SPARSE": 0, "BLOCK_SPARSE": 1, "TARGET_SOFTCAPPED": False, "HAS_PRODUCTS": raw, "WITH_GRAD": True}
         constants |= dict.fromkeys(["ids_ptr", "p_ptr", *([] if log_z else ["target_log_z_ptr"])])
-    usage = aot.compile_for(aot.Request("spectrain.kernels.linear_divergence", kernel, types, constants, warps, 3))
+    usage = aot.compile_for(aot.Request("spectrain.kernels.row_kl", kernel, types, constants, warps, 3))
     print(usage)  # with pytest -s
     assert usage.stack == 0 and usage.registers <= 128 and usage.wide > 0, usage
 

@@ -26,16 +26,13 @@ from spectrain.kernels.linear_divergence import (
     DivergenceResult,
     HeadTarget,
     Projection,
-    TargetLogits,
     TopK,
     argmax_and_log_z,
     linear_divergence,
     restrict_target,
-    row_argmax,
-    row_kl,
-    row_kl_reference,
     total_entropy,
 )
+from spectrain.kernels.row_kl import TargetLogits, row_argmax, row_kl, row_kl_reference
 
 ROWS, WIDTH, VOCAB, WHOLE = 7, 5, 11, 17
 NAMES = ["cross_entropy", *DIVERGENCES]

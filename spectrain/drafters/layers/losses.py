@@ -13,7 +13,8 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from spectrain.kernels.linear_divergence import DivergenceResult, Projection, TargetLogits, linear_divergence
+from spectrain.kernels.linear_divergence import DivergenceResult, Projection, linear_divergence
+from spectrain.kernels.row_kl import TargetLogits
 
 
 def acceptance_rate(log_p: Tensor, log_q: Tensor) -> Tensor:
