@@ -37,16 +37,18 @@ from spectrain.drafters.peagle import PEagle
 from spectrain.errors import UserError
 from spectrain.experimental.amphista.drafter import Amphista
 from spectrain.experimental.ctc.drafter import Ctc
+from spectrain.experimental.entropy_tree.builder import Entropy
 from spectrain.experimental.gumiho.drafter import Gumiho
 from spectrain.experimental.hydra.drafter import Hydra
 from spectrain.experimental.kangaroo.drafter import Kangaroo
 from spectrain.experimental.layer_skip.drafter import LayerSkipping
+from spectrain.experimental.redrafter.beam import Beam
 from spectrain.experimental.redrafter.drafter import Redrafter
 from spectrain.experimental.transformer_heads.drafter import TransformerHeads
 from spectrain.models.compiled_layers import compile_layers
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, TreeBuilder
-from spectrain.trees.dynamic import Beam, Entropy, OptTree
+from spectrain.trees.dynamic import OptTree
 from spectrain.trees.fixed import Static
 from tests.drafters.forced import shaken
 from tests.targets import cut_tiny

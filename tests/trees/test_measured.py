@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from spectrain.errors import UserError
-from spectrain.experimental.cast.builder import Cast
+from spectrain.experimental.cast.builder import Cast, choose_size
 from spectrain.trees import Auto, Eagle2
 from spectrain.trees.base import RoundResult
-from spectrain.trees.measured import CopyTree, LatencyAwareBuilder, choose_size
+from spectrain.trees.measured import CopyTree, LatencyAwareBuilder
 from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import TokenTree
 from spectrain.trees.trie import Trie
