@@ -10,9 +10,7 @@ from torch import Tensor
 from spectrain.config.build import build
 from spectrain.config.choices import resolve_choice
 from spectrain.drafters.base import Drafter, Losses, Stage, TrainingState
-from spectrain.errors import UserError
 from spectrain.features.batch import Batch
-from spectrain.models.features import Layer
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -39,20 +37,3 @@ def build_inner(choice: str | dict[str, Any], key: str, target: Target) -> tuple
     settings: dict[str, Any] = {"choice": choice} if isinstance(choice, str) else choice
     drafter: Drafter = build(resolve_choice("drafter", settings, f"drafter.{key}"), target=target)
     return drafter, {**settings, **drafter.saved.settings}
-
-
-def build_nestable(choice: str | dict[str, Any], key: str, target: Target) -> tuple[Drafter, dict[str, Any]]:
-    """Build an inner drafter as `build_inner`; raise `UserError` for one that another drafter cannot contain."""
-    drafter, description = build_inner(choice, key, target)
-    if not drafter.capabilities.nestable:
-        raise UserError(
-            f"drafter.{key}={description['choice']}: it runs the target, verifies its own drafts or adds nodes to "
-            "the tree, so no other drafter can contain it; use another one, such as causal, eagle3 or ngram"
-        )
-    return drafter, description
-
-
-def union_layers(drafters: Sequence[Drafter]) -> tuple[Layer, ...]:
-    """Return the layers that any of these drafters reads, in order."""
-    layers = {layer for drafter in drafters for layer in drafter.layers}
-    return (*sorted(layer for layer in layers if isinstance(layer, int)), *(("final",) if "final" in layers else ()))

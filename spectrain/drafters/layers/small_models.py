@@ -6,22 +6,16 @@ Shapes: B batch, F frontier nodes, D width, V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from spectrain.errors import UserError, first_line
 from spectrain.models.attention import ATTENTION_NAME
-from spectrain.models.forward_plan import ForwardPlan
-from spectrain.models.kv_cache import TreeCache
-from spectrain.models.loading import TINY_DIRECTORY, convert_smollm2
 from spectrain.models.model_parts import find_decoder, layer_list_name
 from spectrain.models.target import Target
-from spectrain.trees.base import BranchVisibility, Rollout
 
 # A larger drafter could not pay: it may have this multiple of the target's parameters, plus a constant.
 MAX_SIZE_RATIO, MAX_EXTRA_PARAMETERS = 2, 50_000_000
@@ -143,13 +137,6 @@ def load_matching_model(path: str, target: Target) -> nn.Module:
     return model
 
 
-def load_foreign_model(name: str) -> Target:
-    """Load a frozen model with its own tokenizer: one that ships (tiny, smollm2), a directory, or a name on the hub."""
-    shipped: dict[str, Callable[[], Path]] = {"tiny": lambda: TINY_DIRECTORY, "smollm2": convert_smollm2}
-    path = str(shipped[name]()) if name in shipped else name
-    return wrap_model(*load_model_files(path), path)
-
-
 def load_model_files(path: str) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     """Load a model in float32 and its tokenizer, from a directory or the hub."""
     try:
@@ -180,24 +167,3 @@ def check_tokenizer(drafter_tokenizer: PreTrainedTokenizerBase, target_tokenizer
             f"drafter.model={path}: its tokenizer is not the target's ({'; '.join([*shown, *specials])}{more}); use a model of "
             "the same family, or drafter=universal"
         )
-
-
-class ModelRollout(Rollout):
-    """A rollout of a small model, whose cache holds the committed tokens and the root.
-
-    It begins with `root_log_q` [B, 1, V], log q after the root. `compute_log_q` returns log q [B, F, V] of final states
-    [B, F, D].
-    """
-
-    def __init__(self, model: Target, cache: TreeCache, root_log_q: Tensor, compute_log_q: Callable[[Tensor], Tensor]) -> None:
-        self.model, self.cache, self.root_log_q, self.compute_log_q = model, cache, root_log_q, compute_log_q
-        self.branches = BranchVisibility(len(root_log_q), root_log_q.device)
-
-    def start(self) -> Tensor:
-        return self.root_log_q
-
-    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        depth, visible = self.branches.add_nodes(parents)
-        positions = self.cache.lengths[:, None] - 1 + depth
-        plan = ForwardPlan(layers=("final",), positions=positions, mask=visible, cache=self.cache)
-        return self.compute_log_q(self.model.run(tokens, plan).at_layer("final"))

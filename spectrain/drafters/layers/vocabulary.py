@@ -72,18 +72,6 @@ def _check_vocabulary(drafter: Any, _: Any) -> None:
         raise UserError(f"d2t: some ids are not among the target's {len(drafter.t2d)} tokens; copy the drafter's files again")
 
 
-class SharedHeadDrafter(VocabularyDrafter):
-    """A drafter whose slots or heads share one output layer (`lm_down`, `lm_head`), which starts as the target's."""
-
-    lm_down: Any  # nn.Linear | None
-    lm_head: Any  # nn.Linear
-
-    def prepare(self, target: Target, token_counts: Tensor) -> None:
-        """Choose the draft vocabulary and copy the target's output layer."""
-        ids = self.choose_vocabulary(token_counts)
-        init_output_layer(self.lm_down, self.lm_head, self.head.output.weight[ids])
-
-
 class HeadsCost(DraftingCost):
     def num_passes(self, depth: float) -> float:
         return min(1.0, depth / len(self.drafter.heads))

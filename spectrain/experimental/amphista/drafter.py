@@ -17,10 +17,11 @@ from spectrain.config.values import Count, Number, Share, Steps, VocabularySize
 from spectrain.drafters.base import Losses, Stage, TrainingState
 from spectrain.drafters.capabilities import Capture, OnePassCost, SavedFiles
 from spectrain.drafters.context import Context
-from spectrain.drafters.layers.heads import HeadMixer, MedusaHead, StagedAdapter
+from spectrain.drafters.layers.heads import MedusaHead
 from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.output_layer import project_down
 from spectrain.drafters.layers.vocabulary import HeadsDrafter, Supervision
+from spectrain.experimental.shared.head_layers import HeadMixer, StagedAdapter
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from spectrain.drafters.capabilities import Capabilities, DraftingCost, SavedFiles
 from spectrain.drafters.context import Context
-from spectrain.drafters.layers.copy_rollout import as_rollout
-from spectrain.drafters.layers.inner_drafters import DrafterWrapper, build_nestable, union_layers
+from spectrain.drafters.layers.inner_drafters import DrafterWrapper
 from spectrain.errors import UserError
+from spectrain.experimental.shared.copy_rollout import as_rollout
+from spectrain.experimental.shared.nesting import build_nestable, union_layers
 from spectrain.trees.base import MAX_NODES, Draft, Rollout, TreeBuilder, WrappedBuilder
 from spectrain.trees.token_tree import AcceptedPath
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.capabilities import Capabilities, RewindableDrafter, SavedFiles
 from spectrain.drafters.context import Context
-from spectrain.drafters.layers.small_models import ModelRollout, load_foreign_model
 from spectrain.errors import UserError
+from spectrain.experimental.cross_vocabulary.model import ModelRollout, load_foreign_model
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.trees.base import Draft, TreeBuilder

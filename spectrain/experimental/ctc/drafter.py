@@ -19,11 +19,11 @@ from spectrain.config.values import Count, Number, Steps, VocabularySize
 from spectrain.drafters.base import Losses, Stage, TrainingState
 from spectrain.drafters.capabilities import Capture, OnePassCost, SavedFiles
 from spectrain.drafters.context import Context
-from spectrain.drafters.layers.heads import HeadMixer, StagedAdapter
 from spectrain.drafters.layers.layers import ResBlock
 from spectrain.drafters.layers.output_layer import make_output_layer, project_down
-from spectrain.drafters.layers.vocabulary import SharedHeadDrafter, Supervision
+from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.errors import UserError
+from spectrain.experimental.shared.head_layers import HeadMixer, SharedHeadDrafter, StagedAdapter
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache

@@ -17,12 +17,12 @@ from spectrain.config.values import Count, Share, Steps, VocabularySize
 from spectrain.drafters.base import Losses, Stage, TrainingState
 from spectrain.drafters.capabilities import Capture, SavedFiles
 from spectrain.drafters.context import Context
-from spectrain.drafters.layers.heads import PrefixAttention
 from spectrain.drafters.layers.layers import ResBlock
 from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.output_layer import make_output_layer, project_down
 from spectrain.drafters.layers.vocabulary import HeadsDrafter, Supervision
 from spectrain.errors import UserError
+from spectrain.experimental.shared.head_layers import PrefixAttention
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spectrain.drafters.context import Context
-from spectrain.drafters.layers.copy_rollout import as_rollout
+from spectrain.experimental.shared.copy_rollout import as_rollout
 from spectrain.models.device import synchronize_device
 from spectrain.models.features import Features, Layer
 from spectrain.trees.base import Rollout

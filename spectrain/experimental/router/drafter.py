@@ -18,8 +18,8 @@ from torch import nn
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.capabilities import Capabilities, DraftingCost, SavedFiles
 from spectrain.drafters.context import Context
-from spectrain.drafters.layers.inner_drafters import build_nestable, union_layers
 from spectrain.errors import UserError
+from spectrain.experimental.shared.nesting import build_nestable, union_layers
 from spectrain.models.features import Features
 from spectrain.trees.base import Draft, TreeBuilder
 from spectrain.trees.token_tree import AcceptedPath, TokenTree

@@ -1,0 +1,33 @@
+"""Drafters inside other drafters, which several ideas use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from spectrain.drafters.base import Drafter
+from spectrain.errors import UserError
+from spectrain.models.features import Layer
+
+if TYPE_CHECKING:
+    from spectrain.models.target import Target
+
+
+from spectrain.drafters.layers.inner_drafters import build_inner
+
+
+def build_nestable(choice: str | dict[str, Any], key: str, target: Target) -> tuple[Drafter, dict[str, Any]]:
+    """Build an inner drafter as `build_inner`; raise `UserError` for one that another drafter cannot contain."""
+    drafter, description = build_inner(choice, key, target)
+    if not drafter.capabilities.nestable:
+        raise UserError(
+            f"drafter.{key}={description['choice']}: it runs the target, verifies its own drafts or adds nodes to "
+            "the tree, so no other drafter can contain it; use another one, such as causal, eagle3 or ngram"
+        )
+    return drafter, description
+
+
+def union_layers(drafters: Sequence[Drafter]) -> tuple[Layer, ...]:
+    """Return the layers that any of these drafters reads, in order."""
+    layers = {layer for drafter in drafters for layer in drafter.layers}
+    return (*sorted(layer for layer in layers if isinstance(layer, int)), *(("final",) if "final" in layers else ()))
