@@ -119,7 +119,7 @@ def test_from_drafter_tunes_calibrates_and_checks(shallow: Target) -> None:
 
     drafter, builder = LayerSkipping(shallow, search_steps=2, answer_tokens=4), Static(depth=2, budget=4)
     session = Session.from_drafter(shallow, drafter, builder, Greedy(), prompts, engine="eager")
-    assert drafter.searched and len(builder.paths) == 3 and len(requested) == 2 and not drafter.training
+    assert not drafter.needs_search and len(builder.paths) == 3 and len(requested) == 2 and not drafter.training
     assert [generation.output for generation in session.decode(PROMPTS, 6)] == [
         generation.output for generation in decode(shallow, PROMPTS, Greedy(), 6)
     ]

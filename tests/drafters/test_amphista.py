@@ -87,9 +87,9 @@ def test_every_head_hears_every_other(shallow: Target) -> None:
         drafter = make(shallow, attention_layers=attention, adaptation_layers=1)
         for changed in range(HEADS):
             with torch.no_grad():
-                before = drafter.mixed(stage)
+                before = drafter.mix_heads(stage)
                 drafter.heads[changed].blocks[0].linear.weight.mul_(3)  # type: ignore[union-attr, operator]
-                moved = (drafter.mixed(stage) - before).abs().amax((0, 2)) > 1e-6
+                moved = (drafter.mix_heads(stage) - before).abs().amax((0, 2)) > 1e-6
             assert moved.tolist() == [bool(attention) or k == changed for k in range(HEADS)]
 
 

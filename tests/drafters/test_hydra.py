@@ -78,7 +78,7 @@ def in_training(drafter: Hydra, shallow: Target, tokens: Tensor) -> list[dict[tu
     outputs: list[Tensor] = []
 
     def watched(head: Any, inputs: Tensor) -> Tensor:
-        hidden = type(head).hidden(head, inputs)
+        hidden = type(head).compute_hidden(head, inputs)
         outputs.append(head.lm_head(hidden))
         return hidden  # type: ignore[no-any-return]
 
@@ -176,7 +176,7 @@ def test_mixed_depths_in_one_call_agree_with_level_by_level(shallow: Target, pre
 def test_dyspec_draws_from_what_each_path_alone_says(shallow: Target, prefix: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The q that DySpec records at every node, run in calls of mixed depths, is that of the node's own path."""
     drafter, calls = make(shallow, prefix), []
-    after = _Path._after
+    after = _Path._log_q
 
     def watch(self: _Path, read: Tensor, depth: Tensor) -> Tensor:
         calls.append({*depth.flatten().tolist()})
@@ -185,7 +185,7 @@ def test_dyspec_draws_from_what_each_path_alone_says(shallow: Target, prefix: bo
     prompts = [[5, 6, 7, 8], [9, 10]]
     context = context_of(shallow, drafter, prompts)
     with torch.no_grad(), monkeypatch.context() as patch:
-        patch.setattr(_Path, "_after", watch)
+        patch.setattr(_Path, "_log_q", watch)
         tree = proposed(drafter, context, DySpec(depth=7, budget=24, temperature=0.25))
     assert tree.q is not None and {1, 2} in calls and tree.depths[tree.valid].max() == HEADS
     for b, prompt in enumerate(prompts):

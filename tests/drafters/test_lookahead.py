@@ -175,7 +175,7 @@ def test_the_newest_guesses_are_kept(shallow: Target) -> None:
     (row,) = drafter.sequences
     row.pool = {}
     for ngram in [(5, 1, 2), (5, 3, 4), (5, 1, 6), (5, 3, 4), (5, 9, 9), (6, 1, 1)]:
-        row._add(ngram)
+        row._add_ngram(ngram)
     assert row.pool == {5: [(5, 1, 6), (5, 3, 4), (5, 9, 9)], 6: [(6, 1, 1)]}
     row.pool[5].append((5, 3, 8))
     row.tail = [7, 5]
