@@ -275,7 +275,7 @@ def test_candidates_cut_like_sorting(dtype: torch.dtype, top_k: int, top_p: floa
     parts = tree_verify.find_candidates(logits, temperature, top_k or None)
     _candidate_kernel[(len(accepted),)](
         logits, accepted, enough, *parts, num_tokens, parts.num_parts, *settings,
-        SHIFT=EMPTY_BITS[dtype], BLOCK=64, BLOCK_S=8, CANDIDATES=sampling_cuts.MAX_CANDIDATES,
+        SHIFT=EMPTY_BITS[dtype], BLOCK=64, BLOCK_S=8, CANDIDATES=tree_verify.MAX_CANDIDATES,
     )  # fmt: skip
     draws = SamplingSpec(0, torch.zeros(1), torch.zeros(1, 1), temperature, top_k, top_p)
     assert torch.equal(accepted, draws.shape_logits(logits[0]) > float("-inf"))
