@@ -85,7 +85,7 @@ def test_loss_is_the_chance_of_all_that_collapses_to_the_data(shallow: Target) -
     said: list[Tensor] = []
     kept = Ctc.said
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(Ctc, "said", lambda self, stage: said.append(kept(self, stage)) or said[-1])
+        patch.setattr(Ctc, "slot_log_probs", lambda self, stage: said.append(kept(self, stage)) or said[-1])
         losses = drafter.loss(batch, shallow, TrainingState())
     texts = [(1, 1, 2), (1, 2), (2,), (), (0, 2), (2,)]  # behind indices 1 to 6, in draft ids
     wanted = [-torch.tensor(chances(slots.double())[text]).log() for slots, text in zip(said[0], texts, strict=True)]

@@ -392,7 +392,7 @@ def test_no_recipe_holds_the_logits_of_all_rows(target: Target, recipe: str, mon
         rows, sizes = batch.num_supervised - 3 * 8, {}  # the last of eight heads is asked at so many places
         for chunk in (CHUNK, 2048):
             monkeypatch.setattr(fused, "CHUNK_ROWS", chunk)
-            monkeypatch.setattr(ctc, "ENTRIES", chunk * VOCAB)
+            monkeypatch.setattr(ctc, "MAX_LOGITS", chunk * VOCAB)
             with Largest() as largest:
                 drafter(batch, target, TrainingState(progress=0.9)).total.backward()
             sizes[chunk] = largest.size

@@ -84,7 +84,7 @@ def in_training(drafter: Hydra, shallow: Target, tokens: Tensor) -> list[dict[tu
 
     with pytest.MonkeyPatch.context() as patch:
         for head in drafter.heads:
-            patch.setattr(head, "hidden", lambda inputs, head=head: watched(head, inputs))
+            patch.setattr(head, "compute_hidden", lambda inputs, head=head: watched(head, inputs))
         with torch.no_grad():
             drafter.loss(batch, shallow, TrainingState())
     supervision = Supervision(drafter, batch)

@@ -179,7 +179,7 @@ def test_the_newest_guesses_are_kept(shallow: Target) -> None:
     assert row.pool == {5: [(5, 1, 6), (5, 3, 4), (5, 9, 9)], 6: [(6, 1, 1)]}
     row.pool[5].append((5, 3, 8))
     row.tail = [7, 5]
-    known = Trie.from_continuations(row.guesses())
+    known = Trie.from_continuations(row.find_guesses())
     kept = {(depth, budget): known.best_nodes(depth, budget) for depth, budget in ((2, 10), (2, 3), (1, 10), (2, 1))}
     assert [known.tokens[node] for node in kept[2, 10]] == [-1, 3, 8, 9, 9, 4, 1, 6]
     assert known.parents == [-1, 0, 1, 0, 3, 1, 0, 6]
