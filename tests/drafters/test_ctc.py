@@ -83,7 +83,7 @@ def test_loss_is_the_chance_of_all_that_collapses_to_the_data(shallow: Target) -
     mask = torch.tensor([[False, False, False, True, True, True, True, True, True]])
     batch = Batch(tokens, mask, shallow.features(tokens, ("final",)))
     said: list[Tensor] = []
-    kept = Ctc.said
+    kept = Ctc.slot_log_probs
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(Ctc, "slot_log_probs", lambda self, stage: said.append(kept(self, stage)) or said[-1])
         losses = drafter.loss(batch, shallow, TrainingState())
