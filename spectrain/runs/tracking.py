@@ -1,4 +1,4 @@
-"""Where metrics go: always metrics.jsonl and the terminal; W&B or TensorBoard when it is configured."""
+"""Trackers of a run: always metrics.jsonl and the terminal; W&B or TensorBoard, through accelerate, if one is configured."""
 
 import importlib.util
 import json
@@ -20,213 +20,218 @@ from spectrain.files import write_text
 from spectrain.training.metrics import RunKind, Tracker, read_metrics
 
 from .wandb_account import logged_in
-from .wandb_file import last_logged_step
 
 Row = dict[str, Any]
 
 
 class Wandb(Tracker):
-    """Weights & Biases, offline where there is no account; it never asks, and at the end it waits `patience` seconds at most.
+    """Weights & Biases, offline if there is no account; it never asks for a key.
 
-    A resumed run goes on in the W&B run whose id its folder keeps in tracker.json. With `checkpoints`, checkpoints and the
-    final drafter become artifacts; an offline run's lie in its folder until `wandb sync` sends them.
+    A resumed run continues the W&B run whose id and last step its folder keeps in tracker.json, and logs no step twice. An
+    offline run's artifacts stay in its folder until `wandb sync` sends them.
     """
 
     def __init__(
         self,
+        # Name of the W&B project.
         project: str = "spectrain",
+        # W&B user or team that owns the project; null uses the default of the account.
         entity: str | None = None,
+        # Whether W&B sends data; null is online if there is an account and its server can be reached, and offline otherwise.
         mode: Literal["online", "offline", "disabled"] | None = None,
+        # Send checkpoints and the final drafter as artifacts.
         checkpoints: bool = False,
+        # Longest time to wait for W&B at the end of a run, in seconds.
         patience: float = 120.0,
     ) -> None:
-        require("wandb")
+        require_package("wandb")
         if patience <= 0:
             raise UserError(f"tracker.patience={patience}: use a number of seconds above 0")
         self.project, self.entity, self.mode = project, entity, mode
         self.checkpoints, self.patience = checkpoints, patience
-        self.session: Any = None
+        self.run: Any = None
 
     def start_run(self, run: Path, config: dict[str, Any], kind: RunKind = "train", step: int = 0) -> None:
         import wandb
+        from accelerate.tracking import WandBTracker
 
-        ours = names(config)
-        run_id, continues = self._identity(run, kind)
+        init_accelerate()
+        groups = list_groups(config)
+        run_id, continues = self._identify_run(run, kind)
         self.staging = run / "wandb"
-        self.staging.mkdir(parents=True, exist_ok=True)  # else W&B writes to a temporary folder
-        told: dict[str, Any] = {
-            "project": self.project,
-            "entity": self.entity,
-            "id": run_id,
-            "resume": "allow" if continues else None,
-            "name": run.name if kind == "train" else f"{run.name}, {kind}",
-            "group": "/".join(ours[key] for key in ("target", "family") if key in ours) or None,
-            "job_type": kind,
-            "tags": sorted({name[:64] for name in ours.values()}),
-            "config": config,
-            "dir": str(run),
-            "reinit": "create_new",  # another run may be open
-            "settings": wandb.Settings(finish_timeout=self.patience, init_timeout=min(self.patience, 60.0)),
-        }
+        # Without this folder W&B writes to a temporary one.
+        self.staging.mkdir(parents=True, exist_ok=True)
+        self.tracker = WandBTracker(
+            self.project,
+            entity=self.entity,
+            id=run_id,
+            resume="allow" if continues else None,
+            name=run.name if kind == "train" else f"{run.name}, {kind}",
+            group="/".join(groups[key] for key in ("target", "family") if key in groups) or None,
+            job_type=kind,
+            tags=sorted({name[:64] for name in groups.values()}),
+            config=config,
+            dir=str(run),
+            mode=self._choose_mode(),
+            # Another run may be open.
+            reinit="create_new",
+            settings=wandb.Settings(finish_timeout=self.patience, init_timeout=min(self.patience, 60.0)),
+        )
         try:
-            self.session = wandb.init(mode=self._mode(), **told)
+            self.tracker.start()
         except wandb.errors.Error as error:
             raise UserError(
                 f"tracker=wandb: W&B takes no run ({' '.join(str(error).split())}); log in anew with wandb login, or use "
                 "tracker.mode=offline"
             ) from error
-        self.session.define_metric("step", hidden=True)
-        self.session.define_metric("*", step_metric="step")
-        self.known = max(self.session.starting_step - 1, last_logged_step(run, run_id)) if continues else 0
+        self.run = self.tracker.run
+        self.run.define_metric("step", hidden=True)
+        self.run.define_metric("*", step_metric="step")
         if kind == "train":
             for metrics in read_metrics(run / "metrics.jsonl", step):
-                self.log_metrics(metrics, metrics["step"])  # what a kill kept from it
+                self.log_metrics(metrics, metrics["step"])
 
     def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
-        if step > self.known:  # a step that a resumed run does again is there already, and W&B takes no step back
-            self.session.log({"step": step, **flatten(metrics)}, step=step)
+        # A resumed run repeats steps that W&B has already.
+        if step > self.state.get("last_step", 0):
+            self.tracker.log({"step": step, **flatten(metrics)}, step=step)
+            self.state["last_step"] = step
+            write_text(self.state_file, json.dumps(self.state) + "\n")
 
     def log_evaluation(self, summary: dict[str, Any], rows: list[Row], folder: Path) -> None:
-        place = f"eval/{folder.name}"
-        self.session.summary.update({f"{place}/{name}": value for name, value in drafter_values(rows).items()})
-        self._show({f"{place}/systems": _table(rows), **_page(f"{place}/report", folder)})
-        self._send(folder, "evaluation", folder.name)
+        prefix = f"eval/{folder.name}"
+        self.run.summary.update({f"{prefix}/{name}": value for name, value in drafter_values(rows).items()})
+        self._log_media({f"{prefix}/systems": make_table(rows), **make_page(f"{prefix}/report", folder)})
+        self._send_files(folder, "evaluation", folder.name)
 
     def log_comparison(self, comparison: dict[str, Any], rows: list[Row], folder: Path) -> None:
-        shown = {"comparison": _table(rows), **_page("report", folder)}
-        if comparison.get("recommendations"):
-            shown["recommendations"] = _table(comparison["recommendations"])
-            self.session.summary.update(
-                {f"recommended/{advice['goal']}": advice["choice"] for advice in comparison["recommendations"]}
-            )
-        self._show(shown)
-        self._send(folder, "comparison", "comparison", {"comparison": _table(rows)})
+        media = {"comparison": make_table(rows), **make_page("report", folder)}
+        if advice := comparison.get("recommendations"):
+            media["recommendations"] = make_table(advice)
+            self.run.summary.update({f"recommended/{item['goal']}": item["choice"] for item in advice})
+        self._log_media(media)
+        self._send_files(folder, "comparison", "comparison", tables={"comparison": make_table(rows)})
 
     def log_checkpoint(self, path: Path, step: int) -> None:
         if self.checkpoints:
-            self._send(path, "checkpoint", "checkpoint", aliases=[f"step-{step}"], metadata={"step": step})
+            self._send_files(path, "checkpoint", "checkpoint", {"step": step}, aliases=[f"step-{step}"])
 
     def log_drafter(self, path: Path) -> None:
         if self.checkpoints:
-            self._send(path, "drafter", "drafter", metadata=json.loads((path / "config.json").read_text()))
+            self._send_files(path, "drafter", "drafter", json.loads((path / "config.json").read_text()))
 
     def finish_run(self, failed: bool = False) -> None:
-        if self.session is not None:
-            self.session.finish(exit_code=int(failed))
-            self.session = None
+        if self.run is not None:
+            # accelerate's finish() takes no exit code.
+            self.run.finish(exit_code=int(failed))
+            self.run = None
 
-    def _identity(self, run: Path, kind: RunKind) -> tuple[str, bool]:
-        """The id of the W&B run, and whether it was begun before: every evaluation is a run of its own."""
-        file = run / "tracker.json"
-        known: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
-        if kind in known:
-            return known[kind], True
-        known[kind] = secrets.token_hex(4)
+    def _identify_run(self, run: Path, kind: RunKind) -> tuple[str, bool]:
+        """Return the id of the W&B run, and whether it exists already; every evaluation is a run of its own."""
+        self.state_file = run / "tracker.json"
+        self.state: dict[str, Any] = json.loads(self.state_file.read_text()) if self.state_file.exists() else {}
+        if kind in self.state:
+            return self.state[kind], True
+        self.state[kind] = secrets.token_hex(4)
         if kind != "eval":
             run.mkdir(parents=True, exist_ok=True)
-            write_text(file, json.dumps(known) + "\n")
-        return known[kind], False
+            write_text(self.state_file, json.dumps(self.state) + "\n")
+        return self.state[kind], False
 
-    def _mode(self) -> Any:
-        """What the settings, the environment or `wandb offline` say; else online where there is an account."""
+    def _choose_mode(self) -> Any:
+        """Return the mode of the settings, the environment or `wandb offline`; else online if there is an account."""
         import wandb
 
         settings = wandb.setup().settings
-        said = self.mode or settings.mode
-        if said != "online":
-            return said
+        mode = self.mode or settings.mode
+        if mode != "online":
+            return mode
         if not (settings.api_key or settings.identity_token_file or logged_in(settings.base_url)):
             return "offline"
         try:
             httpx.get(settings.base_url, timeout=10)
         except httpx.HTTPError as error:
-            print(f"spectrain: tracker=wandb: kept offline, {settings.base_url} cannot be reached ({error})", file=sys.stderr)
+            print(f"spectrain: tracker=wandb: offline, as {settings.base_url} cannot be reached ({error})", file=sys.stderr)
             return "offline"
         return "online"
 
-    def _show(self, media: dict[str, Any]) -> None:
-        with _staged_in(self.staging):
-            self.session.log(media)
+    def _log_media(self, media: dict[str, Any]) -> None:
+        with stage_files_in(self.staging):
+            self.tracker.log(media)
 
-    def _send(
+    def _send_files(
         self,
         folder: Path,
         kind: str,
         name: str,
+        metadata: dict[str, Any] | None = None,
         tables: dict[str, Any] | None = None,
         aliases: list[str] | None = None,
-        metadata: dict[str, Any] | None = None,
     ) -> None:
-        """The files of a folder as an artifact; what lies in folders below it is left out."""
+        """Send the files of a folder as an artifact, without its subfolders."""
         import wandb
 
-        artifact = wandb.Artifact(re.sub(r"[^\w.-]", "-", f"{self.session.id}-{name}")[:128], type=kind, metadata=metadata)
-        with _staged_in(self.staging):
+        artifact = wandb.Artifact(re.sub(r"[^\w.-]", "-", f"{self.run.id}-{name}")[:128], type=kind, metadata=metadata)
+        with stage_files_in(self.staging):
             for file in sorted(file for file in folder.iterdir() if file.is_file()):
                 artifact.add_file(str(file))
             for title, table in (tables or {}).items():
                 artifact.add(table, title)
-            self.session.log_artifact(artifact, aliases=["latest", *(aliases or [])])
+            self.run.log_artifact(artifact, aliases=["latest", *(aliases or [])])
 
 
 class TensorBoard(Tracker):
-    """Event files below RUN/tensorboard; `tensorboard --logdir runs` shows those of all runs."""
+    """Event files in RUN/tensorboard; `tensorboard --logdir runs` shows those of all runs."""
 
     def __init__(self) -> None:
-        require("tensorboard")
-        self.writer: Any = None
+        require_package("tensorboard")
+        self.tracker: Any = None
 
     def start_run(self, run: Path, config: dict[str, Any], kind: RunKind = "train", step: int = 0) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        from accelerate.tracking import TensorBoardTracker
 
+        init_accelerate()
         folder = run / "tensorboard"
         if kind != "train":
             folder = folder / f"{kind}-{1 + len(list(folder.glob(f'{kind}-*')))}"
         is_new = step == 0 or not folder.exists()
         self.step = step
-        self.writer = SummaryWriter(str(folder), purge_step=step + 1 if step else 0)  # what will be done again is hidden
+        # Steps that will run again are hidden.
+        self.tracker = TensorBoardTracker(folder.name, folder.parent, purge_step=step + 1 if step else 0)
+        self.tracker.start()
         if is_new:
-            self.writer.add_text("config", _code(OmegaConf.to_yaml(OmegaConf.create(config))), 0)
-            self.writer.add_text("run", _markdown([{"run": run.name, "kind": kind, **names(config)}]), 0)
+            facts = make_markdown([{"run": run.name, "kind": kind, **list_groups(config)}])
+            self.tracker.log({"config": indent(OmegaConf.to_yaml(OmegaConf.create(config))), "run": facts}, step=0)
         if is_new and kind == "train":
             for metrics in read_metrics(run / "metrics.jsonl", step):
                 self.log_metrics(metrics, metrics["step"])
 
     def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
         self.step = step
-        self._scalars({name: value for name, value in flatten(metrics).items() if name != "step"})
-        self.writer.flush()  # a kill loses nothing
+        self.tracker.log({name: value for name, value in flatten(metrics).items() if name != "step"}, step=step)
 
     def log_evaluation(self, summary: dict[str, Any], rows: list[Row], folder: Path) -> None:
-        place = f"eval/{folder.name}"
-        self._scalars({f"{place}/{name}": value for name, value in drafter_values(rows).items()})
-        self.writer.add_text(f"{place}/systems", _markdown(rows), self.step)
-        self.writer.add_text(f"{place}/setting", _code(json.dumps(summary.get("setting"), indent=2)), self.step)
+        values = {**drafter_values(rows), "systems": make_markdown(rows)}
+        values["setting"] = indent(json.dumps(summary.get("setting"), indent=2))
+        self.tracker.log({f"eval/{folder.name}/{name}": value for name, value in values.items()}, step=self.step)
 
     def log_comparison(self, comparison: dict[str, Any], rows: list[Row], folder: Path) -> None:
-        self.writer.add_text("comparison", _markdown(rows), self.step)
-        if comparison.get("recommendations"):
-            self.writer.add_text("recommendations", _markdown(comparison["recommendations"]), self.step)
-        if comparison.get("caveats"):
-            self.writer.add_text("caveats", "\n".join(f"- {caveat}" for caveat in comparison["caveats"]), self.step)
+        texts = {"comparison": make_markdown(rows), "recommendations": make_markdown(comparison.get("recommendations") or [])}
+        texts["caveats"] = "\n".join(f"- {caveat}" for caveat in comparison.get("caveats") or [])
+        self.tracker.log({name: text for name, text in texts.items() if text}, step=self.step)
 
     def finish_run(self, failed: bool = False) -> None:
-        if self.writer is not None:
-            self.writer.add_text("status", "failed" if failed else "finished", self.step)
-            self.writer.close()
-            self.writer = None
-
-    def _scalars(self, values: Row) -> None:
-        for name, value in values.items():
-            if isinstance(value, (int, float)):
-                self.writer.add_scalar(name, value, self.step)
+        if self.tracker is not None:
+            self.tracker.log({"status": "failed" if failed else "finished"}, step=self.step)
+            self.tracker.finish()
+            self.tracker = None
 
 
 @contextmanager
 def tracked(
     tracker: Tracker | None, run: Path, config: dict[str, Any], kind: RunKind = "train", step: int = 0
 ) -> Iterator[Tracker]:
-    """A tracker between `start` and `finish`, which is told that the run failed where an exception ends it."""
+    """Start a tracker and finish it at the end; an exception marks the run as failed."""
     tracker = tracker or Tracker()
     try:
         tracker.start_run(run, config, kind, step)
@@ -237,20 +242,28 @@ def tracked(
     tracker.finish_run()
 
 
-def require(package: str) -> None:
-    """Stop where a tracker's package is not installed."""
+def init_accelerate() -> None:
+    """Initialize accelerate's process state, which its trackers need; one that exists is left alone."""
+    import torch
+    from accelerate import PartialState
+
+    PartialState(cpu=not torch.cuda.is_available())
+
+
+def require_package(package: str) -> None:
+    """Raise UserError if a tracker's package is not installed."""
     if importlib.util.find_spec(package) is None:
         raise UserError(f"tracker={package}: the package is not installed; pip install 'spectrain[{package}]'")
 
 
-def names(config: dict[str, Any]) -> dict[str, str]:
-    """What runs are grouped and found by: the target, the drafter's family and the recipe, where a configuration has them."""
-    spec, names_by_kind = RunSpec.from_nodes(config), {}
+def list_groups(config: dict[str, Any]) -> dict[str, str]:
+    """Return the target, the drafter's family and the recipe of a configuration, by which runs are grouped."""
+    spec, groups = RunSpec.from_nodes(config), {}
     if spec.target:
-        names_by_kind["target"] = spec.target_name
+        groups["target"] = spec.target_name
     if spec.drafter:
-        names_by_kind |= {"family": str(spec.drafter.choice), "recipe": spec.name}
-    return names_by_kind
+        groups |= {"family": str(spec.drafter.choice), "recipe": spec.name}
+    return groups
 
 
 def drafter_values(rows: list[Row]) -> Row:
@@ -260,7 +273,7 @@ def drafter_values(rows: list[Row]) -> Row:
 
 
 def flatten(metrics: dict[str, Any]) -> Row:
-    """Nested metrics as curves of their own: agreement/1, time_share/target."""
+    """Name nested metrics by their path: agreement/1, time_share/target."""
     flat: Row = {}
     for name, value in metrics.items():
         if isinstance(value, (list, dict)):
@@ -271,43 +284,43 @@ def flatten(metrics: dict[str, Any]) -> Row:
     return flat
 
 
-def columns_of(rows: list[Row]) -> list[str]:
-    """The keys of all rows, in the order they first appear."""
+def list_columns(rows: list[Row]) -> list[str]:
+    """Return the keys of all rows, in the order they first appear."""
     return list(dict.fromkeys(key for row in rows for key in row))
 
 
-def _table(rows: list[Row]) -> Any:
+def make_table(rows: list[Row]) -> Any:
+    """Return a table of W&B; accelerate's takes no columns of mixed types."""
     import wandb
 
-    columns = columns_of(rows)
+    columns = list_columns(rows)
     return wandb.Table(columns=columns, data=[[row.get(key) for key in columns] for row in rows], allow_mixed_types=True)
 
 
-def _page(name: str, folder: Path) -> dict[str, Any]:
-    """A folder's report.html, shown as it is; nothing where there is none."""
+def make_page(name: str, folder: Path) -> dict[str, Any]:
+    """Return the folder's report.html as media of W&B; nothing if there is none."""
     import wandb
 
     page = folder / "report.html"
     return {name: wandb.Html(page.read_text(), inject=False)} if page.exists() else {}
 
 
-def _markdown(rows: list[Row]) -> str:
-    columns = columns_of(rows)
-    lines = [
-        columns,
-        ["---"] * len(columns),
-        *(["" if row.get(key) is None else str(row[key]) for key in columns] for row in rows),
-    ]
+def make_markdown(rows: list[Row]) -> str:
+    """Return a table in Markdown; "" for no rows."""
+    columns = list_columns(rows)
+    cells = [["" if row.get(key) is None else str(row[key]) for key in columns] for row in rows]
+    lines = [columns, ["---"] * len(columns), *cells] if rows else []
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-def _code(text: str) -> str:
+def indent(text: str) -> str:
+    """Indent a text by four spaces, as code in Markdown."""
     return "\n".join("    " + line for line in text.splitlines())
 
 
 @contextmanager
-def _staged_in(folder: Path) -> Iterator[None]:
-    """While it is entered, W&B copies artifacts to a run's own folder, unless the environment names a place."""
+def stage_files_in(folder: Path) -> Iterator[None]:
+    """Let W&B copy artifacts to a run's own folder, unless the environment names another."""
     if "WANDB_DATA_DIR" in os.environ:
         yield
         return
