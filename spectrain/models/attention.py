@@ -60,12 +60,17 @@ def causal_attention(
         if by_scores or (window is not None and length > window):
             mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
             mask = mask if window is None else mask.triu(1 - window)
-        if by_scores:
-            return eager_attention(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale, softcap, sinks)
-        causal = mask is None and length > 1
-        return fused_attention(q, k, v, mask, causal, scale)
+        return _attend_masked(q, k, v, mask, AttentionOptions(scale, window, softcap, sinks))
 
     return attend_per_document(attend, lengths, q, k, v)
+
+
+def _attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: AttentionOptions) -> Tensor:
+    """Return [B, H, T, D], by a mask [T, S], or causal without one. Only a softcap or sinks need the scores themselves."""
+    if options.softcap is not None or options.sinks is not None:
+        scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
+        return eager_attention(q, k, v, mask, scale, options.softcap, options.sinks)
+    return fused_attention(q, k, v, mask, mask is None and q.shape[2] > 1, options.scale)
 
 
 def unrolled_attention(
@@ -101,9 +106,7 @@ def unrolled_attention(
             later = [eye if steps - step < window else torch.zeros_like(eye) for step in range(2, steps + 1)]
         mask = torch.cat([first, *later], dim=1)
         k, v = torch.cat(parts[:steps], dim=2), torch.cat(parts[steps:], dim=2)
-        if by_scores:
-            return eager_attention(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale, softcap, sinks)
-        return fused_attention(q, k, v, mask, scale=scale)
+        return _attend_masked(q, k, v, mask, options)
 
     if lengths is not None and len(lengths) > 1 and supports_documents(q, values[0]) and is_joined(q, max(lengths)):
         return join((q, *keys, *values), lengths)

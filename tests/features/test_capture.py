@@ -130,7 +130,7 @@ def test_damaged_shards_are_named_and_made_again(tmp_path: Path, capsys: pytest.
     assert len(FeatureStore(tmp_path).shard_names) == 12
 
 
-def test_what_cannot_be_stored_is_said(tmp_path: Path, tiny: Target) -> None:
+def test_unstorable_data_is_refused(tmp_path: Path, tiny: Target) -> None:
     """Another source, a family without features, and another project's folder; verifying wants a folder."""
     with pytest.raises(UserError, match="name the feature store"):
         verify_store(None, False)

@@ -163,7 +163,7 @@ def test_nothing_is_predicted_across_a_border() -> None:
     assert packed.positions[0].tolist() == [n for length in LENGTHS for n in range(length)]
 
 
-def test_kept_features_are_kept_by_document(shallow: Target) -> None:
+def test_cached_features_are_per_document(shallow: Target) -> None:
     """Features kept from a padded batch serve a packed one, and the other way about."""
     rows = examples()
     for first in (False, True):

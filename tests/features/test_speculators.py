@@ -54,7 +54,7 @@ def prepare(source: Source, made: Drafter, target: Target, rows: list[Example]) 
     return told
 
 
-def test_its_features_are_the_targets(tiny: Target, tmp_path: Path) -> None:
+def test_speculators_features_equal_the_targets(tiny: Target, tmp_path: Path) -> None:
     """Whatever order it holds them in, a batch has the features of source=live, the last state through the final norm."""
     rows = examples()
     source = StoredSource(str(cached(tmp_path, tiny, rows[::-1])))
@@ -75,7 +75,7 @@ def test_its_features_are_the_targets(tiny: Target, tmp_path: Path) -> None:
     assert torch.equal(found.tokens, live.tokens) and torch.equal(found.loss_mask, live.loss_mask)
 
 
-def test_a_whole_folder_of_it_is_trained_on(tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_speculators_folder_trains_a_drafter(tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tokens and masks are taken as they are, and every one has its features, so that the target is not run."""
     rows = examples()
     cached(tmp_path, tiny, rows)
@@ -91,7 +91,7 @@ def test_a_whole_folder_of_it_is_trained_on(tiny: Target, tmp_path: Path, monkey
     assert (tmp_path / "run" / "metrics.jsonl").read_text().count('"loss"') == 2
 
 
-def test_what_it_did_not_prepare_is_refused(tmp_path: Path) -> None:
+def test_data_without_cached_sequences_is_refused(tmp_path: Path) -> None:
     """A folder that is none, and rows whose mask has another length."""
     with pytest.raises(UserError, match="the folder holds no data file"):
         PreparedReader(str(tmp_path)).load_conversations()
@@ -100,7 +100,7 @@ def test_what_it_did_not_prepare_is_refused(tmp_path: Path) -> None:
         PreparedReader(str(tmp_path / "saved")).load_conversations()
 
 
-def test_layers_are_found_through_noise(tiny: Target, tmp_path: Path) -> None:
+def test_layers_are_identified_through_noise(tiny: Target, tmp_path: Path) -> None:
     """A hundredth of noise, as bfloat16 makes, does not mislead; order and number of the layers are free."""
     for aux in ((1, 2, 3), (0, 6, 7, 8), (5,)):
         cache = SpeculatorsCache(cached(tmp_path / str(aux), tiny, examples(1), aux, noise=0.01) / "hidden_states", tiny)
@@ -123,7 +123,7 @@ def test_a_normed_last_state_is_refused(tiny: Target, tmp_path: Path) -> None:
         SpeculatorsCache(cached(tmp_path / "noise", tiny, examples(1), noise=1.0) / "hidden_states", tiny)
 
 
-def test_what_it_lacks_is_run_live(tiny: Target, tmp_path: Path) -> None:
+def test_missing_sequences_run_live(tiny: Target, tmp_path: Path) -> None:
     """It is said before, the features are the target's, and nothing is added to the folder; none at all is refused."""
     rows = examples()
     folder = cached(tmp_path, tiny, rows[:2])

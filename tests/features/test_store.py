@@ -71,7 +71,7 @@ def read(store: FeatureStore, example: Example) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_read_is_what_was_taken(tmp_path: Path, dtype: Any) -> None:
+def test_stored_states_are_read_unchanged(tmp_path: Path, dtype: Any) -> None:
     """Reading gives what taking gave: exactly the states in float32, else within the type's rounding, token by token."""
     contents = replace(CONTENTS, dtype=dtype)
     store = FeatureStore(tmp_path, contents)
@@ -106,7 +106,7 @@ def test_rounding_has_no_bias(dtype: Any) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("reach", [0, 2])
-def test_only_what_is_supervised(tmp_path: Path, reach: int, dtype: Any) -> None:
+def test_only_supervised_final_states_are_stored(tmp_path: Path, reach: int, dtype: Any) -> None:
     """With a reach, "final" is there where the next token carries loss and so far before, and NaN everywhere else."""
     full, thrifty = replace(CONTENTS, dtype=dtype), replace(CONTENTS, dtype=dtype, final_reach=reach)
     whole, some = filled(tmp_path / "whole", full), filled(tmp_path / "some", thrifty)
@@ -124,7 +124,7 @@ def test_only_what_is_supervised(tmp_path: Path, reach: int, dtype: Any) -> None
         assert thrifty.num_bytes(example) < full.num_bytes(example)
 
 
-def test_some_layers_in_another_order(tmp_path: Path) -> None:
+def test_layers_can_be_read_in_another_order(tmp_path: Path) -> None:
     """A drafter that reads fewer layers reads the same store."""
     store = filled(tmp_path)
     for example in examples():
@@ -142,7 +142,7 @@ def test_bytes_are_counted_exactly(dtype: Any, reach: int | None) -> None:
         assert sum(tensor.nbytes for tensor in tensors.values()) == contents.num_bytes(example)
 
 
-def test_many_writers(tmp_path: Path) -> None:
+def test_several_processes_write_one_store(tmp_path: Path) -> None:
     """Stores that are open at the same time write to one folder and see what the others wrote; shards have a bounded size."""
     rows = examples(24)
     writers = [FeatureStore(tmp_path, CONTENTS, shard_bytes=1e4) for _ in range(3)]
@@ -160,7 +160,7 @@ def test_many_writers(tmp_path: Path) -> None:
     assert len({file.stat().st_mode for file in tmp_path.iterdir()}) == 1  # whoever may read one may read all
 
 
-def test_two_that_begin_one_folder(tmp_path: Path) -> None:
+def test_two_processes_may_begin_one_folder(tmp_path: Path) -> None:
     """Opened while the folder was empty, a store of other features does not mix with what another process has begun."""
     other = FeatureStore(tmp_path, replace(CONTENTS, dtype="int8"))
     same = FeatureStore(tmp_path, CONTENTS)
@@ -174,7 +174,7 @@ def test_two_that_begin_one_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_a_budget_that_is_announced_is_kept(tmp_path: Path, dtype: Any) -> None:
+def test_the_announced_budget_holds(tmp_path: Path, dtype: Any) -> None:
     """Files are no larger than tensors and the place that is reckoned with; one byte less is refused."""
     contents = replace(CONTENTS, dtype=dtype, final_reach=1)
     store = filled(tmp_path / "store", contents)
@@ -207,7 +207,7 @@ HARM: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("harm", HARM)
-def test_a_damaged_shard_is_named_and_made_again(tmp_path: Path, harm: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_shard_is_named_and_captured_again(tmp_path: Path, harm: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Its name and what is wrong are printed, its sequences and no others are missing, and capturing these mends the store."""
     whole = [filled(tmp_path, rows=[example]) for example in examples()]
     (hurt,) = (
@@ -229,7 +229,7 @@ def test_a_damaged_shard_is_named_and_made_again(tmp_path: Path, harm: str, caps
 
 
 @pytest.mark.parametrize("harm", ["is missing", "checksum differs"])
-def test_nothing_is_removed_unasked(tmp_path: Path, harm: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reading_deletes_no_files(tmp_path: Path, harm: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A store that may not be mended still names what is damaged, and its files stay."""
     filled(tmp_path)
     (file,) = tmp_path.glob("*.safetensors")
@@ -241,7 +241,7 @@ def test_nothing_is_removed_unasked(tmp_path: Path, harm: str, capsys: pytest.Ca
     assert sorted(tmp_path.iterdir()) == before and not store.shard_names
 
 
-def test_verify_finds_what_no_reading_would(tmp_path: Path) -> None:
+def test_verify_detects_damage_that_reading_misses(tmp_path: Path) -> None:
     """The SHA-256 covers the header too."""
     filled(tmp_path)
     (file,) = tmp_path.glob("*.safetensors")
@@ -253,7 +253,7 @@ def test_verify_finds_what_no_reading_would(tmp_path: Path) -> None:
     assert store.damaged_files == [file.name]
 
 
-def test_what_a_kill_leaves_is_swept(tmp_path: Path) -> None:
+def test_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
     """A half-written file, and a shard without an index, are not read; they go once they are old, and no others do."""
     filled(tmp_path)
     part, orphan = tmp_path / "features-1.safetensors.ab.part", tmp_path / "features-2.safetensors"
@@ -284,7 +284,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert all(example in FeatureStore(tmp_path) for example in examples()[:4])
 
 
-def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_reported(tmp_path: Path) -> None:
     """So are features that no type holds; neither is stored."""
     (tmp_path / "file").write_text("")
     store = FeatureStore(tmp_path / "file" / "store", replace(CONTENTS, dtype="float16"))
@@ -327,7 +327,7 @@ def test_checksums_depend_on_every_byte() -> None:
 # Which target
 
 
-def test_a_fingerprint_is_of_the_weights(tiny: Target) -> None:
+def test_the_weight_hash_depends_on_the_weights_alone(tiny: Target) -> None:
     """Another type that holds the values and fresh adapters keep it; one changed matrix does not."""
     whole = hash_weights(tiny.model)
     other = load_tiny()
@@ -422,7 +422,7 @@ def gradients(made: Drafter, batch: Batch, target: Target) -> list[Tensor]:
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("supervised_only", [True, False])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: "-".join(str(v).split(".")[-1] for v in family.values()))
-def test_every_family_learns_what_it_learns_live(
+def test_every_family_has_the_same_loss_from_a_store(
     tmp_path: Path, family: dict[str, Any], supervised_only: bool, packed: bool, request: pytest.FixtureRequest
 ) -> None:
     """Loss and gradients from a float32 store, read back from disk, are those of source=live, bit for bit."""
@@ -450,7 +450,7 @@ def test_every_family_learns_what_it_learns_live(
     assert bool(torch.isfinite(live[0])) and float(live[0]) > 0
 
 
-def test_every_family_that_reads_features_is_compared() -> None:
+def test_the_comparison_covers_every_family_with_features() -> None:
     """The list above knows every choice of drafter whose loss reads features."""
     known = {str(family["_target_"]).rsplit(".", 1)[1] for family in FAMILIES}
     without = {"EarlyExit", "GatedLora", "Jacobi", "LayerSkipping", "Lookahead", "Ngram", "Retrieval", "SelfDraft", "Universal"}
@@ -463,7 +463,7 @@ def test_every_family_that_reads_features_is_compared() -> None:
 
 
 @pytest.mark.slow
-def test_loss_curves_are_those_of_live(shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_curves_from_a_store_equal_live_ones(shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured at first use, read from disk, with supervised positions only: the same losses, bit for bit, as source=live."""
     live = trained(shallow, LiveSource(keep_gb=1.0), tmp_path / "live")
     assert live == trained(shallow, StoredSource(str(tmp_path / "store")), tmp_path / "first")
@@ -477,7 +477,7 @@ def test_loss_curves_are_those_of_live(shallow: Target, tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
-def test_what_is_captured_trains_as_what_is_read(shallow: Target, tmp_path: Path, dtype: Any) -> None:
+def test_capturing_while_training_equals_reading(shallow: Target, tmp_path: Path, dtype: Any) -> None:
     """A run that captures sees the rounded features already, so that it equals the next."""
     first = trained(shallow, StoredSource(str(tmp_path / "store"), dtype), tmp_path / "first")
     assert first == trained(shallow, StoredSource(str(tmp_path / "store")), tmp_path / "second")
@@ -486,7 +486,7 @@ def test_what_is_captured_trains_as_what_is_read(shallow: Target, tmp_path: Path
 
 @pytest.mark.sweep(1, free=("step",))
 @pytest.mark.parametrize("step", [2, 4, 7])
-def test_a_killed_run_goes_on_the_same(shallow: Target, tmp_path: Path, step: int) -> None:
+def test_a_killed_run_resumes_to_the_same_losses(shallow: Target, tmp_path: Path, step: int) -> None:
     """Killed while it captures and resumed with what was on disk by then, a run has the losses of one that was not killed."""
     whole = trained(shallow, StoredSource(str(tmp_path / "store")), tmp_path / "whole")
 
@@ -504,7 +504,7 @@ def test_a_killed_run_goes_on_the_same(shallow: Target, tmp_path: Path, step: in
     assert whole == trained(shallow, StoredSource(str(tmp_path / "other")), tmp_path / "cut")
 
 
-def test_a_damaged_shard_is_made_again_while_training(
+def test_a_damaged_shard_is_captured_again_while_training(
     shallow: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One shard deleted and one corrupted: both are named, and the losses are what they were."""
@@ -521,9 +521,7 @@ def test_a_damaged_shard_is_made_again_while_training(
     assert not store.damaged_files and all(example in store for example in examples(12))
 
 
-def test_the_budget_is_told_before_anything_is_written(
-    shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_budget_is_reported_before_writing(shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens, bytes a token and gigabytes; too much for the budget or the disk stops, with nothing written."""
     path, rows = tmp_path / "store", examples(12)
     tokens = sum(len(example.tokens) for example in rows)
@@ -578,7 +576,7 @@ def test_another_target_template_or_drafter_is_refused(tiny: Target, tmp_path: P
         )
 
 
-def test_what_is_missing_may_stop(shallow: Target, tmp_path: Path) -> None:
+def test_missing_sequences_may_stop_the_training(shallow: Target, tmp_path: Path) -> None:
     """With capture=false the target is not run."""
     layers = drafter(shallow).layers
     source = StoredSource(str(tmp_path))

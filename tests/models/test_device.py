@@ -23,7 +23,7 @@ def test_shared_weights_are_read_once() -> None:
     assert [weight.numel() for weight in forward_weights(model)] == [15]
 
 
-def test_floor_is_memory_or_arithmetic(tiny: Target) -> None:
+def test_roofline_is_memory_or_arithmetic(tiny: Target) -> None:
     """A few rows cost the reading of the weights, very many their arithmetic; a drafter without weights costs nothing."""
     parameters = sum(weight.numel() for weight in forward_weights(tiny.model))
     few, many = (roofline_seconds(tiny.model, rows, CPU, torch.float32) for rows in (1e-9, 1e9))
@@ -32,7 +32,7 @@ def test_floor_is_memory_or_arithmetic(tiny: Target) -> None:
     assert roofline_seconds(Ngram(tiny), 16, CPU, torch.float32) == 0
 
 
-def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_capture_restores_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch's own context does not: where its end raises, its stream stays the current one. Both errors are told."""
     current = ["before"]
 

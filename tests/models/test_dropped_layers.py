@@ -96,7 +96,7 @@ def test_dropped_rows_equal_a_masked_model(models: tuple[Target, Any], dropped: 
     close(found.logits, logits)
 
 
-def test_a_loop_over_the_layers_says_the_same(models: tuple[Target, Any]) -> None:
+def test_dropping_layers_equals_a_loop_over_the_layers(models: tuple[Target, Any]) -> None:
     """Row by row, the layers that the row keeps, one after another, and no other."""
     target, _ = models
     tokens = words(ROWS, 9)
@@ -144,7 +144,7 @@ def test_gradients_are_those_of_a_masked_model(name: str, dropped: Tensor, tiny:
 
 @pytest.mark.sweep(12)
 @MASKS
-def test_a_layer_works_for_the_rows_that_keep_it(models: tuple[Target, Any], dropped: Tensor) -> None:
+def test_a_layer_runs_only_the_rows_that_do_not_drop_it(models: tuple[Target, Any], dropped: Tensor) -> None:
     """Attention of layer l is called once with as many rows as keep l, and not at all where none does."""
     target, _ = models
     with attended(target) as calls:
@@ -182,7 +182,7 @@ def test_rows_do_not_see_each_other(models: tuple[Target, Any]) -> None:
         close(alone[0], whole[row])
 
 
-def test_the_model_is_left_as_it_was(models: tuple[Target, Any]) -> None:
+def test_dropping_layers_leaves_the_model_unchanged(models: tuple[Target, Any]) -> None:
     """After a run with dropped rows, also one that broke, no layer has another forward and a plain run says the same."""
     target, _ = models
     tokens = words(ROWS, 6)
@@ -202,7 +202,7 @@ def test_the_model_is_left_as_it_was(models: tuple[Target, Any]) -> None:
     assert torch.equal(before.hidden, after.hidden) and torch.equal(before.logits, after.logits)
 
 
-def test_norm_of_any_layer_is_the_models(models: tuple[Target, Any]) -> None:
+def test_final_norm_of_any_layer_equals_the_models(models: tuple[Target, Any]) -> None:
     """`normed` is the model's own norm layer on the states, with its gradient, and runs no layer."""
     target, reference = models
     hidden = torch.randn(2, 5, 32, dtype=target.dtype)

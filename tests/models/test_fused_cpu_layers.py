@@ -78,7 +78,7 @@ def halves_skipped(target: Target) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("ask", [prompt_and_tree, packed_texts, halves_skipped])
-def test_bits_are_those_of_transformers_layers(
+def test_fused_layers_equal_transformers_layers_bit_by_bit(
     target: Target, ask: Callable[[Target], list[Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same with the layers' own forwards, to the last bit."""
@@ -90,7 +90,7 @@ def test_bits_are_those_of_transformers_layers(
         assert one.isfinite().all() and one.std() > 0.1 and torch.equal(one, other)
 
 
-def test_it_steps_aside(target: Target) -> None:
+def test_layers_with_hooks_or_overrides_are_not_fused(target: Target) -> None:
     """A layer runs by itself where a hook listens inside, where something runs in its place or a part's, and unpacked."""
     every = list(target.layers)
     assert [layer for layer, _ in fuse_cpu_layers(every, layer_attention)] == every
@@ -109,7 +109,7 @@ def test_it_steps_aside(target: Target) -> None:
     assert [layer for layer, _ in fuse_cpu_layers(every, layer_attention)] == every
 
 
-def test_other_layers_are_left_alone(tiny: Target) -> None:
+def test_layers_of_other_classes_are_not_fused(tiny: Target) -> None:
     """Nothing is guessed of classes that are not known, however alike they look."""
     model = AutoModelForCausalLM.from_config(hf.GemmaConfig(**SIZE, head_dim=8), attn_implementation="spectrain").eval()
     target = Target(model, tiny.tokenizer, "gemma", "")

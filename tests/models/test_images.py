@@ -13,7 +13,7 @@ from spectrain.data.readers import JsonlReader
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.session import Session
 from spectrain.drafters.base import Drafter, TrainingState
-from spectrain.drafters.dflash import DFlash
+from spectrain.drafters.dflash import DFlash, DFlashConfig
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.medusa import Medusa
 from spectrain.errors import UserError
@@ -60,7 +60,8 @@ def examples(target: Target, pictures: tuple[str, str]) -> list[Example]:
 
 def made(family: Any, target: Target) -> Drafter:
     torch.manual_seed(1)
-    drafter: Drafter = family(target) if family is not Eagle3 else Eagle3(target, vocab_size=256)
+    settings: dict[Any, Any] = {Eagle3: {"vocab_size": 256}, DFlash: {"config": DFlashConfig()}}
+    drafter: Drafter = family(target, **settings.get(family, {}))
     counts = torch.ones(target.head.vocab_size, dtype=torch.int64)
     counts[-4:] = 0  # no answer holds what stands for images
     drafter.prepare(target, counts)
@@ -75,7 +76,7 @@ def test_only_the_answer_carries_loss(target: Target, pictures: tuple[str, str])
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_features_over_images_are_the_models_own(target: Target, pictures: tuple[str, str], packed: bool) -> None:
+def test_features_over_images_equal_the_models(target: Target, pictures: tuple[str, str], packed: bool) -> None:
     """Padded or packed beside each other, every text has the features that the model of text and images gives it alone."""
     found = examples(target, pictures)
     layers = (*range(1, target.num_layers), "final")
@@ -96,7 +97,7 @@ def test_features_over_images_are_the_models_own(target: Target, pictures: tuple
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("family", [Eagle3, Medusa, DFlash])
-def test_decoding_with_images_is_generates(target: Target, pictures: tuple[str, str], family: Any) -> None:
+def test_decoding_with_images_equals_generate(target: Target, pictures: tuple[str, str], family: Any) -> None:
     """Trees and chains, alone and in a batch with a text that has no image, are continued as by `generate` with the pixels."""
     prompts = [tokenize_prompt(target.template, messages[:1], target.vision) for messages in conversations(pictures)]
     with reference_model(target) as model:
@@ -114,12 +115,12 @@ OTHERS = ("gemma3", "gemma4", "glm4v", "internvl", "llama4", "llava", "llava_nex
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_towers(name: str, pictures: tuple[str, str], tmp_path: Path) -> None:
+def test_other_vision_towers_decode_as_generate(name: str, pictures: tuple[str, str], tmp_path: Path) -> None:
     """Pictures of one size, tiles, patches with places; tokens of an image that see each other, in all layers or in some."""
     target = seeing_target(name, tmp_path)
     for packed in (False, True):
-        test_features_over_images_are_the_models_own(target, pictures, packed)
-    test_decoding_with_images_is_generates(target, pictures, Eagle3)
+        test_features_over_images_equal_the_models(target, pictures, packed)
+    test_decoding_with_images_equals_generate(target, pictures, Eagle3)
     text = examples(target, pictures)[0].tokens
     found = make_decoder_inputs(target, torch.tensor([list(text)]), [text], torch.arange(len(text))[None], None)
     assert [*map(set, found.visible_masks)] == [AHEAD.get(name, set())]
@@ -128,7 +129,7 @@ def test_other_towers(name: str, pictures: tuple[str, str], tmp_path: Path) -> N
 AHEAD = {"gemma3": {"full_attention", "sliding_attention"}, "gemma4": {"sliding_attention"}}
 
 
-def test_what_is_seen_ahead_is_asked_of_masks() -> None:
+def test_bidirectional_image_masks_follow_requested_masks() -> None:
     """Two tokens that see each other, told by a model's mask; a causal mask tells nothing."""
     places = torch.arange(5)
 
@@ -145,7 +146,7 @@ def test_what_is_seen_ahead_is_asked_of_masks() -> None:
         assert torch.equal(masks_for_kind([found, {}], [5, 4], kind)[0], one)
 
 
-def test_another_picture_another_answer(target: Target, pictures: tuple[str, str], tmp_path: Path) -> None:
+def test_another_image_changes_the_output(target: Target, pictures: tuple[str, str], tmp_path: Path) -> None:
     """The tokens are the same and the answer is not; nor is the key by which features are kept."""
     texts = [
         tokenize_prompt(target.template, asked("What?", path), target.vision) for path in (pictures[0], picture(tmp_path, 3))
@@ -158,7 +159,7 @@ def test_another_picture_another_answer(target: Target, pictures: tuple[str, str
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("family", [Eagle3, Medusa, DFlash])
-def test_training_with_images(target: Target, pictures: tuple[str, str], family: Any) -> None:
+def test_a_drafter_trains_on_images(target: Target, pictures: tuple[str, str], family: Any) -> None:
     """The loss is finite and falls, on features over images."""
     drafter, found = made(family, target), examples(target, pictures)
     batch = LiveSource().make_batch(BatchRequest(found, target, drafter.stages[0].layers))
@@ -185,7 +186,7 @@ def test_stored_features_are_the_live_ones(target: Target, pictures: tuple[str, 
         assert torch.equal(ours[:count], first[:count]) and torch.equal(ours[:count], again[:count])
 
 
-def test_conversations_of_a_file(pictures: tuple[str, str], tmp_path: Path) -> None:
+def test_conversations_with_images_are_read_from_a_file(pictures: tuple[str, str], tmp_path: Path) -> None:
     """Paths stand in the parts, or beside the messages in their order, as seen from the file."""
     name = Path(pictures[0]).name
     (tmp_path / name).write_bytes(Path(pictures[0]).read_bytes())
@@ -204,7 +205,7 @@ def test_conversations_of_a_file(pictures: tuple[str, str], tmp_path: Path) -> N
     assert first.messages[0]["content"][0]["path"] == str(tmp_path / name) and first.messages[1]["content"] == "Yes"
 
 
-def test_prompts_of_a_file(target: Target, pictures: tuple[str, str], tmp_path: Path) -> None:
+def test_prompts_with_images_are_read_from_a_file(target: Target, pictures: tuple[str, str], tmp_path: Path) -> None:
     """What is scored may have images too; the answers that follow them are left out."""
     row = {"messages": [*asked("What?", pictures[0]), {"role": "assistant", "content": "A boat."}]}
     (tmp_path / "prompts.jsonl").write_text(json.dumps(row))
@@ -216,14 +217,14 @@ def test_prompts_of_a_file(target: Target, pictures: tuple[str, str], tmp_path: 
 @pytest.mark.parametrize(
     "part", [{"type": "image", "path": "missing.png"}, {"type": "image"}, {"type": "image", "url": "https://a/b"}]
 )
-def test_an_image_that_is_not_there(part: dict[str, str], tmp_path: Path) -> None:
+def test_a_missing_image_is_refused(part: dict[str, str], tmp_path: Path) -> None:
     row = {"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "Yes"}]}
     (tmp_path / "chats.jsonl").write_text(json.dumps(row))
     with pytest.raises(UserError, match="line 1: .*image"):
         JsonlReader(str(tmp_path / "chats.jsonl")).load_conversations()
 
 
-def test_who_reads_text_alone_says_so(target: Target, pictures: tuple[str, str]) -> None:
+def test_text_only_readers_refuse_images(target: Target, pictures: tuple[str, str]) -> None:
     """A target without vision, a family that runs the target itself, and data that nobody gave eyes."""
     messages = conversations(pictures)[0]
     tiny = load_tiny()
@@ -237,7 +238,7 @@ def test_who_reads_text_alone_says_so(target: Target, pictures: tuple[str, str])
         LiveSource().make_batch(BatchRequest(examples(target, pictures), target))
 
 
-def test_images_that_a_model_sees_otherwise_are_refused(target: Target, pictures: tuple[str, str]) -> None:
+def test_images_with_other_logits_than_transformers_are_refused(target: Target, pictures: tuple[str, str]) -> None:
     """What the check holds against transformers is what decoding would use."""
     text = tokenize_prompt(target.template, asked("What?", pictures[0]), target.vision)
 
@@ -272,7 +273,7 @@ def test_exports_name_the_model_of_text_and_images(target: Target) -> None:
         ([9, 5, 9, 6], [9, 9, 5, 9, 6]),
     ],
 )
-def test_a_mask_is_spread_over_placeholders(plain: list[int], whole: list[int]) -> None:
+def test_loss_masks_expand_over_placeholders(plain: list[int], whole: list[int]) -> None:
     """Tokens that are no placeholder keep what they have, and the tokens of images have nothing."""
     kept = [token not in (8, 9) for token in whole]
     assert expand_codes(plain, [token != 9 for token in plain], whole, 9) == kept

@@ -34,7 +34,7 @@ def test_a_window_has_the_first_tokens_and_the_newest() -> None:
         assert row == [[0, 1, 2, 3, *range(length - 8, length)]] * KEYS
 
 
-def test_a_budget_of_the_whole_text_chooses_all_of_it() -> None:
+def test_a_budget_of_the_full_text_selects_every_key() -> None:
     for chooser, queries in ((StreamingLLMSelector(64, 4), 1), (SnapKVSelector(64, 6), 6), (QuestSelector(64, 8), 1)):
         for row, length in zip(chosen(chooser, seen(queries)), LENGTHS.tolist()):
             assert [sorted(head) for head in row] == [list(range(length))] * KEYS
@@ -80,7 +80,7 @@ def test_pages_are_chosen_by_bounds_that_hold() -> None:
             assert set(found) == tokens | {*range(4 * pages, length)} and len(found) == len(set(found))
 
 
-def test_bounds_of_full_pages_are_kept() -> None:
+def test_bounds_of_full_pages_are_cached() -> None:
     """Chosen from the text as it grows or all at once: the same; what grows is read once."""
     what, growing, lengths = seen(1), QuestSelector(8, 4), torch.tensor([22, 18])
     growing.select_keys(0, what._replace(lengths=lengths), growing.count_selected(lengths))

@@ -6,7 +6,7 @@ from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 
 
-def test_cropped_rows_go_on_as_if_nothing_had_come_behind(shallow: Target) -> None:
+def test_a_cropped_cache_equals_a_cache_of_the_shorter_text(shallow: Target) -> None:
     """Rows that are cropped to lengths of their own and read on equal rows that were never longer."""
     tokens = torch.randint(3, 2000, (2, 9))
     long, short = (shallow.new_cache(2, 32) for _ in range(2))

@@ -42,7 +42,7 @@ def seen(target: Target) -> Tensor:
 
 
 @PACKED
-def test_adapters_start_as_nothing_on_every_linear_of_the_layers(packed: bool) -> None:
+def test_new_adapters_change_nothing(packed: bool) -> None:
     """Right after injection features and logits are those of the target; head, embedding and norms have no adapter."""
     adapted = target(packed)
     before = seen(adapted)
@@ -56,7 +56,7 @@ def test_adapters_start_as_nothing_on_every_linear_of_the_layers(packed: bool) -
 
 
 @PACKED
-def test_off_is_the_original_bit_by_bit_and_on_again_differs(packed: bool) -> None:
+def test_disabled_adapters_restore_the_original_bits(packed: bool) -> None:
     """With adapters off every feature and logit equals the unadapted target's; afterwards they are as before, errors or not."""
     adapted = target(packed)
     before = seen(adapted)
@@ -75,7 +75,7 @@ def test_off_is_the_original_bit_by_bit_and_on_again_differs(packed: bool) -> No
 @pytest.mark.sweep(1)
 @PACKED
 @pytest.mark.parametrize("alpha", [2.0, 16.0])
-def test_merged_says_what_adapted_said(packed: bool, alpha: float) -> None:
+def test_a_merged_target_equals_the_adapted_one(packed: bool, alpha: float) -> None:
     """Merging leaves no adapter and the original's parameters by name, and the logits are those with adapters on."""
     adapted = target(packed)
     names = [name for name, _ in adapted.named_parameters()]

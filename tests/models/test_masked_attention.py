@@ -34,7 +34,7 @@ def words(*shape: int) -> torch.Tensor:
     return torch.randint(3, VOCAB, shape)
 
 
-def test_what_is_read_of_a_model(target: Target) -> None:
+def test_masked_architectures_are_detected(target: Target) -> None:
     """Biases are found by what layers are called with, windows in the masks that they keep."""
     own, windows = target.architecture, [kept.range.window for kept in target.architecture.attention_layers.values()]
     assert isinstance(own, Masked) and target.config._attn_implementation == MASKED
@@ -64,7 +64,7 @@ def test_trees_without_a_cache(target: Target, packed: bool) -> None:
         torch.testing.assert_close(seen[node], target.features(path, ("final",)).hidden[0, -1, 0], atol=1e-4, rtol=1e-4)
 
 
-def test_some_of_the_layers(target: Target) -> None:
+def test_a_split_forward_equals_a_complete_one(target: Target) -> None:
     """What enters the third layer of a cached tree, then run from there, is what the whole run gives."""
     prompt, tree = words(2, 12), TokenTree.from_parents(words(2, 5), torch.tensor([[-1, 0, 0, 1, 2]] * 2))
     found = []
@@ -83,7 +83,7 @@ def test_some_of_the_layers(target: Target) -> None:
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
 
 
-def test_the_plain_model_is_as_it_was(target: Target) -> None:
+def test_the_reference_model_has_no_masks_of_ours(target: Target) -> None:
     """Held against transformers, a target goes back to its masks, and no mask of ours stays in a layer."""
     tokens = words(1, 20)
     before = target.features(tokens, ("final",)).hidden

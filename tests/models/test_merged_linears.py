@@ -63,7 +63,7 @@ def logits(target: Target) -> Tensor:
 def joined(target: Target) -> set[str]:
     """The names of the linears that are, with those beside them, one product now."""
     linears = {name: part for name, part in target.model.named_modules() if is_merged(part)}
-    return {name.split(".")[-1] for name, part in linears.items() if part.merged_slot.weights.are_adjacent()}  # type: ignore[union-attr]
+    return {name.split(".")[-1] for name, part in linears.items() if part.merged_weights.are_adjacent()}  # type: ignore[union-attr]
 
 
 def held(target: Target) -> int:
@@ -75,7 +75,7 @@ def held(target: Target) -> int:
 @pytest.mark.sweep(4, free=("dtype",))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_stay_from_the_same_memory(name: str, dtype: torch.dtype, tiny: Target) -> None:
+def test_merged_linears_change_neither_logits_nor_memory(name: str, dtype: torch.dtype, tiny: Target) -> None:
     """To a few roundings of the numbers, with every weight as it was to the bit, and not a byte more held."""
     target = made(name, tiny.tokenizer, dtype)
     before, bytes_before = logits(target), held(target)
@@ -87,7 +87,7 @@ def test_logits_stay_from_the_same_memory(name: str, dtype: torch.dtype, tiny: T
     assert (logits(target) - before).abs().max() <= before.abs().max() * {torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype]
 
 
-def test_layers_multiply_four_times_in_one_compilation(llama: Target) -> None:
+def test_merged_layers_compile_once_with_four_products(llama: Target) -> None:
     """Where they did seven times; one compilation still serves all layers, and its tokens are the loop's."""
     products: list[int] = []
 
@@ -122,7 +122,7 @@ def replaced(target: Target) -> None:
 
 
 @pytest.mark.parametrize("change", [moved, cast, replaced, copy.deepcopy])
-def test_apart_where_a_weight_gets_its_own_memory(llama: Target, change: Callable[[Target], Target | None]) -> None:
+def test_moving_a_weight_undoes_the_merge(llama: Target, change: Callable[[Target], Target | None]) -> None:
     """Then every linear is multiplied by what it holds now, and may be joined again."""
     merge_linears(llama.model)
     logits(llama)
@@ -141,7 +141,7 @@ def test_apart_where_a_weight_gets_its_own_memory(llama: Target, change: Callabl
     assert joined(target) == {*NAMES} and (logits(target) - found).abs().max() < 1e-5
 
 
-def test_what_is_written_to_a_weight_is_multiplied(llama: Target) -> None:
+def test_writes_to_a_weight_change_the_merged_product(llama: Target) -> None:
     """As an optimiser or a merged adapter writes, in place; and what learns has gradients of its own, the same ones."""
     twin = copy.deepcopy(llama)
     merge_linears(llama.model)
@@ -158,7 +158,7 @@ def test_what_is_written_to_a_weight_is_multiplied(llama: Target) -> None:
     torch.testing.assert_close(logits(llama), logits(twin), rtol=1e-5, atol=1e-5)
 
 
-def test_adapters_are_learnt_and_merged_as_ever(llama: Target) -> None:
+def test_adapters_train_and_merge_on_merged_linears(llama: Target) -> None:
     """What LoRA adds to, and what it is merged into, is the joined product."""
     twin = copy.deepcopy(llama)
     merge_linears(llama.model)
@@ -175,7 +175,7 @@ def test_adapters_are_learnt_and_merged_as_ever(llama: Target) -> None:
     torch.testing.assert_close(logits(llama), logits(twin), rtol=1e-5, atol=1e-5)
 
 
-def test_it_is_saved_as_ever(llama: Target, tmp_path: Any) -> None:
+def test_a_target_with_merged_linears_saves_and_loads(llama: Target, tmp_path: Any) -> None:
     """Saved files hold the same bytes, and a reloaded model the same weights."""
     llama.save(tmp_path / "apart")
     merge_linears(llama.model)
@@ -208,7 +208,7 @@ def in_few_bits(target: Target) -> None:
 
 
 @pytest.mark.parametrize("change", [learning, tied, flat, in_few_bits])
-def test_some_are_left_alone(llama: Target, change: Callable[[Target], None]) -> None:
+def test_trainable_shared_and_flat_weights_are_not_merged(llama: Target, change: Callable[[Target], None]) -> None:
     """Weights that learn, that several layers share, that lie in another's memory, and that are in few bits."""
     change(llama)
     places = [parameter.data_ptr() for parameter in llama.parameters()]

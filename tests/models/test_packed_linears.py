@@ -212,7 +212,7 @@ class Block(nn.Module):
 
 @needs_onednn
 @pytest.mark.parametrize("bias", [False, True])
-def test_siblings_are_one_product(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linears_of_the_same_input_share_a_product(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three linears, one product; after a weight or the input was written to, what plain ones give; a copy packs its own."""
     monkeypatch.setattr(prepacked, "SMALL_WEIGHTS", 0)
     block = Block(bias)
@@ -247,7 +247,7 @@ def test_bfloat16_is_packed_where_the_processor_multiplies_it() -> None:
 
 
 @pytest.mark.skipif(not has_int8(), reason="this processor does not multiply integers of 8 bits")
-def test_integers_are_weights_to_half_a_step() -> None:
+def test_int8_weights_are_rounded_to_half_a_step() -> None:
     """A product of integers is that of the rounded weights and inputs; what reads features is rounded to no integers."""
     weight, input = torch.randn(40, 64), torch.randn(5, 64)
     steps = weight.abs().amax(1, keepdim=True) / 127
@@ -301,7 +301,7 @@ def test_a_target_is_never_rounded(shallow: Target, monkeypatch: pytest.MonkeyPa
 
 
 @needs_onednn
-def test_under_autocast_products_are_in_its_type() -> None:
+def test_autocast_sets_the_type_of_products() -> None:
     """Output and gradients are float32's within bfloat16's rounding, and gradients come in the weights' own type."""
     if torch.bfloat16 not in packable_dtypes():
         pytest.skip("oneDNN does not multiply bfloat16 here")
@@ -319,7 +319,7 @@ def test_under_autocast_products_are_in_its_type() -> None:
 
 
 @pytest.mark.skipif(not has_batch_invariance(), reason="rows of bfloat16 are not alike here")
-def test_a_row_has_the_same_bits_whatever_stands_beside_it() -> None:
+def test_bits_of_a_row_do_not_depend_on_other_rows() -> None:
     """One to forty rows, of weights as wide as a layer's of a small and of a large model."""
     for width in (96, 576, 4864):
         linear = packed(nn.Linear(width, 640).to(torch.bfloat16))

@@ -157,7 +157,7 @@ LENGTHS = pytest.mark.parametrize("lengths", [[9], [4, 9, 7]], ids=["one", "ragg
 @CHILDREN
 @LENGTHS
 @pytest.mark.parametrize(("last", "skipped"), DRAFTING)
-def test_finishing_equals_verifying(
+def test_finishing_a_partial_forward_equals_verifying(
     target: Target, last: int, skipped: tuple[int, ...], lengths: list[int], children: Children
 ) -> None:
     """Logits and features at the nodes of a tree, of which some were run while drafting, are those of one verification."""
@@ -171,7 +171,7 @@ def test_finishing_equals_verifying(
 
 @LENGTHS
 @pytest.mark.parametrize("layers", [(), (2,), (1, 3), (0, 4), ("final",)], ids=str)
-def test_only_the_features_that_are_asked_for(target: Target, lengths: list[int], layers: tuple[Layer, ...]) -> None:
+def test_partial_forwards_return_requested_features(target: Target, lengths: list[int], layers: tuple[Layer, ...]) -> None:
     """Whether layers lie below, at or above the exit, features are these layers' in their order."""
     random, case = Random(0), Case(target, lengths, layers)
     tree = case.tree("deterministic", random)
@@ -182,7 +182,7 @@ def test_only_the_features_that_are_asked_for(target: Target, lengths: list[int]
 
 @LENGTHS
 @pytest.mark.parametrize(("last", "skipped"), DRAFTING)
-def test_drafting_sees_what_its_layers_say(target: Target, last: int, skipped: tuple[int, ...], lengths: list[int]) -> None:
+def test_partial_features_equal_the_layers(target: Target, last: int, skipped: tuple[int, ...], lengths: list[int]) -> None:
     """Given level by level, nodes have the states and positions of one run of the same layers over all of them."""
     random, case = Random(1), Case(target, lengths)
     given, levels = give(case.part(last, skipped), case.tree("deterministic", random), random)
@@ -283,7 +283,7 @@ def test_no_layer_runs_a_node_twice(target: Target, children: Children, deeper: 
         assert calls[2:] == [[NODES]] * 2
 
 
-def test_layers_that_attend_twice(tmp_path: Path, tiny: Target) -> None:
+def test_layers_that_attend_twice_align_their_cache(tmp_path: Path, tiny: Target) -> None:
     """LongCat's layers have two attentions each: what the first two layers ran in another order stays theirs."""
     save_small("longcat_flash", tmp_path)
     tiny.tokenizer.save_pretrained(tmp_path)

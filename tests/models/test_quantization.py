@@ -58,7 +58,7 @@ def decodes_as_generate(target: Target) -> None:
 
 
 @pytest.mark.parametrize("way", QUANTIZERS)
-def test_decoding_is_generates_or_a_package_is_named(way: Any, small: Path) -> None:
+def test_quantized_decoding_equals_generate_or_names_the_missing_package(way: Any, small: Path) -> None:
     if not has(way):
         with pytest.raises(UserError, match=f"pip install {QUANTIZERS[way][0]}"):
             load_hf(str(small), device="cpu", dtype="float32", quantization=way)
@@ -68,7 +68,7 @@ def test_decoding_is_generates_or_a_package_is_named(way: Any, small: Path) -> N
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("save", [save_fp8, save_mxfp4, save_compressed])
-def test_checkpoints_in_few_bits(save: Callable[[Path], None], dtype: str, tmp_path: Path) -> None:
+def test_quantized_checkpoints_decode_as_generate(save: Callable[[Path], None], dtype: str, tmp_path: Path) -> None:
     """What is dequantised as it is loaded has the type that was asked for, and decodes as the model that transformers loads."""
     save(tmp_path)
     if save is save_compressed and not find_spec("compressed_tensors"):
@@ -81,7 +81,7 @@ def test_checkpoints_in_few_bits(save: Callable[[Path], None], dtype: str, tmp_p
         decodes_as_generate(target)
 
 
-def test_a_gguf_file_is_a_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gguf_file_loads_as_a_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Converted once, its weights are what the blocks come to."""
     monkeypatch.setenv("SPECTRAIN_CACHE", str(tmp_path / "cache"))
     path, weights = save_gguf_file(tmp_path)
@@ -97,7 +97,7 @@ def test_a_gguf_file_is_a_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("way", [way for way in QUANTIZERS if has(way)])
-def test_what_adapters_learnt_is_merged_into_whole_weights(way: Any, small: Path) -> None:
+def test_adapters_merge_into_dequantized_weights(way: Any, small: Path) -> None:
     """The trained target says what it said with its adapters, and is an ordinary model again."""
     target = load_hf(str(small), device="cpu", dtype="float32", quantization=way)
     training = TargetTraining("lora", 2, 4.0)
@@ -114,7 +114,7 @@ def test_what_adapters_learnt_is_merged_into_whole_weights(way: Any, small: Path
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "hqq"])
-def test_a_quantised_checkpoint_names_its_package(method: str, small: Path, tmp_path: Path) -> None:
+def test_a_quantized_checkpoint_names_its_package(method: str, small: Path, tmp_path: Path) -> None:
     if find_spec(method.replace("-", "_")):
         pytest.skip("its package is there")
     folder = tmp_path / "checkpoint"
@@ -132,19 +132,19 @@ def test_a_quantised_checkpoint_names_its_package(method: str, small: Path, tmp_
 @pytest.mark.parametrize(
     ("method", "adapt", "said"), [("bitsandbytes", "full", "adapt=lora"), ("gptq", "lora", "cannot be added")]
 )
-def test_weights_in_few_bits_do_not_learn(method: str, adapt: Any, said: str) -> None:
+def test_quantized_weights_cannot_be_trained(method: str, adapt: Any, said: str) -> None:
     target = cut_tiny(1)
     target.config.quantization_config = {"quant_method": method}
     with pytest.raises(UserError, match=said):
         TargetTraining(adapt, 2, 4.0).start_training(target)
 
 
-def test_shared_weights_are_whole() -> None:
+def test_sharded_weights_cannot_be_quantized() -> None:
     with pytest.raises(UserError, match="leave out target.sharding"):
         load_hf(str(TINY_DIRECTORY), sharding="fsdp2", quantization="8bit")
 
 
-def test_narrow_layers_have_no_blocks() -> None:
+def test_layers_narrower_than_a_block_are_refused() -> None:
     """The tiny target's feed-forward is 352 wide."""
     with pytest.raises(UserError, match="multiples of 64"):
         load_hf(str(TINY_DIRECTORY), device="cpu", quantization="4bit")

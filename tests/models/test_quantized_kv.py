@@ -10,7 +10,7 @@ from spectrain.experimental.less_cache.quantized_kv import MIN_SCALE, RANGE_MARG
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("size", [1, 7, 32])
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 300.0])
-def test_numbers_are_off_by_half_a_step(bits: Bits, size: int, scale: float) -> None:
+def test_quantized_keys_are_rounded_to_half_a_step(bits: Bits, size: int, scale: float) -> None:
     """Every number lies within half a step, and a step is what the group's range over its levels allows."""
     numbers = scale * (torch.randn(5, 3, size) + torch.randn(5, 3, 1))
     numbers[0] = numbers[0, 0, 0]  # all alike
@@ -23,7 +23,7 @@ def test_numbers_are_off_by_half_a_step(bits: Bits, size: int, scale: float) -> 
 
 
 @pytest.mark.parametrize(("bits", "bytes_a_number"), [(8, 1.0), (4, 0.5)])
-def test_codes_take_what_they_say(bits: Bits, bytes_a_number: float) -> None:
+def test_quantized_keys_take_the_stated_bytes(bits: Bits, bytes_a_number: float) -> None:
     """So many bits a number, and four bytes a group."""
     codes = quantize_groups(torch.randn(6, 32), bits)
     assert codes.nbytes == 6 * (32 * bytes_a_number + 4)

@@ -41,7 +41,7 @@ def test_packed_documents_do_not_see_each_other(target: Target) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[9], [4, 9]])
-def test_a_tree_in_stages_after_a_forgotten_one(target: Target, lengths: list[int]) -> None:
+def test_a_staged_tree_after_a_discarded_tree_equals_verifying(target: Target, lengths: list[int]) -> None:
     """What was forgotten leaves no trace, and a tree in two stages, committed, equals one in a single stage."""
     batch = len(lengths)
     prompts, tree, other = words(batch, 9), words(batch, 6), words(batch, 5)
@@ -100,14 +100,14 @@ ALONGS: tuple[PathPolicy, PathPolicy] = ("never", "always")
 PARENTS = ([-1, 0, 1, 2, 3, 4], [-1, 0, 0, 1, 2, 3], [-1, 0, 0, 0, 2, 2])
 
 
-def test_a_module_goes_on_from_a_state_as_transformers_does(target: Target) -> None:
+def test_recurrent_modules_allow_several_tokens_from_a_state(target: Target) -> None:
     """What loading found: several tokens behind a state are what they are one after another."""
     assert isinstance(target.architecture, Recurrent) and target.architecture.path_policy == "where cheaper"
 
 
 @pytest.mark.parametrize("parents", PARENTS)
 @pytest.mark.parametrize("lengths", [[9], [4, 9]])
-def test_along_paths_is_level_by_level(target: Target, lengths: list[int], parents: list[int]) -> None:
+def test_running_along_paths_equals_level_by_level(target: Target, lengths: list[int], parents: list[int]) -> None:
     """Two rounds, of which each row keeps another number of nodes, one of them all where the tree is a chain."""
     batch, prompts = len(lengths), words(len(lengths), 9)
     trees = [TokenTree.from_parents(words(batch, 6), torch.tensor(parents).expand(batch, -1)) for _ in range(2)]
@@ -127,7 +127,7 @@ def test_along_paths_is_level_by_level(target: Target, lengths: list[int], paren
     torch.testing.assert_close(*found, atol=1e-3, rtol=1e-3)
 
 
-def test_paths_in_stages_and_another_order(target: Target) -> None:
+def test_staged_paths_survive_reordering(target: Target) -> None:
     """Nodes that were run along paths go on along paths, and by level where a stage asks for it."""
     prompts, nodes = words(1, 8), words(1, 6)
     whole = TokenTree.from_parents(nodes, torch.tensor([[-1, 0, 0, 1, 2, 3]]))
@@ -153,7 +153,7 @@ def test_paths_in_stages_and_another_order(target: Target) -> None:
 
 
 @pytest.mark.parametrize(("along", "between"), [("never", 6), ("always", 1)])
-def test_weights_see_a_chain_once(target: Target, along: PathPolicy, between: int) -> None:
+def test_linears_run_once_per_chain(target: Target, along: PathPolicy, between: int) -> None:
     """The linears at both ends run once a round, however deep the tree; what lies between once a level, or once. The commit
     of a part runs nothing but what lies between, and a commit of the whole nothing at all."""
     with run_along(target, along), runs_of(target) as ran:
@@ -168,14 +168,14 @@ def test_weights_see_a_chain_once(target: Target, along: PathPolicy, between: in
             assert ran.count("between") == between + (again if along == "always" else 0)
 
 
-def test_a_level_costs_time_only_where_states_are_kept(target: Target) -> None:
+def test_only_recurrent_targets_pay_per_tree_level(target: Target) -> None:
     """What trees are shaped by."""
     with run_along(target, "never"):
         assert time_levels(target, words(6).tolist(), 6, 3) > 0
     assert time_levels(load_tiny(), [3, 4], 6) == 0
 
 
-def test_what_a_state_cannot_do_is_refused(target: Target) -> None:
+def test_recurrent_targets_refuse_partial_forwards_and_rollback(target: Target) -> None:
     """Trees without a cache, some of the layers only, and committed tokens that are taken back."""
     cache = target.new_cache(1, 16)
     target.prefill(words(1, 4), torch.tensor([4]), cache, ())

@@ -188,7 +188,7 @@ def test_a_tree_in_stages_equals_one_stage(target: Target, lengths: list[int]) -
     close(target.verify(following, staged).logits, target.verify(following, whole).logits)
 
 
-def test_a_forgotten_tree_leaves_no_trace(target: Target) -> None:
+def test_a_discarded_tree_leaves_no_trace(target: Target) -> None:
     """After `forget` the next tree is verified as if the last one had not been."""
     prompts, tree = words(3, 9), random_tree(3, 6)
     cache = prefilled(target, [4, 9, 7], prompts)
@@ -215,7 +215,7 @@ def test_features_equal_hidden_states(models: tuple[Target, Any]) -> None:
     assert (features.at_layer(LAYERS) - features.at_layer("final")).abs().max() > 0.1
 
 
-def test_cached_features_equal_whole_ones(models: tuple[Target, Any]) -> None:
+def test_cached_features_equal_uncached_ones(models: tuple[Target, Any]) -> None:
     """Prefill and then a chain capture what one run over the whole sequence does."""
     target, _ = models
     tokens, cache = words(2, 11), target.new_cache(2, 16)
@@ -226,7 +226,7 @@ def test_cached_features_equal_whole_ones(models: tuple[Target, Any]) -> None:
 
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize("middle", range(LAYERS + 1))
-def test_two_partial_runs_equal_a_whole_one(models: tuple[Target, Any], middle: int) -> None:
+def test_two_partial_runs_equal_a_complete_one(models: tuple[Target, Any], middle: int) -> None:
     """Layers up to `middle`, then the others from what these gave; an early exit reads the final norm of `middle`."""
     target, reference = models
     tokens = words(2, 11)
@@ -313,7 +313,7 @@ def test_scaled_logits_equal_the_model(name: str, tiny: Target) -> None:
         close(target.run(tokens, ForwardPlan(logits=True)).logits, reference(tokens).logits)
 
 
-def test_gradients_flow_where_they_are_asked_for(tiny: Target) -> None:
+def test_gradients_flow_only_where_requested(tiny: Target) -> None:
     """`grad=True` gives a weight the gradient that the model gives it; without it nothing is recorded."""
     target, reference = build("llama", ARCHITECTURES["llama"], tiny)
     tokens, gradients = words(2, 9), []
@@ -330,7 +330,7 @@ def test_gradients_flow_where_they_are_asked_for(tiny: Target) -> None:
 
 
 @pytest.mark.parametrize("layer", [-1, LAYERS + 1])
-def test_a_layer_that_is_not_there_is_refused(target: Target, layer: int) -> None:
+def test_a_missing_layer_is_refused(target: Target, layer: int) -> None:
     """The message says which layers there are."""
     with pytest.raises(UserError, match=f"0 to {LAYERS}"):
         target.features(words(1, 3), (layer,))
@@ -357,7 +357,7 @@ def test_a_saved_target_loads_with_the_same_logits(tiny: Target, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_saving_is_quiet(tmp_path: Path) -> None:
+def test_saving_prints_nothing(tmp_path: Path) -> None:
     """No library tells of itself while a target is saved, as deepspeed does on being imported without a GPU."""
     code = f"from spectrain.models.loading import load_tiny; load_tiny().save({str(tmp_path)!r})"
     env = {key: value for key, value in os.environ.items() if key != "DS_ACCELERATOR"}
@@ -365,7 +365,7 @@ def test_saving_is_quiet(tmp_path: Path) -> None:
     assert "WARNING" not in done.stdout + done.stderr
 
 
-def test_a_cache_refuses_unlike_layers_and_never_overflows() -> None:
+def test_a_cache_refuses_other_shapes_and_never_overflows() -> None:
     """Keys of another shape than the first layer's, or more of them than there are slots, do not get in."""
     cache, keys = TreeCache(2, 1, 4, "cpu"), torch.randn(1, 2, 3, 8)
     cache.append(0, keys, keys)
@@ -378,7 +378,7 @@ def test_a_cache_refuses_unlike_layers_and_never_overflows() -> None:
         cache.append(0, keys, keys)
 
 
-def test_a_cache_that_is_told_of_unlike_layers_holds_them() -> None:
+def test_a_cache_holds_layers_of_different_shapes() -> None:
     """Each layer's keys and values come back as they went in, whatever the heads and sizes of the others; so after a commit."""
     shapes = [KeyValueShape(2, 4, 4), KeyValueShape(1, 6, 3), KeyValueShape(3, 2, 5)]
     kept = torch.tensor([[0, 2], [0, 1]]), torch.tensor([2, 1])

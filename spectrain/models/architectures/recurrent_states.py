@@ -9,6 +9,7 @@ appended nodes (the new ones last), D width, K nodes of a level, L leaves, I inn
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,17 +41,18 @@ class Recurrence:
 
     def run_prompts(self, call: StateCall, hidden: Tensor, lengths: Tensor) -> Tensor:
         """Run prompts [B, T, D], each row with its own length, into an empty recurrence."""
-        output, parts, order = hidden.new_zeros(0), list[LayerStates](), list[Tensor]()
-        for length in lengths.unique().tolist():
-            rows = (lengths == length).nonzero()[:, 0]
+        outputs = list[Tensor]()
+
+        def run(length: int, rows: Tensor) -> LayerStates:
             states = LayerStates()
             part = call(hidden[rows, :length], states)
-            output = part.new_zeros(*hidden.shape[:2], part.shape[-1]) if not parts else output
-            output[rows, :length] = part
-            parts.append(states)
-            order.append(rows)
-        self._set_committed(gather_states(concat_states(parts), torch.cat(order).argsort()))
-        return output
+            if not outputs:
+                outputs.append(part.new_zeros(*hidden.shape[:2], part.shape[-1]))
+            outputs[0][rows, :length] = part
+            return states
+
+        self._set_committed(_states_by_count(lengths, run))
+        return outputs[0]
 
     def run_nodes(self, call: StateCall, hidden: Tensor, visible: Tensor) -> Tensor:
         """Run new nodes [B, N, D]; `visible` [B, N, M] marks the appended nodes that each sees, itself included."""
@@ -129,20 +131,18 @@ class Recurrence:
 
     def _states_after(self, nodes: StateNodes, path: Tensor | None, counts: Tensor) -> LayerStates:
         """Return the states after the first `counts` [B] nodes of a path, for nodes that were run along paths."""
-        parts, order = [], []
         batch, num_nodes = nodes.hidden.shape[:2]
         path = torch.arange(num_nodes, device=counts.device).expand(batch, -1) if path is None else path
-        for number in counts.unique().tolist():
-            rows = (counts == number).nonzero()[:, 0]
-            if number == num_nodes and self.end_states is not None:
-                states = gather_states(self.end_states, rows)
-            else:
-                states = self._start_states(rows)
-                if number:
-                    nodes.run(rows, path[rows, :number], states)
-            parts.append(states)
-            order.append(rows)
-        return gather_states(concat_states(parts), torch.cat(order).argsort())
+
+        def run(count: int, rows: Tensor) -> LayerStates:
+            if count == num_nodes and self.end_states is not None:
+                return gather_states(self.end_states, rows)
+            states = self._start_states(rows)
+            if count:
+                nodes.run(rows, path[rows, :count], states)
+            return states
+
+        return _states_by_count(counts, run)
 
     def _run_levels(self, nodes: StateNodes, visible: Tensor) -> Tensor:
         """Run siblings from the same state and return [B, N, I]."""
@@ -170,6 +170,16 @@ class Recurrence:
         self.states, self.state_rows = concat_states(parts), rows
         assert inner is not None
         return inner
+
+
+def _states_by_count(counts: Tensor, run: Callable[[int, Tensor], LayerStates]) -> LayerStates:
+    """Return the states of all rows [B], where `run(count, rows)` returns those of the rows with the same count."""
+    parts, order = [], []
+    for count in counts.unique().tolist():
+        rows = (counts == count).nonzero()[:, 0]
+        parts.append(run(count, rows))
+        order.append(rows)
+    return gather_states(concat_states(parts), torch.cat(order).argsort())
 
 
 def _gather_rows(parts: list[LayerStates], rows: Tensor) -> LayerStates:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -56,14 +55,6 @@ class MergedWeights(SharedProduct):
         return _are_adjacent(weights) and (biases[0] is None or _are_adjacent(biases))
 
 
-@dataclass
-class MergedSlot:
-    """The index of an `nn.Linear` among those of the same input."""
-
-    weights: MergedWeights
-    index: int
-
-
 def _merged_forward(linear: Any, input: Tensor) -> Tensor:
     """Return the output of a linear as a part of the merged product, or of its own product where a gradient is needed."""
     kind = input.device.type
@@ -72,13 +63,8 @@ def _merged_forward(linear: Any, input: Tensor) -> Tensor:
     cast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
     if learns or cast or input.dtype != linear.weight.dtype:
         return F.linear(input, linear.weight, linear.bias)
-    slot = _get_slot(linear)
-    return slot.weights.take_output(slot.index, input)
-
-
-def _get_slot(linear: Any) -> MergedSlot:
-    slot: MergedSlot = linear.merged_slot
-    return slot
+    output: Tensor = linear.merged_weights.take_output(linear.merged_index, input)
+    return output
 
 
 @torch.no_grad()
@@ -88,7 +74,7 @@ def merge_linears(module: nn.Module) -> None:
     uses = Counter(id(p) for part in module.modules() for p in part._parameters.values() if p is not None)
     for parent in module.modules():
         for linears in find_shared_linears(parent):
-            if is_merged(linears[0]) and _get_slot(linears[0]).weights.are_adjacent():
+            if is_merged(linears[0]) and vars(linears[0])["merged_weights"].are_adjacent():
                 continue
             parameters = [(linear, p) for linear in linears for p in linear._parameters.values() if p is not None]
             overridden = any("forward" in vars(linear) and not (is_merged(linear) or is_packed(linear)) for linear in linears)
@@ -109,8 +95,7 @@ def _merge_group(linears: Sequence[nn.Linear]) -> None:
                 part.data = data
             weights.storages.append(parts[0].untyped_storage()._cdata)
     for index, linear in enumerate(linears):
-        # It has no parameters, so it is no submodule.
-        vars(linear)["merged_slot"] = MergedSlot(weights, index)
+        vars(linear).update(merged_weights=weights, merged_index=index)
         set_forward(linear, MethodType(_merged_forward, linear))
 
 
@@ -118,8 +103,8 @@ def _is_movable(linear: nn.Linear, parameter: nn.Parameter) -> bool:
     """Return whether a parameter may move: it is frozen, and alone in its storage or put there by a merge."""
     storage = parameter.untyped_storage()
     is_alone = parameter.numel() * parameter.element_size() == storage.nbytes()
-    slot: MergedSlot | None = vars(linear).get("merged_slot")
-    is_merged_storage = slot is not None and storage._cdata in slot.weights.storages
+    weights: MergedWeights | None = vars(linear).get("merged_weights")
+    is_merged_storage = weights is not None and storage._cdata in weights.storages
     return (is_alone or is_merged_storage) and parameter.is_contiguous() and not parameter.requires_grad
 
 
