@@ -21,11 +21,12 @@ from spectrain.config.spec import RunSpec
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.features.live_source import LiveSource
+from spectrain.models import step_cost
 from spectrain.models.loading import load_tokenizer
 from spectrain.models.target import Target
-from spectrain.planning import dry_run as dry_run_module
-from spectrain.planning import memory_tracker
-from spectrain.planning.dry_run import dry_run, size_of
+from spectrain.planning import footprint
+from spectrain.planning.footprint import Models, bytes_of, flops_per_token, peak_memory
+from spectrain.planning.workload import batch_shape
 from spectrain.training.trainer import Trainer
 
 from .command import run_benchmark
@@ -71,7 +72,7 @@ class OnlineBench(Bench):
         for conversations, length in self.sizes.batches:
             name = f"online/eagle3 B={conversations} T={length}"
             work = partial(online_row, self.sizes, conversations, length, self.device, self.dtype)
-            yield Measurement(name, source_digest(memory_tracker, dry_run_module), work)
+            yield Measurement(name, source_digest(step_cost, footprint), work)
 
 
 def online_row(sizes: OnlineSizes, conversations: int, length: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -80,12 +81,13 @@ def online_row(sizes: OnlineSizes, conversations: int, length: int, device: torc
     dataset = Dataset(examples, conversations, 0, 0)
     with tempfile.TemporaryDirectory() as folder:
         config = make_config(sizes, conversations * length, folder)
-        planned = dry_run(config, device, dataset, [examples], 1000)
+        batches, models = [batch_shape(examples, False)], Models.from_spec(config, device, 1000)
+        parts, flops = peak_memory(models, batches), flops_per_token(models, batches)
         measured = measure_training(config, sizes, dataset, device, dtype, Path(folder))
     return {
         "conversations": conversations, "length": length, "ttt_steps": sizes.ttt_steps, "dtype": str(dtype),
-        "planned_bytes": planned.peak, "measured_bytes": measured, "planned_over_measured": planned.peak / measured,
-        "parts": planned.memory, "flops_per_token": sum(planned.flops.values()),
+        "planned_bytes": sum(parts.values()), "measured_bytes": measured,
+        "planned_over_measured": sum(parts.values()) / measured, "parts": parts, "flops_per_token": sum(flops),
     }  # fmt: skip
 
 
@@ -117,7 +119,7 @@ def measure_training(
     target.pack_weights()
     trainer = Trainer.from_spec(spec)
     work = partial(trainer.fit, drafter, target, dataset, LiveSource(), folder / "run")
-    return measure_peak(work, size_of(*target.parameters(), *drafter.parameters(), *drafter.buffers()), device)
+    return measure_peak(work, bytes_of([*target.parameters(), *drafter.parameters(), *drafter.buffers()]), device)
 
 
 def measure_peak(work: Callable[[], Any], resident_bytes: int, device: torch.device) -> int:

@@ -17,9 +17,6 @@ MAX_UNDESCRIBED = 147  # settings without a full sentence; goal 0
 CIRCLES = {
     "data.dataset",
     "data.readers",
-    "planning.hours",
-    "planning.plan",
-    "planning.workload",
     "training.run",
     "training.trainer",
 }

@@ -19,6 +19,7 @@ from spectrain.config.choices import find_choice
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.features import Features, Layer
+from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.models.target import Target
 from spectrain.trees.base import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
@@ -124,6 +125,14 @@ class Drafter(nn.Module, ABC):
     def cost(self) -> DraftingCost:
         """What drafting takes, as the family's `_cost_type` computes it."""
         return self._cost_type(self)
+
+    def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
+        """Return what a training step computes, for the plan: by default every module of the drafter once over every token, and
+        the logits of the supervised tokens under the target's vocabulary.
+        """
+        return StepCost(
+            [Run(self, batch.tokens, batch.length)], Judged(batch.supervised, target.head.vocab_size, batch.supervised)
+        )
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Return the training losses of a batch with the stage's features. A training-free family raises UserError."""

@@ -19,6 +19,7 @@ from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget, linear_divergence
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
+from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.trees.base import BranchVisibility, Draft, Rollout
 from spectrain.trees.token_tree import AcceptedPath
 
@@ -83,6 +84,11 @@ class Causal(Drafter, RewindableDrafter):
     def stages(self) -> list[Stage]:
         """On what the target's head reads; decoding needs no features."""
         return [Stage.whole(self, ("final",), final_reach=0)]
+
+    def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
+        """The model's layers run over all tokens; no distribution is cut to a draft vocabulary."""
+        judged = Judged(batch.supervised, target.head.vocab_size, batch.supervised, copies=1, label_copies=1)
+        return StepCost([Run(self.model.layers, batch.tokens, batch.length)], judged)
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         assert batch.features is not None

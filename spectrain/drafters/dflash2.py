@@ -32,7 +32,8 @@ from spectrain.trees.base import DepthRollout, Rollout, gather_by_depth
 from .base import Losses
 
 if TYPE_CHECKING:
-    from spectrain.models.target import Target
+    from spectrain.models.step_cost import BatchShape, StepCost
+from spectrain.models.target import Target
 
 IMPOSSIBLE = -1e4  # log of the chance of what is no candidate: finite, so that 0 times it is 0
 
@@ -44,6 +45,7 @@ class BlockConvolution(nn.Module):
     def __init__(self, width: int, taps: int, group: int) -> None:
         super().__init__()
         self.taps, self.group = taps, group
+        self.stored_values = 2 * (2 * taps + 1) * width  # per row: kernels, shifted inputs and sums of both convolutions
         self.base_kernel = nn.Parameter(torch.zeros(2, taps, width))
         self.kernel_projection = nn.Linear(width, 2 * taps * width // group, bias=False)
         with torch.no_grad():  # the identity
@@ -135,6 +137,13 @@ class DFlash2(BlockDrafter):
         self.candidate_selector = CandidateSelector(target.head.vocab_size, target.width, config.selector_rank)
 
     # Training
+
+    def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
+        """The selector's codebooks and output rows exist for every candidate, in the backward pass only."""
+        cost = super().step_cost(target, batch)
+        width = target.width + self.candidate_selector.hidden_projection.out_features
+        judged = replace(cost.judged, other_rows=2 * cost.judged.rows)
+        return replace(cost, judged=judged, backward_values=2 * cost.judged.rows * self.selector_top_k * width)
 
     def judge_drafts(self, asked: JudgedDrafts) -> Losses:
         weights, supervision = asked.decayed_weights(self.decay), asked.supervision

@@ -23,7 +23,8 @@ from spectrain.trees.base import DepthRollout, Rollout, gather_by_depth
 from .base import Losses
 
 if TYPE_CHECKING:
-    from spectrain.models.target import Target
+    from spectrain.models.step_cost import BatchShape, StepCost
+from spectrain.models.target import Target
 
 Kind = Literal["vanilla", "gated", "rnn"]
 
@@ -122,6 +123,12 @@ class DSpark(BlockDrafter):
         return self.confidence_head is not None and self.confidence_threshold > 0
 
     # Training
+
+    def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
+        """The output layer also reads the Markov head's state."""
+        cost = super().step_cost(target, batch)
+        rank = self.markov.markov_w2.in_features
+        return replace(cost, judged=replace(cost.judged, width=target.width + rank))
 
     def judge_drafts(self, asked: JudgedDrafts) -> Losses:
         """All terms in one pass through the output layer, to which [h ; m] and [W ; W2] make the Markov head belong."""

@@ -26,6 +26,7 @@ from spectrain.kernels.linear_divergence import linear_divergence
 from spectrain.models.attention import unrolled_attention
 from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache
+from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.models.target import Target
 from spectrain.randomness import FEATURE_NOISE, sequence_generator
 from spectrain.trees.base import Draft
@@ -126,6 +127,12 @@ class Eagle1(VocabularyDrafter):
         return x + self.mlp(self.post_attention_layernorm(x))
 
     # Training
+
+    def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
+        """The layer runs once for each draft step over all tokens."""
+        rows = self.num_steps * batch.supervised
+        judged = Judged(rows, target.head.vocab_size, batch.supervised)
+        return StepCost([Run(self, batch.tokens, batch.length, self.num_steps, extra=3 * target.width)], judged)
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Unroll the layer over its own features, with the true tokens as input.

@@ -22,6 +22,7 @@ from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import DivergenceResult, HeadTarget, argmax_and_log_z, total_entropy
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.lora import TargetTraining
+from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.randomness import LAYER_DROPOUT, sequence_generator
 
 from .base import Losses, Stage, TrainingState
@@ -110,6 +111,14 @@ class EarlyExit(SelfDrafter, DrafterWithExits):
     def stages(self) -> list[Stage]:
         """Without features: the target runs in the loss, with layers dropped."""
         return [Stage([{"params": self.target_training.parameters}], ())]
+
+    def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
+        """All layers of the target run over all tokens; the loss judges every open exit."""
+        exits = {"rotational": -(-target.num_layers // self.rotate)}.get(self.curriculum, target.num_layers)
+        labels = batch.supervised if self.self_distillation else 0
+        judged = Judged(exits * batch.supervised, target.head.vocab_size, labels, label_copies=1)
+        original = batch.tokens if self.self_distillation else 0
+        return StepCost([Run(target.layers, batch.tokens, batch.length)], judged, forward_rows=original)
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """The weighted cross-entropy of every open exit; the hits are how often `exit_layer` says what the last exit says."""

@@ -31,6 +31,7 @@ from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget, argmax_and_log_z
 from spectrain.models.forward_plan import ForwardPlan
+from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.randomness import NOISE, sequence_generator
 
 from .base import Losses, Stage, TrainingState, has_weights
@@ -164,6 +165,17 @@ class GatedLora(MaskDrafter):
     def stages(self) -> list[Stage]:
         """Without features: the target runs in the loss, with masks."""
         return [Stage.whole(self, ())]
+
+    def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
+        """The target's layers run over all tokens and the masks, with a mask in every attention layer."""
+        num_masks = self.ensembles * (batch.supervised if self.tiles else self.mask_ratio * batch.tokens)
+        rows = batch.tokens + num_masks
+        layers = nn.ModuleList(list(target.layers)[self.transfer_layer or 0 :])
+        runs = [Run(layers, rows, rows / batch.texts, mask=rows * rows / batch.texts)]
+        runs += [Run(self.factors, num_masks, 0)]
+        judged = num_masks / self.ensembles
+        below = rows * (self.transfer_layer or 0) / target.num_layers
+        return StepCost(runs, Judged(judged, target.head.vocab_size, judged, copies=1, label_copies=1), forward_rows=below)
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         if not has_weights(self):

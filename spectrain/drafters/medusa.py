@@ -23,6 +23,7 @@ from spectrain.kernels.linear_divergence import HeadTarget
 from spectrain.models.features import Layer
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.lora import TargetTraining
+from spectrain.models.step_cost import BatchShape, Run, StepCost
 from spectrain.trees.base import DepthRollout, Draft
 
 from .base import Losses, Stage, TrainingState
@@ -118,6 +119,15 @@ class Medusa(HeadsDrafter):
             Stage([heads], self.layers, self.heads_first, reach),
             Stage([heads, adapted], (), 1 - self.heads_first),
         ]
+
+    def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
+        """The heads run over the supervised tokens; the target's layers over all of them where it learns too."""
+        cost = super().step_cost(target, batch)
+        if self.target_training is None:
+            return cost
+        runs = [*cost.runs, Run(target.layers, batch.tokens, batch.length)]
+        original = batch.tokens if self.self_distillation else 0
+        return StepCost(runs, replace(cost.judged, other_rows=4 * batch.supervised), forward_rows=original)
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """The heads' loss and, in the second stage, the target's own."""

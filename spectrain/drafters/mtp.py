@@ -24,6 +24,7 @@ from spectrain.models.architectures.mtp import MTP_HINT, has_mtp_layer, load_mtp
 from spectrain.models.attention import unrolled_attention
 from spectrain.models.features import Layer
 from spectrain.models.kv_cache import AttentionOptions, TreeCache
+from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.trees.base import Draft
 from spectrain.trees.token_tree import AcceptedPath
 
@@ -122,6 +123,12 @@ class Mtp(VocabularyDrafter):
         return self.fc(torch.cat([self.enorm(self.embed(tokens)), self.hnorm(hidden.to(self.fc.weight.dtype))], dim=-1))
 
     # Training
+
+    def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
+        """The module runs once for each draft step over all tokens."""
+        rows = self.num_steps * batch.supervised
+        judged = Judged(rows, target.head.vocab_size, batch.supervised)
+        return StepCost([Run(self, batch.tokens, batch.length, self.num_steps, extra=4 * target.width)], judged)
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Unroll the layer over its own output, with the true tokens as input; gradients flow through it all.

@@ -30,6 +30,7 @@ from spectrain.features.batch import Batch, pad_or_pack
 from spectrain.kernels.linear_divergence import CHUNK_ROWS, HeadTarget, Projection, argmax_and_log_z
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
+from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.randomness import MASKED_PREFIXES, WITHOUT_FEATURES, sequence_generator
 from spectrain.trees.base import Draft, MarginalRollout
 
@@ -122,6 +123,15 @@ class Pard(Drafter):
     def stages(self) -> list[Stage]:
         """On what the target's head reads, and the features beside the embeddings, if any; decoding needs only those."""
         return [Stage.whole(self, (*self.layers, "final"), final_reach=0)]
+
+    def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
+        """The model runs over all tokens and the masks after the kept prefixes, with a mask in every attention layer."""
+        share = sum(max(self.keep**depth, self.keep_least) for depth in range(1, self.num_drafts))
+        rows = batch.tokens + share * batch.supervised
+        judged_rows = (1 + share) * batch.supervised
+        judged = Judged(judged_rows, target.head.vocab_size, judged_rows, copies=1, label_copies=1)
+        mask = rows * rows / batch.texts
+        return StepCost([Run(self.model.layers, rows, rows / batch.texts, mask=mask)], judged)
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         assert batch.features is not None

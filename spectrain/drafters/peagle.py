@@ -23,6 +23,7 @@ from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.attention import causal_attention
+from spectrain.models.step_cost import BatchShape, Run, StepCost
 from spectrain.trees.base import Draft, MarginalRollout
 
 from .base import Losses, TrainingState
@@ -100,6 +101,12 @@ class PEagle(EagleDrafter):
         super().prepare(target, token_counts)
 
     # Training
+
+    def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
+        """The layers run over all tokens and the masks after the kept ones."""
+        share = self.drop.masks_per_token
+        rows = batch.tokens + share * batch.supervised
+        return StepCost([Run(self, rows, batch.length)], self.judged_rows(batch, (1 + share) * batch.supervised))
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Every place and its chain of masks in one forward. The d-th mask of place t is judged by what the target says at

@@ -85,9 +85,10 @@ NetworkLoader = Callable[..., Any]
 """Makes a model from a name, its configuration, a device, a sharding and options; not a user setting."""
 
 
-def build_untrained_network(model: str, config: Any, device: str, sharding: Sharding, **options: Any) -> Any:
-    """Build the model of a configuration with random weights and without sharding, for planning."""
-    return select_auto_class(config).from_config(config, **options).to(device)
+def build_meta_network(model: str, config: Any, place: str, sharding: Sharding, **options: Any) -> Any:
+    """Build the model of a configuration without weights, for planning."""
+    with torch.device("meta"):
+        return select_auto_class(config).from_config(config, **options)
 
 
 def load_hf(
@@ -109,7 +110,7 @@ def load_hf(
 ) -> Target:
     """Load a target from the hub or from a local directory in transformers format.
 
-    With `build_untrained_network` as `network`, only config.json is read, and the tokenizer where there is one. A checkpoint
+    With `build_meta_network` as `network`, only config.json is read, and the tokenizer where there is one. A checkpoint
     that is already quantized stays as it is.
     """
     path, reads_weights = Path(model).expanduser(), network is load_network
@@ -217,7 +218,12 @@ def load_tokenizer(model: str, trust_remote_code: bool, required: bool) -> Any:
     except (OSError, ValueError):
         if required:
             raise
-        return AutoTokenizer.from_pretrained(TINY_DIRECTORY)
+        return load_tiny_tokenizer()
+
+
+def load_tiny_tokenizer() -> Any:
+    """Load the tokenizer of the tiny target, which has a chat template."""
+    return AutoTokenizer.from_pretrained(TINY_DIRECTORY)
 
 
 def load_tiny(

@@ -1,7 +1,7 @@
-"""`spectrain plan`: what a training run needs, before anything is loaded, and what to change where that is too much.
+"""`spectrain plan`: what a training run needs, before anything is loaded, and what to change if that is too much.
 
-Memory and FLOPs come from a dry run of the trainer's own steps without data; disk from the sizes of what is saved; hours
-from steps that really ran here, or from a rate that is assumed and printed as such.
+Memory, disk and operations come from closed formulas, hours from steps that really ran on this machine, or from a rate that is
+assumed and printed as such.
 """
 
 import json
@@ -14,37 +14,47 @@ from typing import Any, Literal
 import torch
 
 from spectrain.config.spec import RunSpec
+from spectrain.drafters.capabilities import adapts_layers
 from spectrain.errors import UserError
 from spectrain.features.store_contents import TORCH_DTYPES, count_state_bytes
 from spectrain.provenance import collect_provenance
-from spectrain.training.trainer import Trainer
 
-from .dry_run import STEP, TARGET, DryRun, dry_run
-from .hours import hours
+from .footprint import DiskSizes, Models, count_parameters, largest_piece_bytes, lent_bytes, peak_memory
+from .hours import Rate, estimate_hours
 from .table import RESERVE, print_plan
-from .workload import Workload, cached_features, read_workload, total_flops
+from .workload import Workload, cached_features, count_operations, read_tokenizer, read_workload
 
-SPREAD = {"drafter": "trainer.sharding=fsdp2", "drafter and target": "trainer.sharding=fsdp2 target.sharding=fsdp2"}
+SHARDING_SETTINGS = {
+    "drafter": "trainer.sharding=fsdp2",
+    "drafter and target": "trainer.sharding=fsdp2 target.sharding=fsdp2",
+}
+HALVED_SETTINGS = ("ttt_steps", "num_heads", "vocab_size", "num_masks", "num_drafts")
+"""Settings of a drafter whose halves take less memory."""
 
 
 @dataclass
 class Plan:
-    """Plan for `devices` of `device_gb` (10^9 bytes) each. `device` auto is what this machine has.
+    """Plan a training run for devices that need not be here."""
 
-    `tokens` is the data's size where it is not read: then batches are full, and every token is supervised. Hours come from
-    `tokens_per_second` of one device, from 20 steps run here (`calibrate`; by default where target and device are here and
-    small), or from `share` of `peak_tflops`, an assumption: by default 40 % of an H100's for bfloat16.
-    """
-
+    # Device to plan for: cpu or cuda; auto is the device that this machine has.
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    # Number of devices.
     devices: int = 1
+    # Memory of a device in gigabytes (10^9 bytes); null is that of this machine, or none if the device is not here.
     device_gb: float | None = None
+    # Tokens of the data; batches are then full and every token is supervised. Null reads the data and counts them.
     tokens: int | None = None
+    # Padded tokens a second that one device trains on, from which hours are computed; null measures or assumes it.
     tokens_per_second: float | None = None
+    # Whether to run 20 steps on this machine for the hours; null does so if the target is small and its weights are here.
     calibrate: bool | None = None
+    # Peak rate of a device in 10^12 operations a second; the default is an H100's for bfloat16.
     peak_tflops: float = 989.0
+    # Share of the peak rate that is assumed to be reached, above 0.
     share: float = 0.4
+    # Whether to print JSON instead of a table.
     json: bool = False
+    # File that the JSON is written to; null writes none.
     out: str | None = None
 
     def __post_init__(self) -> None:
@@ -54,27 +64,34 @@ class Plan:
                 raise UserError(f"plan.{key}={value}: use a number above 0")
 
     @property
-    def planned(self) -> torch.device:
-        if self.device == "auto":
-            return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        return torch.device("cuda", 0) if self.device == "cuda" else torch.device("cpu")
+    def torch_device(self) -> torch.device:
+        """The device that is planned for."""
+        has_gpu = torch.cuda.is_available() if self.device == "auto" else self.device == "cuda"
+        return torch.device("cuda", 0) if has_gpu else torch.device("cpu")
 
     @property
     def is_here(self) -> bool:
-        return self.planned.type == "cpu" or torch.cuda.is_available()
+        return self.torch_device.type == "cpu" or torch.cuda.is_available()
+
+    @property
+    def rate(self) -> Rate:
+        """What hours are computed from."""
+        assumption = f"{self.share:.0%} of {self.peak_tflops:g} TFLOP/s"
+        flops = self.share * self.peak_tflops * 1e12
+        return Rate(self.devices, self.tokens_per_second, self.calibrate, flops, assumption, self.is_here)
 
     def limit(self) -> float | None:
-        """Bytes of a device; of this machine's where nothing is said; None where the device is elsewhere."""
+        """Return the bytes of a device, None if they are unknown because it is not here."""
         if self.device_gb is not None:
             return self.device_gb * 1e9
         if not self.is_here:
             return None
-        if self.planned.type == "cuda":
+        if self.torch_device.type == "cuda":
             return float(torch.cuda.get_device_properties(0).total_memory)
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
     def run(self, spec: RunSpec) -> dict[str, Any]:
-        """Plan, print a table or JSON, and give what was printed."""
+        """Plan, print a table or JSON, and return what was planned."""
         summary = plan(spec, self)
         text = json.dumps(summary, indent=2) + "\n"
         if self.out is not None:
@@ -88,115 +105,127 @@ class Plan:
 
 
 def plan(spec: RunSpec, options: Plan) -> dict[str, Any]:
-    """Everything that is known of a run before it starts, as plain numbers."""
-    work = read_workload(spec, options)
-    sizes = dry_run(spec, options.planned, work.dataset, work.batches, work.num_steps)
-    cached = cached_features(spec, sizes, work)
-    if options.planned.type == "cpu" and cached:
-        sizes.memory["features kept for later epochs"] = int(cached)
-    flops = total_flops(spec, sizes, work)
-    limit = options.limit()
-    sharded = sharded_memory(sizes, options)
+    """Return everything that is known of a run before it starts, as plain numbers."""
+    work = read_workload(spec, options.tokens, options.devices)
+    models = Models.from_spec(spec, options.torch_device, work.num_steps)
+    memory = plan_memory(spec, options, models, work)
+    operations = count_operations(spec, models, work)
+    limit, peak = options.limit(), sum(memory.values())
+    sharded = sharded_memory(models, memory, options.devices)
     summary: dict[str, Any] = {
-        "parameters": {"trained": sizes.trained, "drafter": sizes.drafter, "target": sizes.target},
+        "parameters": count_parameters(models),
         "tokens": {
-            "epoch": work.tokens, "padded": work.padded, "epochs": work.epochs, "counted": work.counted,
-            "steps": work.num_steps, "batch_tokens": work.batch_tokens,
+            "epoch": work.tokens, "padded": work.padded, "epochs": work.epochs, "counted": work.is_counted,
+            "steps": work.num_steps, "batch_tokens": max(batch.tokens for batch in work.batches),
         },
         "memory": {
-            "device": str(options.planned.type), "devices": options.devices, "peak_bytes": sizes.peak, "parts": sizes.memory,
-            "sharded": sharded, "limit_bytes": limit, "assumed_sizes": sizes.assumed,
+            "device": str(options.torch_device.type), "devices": options.devices, "peak_bytes": peak, "parts": memory,
+            "sharded": sharded, "limit_bytes": limit, "assumed_sizes": 0,
         },
-        "disk": disk(sizes, work),
-        "flops": {"target_per_token": sizes.flops.get(TARGET, 0.0), "step_per_token": sizes.flops.get(STEP, 0.0), "run": flops},
-        "hours": hours(spec, options, sizes, work, flops), "notes": notes(spec, options, sizes),
+        "disk": plan_disk(models, work),
+        "flops": {
+            "target_per_token": operations.target_per_token, "step_per_token": operations.step_per_token,
+            "run": operations.run,
+        },
+        "hours": estimate_hours(spec, options.rate, models, work, operations),
+        "notes": list_notes(spec, options, work),
     }  # fmt: skip
     if limit is not None:
-        room = limit * (1 - RESERVE)
-        summary["fits"] = sizes.peak <= room
-        summary["changes"] = [] if summary["fits"] else list_changes(spec, options, sizes, sharded)
+        summary["fits"] = peak <= limit * (1 - RESERVE)
+        summary["changes"] = [] if summary["fits"] else list_changes(spec, options, models, memory)
     return {**summary, "setting": {**spec.to_nodes(), "plan": asdict(options)}, "provenance": collect_provenance()}
 
 
-def notes(spec: RunSpec, options: Plan, sizes: DryRun) -> list[str]:
-    """What the numbers leave out or take for granted."""
-    summary = []
-    if sizes.assumed:
-        summary.append(f"{sizes.assumed} sizes hang on what the target says; the most was assumed")
+def plan_memory(spec: RunSpec, options: Plan, models: Models, work: Workload) -> dict[str, int]:
+    """Return the bytes of each part at the worst moment; a CPU's memory holds the cached features too."""
+    memory = peak_memory(models, work.batches)
+    cached = cached_features(spec, models, work)
+    return memory | ({"features kept for later epochs": int(cached)} if models.is_cpu and cached else {})
+
+
+def list_notes(spec: RunSpec, options: Plan, work: Workload) -> list[str]:
+    """Return what the numbers leave out or assume."""
+    notes = []
+    if work.is_counted and read_tokenizer(spec) is None:
+        notes.append("the target has no tokenizer with a chat template here; tokens are counted with that of target=tiny")
     if spec.source.build().generates_text:
-        summary.append("sequences that are written while training are not counted, in memory, arithmetic or assumed hours")
-    if options.planned.type == "cuda":
-        summary.append(
+        notes.append("sequences that are written while training are not counted, in memory, arithmetic or assumed hours")
+    if options.torch_device.type == "cuda":
+        notes.append(
             "attention is taken to run in fused kernels, masked too, as on an H100; elsewhere it may store every score"
         )
-    return summary
+    return notes
 
 
-def disk(sizes: DryRun, work: Workload) -> dict[str, Any]:
-    """Bytes that the run folder holds at its end, and that a feature store of this data takes."""
-    stores = {dtype: count_state_bytes(work.tokens * len(sizes.features), sizes.width, dtype) for dtype in TORCH_DTYPES}
+def plan_disk(models: Models, work: Workload) -> dict[str, Any]:
+    """Return the bytes that the run folder has at its end, and those of a feature store of this data."""
+    sizes, num_states = DiskSizes.from_models(models), work.tokens * len(models.features)
+    stores = {dtype: count_state_bytes(num_states, models.target.width, dtype) for dtype in TORCH_DTYPES}
     return {
-        "checkpoint_bytes": sizes.checkpoint_bytes, "checkpoints_kept": len(sizes.checkpoints),
-        "drafter_bytes": sizes.drafter_bytes, "trained_target_bytes": sizes.trained_target_bytes,
-        "run_bytes": sum(sizes.checkpoints) + sizes.drafter_bytes + sizes.trained_target_bytes,
-        "store_bytes": stores if sizes.features else {},
+        "checkpoint_bytes": sizes.checkpoint, "checkpoints_kept": len(sizes.checkpoints),
+        "drafter_bytes": sizes.drafter, "trained_target_bytes": sizes.target,
+        "run_bytes": sum(sizes.checkpoints) + sizes.drafter + sizes.target,
+        "store_bytes": stores if models.features else {},
     }  # fmt: skip
 
 
-def sharded_memory(sizes: DryRun, options: Plan) -> dict[str, int]:
-    """Peak bytes of one of `devices` where the drafter's states are spread over them, and where the target is too.
+def sharded_memory(models: Models, memory: dict[str, int], devices: int) -> dict[str, int]:
+    """Return the peak bytes of one of several devices if they share the drafter's states, and if they share the target too.
 
-    Full sharding gathers a piece at a time: of the drafter, which is small, all of it, of the target its largest layer.
+    Full sharding gathers one piece at a time: the complete drafter, which is small, and of the target its largest layer.
     """
-    count, parts = options.devices, sizes.memory
-    if count == 1:
+    if devices == 1:
         return {}
-    states = sum(parts.get(part, 0) for part in ("drafter weights", "gradients", "optimiser state"))
-    drafter = sizes.peak - states * (count - 1) // count + parts.get("drafter weights", 0)
-    weights = parts.get("target weights", 0)
-    return {"drafter": drafter, "drafter and target": drafter - weights * (count - 1) // count + 2 * sizes.layer_bytes}
+    states = sum(memory.get(part, 0) for part in ("drafter weights", "gradients", "optimiser state"))
+    drafter = sum(memory.values()) - states * (devices - 1) // devices + memory.get("drafter weights", 0)
+    weights = memory.get("target weights", 0) * (devices - 1) // devices
+    return {"drafter": drafter, "drafter and target": drafter - weights + 2 * largest_piece_bytes(models.target)}
 
 
-def list_changes(spec: RunSpec, options: Plan, sizes: DryRun, sharded: dict[str, int]) -> list[dict[str, Any]]:
-    """What would take less, each planned anew, best first."""
-    summary: list[dict[str, Any]] = [
-        {"change": f"{SPREAD[what]} on {options.devices} devices", "peak_bytes": size} for what, size in sharded.items()
-    ]
-    if sizes.features and not spec.source.build().stores_features:
-        weights = sizes.memory.get("target weights", 0) + sizes.memory.get("packed copies of weights", 0)
-        summary.append({"change": "source=store", "peak_bytes": sizes.peak - max(0, weights - sizes.lent_bytes)})
-    for settings in cheaper_settings(spec, sizes):
+def list_changes(spec: RunSpec, options: Plan, models: Models, memory: dict[str, int]) -> list[dict[str, Any]]:
+    """Return the changes that take less memory, each planned itself, the best one first."""
+    peak = sum(memory.values())
+    sharded = sharded_memory(models, memory, options.devices)
+    peaks = {f"{SHARDING_SETTINGS[what]} on {options.devices} devices": size for what, size in sharded.items()}
+    if models.features and not spec.source.build().stores_features:
+        weights = memory.get("target weights", 0) + memory.get("packed copies of weights", 0)
+        peaks["source=store"] = peak - max(0, weights - lent_bytes(models.target))
+    for settings in cheaper_settings(spec, models):
         changed = spec
         for key, value in settings.items():
             group, _, name = key.partition(".")
             changed = changed.with_settings(group, **{name: value})
-        work = read_workload(changed, options)
-        peak = dry_run(changed, options.planned, work.dataset, work.batches[:64], work.num_steps).peak
-        shown = {key: str(value).lower() if isinstance(value, bool) else value for key, value in settings.items()}
-        summary.append({"change": " ".join(f"{key}={value}" for key, value in shown.items()), "peak_bytes": peak})
-    for entry in summary:
-        entry["saves_bytes"] = sizes.peak - entry["peak_bytes"]
-        entry["fits"] = entry["peak_bytes"] <= (options.limit() or math.inf) * (1 - RESERVE)
-    return sorted((entry for entry in summary if entry["saves_bytes"] > 0), key=lambda entry: entry["peak_bytes"])
+        work = read_workload(changed, options.tokens, options.devices)
+        other = Models.from_spec(changed, options.torch_device, work.num_steps)
+        peaks[" ".join(map(format_setting, settings.items()))] = sum(plan_memory(changed, options, other, work).values())
+    room = (options.limit() or math.inf) * (1 - RESERVE)
+    changes = [
+        {"change": change, "peak_bytes": size, "saves_bytes": peak - size, "fits": size <= room}
+        for change, size in peaks.items()
+        if size < peak
+    ]
+    return sorted(changes, key=lambda change: change["peak_bytes"])
 
 
-def cheaper_settings(spec: RunSpec, sizes: DryRun) -> list[dict[str, Any]]:
-    """Settings that cost less memory, as far as this run has them."""
-    trainer = Trainer.from_spec(spec)
-    summary: list[dict[str, Any]] = []
+def format_setting(setting: tuple[str, Any]) -> str:
+    key, value = setting
+    return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+
+
+def cheaper_settings(spec: RunSpec, models: Models) -> list[dict[str, Any]]:
+    """Return settings of this run that take less memory."""
+    trainer, settings = models.trainer, spec.drafter.with_defaults()
+    choices: list[dict[str, Any]] = []
     if trainer.batch_tokens >= 512:
-        halved = {"trainer.batch_tokens": trainer.batch_tokens // 2, "trainer.accumulate": trainer.accumulate * 2}
-        longest = spec.data.build().max_length
-        summary.append(
-            {**halved, **({"data.max_length": trainer.batch_tokens // 2} if longest > trainer.batch_tokens // 2 else {})}
-        )
-    has = spec.drafter.with_defaults()
-    for key in ("ttt_steps", "num_heads", "vocab_size", "num_masks", "num_drafts"):
-        value = has.get(key)
+        half = trainer.batch_tokens // 2
+        shorter = {"data.max_length": half} if spec.data.build().max_length > half else {}
+        choices.append({"trainer.batch_tokens": half, "trainer.accumulate": trainer.accumulate * 2, **shorter})
+    for key in HALVED_SETTINGS:
+        value = settings.get(key)
         if isinstance(value, int) and value > 3:
-            summary.append({f"drafter.{key}": value // 2})
-    if has.get("adapt") == "full":
-        summary.append({"drafter.adapt": "lora"})
-    if not trainer.gradient_checkpointing and not sizes.adapts_layers:
-        summary.append({"trainer.gradient_checkpointing": True})
-    return summary
+            choices.append({f"drafter.{key}": value // 2})
+    if settings.get("adapt") == "full":
+        choices.append({"drafter.adapt": "lora"})
+    if not trainer.gradient_checkpointing and not adapts_layers(models.drafter):
+        choices.append({"trainer.gradient_checkpointing": True})
+    return choices

@@ -1,116 +1,137 @@
-"""What a run goes over: its batches, how often, and how often its target runs over them."""
+"""The data of a run: its batches, how often the run reads them, and how often the target runs over them."""
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any
 
 from spectrain.config.spec import RunSpec
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.errors import UserError
 from spectrain.models.chat_template import ChatTemplate
-from spectrain.models.loading import build_untrained_network, load_tokenizer
-from spectrain.models.target import Target
+from spectrain.models.loading import build_meta_network, load_tiny_tokenizer, load_tokenizer
+from spectrain.models.step_cost import BatchShape
 from spectrain.training.trainer import Trainer
 from spectrain.training.validation import count_validation_rows, select_prompts
 
-from .dry_run import STEP, TARGET, DryRun, slots
-from .memory_tracker import MemoryTracker
+from .footprint import Models, drafting_weights, flops_per_token
 
-if TYPE_CHECKING:
-    from .plan import Plan
-
-QUICK_BYTES = 256e6  # of data whose tokens are counted rather than options for
+QUICK_BYTES = 256e6
+"""Bytes of data up to which its tokens are counted; for more, plan.tokens is required."""
 
 
 @dataclass
 class Workload:
-    """What a run goes over."""
+    """The data of a run."""
 
+    # Conversations, those held out from training included.
     dataset: Dataset
-    batches: list[list[Example]]  # of an epoch
+    # Batches of an epoch.
+    batches: list[BatchShape]
     num_steps: int
     epochs: float
-    padded: float  # tokens of an epoch, padding included
-    tokens: float  # without it
-    counted: bool  # or said by plan.tokens
-    batch_tokens: int  # of the largest batch, padding included
+    # Tokens of an epoch with padding, and without it.
+    padded: float
+    tokens: float
+    # Whether the tokens were counted; otherwise plan.tokens says how many there are.
+    is_counted: bool
 
     @property
-    def padded_in_all(self) -> float:
+    def total_padded(self) -> float:
+        """Tokens of all epochs with padding."""
         return self.padded * self.epochs
 
 
-def read_workload(spec: RunSpec, options: "Plan") -> Workload:
-    """The batches of a run: the data's own where it is quick to read, else full ones."""
-    trainer = Trainer.from_spec(spec)
-    data = spec.data.build()
-    if options.tokens is None:
-        if data.num_bytes() > QUICK_BYTES:
-            raise UserError("plan.tokens: this data is not read for a plan; say how many tokens it has, as in plan.tokens=4e8")
-        dataset = data.make_dataset(ChatTemplate(tokenizer(spec)))
-    else:
-        length = min(data.max_length, trainer.batch_tokens)
-        count = max(1, trainer.batch_tokens // length)
-        example = Example([1] * length, [False] + [True] * (length - 1))
-        dataset = Dataset([example] * count, count, 0, 0)
-    batches = [dataset[indices] for indices in dataset.make_batches(0, trainer.batch_settings)]
-    sizes = [slots(batch, trainer.packing) for batch in batches]
-    once, largest = float(sum(sizes)), max(sizes)
-    tokens = float(dataset.num_tokens if options.tokens is None else options.tokens)
-    all_padded = once if options.tokens is None else tokens
-    per_step = trainer.accumulate * options.devices * once / len(batches)
-    num_steps = trainer.max_steps or max(1, math.ceil(trainer.epochs * all_padded / per_step))
-    return Workload(
-        dataset, batches, num_steps, num_steps * per_step / all_padded, all_padded, tokens, options.tokens is None, largest
-    )
+def read_workload(spec: RunSpec, num_tokens: int | None, num_devices: int) -> Workload:
+    """Return the workload of the data, or of full batches of `num_tokens` tokens that are all supervised."""
+    trainer, data = Trainer.from_spec(spec), spec.data.build()
+    dataset = count_data(spec, data) if num_tokens is None else full_batch(min(data.max_length, trainer.batch_tokens), trainer)
+    indices = dataset.make_batches(0, trainer.batch_settings)
+    batches = [batch_shape(dataset[numbers], trainer.packing) for numbers in indices]
+    epoch = float(sum(batch.tokens for batch in batches))
+    tokens = float(dataset.num_tokens if num_tokens is None else num_tokens)
+    padded = epoch if num_tokens is None else tokens
+    per_step = trainer.accumulate * num_devices * epoch / len(batches)
+    num_steps = trainer.max_steps or max(1, math.ceil(trainer.epochs * padded / per_step))
+    return Workload(dataset, batches, num_steps, num_steps * per_step / padded, padded, tokens, num_tokens is None)
 
 
-def tokenizer(spec: RunSpec) -> Any:
-    """The target's, without its weights."""
+def count_data(spec: RunSpec, data: Any) -> Dataset:
+    """Read the data with the target's tokenizer, or with that of target=tiny if it has none or no chat template."""
+    if data.num_bytes() > QUICK_BYTES:
+        raise UserError("plan.tokens: this data is too large to be read for a plan; write its size, as in plan.tokens=4e8")
+    tokenizer = read_tokenizer(spec)
+    dataset: Dataset = data.make_dataset(ChatTemplate(load_tiny_tokenizer() if tokenizer is None else tokenizer))
+    return dataset
+
+
+def read_tokenizer(spec: RunSpec) -> Any:
+    """Return the target's tokenizer, or None if it has none or no chat template."""
     if spec.target.get("model"):
-        return load_tokenizer(spec.target.get("model"), bool(spec.target.get("trust_remote_code", False)), required=True)
-    with MemoryTracker(torch.device("cpu")):
-        target: Target = spec.target.build(network=build_untrained_network, device="cpu")
-    return target.tokenizer
+        tokenizer = load_tokenizer(spec.target.get("model"), bool(spec.target.get("trust_remote_code", False)), required=False)
+        return tokenizer if tokenizer.chat_template else None
+    return spec.target.build(network=build_meta_network, device="cpu").tokenizer
 
 
-def cached_features(spec: RunSpec, sizes: DryRun, work: Workload) -> float:
-    """Bytes of features that the live source keeps in the host's memory."""
-    keep = spec.source.build().max_cached_bytes
-    total = work.tokens * len(sizes.features) * sizes.width * sizes.dtype.itemsize
-    return float(min(keep, total)) if work.epochs > 0 and sizes.features else 0.0
+def full_batch(length: int, trainer: Trainer) -> Dataset:
+    """Return data that fills one batch with texts of `length` tokens, all supervised but the first."""
+    count = max(1, trainer.batch_tokens // length)
+    return Dataset([Example([1] * length, [False] + [True] * (length - 1))] * count, count, 0, 0)
 
 
-def target_epochs(spec: RunSpec, sizes: DryRun, work: Workload) -> float:
-    """How often the target runs over the data: of what is cached once only, where all of a batch is."""
-    total = work.tokens * len(sizes.features) * sizes.width * sizes.dtype.itemsize
-    cached = cached_features(spec, sizes, work) / total if total else 0.0
-    rows = (work.dataset.examples and len(work.dataset.examples) / len(work.batches)) or 1.0
+def batch_shape(examples: list[Example], packed: bool) -> BatchShape:
+    lengths = [len(example.tokens) for example in examples]
+    supervised = sum(sum(example.mask) for example in examples)
+    return BatchShape(len(lengths), max(lengths), sum(lengths) if packed else len(lengths) * max(lengths), supervised)
+
+
+def token_feature_bytes(models: Models) -> int:
+    """Return the bytes of one token's features."""
+    return len(models.features) * models.target.width * models.target.dtype.itemsize
+
+
+def cached_features(spec: RunSpec, models: Models, work: Workload) -> float:
+    """Return the bytes of features that the live source keeps in the host's memory."""
+    limit = spec.source.build().max_cached_bytes
+    return float(min(limit, work.tokens * token_feature_bytes(models))) if work.epochs > 0 else 0.0
+
+
+def target_epochs(spec: RunSpec, models: Models, work: Workload) -> float:
+    """Return how often the target runs over the data: once over batches whose features are all cached."""
+    total = work.tokens * token_feature_bytes(models)
+    cached = cached_features(spec, models, work) / total if total else 0.0
+    rows = len(work.dataset.examples) / len(work.batches) or 1.0
     return min(1.0, work.epochs) + max(0.0, work.epochs - 1) * (1 - cached**rows)
 
 
-def total_flops(spec: RunSpec, sizes: DryRun, work: Workload) -> float:
-    times = 0.0 if spec.source.build().stores_features else target_epochs(spec, sizes, work)
-    trained = work.padded * (sizes.flops.get(TARGET, 0.0) * times + sizes.flops.get(STEP, 0.0) * work.epochs)
-    return trained + num_looks(spec, work) * look_flops(sizes, work)
+@dataclass(frozen=True)
+class Operations:
+    """Floating-point operations: of a padded token's features, of the rest of its step, and of the run."""
+
+    target_per_token: float
+    step_per_token: float
+    run: float
 
 
-def num_looks(spec: RunSpec, work: Workload) -> int:
-    """How often what is held out is drafted for: with each checkpoint or as often as is options for, and at the end."""
-    trainer = Trainer.from_spec(spec)
+def count_operations(spec: RunSpec, models: Models, work: Workload) -> Operations:
+    """Return the operations of a run, those of its validations included."""
+    features, step = flops_per_token(models, work.batches)
+    epochs = 0.0 if spec.source.build().stores_features else target_epochs(spec, models, work)
+    trained = work.padded * (features * epochs + step * work.epochs)
+    return Operations(features, step, trained + count_validations(models, work) * validation_flops(models, work))
+
+
+def count_validations(models: Models, work: Workload) -> int:
+    """Return how often the run drafts for the held-out data."""
+    trainer = models.trainer
     every = trainer.save_every if trainer.eval_every is None else trainer.eval_every
     return math.ceil(work.num_steps / every) if every else 1
 
 
-def look_flops(sizes: DryRun, work: Workload) -> float:
-    """Two for every weight that a row of a look is multiplied with; attention, behind texts so short, is left out, and so is
-    what a drafter does beside drafting."""
-    rows = count_validation_rows(select_prompts(work.dataset.held_out, sizes.longest))
-    return 2.0 * (
-        (rows.num_prompt + rows.num_verified) * sizes.layers
-        + rows.num_verified * sizes.output
-        + rows.num_drafted * sizes.drafter
-    )
+def validation_flops(models: Models, work: Workload) -> float:
+    """Return the operations of one validation: two for every weight that a row is multiplied with. Attention over such short
+    texts, and what a drafter does beyond drafting, are left out.
+    """
+    rows = count_validation_rows(select_prompts(work.dataset.held_out, models.target.max_length))
+    layers, output, drafter = drafting_weights(models)
+    return 2.0 * ((rows.num_prompt + rows.num_verified) * layers + rows.num_verified * output + rows.num_drafted * drafter)

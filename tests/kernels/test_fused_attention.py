@@ -22,7 +22,7 @@ from spectrain.models.attention import causal_attention, unrolled_attention
 from spectrain.models.fast import is_mergeable
 from spectrain.models.kv_cache import AttentionOptions
 from spectrain.models.positions import uncached_visibility
-from spectrain.planning.memory_tracker import MemoryTracker
+from tests.memory_tracker import MemoryTracker
 
 GPU = torch.device("cuda", 0)
 HEADS, KEY_HEADS, LENGTH, SIZE = 8, 2, 96, 16

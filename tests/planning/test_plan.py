@@ -25,13 +25,13 @@ from spectrain.data.dataset import Dataset
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
-from spectrain.planning.dry_run import DryRun, measure_sizes, size_of
-from spectrain.planning.memory_tracker import FORMULAS
+from spectrain.planning.footprint import Models, bytes_of
 from spectrain.planning.plan import Plan, plan
-from spectrain.planning.workload import Workload, look_flops
+from spectrain.planning.workload import Workload, validation_flops
 from spectrain.runs.init_drafter import init_drafter
 from spectrain.training.trainer import Trainer
 from spectrain.training.validation import measure_acceptance
+from tests.memory_tracker import FORMULAS
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
@@ -65,7 +65,7 @@ def ready(spec: RunSpec, run: Path) -> tuple[Callable[[], None], int]:
     dataset = Dataset.from_data(spec.data.build(), target.template)
     drafter = init_drafter(spec, target, dataset)
     target.pack_weights()
-    held = size_of(*target.parameters(), *drafter.parameters(), *drafter.buffers(), *drafter_copies(drafter))
+    held = bytes_of([*target.parameters(), *drafter.parameters(), *drafter.buffers(), *drafter_copies(drafter)])
     return partial(Trainer.from_spec(spec).fit, drafter, target, dataset, LiveSource(), run), held
 
 
@@ -102,7 +102,7 @@ def test_memory_and_flops_of_a_run(words: str, little: tuple[str, str], tmp_path
     """The allocator's peak and the FLOPs of every product that ran, over two passes: the optimiser's state is there from the
     second step on, and the largest batch comes then too."""
     memory, flops = compare(tmp_path, *words.split(), *little, "trainer.max_steps=4", *SHORT)
-    assert memory == WITHIN and flops == WITHIN
+    assert memory == TIGHT and flops == WITHIN
 
 
 def test_flops_of_a_look_at_what_is_held_out(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,13 +112,12 @@ def test_flops_of_a_look_at_what_is_held_out(shallow: Target, monkeypatch: pytes
     drafter = Eagle3(shallow, vocab_size=64).eval()
     texts = [torch.randint(3, 2000, (length,)).tolist() for length in (20, 31)]
     held_out = [Example(text, [False] * (len(text) - 1) + [True]) for text in texts]
-    seen = DryRun()
-    measure_sizes(seen, drafter, shallow, drafter.stages[0])
+    models = Models(shallow, drafter, Trainer(), torch.device("cpu"), 1)
     with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
         looked = measure_acceptance(drafter, shallow, held_out)
     assert looked["acceptance_length"] < 1.1
-    work = Workload(Dataset([], 0, 0, 0, held_out=held_out), [], 1, 1.0, 1.0, 1.0, True, 1)
-    assert look_flops(seen, work) / counter.get_total_flops() == WITHIN
+    work = Workload(Dataset([], 0, 0, 0, held_out=held_out), [], 1, 1.0, 1.0, 1.0, True)
+    assert validation_flops(models, work) / counter.get_total_flops() == WITHIN
 
 
 @pytest.mark.slow
@@ -126,7 +125,7 @@ def test_flops_of_a_look_at_what_is_held_out(shallow: Target, monkeypatch: pytes
 def test_memory_and_flops_of_every_recipe_on_tiny(recipe: str, tmp_path: Path) -> None:
     """The same for every family, an epoch each."""
     memory, flops = compare(tmp_path, f"recipe={recipe}", "target=tiny", "data.limit=24", "trainer.epochs=1")
-    assert memory == (TIGHT if recipe in ONE_PASS else WITHIN) and flops == WITHIN
+    assert memory == TIGHT and flops == WITHIN
 
 
 VARIANTS: dict[str, tuple[str, ...]] = {

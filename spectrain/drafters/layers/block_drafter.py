@@ -23,6 +23,7 @@ from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import Projection
 from spectrain.models.features import Features, Layer
 from spectrain.models.kv_cache import AttentionOptions, TreeCache
+from spectrain.models.step_cost import BatchShape, Run, StepCost
 from spectrain.trees.base import Draft, Rollout
 
 from .anchors import Anchors, block_attention, sample_anchors
@@ -176,6 +177,13 @@ class BlockDrafter(VocabularyDrafter):
     @property
     def stages(self) -> list[Stage]:
         return [Stage.whole(self, self.layers, final_reach=0)]
+
+    def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
+        """The layers run over the slots of the blocks behind the sampled anchors."""
+        anchors = min(batch.supervised, batch.texts * self.num_anchors)
+        slots = anchors * self.block_size
+        runs = [Run(self.blocks, slots, batch.length / 2 + self.block_size), Run(self.fc, batch.tokens, 0)]
+        return StepCost(runs, self.judged_rows(batch, anchors * self.num_drafts))
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Train a block after every sampled anchor, all in one forward."""

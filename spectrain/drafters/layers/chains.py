@@ -35,6 +35,11 @@ class ConditionalDrop:
     min_rate: float
     seed: int
 
+    @property
+    def masks_per_token(self) -> float:
+        """The number of masks that training adds for each prediction."""
+        return sum(max(self.keep_rate**depth, self.min_rate) for depth in range(1, self.num_drafts))
+
 
 @dataclass(frozen=True)
 class Chains:

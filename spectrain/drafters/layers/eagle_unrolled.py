@@ -14,6 +14,8 @@ from spectrain.drafters.context import Context
 from spectrain.features.batch import Batch
 from spectrain.models.attention import unrolled_attention
 from spectrain.models.kv_cache import AttentionOptions, TreeCache
+from spectrain.models.step_cost import BatchShape, Run, StepCost
+from spectrain.models.target import Target
 from spectrain.trees.token_tree import AcceptedPath
 
 from .eagle_layers import EagleDrafter
@@ -32,6 +34,11 @@ class UnrolledEagle(EagleDrafter):
     num_steps: int
 
     # Training
+
+    def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
+        """The layers run once for each draft step over all tokens; the logits of all steps are judged together."""
+        runs = [Run(self, batch.tokens, batch.length, self.num_steps, extra=2 * target.width)]
+        return StepCost(runs, self.judged_rows(batch, self.num_steps * batch.supervised))
 
     def unroll_steps(self, batch: Batch, count: int, state: TrainingState) -> Iterator[Tensor]:
         """Yield the states [B, T, D] of `count` draft steps, with the true tokens as input.

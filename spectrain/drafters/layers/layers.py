@@ -191,6 +191,7 @@ class ResBlock(nn.Module):
         self.linear = nn.Linear(width, width)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
+        self.stored_values = width  # per row: the sum
 
     def forward(self, x: Tensor) -> Tensor:
         return x + F.silu(self.linear(x))

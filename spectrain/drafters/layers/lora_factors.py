@@ -28,6 +28,7 @@ class LoraFactors(nn.Module):
         self.lora_B = nn.Linear(rank, out, bias=False)
         nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5))
         nn.init.zeros_(self.lora_B.weight)
+        self.stored_values = into + out  # per row: the selected input and the update
 
     def forward(self, x: Tensor) -> Tensor:
         return self.lora_B(self.lora_A(x.to(self.lora_A.weight.dtype)))

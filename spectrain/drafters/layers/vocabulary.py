@@ -17,6 +17,7 @@ from spectrain.drafters.capabilities import Capabilities, DraftingCost, OnPolicy
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import DivergenceResult, Projection, restrict_target
+from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
 
 from .losses import ACCEPTANCE_LOSSES, TargetLogProbs, head_loss
 from .output_layer import init_output_layer
@@ -47,6 +48,15 @@ class VocabularyDrafter(Drafter):
         self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
         self.t2d.zero_()
         self.t2d[ids] = True
+
+    def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
+        """Every module runs over all tokens; the logits are those of the draft vocabulary."""
+        return StepCost([Run(self, batch.tokens, batch.length)], self.judged_rows(batch, batch.supervised))
+
+    def judged_rows(self, batch: BatchShape, rows: float, layers: int = 1) -> Judged:
+        """Return the logits of `rows` states under each of `layers` output layers, and of their labels."""
+        labels = 0 if self.divergence == "cross_entropy" else batch.supervised
+        return Judged(rows, len(self.d2t), labels, copies=2 if labels else 1, layers=layers)
 
     def choose_vocabulary(self, token_counts: Tensor) -> Tensor:
         """Set the draft vocabulary to the most frequent tokens, and return their ids [V]."""
@@ -93,6 +103,12 @@ class HeadsDrafter(VocabularyDrafter):
             head.lm_head.load_state_dict(first.lm_head.state_dict())
             if first.lm_down is not None:
                 head.lm_down.load_state_dict(first.lm_down.state_dict())
+
+    def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
+        """Every head runs over the supervised tokens and has an output layer of its own."""
+        heads = [Run(head, batch.supervised, 0) for head in self.heads]
+        others = [Run(part, batch.tokens, batch.length) for name, part in self.named_children() if name != "heads"]
+        return StepCost([*heads, *others], self.judged_rows(batch, batch.supervised, len(self.heads)))
 
     def heads_loss(
         self, supervision: Supervision, head_inputs: Callable[[int], Tensor]

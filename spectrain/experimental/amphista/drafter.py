@@ -25,6 +25,7 @@ from spectrain.experimental.shared.head_layers import HeadMixer, StagedAdapter
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache
+from spectrain.models.step_cost import BatchShape, Run, StepCost
 from spectrain.trees.base import Draft, MarginalRollout
 
 if TYPE_CHECKING:
@@ -84,6 +85,13 @@ class Amphista(HeadsDrafter):
     def stages(self) -> list[Stage]:
         """One stage. Heads without adaptation read the state of one position, heads with it those of all earlier ones too."""
         return [Stage.whole(self, self.layers, final_reach=None if self.adaptation.layers else len(self.heads))]
+
+    def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
+        """The heads run over the supervised tokens, and attend to each other."""
+        cost = super().step_cost(target, batch)
+        rows = len(self.heads) * batch.supervised
+        runs = [run for run in cost.runs if run.module is not self.exchange]
+        return StepCost([*runs, Run(self.exchange, rows, len(self.heads))], cost.judged)
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         assert batch.features is not None

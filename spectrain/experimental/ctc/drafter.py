@@ -27,6 +27,7 @@ from spectrain.experimental.shared.head_layers import HeadMixer, SharedHeadDraft
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache
+from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.trees.base import Draft, Rollout
 
 if TYPE_CHECKING:
@@ -165,6 +166,13 @@ class Ctc(SharedHeadDrafter):
         return [Stage.whole(self, self.layers)]
 
     # Training
+
+    def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
+        """The slots run over the supervised tokens; all their logits, the blank's too, exist until the backward pass."""
+        slots = len(self.slots) * batch.supervised
+        logits = 4 * slots * (len(self.d2t) + 1)
+        runs = [Run(self.exchange, slots, len(self.slots), extra=logits / slots), Run(self.slots, batch.supervised, 0)]
+        return StepCost([*runs, Run(self.adaptation, batch.tokens, batch.length)], Judged(slots, len(self.d2t), copies=0))
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Return -log P(the slots collapse to the next tokens), summed over positions before the assistant's tokens."""

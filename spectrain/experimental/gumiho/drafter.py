@@ -24,6 +24,7 @@ from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.features.batch import Batch
 from spectrain.models.kv_cache import TreeCache
+from spectrain.models.step_cost import BatchShape, Run, StepCost
 from spectrain.models.target import Target
 from spectrain.trees.base import BranchVisibility, Draft, Rollout
 
@@ -103,6 +104,13 @@ class Gumiho(UnrolledEagle):
         self.parallel = nn.ModuleList(ParallelHead(target.width, num_serial, num_blocks) for _ in range(num_parallel))
 
     # Training
+
+    def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
+        """The layers run once for each serial step; each parallel head runs over the supervised tokens."""
+        later = [Run(head, batch.supervised, 0, extra=2 * self.num_serial * target.width) for head in self.parallel]
+        layers = [part for name, part in self.named_children() if name not in ("parallel", "fc")]
+        serial = [Run(self.fc, batch.tokens, 0), Run(nn.ModuleList(layers), batch.tokens, batch.length, self.num_serial)]
+        return StepCost([*serial, *later], self.judged_rows(batch, self.num_steps * batch.supervised))
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Unroll the serial steps over their own states, with the true tokens as input, then apply every head to them."""

@@ -21,6 +21,7 @@ from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget
 from spectrain.models.features import Features
 from spectrain.models.lora import TargetTraining
+from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.randomness import DRAFT, TRAJECTORY, keyed_generator, sequence_generator
 from spectrain.trees.base import Draft
 from spectrain.trees.token_tree import TokenTree
@@ -93,6 +94,16 @@ class Jacobi(Drafter):
     def stages(self) -> list[Stage]:
         """One stage without features: the target runs in the loss, because it also reads guesses."""
         return [Stage([{"params": self.target_training.parameters}], ())]
+
+    def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
+        """The target runs over the text and over two states of every trained block."""
+        guesses = 2 * self.num_blocks * self.block * batch.texts
+        rows = batch.tokens + guesses
+        judged = Judged(max(guesses / 2, batch.supervised), target.head.vocab_size, batch.supervised, copies=1, label_copies=1)
+        runs = [Run(target.layers, rows, rows / batch.texts, mask=rows * rows / batch.texts)]
+        # The trajectories take one forward a step of Jacobi's iteration.
+        iterated = self.block * (batch.tokens + guesses / 2)
+        return StepCost(runs, judged, forward_rows=iterated + batch.tokens)
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Run every block after its text in a random state and in its fixed point, whose predictions are the labels."""

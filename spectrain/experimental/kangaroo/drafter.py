@@ -23,6 +23,7 @@ from spectrain.kernels.linear_divergence import HeadTarget
 from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.partial_forward import NodeLevel
+from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.trees.base import Draft
 from spectrain.trees.token_tree import AcceptedPath
 
@@ -76,6 +77,11 @@ class Kangaroo(SelfDrafter):
     def stages(self) -> list[Stage]:
         """One stage, which also reads the input of the target's head, for the loss."""
         return [Stage.whole(self, (self.exit_layer, "final"), final_reach=0)]
+
+    def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
+        """The adapter runs over all tokens; its states are judged by the target's output layer."""
+        judged = Judged(batch.supervised, target.head.vocab_size, batch.supervised, copies=1, label_copies=1)
+        return StepCost([Run(self, batch.tokens, batch.length)], judged)
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Return the divergence from the target after every position whose next token is the assistant's."""

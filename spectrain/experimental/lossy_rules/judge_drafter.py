@@ -23,6 +23,7 @@ from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import argmax_and_log_z
 from spectrain.models.features import Layer
 from spectrain.models.forward_plan import ForwardPlan
+from spectrain.models.step_cost import BatchShape, Judged, StepCost
 from spectrain.randomness import JUDGED, sequence_generator
 from spectrain.trees.base import Draft
 
@@ -79,6 +80,12 @@ class DraftJudge(Drafter):
     def stages(self) -> list[Stage]:
         """One stage. The features yield the alternatives; the target runs them and the tokens after them in the loss."""
         return [Stage.whole(self, ("final",), final_reach=0)]
+
+    def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
+        """Only the probe learns; the target runs over the text and its alternatives without gradients."""
+        alternatives = self.places * self.alternatives * (1 + self.window) * batch.texts
+        rows = batch.tokens + alternatives
+        return StepCost([], Judged(0, target.head.vocab_size, other_rows=rows), forward_rows=rows)
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         states, is_right, weights = self.judge_alternatives(batch, target, state)

@@ -23,6 +23,7 @@ from spectrain.drafters.layers.output_layer import init_output_layer, make_outpu
 from spectrain.drafters.layers.vocabulary import Supervision, VocabularyDrafter
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
+from spectrain.models.step_cost import BatchShape, Run, StepCost
 from spectrain.models.target import Target
 from spectrain.trees.base import Draft, Rollout
 
@@ -93,6 +94,12 @@ class Redrafter(VocabularyDrafter):
         return project_down(self.lm_down, mixed)
 
     # Training
+
+    def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
+        """The cell and its residual blocks run once for each draft step over the supervised tokens."""
+        runs = [Run(self, batch.supervised, 0, self.num_steps, extra=4 * target.width)]
+        judged = self.judged_rows(batch, self.num_steps * batch.supervised)
+        return StepCost(runs, replace(judged, width=2 * target.width))
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Run the cell over the true tokens after every index; one loss covers all steps."""

@@ -24,6 +24,7 @@ from spectrain.experimental.shared.head_layers import PrefixAttention, SharedHea
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache
+from spectrain.models.step_cost import BatchShape, Run, StepCost
 from spectrain.trees.base import Draft, MarginalRollout
 
 if TYPE_CHECKING:
@@ -71,6 +72,11 @@ class TransformerHeads(SharedHeadDrafter):
     @property
     def stages(self) -> list[Stage]:
         return [Stage.whole(self, self.layers)]
+
+    def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
+        """Every head's layer runs over all tokens; the logits of all heads are judged together."""
+        heads = Run(self, batch.tokens, batch.length)
+        return StepCost([heads], self.judged_rows(batch, len(self.heads) * batch.supervised))
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         assert batch.features is not None

@@ -11,8 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from spectrain.models.attention import causal_attention
 from spectrain.models.fast import pack_linears
-from spectrain.planning.dry_run import autocasting
-from spectrain.planning.memory_tracker import FORMULAS, MemoryTracker
+from tests.memory_tracker import FORMULAS, MemoryTracker, autocasting
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

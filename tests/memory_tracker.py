@@ -405,3 +405,20 @@ def _gpu_rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = 
     if weight is not None and weight.dtype != input.dtype:
         return torch.rms_norm(input, normalized_shape, weight, eps)
     return aten._fused_rms_norm(input, normalized_shape, weight, eps)[0]
+
+
+@contextmanager
+def autocasting(dtype: torch.dtype | None) -> Iterator[None]:
+    """Autocast of a GPU that need not be here: a CPU's does the work, and code that asks hears that the GPU's is on."""
+    if dtype is None:
+        yield
+        return
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", dtype)
+    try:
+        with torch.autocast("cpu", dtype):
+            yield
+    finally:
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])

@@ -1,0 +1,316 @@
+"""What a training run takes, from closed formulas: parameters, bytes of a device by part, bytes on disk, operations of a step.
+
+Target and drafter are built on torch's device "meta", so only config.json is read. The formulas of modules and families are in
+spectrain/models/step_cost.py and in `Drafter.step_cost`.
+"""
+
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spectrain.config.spec import RunSpec
+from spectrain.drafters.base import Drafter, Stage, stage_at
+from spectrain.models.fast.packed_linears import SMALL_WEIGHTS
+from spectrain.models.fast.shared_product import SHARED_INPUT_NAMES
+from spectrain.models.loading import build_meta_network
+from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost, row_cost
+from spectrain.models.target import Target
+from spectrain.training.trainer import Trainer
+
+FLOAT_BYTES = 4
+CHUNK_ROWS = 2048
+"""Rows of the logits that the loss computes at the same time."""
+TILE_ROWS, TILE_COPIES = 64, 6
+"""On a CPU: rows of a chunk that the loss compares at the same time, and the matrices that this takes."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """Target and drafter without weights, and the trainer's settings."""
+
+    target: Target
+    drafter: Drafter
+    trainer: Trainer
+    device: torch.device
+    num_steps: int
+
+    @classmethod
+    def from_spec(cls, spec: RunSpec, device: torch.device, num_steps: int) -> "Models":
+        """Build target and drafter as a training begins with them."""
+        with warnings.catch_warnings(), torch.device("meta"):
+            warnings.simplefilter("ignore")  # the training prints them
+            target: Target = spec.target.build(network=build_meta_network, device=str(device))
+            drafter: Drafter = spec.drafter.build(target=target)
+            if (training := drafter.capabilities.target_training) is not None:
+                training.start_training(target)
+        return cls(target, drafter, Trainer.from_spec(spec), device, num_steps)
+
+    @cached_property
+    def stage_shares(self) -> dict[int, float]:
+        """The share of the steps that each stage has, by its index."""
+        stages = self.drafter.stages
+        numbers = Counter(stage_at(stages, step, self.num_steps) for step in range(self.num_steps))
+        return {number: count / self.num_steps for number, count in sorted(numbers.items())}
+
+    @property
+    def last_stage(self) -> Stage:
+        return self.drafter.stages[max(self.stage_shares)]
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    @cached_property
+    def product_bytes(self) -> int:
+        """Bytes of a value that a linear returns in training."""
+        dtype = self.trainer.autocast_dtype(self.target, self.device)
+        return FLOAT_BYTES if dtype is None else dtype.itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a value that a norm returns in training; autocast stores a copy in its own type too."""
+        return FLOAT_BYTES if self.product_bytes == FLOAT_BYTES else FLOAT_BYTES + self.product_bytes
+
+    @property
+    def own_ids(self) -> set[int]:
+        """The ids of the drafter's parameters, which may be some of the target's."""
+        return {id(p) for p in self.drafter.parameters()}
+
+    @property
+    def target_parameters(self) -> list[Tensor]:
+        return [p for p in self.target.parameters() if id(p) not in self.own_ids]
+
+    @property
+    def features(self) -> tuple[Any, ...]:
+        """The layers whose states are captured of every token."""
+        return tuple(self.drafter.stages[0].layers)
+
+
+def count_parameters(models: Models) -> dict[str, int]:
+    """Return the numbers of trained, of the drafter's and of the target's parameters."""
+    return {
+        "trained": sum(p.numel() for p in trained_parameters(models.last_stage)),
+        "drafter": sum(p.numel() for p in models.drafter.parameters()),
+        "target": sum(p.numel() for p in models.target_parameters),
+    }
+
+
+def trained_parameters(stage: Stage) -> list[Tensor]:
+    return [parameter for group in stage.groups for parameter in group["params"]]
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of tensors, of the same one once."""
+    return sum({id(tensor): tensor.numel() * tensor.element_size() for tensor in tensors}.values())
+
+
+def peak_memory(models: Models, batches: Sequence[BatchShape]) -> dict[str, int]:
+    """Return the bytes of each part at the worst moment of the worst batch and stage."""
+    worst: dict[str, float] = {}
+    for number in models.stage_shares:
+        stage = models.drafter.stages[number]
+        resident = resident_bytes(models, stage)
+        for batch in largest_batches(batches):
+            for moment in step_moments(models, stage, batch):
+                worst = max(worst, resident | moment, key=lambda parts: sum(parts.values()))
+    return {part: int(size) for part, size in sorted(worst.items(), key=lambda item: -item[1]) if size}
+
+
+def largest_batches(batches: Sequence[BatchShape]) -> set[BatchShape]:
+    """Return the batches that may take most memory: those with the most of something."""
+    return {max(batches, key=lambda batch: getattr(batch, name)) for name in ("texts", "length", "tokens", "supervised")}
+
+
+def step_moments(models: Models, stage: Stage, batch: BatchShape) -> list[dict[str, float]]:
+    """Return the bytes by part while logits exist, after them, in the optimiser's step, and in a forward without gradients."""
+    trained, cost = trained_parameters(stage), stage_cost(models, stage, batch)
+    judged, features = cost.judged, {"features": float(feature_bytes(models, stage, batch))}
+    stored = sum(stored_bytes(models, run) for run in cost.runs) + cast_bytes(models, cost)
+    head = FLOAT_BYTES * judged.vocab_size * (judged.width or models.target.width)  # the gradient of an output layer
+    after = stored + judged.layers * head + cost.backward_values * FLOAT_BYTES
+    scratch = max((FLOAT_BYTES * p.numel() for p in trained), default=0)
+    forward_rows = max(cost.forward_rows, batch.tokens if stage.layers else 0)
+    return [
+        features | {"activations": stored + (judged.layers - 1) * head, "logits": logits_bytes(models, judged)},
+        features | {"activations": after},
+        features | {"activations": scratch, "gradients": bytes_of(trained)},
+        features | {"target activations": forward_bytes(models, forward_rows)},
+    ]
+
+
+def stage_cost(models: Models, stage: Stage, batch: BatchShape) -> StepCost:
+    """Return the cost of a stage's step: one that reads features does not train the target's layers in its loss."""
+    cost = models.drafter.step_cost(models.target, batch)
+    others = [run for run in cost.runs if run.module is not models.target.layers]
+    return replace(cost, runs=others, forward_rows=0) if stage.layers and others != cost.runs else cost
+
+
+def resident_bytes(models: Models, stage: Stage) -> dict[str, float]:
+    """Return the bytes that a stage holds all the time."""
+    trained = trained_parameters(stage)
+    training = models.drafter.capabilities.target_training
+    original = training.original if training is not None else None
+    frozen = models.target if original is None else original
+    copy = [] if original is None else [*original.parameters()]
+    return {
+        "target weights": bytes_of(models.target_parameters),
+        "drafter weights": bytes_of([*models.drafter.parameters(), *models.drafter.buffers(), *copy]),
+        "packed copies of weights": packed_bytes(frozen, {id(p) for p in trained}) if models.is_cpu else 0,
+        "optimiser state": 2 * bytes_of(trained),
+    }
+
+
+def packed_bytes(target: Target, trained: set[int]) -> int:
+    """Return the bytes of the copies that make frozen linears of a CPU faster: joined ones, and reordered large ones."""
+    copied: list[Tensor] = []
+    for module in target.model.modules():
+        for names in SHARED_INPUT_NAMES:
+            linears = [part for name in names if isinstance(part := getattr(module, name, None), nn.Linear)]
+            copied += [linear.weight for linear in linears] if len(linears) == len(names) else []
+        copied += [module.weight] if isinstance(module, nn.Linear) and module.weight.numel() > SMALL_WEIGHTS else []
+    return bytes_of(weight for weight in copied if id(weight) not in trained)
+
+
+def feature_bytes(models: Models, stage: Stage, batch: BatchShape) -> int:
+    return batch.tokens * len(stage.layers) * models.target.width * models.target.dtype.itemsize
+
+
+def stored_bytes(models: Models, run: Run) -> float:
+    """Return the bytes that the backward pass reads of a run; gradient checkpointing keeps the inputs of its calls only."""
+    cost = row_cost(run.module)
+    values = run.rows * (cost.products + run.extra) + cost.num_attentions * run.mask
+    stored = values * models.product_bytes + run.rows * cost.states * models.state_bytes
+    if models.trainer.gradient_checkpointing:
+        inputs = run.rows * models.target.width * FLOAT_BYTES
+        layers = max(1.0, cost.num_attentions)
+        return run.calls * layers * inputs + stored / layers
+    return run.calls * stored
+
+
+def cast_bytes(models: Models, cost: StepCost) -> float:
+    """Return the bytes of the copies that autocast makes of weights in float32."""
+    if models.product_bytes == FLOAT_BYTES:
+        return 0.0
+    weights = {
+        id(p): p.numel() for run in cost.runs for p in run.module.parameters() if p.dim() > 1 and p.itemsize == FLOAT_BYTES
+    }
+    return models.product_bytes * sum(weights.values())
+
+
+def logits_bytes(models: Models, judged: Judged) -> float:
+    """Return the bytes of logits in the loss: matrices of the rows of a chunk, and of a tile that a CPU works on."""
+    rows, labels = min(judged.rows, CHUNK_ROWS), min(judged.label_rows, CHUNK_ROWS)
+    if not models.is_cpu:
+        return models.product_bytes * judged.vocab_size * (rows + labels)
+    tile = TILE_COPIES * min(TILE_ROWS, judged.rows)
+    return FLOAT_BYTES * judged.vocab_size * (judged.copies * rows + judged.label_copies * labels + tile)
+
+
+def forward_bytes(models: Models, rows: float) -> float:
+    """Return the bytes of one layer's results while the target runs without gradients."""
+    cost = row_cost(models.target.layers[-1])
+    return rows * (cost.products + cost.states) * models.target.dtype.itemsize
+
+
+def flops_per_token(models: Models, batches: Sequence[BatchShape]) -> tuple[float, float]:
+    """Return the operations of a padded token, on average over stages and batches: of its features, and of the rest of a
+    step.
+    """
+    sampled = batches[:: max(1, len(batches) // 64)]
+    features = steps = 0.0
+    for number, share in models.stage_shares.items():
+        stage = models.drafter.stages[number]
+        features += share * sum(feature_flops(models, stage, batch) for batch in sampled)
+        steps += share * sum(step_flops(models, stage, batch) for batch in sampled)
+    tokens = sum(batch.tokens for batch in sampled)
+    return features / tokens, steps / tokens
+
+
+def feature_flops(models: Models, stage: Stage, batch: BatchShape) -> float:
+    """Return the operations of the target's forward that computes the features of a batch."""
+    cost = row_cost(models.target.layers)
+    depth = max((models.target.num_layers if layer == "final" else int(layer) for layer in stage.layers), default=0)
+    products = 2 * cost.weights + 4 * cost.attention * batch.length
+    return batch.tokens * products * depth / models.target.num_layers
+
+
+def step_flops(models: Models, stage: Stage, batch: BatchShape) -> float:
+    """Return the operations of a training step on a batch: two for every product of the forward, its inputs' gradients and the
+    gradients of trained weights, and seven halves of the forward for attention.
+    """
+    trained = {id(p) for p in trained_parameters(stage)}
+    cost = stage_cost(models, stage, batch)
+    total = 0.0
+    for run in cost.runs:
+        row = row_cost(run.module, trained)
+        total += run.calls * run.rows * (2 * (2 * row.weights + row.trained) + 14 * row.attention * run.keys)
+    judged = cost.judged
+    total += 6 * (judged.width or models.target.width) * judged.vocab_size * judged.rows * judged.layers
+    total += 2 * models.target.width * judged.vocab_size * (judged.label_rows + judged.other_rows)
+    layers = row_cost(models.target.layers)
+    return total + cost.forward_rows * (2 * layers.weights + 4 * layers.attention * batch.length)
+
+
+def drafting_weights(models: Models) -> tuple[float, float, float]:
+    """Return the weights that a row is multiplied with: of the target's layers, its output layer, and the drafter."""
+    target = models.target
+    drafter = sum(p.numel() for p in models.drafter.parameters())
+    return row_cost(target.layers).weights, target.head.output.weight.numel(), drafter
+
+
+@dataclass(frozen=True)
+class DiskSizes:
+    """Bytes of what a run saves."""
+
+    # Bytes of each checkpoint that is kept, the last of them first in the plan.
+    checkpoints: list[int]
+    checkpoint: int
+    drafter: int
+    # Bytes of the trained target, 0 if it stays as it is.
+    target: int
+
+    @classmethod
+    def from_models(cls, models: Models) -> "DiskSizes":
+        trainer, drafter = models.trainer, models.drafter
+        every = trainer.save_every
+        steps = range(every, models.num_steps, every)[-trainer.keep_checkpoints :] if every else range(0)
+        stages = [drafter.stages[stage_at(drafter.stages, step - 1, models.num_steps)] for step in steps]
+        return cls(
+            [checkpoint_bytes(drafter, stage) for stage in stages],
+            checkpoint_bytes(drafter, models.last_stage),
+            bytes_of(drafter.state_dict(keep_vars=True).values()),
+            trained_target_bytes(models),
+        )
+
+
+def checkpoint_bytes(drafter: Drafter, stage: Stage) -> int:
+    """Return the bytes of a checkpoint: the drafter, what is trained of the target, and Adam's two means and a count each."""
+    trained = trained_parameters(stage)
+    weights = bytes_of([*drafter.state_dict(keep_vars=True).values(), *trained])
+    return weights + sum(2 * p.numel() * p.element_size() + 4 for p in trained)
+
+
+def trained_target_bytes(models: Models) -> int:
+    """Return the bytes of the target that a run saves, without adapters, which are merged."""
+    if models.drafter.capabilities.target_training is None:
+        return 0
+    adapters = {id(p) for name, p in models.target.named_parameters() if ".lora_" in name}
+    weights = {id(p): p.numel() for p in models.target_parameters if id(p) not in adapters}
+    return sum(weights.values()) * models.target.dtype.itemsize
+
+
+def largest_piece_bytes(target: Target) -> int:
+    """Return the bytes of the largest part that a sharded target gathers at the same time."""
+    pieces = [*target.layers, target.head.embedding, target.head.output]
+    return max(bytes_of(piece.parameters()) for piece in pieces)
+
+
+def lent_bytes(target: Target) -> int:
+    """Return the bytes of the target's embedding and output layer, which drafters read."""
+    return bytes_of([*target.head.embedding.parameters(), *target.head.output.parameters()])
