@@ -83,7 +83,7 @@ class DraftJudge(Drafter):
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
         """Only the probe learns; the target runs over the text and its alternatives without gradients."""
-        alternatives = self.places * self.alternatives * (1 + self.window) * batch.texts
+        alternatives = self.num_positions * self.alternatives * (1 + self.window) * batch.texts
         rows = batch.tokens + alternatives
         return StepCost([], Judged(0, target.head.vocab_size, other_rows=rows), forward_rows=rows)
 
