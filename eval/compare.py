@@ -36,7 +36,7 @@ from spectrain.files import write_text
 from spectrain.models.target import Target
 from spectrain.runs.defaults import default_tree
 from spectrain.runs.score import evaluate
-from spectrain.runs.tracking import tracked
+from spectrain.runs.tracking import track_run
 from spectrain.runs.train import train
 from spectrain.training.trainer import Trainer
 
@@ -90,7 +90,7 @@ def compare(spec: RunSpec, compare: GroupSpec, recipes: Any, runs: Sequence[str]
     write_text(folder / "comparison.json", json.dumps(result, indent=2) + "\n")
     write_report(folder / "report.html", [run.folder for run in scored], result)
     settings = {**spec.to_nodes(), "compare": compare.node, "recipes": recipes, "runs": runs}
-    with tracked(spec.tracker.build(), folder, settings, "compare") as tracker:
+    with track_run(spec.tracker.build(), folder, settings, "compare") as tracker:
         tracker.log_comparison(result, tracked_comparison(result), folder)
     print_comparison(result)
     print(f"written to {folder}")
@@ -205,7 +205,7 @@ class Contest:
                 train(spec, self.select_target(spec), dataset)
             free_memory()
         run = self.score_batch(spec)
-        training = run.setting["training"]
+        training = run.eval_setting["training"]
         print_progress(run, f"{training['tokens']:,} tokens in {training['seconds']:.0f} s")
         return run
 

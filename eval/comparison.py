@@ -71,21 +71,21 @@ class ScoredRun:
         )
 
     @property
-    def setting(self) -> Entry:
+    def eval_setting(self) -> Entry:
         return dict(self.summary["setting"])
 
     @property
     def target(self) -> str:
         """The target's name before any training."""
-        return str(self.setting["target"]).removesuffix(TRAINED_SUFFIX)
+        return str(self.eval_setting["target"]).removesuffix(TRAINED_SUFFIX)
 
     def compared_setting(self, key: str) -> Any:
         """Return a setting that must agree."""
         if key == "acceptance":
-            rule = self.setting.get("acceptance")
+            rule = self.eval_setting.get("acceptance")
             node = resolve_choice(key, rule, str(self.folder / "summary.json")) if rule else None
             return GroupSpec.from_node(key, node).with_defaults() if node else None
-        return self.target if key == "target" else self.setting.get(key)
+        return self.target if key == "target" else self.eval_setting.get(key)
 
     @property
     def engine(self) -> str:
@@ -94,7 +94,7 @@ class ScoredRun:
     @property
     def changes_target(self) -> bool:
         """Whether the target was trained with its drafter."""
-        return str(self.setting["target"]).endswith(TRAINED_SUFFIX)
+        return str(self.eval_setting["target"]).endswith(TRAINED_SUFFIX)
 
     @property
     def is_noisy(self) -> bool:
@@ -108,7 +108,7 @@ class ScoredRun:
 
     @property
     def is_trained(self) -> bool:
-        return bool(self.setting.get("trained", True))
+        return bool(self.eval_setting.get("trained", True))
 
     def prompts(self) -> dict[str, list[int]]:
         """Return the first turn's tokens of every prompt; later turns hold the target's own answers."""
@@ -160,7 +160,7 @@ def list_differences(runs: Sequence[ScoredRun]) -> list[str]:
     caveats = [
         f"Scored with different {name}: times are not to be compared where that matters."
         for key, name in DIFFERENT.items()
-        if len({json.dumps(run.setting.get(key), sort_keys=True) for run in runs}) > 1
+        if len({json.dumps(run.eval_setting.get(key), sort_keys=True) for run in runs}) > 1
     ]
     if len({run.facts["data"]["fingerprint"] for run in runs if run.facts.get("data")}) > 1:
         caveats.append("Trained on different data.")
@@ -172,10 +172,10 @@ def list_differences(runs: Sequence[ScoredRun]) -> list[str]:
         )
     for run in runs:
         lossless = run.summary["lossless"]
-        if lossless and lossless["differences"] and run.setting["dtype"] != "float32":
+        if lossless and lossless["differences"] and run.eval_setting["dtype"] != "float32":
             count = len(lossless["differences"])
-            caveats.append(f"{run.name}: {count} answers differ by the rounding of {run.setting['dtype']}.")
-    training = [run.setting["training"] for run in runs if run.setting.get("training")]
+            caveats.append(f"{run.name}: {count} answers differ by the rounding of {run.eval_setting['dtype']}.")
+    training = [run.eval_setting["training"] for run in runs if run.eval_setting.get("training")]
     if len(training) > 1 and not any(are_similar([facts[key] for facts in training]) for key in ("seconds", "tokens")):
         caveats.append("Trained with unequal budgets: both their seconds and their tokens differ.")
     caveats += [
@@ -215,7 +215,7 @@ def are_similar(values: Sequence[float]) -> bool:
 
 def describe_setting(runs: Sequence[ScoredRun], budget: str | None) -> Entry:
     """Return the setting that all runs share."""
-    setting = runs[0].setting
+    setting = runs[0].eval_setting
     return {
         "target": runs[0].target,
         "data": describe_data(runs),
@@ -226,7 +226,7 @@ def describe_setting(runs: Sequence[ScoredRun], budget: str | None) -> Entry:
 
 def make_row(run: ScoredRun, folder: Path) -> Entry:
     """Return one drafter's row of comparison.json; its evaluation's path is relative to `folder`."""
-    setting, summary = run.setting, run.summary
+    setting, summary = run.eval_setting, run.summary
     training, lossless = setting.get("training") or {}, summary["lossless"]
     keys = dict.fromkeys(
         ["label", "acceptance_length", "acceptance_by_depth", "speedup", "tokens_per_second", "lossless", "time_share"]

@@ -1,4 +1,4 @@
-"""How far an output is from what the original target would have said. Shapes: T tokens, V vocabulary."""
+"""How far an output is from the original target's own. Shapes: T tokens, V vocabulary."""
 
 import math
 from collections.abc import Sequence
@@ -16,37 +16,43 @@ Text = tuple[list[int], list[int]]  # a prompt and its answer
 
 
 def rule_drift(target: Target, turns: Sequence[Turn], follows: bool = False) -> dict[str, Any]:
-    """What a lossy rule changes: the target's own judgement of drafted answers beside that of its own answers, and where these
-    are what drafted ones would be without loss (`follows`), how alike they are."""
-    found: dict[str, Any] = {
+    """Measure what a lossy rule changes: the target's judgement of drafted answers and of its own.
+
+    `follows` says that a lossless rule would give the target's own answers; then their agreement is measured as well.
+    """
+    drift: dict[str, Any] = {
         "autoregressive": quality(target, [(turn.autoregressive.prompt, turn.autoregressive.output) for turn in turns]),
         "drafted": quality(target, [(turn.drafted.prompt, turn.drafted.output) for turn in turns]),
     }
-    return found | agreement([(turn.autoregressive.output, turn.drafted.output) for turn in turns]) if follows else found
+    pairs = [(turn.autoregressive.output, turn.drafted.output) for turn in turns]
+    return drift | agreement(pairs) if follows else drift
 
 
 def agreement(answers: Sequence[tuple[list[int], list[int]]]) -> dict[str, Any]:
-    """`agreement` is the share of the first answers' tokens that stand before the first difference, `same_answers` how many of
-    `checked` are equal."""
-    alike = sum(next((n for n, (a, b) in enumerate(zip(*pair)) if a != b), min(map(len, pair))) for pair in answers)
+    """Compare pairs of answers.
+
+    `agreement` is the share of the first answers' tokens that stand before the first difference, `same_answers` how many of
+    `checked` are equal.
+    """
+    same = sum(next((n for n, (a, b) in enumerate(zip(*pair)) if a != b), min(map(len, pair))) for pair in answers)
     return {
-        "agreement": round(alike / max(1, sum(len(own) for own, _ in answers)), 4),
+        "agreement": round(same / max(1, sum(len(own) for own, _ in answers)), 4),
         "same_answers": sum(own == other for own, other in answers),
         "checked": len(answers),
     }
 
 
 def own_answers(target: Target, prompts: Sequence[list[int]], max_new_tokens: int) -> list[Text]:
-    """Prompts with the target's greedy answers."""
+    """Return prompts with the target's greedy answers."""
     target.pack_weights()
     return [(prompt, decode(target, [prompt], Greedy(), max_new_tokens)[0].output) for prompt in prompts]
 
 
 def target_drift(original: Target, trained: Target, texts: Sequence[Text], max_new_tokens: int) -> dict[str, Any]:
-    """What training changed, on the original's own answers: how either target judges them.
+    """Measure what training changed in a target: how the original and the trained one judge the original's own answers.
 
-    `agreement` is how often both have the same most likely token, `kl` the mean KL(original || trained) over the places, in
-    nats, which also sees what greedy text does not; `same_answers` how many greedy answers are equal.
+    `agreement` is how often both have the same most likely token, `kl` the mean KL(original || trained) over the positions, in
+    nats, which also shows changes that greedy text hides; `same_answers` how many greedy answers are equal.
     """
     agreed = judged = same = 0
     divergence = 0.0
@@ -67,7 +73,7 @@ def target_drift(original: Target, trained: Target, texts: Sequence[Text], max_n
 
 
 def quality(target: Target, texts: Sequence[Text]) -> dict[str, float]:
-    """The target's perplexity of answers, and how many of their tokens are its most likely ones."""
+    """Compute the target's perplexity of answers, and the share of their tokens that are its most likely ones."""
     loss = best = count = 0.0
     for prompt, answer in texts:
         log_p = logits(target, (prompt, answer)).log_softmax(-1)
@@ -79,7 +85,7 @@ def quality(target: Target, texts: Sequence[Text]) -> dict[str, float]:
 
 
 def logits(target: Target, text: Text) -> Tensor:
-    """What the target says before every token of an answer, [T, V]."""
+    """Return the target's logits before every token of an answer [T, V]."""
     prompt, answer = text
     tokens = torch.tensor([prompt + answer], device=target.device)
     final = target.features(tokens, ("final",), texts=[prompt + answer]).at_layer("final")[0, len(prompt) - 1 : -1]

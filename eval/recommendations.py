@@ -99,7 +99,7 @@ def advise_sampling(runs: Sequence[ScoredRun]) -> list[dict[str, str]]:
     """Advise acceptance=sample if calibration measured that sampling the children accepts more than sample-and-match."""
     rules = {run.name: run.summary["rules"] for run in runs if run.summary.get("rules")}
     better = {name: forecast for name, forecast in rules.items() if forecast["better"] == "recursive"}
-    if not better or runs[0].setting["rule"] == "sample":
+    if not better or runs[0].eval_setting["rule"] == "sample":
         return []
     lengths = ", ".join(
         f"{name} {forecast['match']['forecast']:.2f} to {forecast['recursive']['forecast']:.2f}"

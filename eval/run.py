@@ -73,7 +73,7 @@ class Evaluation(EvalSettings):
 
     def check_prompts(self, target: Target) -> None:
         """Leave out prompts that do not fit the target's context with their answer; raise UserError if none fits."""
-        lengths = [len(tokenize_prompt(target.template, prompt.opening, target.vision)) for prompt in self.chosen]
+        lengths = [len(tokenize_prompt(target.template, prompt.opening_messages, target.vision)) for prompt in self.chosen]
         room = target.max_length - self.max_new_tokens
         fitting = [prompt for prompt, length in zip(self.chosen, lengths) if length <= room]
         if not fitting:
@@ -123,7 +123,7 @@ class Evaluation(EvalSettings):
             sections |= extension.report(results)
         if self.report:
             sections |= self._measure_costs(results)
-        setting = {**self._setting(results, decoding), "rule": requested_rule}
+        setting = {**self._describe_setting(results, decoding), "rule": requested_rule}
         recommended = RECOMMENDED if RECOMMENDED in results.summaries else DRAFTER
         summary = EvaluationSummary(recommended, results.summaries, limits, sections, setting).to_json()
         self._write(results, summary, calibration)
@@ -263,7 +263,7 @@ class Evaluation(EvalSettings):
         costs = {"memory": memory} if traffic is None else {"memory": memory, "traffic": traffic}
         return costs | judge_target(candidate, answers, self.max_new_tokens, results.folder)
 
-    def _setting(self, results: Results, decoding: Interleaving) -> dict[str, Any]:
+    def _describe_setting(self, results: Results, decoding: Interleaving) -> dict[str, Any]:
         """Return what the numbers depend on."""
         candidate, drafter, summary = results.candidate, results.candidate.drafter, results.summaries[DRAFTER]
         return {
@@ -306,7 +306,7 @@ class Evaluation(EvalSettings):
             group = [builder for builder in builders if builder.children == children]
             if any(builder.requirements for builder in group):
                 prompts = self._calibration_prompts(target)
-                texts = [tokenize_prompt(target.template, prompt.opening, target.vision) for prompt in self.chosen]
+                texts = [tokenize_prompt(target.template, prompt.opening_messages, target.vision) for prompt in self.chosen]
                 longest = max(map(len, texts)) + self.max_new_tokens
                 measured = calibrate_builders(target, first.drafter, group, first.rule, prompts, max_text_tokens=longest)
                 calibration = measured if children == first.builder.children else calibration
@@ -315,7 +315,7 @@ class Evaluation(EvalSettings):
     def _calibration_prompts(self, target: Target) -> list[list[int]]:
         """Return openings of the embedded conversations, or of the prompts that eval.calibration names."""
         if self.calibration is not None:
-            openings = [prompt.opening for prompt in read_prompts(self.calibration, self.calibration_limit).prompts]
+            openings = [prompt.opening_messages for prompt in read_prompts(self.calibration, self.calibration_limit).prompts]
         else:
             from spectrain.data.readers import EmbeddedReader
 

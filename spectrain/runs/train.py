@@ -20,7 +20,7 @@ from .drafter_files import save_drafter
 from .folder import choose_folder, open_run
 from .init_drafter import apply_init_shape, init_drafter
 from .score import evaluate, score
-from .tracking import tracked
+from .tracking import track_run
 
 
 @dataclass
@@ -52,7 +52,7 @@ def train(spec: RunSpec, target: Target | None = None, dataset: Dataset | None =
     tracker: Tracker | None = spec.tracker.build() if accelerator.is_main_process else None
     settings = spec.to_nodes()
     if finished:
-        with tracked(tracker, run, settings, step=read_last_step(run / "metrics.jsonl")) as tracker:
+        with track_run(tracker, run, settings, step=read_last_step(run / "metrics.jsonl")) as tracker:
             evaluate(spec, run, tracker=tracker)
         return run
     work = load_inputs(spec, trainer, target, dataset)
@@ -62,7 +62,7 @@ def train(spec: RunSpec, target: Target | None = None, dataset: Dataset | None =
     accelerator.wait_for_everyone()
     work.target.pack_weights()
     checkpoint = latest_checkpoint(run)
-    with tracked(tracker, run, settings, step=0 if checkpoint is None else checkpoint_step(checkpoint)) as tracker:
+    with track_run(tracker, run, settings, step=0 if checkpoint is None else checkpoint_step(checkpoint)) as tracker:
         try:
             trained = trainer.fit(work.drafter, work.target, work.dataset, work.source, run, tracker)
         finally:

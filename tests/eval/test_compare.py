@@ -22,7 +22,7 @@ from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval.compare import Contest
 from spectrain.eval.comparison import SAME_DRAFTER, ScoredRun, check_same, list_differences, list_same_drafter
-from spectrain.eval.memory import HeldBytes, extra_memory, own_bytes
+from spectrain.eval.memory import MemoryCounter, extra_memory, own_bytes
 from spectrain.eval.recommendations import Variant, advise_sampling, compare_runs, ratio_interval, recommend
 from spectrain.eval.report import print_comparison
 from spectrain.models.target import Target
@@ -337,7 +337,7 @@ def test_a_joined_comparison_says_where_runs_are(compared: Path, tmp_path: Path)
 
 def test_held_bytes_are_the_peak() -> None:
     """Two tensors at a time of three: the peak is the largest pair's; views and writes in place hold nothing more."""
-    with HeldBytes() as held:
+    with MemoryCounter() as held:
         one = torch.zeros(1000)
         view = one.view(10, 100)
         view.add_(1)

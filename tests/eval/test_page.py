@@ -19,7 +19,7 @@ from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.eval.columns import format_speedup
-from spectrain.eval.drafts import Drafted, choose, output_texts, positions
+from spectrain.eval.drafts import DraftedRound, choose_turns, output_texts, tree_positions
 from spectrain.eval.page import write_report
 from spectrain.eval.run import Evaluation
 from spectrain.models.target import Target
@@ -162,9 +162,9 @@ def test_characters_of_several_tokens_come_whole(shallow: Target) -> None:
 
 def test_a_kept_path_is_found_among_twins() -> None:
     """Children drawn with replacement can be equal: the one whose own child was kept is on the path."""
-    draft = Drafted(tokens=[1, 7, 7, 8], parents=[-1, 0, 0, 2], depths=[0, 1, 1, 2], count=3)
-    assert draft.kept([7, 8]) == [2, 3] and draft.kept([]) == []
-    assert positions(draft.parents) == [(), (0,), (1,), (1, 0)]
+    draft = DraftedRound(tokens=[1, 7, 7, 8], parents=[-1, 0, 0, 2], depths=[0, 1, 1, 2], count=3)
+    assert draft.accepted_nodes([7, 8]) == [2, 3] and draft.accepted_nodes([]) == []
+    assert tree_positions(draft.parents) == [(), (0,), (1,), (1, 0)]
 
 
 def test_shown_prompts_cover_the_categories() -> None:
@@ -175,7 +175,7 @@ def test_shown_prompts_cover_the_categories() -> None:
             self.category, self.turn = category, turn
 
     turns: Any = [Turn("a"), Turn("a"), Turn("a", 1), Turn("b"), Turn("a"), Turn("c")]
-    assert [row for row, _ in choose(turns)] == [1, 4, 6, 2]
+    assert [row for row, _ in choose_turns(turns)] == [1, 4, 6, 2]
 
 
 def test_the_same_files_give_the_same_page(folders: dict[str, Path]) -> None:

@@ -18,7 +18,7 @@ from spectrain.eval.metrics import Turn
 from spectrain.eval.notes import list_caveats
 from spectrain.eval.prompts import read_prompts
 from spectrain.eval.run import Evaluation
-from spectrain.eval.tasks import Number, Program, check_execution, last_number, program, reference_of, task_score
+from spectrain.eval.tasks import Number, Program, check_execution, extract_program, last_number, reference_of, task_score
 from spectrain.experimental.lossy_rules.relaxed import Rollback
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
@@ -109,7 +109,7 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> Judge:
 def test_programs_are_run_only_where_that_is_allowed(tiny: Target, judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     """With eval.execute a program's tests judge it, whole or in a block; without, it counts as not run, and nothing runs."""
     right, wrong = "Here:\n```python\ndef double(x):\n    return 2 * x\n```\nDone.", "```\ndef double(x):\n    return x\n```"
-    assert program(right) == "def double(x):\n    return 2 * x\n" and program("    return 1") == "    return 1"
+    assert extract_program(right) == "def double(x):\n    return 2 * x\n" and extract_program("    return 1") == "    return 1"
     reference = Program(PROBLEM)
     assert reference.is_right(right) and reference.is_right("    return 2 * x") and not reference.is_right(wrong)
     monkeypatch.setattr(judge, "check_correctness", lambda *_: pytest.fail("a program was run"))

@@ -30,7 +30,7 @@ from spectrain.models.target import Target
 from spectrain.runs import tracking
 from spectrain.runs.defaults import resolve_eval_spec
 from spectrain.runs.score import evaluate
-from spectrain.runs.tracking import TensorBoard, Wandb, flatten, tracked
+from spectrain.runs.tracking import TensorBoard, Wandb, flatten, track_run
 from spectrain.runs.train import train
 from spectrain.training.checkpoints import checkpoint_step, latest_checkpoint
 from spectrain.training.metrics import MetricsFile, Tracker, read_last_step
@@ -171,7 +171,7 @@ def fit(
     drafter.prepare(target, torch.arange(target.head.vocab_size, 0, -1))
     begun = latest_checkpoint(run)
     trainer = Trainer(lr=1e-3, max_steps=6, save_every=2, log_every=1, batch_tokens=32)
-    with tracked(tracker, run, CONFIG, step=0 if begun is None else checkpoint_step(begun)):
+    with track_run(tracker, run, CONFIG, step=0 if begun is None else checkpoint_step(begun)):
         trainer.fit(drafter, target, dataset, LiveSource(), run, tracker, on_step=on_step)
         then(tracker)
 
@@ -461,8 +461,8 @@ def test_wandb_never_hangs_at_exit(tmp_path: Path) -> None:
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     code = (
-        "import sys; from pathlib import Path; from spectrain.runs.tracking import Wandb, tracked\n"
-        "with tracked(Wandb(patience=20), Path(sys.argv[1]), {}) as tracker: tracker.log_metrics({'loss': 1.0}, 1)"
+        "import sys; from pathlib import Path; from spectrain.runs.tracking import Wandb, track_run\n"
+        "with track_run(Wandb(patience=20), Path(sys.argv[1]), {}) as tracker: tracker.log_metrics({'loss': 1.0}, 1)"
     )
     account = {"WANDB_MODE": "online", "WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}"}
     try:

@@ -102,7 +102,7 @@ class Adversary(EvalExtension):
         for attempt in range(self.search.tries + 1):
             candidate = self._change_words(words, str(prompt.turns[0]), all_words, random) if attempt else words
             edited = replace(prompt, turns=[insert_words(str(prompt.turns[0]), candidate)])
-            tokens = tokenize_prompt(target.template, edited.opening)
+            tokens = tokenize_prompt(target.template, edited.opening_messages)
             if len(tokens) + self.max_new_tokens > target.max_length:
                 continue
             share = 1.0 if best is None else share_of_likeliest(target, tokens, best.original_answer.output)
