@@ -21,7 +21,7 @@ Position = tuple[int, ...]  # a node's position in its tree: the rank of each no
 
 
 @dataclass(frozen=True)
-class DraftedRound:
+class EmittableTree:
     """One round's tree of nodes that can be emitted, the root first, and the number of tokens that it emitted."""
 
     tokens: list[int]
@@ -49,7 +49,7 @@ class TreeRecorder(DraftRecorder):
 
     def __init__(self, builder: TreeBuilder) -> None:
         super().__init__(builder)
-        self.drafts: list[DraftedRound] = []
+        self.drafts: list[EmittableTree] = []
 
     def observe(self, round: RoundResult) -> None:
         self.builder.observe(round)
@@ -58,7 +58,7 @@ class TreeRecorder(DraftRecorder):
         index = {node: number for number, node in enumerate(nodes)}
         parents = [-1 if parent < 0 else index[parent] for parent in tree.parents[0, nodes].tolist()]
         depths = cast(list[int], tree.depths[0, nodes].tolist())
-        self.drafts.append(DraftedRound(tree.tokens[0, nodes].tolist(), parents, depths, int(round.counts[0])))
+        self.drafts.append(EmittableTree(tree.tokens[0, nodes].tolist(), parents, depths, int(round.counts[0])))
 
 
 def record_drafts(
@@ -129,7 +129,7 @@ def output_texts(tokenizer: Any, output: list[int]) -> list[str]:
     return [*pieces[:-1], pieces[-1] + text[len("".join(pieces)) :]]
 
 
-def node_texts(tokenizer: Any, before: list[int], draft: DraftedRound) -> list[str]:
+def node_texts(tokenizer: Any, before: list[int], draft: EmittableTree) -> list[str]:
     """Return the text of every node after its own ancestors; the last tokens before the round are enough context."""
     paths: list[list[int]] = []
     for token, parent in zip(draft.tokens, draft.parents):

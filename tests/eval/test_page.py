@@ -19,7 +19,7 @@ from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.eval.columns import format_speedup
-from spectrain.eval.drafts import DraftedRound, choose_turns, output_texts, tree_positions
+from spectrain.eval.drafts import EmittableTree, choose_turns, output_texts, tree_positions
 from spectrain.eval.page import write_report
 from spectrain.eval.run import Evaluation
 from spectrain.models.target import Target
@@ -162,7 +162,7 @@ def test_characters_of_several_tokens_come_whole(shallow: Target) -> None:
 
 def test_a_kept_path_is_found_among_twins() -> None:
     """Children drawn with replacement can be equal: the one whose own child was kept is on the path."""
-    draft = DraftedRound(tokens=[1, 7, 7, 8], parents=[-1, 0, 0, 2], depths=[0, 1, 1, 2], count=3)
+    draft = EmittableTree(tokens=[1, 7, 7, 8], parents=[-1, 0, 0, 2], depths=[0, 1, 1, 2], count=3)
     assert draft.accepted_nodes([7, 8]) == [2, 3] and draft.accepted_nodes([]) == []
     assert tree_positions(draft.parents) == [(), (0,), (1,), (1, 0)]
 
