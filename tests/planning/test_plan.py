@@ -209,6 +209,25 @@ def test_a_large_target_is_planned_from_its_configuration_alone() -> None:
     assert {"source=store", "drafter.vocab_size=16000"} <= {change["change"] for change in found["changes"]}
 
 
+MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768, "intermediate_size": 6144, "vocab_size": 151936, "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_a_mixture_of_experts_is_planned_from_config_json_alone(tmp_path: Path) -> None:
+    """Qwen3-30B-A3B on a GPU that is not here, without tokenizer and chat template: its published parameters, 3.3 billion of
+    them at work, of which 0.6 are embeddings; tokens are counted with another tokenizer, which a note says."""
+    (tmp_path / "config.json").write_text(json.dumps(MOE))
+    target = ("target=hf", f"target.model={tmp_path}", "plan.device=cuda", "data.limit=2")
+    summary = planned("recipe=eagle3", *target, device="cuda")
+    assert summary["parameters"]["target"] == 30_532_122_624
+    active = summary["flops"]["target_per_token"] / 2
+    assert 2.7e9 < active < 3.1e9 and any("tokenizer" in note for note in summary["notes"])
+
+
 @pytest.mark.slow
 def test_a_plan_is_measured_by_the_benchmark_that_a_gpu_runs() -> None:
     """At toy size, on a CPU."""

@@ -24,7 +24,7 @@ from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.features.batch import Batch
 from spectrain.models.kv_cache import TreeCache
-from spectrain.models.step_cost import BatchShape, Run, StepCost
+from spectrain.models.step_cost import OUTPUT_LAYERS, BatchShape, Run, StepCost
 from spectrain.models.target import Target
 from spectrain.trees.base import BranchVisibility, Draft, Rollout
 
@@ -108,7 +108,7 @@ class Gumiho(UnrolledEagle):
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
         """The layers run once for each serial step; each parallel head runs over the supervised tokens."""
         later = [Run(head, batch.supervised, 0, extra=2 * self.num_serial * target.width) for head in self.parallel]
-        layers = [part for name, part in self.named_children() if name not in ("parallel", "fc")]
+        layers = [part for name, part in self.named_children() if name not in ("parallel", "fc", *OUTPUT_LAYERS)]
         serial = [Run(self.fc, batch.tokens, 0), Run(nn.ModuleList(layers), batch.tokens, batch.length, self.num_serial)]
         return StepCost([*serial, *later], self.judged_rows(batch, self.num_steps * batch.supervised))
 
