@@ -5,7 +5,7 @@ Shapes: B batch, K drafts of a block, W width, V draft vocabulary, R judged draf
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -17,6 +17,7 @@ from spectrain.drafters.layers.judged_drafts import JudgedDrafts
 from spectrain.drafters.layers.losses import LossName
 from spectrain.errors import UserError
 from spectrain.kernels.linear_divergence import split_rows
+from spectrain.models.step_cost import BatchShape, StepCost
 from spectrain.trees.base import MarginalRollout, Rollout
 
 from .base import Losses
@@ -56,6 +57,12 @@ class DFlash(BlockDrafter):
         self.slot_weights, self.dpace_alpha = config.slot_weights, config.dpace_alpha
 
     # Training
+
+    def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
+        """D-PACE's weights take another matrix of probabilities."""
+        cost = super().step_cost(target, batch)
+        copies = cost.judged.copies + (self.slot_weights == "dpace")
+        return replace(cost, judged=replace(cost.judged, copies=copies))
 
     def judge_drafts(self, asked: JudgedDrafts) -> Losses:
         dpace = self.slot_weights == "dpace"

@@ -18,13 +18,13 @@ from spectrain.drafters.layers.block_drafter import BlockConfig, BlockDrafter
 from spectrain.drafters.layers.judged_drafts import JudgedDrafts
 from spectrain.drafters.layers.losses import acceptance_rate
 from spectrain.kernels.linear_divergence import linear_divergence
+from spectrain.models.step_cost import BatchShape, Run, StepCost
 from spectrain.trees.base import DepthRollout, Rollout, gather_by_depth
 
 from .base import Losses
 
 if TYPE_CHECKING:
-    from spectrain.models.step_cost import BatchShape, StepCost
-from spectrain.models.target import Target
+    from spectrain.models.target import Target
 
 Kind = Literal["vanilla", "gated", "rnn"]
 
@@ -125,10 +125,12 @@ class DSpark(BlockDrafter):
     # Training
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """The output layer also reads the Markov head's state."""
-        cost = super().step_cost(target, batch)
-        rank = self.markov.markov_w2.in_features
-        return replace(cost, judged=replace(cost.judged, width=target.width + rank))
+        """The output layer also reads the Markov head's state, which its cell computes in each slot."""
+        cost, rank = super().step_cost(target, batch), self.markov.rank
+        cell = self.markov.gate_proj or self.markov.joint_proj or nn.Identity()
+        inputs = 2 * (target.width + rank) + 5 * rank * (self.markov.kind == "rnn")
+        runs = [*cost.runs, Run(cell, cost.judged.rows, 0, extra=inputs)]
+        return StepCost(runs, replace(cost.judged, width=target.width + rank))
 
     def judge_drafts(self, asked: JudgedDrafts) -> Losses:
         """All terms in one pass through the output layer, to which [h ; m] and [W ; W2] make the Markov head belong."""

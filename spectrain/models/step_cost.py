@@ -114,6 +114,10 @@ def row_cost(module: nn.Module, trained: Collection[int] = ()) -> RowCost:
             cost += replace(part, products=0) if name == "lora_B" else part
     cost += RowCost(products=getattr(module, "stored_values", 0))
     inner, attended = (getattr(getattr(module, name, None), "in_features", 0) for name in ("down_proj", "o_proj"))
+    for norm, linear in (("q_norm", "q_proj"), ("k_norm", "k_proj")):
+        if is_norm(getattr(module, norm, None)) and isinstance(read := getattr(module, linear, None), nn.Linear):
+            # A norm of heads has one head's weights for all of them.
+            cost += RowCost(states=2 * (read.out_features - next(getattr(module, norm).parameters()).numel()))
     cost += RowCost(products=2 * inner + attended, attention=attended, num_attentions=int(attended > 0))
     return cost
 
@@ -136,6 +140,6 @@ def is_experts(module: nn.Module) -> bool:
     return isinstance(down, nn.Parameter) and down.dim() == 3
 
 
-def is_norm(module: nn.Module) -> bool:
+def is_norm(module: nn.Module | None) -> bool:
     """Return whether a module normalises: it has a weight vector, and "Norm" in the name of its class."""
-    return "Norm" in type(module).__name__ and any(True for _ in module.parameters(recurse=False))
+    return module is not None and "Norm" in type(module).__name__ and any(True for _ in module.parameters(recurse=False))

@@ -1,5 +1,4 @@
-"""The plan of a run against what the run really used: tensors, disk and FLOPs within 15 %, hours within 30 %; memory of what
-drafts in one pass within 10 %."""
+"""The plan of a run against what the run really used: memory within 10 %, disk and FLOPs within 15 %, hours within 30 %."""
 
 import json
 import sys
@@ -123,8 +122,9 @@ def test_flops_of_a_look_at_what_is_held_out(shallow: Target, monkeypatch: pytes
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_memory_and_flops_of_every_recipe_on_tiny(recipe: str, tmp_path: Path) -> None:
-    """The same for every family, an epoch each."""
-    memory, flops = compare(tmp_path, f"recipe={recipe}", "target=tiny", "data.limit=24", "trainer.epochs=1")
+    """The same for every family; in two epochs the largest batch comes in the stage that takes more."""
+    epochs = 2 if recipe == "medusa2" else 1
+    memory, flops = compare(tmp_path, f"recipe={recipe}", "target=tiny", "data.limit=24", f"trainer.epochs={epochs}")
     assert memory == TIGHT and flops == WITHIN
 
 
