@@ -303,7 +303,7 @@ def test_it_is_told_apart_from_its_class(shallow: Target) -> None:
         SelfDraft(shallow).loss(Batch(nothing, nothing.bool()), shallow, TrainingState())
 
 
-@pytest.mark.parametrize(("name", "reason"), [("lfm2", "keep a state"), ("llama4_text", "see chunks")])
+@pytest.mark.parametrize(("name", "reason"), [("lfm2", "are recurrent"), ("llama4_text", "attend within chunks")])
 def test_targets_that_cannot_are_refused(tmp_path: Any, tiny: Target, name: str, reason: str) -> None:
     """With the reason: layers that keep a state, and layers that see chunks."""
     architectures.save_small(name, tmp_path)
