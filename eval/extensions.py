@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from spectrain.decoding.generation import Generation
+from spectrain.decoding.session import PromptLoader
 from spectrain.eval.metrics import SystemSummary, Turn
 from spectrain.eval.systems import System
+from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 
 
@@ -46,6 +48,9 @@ class EvalExtension:
     def systems(self, candidate: Candidate, first: System) -> list[System]:
         """Return the systems to decode in turn with the drafter's own."""
         return []
+
+    def prepare_systems(self, target: Target, systems: list[System], prompts: PromptLoader) -> None:
+        """Prepare systems on prompts that are not scored, before trees are calibrated."""
 
     def begin(self) -> None:
         """Prepare for the first prompt, after everything has been warmed up."""

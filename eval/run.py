@@ -17,7 +17,6 @@ from spectrain.data.chat import tokenize_prompt
 from spectrain.data.images import content_text
 from spectrain.decoding.calibration import calibrate_builders, resolve_rule
 from spectrain.decoding.guard import Guard
-from spectrain.decoding.pruning import fit_early_heads
 from spectrain.decoding.session import check_compatibility, prepare_for_decoding, tune_drafter
 from spectrain.drafters.capabilities import find_datastore
 from spectrain.errors import UserError
@@ -39,7 +38,6 @@ from spectrain.eval.report import print_table
 from spectrain.eval.settings import EvalSettings
 from spectrain.eval.summary import (
     EvaluationSummary,
-    pruning_savings,
     sample_line,
     speedup_limits,
     write_lines,
@@ -147,16 +145,16 @@ class Evaluation(EvalSettings):
         target.pack_weights()
         tune_drafter(drafter, target, lambda: self._calibration_prompts(target), builder.depth)
         forecast = None
-        if rule.is_unresolved and self.sweep is None and self.prune_layer is None:
+        if rule.is_unresolved and not self.varies_trees:
             rule, builder, forecast = resolve_rule(target, drafter, builder, rule, lambda: self._calibration_prompts(target))
         elif rule.is_unresolved:
-            # Trees of all kinds, and pruned ones, can be judged by this rule only.
+            # This rule is valid for trees of every kind.
             rule = rule.matching_rule()
         return replace(candidate, rule=rule, builder=builder), forecast
 
     def uses_auto_tree(self, candidate: Candidate) -> bool:
         """Tell whether tree=auto, which this machine's times favor, is scored first."""
-        if not self.measured or self.sweep is not None or self.prune_layer is not None:
+        if not self.measured or self.varies_trees:
             return False
         supported = supports_auto_tree(candidate.target, candidate.drafter, candidate.builder)
         return supported and not Decoder(candidate.target, candidate.rule.matching_rule(), self.engine).prefers_capture
@@ -171,10 +169,8 @@ class Evaluation(EvalSettings):
         systems = [first, *(system for extension in extensions for system in extension.systems(candidate, first))]
         for system in systems:
             prepare_for_decoding(system.drafter, target)
-        prunings = [system.pruning for system in systems if system.pruning is not None]
-        if prunings and self.prune_rank:
-            rank = min(self.prune_rank, target.width // 2)
-            fit_early_heads(target, prunings, self._calibration_prompts(target), rank)
+        for extension in extensions:
+            extension.prepare_systems(target, systems, lambda: self._calibration_prompts(target))
         return systems, self._calibrate(target, systems)
 
     def _make_decoder(self, target: Target, first: System) -> Decoder:
@@ -208,7 +204,9 @@ class Evaluation(EvalSettings):
                 engine="captured" if reason is None else "eager",
                 eager_because=reason if is_eager else None,
                 not_run={**decoder.fallback.failures} or None,
-                pruning=None if system.pruning is None else pruning_savings(answers, system.pruning, target),
+                pruning=None
+                if system.pruning is None
+                else system.pruning.measure_savings([turn.drafted for turn in answers], target),
             )
         summaries[DRAFTER].noise = noise.summary()
         guard = decoding.systems[0].guard

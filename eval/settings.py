@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from spectrain.config.values import FolderName, Number
+from spectrain.config.values import FolderName
 from spectrain.decoding.session import EngineChoice
 from spectrain.errors import UserError
 from spectrain.eval.baselines import COPYING, DEFAULT_BASELINES, OURS, OWN_STORE, TRANSFORMERS
 from spectrain.eval.extensions import EvalExtension
-from spectrain.eval.sweep import SWEPT, ExitSweep, LengthSweep, PrunedTrees, PruneSweep, TreeSweep
+from spectrain.eval.sweep import SWEPT, ExitSweep, LengthSweep, TreeSweep
 
 
 @dataclass
@@ -60,27 +60,19 @@ class EvalSettings:
     assistant: str | None = None
     # Number of layers that the early_exit baseline drafts with; null uses the drafter's own exit layer.
     exit_layer: int | None = None
-    # Number of target layers after which unlikely branches are dropped from the drafter's trees; null does not prune.
-    prune_layer: int | None = None
-    # Number of most likely tokens of the early layers that a node must be among to stay in the tree.
-    prune_top: int = 8
-    # Rank of the early head that names these tokens, fitted beforehand and used if it is as good; 0 uses the target's head.
-    prune_rank: Number = 64
-    # What to vary for one drafter: tree builders, chain lengths, exits or prunings; null varies nothing.
-    sweep: Literal["tree", "length", "exit", "prune"] | None = None
+    # What to vary for one drafter: tree builders, chain lengths or exits; null varies nothing.
+    sweep: Literal["tree", "length", "exit"] | None = None
     # Tree builders of eval.sweep=tree; null takes all of them.
     trees: tuple[str, ...] | None = None
     # Tree sizes of eval.sweep=tree, in nodes with the root included.
     budgets: tuple[int, ...] = (8, 16, 32, 64)
-    # Exit layers of eval.sweep=exit and eval.sweep=prune; null takes up to seven, evenly spaced.
+    # Exit layers of a sweep over layers; null takes up to seven, evenly spaced.
     exits: tuple[int, ...] | None = None
     # Chain lengths of eval.sweep=exit, in tokens.
     depths: tuple[int, ...] = (2, 4, 6)
-    # Numbers of most likely tokens that eval.sweep=prune tries.
-    tops: tuple[int, ...] = (1, 2, 4, 8, 16)
 
     def __post_init__(self) -> None:
-        for key in ("limit", "batch_size", "calibration_limit", "exit_layer", "repeats", "prune_layer", "prune_top"):
+        for key in ("limit", "batch_size", "calibration_limit", "exit_layer", "repeats"):
             refuse_below(key, getattr(self, key), 1)
         refuse_below("max_new_tokens", self.max_new_tokens, 2)
         if self.engine not in get_args(EngineChoice):
@@ -92,27 +84,24 @@ class EvalSettings:
 
     def _check_sweep(self) -> None:
         """Refuse settings of sweeps that no sweep can use."""
-        if self.prune_layer is not None and self.sweep is not None:
-            raise UserError(f"eval.sweep={self.sweep}: it needs no eval.prune_layer; use eval.sweep=prune with eval.exits")
         if any(budget < 2 for budget in self.budgets):
             raise UserError(f"eval.budgets={list(self.budgets)}: a tree has 2 nodes or more, the root included")
-        for key in ("exits", "depths", "tops"):
-            numbers = getattr(self, key)
-            if numbers is not None and (not numbers or any(number < 1 for number in numbers)):
-                raise UserError(f"eval.{key}={list(numbers)}: give numbers from 1 on")
+        for key in ("exits", "depths"):
+            refuse_empty(key, getattr(self, key))
         refuse_unknown("trees", self.trees or (), tuple(SWEPT))
 
     def make_sweep(self) -> list[EvalExtension]:
-        """Return the extension that varies what eval.sweep names, or that prunes the drafter's own trees."""
-        if self.prune_layer is not None:
-            return [PrunedTrees(self.prune_layer, self.prune_top)]
+        """Return the extension that varies what eval.sweep names."""
         if self.sweep == "tree":
             return [TreeSweep(self.trees or tuple(SWEPT), self.budgets)]
         if self.sweep == "length":
             return [LengthSweep()]
-        if self.sweep == "exit":
-            return [ExitSweep(self.exits, self.depths)]
-        return [PruneSweep(self.exits, self.tops)] if self.sweep == "prune" else []
+        return [ExitSweep(self.exits, self.depths)] if self.sweep == "exit" else []
+
+    @property
+    def varies_trees(self) -> bool:
+        """Whether trees of several kinds are decoded, so that the rule must be valid for all of them."""
+        return self.sweep is not None
 
     @property
     def reads_data(self) -> bool:
@@ -124,6 +113,12 @@ def refuse_below(key: str, value: Any, least: int) -> None:
     """Refuse a setting below its least value; null is allowed."""
     if value is not None and value < least:
         raise UserError(f"eval.{key}={value}: use {least} or more")
+
+
+def refuse_empty(key: str, numbers: tuple[int, ...] | None) -> None:
+    """Refuse a list of numbers that is empty or has one below 1; null is allowed."""
+    if numbers is not None and (not numbers or any(number < 1 for number in numbers)):
+        raise UserError(f"eval.{key}={list(numbers)}: give numbers from 1 on")
 
 
 def refuse_unknown(key: str, names: tuple[str, ...], choices: tuple[str, ...]) -> None:

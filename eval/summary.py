@@ -11,7 +11,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from spectrain.decoding.generation import ROUND_PARTS
-from spectrain.decoding.pruning import Pruning
 from spectrain.drafters.base import Drafter
 from spectrain.eval import metrics
 from spectrain.eval.columns import DRAFTER, order_systems
@@ -46,26 +45,6 @@ class EvaluationSummary:
             **self.sections,
             "setting": self.setting,
         }
-
-
-def pruning_savings(turns: Sequence[Turn], pruning: Pruning, target: Target) -> dict[str, Any]:
-    """Compute what early pruning saves of verification.
-
-    `node_layers_saved` is the share of node-layers (a node run through one layer), `work_saved` the share of all multiply-adds:
-    the head of every node counts, and the early exit's head is subtracted.
-    """
-    pruned = sum(sum(turn.drafted.pruned_counts) for turn in turns)
-    nodes = pruned + sum(sum(turn.drafted.node_counts) for turn in turns)
-    judged = sum(sum(turn.drafted.judged_counts) for turn in turns)
-    count, head = target.num_layers, target.head.output.weight.numel()
-    layer = sum(parameter.numel() for parameter in target.layers.parameters()) / count
-    saved = pruned * ((count - pruning.layer) * layer + head) - judged * pruning.count_multiply_adds(target)
-    return {
-        **pruning.report_settings(),
-        "nodes_pruned": round(pruned / max(nodes, 1), 4),
-        "node_layers_saved": round(pruned * (count - pruning.layer) / max(nodes * count, 1), 4),
-        "work_saved": round(saved / max(nodes * (count * layer + head), 1), 4),
-    }
 
 
 def speedup_limits(target: Target, drafter: Drafter, turns: Sequence[Turn], oracle: Sequence[Turn]) -> dict[str, Any]:

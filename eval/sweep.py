@@ -1,11 +1,10 @@
-"""Sweeps: one drafter with many trees, lengths, exits or prunings, decoded in turn and shown as one table."""
+"""Sweeps: one drafter with many trees, lengths, or exits, decoded in turn and shown as one table."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from spectrain.config.choices import find_constructor, load_constructor
-from spectrain.decoding.pruning import Pruning
 from spectrain.drafters.capabilities import DrafterWithExits
 from spectrain.errors import UserError
 from spectrain.eval.extensions import EvalExtension, Results
@@ -135,59 +134,6 @@ class ExitSweep(EvalExtension):
 
     def report(self, results: Results) -> dict[str, Any]:
         return {"sweep": self.grid.summary(results.summaries)}
-
-
-@dataclass
-class PruneSweep(EvalExtension):
-    """Decodes with the same tree, pruned after every exit by every top k; the layers that drafting runs are never pruned."""
-
-    exits: Sequence[int] | None
-    tops: Sequence[int]
-
-    def check(self, candidate: Candidate) -> None:
-        check_pruned_tree(candidate.builder)
-
-    def systems(self, candidate: Candidate, first: System) -> list[System]:
-        drafter, builder, rule = candidate.drafter, candidate.builder, candidate.rule
-        rows = exits_of(candidate.target, self.exits, max(1, drafter.cost.first_verified_layer()))
-        self.grid = Grid("prune", "prune_layer", "prune_top", rows, tuple(sorted(set(self.tops))))
-        systems = []
-        for layer in self.grid.rows:
-            for top_k in self.grid.columns:
-                label = f"pruned after {layer} layers, top {top_k}"
-                pruning = Pruning(layer, top_k)
-                pruning.check_settings(rule, candidate.target)
-                systems.append(System(self.grid.cell_name(layer, top_k), label, drafter, builder, rule, pruning=pruning))
-        return systems
-
-    def report(self, results: Results) -> dict[str, Any]:
-        return {"sweep": self.grid.summary(results.summaries)}
-
-
-@dataclass
-class PrunedTrees(EvalExtension):
-    """Prunes the drafter's own trees, and decodes with the same ones unpruned as well."""
-
-    layer: int
-    top_k: int
-
-    def check(self, candidate: Candidate) -> None:
-        Pruning(self.layer, self.top_k).check_settings(candidate.rule, candidate.target)
-        check_pruned_tree(candidate.builder)
-
-    def adapt_system(self, candidate: Candidate, first: System) -> System:
-        return replace(first, pruning=Pruning(self.layer, self.top_k))
-
-    def systems(self, candidate: Candidate, first: System) -> list[System]:
-        return [System("unpruned", "the same, not pruned", candidate.drafter, candidate.builder, candidate.rule)]
-
-
-def check_pruned_tree(builder: TreeBuilder) -> None:
-    """Refuse a builder that learns from verified trees, which pruning would mislead."""
-    if builder.learns_from_trees:
-        raise UserError(
-            f"tree={builder.name}: it learns from the trees that are verified, and pruned ones mislead it; use another tree"
-        )
 
 
 def exits_of(target: Target, exits: Sequence[int] | None, first: int = 1) -> tuple[int, ...]:

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.decoding.generation import Generation, OnRound, interleave, no_callback
 from spectrain.decoding.guard import Guard
-from spectrain.decoding.pruning import Pruning
-from spectrain.decoding.session import EngineChoice, RunnerSource, Session, make_fallback
+from spectrain.decoding.session import EngineChoice, RunnerSource, Session, TreePruner, make_fallback
 from spectrain.drafters.base import Drafter
 from spectrain.models.target import Target
 from spectrain.trees import TreeBuilder
@@ -22,7 +21,7 @@ class System:
     builder: TreeBuilder
     rule: AcceptanceRule
     guard: Guard | None = None
-    pruning: Pruning | None = None
+    pruning: TreePruner | None = None
     # Decodes by another runner than the eager loop.
     runner_source: RunnerSource | None = None
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
-from spectrain.drafters.base import Drafter
+from spectrain.drafters.base import Drafter, Drafts
 from spectrain.drafters.capabilities import TunableDrafter
 from spectrain.errors import UserError
 from spectrain.models.fast import pack_linears
@@ -22,13 +22,25 @@ from .fallback import COMPILE_BACKENDS, ExecutionMode, Fallback
 from .generation import DecodingSteps, Generation, OnRound, no_callback, run_to_end
 from .guard import Guard, GuardedBuilder, GuardedDrafter
 from .loop import EagerRunner, decode, decode_steps, make_request
-from .pruning import PrunedDrafter, Pruning
 
 EngineChoice = Literal["auto", "captured", "eager"]
 """auto captures rounds on a GPU; captured does so also on a CPU, where it is slower and gives the same; eager never does."""
 
 PromptLoader = Callable[[], list[list[int]]]
 """Loads prompts that are not scored, when they are needed."""
+
+
+class TreePruner(Protocol):
+    """Drops nodes of a tree while it is verified; decoding with it runs in the eager loop."""
+
+    def check_settings(self, rule: AcceptanceRule, target: Target) -> None:
+        """Raise a UserError where pruning would change the output's distribution, or does not fit the target."""
+
+    def wrap_drafter(self, drafter: Drafts) -> Drafts:
+        """Return a drafter whose trees are pruned."""
+
+    def measure_savings(self, answers: Sequence[Generation], target: Target) -> dict[str, Any]:
+        """Compute what pruning saved of verification in these answers, for a report."""
 
 
 class RunnerSource(Protocol):
@@ -57,7 +69,7 @@ class Session:
     # Switches drafting off while it does not pay.
     guard: Guard | None = None
     # Drops branches that the target's first layers find unlikely.
-    pruning: Pruning | None = None
+    pruning: TreePruner | None = None
     engine: EngineChoice = "eager"
     runner_source: RunnerSource | None = None  # in place of the eager loop
     # Shared by sessions that are compared with each other; null makes one for this session.
@@ -178,7 +190,7 @@ class Session:
         runner = EagerRunner(self.target, self.rule, self.drafter, self.builder)
         if self.pruning is not None:
             self.pruning.check_settings(self.rule, self.target)
-            runner.round_drafter = PrunedDrafter(runner.round_drafter, self.pruning)
+            runner.round_drafter = self.pruning.wrap_drafter(runner.round_drafter)
         if self.guard is not None:
             guarded = GuardedDrafter(runner.round_drafter, self.guard)
             runner.round_drafter, runner.builder = guarded, GuardedBuilder(self.builder or RootOnlyBuilder(), guarded)

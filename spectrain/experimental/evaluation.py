@@ -6,14 +6,16 @@ The core's evaluation knows none of them. The settings and the extension of an i
 from dataclasses import dataclass
 from typing import Literal
 
-from spectrain.config.values import Count, Seed, Share
+from spectrain.config.values import Count, Number, Seed, Share
 from spectrain.errors import UserError
 from spectrain.eval.extensions import EvalExtension
 from spectrain.eval.run import Evaluation
+from spectrain.eval.settings import refuse_below, refuse_empty
 
 from .adversary.evaluation import Adversary, Search
 from .online.evaluation import LearnFrom, Online
 from .overlap.evaluation import Overlapping
+from .pruning.evaluation import PrunedTrees, PruneSweep
 from .transport.evaluation import Optimum
 
 
@@ -21,6 +23,16 @@ from .transport.evaluation import Optimum
 class ExperimentalEvaluation(Evaluation):
     """Scores drafters as the settings of `eval` say, with the extensions of experimental ideas."""
 
+    # What to vary for one drafter: tree builders, chain lengths, exits or prunings; null varies nothing.
+    sweep: Literal["tree", "length", "exit", "prune"] | None = None  # type: ignore[assignment]
+    # Number of target layers after which unlikely branches are dropped from the drafter's trees; null does not prune.
+    prune_layer: int | None = None
+    # Number of most likely tokens of the early layers that a node must be among to stay in the tree.
+    prune_top: int = 8
+    # Rank of the early head that names these tokens, fitted beforehand and used if it is as good; 0 uses the target's head.
+    prune_rank: Number = 64
+    # Numbers of most likely tokens that eval.sweep=prune tries.
+    tops: tuple[int, ...] = (1, 2, 4, 8, 16)
     # Number of edits of every prompt to try, in search of one that slows the drafter down; null tries none.
     adversary: Count | None = None
     # Largest number of words that one edit inserts into a prompt.
@@ -49,6 +61,11 @@ class ExperimentalEvaluation(Evaluation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        refuse_below("prune_layer", self.prune_layer, 1)
+        refuse_below("prune_top", self.prune_top, 1)
+        refuse_empty("tops", self.tops)
+        if self.prune_layer is not None and self.sweep is not None:
+            raise UserError(f"eval.sweep={self.sweep}: it needs no eval.prune_layer; use eval.sweep=prune with eval.exits")
         self.learning = Online(self.online_lr, self.online_every, self.online_learn)
         if self.online and self.sweep is not None:
             raise UserError(
@@ -58,6 +75,17 @@ class ExperimentalEvaluation(Evaluation):
         self.search: Search | None = None
         if self.adversary is not None:
             self.search = Search(self.adversary, self.adversary_words, self.adversary_same, self.adversary_seed)
+
+    def make_sweep(self) -> list[EvalExtension]:
+        if self.prune_layer is not None:
+            return [PrunedTrees(self.prune_layer, self.prune_top, self.prune_rank)]
+        if self.sweep == "prune":
+            return [PruneSweep(self.exits, self.tops, self.prune_rank)]
+        return super().make_sweep()
+
+    @property
+    def varies_trees(self) -> bool:
+        return super().varies_trees or self.prune_layer is not None
 
     def extra_extensions(self) -> list[EvalExtension]:
         extensions: list[EvalExtension] = []

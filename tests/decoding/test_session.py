@@ -11,13 +11,13 @@ from spectrain.decoding.fallback import EXECUTION_MODES
 from spectrain.decoding.generation import DecodingSteps
 from spectrain.decoding.guard import Guard
 from spectrain.decoding.loop import Request, decode
-from spectrain.decoding.pruning import Pruning
 from spectrain.decoding.session import Session, require_capture
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval.systems import Decoder, System
 from spectrain.experimental.layer_skip.drafter import LayerSkipping
+from spectrain.experimental.pruning.pruning import Pruning
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Static
 from tests.decoding.test_captured import facts

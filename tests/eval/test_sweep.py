@@ -13,7 +13,6 @@ from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
 from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
-from spectrain.decoding.pruning import Pruning
 from spectrain.decoding.session import Session
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.capabilities import DraftingCost
@@ -24,10 +23,13 @@ from spectrain.errors import UserError
 from spectrain.eval.columns import format_speedup
 from spectrain.eval.noise import is_possible
 from spectrain.eval.run import Evaluation
-from spectrain.eval.sweep import ExitSweep, Grid, LengthSweep, PruneSweep
+from spectrain.eval.sweep import ExitSweep, Grid, LengthSweep
 from spectrain.eval.systems import System
+from spectrain.experimental.evaluation import ExperimentalEvaluation
 from spectrain.experimental.kangaroo.drafter import Kangaroo
 from spectrain.experimental.layer_skip.drafter import LayerSkipping
+from spectrain.experimental.pruning.evaluation import PruneSweep
+from spectrain.experimental.pruning.pruning import Pruning
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
@@ -48,7 +50,7 @@ def evaluation(folder: Path, **options: Any) -> Evaluation:
     path = folder / "prompts.jsonl"
     rows = [{"id": str(number), "category": "talk", "turns": turns} for number, turns in enumerate(QUESTIONS)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Evaluation(prompts=str(path), max_new_tokens=LIMIT, baselines=(), **{**QUICK, **options})
+    return ExperimentalEvaluation(prompts=str(path), max_new_tokens=LIMIT, baselines=(), **{**QUICK, **options})
 
 
 def jobs(folder: Path) -> list[tuple[list[int], int]]:
@@ -227,7 +229,7 @@ def test_default_exits(num_layers: int) -> None:
     """Up to seven exits from 1 to L - 1, both among them, whose gaps differ by at most one layer."""
     target: Any = SimpleNamespace(name="model", num_layers=num_layers)
     drafter: Any = SimpleNamespace(cost=DraftingCost(None))
-    sweep, candidate = PruneSweep(None, (4,)), Candidate(target, drafter, Chain(2), Greedy(), SETTING)
+    sweep, candidate = PruneSweep(None, (4,), 0), Candidate(target, drafter, Chain(2), Greedy(), SETTING)
     sweep.systems(candidate, System("drafter", "", drafter, Chain(2), Greedy()))
     grid = sweep.grid
     assert grid.rows[0] == 1 and grid.rows[-1] == num_layers - 1 and len(grid.rows) == min(7, num_layers - 1)

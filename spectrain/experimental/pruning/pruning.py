@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from spectrain.decoding.acceptance import AcceptanceRule, Greedy
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafts
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
@@ -19,9 +23,6 @@ from spectrain.models.partial_forward import PartialForward
 from spectrain.models.target import Target
 from spectrain.trees.base import Draft
 from spectrain.trees.token_tree import AcceptedPath, PruningStats, TokenTree
-
-from .acceptance import AcceptanceRule, Greedy
-from .loop import decode
 
 ANSWER_TOKENS = 64  # tokens of the target's own answer to each prompt that an early head is fitted on
 
@@ -156,6 +157,29 @@ class Pruning:
         """Count the multiply-adds of the early exit at one node."""
         own = target.head.output.weight.numel()
         return own if self.head is None else self.head.down.numel() + self.head.up.numel()
+
+    def wrap_drafter(self, drafter: Drafts) -> Drafts:
+        """Return a drafter whose trees are pruned."""
+        return PrunedDrafter(drafter, self)
+
+    def measure_savings(self, answers: Sequence[Generation], target: Target) -> dict[str, Any]:
+        """Compute what early pruning saves of verification.
+
+        `node_layers_saved` is the share of node-layers (a node run through one layer), `work_saved` the share of all
+        multiply-adds: the head of every node counts, and the early exit's head is subtracted.
+        """
+        pruned = sum(sum(answer.pruned_counts) for answer in answers)
+        nodes = pruned + sum(sum(answer.node_counts) for answer in answers)
+        judged = sum(sum(answer.judged_counts) for answer in answers)
+        count, head = target.num_layers, target.head.output.weight.numel()
+        layer = sum(parameter.numel() for parameter in target.layers.parameters()) / count
+        saved = pruned * ((count - self.layer) * layer + head) - judged * self.count_multiply_adds(target)
+        return {
+            **self.report_settings(),
+            "nodes_pruned": round(pruned / max(nodes, 1), 4),
+            "node_layers_saved": round(pruned * (count - self.layer) / max(nodes * count, 1), 4),
+            "work_saved": round(saved / max(nodes * (count * layer + head), 1), 4),
+        }
 
     def report_settings(self) -> dict[str, int]:
         """Return the settings for a report."""
