@@ -116,7 +116,7 @@ class ContextBench:
             reference = continue_prompt(context, None, RootOnlyBuilder())
             for name, drafter in drafters.items():
                 generations[name].append(generation := continue_prompt(context, drafter, builder))
-                reads[name] += drafter.reads
+                reads[name] += drafter.bytes_read
                 identical[name] += generation.output == reference.output
         entries = {
             name: {**acceptance_entry(answers), "identical": identical[name], **measure_traffic(target, reads[name], answers)}

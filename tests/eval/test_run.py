@@ -363,7 +363,7 @@ def test_a_guard_leaves_the_output_alone(shallow: Target, tmp_path: Path, eagle3
 def test_bad_settings_are_refused(keywords: dict[str, Any], said: str) -> None:
     """A setting that can't be met is refused under its own key."""
     with pytest.raises(UserError, match=said):
-        Evaluation(**keywords)
+        ExperimentalEvaluation(**keywords)
 
 
 @pytest.mark.parametrize("batch_size", [3, pytest.param(1, marks=pytest.mark.slow)])
