@@ -26,12 +26,15 @@ DOCUMENTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FIL
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Pages that the site writes while it is built.
 GENERATED = {SETTINGS_PAGE, INTERFACE_PAGE}
-EVERY_DRAFTER = {"init"}  # settings of all drafters, which no constructor has
-OURS = re.compile(r"(?:benchmarks|conf|data|docs|eval|examples|kernels|recipes|scripts|spectrain|tests)/[a-z0-9_./-]*")
+# Settings of all drafters that no constructor has.
+EVERY_DRAFTER = {"init"}
+REPOSITORY_PATH = re.compile(
+    r"(?:benchmarks|conf|data|docs|eval|examples|kernels|recipes|scripts|spectrain|tests)/[a-z0-9_./-]*"
+)
 
 
-def lines(text: str) -> Iterator[list[str]]:
-    """The words of every shell line of a document: fenced ones, and commands within sentences."""
+def shell_lines(text: str) -> Iterator[list[str]]:
+    """Yield the words of every shell line of a document: fenced lines, and commands within sentences."""
     fenced = "".join(body for language, body in FENCE.findall(text) if language == "sh")
     for line in fenced.replace("\\\n", " ").splitlines():
         yield shlex.split(line, comments=True)
@@ -39,20 +42,20 @@ def lines(text: str) -> Iterator[list[str]]:
         yield shlex.split(span)
 
 
-def commands(text: str) -> list[str]:
-    """What follows the word spectrain, be it the program, a module that a launcher runs, or a container."""
-    found = []
-    for words in lines(text):
+def list_commands(text: str) -> list[str]:
+    """Return what follows the word spectrain: the program, a module that a launcher runs, or a container."""
+    result = []
+    for words in shell_lines(text):
         if "spectrain" in words and words[:2] != ["docker", "build"] and "COMMAND" not in words:
-            found.append(shlex.join(words[words.index("spectrain") + 1 :]))
-    return list(dict.fromkeys(found))
+            result.append(shlex.join(words[words.index("spectrain") + 1 :]))
+    return list(dict.fromkeys(result))
 
 
-EVERY = [(name, command) for name, text in DOCUMENTS.items() for command in commands(text)]
+DOCUMENTED = [(name, command) for name, text in DOCUMENTS.items() for command in list_commands(text)]
 
 
-def check(command: str, patch: pytest.MonkeyPatch) -> None:
-    """Everything that happens before hydra composes: the command, its flags, groups, choices and keys."""
+def check_command(command: str, patch: pytest.MonkeyPatch) -> None:
+    """Check everything that happens before hydra composes: the command, its flags, groups, choices and keys."""
     words = shlex.split(command)
     name = " ".join(words[: 2 if words[0] in ("data", "bench") else 1])
     patch.chdir(ROOT)
@@ -61,38 +64,38 @@ def check(command: str, patch: pytest.MonkeyPatch) -> None:
         unknown = [word for word in words if word.startswith("-") and word not in flags]
         assert not unknown, f"{name} has no {unknown}"
         return
-    seen: list[Any] = []
-    patch.setattr(overrides, "check_drafters", lambda *_: None)  # of a run that a reader makes first
-    patch.setattr(main, "compose_and_call", lambda *composed: seen.append(composed))
+    composed: list[Any] = []
+    # A reader makes the run first.
+    patch.setattr(overrides, "check_drafters", lambda *_: None)
+    patch.setattr(main, "compose_and_call", lambda *arguments: composed.append(arguments))
     main.dispatch_command(words)
-    for config, _, arguments in seen:
+    for config, _, arguments in composed:
         check_keys(config, arguments)
 
 
 def check_keys(config: str, arguments: list[str]) -> None:
-    """A dotted key is a setting of the choice that its group has, or of one that it may have."""
-    asked = load_schema(config)
-    known, choices = settings_by_group(asked, arguments), select_choices(asked, arguments)
+    """Check that a dotted key is a setting of its group's choice, or of one that it may have."""
+    schema = load_schema(config)
+    settings, choices = settings_by_group(schema, arguments), select_choices(schema, arguments)
     for argument in arguments:
         group, dot, name = argument.partition("=")[0].partition(".")
-        if dot and group in asked.groups | asked.nodes:
-            mine = group in choices or group in asked.nodes
-            there = name in {key.name for key in known.get(group, ())} if mine else find_owners(group, name, arguments)
-            there = there or (group == "drafter" and name in EVERY_DRAFTER)
-            assert there, f"{argument}: {group} has no such key"
+        if dot and group in schema.groups | schema.nodes:
+            is_chosen = group in choices or group in schema.nodes
+            exists = name in {key.name for key in settings.get(group, ())} if is_chosen else find_owners(group, name, arguments)
+            assert exists or (group == "drafter" and name in EVERY_DRAFTER), f"{argument}: {group} has no such key"
 
 
-@pytest.mark.parametrize(("document", "command"), EVERY)
-def test_a_command_is_real(document: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(command, monkeypatch)
+@pytest.mark.parametrize(("document", "command"), DOCUMENTED)
+def test_documented_commands_exist(document: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_command(command, monkeypatch)
 
 
-def test_the_check_sees_commands() -> None:
-    """It finds them in every kind of line, with what a launcher or a comment adds left out."""
-    assert len(EVERY) > 80
+def test_commands_are_recognised_in_every_kind_of_line() -> None:
+    """What a launcher or a comment adds is left out."""
+    assert len(DOCUMENTED) > 80
     fenced = "```sh\nA=1 torchrun -m spectrain train \\\n    recipe=gkd  # so\nmake test\n```\n"
     text = f"{fenced}Say `spectrain doctor --json`, or\n```\nspectrain no\n```"
-    assert commands(text) == ["train recipe=gkd", "doctor --json"]
+    assert list_commands(text) == ["train recipe=gkd", "doctor --json"]
 
 
 @pytest.mark.parametrize(
@@ -107,31 +110,31 @@ def test_the_check_sees_commands() -> None:
         "lint DIR --goal tiny",
     ],
 )
-def test_the_check_sees_mistakes(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_refuses_mistakes(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises((UserError, AssertionError)):
-        check(command, monkeypatch)
+        check_command(command, monkeypatch)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_make_has_the_targets(document: str) -> None:
-    """Whoever is told to make something can."""
+    """Every target of make that a document names exists."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     text = DOCUMENTS[document]
-    told = {words[1] for words in lines(text) if words[:1] == ["make"]} | set(re.findall(r"`make ([a-z-]+)", text))
-    assert told <= targets
+    named = {words[1] for words in shell_lines(text) if words[:1] == ["make"]} | set(re.findall(r"`make ([a-z-]+)", text))
+    assert named <= targets
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_named_files_are_there(document: str) -> None:
+def test_named_paths_exist(document: str) -> None:
     """A path of the repository in a command or between backticks exists; one with a NAME in it is any such path."""
     text = DOCUMENTS[document]
-    named = [word for words in lines(text) for word in words] + re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
-    paths = [part for word in named for part in (word, word.partition("=")[2]) if OURS.fullmatch(part)]
+    named = [word for words in shell_lines(text) for word in words] + re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
+    paths = [part for word in named for part in (word, word.partition("=")[2]) if REPOSITORY_PATH.fullmatch(part)]
     assert not [path for path in paths if not (ROOT / path).exists() and not (ROOT / "spectrain" / path).exists()]
 
 
-def slugs(text: str) -> set[str]:
-    """The anchors of a page, as forges and mkdocs make them of its headings."""
+def list_anchors(text: str) -> set[str]:
+    """Return the anchors of a page, as forges and mkdocs derive them from its headings."""
     titles = re.findall(r"^#+ (.*)$", FENCE.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -139,14 +142,14 @@ def slugs(text: str) -> set[str]:
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_lead_somewhere(document: str) -> None:
     """Every relative link names a file, and every anchor one of its headings."""
-    place = (ROOT / document).parent
+    folder = (ROOT / document).parent
     for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", DOCUMENTS[document])):
         if "://" in target:
             continue
         name, _, anchor = target.partition("#")
-        path = (place / name).resolve() if name else ROOT / document
+        path = (folder / name).resolve() if name else ROOT / document
         assert path.exists(), target
-        assert not anchor or anchor in slugs(path.read_text()), target
+        assert not anchor or anchor in list_anchors(path.read_text()), target
 
 
 def test_the_readme_is_short() -> None:
@@ -199,7 +202,7 @@ def test_the_reference_describes_every_setting() -> None:
     assert all(f"recipe={path.stem}" in settings for path in (ROOT / "recipes").glob("*.yaml"))
 
 
-def site() -> dict[str, Any]:
+def load_site() -> dict[str, Any]:
     loaded: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     return loaded
 
@@ -214,16 +217,16 @@ def flatten_navigation(entries: list[Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("group", ["tree", "acceptance"])
-def test_every_tree_and_rule_is_told_of(group: str) -> None:
+def test_every_tree_and_rule_is_in_a_table(group: str) -> None:
     """The first column of a table of their page names each."""
     columns = [line.split("|")[1] for line in (ROOT / "docs" / "trees.md").read_text().splitlines() if line.startswith("| `")]
-    told = {name for column in columns for name in re.findall(r"`([a-z0-9_]+)`", column)}
-    assert {path.stem for path in (ROOT / "conf" / group).glob("*.yaml")} <= told
+    named = {name for column in columns for name in re.findall(r"`([a-z0-9_]+)`", column)}
+    assert {path.stem for path in (ROOT / "conf" / group).glob("*.yaml")} <= named
 
 
 def test_every_page_is_in_the_site() -> None:
     """The navigation lists all pages once, and the first page of each folder links to every page of the folder."""
-    listed = flatten_navigation(site()["nav"])
+    listed = flatten_navigation(load_site()["nav"])
     names = [page.relative_to(ROOT / "docs").as_posix() for page in PAGES]
     assert sorted(listed) == sorted([*names, *GENERATED])
     for folder in ("", "families/", "results/"):
@@ -234,20 +237,20 @@ def test_every_page_is_in_the_site() -> None:
 
 def test_the_site_has_four_parts() -> None:
     """Tutorials, how-to guides, reference, explanation and results; and search."""
-    parts = [name for entry in site()["nav"] for name in entry]
+    parts = [name for entry in load_site()["nav"] for name in entry]
     assert parts == ["Start", "Tutorials", "How-to guides", "Reference", "Explanation and results"]
-    assert "search" in site()["plugins"]
+    assert "search" in load_site()["plugins"]
 
 
-def built(config: Path, out: Path) -> "subprocess.CompletedProcess[str]":
+def build_site(config: Path, out: Path) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(config), "--site-dir", str(out)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def test_the_site_builds(tmp_path: Path) -> None:
-    """Strictly, and no page wants a script, a style or a font from elsewhere."""
+    """The build is strict, and no page loads a script, a style or a font from elsewhere."""
     pytest.importorskip("mkdocs", reason="pip install spectrain[docs]")
-    done = built(ROOT / "mkdocs.yml", tmp_path / "site")
+    done = build_site(ROOT / "mkdocs.yml", tmp_path / "site")
     assert done.returncode == 0, done.stderr
     pages = list((tmp_path / "site").rglob("*.html"))
     names = {page.relative_to(ROOT / "docs").with_suffix("").as_posix() for page in PAGES}
@@ -266,5 +269,5 @@ def test_a_broken_link_ends_the_build(tmp_path: Path, broken: str) -> None:
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     with (tmp_path / "docs" / "runs.md").open("a") as page:
         page.write(f"\n{broken}\n")
-    done = built(tmp_path / "mkdocs.yml", tmp_path / "site")
+    done = build_site(tmp_path / "mkdocs.yml", tmp_path / "site")
     assert done.returncode != 0 and "nowhere" in done.stderr
