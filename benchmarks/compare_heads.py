@@ -4,7 +4,7 @@
 
 300 steps of at most 512 tokens of the embedded data, the recipe's own rate, one seed; 40 held-out prompts of 64 tokens, greedy,
 eight at once. One to three minutes a recipe with one thread. A finished run is not trained again, nor scored; rows of other
-names stay in the file. Without names: those of RECIPES. `python scripts/make_results_pages.py` then writes docs/results/.
+names stay in the file. Without names: those of RECIPES. `python -m scripts.make_results_pages` then writes docs/results/.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Write the pages of docs/results/ that show eval/results/*.json, each with the command that measured it.
 
-python scripts/make_results_pages.py
+python -m scripts.make_results_pages
 
 A test compares the committed pages with what this writes. Pages of docs/results/ that no JSON holds are written by hand.
 """

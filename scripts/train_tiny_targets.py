@@ -5,7 +5,7 @@
 Each target (four layers of width 128, the tiny target's tokenizer) learns the embedded conversations for a few minutes on a
 core; the one of text and images learns pictures of coloured squares beside them. EAGLE-3, Medusa and DFlash are then trained
 on its features, and held-out prompts are decoded greedily, by a tree and by a chain, and compared with `generate`. Targets and
-drafters that are there already are not trained again. `python scripts/make_results_pages.py` shows the JSON that this writes.
+drafters that are there already are not trained again. `python -m scripts.make_results_pages` shows the JSON that this writes.
 """
 
 import argparse

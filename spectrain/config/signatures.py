@@ -196,6 +196,8 @@ def _comment_above(source: ParsedModule, node: Any) -> str:
 
 def _evaluate_default(source: ParsedModule, default: ast.expr) -> Any:
     """Return the value of a default: a literal, or a name that is assigned a literal, here or where it is imported from."""
+    if isinstance(default, (ast.Tuple, ast.List)):
+        return [_evaluate_default(source, element) for element in default.elts]
     try:
         return ast.literal_eval(default)
     except ValueError:

@@ -186,7 +186,7 @@ def test_settings_of_a_family_page_exist(document: str) -> None:
 
 
 def test_generated_pages_of_results_are_the_committed_ones() -> None:
-    """Every number of these pages comes from eval/results/; `python scripts/make_results_pages.py` writes them."""
+    """Every number of these pages comes from eval/results/; `python -m scripts.make_results_pages` writes them."""
     for name, page in RESULTS_PAGES.items():
         assert (FOLDER / f"{name}.md").read_text() == page.render(), name
 

@@ -17,27 +17,29 @@ SMALLER = {
     "tokens=32": "tokens=12",
 }
 CHECKED = """
-kept = spectrain.generate(target, again, ["What is a bee?", "Name three colours."], max_new_tokens=12)[0].text
+reloaded_text = spectrain.generate(target, again, ["What is a bee?", "Name three colours."], max_new_tokens=12)[0].text
 """
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the names of the page's blocks stand for, after all of them ran in an empty folder, on smaller numbers."""
+def namespace(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The names of the page's blocks, after all of them ran in an empty folder, on smaller numbers."""
     code = "\n".join([*BLOCKS, CHECKED])
     for shown, smaller in SMALLER.items():
         assert shown in code
         code = code.replace(shown, smaller)
-    place, names = tmp_path_factory.mktemp("python"), dict[str, Any]()
+    folder, names = tmp_path_factory.mktemp("python"), dict[str, Any]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place)
+        patch.chdir(folder)
         exec(code, names)
-    assert (place / "runs" / "python" / "metrics.jsonl").is_file() and (place / "runs" / "my-drafter" / "config.json").is_file()
+    assert (folder / "runs" / "python" / "metrics.jsonl").is_file() and (
+        folder / "runs" / "my-drafter" / "config.json"
+    ).is_file()
     return names
 
 
 def test_every_call_is_shown() -> None:
-    """The page speaks of all that the interface has."""
+    """The page uses every call of the interface."""
     text = "\n".join(BLOCKS) + (ROOT / "docs" / "python.md").read_text()
     for call in (
         "Target.from_pretrained",
@@ -51,22 +53,22 @@ def test_every_call_is_shown() -> None:
         assert call in text
 
 
-def test_it_answers(found: dict[str, Any]) -> None:
-    """A result for each prompt; the drafter that was saved and read again gives the same text."""
-    one, two = (result.text for result in found["results"])
-    assert one.strip() and two.strip() and found["kept"] == one
+def test_each_prompt_has_an_answer(namespace: dict[str, Any]) -> None:
+    """A drafter that was saved and loaded again gives the same text."""
+    first, second = (result.text for result in namespace["results"])
+    assert first.strip() and second.strip() and namespace["reloaded_text"] == first
 
 
 def test_plain_decoding_runs_what_drafted_decoding_runs() -> None:
-    """The same packed linears, or its time would be none to compare with."""
+    """Both use the same packed linears; otherwise their times could not be compared."""
     target = spectrain.Target.from_pretrained("tiny")
     assert not any(is_packed(module) for module in target.model.modules())
     spectrain.generate(target, None, ["What is a bee?"], max_new_tokens=2)
     assert is_packed(target.model.model.layers[0].mlp.down_proj)
 
 
-def test_the_score_is_from_decoding(found: dict[str, Any]) -> None:
-    """At least a token a forward, and every answer the target's."""
-    summary = found["summary"]
+def test_the_score_is_from_decoding(namespace: dict[str, Any]) -> None:
+    """Each forward emits at least a token, and every answer equals the target's."""
+    summary = namespace["summary"]
     assert summary["acceptance_length"]["pooled"] >= 1
     assert summary["lossless"]["identical"] == summary["lossless"]["checked"] > 0
