@@ -126,7 +126,7 @@ def format_keys(keys: Mapping[str, SettingKey]) -> str:
 
 def describe_key(key: SettingKey) -> str:
     """Return the description of a key from the most specific source."""
-    return key.description or HELP_DATA["keys"].get(key.name) or key.shared_description
+    return key.description or key.shared_description
 
 
 def format_list(entries: Mapping[str, str], indent: str = "  ") -> str:
