@@ -50,7 +50,6 @@ CONFIGURED = {
     "drafters/eagle1.py:Eagle1",
     "drafters/eagle3.py:Eagle3",
     "drafters/early_exit.py:EarlyExit",
-    "drafters/gated_lora.py:GatedLora",
     "experimental/gumiho/drafter.py:Gumiho",
     "experimental/jacobi/drafter.py:Jacobi",
     "drafters/medusa.py:Medusa",

@@ -137,5 +137,18 @@ def parse_groups(content: Any, path: Path) -> dict[str, Any]:
     check_no_directives(bare, path)
     for group, node in content.items():
         names = isinstance(node, dict) and ("choice" in node or "_target_" in node)
-        groups[str(group)] = resolve_choice(str(group), node, str(path)) if names else node
+        groups[str(group)] = resolve_choice(str(group), _split_mask_drafters(node), str(path)) if names else node
     return groups
+
+
+def _split_mask_drafters(node: dict[str, Any]) -> dict[str, Any]:
+    """Return the choice of a family that was a setting of gated_lora when its drafter was saved."""
+    if node.get("choice") != "gated_lora":
+        return node
+    settings = {key: value for key, value in node.items() if key not in ("noise", "ensembles", "transfer_layer")}
+    if node.get("noise") in ("transfer", "streams"):
+        choice = "hidden_transfer" if node["noise"] == "transfer" else "speculative_streaming"
+        return {**settings, "choice": choice, "transfer_layer": node.get("transfer_layer")}
+    if node.get("ensembles", 1) > 1:
+        return {**settings, "choice": "ppd", "ensembles": node["ensembles"]}
+    return {**settings, "noise": node["noise"]} if "noise" in node else settings

@@ -55,11 +55,6 @@ class PeftLayout(Layout):
         if adapter is None:
             raise UserError("adapter_config.json: the drafter has none (as with drafter.rank=0), so peft could not read it")
         tensors = drafter.tensors
-        if any(name.startswith("transfer.") for name in tensors) or drafter.drafter.get("ensembles", 1) > 1:
-            raise UserError(
-                "format=peft: it holds one vector for each mask; this drafter has ensembles of vectors, or transferred "
-                "hidden states; score it with spectrain eval, which needs no engine"
-            )
         if "masks" not in tensors:
             raise UserError("format=peft: this drafter has no mask vectors (drafter.noise=uniform); use format=uno")
         settings = {

@@ -21,7 +21,7 @@ from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle1 import Eagle1
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.early_exit import EarlyExit
-from spectrain.drafters.gated_lora import GatedLora
+from spectrain.drafters.gated_lora import GatedLora, GatedLoraConfig
 from spectrain.drafters.medusa import Medusa
 from spectrain.drafters.mtp import Mtp
 from spectrain.drafters.pard import Pard
@@ -71,10 +71,10 @@ ROUNDS: dict[str, tuple[AcceptanceRule, Callable[[Target], Drafter] | None, Tree
     "early exit, chain of 3": (Greedy(), lambda target: EarlyExit(target, exit_layer=2), Chain(3)),
     "gated lora, drawn chain of 3": (
         SpeculativeSampling(),
-        lambda target: GatedLora(target, num_masks=3),
+        lambda target: GatedLora(target, GatedLoraConfig(num_masks=3)),
         Chain(3, "sampled"),
     ),
-    "gated lora, chain of 3": (Greedy(), lambda target: GatedLora(target, num_masks=3), Chain(3)),
+    "gated lora, chain of 3": (Greedy(), lambda target: GatedLora(target, GatedLoraConfig(num_masks=3)), Chain(3)),
     "peagle, chain of 3": (Greedy(), lambda target: PEagle(target, num_drafts=4, num_layers=2, vocab_size=512), Chain(3)),
     "mtp, chain of 3": (Greedy(), lambda target: Mtp(target), Chain(3)),
     "pard, chain of 3": (Greedy(), lambda target: Pard(target, num_drafts=4, num_layers=2), Chain(3)),

@@ -28,7 +28,7 @@ from spectrain.drafters.dspark import DSpark, DSparkConfig
 from spectrain.drafters.eagle1 import Eagle1
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.early_exit import EarlyExit
-from spectrain.drafters.gated_lora import GatedLora
+from spectrain.drafters.gated_lora import GatedLora, GatedLoraConfig
 from spectrain.drafters.medusa import Medusa
 from spectrain.drafters.mtp import Mtp
 from spectrain.drafters.ngram import Ngram
@@ -58,7 +58,7 @@ PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [9, 10], [100, 3, 44, 8]]
 
 def busy_gated_lora(target: Target) -> Drafter:
     """Mask tokens whose LoRA does something."""
-    drafter = GatedLora(target, num_masks=3)
+    drafter = GatedLora(target, GatedLoraConfig(num_masks=3))
     for factors in drafter.factors:
         torch.nn.init.normal_(factors.lora_B.weight, std=0.05)  # type: ignore[arg-type,union-attr]
     return drafter
@@ -81,7 +81,7 @@ DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     "layer_skip": lambda target: LayerSkipping(target, skipped=[1]),
     "kangaroo": lambda target: Kangaroo(target, exit_layer=1),
     "gated_lora": busy_gated_lora,
-    "uno": lambda target: GatedLora(target, num_masks=3, strategy="apart", sampler=False, noise="uniform"),
+    "uno": lambda target: GatedLora(target, GatedLoraConfig(num_masks=3, strategy="apart", sampler=False, noise="uniform")),
     "peagle": lambda target: PEagle(target, num_drafts=4, num_layers=2, vocab_size=512, window=6),
     "mtp": lambda target: Mtp(target),
     "pard": lambda target: Pard(target, num_drafts=4, num_layers=2),

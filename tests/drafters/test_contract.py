@@ -75,9 +75,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "causal with a stop head": ("causal", {"num_layers": 1, "stop_head": 1}),
     "eagle3 with a slim head": ("eagle3", {"head_rank": 16}),
     "hydra with slim heads": ("hydra", {"head_rank": 16}),
-    "hidden transfer": ("gated_lora", {"noise": "transfer", "rank": 0, "sampler": False, "consistency": 0.0}),
-    "speculative streaming": ("gated_lora", {"noise": "streams", "sampler": False, "consistency": 0.0}),
-    "ppd": ("gated_lora", {"ensembles": 2, "num_hosts": 3, "rank": 0, "sampler": False, "step_decay": 0.8}),
+    "hidden transfer": ("hidden_transfer", {"rank": 0, "sampler": False, "consistency": 0.0}),
+    "speculative streaming": ("speculative_streaming", {"sampler": False, "consistency": 0.0}),
+    "ppd": ("ppd", {"ensembles": 2, "num_hosts": 3, "rank": 0, "sampler": False, "step_decay": 0.8}),
 }
 TOYS: dict[str, type[Drafter]] = {"frozen heads": FrozenHeads, "independent": Independent}
 

@@ -19,7 +19,7 @@ from spectrain.drafters.base import Drafter, TrainingState
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.early_exit import EarlyExit
-from spectrain.drafters.gated_lora import GatedLora
+from spectrain.drafters.gated_lora import GatedLora, GatedLoraConfig
 from spectrain.drafters.medusa import Medusa
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
@@ -118,7 +118,7 @@ DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     "medusa": Medusa,
     "causal": lambda target: Causal(target, num_layers=1),
     "early_exit": lambda target: EarlyExit(target, exit_layer=1),
-    "gated_lora": lambda target: GatedLora(target, num_masks=3),
+    "gated_lora": lambda target: GatedLora(target, GatedLoraConfig(num_masks=3)),
 }
 
 

@@ -28,10 +28,10 @@ from spectrain.decoding.loop import decode
 from spectrain.decoding.replay import DraftRecorder
 from spectrain.decoding.session import Session
 from spectrain.decoding.teacher_forcing import run_teacher_forced
-from spectrain.drafters import gated_lora
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.context import Context
-from spectrain.drafters.gated_lora import GatedLora
+from spectrain.drafters.gated_lora import GatedLora, GatedLoraConfig
+from spectrain.drafters.layers import gated_masks
 from spectrain.drafters.layers.masks import add_blocks, replace_embeddings
 from spectrain.errors import UserError
 from spectrain.experimental.cast.builder import Cast
@@ -63,7 +63,7 @@ Fitted = tuple[GatedLora, list[list[int]], list[list[int]]]
 def make(target: Target, **options: Any) -> GatedLora:
     """A drafter whose every LoRA factor, mask and sampler weight is random and not zero."""
     torch.manual_seed(3)
-    drafter = GatedLora(target, **{"num_masks": MASKS, "rank": 4, "alpha": 6.0, **options})
+    drafter = GatedLora(target, GatedLoraConfig(**{"num_masks": MASKS, "rank": 4, "alpha": 6.0, **options}))
     drafter.prepare(target, torch.zeros(target.head.vocab_size))
     with torch.no_grad():
         for parameter in drafter.parameters():
@@ -101,7 +101,7 @@ def open_gate(drafter: GatedLora, patch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def opened(target: Target, numbers: Tensor, *places: Tensor | None, **hosts: Tensor) -> Iterator[None]:
         with patch.context() as inner:
-            inner.setattr(gated_lora, "replace_embeddings", lambda e, vectors, _: replace_embeddings(e, vectors, numbers))
+            inner.setattr(gated_masks, "replace_embeddings", lambda e, vectors, _: replace_embeddings(e, vectors, numbers))
             stack = gated(target, torch.zeros_like(numbers))
             stack.__enter__()
         try:
@@ -257,8 +257,8 @@ def test_a_target_without_linears_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     target = cut_tiny(2)
     target.decoder.layers = nn.ModuleList(nn.Identity() for _ in range(2))
     with pytest.raises(UserError, match=r"drafter\.rank: the layers of tiny have no linear .* use drafter\.rank=0"):
-        GatedLora(target)
-    assert not GatedLora(target, rank=0).names
+        GatedLora(target, GatedLoraConfig())
+    assert not GatedLora(target, GatedLoraConfig(rank=0)).names
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "apart"])
@@ -412,7 +412,7 @@ def test_hits_count_what_the_target_would_say(shallow: Target) -> None:
 
 def test_an_untrained_sampler_adds_nothing(shallow: Target) -> None:
     """A fresh sampler head gives the mask's own state, bit by bit, whatever came before; one step later it no longer does."""
-    drafter, batch = GatedLora(shallow, num_masks=MASKS, consistency=0.0), ragged(2)
+    drafter, batch = GatedLora(shallow, GatedLoraConfig(num_masks=MASKS, consistency=0.0)), ragged(2)
     drafter.prepare(shallow, torch.zeros(shallow.head.vocab_size))
     assert drafter.sampler is not None
     state, previous = torch.randn(2, 5, shallow.width), shallow.head.embed(torch.randint(3, 2000, (2, 5)))
@@ -530,7 +530,7 @@ def fitted(shallow: Target) -> Fitted:
     prompts = [torch.randint(3, 2000, (length,)).tolist() for length in (9, 4, 6)]
     answers = [decode(shallow, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in prompts]
     rows = [Example(p + a, [False] * len(p) + [True] * len(a)) for p, a in zip(prompts, answers)]
-    drafter = GatedLora(shallow, num_masks=MASKS, rank=8, mask_ratio=3.0)
+    drafter = GatedLora(shallow, GatedLoraConfig(num_masks=MASKS, rank=8, mask_ratio=3.0))
     drafter.prepare(shallow, torch.zeros(shallow.head.vocab_size))
     batch = LiveSource().make_batch(BatchRequest(Dataset(rows, 3, 0, 0)[[0, 1, 2]], shallow, ()))
     optimizer = torch.optim.Adam(drafter.parameters(), lr=5e-3)
@@ -941,7 +941,7 @@ def test_reloaded_equals_saved(shallow: Target, tmp_path: Path) -> None:
     again = load_hf(shallow.path)
     again.pack_weights()
     torch.manual_seed(99)
-    other = GatedLora(again, num_masks=MASKS, rank=4, alpha=6.0)
+    other = GatedLora(again, GatedLoraConfig(num_masks=MASKS, rank=4, alpha=6.0))
     load_weights(other, tmp_path)
     first, second = drafter.state_dict(), other.eval().state_dict()
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
@@ -967,7 +967,7 @@ def test_rank_0_is_masks_alone(shallow: Target, tmp_path: Path, strategy: str) -
     assert [one.output for one in found] == [one.output for one in decode(shallow, prompts, Greedy(), 8, ignore_eos=True)]
     save(drafter, tmp_path / "drafter")
     assert {path.name for path in (tmp_path / "drafter").iterdir()} == {"config.json", "model.safetensors"}
-    other = GatedLora(shallow, num_masks=MASKS, rank=0)
+    other = GatedLora(shallow, GatedLoraConfig(num_masks=MASKS, rank=0))
     load_weights(other, tmp_path / "drafter")
     assert all(torch.equal(value, drafter.state_dict()[name]) for name, value in other.state_dict().items())
 
@@ -1024,4 +1024,4 @@ def test_a_tensor_that_does_not_fit_is_refused(
 def test_wrong_settings_are_refused(shallow: Target, options: dict[str, Any], sentence: str) -> None:
     """The key, the value and what to use."""
     with pytest.raises(UserError, match=sentence):
-        GatedLora(shallow, **options)
+        GatedLora(shallow, GatedLoraConfig(**options))

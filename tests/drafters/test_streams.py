@@ -13,9 +13,11 @@ from spectrain.decoding.captured import CapturedRunner
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.context import Context
-from spectrain.drafters.gated_lora import GatedLora
+from spectrain.drafters.layers.gated_masks import GatedMasks
 from spectrain.drafters.layers.tree_masks import end_probabilities, parallel_chains_mask
 from spectrain.errors import UserError
+from spectrain.experimental.hidden_transfer.drafter import HiddenTransfer, SpeculativeStreaming, TransferConfig, TransferDrafter
+from spectrain.experimental.ppd.drafter import PromptTokenConfig, PromptTokens
 from spectrain.models.reference_model import reference_model
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
@@ -26,9 +28,14 @@ from .test_uno import PROMPTS, conversation
 
 MASKS, LIMIT = 3, 12
 KINDS: dict[str, dict[str, Any]] = {
-    "transfer": {"noise": "transfer", "rank": 0, "transfer_layer": 2},
-    "streams": {"noise": "streams", "rank": 4, "transfer_layer": 1},
-    "ensembles": {"noise": "masks", "rank": 0, "ensembles": 2, "step_decay": 0.8},
+    "transfer": {"rank": 0, "transfer_layer": 2},
+    "streams": {"rank": 4, "transfer_layer": 1},
+    "ensembles": {"rank": 0, "ensembles": 2, "step_decay": 0.8},
+}
+FAMILIES: dict[str, Any] = {
+    "transfer": (HiddenTransfer, TransferConfig),
+    "streams": (SpeculativeStreaming, TransferConfig, TransferDrafter),
+    "ensembles": (PromptTokens, PromptTokenConfig),
 }
 KIND = pytest.mark.parametrize("kind", KINDS)
 BUILDERS: dict[str, TreeBuilder] = {
@@ -38,11 +45,11 @@ BUILDERS: dict[str, TreeBuilder] = {
 }
 
 
-def make(target: Target, kind: str, **options: Any) -> GatedLora:
+def make(target: Target, kind: str, **options: Any) -> GatedMasks:
     """A drafter of which every weight is random and not zero."""
     torch.manual_seed(3)
     common = {"num_masks": MASKS, "alpha": 6.0, "sampler": False, "consistency": 0.0, "loss": "forward_kl"}
-    drafter = GatedLora(target, **{**common, **KINDS[kind], **options})
+    drafter = FAMILIES[kind][0](target, FAMILIES[kind][1](**{**common, **KINDS[kind], **options}))
     drafter.prepare(target, torch.zeros(target.head.vocab_size))
     with torch.no_grad():
         for parameter in drafter.parameters():
@@ -61,7 +68,7 @@ class Added(nn.Module):
         return self.linear(x) + (torch.arange(x.shape[1]) >= self.gate[0])[:, None] * self.scale * self.factors[0](x)
 
 
-def reference(target: Target, drafter: GatedLora) -> Callable[[list[int], int], Tensor]:
+def reference(target: Target, drafter: GatedMasks) -> Callable[[list[int], int], Tensor]:
     """Of a prefix and so many masks behind it the final states that speak [M, D], by transformers' layers one after another:
     the text alone up to the layer of transfer, masks beside it from there on; or each chain of an ensemble by itself."""
     with reference_model(target) as model:
@@ -82,11 +89,11 @@ def reference(target: Target, drafter: GatedLora) -> Callable[[list[int], int], 
 
     def states(prefix: list[int], count: int) -> Tensor:
         embedded, gate[0] = plain.get_input_embeddings()(torch.tensor([prefix])), len(prefix)
-        if drafter.transfer is None:
-            assert drafter.masks is not None
+        if drafter.masks is not None:
             chains = drafter.masks.view(drafter.ensembles, MASKS, -1)[:, :count]
             said = [decoder.norm(through(torch.cat([embedded, one[None]], 1), decoder.layers))[0, -count:] for one in chains]
             return torch.stack(said).mean(0)
+        assert isinstance(drafter, TransferDrafter)
         layer, transfer = drafter.transfer_layer, drafter.transfer
         hidden = through(embedded, decoder.layers[:layer])
         last = hidden[0, -1]
@@ -127,7 +134,7 @@ def test_loss_is_that_of_every_prefix_alone(shallow: Target, kind: str) -> None:
         torch.testing.assert_close(one, other, rtol=5e-3, atol=2e-3 * float(other.abs().max()))
 
 
-def watched(drafter: GatedLora) -> list[tuple[list[int], Tensor]]:
+def watched(drafter: GatedMasks) -> list[tuple[list[int], Tensor]]:
     """Of every round that drafts, the first text with its root, and the states [K, D] of the masks."""
     rounds: list[tuple[list[int], Tensor]] = []
     rollout = drafter.make_rollout
@@ -237,7 +244,6 @@ def test_chains_do_not_see_each_other() -> None:
 
 @pytest.mark.parametrize(("kind", "options", "sentence"), [
     ("transfer", {"transfer_layer": 9}, r"drafter\.transfer_layer=9: .* use 1 to"),
-    ("streams", {"ensembles": 2}, r"drafter\.ensembles=2: they are of learned vectors; use drafter\.noise=masks"),
 ])  # fmt: skip
 def test_wrong_settings_are_refused(shallow: Target, kind: str, options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):

@@ -17,7 +17,7 @@ from spectrain.decoding.captured import CapturedRunner
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState, has_weights
 from spectrain.drafters.context import Context
-from spectrain.drafters.gated_lora import GatedLora
+from spectrain.drafters.gated_lora import GatedLora, GatedLoraConfig
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.forward_plan import ForwardPlan
@@ -36,7 +36,7 @@ LIMIT = 14
 def make(target: Target, size: float = 0.4, **options: Any) -> GatedLora:
     """A drafter of which every weight is random and not zero."""
     torch.manual_seed(3)
-    drafter = GatedLora(target, **{**UNO, **options})
+    drafter = GatedLora(target, GatedLoraConfig(**{**UNO, **options}))
     drafter.prepare(target, torch.zeros(target.head.vocab_size))
     with torch.no_grad():
         for parameter in drafter.parameters():
@@ -108,7 +108,7 @@ def test_loss_is_that_of_the_papers_doubled_forward(shallow: Target, progress: f
     """Value and gradients, in every part of the curriculum, for the noise that this step draws."""
     drafter, batch = make(shallow), conversation(21)
     state = TrainingState(step=5, progress=progress)
-    blocks = drafter.blocks(batch, state)
+    blocks = drafter.make_blocks(batch, state)
     assert int(blocks.mask_index.max()) == block - 1
     noise = torch.zeros(21, dtype=torch.int64)
     for column in reversed((blocks.mask_index[0] >= 0).nonzero()[:, 0].tolist()):  # past the end a block repeats the last place
@@ -127,8 +127,8 @@ def test_noise_is_uniform_and_of_the_text_and_step(shallow: Target) -> None:
     drafter, batch = make(shallow, num_masks=8, tiles=[8]), conversation(24, 17)
     drawn = []
     for step in range(300):
-        together = drafter.blocks(batch, TrainingState(step))
-        alone = drafter.blocks(Batch(batch.tokens[1:, :17], batch.loss_mask[1:, :17]), TrainingState(step))
+        together = drafter.make_blocks(batch, TrainingState(step))
+        alone = drafter.make_blocks(Batch(batch.tokens[1:, :17], batch.loss_mask[1:, :17]), TrainingState(step))
         noise = together.tokens[:, 24:]
         assert torch.equal(noise[1, : alone.tokens.shape[1] - 17], alone.tokens[0, 17:])
         drawn.append(noise[0])
@@ -137,7 +137,7 @@ def test_noise_is_uniform_and_of_the_text_and_step(shallow: Target) -> None:
         torch.cat([batch.loss_mask[0], batch.loss_mask[1, :17]])[None],
         lengths=(24, 17),
     )
-    blocks = drafter.blocks(packed, TrainingState(299))
+    blocks = drafter.make_blocks(packed, TrainingState(299))
     assert torch.equal(blocks.tokens[0, 24 : 24 + len(drawn[-1])], drawn[-1])
     counts = torch.bincount(torch.cat(drawn) // (shallow.head.vocab_size // 16), minlength=16)
     assert chisquare(counts.numpy()).pvalue > 1e-4 and len({tuple(row.tolist()) for row in drawn}) == 300

@@ -13,7 +13,7 @@ from spectrain.data.chat import Example
 from spectrain.data.dataset import Batching, Dataset
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
-from spectrain.drafters.gated_lora import GatedLora
+from spectrain.drafters.gated_lora import GatedLora, GatedLoraConfig
 from spectrain.errors import RunError, UserError
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
@@ -196,7 +196,9 @@ def test_gradient_checkpointing_changes_no_bit(shallow: Target, tmp_path: Path, 
 def test_gradient_checkpointing_is_refused_where_it_would_be_wrong(shallow: Target, tmp_path: Path) -> None:
     """Mask tokens add to the target's layers by hooks that are gone in the backward pass."""
     with pytest.raises(UserError, match=r"trainer.gradient_checkpointing=true.*leave it out"):
-        trainer(gradient_checkpointing=True).fit(GatedLora(shallow, num_masks=2), shallow, dataset(), LiveSource(), tmp_path)
+        trainer(gradient_checkpointing=True).fit(
+            GatedLora(shallow, GatedLoraConfig(num_masks=2)), shallow, dataset(), LiveSource(), tmp_path
+        )
 
 
 def test_learning_rate_warms_up_and_decays() -> None:

@@ -45,8 +45,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "kangaroo": ("experimental.kangaroo.drafter.Kangaroo", {}),
     "gated_lora": ("drafters.gated_lora.GatedLora", {"num_masks": 2, "rank": 4}),
     "uno": ("drafters.gated_lora.GatedLora", {"num_masks": 2, "rank": 4, "noise": "uniform", "sampler": False, "tiles": [2]}),
-    "streams": ("drafters.gated_lora.GatedLora", {"num_masks": 2, "rank": 4, "noise": "streams", "sampler": False}),
-    "ppd": ("drafters.gated_lora.GatedLora", {"num_masks": 2, "rank": 0, "ensembles": 2, "sampler": False}),
+    "streams": ("experimental.hidden_transfer.drafter.SpeculativeStreaming", {"num_masks": 2, "rank": 4, "sampler": False}),
+    "ppd": ("experimental.ppd.drafter.PromptTokens", {"num_masks": 2, "rank": 0, "ensembles": 2, "sampler": False}),
     "jacobi": (
         "experimental.jacobi.drafter.Jacobi",
         {"block": 3, "num_blocks": 2, "adapt": "lora", "rank": 4, "self_distillation": True},

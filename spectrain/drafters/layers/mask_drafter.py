@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from spectrain.models.target import Target
 
 Strategy = Literal["quadratic", "linear", "apart"]
-Noise = Literal["masks", "uniform", "mean", "transfer", "streams"]
 
 
 class MaskCost(DraftingCost):
@@ -61,11 +60,14 @@ class MaskDrafter(Drafter, PromptRunner):
     _cost_type: type[DraftingCost] = MaskCost
     num_masks: int
     # Number of mask chains after a host, whose states are averaged.
-    ensembles: int
+    ensembles: int = 1
     strategy: Strategy
     # Number of hosts with strategy=quadratic; None makes every node a host.
     num_hosts: int | None
-    noise: Noise
+    # Whether a uniformly random token is the input of every mask.
+    has_random_tokens: bool = False
+    # Whether the mean embedding of the prompt is the input of every mask.
+    has_mean_embedding: bool = False
     seed: int
     head: Head
     sampler: nn.Module | None
@@ -87,7 +89,7 @@ class MaskDrafter(Drafter, PromptRunner):
 
     def make_capabilities(self) -> Capabilities:
         """Declare what the drafter can do. With few hosts a round cannot be captured: the CPU must check for ready masks."""
-        carried = ("means",) if self.noise == "mean" else ()
+        carried = ("means",) if self.has_mean_embedding else ()
         state_names = () if self.strategy == "apart" else ("states", "ready_at")
         needs_check = self.strategy == "linear" or (self.strategy == "quadratic" and self.num_hosts is not None)
         capture = None if needs_check else Capture(state_names=(*state_names, *carried))
@@ -115,11 +117,11 @@ class MaskDrafter(Drafter, PromptRunner):
 
     def prefill(self, context: Context, tokens: Tensor, lengths: Tensor) -> Features:
         """Run the prompts with the first round's masks after them, which no committed token sees and no cache holds."""
-        if self.strategy == "apart" and self.noise != "mean":
+        if self.strategy == "apart" and not self.has_mean_embedding:
             return context.prefill(tokens, lengths)
         refuse_images(context.texts, "drafter: this family reads prompts by itself")
         steps = torch.arange(tokens.shape[1] + self.num_masks, device=tokens.device)
-        if self.noise == "mean":
+        if self.has_mean_embedding:
             is_real = (steps[: tokens.shape[1]] < lengths[:, None])[..., None]
             self.means = (self.head.embed(tokens) * is_real).sum(1, keepdim=True) / lengths[:, None, None]
         if self.strategy == "apart":
@@ -131,7 +133,7 @@ class MaskDrafter(Drafter, PromptRunner):
             return features
         positions = lengths[:, None] + steps[: self.num_masks]
         padded = F.pad(tokens, (0, self.num_masks))
-        if self.noise == "uniform":
+        if self.has_random_tokens:
             padded = padded.scatter(1, positions, self.random_tokens(context, positions))
         mask_index = torch.full_like(padded, -1).scatter(1, positions, positions - lengths[:, None])
         rows = positions + torch.arange(len(positions), device=tokens.device)[:, None] * padded.shape[1]
@@ -178,7 +180,7 @@ class MaskDrafter(Drafter, PromptRunner):
         depths = torch.arange(depth, device=device).repeat(self.ensembles)
         chain_masks = depths + self.num_masks * torch.arange(self.ensembles, device=device).repeat_interleave(depth)
         positions = lengths[:, None] + num_roots + depths
-        tokens = self.random_tokens(context, positions) if self.noise == "uniform" else torch.zeros_like(positions)
+        tokens = self.random_tokens(context, positions) if self.has_random_tokens else torch.zeros_like(positions)
         mask_index = chain_masks.expand(batch, -1)
         rows = torch.arange(batch * (num_roots + len(depths)), device=device).view(batch, -1)[:, num_roots:].flatten()
         if root is not None:
@@ -209,7 +211,7 @@ class MaskDrafter(Drafter, PromptRunner):
         else:
             self.hosts = end_probabilities(tree).topk(self.num_hosts, dim=-1).indices.sort(dim=-1).values
         noise = None
-        if self.noise == "uniform":
+        if self.has_random_tokens:
             depths = tree.depths.gather(1, self.hosts)[..., None] + 1 + torch.arange(self.num_masks, device=device)
             noise = self.random_tokens(context, context.cache.lengths[:, None] + depths.flatten(1))
         host_masks = torch.arange(self.masks_per_host, device=device).repeat(self.hosts.shape[1])

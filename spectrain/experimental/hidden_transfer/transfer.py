@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from spectrain.models.target import Target
 
 
-class HiddenTransfer(nn.Module):
+class StateTransfer(nn.Module):
     """Maps the state h_t that enters a layer at a host to the states that enter it at its masks; at first, all are h_t.
 
     Hidden Transfer (Wu et al., 2024, arXiv 2404.12022, section 3.1) computes W_j h_t, with a map per mask. Speculative
@@ -44,7 +44,7 @@ class HiddenTransfer(nn.Module):
 
 @contextmanager
 def transfer_states(
-    target: Target, layer: int, transfer: HiddenTransfer, mask_index: Tensor, hosts: Tensor, rows: Tensor
+    target: Target, layer: int, transfer: StateTransfer, mask_index: Tensor, hosts: Tensor, rows: Tensor
 ) -> Iterator[None]:
     """Replace the inputs of a layer at masks by those that `transfer` computes, inside the context.
 
