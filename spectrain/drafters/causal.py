@@ -94,22 +94,24 @@ class Causal(Drafter, RewindableDrafter):
         assert batch.features is not None
         predicts, grad = batch.next_is_supervised, torch.is_grad_enabled()
         plan = ForwardPlan(layers=("final",), grad=grad, recompute=state.recompute, lengths=batch.lengths)
-        seen = self.model.run(batch.tokens, replace(plan, positions=batch.position_ids, mask=batch.visible))
-        states = seen.at_layer("final")[predicts]
+        features = self.model.run(batch.tokens, replace(plan, positions=batch.position_ids, mask=batch.visible))
+        states = features.at_layer("final")[predicts]
         following = batch.tokens.roll(-1, dims=1)[predicts]
         distance, weight = batch.at_next_token(batch.tokens_past_error), batch.at_next_token(batch.weight)
-        mine, theirs = (
+        drafter_head, target_head = (
             head.projection.select_entries(slice(self.vocab_size)).at_temperature(self.loss_temperature)
             for head in (self.model.head, self.head)
         )
-        log_probs = HeadTarget(batch.features.at_layer("final")[predicts], theirs)
-        judged = head_loss(self.divergence, states, mine, following, log_probs, distance, self.beta, weight)
+        log_probs = HeadTarget(batch.features.at_layer("final")[predicts], target_head)
+        judged = head_loss(self.divergence, states, drafter_head, following, log_probs, distance, self.beta, weight)
         hits = (judged.predictions == judged.labels).sum()[None].float()
         terms: dict[str, Tensor] = {self.divergence: judged.loss}
         if self.stop_head is not None:
-            terms["stop"] = self.stop_head.loss(states, HeadTarget(states.detach(), mine), log_probs)
+            terms["stop"] = self.stop_head.loss(states, HeadTarget(states.detach(), drafter_head), log_probs)
         if batch.advantage is not None:  # REINFORCE: the cross-entropy of a drawn token has the score function as its gradient
-            terms["policy"] = linear_divergence(states, mine, following, None, batch.at_next_token(batch.advantage)).loss
+            terms["policy"] = linear_divergence(
+                states, drafter_head, following, None, batch.at_next_token(batch.advantage)
+            ).loss
         return Losses(terms, hits, torch.full_like(hits, len(following)))
 
     # Decoding
@@ -118,13 +120,13 @@ class Causal(Drafter, RewindableDrafter):
         """Run the tokens that are new to it, the root last, then draft from there on."""
         slots = 1 + context.builder.max_drafted
         self.cache = context.drafting_cache(self.cache, self.model.num_layers, slots, self.model.architecture.kv_shapes)
-        behind = context.cache.lengths - self.cache.lengths  # the root comes after so many
-        steps = torch.arange(context.fresh.tokens.shape[1] + 1, device=behind.device)
-        places = self.cache.lengths[:, None] + steps
-        tokens = context.tokens.gather(1, places.clamp(max=context.tokens.shape[1] - 1))
-        seen = self.model.run(tokens, ForwardPlan(layers=("final",), cache=self.cache)).at_layer("final")
-        self.cache.commit(None, behind + 1)
-        root = seen.gather(1, behind[:, None, None].expand(-1, 1, seen.shape[-1]))
+        num_unread = context.cache.lengths - self.cache.lengths  # the root comes after so many
+        steps = torch.arange(context.fresh.tokens.shape[1] + 1, device=num_unread.device)
+        positions = self.cache.lengths[:, None] + steps
+        tokens = context.tokens.gather(1, positions.clamp(max=context.tokens.shape[1] - 1))
+        features = self.model.run(tokens, ForwardPlan(layers=("final",), cache=self.cache)).at_layer("final")
+        self.cache.commit(None, num_unread + 1)
+        root = features.gather(1, num_unread[:, None, None].expand(-1, 1, features.shape[-1]))
         return Draft(_Nodes(self, self.cache, root))
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
@@ -148,7 +150,7 @@ class _Nodes(Rollout):
         self.branches = BranchVisibility(len(root), root.device)
 
     def start(self) -> Tensor:
-        return self.said(self.root)
+        return self.log_q_and_stop(self.root)
 
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
         return self.run(tokens, *self.branches.add_nodes(parents))
@@ -159,12 +161,12 @@ class _Nodes(Rollout):
     def run(self, tokens: Tensor, depth: Tensor, visible: Tensor) -> Tensor:
         """[B, F, V] after new nodes of these depths [B, F], which see earlier ones and each other as `visible` says."""
         positions = self.cache.lengths[:, None] - 1 + depth
-        seen = self.drafter.model.run(
+        features = self.drafter.model.run(
             tokens, ForwardPlan(layers=("final",), positions=positions, mask=visible, cache=self.cache)
         )
-        return self.said(seen.at_layer("final"))
+        return self.log_q_and_stop(features.at_layer("final"))
 
-    def said(self, states: Tensor) -> Tensor:
+    def log_q_and_stop(self, states: Tensor) -> Tensor:
         """[B, F, V] after the states [B, F, D] of nodes."""
         if self.drafter.stop_head is not None:
             self.accept_probs = self.drafter.stop_head(states).float().sigmoid()

@@ -74,20 +74,20 @@ class Context:
         return self.cache.lengths[:, None] + tree.depths
 
     def drafting_cache(
-        self, kept: TreeCache | None, num_layers: int, extra: int, shapes: Mapping[int, KeyValueShape] | None = None
+        self, cached: TreeCache | None, num_layers: int, extra: int, shapes: Mapping[int, KeyValueShape] | None = None
     ) -> TreeCache:
         """A drafter's cache: what it kept of the last round, and in the first one an empty cache, `extra` slots longer than the
         target's; the old one, emptied, where its place must not change. `shapes` are of layers that are unlike each other, or
         whose values are not as wide as their keys."""
-        if self.round and kept is not None:
-            return kept
+        if self.round and cached is not None:
+            return cached
         batch, length = len(self.counts), self.cache.max_length + extra
         bound = None if self.cache.bound is None else self.cache.bound + 1
-        if kept is not None and bound is not None:
-            sizes = len(kept.layers), len(kept.lengths), kept.max_length, kept.bound
+        if cached is not None and bound is not None:
+            sizes = len(cached.layers), len(cached.lengths), cached.max_length, cached.bound
             if sizes == (num_layers, batch, length, bound):
-                kept.reset()
-                return kept
+                cached.reset()
+                return cached
         return TreeCache(num_layers, batch, length, self.tokens.device, bound, shapes)
 
     def prefill(self, tokens: Tensor, lengths: Tensor) -> Features:
@@ -100,19 +100,19 @@ class Context:
             return self.partial.run_tree(tree)
         return self.target.verify(tree, self.cache, self.layers)
 
-    def commit(self, tree: TokenTree, seen: Features, accepted: AcceptedPath) -> tuple[Tensor, Tensor]:
+    def commit(self, tree: TokenTree, features: Features, accepted: AcceptedPath) -> tuple[Tensor, Tensor]:
         """Keep the accepted path and its tokens: what each text emits [B, P], and how many of these, [B], none where it is
         done. A text that has emitted a stop token or its last one goes on no further."""
         texts = TextBatch(self.tokens, self.cache.lengths, self.active, self.left, self.stops)
         emitted, counts = token_commit(tree.tokens, accepted.path, accepted.counts, accepted.bonus, texts)
-        self.keep(seen, accepted.path, counts)
+        self.keep(features, accepted.path, counts)
         self.partial = None
         return emitted, counts
 
-    def keep(self, seen: Features, path: Tensor, counts: Tensor) -> None:
+    def keep(self, features: Features, path: Tensor, counts: Tensor) -> None:
         """Commit to the cache, and hold the features of what was committed for the next draft."""
         self.cache.commit(path, counts)
-        self.fresh, self.counts = seen.gather(path), counts
+        self.fresh, self.counts = features.gather(path), counts
         self.round += 1
 
     def postpone(self, before: tuple[Features, Tensor]) -> None:

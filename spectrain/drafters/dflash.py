@@ -64,24 +64,24 @@ class DFlash(BlockDrafter):
         copies = cost.judged.copies + (self.slot_weights == "dpace")
         return replace(cost, judged=replace(cost.judged, copies=copies))
 
-    def judge_drafts(self, asked: JudgedDrafts) -> Losses:
+    def judge_drafts(self, drafts: JudgedDrafts) -> Losses:
         dpace = self.slot_weights == "dpace"
-        row_weight = asked.normalize_weights(self._dpace(asked)) if dpace else asked.decayed_weights(self.decay)
-        judged = asked.supervision.judge_with_head(self.projection, asked.hidden, asked.label_index, row_weight)
-        return asked.sum_losses({self.divergence: judged.loss}, judged.predictions)
+        row_weight = drafts.normalize_weights(self._dpace_weights(drafts)) if dpace else drafts.decayed_weights(self.decay)
+        judged = drafts.supervision.judge_with_head(self.projection, drafts.hidden, drafts.label_index, row_weight)
+        return drafts.sum_losses({self.divergence: judged.loss}, judged.predictions)
 
     @torch.no_grad()
-    def _dpace(self, asked: JudgedDrafts) -> Tensor:
+    def _dpace_weights(self, drafts: JudgedDrafts) -> Tensor:
         """[A, K] the weights of D-PACE."""
-        right = asked.supervision.label_ids[asked.label_index]
+        right = drafts.supervision.label_ids[drafts.label_index]
         rows = [
-            self.projection.logits(asked.hidden[some]).log_softmax(-1).gather(-1, right[some, None])[:, 0].exp()
+            self.projection.logits(drafts.hidden[some]).log_softmax(-1).gather(-1, right[some, None])[:, 0].exp()
             for some in split_rows(len(right))
         ]
-        chances = torch.ones(asked.is_judged.shape, device=right.device)
-        chances[asked.is_judged] = torch.cat(rows)[asked.order.argsort()] if rows else chances[asked.is_judged]
-        kept = torch.where(asked.is_judged, (1 - self.dpace_alpha) * chances + self.dpace_alpha, 1.0).cumprod(1)
-        return kept.flip(1).cumsum(1).flip(1)
+        chances = torch.ones(drafts.is_judged.shape, device=right.device)
+        chances[drafts.is_judged] = torch.cat(rows)[drafts.order.argsort()] if rows else chances[drafts.is_judged]
+        reach_probs = torch.where(drafts.is_judged, (1 - self.dpace_alpha) * chances + self.dpace_alpha, 1.0).cumprod(1)
+        return reach_probs.flip(1).cumsum(1).flip(1)
 
     # Decoding
 

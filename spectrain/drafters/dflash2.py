@@ -168,8 +168,8 @@ class DFlash2(BlockDrafter):
         chosen = candidates.gather(-1, scores.argmax(-1, keepdim=True))[:, 0]
         missing = (candidates != labels[:, None]).all(-1)
         taught = torch.cat([candidates[:, :-1], torch.where(missing, labels, candidates[:, -1])[:, None]], dim=-1)
-        place = (taught == labels[:, None]).long().argmax(-1)
-        loss = F.cross_entropy(self._scores(hidden, before, taught), place, reduction="none")
+        label_index = (taught == labels[:, None]).long().argmax(-1)
+        loss = F.cross_entropy(self._scores(hidden, before, taught), label_index, reduction="none")
         return (loss * weights).sum(), chosen
 
     def _scores(self, hidden: Tensor, before: Tensor, candidates: Tensor) -> Tensor:

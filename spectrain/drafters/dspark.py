@@ -55,11 +55,11 @@ class MarkovHead(nn.Module):
 
     def along(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """m of whole blocks [A, K, M], whose tokens are known."""
-        state, found = torch.zeros_like(embedded[:, 0]), []
+        state, states = torch.zeros_like(embedded[:, 0]), []
         for slot, before in zip(hidden.unbind(1), embedded.unbind(1)):
             read, state = self(slot, before, state)
-            found.append(read)
-        return torch.stack(found, dim=1)
+            states.append(read)
+        return torch.stack(states, dim=1)
 
 
 class ConfidenceHead(nn.Module):
@@ -132,31 +132,33 @@ class DSpark(BlockDrafter):
         runs = [*cost.runs, Run(cell, cost.judged.rows, 0, extra=inputs)]
         return StepCost(runs, replace(cost.judged, width=target.width + rank))
 
-    def judge_drafts(self, asked: JudgedDrafts) -> Losses:
+    def judge_drafts(self, drafts: JudgedDrafts) -> Losses:
         """All terms in one pass through the output layer, to which [h ; m] and [W ; W2] make the Markov head belong."""
-        embedded = self.markov.markov_w1(asked.previous_tokens)
-        read = asked.select_judged(self.markov.along(asked.states, embedded))
+        embedded = self.markov.markov_w1(drafts.previous_tokens)
+        read = drafts.select_judged(self.markov.along(drafts.states, embedded))
         head = self.projection
         both = replace(head, weight=torch.cat([head.weight, self.markov.markov_w2.weight], dim=1))
-        tokens = asked.select_judged(asked.tokens)
+        tokens = drafts.select_judged(drafts.tokens)
         slots = torch.searchsorted(self.draft_ids, tokens).clamp(max=len(self.draft_ids) - 1)
         compound = _Compound(self.ce, self.tv)
-        theirs, weights = asked.supervision.target_log_probs, asked.decayed_weights(self.decay)
-        assert theirs is not None
+        target_log_probs, weights = drafts.supervision.target_log_probs, drafts.decayed_weights(self.decay)
+        assert target_log_probs is not None
         judged = linear_divergence(
-            torch.cat([asked.hidden, read], dim=-1),
+            torch.cat([drafts.hidden, read], dim=-1),
             both,
-            theirs.select_rows(asked.label_index),
+            target_log_probs.select_rows(drafts.label_index),
             compound,
             weights,
             (slots, self.t2d[tokens]),
         )
         terms = {"ce_tv": judged.loss}
         if self.confidence_head is not None:
-            said = self.confidence_head(torch.cat([asked.hidden, asked.select_judged(embedded)], dim=-1))
-            kept = torch.cat(compound.kept) if compound.kept else said.detach()
-            terms["confidence"] = F.binary_cross_entropy_with_logits(said, kept.to(said.dtype), weights, reduction="sum")
-        return asked.sum_losses(terms, judged.predictions)
+            confidence = self.confidence_head(torch.cat([drafts.hidden, drafts.select_judged(embedded)], dim=-1))
+            acceptance_rates = torch.cat(compound.acceptance_rates) if compound.acceptance_rates else confidence.detach()
+            terms["confidence"] = F.binary_cross_entropy_with_logits(
+                confidence, acceptance_rates.to(confidence.dtype), weights, reduction="sum"
+            )
+        return drafts.sum_losses(terms, judged.predictions)
 
     # Decoding
 
@@ -169,11 +171,11 @@ class _Compound:
 
     def __init__(self, ce: float, tv: float) -> None:
         self.ce, self.tv = ce, tv
-        self.kept: list[Tensor] = []
+        self.acceptance_rates: list[Tensor] = []
 
     def __call__(self, log_p: Tensor, log_q: Tensor, slots: Tensor, inside: Tensor) -> Tensor:
         rate = acceptance_rate(log_p, log_q)
-        self.kept.append(rate.detach())
+        self.acceptance_rates.append(rate.detach())
         token = -log_q.gather(-1, slots[:, None])[:, 0]
         return self.ce * token * inside + 2 * self.tv * (1 - rate)
 
@@ -199,7 +201,7 @@ class _Markov(DepthRollout):
         read, state = drafter.markov(hidden, embedded, self.carried[:, -count:])
         self.carried = torch.cat([self.carried[:, :-count], state], dim=1)
         if drafter.cuts and drafter.confidence_head is not None:
-            said = drafter.confidence_head(torch.cat([hidden, embedded], dim=-1))
-            self.accept_probs = said.sigmoid()
+            confidence = drafter.confidence_head(torch.cat([hidden, embedded], dim=-1))
+            self.accept_probs = confidence.sigmoid()
             self.stop_mask = self.accept_probs < drafter.confidence_threshold
         return drafter.log_q(gather_by_depth(self.products, depth) + drafter.markov.markov_w2(read).float())

@@ -143,13 +143,13 @@ class Eagle1(VocabularyDrafter):
         supervision = Supervision(self, batch)
         hidden = self._with_noise(batch, batch.features.at_layer("final"), state.step)
         held: list[Held] = []  # of every step
-        found: list[Tensor] = []  # of the supervised indices of every step
+        states_by_step: list[Tensor] = []  # of the supervised indices of every step
         for step in range(max(1, min(self.num_steps, batch.max_document_length - 2))):
             read = hidden.detach() if self.detach else hidden
             hidden, own = state.checkpointed(self.unroll, batch, read, step, held[:])
             held.append(own)
-            found.append(hidden[supervision.is_supervised(step)])
-        return self._judge(supervision, batch.features.at_layer("final"), found)
+            states_by_step.append(hidden[supervision.is_supervised(step)])
+        return self._judge(supervision, batch.features.at_layer("final"), states_by_step)
 
     def unroll(self, batch: Batch, hidden: Tensor, step: int, before: list[Held]) -> tuple[Tensor, Held]:
         """One draft step over features [B, T, D], behind the keys and values of the steps before; its own with it."""
@@ -173,18 +173,20 @@ class Eagle1(VocabularyDrafter):
             drawn.append(F.pad(noise * self.noise * NOISE_LENGTH / length, (0, 0, 0, len(tokens) - length)))
         return final + torch.cat(drawn).view(final.shape).to(final)
 
-    def _judge(self, supervision: Supervision, final: Tensor, found: list[Tensor]) -> Losses:
+    def _judge(self, supervision: Supervision, final: Tensor, states_by_step: list[Tensor]) -> Losses:
         """The features of every step's supervised indices, all steps at once."""
-        answer, order, step = supervision.join_steps(len(found))
-        hidden = torch.cat(found).index_select(0, order)
+        answer, order, step = supervision.join_steps(len(states_by_step))
+        hidden = torch.cat(states_by_step).index_select(0, order)
         weight = self.step_decay**step
         wanted = final[supervision.row_index >= 0].to(hidden.dtype)[answer]
         off = F.smooth_l1_loss(hidden, wanted, reduction="none").mean(-1)
         judged = supervision.judge_with_head(self.head.projection, hidden, answer, self.token_weight * weight)
         terms = {"regression": self.regression_weight * (weight * off).sum(), self.divergence: judged.loss}
         if self.top_k_weight and supervision.target_log_probs is not None:
-            theirs = supervision.target_log_probs.select_rows(answer)
-            likeliest = linear_divergence(hidden, self.head.projection, theirs, top_k_loss, self.top_k_weight * weight)
+            target_log_probs = supervision.target_log_probs.select_rows(answer)
+            likeliest = linear_divergence(
+                hidden, self.head.projection, target_log_probs, top_k_loss, self.top_k_weight * weight
+            )
             terms["top_k"] = likeliest.loss
         return Losses.by_depth(terms, judged.predictions == supervision.labels[answer], step, self.num_steps)
 

@@ -65,11 +65,11 @@ class Eagle3(UnrolledEagle):
         # Configuration keys and variants of the layers that differ from the target's; null copies the target's.
         architecture: dict[str, Any] | None = None,
     ) -> None:
-        asked = check_architecture(architecture or {}, VARIANTS)
-        own = asked["own_embedding"]
-        super().__init__(target, EagleSettings(num_layers, layers, vocab_size, window, start, own, head_rank, asked))
+        complete = check_architecture(architecture or {}, VARIANTS)
+        own = complete["own_embedding"]
+        super().__init__(target, EagleSettings(num_layers, layers, vocab_size, window, start, own, head_rank, complete))
         self.num_steps, self.divergence, self.step_decay = ttt_steps, loss, step_decay
-        self.norm_output = asked["norm_output"]
+        self.norm_output = complete["norm_output"]
         if self.embed_tokens is not None:
             self.embed_tokens.requires_grad_(False)
 

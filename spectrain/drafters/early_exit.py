@@ -124,16 +124,16 @@ class EarlyExit(SelfDrafter, DrafterWithExits):
         """The weighted cross-entropy of every open exit; the hits are how often `exit_layer` says what the last exit says."""
         weights = self.exit_weights(target.num_layers, state)
         opened = [number for number, weight in enumerate(weights) if weight > 0]
-        asked = sorted({*opened, self.exit_layer - 1})
+        exits_read = sorted({*opened, self.exit_layer - 1})
         predicts, grad = batch.next_is_supervised, torch.is_grad_enabled()
         tokens, original = batch.tokens.roll(-1, dims=1)[predicts], self._original_log_probs(batch, target)
-        layers = tuple(number + 1 for number in asked)
+        layers = tuple(number + 1 for number in exits_read)
         span = LayerSpan(dropped=self.dropped(batch, target, state))
         plan = ForwardPlan(layers=layers, grad=grad, recompute=state.recompute, lengths=batch.lengths, span=span)
         states = target.run(batch.tokens, plan)
         final = {
             number: target.apply_final_norm(states.at_layer(number + 1)[predicts][None], grad=grad and number in opened)[0]
-            for number in asked
+            for number in exits_read
         }
         terms = {"language_model": torch.zeros((), device=tokens.device), "exits": torch.zeros((), device=tokens.device)}
         best: dict[int, Tensor] = {}
@@ -141,9 +141,9 @@ class EarlyExit(SelfDrafter, DrafterWithExits):
         for term, exits in (("language_model", opened[-1:]), ("exits", opened[:-1])):
             if not exits:
                 continue
-            found = self._judge([final[number] for number in exits], [weights[number] for number in exits], tokens, original)
-            terms[term] = found.loss + sum(weights[number] for number in exits) * entropy
-            best |= dict(zip(exits, found.predictions.view(len(tokens), len(exits)).unbind(1)))
+            judged = self._judge([final[number] for number in exits], [weights[number] for number in exits], tokens, original)
+            terms[term] = judged.loss + sum(weights[number] for number in exits) * entropy
+            best |= dict(zip(exits, judged.predictions.view(len(tokens), len(exits)).unbind(1)))
         drafted = self.exit_layer - 1
         if drafted not in best:
             best[drafted] = argmax_and_log_z(final[drafted], self.head.projection)[0]
@@ -160,12 +160,12 @@ class EarlyExit(SelfDrafter, DrafterWithExits):
         count, device = len(final), tokens.device
         hidden = torch.stack(final, dim=1).flatten(0, 1)  # [R * exits, D]
         row_weight = torch.tensor(weights, device=device).repeat(len(tokens))
-        theirs: Callable[[slice], Tensor] | None = original
+        labels_log_probs: Callable[[slice], Tensor] | None = original
         if original is not None and count > 1:
-            theirs = original.select_rows(torch.arange(len(tokens)).repeat_interleave(count))
+            labels_log_probs = original.select_rows(torch.arange(len(tokens)).repeat_interleave(count))
         name = "cross_entropy" if original is None else "forward_kl"
         labels = tokens.repeat_interleave(count)
-        return head_loss(name, hidden, self.head.projection, labels, theirs, row_weight=row_weight)
+        return head_loss(name, hidden, self.head.projection, labels, labels_log_probs, row_weight=row_weight)
 
     def exit_weights(self, num_layers: int, state: TrainingState) -> list[float]:
         """What every exit's loss is multiplied by at this step, [L], summing to 1; 0 where the curriculum keeps it closed."""

@@ -67,9 +67,9 @@ class Merged(DrafterWrapper, PromptRunner, StoreReader):
     def draft(self, context: Context) -> Draft:
         self.copying.propose_copies(context)
         copies = self._tries()
-        behind = sum(features.tokens.shape[1] for features, _ in context.waiting)
+        num_unread = sum(features.tokens.shape[1] for features, _ in context.waiting)
         soon = 2 * (context.builder.depth + 1)  # what the last round with it committed, and what this one may
-        if behind + soon <= PATIENCE and not context.builder.needs_drafter(context, copies):
+        if num_unread + soon <= PATIENCE and not context.builder.needs_drafter(context, copies):
             self.resting.skip(context)
             return Draft(continuations=copies)
         draft = self.resting.draft(context)
@@ -119,6 +119,6 @@ class Hybrid(Merged):
             raise UserError(
                 f"drafter.inner={description['choice']}: it copies too; name one that drafts, or use drafter=retrieval"
             )
-        known = None if store is None else Datastore(store, target.tokenizer)
-        super().__init__(drafter, CopySource(known, longest, matches, enough))
+        datastore = None if store is None else Datastore(store, target.tokenizer)
+        super().__init__(drafter, CopySource(datastore, longest, matches, enough))
         self.saved = replace(self.saved, settings={"inner": description})

@@ -136,7 +136,7 @@ class Medusa(HeadsDrafter):
         plan = ForwardPlan(layers=("final",), grad=True, recompute=state.recompute, lengths=batch.lengths)
         final = target.run(batch.tokens, plan).at_layer("final")
         terms, hits, counts = self._heads_loss(batch, final)
-        weight = self.heads_coefficient * self._scheduled(state.progress)
+        weight = self.heads_coefficient * self._schedule_factor(state.progress)
         heads = {name: weight * loss for name, loss in terms.items()}
         return Losses({"language_model": self._language_model_loss(batch, final, target), **heads}, hits, counts)
 
@@ -146,7 +146,7 @@ class Medusa(HeadsDrafter):
         dtype = next(self.parameters()).dtype
         return self.heads_loss(supervision, lambda k: self.heads[k].head_inputs(final[supervision.is_supervised(k)].to(dtype)))
 
-    def _scheduled(self, progress: float) -> float:
+    def _schedule_factor(self, progress: float) -> float:
         """The schedule's factor, from 0 to 1 over the second stage; constant is 1."""
         done = (progress - self.heads_first) / (1 - self.heads_first)
         return {"constant": 1.0, "linear": done, "sine": math.sin(math.pi / 2 * done)}[self.schedule]
@@ -154,15 +154,15 @@ class Medusa(HeadsDrafter):
     def _language_model_loss(self, batch: Batch, final: Tensor, target: Target) -> Tensor:
         """Return the language model loss, summed over supervised tokens."""
         predicts, head = batch.next_is_supervised, self.head.projection
-        tokens, theirs = batch.tokens.roll(-1, dims=1)[predicts], None
+        tokens, original_log_probs = batch.tokens.roll(-1, dims=1)[predicts], None
         if self.self_distillation:
             assert self.target_training is not None
             with torch.no_grad(), self.target_training.use_original(target) as original:
-                theirs = HeadTarget(
+                original_log_probs = HeadTarget(
                     original.features(batch.tokens, ("final",), batch.lengths).at_layer("final")[predicts], head
                 )
         return head_loss(
-            "forward_kl" if self.self_distillation else "cross_entropy", final[predicts], head, tokens, theirs
+            "forward_kl" if self.self_distillation else "cross_entropy", final[predicts], head, tokens, original_log_probs
         ).loss
 
     # Decoding
@@ -179,10 +179,10 @@ class _Heads(DepthRollout):
         super().__init__(root, len(drafter.heads))
         self.drafter, self.final = drafter, final  # [B, 1, D]
         self.draft_ids = drafter.draft_ids
-        self.said: list[Tensor] = []  # log q [B, 1, V] of the heads that were asked
+        self.log_q_by_head: list[Tensor] = []  # log q [B, 1, V] of the heads that were asked
 
     def log_probs_at(self, depth: Tensor, tokens: Tensor) -> Tensor:
-        while len(self.said) <= min(self.max_level, len(self.drafter.heads) - 1):
-            self.said.append(self.drafter.heads[len(self.said)](self.final).float().log_softmax(-1))
-        every = torch.cat(self.said, dim=1)
+        while len(self.log_q_by_head) <= min(self.max_level, len(self.drafter.heads) - 1):
+            self.log_q_by_head.append(self.drafter.heads[len(self.log_q_by_head)](self.final).float().log_softmax(-1))
+        every = torch.cat(self.log_q_by_head, dim=1)
         return every.gather(1, depth[..., None].expand(-1, -1, every.shape[-1]))

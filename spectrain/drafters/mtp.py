@@ -86,15 +86,15 @@ class Mtp(VocabularyDrafter):
 
     def load_shipped(self, target: Target) -> None:
         """Take the layer that the target's checkpoint holds; its tensors are named as `shipped_layer` says."""
-        found, known = load_mtp_layer(target.path), self.state_dict()
-        parts = {there: known[name] for name, there in self.names.items()}
-        for name in sorted(parts.keys() ^ found.keys()):
+        tensors, own_tensors = load_mtp_layer(target.path), self.state_dict()
+        parts = {there: own_tensors[name] for name, there in self.names.items()}
+        for name in sorted(parts.keys() ^ tensors.keys()):
             raise UserError(f"target {target.name}: its MTP layer {'lacks' if name in parts else 'has'} {name}; {MTP_HINT}")
         for name, tensor in parts.items():
-            if tensor.shape != found[name].shape:
-                said = f"{name} {list(found[name].shape)}, not {list(tensor.shape)}"
-                raise UserError(f"target {target.name}: its MTP layer has {said}; {MTP_HINT}")
-            tensor.copy_(found[name])
+            if tensor.shape != tensors[name].shape:
+                shapes = f"{name} {list(tensors[name].shape)}, not {list(tensor.shape)}"
+                raise UserError(f"target {target.name}: its MTP layer has {shapes}; {MTP_HINT}")
+            tensor.copy_(tensors[name])
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """A new layer starts with M passing the state on, and with the target's final norm."""
@@ -103,9 +103,11 @@ class Mtp(VocabularyDrafter):
         with torch.no_grad():
             self.fc.weight.zero_()
             self.fc.weight[:, target.width :].fill_diagonal_(1.0)
-            theirs = target.decoder.get_submodule(self.block.norm_name).parameters()
-            for mine, whole in zip(self.block.norm.parameters(), theirs, strict=True):
-                mine.copy_(whole.full_tensor() if hasattr(whole, "full_tensor") else whole)
+            target_parameters = target.decoder.get_submodule(self.block.norm_name).parameters()
+            for parameter, target_parameter in zip(self.block.norm.parameters(), target_parameters, strict=True):
+                parameter.copy_(
+                    target_parameter.full_tensor() if hasattr(target_parameter, "full_tensor") else target_parameter
+                )
 
     @property
     def names(self) -> dict[str, str]:

@@ -136,9 +136,9 @@ class Pard(Drafter):
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         assert batch.features is not None
         blocks = add_blocks(batch, self.prefixes(batch, state.step))
-        known = None if self.features is None else self.trained_features(batch, blocks, state.step)
-        with self.embedded(blocks.mask_index, known):
-            seen = self.model.run(
+        fused = None if self.features is None else self.trained_features(batch, blocks, state.step)
+        with self.insert_embeddings(blocks.mask_index, fused):
+            features_out = self.model.run(
                 blocks.tokens,
                 ForwardPlan(
                     layers=("final",),
@@ -149,18 +149,25 @@ class Pard(Drafter):
                     lengths=blocks.lengths,
                 ),
             )
-        asked = blocks.supervised | (blocks.is_batch_token & batch.next_is_supervised.gather(1, blocks.token_index))
-        answers, depths = blocks.labels[asked], blocks.mask_index[asked] + 1
+        is_judged = blocks.supervised | (blocks.is_batch_token & batch.next_is_supervised.gather(1, blocks.token_index))
+        answers, depths = blocks.labels[is_judged], blocks.mask_index[is_judged] + 1
         final = batch.features.at_layer("final")
-        final = final.gather(1, blocks.token_index[..., None].expand(-1, -1, final.shape[-1]))[asked]
-        mine, theirs = (head.projection.select_entries(slice(self.vocab_size)) for head in (self.model.head, self.head))
-        share = self.shares(batch, blocks, theirs)[asked] if self.confidence else None
-        weights = blocks.loss_weights(asked, batch, share)
+        final = final.gather(1, blocks.token_index[..., None].expand(-1, -1, final.shape[-1]))[is_judged]
+        drafter_head, target_head = (
+            head.projection.select_entries(slice(self.vocab_size)) for head in (self.model.head, self.head)
+        )
+        share = self.shares(batch, blocks, target_head)[is_judged] if self.confidence else None
+        weights = blocks.loss_weights(is_judged, batch, share)
         judged = head_loss(
-            self.divergence, seen.at_layer("final")[asked], mine, answers, HeadTarget(final, theirs), row_weight=weights
+            self.divergence,
+            features_out.at_layer("final")[is_judged],
+            drafter_head,
+            answers,
+            HeadTarget(final, target_head),
+            row_weight=weights,
         )
         tokens = self.divergence == "cross_entropy"
-        likeliest = argmax_and_log_z(final, theirs)[0] if tokens else judged.labels
+        likeliest = argmax_and_log_z(final, target_head)[0] if tokens else judged.labels
         right = judged.predictions == likeliest
         return Losses.by_depth({self.divergence: judged.loss}, right, depths, self.num_drafts)
 
@@ -168,12 +175,15 @@ class Pard(Drafter):
     def shares(self, batch: Batch, blocks: MaskBlocks, head: Projection) -> Tensor:
         """[B, N] of a draft, the product of p(x) over the tokens that the drafts before it in its block should be."""
         assert batch.features is not None
-        said = batch.next_is_supervised
-        theirs, answers = HeadTarget(batch.features.at_layer("final")[said], head), batch.tokens.roll(-1, dims=1)[said]
+        predicts = batch.next_is_supervised
+        target_head, answers = (
+            HeadTarget(batch.features.at_layer("final")[predicts], head),
+            batch.tokens.roll(-1, dims=1)[predicts],
+        )
         starts = range(0, len(answers), CHUNK_ROWS)
-        parts = [theirs(slice(n, n + CHUNK_ROWS)).gather(-1, answers[n : n + CHUNK_ROWS, None])[:, 0] for n in starts]
-        log_p = torch.zeros(said.shape, dtype=torch.float64, device=said.device)  # [B, T] of the token after each
-        log_p[said] = torch.cat([*parts, log_p.new_zeros(0)]).double()
+        parts = [target_head(slice(n, n + CHUNK_ROWS)).gather(-1, answers[n : n + CHUNK_ROWS, None])[:, 0] for n in starts]
+        log_p = torch.zeros(predicts.shape, dtype=torch.float64, device=predicts.device)  # [B, T] of the token after each
+        log_p[predicts] = torch.cat([*parts, log_p.new_zeros(0)]).double()
         before = F.pad(log_p.cumsum(1), (1, 0))  # of all tokens up to each
         return (before.gather(1, blocks.token_index) - before.gather(1, blocks.prefix_end_index)).exp().float()
 
@@ -192,13 +202,13 @@ class Pard(Drafter):
         return fused.gather(1, blocks.prefix_end_index[..., None].expand(-1, -1, fused.shape[-1]))
 
     @contextmanager
-    def embedded(self, numbers: Tensor, known: Tensor | None) -> Iterator[None]:
-        """Run the model with its mask where `numbers` [B, N] names one and, added to every embedding, what is `known` of the
+    def insert_embeddings(self, numbers: Tensor, fused: Tensor | None) -> Iterator[None]:
+        """Run the model with its mask where `numbers` [B, N] names one and, added to every embedding, what is `fused` of the
         target there [B, N, F]."""
         with ExitStack() as stack:
             stack.enter_context(replace_embeddings(self.model.head.embedding, self.mask, numbers))
-            if self.features is not None and known is not None:
-                added = FEATURE_SCALE * self.features(known.to(self.features.weight.dtype))
+            if self.features is not None and fused is not None:
+                added = FEATURE_SCALE * self.features(fused.to(self.features.weight.dtype))
                 stack.enter_context(add_embeddings(self.model.head.embedding, added))
             yield
 
@@ -209,8 +219,8 @@ class Pard(Drafter):
             ends = find_prefix_ends(mask, self.num_drafts - 1)
             source = sequence_generator(MASKED_PREFIXES, self.seed, tokens, step)
             rank = torch.randperm(len(ends), generator=source)
-            kept = [max(self.keep**depth, self.keep_least) * len(ends) for depth in range(1, self.num_drafts)]
-            sizes = sum(((rank < count).long() for count in kept), start=torch.zeros_like(rank))
+            prefix_counts = [max(self.keep**depth, self.keep_least) * len(ends) for depth in range(1, self.num_drafts)]
+            sizes = sum(((rank < count).long() for count in prefix_counts), start=torch.zeros_like(rank))
             rows.append([(end, size) for end, size in zip(ends.tolist(), sizes.tolist()) if size])
         return rows
 
@@ -221,22 +231,22 @@ class Pard(Drafter):
         lengths, device = context.cache.lengths, context.tokens.device
         slots = 1 + self.num_drafts
         self.cache = context.drafting_cache(self.cache, self.model.num_layers, slots, self.model.architecture.kv_shapes)
-        behind = lengths - self.cache.lengths  # the root comes after so many
+        num_unread = lengths - self.cache.lengths  # the root comes after so many
         width = context.fresh.tokens.shape[1] + self.num_drafts
-        places = torch.arange(width, device=device)
-        numbers = places - behind[:, None] - 1
+        offsets = torch.arange(width, device=device)
+        numbers = offsets - num_unread[:, None] - 1
         numbers = torch.where(numbers < self.num_drafts - 1, numbers.clamp(min=-1), -1)
-        index = (self.cache.lengths[:, None] + places).clamp(max=context.tokens.shape[1] - 1)
-        tokens = torch.where(places <= behind[:, None], context.tokens.gather(1, index), 0)
-        with self.embedded(numbers, self.known(context, behind, places)):
-            seen = self.model.run(tokens, ForwardPlan(layers=("final",), cache=self.cache))
-        self.cache.commit(None, behind)
-        asked = behind[:, None] + torch.arange(self.num_drafts, device=device)
-        final = seen.at_layer("final").gather(1, asked[..., None].expand(-1, -1, self.model.width))
+        index = (self.cache.lengths[:, None] + offsets).clamp(max=context.tokens.shape[1] - 1)
+        tokens = torch.where(offsets <= num_unread[:, None], context.tokens.gather(1, index), 0)
+        with self.insert_embeddings(numbers, self.decoding_features(context, num_unread, offsets)):
+            features_out = self.model.run(tokens, ForwardPlan(layers=("final",), cache=self.cache))
+        self.cache.commit(None, num_unread)
+        is_judged = num_unread[:, None] + torch.arange(self.num_drafts, device=device)
+        final = features_out.at_layer("final").gather(1, is_judged[..., None].expand(-1, -1, self.model.width))
         log_q = self.model.head.logits(final)[..., : self.vocab_size].log_softmax(-1)
         return Draft(MarginalRollout(context.root, log_q))
 
-    def known(self, context: Context, behind: Tensor, places: Tensor) -> Tensor | None:
+    def decoding_features(self, context: Context, num_unread: Tensor, offsets: Tensor) -> Tensor | None:
         """[B, W, F] what the tokens that are new to the drafter are given, the root after `behind` [B] of them, and masks."""
         if self.features is None:
             return None
@@ -244,6 +254,6 @@ class Pard(Drafter):
         if context.round == 0 or self.last is None:
             self.last = torch.zeros_like(fresh[:, :1])
         shifted = torch.cat([self.last, fresh], dim=1)
-        newest = torch.minimum(places, behind[:, None])[..., None].expand(-1, -1, fresh.shape[-1])
-        self.last = shifted.gather(1, behind[:, None, None].expand(-1, 1, fresh.shape[-1]))
+        newest = torch.minimum(offsets, num_unread[:, None])[..., None].expand(-1, -1, fresh.shape[-1])
+        self.last = shifted.gather(1, num_unread[:, None, None].expand(-1, 1, fresh.shape[-1]))
         return shifted.gather(1, newest)

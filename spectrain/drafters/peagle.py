@@ -84,9 +84,9 @@ class PEagle(EagleDrafter):
         # Seed of the conditional drop of masks.
         seed: Seed = 0,
     ) -> None:
-        asked = check_architecture(architecture or {}, NORM_VARIANTS)
-        said = EagleSettings(num_layers, layers, vocab_size, window, start, own_embedding, head_rank, asked)
-        super().__init__(target, said)
+        complete = check_architecture(architecture or {}, NORM_VARIANTS)
+        settings = EagleSettings(num_layers, layers, vocab_size, window, start, own_embedding, head_rank, complete)
+        super().__init__(target, settings)
         if num_drafts < 2:
             raise UserError(f"drafter.num_drafts={num_drafts}: use 2 or more; drafter=eagle3 drafts one by one")
         self.num_drafts, self.divergence = num_drafts, loss
@@ -116,13 +116,13 @@ class PEagle(EagleDrafter):
         states = self._trained_states(batch, chains, state)
         supervision = Supervision(self, batch)
         rows = supervision.is_supervised(0).flatten().nonzero()[:, 0]
-        places, own = torch.cat([rows, chains.anchors]), torch.arange(len(chains.depths), device=rows.device)
+        label_rows, own = torch.cat([rows, chains.anchors]), torch.arange(len(chains.depths), device=rows.device)
         depths = torch.cat([torch.zeros_like(rows), chains.depths])
-        said = torch.cat([rows, batch.tokens.numel() + own])
+        state_index = torch.cat([rows, batch.tokens.numel() + own])
         answers = torch.cat([supervision.label_index(0), supervision.row_index.flatten()[chains.label_positions]])
         answers, order = answers.sort(stable=True)
-        depths, weights = depths[order], chains.document_weights(_documents(batch)[places])[order]
-        hidden = self.head_inputs(states[0, said[order]])
+        depths, weights = depths[order], chains.document_weights(_documents(batch)[label_rows])[order]
+        hidden = self.head_inputs(states[0, state_index[order]])
         loss, right = supervision.judge_states(hidden, self.lm_head, answers, weights)
         return Losses.by_depth({self.divergence: loss}, right, depths, self.num_drafts)
 
@@ -141,9 +141,9 @@ class PEagle(EagleDrafter):
 
         def attend(number: int, attention: Attention, x: Tensor) -> Tensor:
             (q, own_q), (k, own_k), (v, own_v) = (part.split([length, count], 2) for part in attention.project_qkv(x, rope))
-            places = causal_attention(q, k, v, lengths, window=self.window)
+            label_rows = causal_attention(q, k, v, lengths, window=self.window)
             masks = chain_attention(own_q, own_k, own_v, (k, v), chains, self.window)
-            return attention.project_output(torch.cat([places, masks], dim=2))
+            return attention.project_output(torch.cat([label_rows, masks], dim=2))
 
         states: Tensor = state.checkpointed(self.run_layers, tokens, hidden, attend)
         return states
@@ -160,8 +160,8 @@ class PEagle(EagleDrafter):
         fused = torch.where(real[..., None], F.pad(fused, (0, 0, 0, masks)), self.mask_hidden.to(fused.dtype))
         output = self.run(tokens, self.project_fused(fused), self.cache.next_slots(width), self.cache, None)
         self.cache.commit(None, context.counts)
-        asked = (context.counts - 1).clamp(min=0)[:, None] + torch.arange(self.num_drafts, device=fused.device)
-        states = output.gather(1, asked[..., None].expand(-1, -1, output.shape[-1]))
+        slots = (context.counts - 1).clamp(min=0)[:, None] + torch.arange(self.num_drafts, device=fused.device)
+        states = output.gather(1, slots[..., None].expand(-1, -1, output.shape[-1]))
         return Draft(MarginalRollout(context.root, self.log_q(states), self.draft_ids))
 
 

@@ -156,7 +156,7 @@ def test_dpace_weights_are_the_formulas(shallow: Target) -> None:
     batch = batch_of(shallow, drafter, [0, 2])
     drafter.loss(batch, shallow, TrainingState())
     asked = kept["asked"]
-    weights = drafter._dpace(asked)
+    weights = drafter._dpace_weights(asked)
     length = batch.tokens.shape[1]
     for block, (place, position) in enumerate(zip(asked.anchors.token_indices.tolist(), asked.anchors.positions.tolist())):
         row = place // length
