@@ -299,7 +299,7 @@ def list_unrendered(template: ChatTemplate, conversation: Conversation, texts: I
     """List what a conversation says and the chat template renders in none of the texts."""
     rendered = "\n".join(texts)
     missing = []
-    if conversation.tools and conversation.tools[0]["function"]["name"] not in rendered:
+    if conversation.tools and not template.reads("tools"):
         missing.append("tools of a row, which the chat template does not render")
     if conversation.documents and not any(str(value) in rendered for value in conversation.documents[0].values()):
         missing.append("documents of a row, which the chat template does not render")

@@ -27,7 +27,7 @@ ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assist
 """The role of each name that data sets use."""
 
 ROW_KEYS = {"messages", "conversations", "prompt", "turns", "tools", "functions", "documents", "chat_template_kwargs", "images",
-            "answer_ids", "id", "finish_reason", "num_tokens"}  # fmt: skip
+            "answer_ids", "id", "finish_reason", "num_tokens", "ended"}  # fmt: skip
 MESSAGE_KEYS = {"role", "from", "content", "value", "name", "tool_calls", "tool_call_id", "function_call", *REASONING_NAMES}
 
 
@@ -95,6 +95,9 @@ def parse_conversation(
         if isinstance(questions, list) and questions and all(isinstance(text, str) and text.strip() for text in questions):
             row = {**row, "messages": [{"role": "user", "content": text} for text in questions]}
     turns = row.get("messages", row.get("conversations")) if isinstance(row, dict) else None
+    if isinstance(turns, str) and turns.lstrip().startswith("["):
+        # Tables of text, such as CSV, hold lists as JSON.
+        turns = _parse_json(turns, "messages", location)
     if not isinstance(turns, list):
         problem = "it is a list; write one conversation a line," if isinstance(row, list) else "it holds no conversation; write"
         raise UserError(f'{location}: {problem} {{"messages": [{{"role": .., "content": ..}}, ..]}}')
@@ -282,6 +285,8 @@ def _parse_list(value: Any, name: str, location: str) -> list[dict[str, Any]] | 
         value = _parse_json(value, name, location)
     if isinstance(value, dict):
         value = [value]
+    if isinstance(value, list):
+        value = [_parse_json(entry, name, location) if isinstance(entry, str) else entry for entry in value]
     if value is not None and not (isinstance(value, list) and all(isinstance(entry, dict) for entry in value)):
         raise UserError(f"{location}: {name} is no list of objects; write [{{..}}, ..]")
     return value

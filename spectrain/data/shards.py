@@ -20,6 +20,8 @@ from spectrain.errors import UserError
 from spectrain.files import write_text
 from spectrain.models.chat_template import Message
 
+from .messages import Conversation
+
 MANIFEST = "manifest.json"
 FailureKind = Literal["failed", "too_long", "cut"]
 
@@ -32,6 +34,13 @@ class Row:
     messages: list[Message]
     finish_reason: list[str]  # "length" where max_new_tokens cut the answer
     num_tokens: list[int]
+    # The generated token ids of each assistant turn; null where they are not known.
+    answer_ids: list[list[int] | None] | None = None
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # Why the conversation ends before its source; null where it does not.
+    ended: str | None = None
 
 
 @dataclass(frozen=True)
@@ -49,8 +58,12 @@ class PendingRow:
     """A conversation to answer, up to its last assistant turn; `key` seeds its random draws."""
 
     id: int
-    messages: list[Message]
+    conversation: Conversation
     key: int
+
+    @property
+    def messages(self) -> list[Message]:
+        return self.conversation.messages
 
 
 @dataclass
@@ -198,6 +211,7 @@ class ShardSet:
             "rows": len(shard.rows),
             "tokens": sum(sum(row.num_tokens) for row in shard.rows.values()),
             "cut": sum("length" in row.finish_reason for row in shard.rows.values()),
+            "ended": sum(row.ended is not None for row in shard.rows.values()),
             "lost": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
             "sha256": hash_content(text.encode()),
         }
@@ -249,7 +263,8 @@ def hash_content(content: bytes) -> str:
 
 def to_json_lines(rows: Iterable[Row | FailedRow]) -> str:
     """Format rows as JSON Lines."""
-    return "".join(json.dumps(asdict(row)) + "\n" for row in rows)
+    present = ({key: value for key, value in asdict(row).items() if value is not None} for row in rows)
+    return "".join(json.dumps(row) + "\n" for row in present)
 
 
 def format_manifest(manifest: dict[str, Any]) -> str:

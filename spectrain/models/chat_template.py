@@ -56,7 +56,7 @@ class Markers:
         """Yield the (begin, end, kind) of the parts of text[begin:end], which begins with `kind`, in order and without gaps.
 
         A marker of reasoning or of tool calls belongs to the part that it begins, and a marker of content to the part that it
-        ends. A marker of tool calls that is no tag, such as {"name": ", counts only where an answer begins.
+        ends. A marker of tool calls that is mere JSON, such as {"name": ", counts only where an answer begins.
         """
         start = at = begin
         while at < end:
@@ -78,7 +78,7 @@ class Markers:
             if marker is None:
                 continue
             position = text.find(marker, at, end)
-            if kind == "tool_calls" and not TAG.search(marker) and text[begin:position].strip():
+            if kind == "tool_calls" and "{" in marker and text[begin:position].strip():
                 continue
             if 0 <= position < best[0]:
                 best = (position, marker, kind)  # type: ignore[assignment]
@@ -256,7 +256,7 @@ class ChatTemplate:
         if reasoning is None and "</think>" in self.source:  # the template cuts reasoning out of the content
             reasoning, content = "<think>", "</think>"
         if to_call:
-            tool_calls = _new_tag(to_call, plain + to_thought + to_answer) or to_call.strip() or None
+            tool_calls = _new_tag(to_call, plain + to_thought + to_answer) or _remainder(to_call, to_answer)
         elif thought_to_call:
             tool_calls = _new_tag(thought_to_call, plain + to_thought + to_answer) or _remainder(thought_to_call, to_answer)
         else:
@@ -291,7 +291,7 @@ def _new_tag(text: str, other: str, last: bool = False) -> str | None:
 
 def _remainder(text: str, other: str) -> str | None:
     """Return what follows the common prefix of two texts, in the first."""
-    return text[common_length(text, other) :].strip() or None
+    return text[common_length(text, other) :].strip("\n").rstrip() or None
 
 
 def common_length(text: str, other: str) -> int:

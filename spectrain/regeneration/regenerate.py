@@ -10,7 +10,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +29,8 @@ from spectrain.runs.folder import find_trained_target
 from spectrain.runs.paths import find_drafter_directory
 
 from .progress import WritingProgress
-from .writers import AnswerWriter, EngineWriter, Sampling, collect_prompts
+from .sampling import Sampling
+from .writers import AnswerWriter, EngineWriter, collect_prompts
 
 
 @dataclass
@@ -151,6 +152,8 @@ class Regeneration:
 
     def make_pending_row(self, number: int, conversation: Conversation) -> PendingRow:
         """Return the conversation to answer, up to its last assistant turn or its first."""
+        if conversation.text is not None:
+            raise UserError("data: regeneration answers conversations, and this is plain text; use data=jsonl with messages")
         messages = conversation.messages
         answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
         messages = messages[: (answers[0] if self.turns == "first" else answers[-1]) + 1]
@@ -159,14 +162,16 @@ class Regeneration:
             messages = [{"role": "system", "content": self.system}, *messages]
         request = [message if message["role"] != "assistant" else {"role": "assistant"} for message in messages]
         key = hashlib.blake2b(json.dumps(request).encode(), digest_size=7).digest()
-        return PendingRow(number, messages, int.from_bytes(key, "big"))
+        pending = replace(conversation, messages=messages, answer_ids={})
+        return PendingRow(number, pending, int.from_bytes(key, "big"))
 
     def recorded_settings(self, data: ConversationReader, sampling: Sampling, writer: AnswerWriter) -> dict[str, Any]:
         """Return the settings that determine the set, by their command-line names."""
         conversations = data.load_conversations()
         digest = hashlib.sha256()
         for conversation in conversations:
-            digest.update(json.dumps(conversation.messages).encode() + b"\n")
+            row = conversation.to_row()
+            digest.update(json.dumps(row["messages"] if len(row) == 1 else row).encode() + b"\n")
         return {
             "data": f"{len(conversations)} conversations, sha256 {digest.hexdigest()[:16]}",
             **writer.recorded_settings(),
@@ -183,11 +188,12 @@ class Regeneration:
         for record in records:
             for kind, count in record["lost"].items():
                 lost[kind] = lost.get(kind, 0) + count
-        rows = sum(record["rows"] for record in records)
+        rows, ended = sum(record["rows"] for record in records), sum(record.get("ended", 0) for record in records)
         kinds = ", ".join(f"{count} {FAILURE_TEXTS[kind]}" for kind, count in lost.items())
         print(
             f"{shards.folder}: {rows} of {manifest['conversations']} conversations in {len(records)} shards, "
             f"{sum(record['cut'] for record in records)} with an answer cut"
+            + (f", {ended} that end at a tool call without a recorded result" if ended else "")
             + (f"; {kinds}, told in {shards.folder / 'failed'}" if kinds else "")
             + (f"; other processes are at {', '.join(sorted(left))}" if left else "")
             + f"; {progress.summary_line}",

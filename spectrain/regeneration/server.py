@@ -13,10 +13,14 @@ from urllib.parse import urlsplit
 
 from openai import APIConnectionError, APIStatusError, AsyncOpenAI, Omit, OpenAI, Timeout
 
+from spectrain.data.messages import Conversation, parse_tool_calls
 from spectrain.data.shards import FailedRow, PendingRow, Row, Shard
 from spectrain.errors import UserError, suggest_nearest
+from spectrain.models.chat_template import Message
 
-from .writers import AnswerError, AnswerWriter, ChatProgress, OutcomeCallback, Sampling
+from .chat_progress import AnswerError, ChatProgress, GeneratedAnswer
+from .sampling import Sampling
+from .writers import AnswerWriter, OutcomeCallback
 
 # Temporary refusals, besides the server's own errors (500 and above).
 TRANSIENT_STATUSES = (408, 409, 429)
@@ -52,6 +56,8 @@ class ServerWriter(AnswerWriter):
         retries: int = 6,
         # Entries that are added to the body of every request, as in {repetition_penalty:1.0}; null adds none.
         extra: dict[str, Any] | None = None,
+        # Ask for the token ids of every answer, so that training uses exactly these; vLLM and SGLang give them.
+        token_ids: bool = True,
     ) -> None:
         if not is_http_url(base_url):
             raise UserError(f"writer.base_url={base_url}: give an address, as in http://localhost:8000/v1")
@@ -62,6 +68,7 @@ class ServerWriter(AnswerWriter):
             raise UserError(f"writer.timeout={timeout}: use more than 0 seconds")
         self.sampling, self.base_url, self.model = sampling, base_url.rstrip("/"), model
         self.concurrency, self.timeout, self.retries, self.extra = concurrency, timeout, retries, extra or {}
+        self.token_ids = token_ids
         if api_key_variable is not None and not os.environ.get(api_key_variable):
             raise UserError(f"writer.api_key_variable={api_key_variable}: this environment variable is not set; export it")
         self.key = os.environ[api_key_variable] if api_key_variable is not None else "none"
@@ -132,24 +139,32 @@ class ServerWriter(AnswerWriter):
         """Answer one conversation, turn by turn."""
         chat = ChatProgress(pending, self.sampling)
         try:
-            while (messages := chat.next_messages()) is not None:
-                chat.add_answer(*await self._request_answer(client, {"messages": messages, **self._request_body(chat)}))
+            while (conversation := chat.next_prompt()) is not None:
+                body = {**conversation_body(conversation), **self._request_body(chat, conversation)}
+                chat.add_answer(await self._request_answer(client, body))
         except AnswerError as given_up:
             return given_up.to_failed_row(pending)
         return chat.finished_row
 
-    def _request_body(self, chat: ChatProgress) -> dict[str, Any]:
+    def _request_body(self, chat: ChatProgress, conversation: Conversation) -> dict[str, Any]:
         """Return a request without its messages; its seed depends on the conversation and the turn."""
         sampling = self.sampling
         keys = f"{sampling.seed}/{chat.pending.key}/{len(chat.answer_lengths)}".encode()
         seed = int.from_bytes(blake2b(keys, digest_size=4).digest(), "big") >> 1
         # top_k is not OpenAI's, so a server that does not know it is only asked where it is wanted
-        extra = {**({"top_k": sampling.top_k} if sampling.top_k else {}), **self.extra}
+        extra: dict[str, Any] = {"top_k": sampling.top_k} if sampling.top_k else {}
+        if self.token_ids:
+            extra["return_token_ids"] = True
+        if conversation.template_arguments:
+            extra["chat_template_kwargs"] = conversation.template_arguments
+        if conversation.documents:
+            extra["documents"] = conversation.documents
+        extra.update(self.extra)
         return {"model": self.model, "temperature": sampling.temperature, "top_p": sampling.top_p,
                 "max_tokens": sampling.max_new_tokens, "seed": seed, "extra_body": extra}  # fmt: skip
 
-    async def _request_answer(self, client: AsyncOpenAI, body: dict[str, Any]) -> tuple[str, str, int]:
-        """Return an answer's text, its finish reason and its number of tokens; raise an AnswerError if there is none."""
+    async def _request_answer(self, client: AsyncOpenAI, body: dict[str, Any]) -> GeneratedAnswer:
+        """Return an answer; raise an AnswerError if there is none."""
         left = self.retries
         while True:
             asking = client.with_options(max_retries=left).chat.completions.with_raw_response
@@ -180,14 +195,39 @@ class ServerWriter(AnswerWriter):
         return AnswerError("failed", f"{attempts} attempts, the last: {problem}")
 
 
-def parse_completion(response: Any) -> tuple[str, str, int]:
-    """Return the text, the finish reason and the number of tokens of a chat completion."""
+def conversation_body(conversation: Conversation) -> dict[str, Any]:
+    """Return the messages and tools of a request; arguments of tool calls are JSON text, as OpenAI's interface has them."""
+    messages = []
+    for message in conversation.messages:
+        calls = [
+            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+            for call in message.get("tool_calls", ())
+        ]
+        messages.append({**message, "tool_calls": calls} if calls else message)
+    return {"messages": messages, **({"tools": conversation.tools} if conversation.tools else {})}
+
+
+def parse_completion(response: Any) -> GeneratedAnswer:
+    """Return the answer of a chat completion: text, reasoning and tool calls as the server parsed them, and the token ids."""
     choice = response["choices"][0]
-    text = choice["message"]["content"]
-    if not isinstance(text, str):
+    answer_fields = {key: value for key, value in choice["message"].items() if value is not None}
+    reasoning = answer_fields.get("reasoning_content", answer_fields.get("reasoning"))
+    calls = parse_tool_calls(answer_fields.get("tool_calls"), "the answer")
+    if not isinstance(answer_fields.get("content"), str) and not (reasoning or calls):
         raise AnswerError("failed", f"the server gave no text (finish_reason {choice.get('finish_reason')})")
+    message: Message = {"role": "assistant", "content": answer_fields.get("content")}
+    if reasoning:
+        message["reasoning_content"] = str(reasoning)
+    if calls:
+        message["tool_calls"] = calls
     usage = response.get("usage") or {}
-    return text, str(choice.get("finish_reason")), int(usage.get("completion_tokens") or 0)
+    ids = choice.get("token_ids")
+    return GeneratedAnswer(
+        message,
+        str(choice.get("finish_reason")),
+        int(usage.get("completion_tokens") or 0),
+        ids if isinstance(ids, list) else None,
+    )
 
 
 def is_http_url(url: str) -> bool:

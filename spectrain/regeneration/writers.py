@@ -6,97 +6,22 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
+from spectrain.data.answers import parse_answer
 from spectrain.data.chat import tokenize_prompt
-from spectrain.data.shards import FailedRow, FailureKind, PendingRow, Row, Shard
-from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
+from spectrain.data.images import content_text
+from spectrain.data.messages import Conversation
+from spectrain.data.shards import FailedRow, PendingRow, Row, Shard
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.session import EngineChoice, Session, require_capture
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
-from spectrain.models.chat_template import Message
 from spectrain.models.target import Target
 from spectrain.trees import TreeBuilder
 
+from .chat_progress import AnswerError, ChatProgress, GeneratedAnswer
+from .sampling import Sampling
+
 OutcomeCallback = Callable[[Shard, Row | FailedRow], None]
-
-
-class Sampling:
-    """How answers are sampled, by any writer."""
-
-    def __init__(
-        self,
-        # Sampling temperature; 0 decodes greedily.
-        temperature: float = 0.7,
-        # Nucleus sampling: sample from the most likely tokens whose probabilities sum to this value; 1 uses all tokens.
-        top_p: float = 1.0,
-        # Sample from this many most likely tokens; 0 uses the whole vocabulary.
-        top_k: int = 0,
-        # Maximum length of an answer, in tokens.
-        max_new_tokens: int = 512,
-        # Seed of the random draws; the same seed gives the same answers.
-        seed: int = 0,
-        # Keep answers that max_new_tokens cuts, marked as cut; false leaves their conversations out.
-        keep_cut: bool = True,
-    ) -> None:
-        if not temperature >= 0:
-            raise UserError(f"sampling.temperature={temperature}: use 0, which is greedy, or more")
-        if not 0 < top_p <= 1:
-            raise UserError(f"sampling.top_p={top_p}: use more than 0 and at most 1")
-        if top_k < 0:
-            raise UserError(f"sampling.top_k={top_k}: use 1 or more, or 0 for the whole vocabulary")
-        if max_new_tokens < 1:
-            raise UserError(f"sampling.max_new_tokens={max_new_tokens}: use 1 or more")
-        self.temperature, self.top_p, self.top_k = temperature, top_p, top_k
-        self.max_new_tokens, self.seed, self.keep_cut = max_new_tokens, seed, keep_cut
-
-    @property
-    def acceptance_rule(self) -> AcceptanceRule:
-        """The acceptance rule that samples this way in our own engine."""
-        return Match(self.temperature, self.top_k, self.top_p, self.seed) if self.temperature else Greedy()
-
-    def recorded_settings(self) -> dict[str, Any]:
-        return {f"sampling.{key}": value for key, value in vars(self).items()}
-
-
-class AnswerError(Exception):
-    """A conversation that could not be answered, with the reason."""
-
-    def __init__(self, kind: FailureKind, error: str) -> None:
-        super().__init__(error)
-        self.kind = kind
-
-    def to_failed_row(self, pending: PendingRow) -> FailedRow:
-        return FailedRow(pending.id, pending.messages, self.kind, str(self))
-
-
-class ChatProgress:
-    """A conversation in progress, answered turn by turn; each answer depends on the answers before it."""
-
-    def __init__(self, pending: PendingRow, sampling: Sampling) -> None:
-        self.pending, self.sampling = pending, sampling
-        self.messages: list[Message] = []
-        self.finish_reasons: list[str] = []
-        self.answer_lengths: list[int] = []
-
-    def next_messages(self) -> list[Message] | None:
-        """Return the messages before the next answer; None if all answers are given."""
-        for message in self.pending.messages[len(self.messages) :]:
-            if message["role"] == "assistant":
-                return self.messages
-            self.messages.append(message)
-        return None
-
-    def add_answer(self, text: str, finish_reason: str, num_tokens: int) -> None:
-        """Add the next answer; raise an AnswerError if it was cut and cut answers are not kept."""
-        if finish_reason == "length" and not self.sampling.keep_cut:
-            raise AnswerError("cut", f"answer {len(self.answer_lengths) + 1} was cut at {self.sampling.max_new_tokens} tokens")
-        self.messages.append({"role": "assistant", "content": text})
-        self.finish_reasons.append(finish_reason)
-        self.answer_lengths.append(num_tokens)
-
-    @property
-    def finished_row(self) -> Row:
-        return Row(self.pending.id, self.messages, self.finish_reasons, self.answer_lengths)
 
 
 class AnswerWriter(ABC):
@@ -166,9 +91,9 @@ class EngineWriter(AnswerWriter):
                         if outcome.id not in shard.rows:
                             on_outcome(shard, outcome)
 
-    def make_prompt(self, messages: list[Message]) -> list[int]:
+    def make_prompt(self, conversation: Conversation) -> list[int]:
         """Return the tokens up to the next answer; raise an AnswerError if the context has no room for the answer."""
-        tokens = tokenize_prompt(self.target.template, messages)
+        tokens = tokenize_prompt(self.target.template, conversation)
         room = self.target.max_length - self.sampling.max_new_tokens
         if len(tokens) > room:
             raise AnswerError(
@@ -180,9 +105,11 @@ class EngineWriter(AnswerWriter):
 
     def _bound_length(self, pending: PendingRow) -> int:
         """Return an upper bound on the conversation's tokens, without the template's tokens of later turns."""
-        first = len(self.make_prompt(ChatProgress(pending, self.sampling).next_messages() or []))
+        first = len(self.make_prompt(ChatProgress(pending, self.sampling).next_prompt() or Conversation([])))
         answers = [at for at, message in enumerate(pending.messages) if message["role"] == "assistant"]
-        questions = [message["content"] for message in pending.messages[answers[0] :] if message["role"] != "assistant"]
+        questions = [
+            content_text(message["content"]) for message in pending.messages[answers[0] :] if message["role"] != "assistant"
+        ]
         later: Any = self.target.tokenizer(questions, add_special_tokens=False)["input_ids"] if questions else []
         return first + sum(map(len, later)) + len(answers) * self.sampling.max_new_tokens
 
@@ -219,17 +146,17 @@ class EngineWriter(AnswerWriter):
             ready: list[tuple[ChatProgress, list[int]]] = []
             for chat in chats:
                 try:
-                    messages = chat.next_messages()
-                    if messages is None:
+                    conversation = chat.next_prompt()
+                    if conversation is None:
                         yield chat.finished_row
                     else:
-                        ready.append((chat, self.make_prompt(messages)))
+                        ready.append((chat, self.make_prompt(conversation)))
                 except AnswerError as given_up:
                     yield given_up.to_failed_row(chat.pending)
             chats = []
-            for (chat, _), generation in zip(ready, self._decode_prompts(ready) if ready else []):
+            for (chat, prompt), generation in zip(ready, self._decode_prompts(ready) if ready else []):
                 try:
-                    chat.add_answer(*self._parse_generation(generation))
+                    chat.add_answer(self._parse_generation(generation, prompt, chat))
                     chats.append(chat)
                 except AnswerError as given_up:
                     yield given_up.to_failed_row(chat.pending)
@@ -238,14 +165,20 @@ class EngineWriter(AnswerWriter):
         prompts, keys = [tokens for _, tokens in chats_with_prompts], [chat.pending.key for chat, _ in chats_with_prompts]
         return self.session.decode(prompts, self.sampling.max_new_tokens, keys)
 
-    def _parse_generation(self, generation: Generation) -> tuple[str, str, int]:
-        """Return the answer's text, its finish reason and its number of tokens, the stop token included."""
-        output = generation.output
+    def _parse_generation(self, generation: Generation, prompt: list[int], chat: ChatProgress) -> GeneratedAnswer:
+        """Return the answer with its token ids, of which the last is the stop token where the model wrote one."""
+        output, tokenizer = generation.output, self.target.tokenizer
         stopped = output[-1] in self.target.stop_ids
-        text = self.target.tokenizer.decode(
-            output[:-1] if stopped else output, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        written = tokenizer.decode(
+            output[:-1] if stopped else output, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-        return text, "stop" if stopped else "length", len(output)
+        opening = str(tokenizer.decode(prompt[-64:]))
+        message = parse_answer(self.target.template, str(written), opening, chat.pending.conversation.tools)
+        if message.keys() == {"role", "content"}:
+            message["content"] = tokenizer.decode(
+                output[:-1] if stopped else output, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        return GeneratedAnswer(message, "stop" if stopped else "length", len(output), output)
 
 
 def collect_prompts(writer: EngineWriter, conversations: list[PendingRow], count: int = 8) -> list[list[int]]:
@@ -253,7 +186,7 @@ def collect_prompts(writer: EngineWriter, conversations: list[PendingRow], count
     prompts: list[list[int]] = []
     for wanted in conversations:
         with suppress(AnswerError, UserError):
-            prompts.append(writer.make_prompt(ChatProgress(wanted, writer.sampling).next_messages() or []))
+            prompts.append(writer.make_prompt(ChatProgress(wanted, writer.sampling).next_prompt() or Conversation([])))
         if len(prompts) == count:
             break
     return prompts

@@ -24,7 +24,8 @@ from spectrain.eval.run import Evaluation
 from spectrain.features.base import Source
 from spectrain.models.target import Target
 from spectrain.planning.plan import Plan
-from spectrain.regeneration.writers import AnswerWriter, Sampling
+from spectrain.regeneration.sampling import Sampling
+from spectrain.regeneration.writers import AnswerWriter
 from spectrain.runs.defaults import resolve_eval_spec
 from spectrain.training.metrics import Tracker
 from spectrain.training.optimizers import UpdateRule

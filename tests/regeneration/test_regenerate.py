@@ -16,7 +16,7 @@ from hydra import compose, initialize_config_module
 
 from spectrain.config.build import build
 from spectrain.config.spec import RunSpec, read_run
-from spectrain.data.chat import render_chat
+from spectrain.data.chat import tokenize_prompt
 from spectrain.data.dataset import Dataset
 from spectrain.data.messages import Conversation
 from spectrain.data.readers import ConversationReader, EmbeddedReader, JsonlReader
@@ -28,7 +28,8 @@ from spectrain.drafters.ngram import Ngram
 from spectrain.errors import RunError, UserError
 from spectrain.models.target import Target
 from spectrain.regeneration.regenerate import Regeneration, regenerate_command
-from spectrain.regeneration.writers import AnswerWriter, EngineWriter, OutcomeCallback, Sampling
+from spectrain.regeneration.sampling import Sampling
+from spectrain.regeneration.writers import AnswerWriter, EngineWriter, OutcomeCallback
 from spectrain.runs.drafter_files import save_drafter
 from spectrain.trees import Chain
 
@@ -134,10 +135,11 @@ def test_answers_are_the_targets_own(tmp_path: Path, tiny: Target, temperature: 
         assert [message["role"] for message in row.messages] == [message["role"] for message in source.messages]
         places = [at for at, message in enumerate(source.messages) if message["role"] == "assistant"]
         for at, size, reason in zip(places, row.num_tokens, row.finish_reason, strict=True):
-            prompt: Any = tiny.tokenizer(
-                render_chat(tiny.template, row.messages[:at], for_generation=True), add_special_tokens=False
-            )
-            (alone,) = decode(tiny, [prompt["input_ids"]], rule, SHORT["max_new_tokens"], sequence_ids=[wanted.key])
+            answer_ids = dict(zip(places, row.answer_ids or [], strict=True))
+            earlier = Conversation(row.messages, answer_ids=answer_ids).up_to(at)  # type: ignore[arg-type]
+            prompt = tokenize_prompt(tiny.template, earlier)
+            (alone,) = decode(tiny, [prompt], rule, SHORT["max_new_tokens"], sequence_ids=[wanted.key])
+            assert answer_ids[at] == alone.output
             text = tiny.tokenizer.decode(alone.output, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             ended = alone.output[-1] in tiny.stop_ids
             assert (row.messages[at]["content"], size, reason) == (text, len(alone.output), "stop" if ended else "length")

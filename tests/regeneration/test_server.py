@@ -16,8 +16,8 @@ from spectrain.data.shards import Row, ShardSet
 from spectrain.errors import RunError, UserError
 from spectrain.regeneration import server as server_module
 from spectrain.regeneration.regenerate import Regeneration
+from spectrain.regeneration.sampling import Sampling
 from spectrain.regeneration.server import ServerWriter
-from spectrain.regeneration.writers import Sampling
 
 LIMIT = 12
 Reply = tuple[int, Any, dict[str, str]]

@@ -1,0 +1,118 @@
+"""Plain text and prepared tokens as data: documents, completions, fill-in-the-middle, files of any format."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from tokenizers import AddedToken
+
+from spectrain.data.messages import Conversation
+from spectrain.data.readers import JsonlReader
+from spectrain.data.stream import StreamReader
+from spectrain.data.text import TextReader
+from spectrain.data.tokens import TokensReader
+from spectrain.errors import UserError
+from spectrain.models.chat_template import ChatTemplate
+from tests.data.chat_templates import base_tokenizer, make_template
+
+TEXTS = ["The sea is calm today.", "A ship leaves the harbour. " * 20]
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
+
+
+def write_lines(path: Path, *rows: Any) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_a_document_carries_loss_everywhere_and_long_ones_are_split(tmp_path: Path) -> None:
+    """Every token but the first is learnt; a text beyond max_length becomes several sequences and loses nothing."""
+    path = write_lines(tmp_path / "texts.jsonl", *({"text": text} for text in TEXTS))
+    dataset = TextReader(path, max_length=32).make_dataset(make_template("base"))
+    tokenizer = base_tokenizer()
+    short, *parts = dataset.examples
+    assert tokenizer.decode(short.tokens) == TEXTS[0] + str(tokenizer.eos_token)
+    assert short.mask == [False] + [True] * (len(short.tokens) - 1)
+    assert len(parts) > 2 and all(len(part.tokens) <= 32 for part in parts)
+    assert tokenizer.decode([token for part in parts for token in part.tokens]).startswith(TEXTS[1])
+    assert dataset.num_cut == dataset.num_dropped == 0
+
+
+def test_a_completion_carries_loss_and_its_prompt_does_not(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "pairs.jsonl", {"prompt": "One, two,", "completion": " three."})
+    (example,) = TextReader(path).make_dataset(make_template("base")).examples
+    learnt = [token for token, counts in zip(example.tokens, example.mask) if counts]
+    assert base_tokenizer().decode(learnt) == " three." + str(base_tokenizer().eos_token)
+
+
+def test_a_folder_of_sources_is_read(tmp_path: Path) -> None:
+    """Files by their endings, hidden ones and those that are no text left out and counted."""
+    (tmp_path / "src" / ".git").mkdir(parents=True)
+    (tmp_path / "src" / "a.py").write_text("print('a')\n")
+    (tmp_path / "src" / "b.md").write_text("# B\n")
+    (tmp_path / "src" / "c.py").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "src" / ".git" / "d.py").write_text("hidden\n")
+    reader = TextReader(str(tmp_path / "src"), suffixes=[".py"])
+    assert reader.load_conversations() == [Conversation([], text="print('a')\n")]
+    assert reader.unread == {"file that is no UTF-8 text": 1}
+    assert len(TextReader(str(tmp_path / "src")).load_conversations()) == 2
+
+
+def test_fill_in_the_middle_has_the_tokenizers_own_tokens(tmp_path: Path) -> None:
+    """Prefix, suffix and middle together are the document; the middle and the end carry loss."""
+    tokenizer = copy.deepcopy(base_tokenizer())
+    names = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken(name, special=True) for name in names]})
+    path = write_lines(tmp_path / "texts.jsonl", {"text": TEXTS[1]})
+    (example,) = TextReader(path, infill=1.0).make_dataset(ChatTemplate(tokenizer)).examples
+    text = tokenizer.decode(example.tokens)
+    prefix, _, rest = text.removeprefix(names[0]).partition(names[1])
+    suffix, _, middle = rest.partition(names[2])
+    end = str(tokenizer.eos_token)
+    assert text.startswith(names[0]) and prefix + middle.removesuffix(end) + suffix == TEXTS[1]
+    learnt = [token for token, counts in zip(example.tokens, example.mask) if counts]
+    assert tokenizer.decode(learnt) == middle
+    with pytest.raises(UserError, match=r"data\.infill: the target's tokenizer has no tokens"):
+        TextReader(path, infill=1.0).make_dataset(make_template("base"))
+
+
+@pytest.mark.parametrize("form", ["jsonl", "json", "parquet", "arrow", "saved"])
+@pytest.mark.parametrize("key", ["loss_mask", "labels", "assistant_masks"])
+def test_tokens_of_any_format_and_mask(form: str, key: str, tmp_path: Path) -> None:
+    """The same sequence from each kind of file, by each kind of mask."""
+    row = {"input_ids": [5, 6, 7, 8], key: [-100, -100, 7, 8] if key == "labels" else [0, 0, 1, 1]}
+    rows, path = datasets.Dataset.from_list([row, row]), tmp_path / f"rows.{form}"
+    if form == "jsonl":
+        write_lines(path, row, row)
+    elif form == "json":
+        path.write_text(json.dumps([row, row]))
+    elif form == "parquet":
+        rows.to_parquet(path)
+    else:
+        rows.save_to_disk(path if form == "saved" else tmp_path / "saved")
+        if form == "arrow":
+            next((tmp_path / "saved").glob("*.arrow")).rename(path)
+    dataset = TokensReader(str(path)).make_dataset(make_template("base"))
+    assert [(example.tokens, example.mask) for example in dataset.examples] == [([5, 6, 7, 8], [False, False, True, True])] * 2
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_conversations_of_tables(form: str, tmp_path: Path) -> None:
+    """data=jsonl reads tables too; a column of JSON text stands for a list."""
+    rows = datasets.Dataset.from_list([{"messages": CHAT if form == "parquet" else json.dumps(CHAT)}])
+    path = tmp_path / f"chats.{form}"
+    rows.to_csv(path) if form == "csv" else rows.to_parquet(path)
+    assert JsonlReader(str(path)).load_conversations() == [Conversation(CHAT)]
+
+
+def test_a_stream_holds_conversations_texts_and_tokens(tmp_path: Path) -> None:
+    """Each row is read as what it is."""
+    rows = [{"messages": CHAT}, {"text": TEXTS[0]}, {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}]
+    path = write_lines(tmp_path / "mixed.jsonl", *rows)
+    template = make_template("qwen3")
+    dataset = StreamReader(path, held_out=0.0).make_dataset(template)
+    assert len(dataset.examples) == 3 and dataset.examples[2].tokens == [5, 6, 7]
