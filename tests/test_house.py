@@ -46,6 +46,7 @@ IMPOSED = {
     "models/compiled_layers.py:_attend_with_cache",  # an operation that torch traces takes no objects
 }
 CONFIGURED = {
+    "regeneration/server.py:ServerWriter",
     "experimental/amphista/drafter.py:Amphista",
     "drafters/eagle1.py:Eagle1",
     "drafters/eagle3.py:Eagle3",
