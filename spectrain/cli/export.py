@@ -13,8 +13,8 @@ from spectrain.errors import RunError, UserError
 from spectrain.export.card import render_card
 from spectrain.export.converter import convert, read_drafter, refuse_nonempty, write_drafter
 from spectrain.export.hub import push as upload
-from spectrain.export.layout import DrafterCheckpoint, DrafterFiles
-from spectrain.export.layouts import detect_layout, select_layout
+from spectrain.export.layout import DrafterCheckpoint
+from spectrain.export.layouts import detect_layout, read_files, select_layout
 from spectrain.export.linter import check_files, lint
 from spectrain.export.targets import TargetFiles
 from spectrain.files import atomic_write
@@ -43,7 +43,7 @@ def export_command(
         if drafter.trained_target is not None and not drafter.is_target:
             shutil.copytree(drafter.trained_target, scratch / "target")
         if not (drafter.is_target or layout.holds_target):
-            files = DrafterFiles.from_directory(scratch)
+            files = read_files(scratch)
             for finding in check_files(files, detect_layout(files), files_of_target):
                 if finding.level == "error":
                     raise RunError(
@@ -79,7 +79,7 @@ def convert_command(run: str | None, format: str | None, out: str | None, target
     """Write the drafter of a run, or of any directory, in the layout that `format` names."""
     require_keys("spectrain convert IN OUT --to vllm, or run=IN out=OUT format=vllm", run=run, out=out, format=format)
     folder = convert(resolve_directory(run), Path(str(out)), str(format), requested_target(target))
-    print(f"{detect_layout(DrafterFiles.from_directory(folder)).title}: written to {folder}")
+    print(f"{detect_layout(read_files(folder)).title}: written to {folder}")
 
 
 def lint_command(run: str | None, target: GroupSpec | None = None) -> None:
@@ -94,7 +94,7 @@ def lint_command(run: str | None, target: GroupSpec | None = None) -> None:
         console.print(f"    why: {finding.consequence}", markup=False)
         console.print(f"    mend: {finding.remedy}", markup=False)
     errors = sum(finding.level == "error" for finding in results)
-    title = detect_layout(DrafterFiles.from_directory(directory)).title
+    title = detect_layout(read_files(directory)).title
     if errors:
         raise RunError(f"{directory} ({title}): {errors} errors, {len(results) - errors} warnings")
     print(f"{directory} ({title}): no error, {len(results)} warnings")

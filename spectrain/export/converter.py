@@ -12,8 +12,8 @@ from spectrain.errors import UserError, first_line
 from spectrain.files import atomic_write
 from spectrain.provenance import package_versions
 
-from .layout import DESCRIPTION_KEYS, MALFORMED_ERRORS, DrafterCheckpoint, DrafterFiles, Layout, write_json
-from .layouts import detect_layout, select_layout
+from .layout import DESCRIPTION_KEYS, MALFORMED_ERRORS, DrafterCheckpoint, Layout, write_json
+from .layouts import detect_layout, read_files, select_layout
 from .linter import NOT_DATA, check_files
 from .targets import TargetFiles
 
@@ -25,7 +25,7 @@ LAYOUT_SETTINGS = (
 
 def read_drafter(directory: Path, target: TargetFiles | None = None) -> DrafterCheckpoint:
     """Read a drafter in any supported layout; raise UserError at the first fault that is an error and not repairable."""
-    files = DrafterFiles.from_directory(directory)
+    files = read_files(directory)
     layout = detect_layout(files)
     for finding in check_files(files, layout, None):
         if finding.name == NOT_DATA:

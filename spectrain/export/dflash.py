@@ -17,7 +17,7 @@ from spectrain.drafters.layers.block_drafter import default_layers
 from spectrain.errors import UserError
 
 from .eagle3 import drafter_layer_config
-from .fused import HEAD, FusedConfig, FusedLayout, equal_when_rounded, flatten_config
+from .fused import HEAD, SIZE_KEYS, FusedConfig, FusedLayout, equal_when_rounded, flatten_config, require_keys
 from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding
 from .targets import TargetFiles
 
@@ -66,10 +66,7 @@ BLOCK_SETTINGS = (
     "own_embedding", "architecture",
 )  # fmt: skip
 """Settings of every block drafter that the files determine."""
-LAYER_KEYS = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "vocab_size",
-)  # fmt: skip
+LAYER_KEYS = (*SIZE_KEYS, "num_hidden_layers", "num_key_value_heads", "head_dim")
 LAYER_ID_OFFSETS = {"target_layer_ids": 1, "aux_hidden_state_layer_ids": 0, "eagle_aux_hidden_state_layer_ids": 0}
 """Key of the fused layers -> what to add to its ids for spectrain's numbering."""
 SHIFTED_BLOCK_REASON = "every engine would serve it as a DFlash block, one token off"
@@ -220,13 +217,10 @@ class DFlashLayout(FusedLayout):
             refuse_draft_vocabulary(drafter, f"every reader of {self.family.title} needs the full vocabulary; train")
 
 
-def require_keys(config: dict[str, Any], keys: tuple[str, ...]) -> None:
-    """Raise KeyError naming every missing key."""
-    missing = [key for key in (*keys, *LAYER_KEYS) if config.get(key) is None]
-    if not any(config.get(key) for key in ("rope_theta", "rope_parameters", "rope_scaling")):
-        missing.append("rope_theta")
-    if missing:
-        raise KeyError(", ".join(missing))
+def require_block_keys(config: dict[str, Any], keys: tuple[str, ...]) -> None:
+    """Raise KeyError naming every missing key, those of the layers included."""
+    has_rope = any(config.get(key) for key in ("rope_theta", "rope_parameters", "rope_scaling"))
+    require_keys(config, (*keys, *LAYER_KEYS, *(() if has_rope else ("rope_theta",))))
 
 
 def qwen3_layer(drafter: DrafterCheckpoint) -> dict[str, Any]:

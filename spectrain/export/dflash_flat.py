@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spectrain.errors import UserError
 
-from .dflash import DFLASH2, DSPARK, DFlashLayout, qwen3_layer, refuse_draft_vocabulary, require_keys
+from .dflash import DFLASH2, DSPARK, DFlashLayout, qwen3_layer, refuse_draft_vocabulary, require_block_keys
 from .fused import EMBEDDING, HEAD, FusedConfig, equal_when_rounded, flat_rope, flatten_config
 from .huggingface import generate_snippet
 from .layout import DrafterCheckpoint, DrafterFiles, Finding, require_target, write_json, write_tensors
@@ -32,17 +32,19 @@ class FlatDFlash(DFlashLayout):
 
     title = "DFlash, flat layout"
     layer_id_offset = 1
-    architecture: ClassVar[str] = "DFlashDraftModel"
+    architectures: ClassVar[tuple[str, ...]] = ("DFlashDraftModel", DEEPSPEC_ARCHITECTURE)
 
     def matches_files(self, files: DrafterFiles) -> bool:
-        has_architecture = any(
-            name.startswith("DFlash") or name == DEEPSPEC_ARCHITECTURE for name in files.config.get("architectures") or []
-        )
-        return (has_architecture or "dflash_config" in files.config) and "speculators_model_type" not in files.config
+        is_block = self.has_architecture(files) or "dflash_config" in files.config
+        return is_block and "speculators_model_type" not in files.config
+
+    def has_architecture(self, files: DrafterFiles) -> bool:
+        has_prefix = any(name.startswith("DFlash") for name in files.config.get("architectures") or [])
+        return has_prefix or super().has_architecture(files)
 
     def parse_config(self, files: DrafterFiles) -> FusedConfig:
         config = flatten_config(files.config)
-        require_keys(config, ("block_size", "mask_token_id", "target_layer_ids"))
+        require_block_keys(config, ("block_size", "mask_token_id", "target_layer_ids"))
         slides, window = "sliding_attention" in (config.get("layer_types") or []), None
         if slides or config.get("use_swa"):
             window = config.get("swa_window_size") or config["sliding_window"]
@@ -61,14 +63,9 @@ class FlatDFlash(DFlashLayout):
 
     def findings(self, files: DrafterFiles) -> Iterator[Finding]:
         yield from super().findings(files)
-        names = files.config.get("architectures") or []
-        if not any(name.startswith("DFlash") or name == DEEPSPEC_ARCHITECTURE for name in names):
-            yield Finding(
-                "architecture", "error", f"architectures={names}",
-                f"engines choose the class by it: they expect {self.architecture}", f'write ["{self.architecture}"]',
-            )  # fmt: skip
+        yield from self.architecture_findings(files)
         ignored = [name for name in (HEAD, EMBEDDING) if name in self.native_tensors(files)]
-        if ignored and DEEPSPEC_ARCHITECTURE not in names:
+        if ignored and DEEPSPEC_ARCHITECTURE not in (files.config.get("architectures") or []):
             yield Finding(
                 "ignored-head", "error", f"the files hold {' and '.join(ignored)}",
                 "SGLang silently uses the target's instead; only vLLM reads them",
@@ -87,7 +84,7 @@ class FlatDFlash(DFlashLayout):
         layer = qwen3_layer(drafter)
         rope = layer.pop("rope_parameters")
         return {
-            "architectures": [self.architecture],
+            "architectures": [self.architectures[0]],
             **layer,
             **flat_rope(rope),
             "num_target_layers": None if target is None else target.num_layers,
@@ -127,8 +124,8 @@ class FlatDFlash(DFlashLayout):
 
     def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
         size = drafter.drafter["block_size"]
-        drafting = {"method": "dflash", "model": drafter_path, "num_speculative_tokens": size - 1}
-        return {"SGLang": serve_sglang_block(target, "DFLASH", drafter_path, size), "vLLM": serve_vllm(target, drafting)}
+        sglang = serve_sglang_block(target, "DFLASH", drafter_path, size)
+        return {"SGLang": sglang, "vLLM": serve_vllm(target, "dflash", drafter_path, size - 1)}
 
 
 class FlatDFlash2(FlatDFlash):
@@ -136,10 +133,10 @@ class FlatDFlash2(FlatDFlash):
 
     title = "DFlash2, flat layout"
     family = DFLASH2
-    architecture = "DFlash2DraftModel"
+    architectures = ("DFlash2DraftModel",)
 
     def matches_files(self, files: DrafterFiles) -> bool:
-        return self.architecture in (files.config.get("architectures") or [])
+        return self.architectures[0] in (files.config.get("architectures") or [])
 
 
 class FlatDSpark(FlatDFlash):
@@ -147,10 +144,10 @@ class FlatDSpark(FlatDFlash):
 
     title = "DSpark, flat layout"
     family = DSPARK
-    architecture = DEEPSPEC_ARCHITECTURE
+    architectures = (DEEPSPEC_ARCHITECTURE,)
 
     def matches_files(self, files: DrafterFiles) -> bool:
-        has_architecture = self.architecture in (files.config.get("architectures") or [])
+        has_architecture = self.architectures[0] in (files.config.get("architectures") or [])
         return has_architecture and files.config.get("markov_rank") != 0 and "speculators_model_type" not in files.config
 
     def check_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
@@ -173,7 +170,7 @@ class FlatDSpark(FlatDFlash):
         size = drafter.drafter["block_size"]
         commands = {"SGLang": serve_sglang_dspark(target, drafter_path, size)}
         if drafter.drafter["markov_head"] == "vanilla":
-            commands["vLLM"] = serve_vllm(target, {"method": "dspark", "model": drafter_path, "num_speculative_tokens": size})
+            commands["vLLM"] = serve_vllm(target, "dspark", drafter_path, size)
         return commands
 
 
@@ -184,7 +181,7 @@ class TransformersDFlash(FlatDFlash):
     """
 
     title = "DFlash, transformers"
-    architecture = "MuseGlimmerAssistantModel"
+    architectures = ("MuseGlimmerAssistantModel",)
     model_type: ClassVar[str] = "muse_glimmer_assistant"
     name_prefixes: ClassVar[dict[str, str]] = {
         **DFlashLayout.name_prefixes,
@@ -210,7 +207,7 @@ class TransformersDFlash(FlatDFlash):
         return {
             **{key: value for key, value in qwen3_layer(drafter).items() if "sliding" not in key},
             "model_type": self.model_type,
-            "architectures": [self.architecture],
+            "architectures": [self.architectures[0]],
             "block_size": drafter.drafter["block_size"],
             **self.mask_and_layers(drafter),
             "dtype": drafter.dtype,

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from spectrain.errors import UserError
 
-from .dflash import DFLASH2, DSPARK, DFlashLayout, num_drafts, qwen3_layer, require_keys
+from .dflash import DFLASH2, DSPARK, DFlashLayout, num_drafts, qwen3_layer, require_block_keys
 from .fused import FusedConfig, flatten_config
 from .layout import DrafterCheckpoint, DrafterFiles, Finding
 from .serving import serve_vllm
@@ -21,12 +21,12 @@ class SpeculatorsDFlash(SpeculatorsLayout, DFlashLayout):
     title = "DFlash, speculators layout"
     layer_id_offset = 0
     model_type = "dflash"
-    architecture = "DFlashSpeculator"
+    architectures = ("DFlashSpeculator",)
     method: ClassVar[str] = "dflash"  # vLLM's name of it
 
     def parse_config(self, files: DrafterFiles) -> FusedConfig:
         config = files.config
-        require_keys(
+        require_block_keys(
             flatten_config(config), ("block_size", "mask_token_id", "aux_hidden_state_layer_ids", "transformer_layer_config")
         )
         layer = config["transformer_layer_config"]
@@ -105,8 +105,7 @@ class SpeculatorsDFlash(SpeculatorsLayout, DFlashLayout):
             )
 
     def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
-        drafting = {"method": self.method, "model": drafter_path, "num_speculative_tokens": num_drafts(drafter)}
-        return {"vLLM": serve_vllm(target, drafting)}
+        return {"vLLM": serve_vllm(target, self.method, drafter_path, num_drafts(drafter))}
 
 
 class SpeculatorsDFlash2(SpeculatorsDFlash):
@@ -115,7 +114,7 @@ class SpeculatorsDFlash2(SpeculatorsDFlash):
     title = "DFlash2, speculators layout"
     family = DFLASH2
     model_type = "dflash2"
-    architecture = "DFlash2DraftModel"
+    architectures = ("DFlash2DraftModel",)
 
     def causality_findings(self, files: DrafterFiles) -> Iterator[Finding]:
         # The default is true in both readers.
@@ -132,7 +131,7 @@ class SpeculatorsDSpark(SpeculatorsDFlash):
     title = "DSpark, speculators layout"
     family = DSPARK
     model_type = "dspark"
-    architecture = "DSparkSpeculator"
+    architectures = ("DSparkSpeculator",)
     method = "dspark"
 
     def trains_causal(self, config: dict[str, Any]) -> bool:

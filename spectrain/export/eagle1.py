@@ -16,7 +16,7 @@ from torch import Tensor
 from spectrain.errors import UserError
 
 from .eagle3 import LAYER_PARTS
-from .fused import EMBEDDING, HEAD, FusedConfig, FusedLayout, flat_rope, require_sizes
+from .fused import EMBEDDING, HEAD, SIZE_KEYS, FusedConfig, FusedLayout, flat_rope, require_keys
 from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, require_target, write_json, write_tensors
 from .serving import serve_sglang, serve_vllm
 from .targets import TargetFiles
@@ -29,7 +29,7 @@ class OriginalEagle1(FusedLayout):
 
     title = "EAGLE, original layout"
     constructor = "spectrain.drafters.eagle1.Eagle1"
-    architecture: ClassVar[str] = "LlamaForCausalLM"
+    architectures: ClassVar[tuple[str, ...]] = ("LlamaForCausalLM",)
     holds_embedding: ClassVar[bool] = True
     own_parts = (FC_BIAS, "post_attention_layernorm")
     foreign_parts: ClassVar[dict[str, str]] = {
@@ -42,11 +42,12 @@ class OriginalEagle1(FusedLayout):
         shape = files.tensors["fc.weight"].shape if "fc.weight" in files.tensors else ()
         is_other_layout = "drafter" in files.config or "speculators_model_type" in files.config
         is_eagle3 = any("hidden_norm" in name or name.startswith("midlayer.") for name in files.tensors)
-        has_architecture = self.architecture in (files.config.get("architectures") or [])
-        return has_architecture and not (is_other_layout or is_eagle3) and len(shape) == 2 and shape[1] == 2 * shape[0]
+        return (
+            self.has_architecture(files) and not (is_other_layout or is_eagle3) and len(shape) == 2 and shape[1] == 2 * shape[0]
+        )
 
     def parse_config(self, files: DrafterFiles) -> FusedConfig:
-        require_sizes(files)
+        require_keys(files.config, SIZE_KEYS)
         return FusedConfig(files.config, None, {}, None)
 
     def native_name(self, name: str) -> str:
@@ -97,7 +98,7 @@ class OriginalEagle1(FusedLayout):
         layer = dict(drafter.drafter["architecture"])
         rope = layer.pop("rope_parameters")
         return {
-            "architectures": [self.architecture],
+            "architectures": [self.architectures[0]],
             "model_type": "llama",
             "hidden_size": drafter.tensors["fc.weight"].shape[0],
             **layer,
@@ -121,7 +122,7 @@ class SglangEagle1(OriginalEagle1):
     """SGLang's layout: its fc always has a bias, which stays uninitialized where the file lacks it, so zeros are written."""
 
     title = "EAGLE, SGLang layout"
-    architecture = "LlamaForCausalLMEagle"
+    architectures = ("LlamaForCausalLMEagle",)
     holds_embedding = False
 
     def needs_bias(self, files: DrafterFiles) -> bool:
@@ -139,7 +140,7 @@ class VllmEagle1(OriginalEagle1):
     """vLLM's layout: its fc has no bias."""
 
     title = "EAGLE, vLLM layout"
-    architecture = "EagleLlamaForCausalLM"
+    architectures = ("EagleLlamaForCausalLM",)
     holds_embedding = False
 
     def needs_bias(self, files: DrafterFiles) -> bool:
@@ -160,4 +161,4 @@ class VllmEagle1(OriginalEagle1):
         return dict(drafter.tensors)
 
     def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
-        return {"vLLM": serve_vllm(target, {"method": "eagle", "model": drafter_path, "num_speculative_tokens": 3})}
+        return {"vLLM": serve_vllm(target, "eagle", drafter_path, 3)}

@@ -15,13 +15,12 @@ from spectrain.drafters.layers.eagle_layers import default_layers
 from spectrain.errors import UserError
 
 from .eagle3 import Eagle3Layout, drafter_layer_config, variant_flags
-from .fused import EMBEDDING, FusedConfig, equal_when_rounded, flat_rope, require_sizes
+from .fused import EMBEDDING, SIZE_KEYS, FusedConfig, equal_when_rounded, flat_rope, require_keys
 from .layout import DrafterCheckpoint, DrafterFiles, Finding, write_json, write_tensors
 from .serving import serve_sglang, serve_vllm
 from .targets import TargetFiles
 from .vocabulary import drop_full_maps
 
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM")
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm")
 
 
@@ -33,18 +32,17 @@ class FlatEagle3(Eagle3Layout):
 
     title = "EAGLE-3, flat layout"
     prefix = "midlayer."
+    architectures = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM")
     layer_id_offset: ClassVar[int] = 1  # spectrain's layer ids minus the layout's
 
     def matches_files(self, files: DrafterFiles) -> bool:
-        has_architecture = any(name in ARCHITECTURES for name in files.config.get("architectures") or [])
         has_tensors = "fc.weight" in files.tensors or any("hidden_norm" in name for name in files.tensors)
-        return (
-            "speculators_model_type" not in files.config and "drafter" not in files.config and (has_architecture or has_tensors)
-        )
+        is_other_layout = "speculators_model_type" in files.config or "drafter" in files.config
+        return not is_other_layout and (self.has_architecture(files) or has_tensors)
 
     def parse_config(self, files: DrafterFiles) -> FusedConfig:
         config = files.config
-        require_sizes(files)
+        require_keys(config, SIZE_KEYS)
         layer_ids = self._layer_ids(config)
         return FusedConfig(
             config,
@@ -61,11 +59,7 @@ class FlatEagle3(Eagle3Layout):
     def findings(self, files: DrafterFiles) -> Iterator[Finding]:
         yield from super().findings(files)
         config = files.config
-        if not any(name in ARCHITECTURES for name in config.get("architectures") or []):
-            yield Finding(
-                "architecture", "error", f"architectures={config.get('architectures')}",
-                f"engines choose the class by it: they expect {ARCHITECTURES[0]}", f'write ["{ARCHITECTURES[0]}"]',
-            )  # fmt: skip
+        yield from self.architecture_findings(files)
         if config.get("norm_output") is False:
             yield Finding(
                 "norm-output-ambiguous", "error", "norm_output is false: SpecForge means no norm before the output layer",
@@ -99,7 +93,7 @@ class FlatEagle3(Eagle3Layout):
         layer = drafter_layer_config(drafter)
         rope = layer.pop("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
         config = {
-            "architectures": [ARCHITECTURES[2] if variants["qk_norm"] else ARCHITECTURES[0]],
+            "architectures": [self.architectures[2 if variants["qk_norm"] else 0]],
             **layer,
             **flat_rope(rope),
             "draft_vocab_size": len(tensors["d2t"]),
@@ -151,5 +145,5 @@ class FlatEagle3(Eagle3Layout):
         commands = {"SGLang": serve_sglang(target, "EAGLE3", drafter_path, 3)}
         # vLLM's numbers of other layers are one higher.
         if drafter.drafter.get("layers") in (None, default_layers(files.num_layers)):
-            commands["vLLM"] = serve_vllm(target, {"method": "eagle3", "model": drafter_path, "num_speculative_tokens": 3})
+            commands["vLLM"] = serve_vllm(target, "eagle3", drafter_path, 3)
         return commands

@@ -28,6 +28,7 @@ from .vocabulary import add_maps, check_vocabulary
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 IGNORED_TENSORS = ("verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
 """Tensors that every reader ignores without harm."""
+SIZE_KEYS: tuple[str, ...] = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
 def read_rope(config: dict[str, Any]) -> dict[str, Any]:
@@ -106,6 +107,8 @@ class FusedLayout(Layout):
     """The base of a fused drafter's layouts; a layout has `parse_config`, the names of tensors and `write`."""
 
     constructor: str
+    # Classes that `architectures` in config.json may name; the first is written.
+    architectures: ClassVar[tuple[str, ...]]
     # Part of a tensor's name -> what the tensor is: tensors that the family's class lacks, unless `own_parts` is in the name.
     foreign_parts: ClassVar[dict[str, str]] = {".bias": "a bias, which our linears lack"}
     own_parts: tuple[str, ...] = ()
@@ -154,6 +157,18 @@ class FusedLayout(Layout):
         )
         foreign = {name: (None,) * files.tensors[name].dim() for name in self.find_foreign_tensors(files)}
         return ExpectedTensors(required, optional | foreign, IGNORED_TENSORS)
+
+    def has_architecture(self, files: DrafterFiles) -> bool:
+        """Tell whether config.json names a class by which engines recognize the layout."""
+        return any(name in self.architectures for name in files.config.get("architectures") or [])
+
+    def architecture_findings(self, files: DrafterFiles) -> Iterator[Finding]:
+        """Yield a fault where config.json names no such class."""
+        if not self.has_architecture(files):
+            yield Finding(
+                "architecture", "error", f"architectures={files.config.get('architectures')}",
+                f"engines choose the class by it: they expect {self.architectures[0]}", f'write ["{self.architectures[0]}"]',
+            )  # fmt: skip
 
     def find_foreign_tensors(self, files: DrafterFiles) -> dict[str, str]:
         """Return the tensors that the family's class cannot hold, each with a description."""
@@ -228,11 +243,11 @@ class FusedLayout(Layout):
         return files.read_metadata().target
 
 
-def require_sizes(files: DrafterFiles) -> None:
-    """Raise UserError where a flat config.json lacks a size without which nothing can be read."""
-    for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
-        if key not in files.config:
-            raise UserError(f"{files.directory / 'config.json'}: {key} is missing; copy it from where it was trained")
+def require_keys(config: dict[str, Any], keys: tuple[str, ...]) -> None:
+    """Raise KeyError naming every missing key."""
+    missing = [key for key in keys if config.get(key) is None]
+    if missing:
+        raise KeyError(", ".join(missing))
 
 
 def fused_shapes(config: FusedConfig, settings: dict[str, Any]) -> dict[str, Shape]:

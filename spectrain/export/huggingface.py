@@ -126,16 +126,9 @@ class HuggingFaceLayout(Layout):
             return {"transformers": generate_snippet(drafter_path, f"assistant_early_exit={exit_layer}")}
         if "mask" in drafter.tensors:
             count = drafter.drafter.get("num_drafts", 8)
-            drafting = {
-                "method": "draft_model",
-                "model": drafter_path,
-                "num_speculative_tokens": count,
-                "parallel_drafting": True,
-            }
-            return {"vLLM": serve_vllm(target, drafting)}
-        drafting = {"method": "draft_model", "model": drafter_path, "num_speculative_tokens": 3}
+            return {"vLLM": serve_vllm(target, "draft_model", drafter_path, count, is_parallel=True)}
         return {
-            "vLLM": serve_vllm(target, drafting),
+            "vLLM": serve_vllm(target, "draft_model", drafter_path, 3),
             "SGLang": serve_sglang(target, "STANDALONE", drafter_path, 3),
             "transformers": generate_snippet(target, f'assistant_model=AutoModelForCausalLM.from_pretrained("{drafter_path}")'),
         }

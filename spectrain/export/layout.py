@@ -177,6 +177,10 @@ class Layout(ABC):
         """The family's own settings that this layout's files hold, so that spectrain.json need not."""
         return ()
 
+    def read_files(self, directory: Path) -> DrafterFiles:
+        """Read a directory whose weights have this layout's suffix."""
+        return DrafterFiles.from_directory(directory)
+
     @abstractmethod
     def matches_files(self, files: DrafterFiles) -> bool:
         """Tell whether a directory has this layout, whatever its faults."""

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from spectrain.errors import UserError, suggest_nearest
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from .layout import DrafterFiles, Layout
 
 
@@ -23,6 +25,7 @@ class TableRow:
     class_path: str  # module of this package and class
     formats: str  # the values of `format` that write it, separated by spaces
     families: str  # the choices of `drafter` that it can hold, separated by spaces
+    suffix: str = ".safetensors"  # of its weights; a layout with another one has its own `read_files`
 
 
 NATIVE_FAMILIES = (
@@ -54,6 +57,8 @@ LAYOUTS = (
 )
 """Every layout, in the order in which a directory is compared with them; a format has at most one layout for each family."""
 FORMATS = tuple(dict.fromkeys(name for row in LAYOUTS for name in row.formats.split()))
+OWN_SUFFIXES = {row.suffix for row in LAYOUTS} - {".safetensors"}
+"""Suffixes of files that hold settings and weights together, so that their directory needs no config.json."""
 EXPORT_FORMATS = tuple(name for name in FORMATS if name != "spectrain")
 SCORE_WITHOUT_ENGINE = "score it with spectrain eval, which needs no engine"
 SERVING_HINTS = {
@@ -71,6 +76,17 @@ def load_layout(row: TableRow) -> Layout:
     module, class_name = row.class_path.split(".")
     layout: Layout = getattr(importlib.import_module(f"{__package__}.{module}"), class_name)()
     return layout
+
+
+def read_files(directory: Path) -> DrafterFiles:
+    """Read a drafter's directory, by the layout that has weights with the suffix of its files."""
+    suffixes = {path.suffix for path in directory.glob("*")} & OWN_SUFFIXES
+    row = next((row for row in LAYOUTS if row.suffix in suffixes), None)
+    if row is not None:
+        return load_layout(row).read_files(directory)
+    from .layout import DrafterFiles
+
+    return DrafterFiles.from_directory(directory)
 
 
 def detect_layout(files: DrafterFiles) -> Layout:

@@ -17,7 +17,7 @@ from spectrain.errors import UserError, first_line
 from spectrain.files import PICKLE_SUFFIXES
 
 from .layout import MALFORMED_ERRORS, DrafterFiles, ExpectedTensors, Finding, Layout
-from .layouts import detect_layout
+from .layouts import detect_layout, read_files
 from .targets import TargetFiles, tokenizer_hash
 
 MISSING_TENSOR_FAULTS = {
@@ -33,7 +33,7 @@ NONZERO_TENSORS = ("fc.weight", "norm.weight", "embed_tokens.weight", "lm_head.w
 
 def lint(directory: Path, target: TargetFiles | None) -> list[Finding]:
     """Return every fault of a drafter's directory, errors first."""
-    files = DrafterFiles.from_directory(directory)
+    files = read_files(directory)
     layout = detect_layout(files)
     findings = list(check_files(files, layout, target))
     is_sound = all(finding.level == "warning" and finding.name != "not-representable" for finding in findings)

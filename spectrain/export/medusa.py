@@ -239,8 +239,7 @@ class VllmMedusa(MedusaLayout):
         write_tensors(directory / "model.safetensors", renamed)
 
     def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
-        heads = drafter.drafter["num_heads"]
-        return {"vLLM": serve_vllm(target, {"method": "medusa", "model": drafter_path, "num_speculative_tokens": heads})}
+        return {"vLLM": serve_vllm(target, "medusa", drafter_path, drafter.drafter["num_heads"])}
 
 
 def strip_prefix(files: DrafterFiles) -> dict[str, Tensor]:

@@ -93,7 +93,7 @@ class MtpTargetLayout(Layout):
     def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
         steps = int(drafter.drafter.get("num_steps", 3))
         return {
-            "vLLM": serve_vllm(drafter_path, {"method": "mtp", "num_speculative_tokens": steps}),
+            "vLLM": serve_vllm(drafter_path, "mtp", None, steps),
             "SGLang": serve_sglang_mtp(drafter_path, steps),
             "transformers": generate_snippet(drafter_path, "use_mtp=True"),
         }

@@ -55,8 +55,7 @@ class PEagleLayout(Eagle3Layout):
             )  # fmt: skip
 
     def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
-        drafting = {"method": "eagle3", "model": drafter_path, "num_speculative_tokens": drafter.drafter["num_drafts"]}
-        return {"vLLM": serve_vllm(target, {**drafting, "parallel_drafting": True})}
+        return {"vLLM": serve_vllm(target, "eagle3", drafter_path, drafter.drafter["num_drafts"], is_parallel=True)}
 
 
 class SpeculatorsPEagle(PEagleLayout, SpeculatorsEagle3):
@@ -64,7 +63,7 @@ class SpeculatorsPEagle(PEagleLayout, SpeculatorsEagle3):
 
     title = "P-EAGLE, speculators layout"
     model_type = "peagle"
-    architecture = "PEagleSpeculator"
+    architectures = ("PEagleSpeculator",)
     # Without norm_output: there is no next step to feed normed states to.
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm")
     implied_flags = ()

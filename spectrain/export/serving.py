@@ -2,11 +2,14 @@
 
 import json
 import shlex
-from typing import Any
 
 
-def serve_vllm(target: str, drafting: dict[str, Any]) -> str:
-    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(drafting))}"
+def serve_vllm(target: str, method: str, drafter_path: str | None, num_tokens: int, is_parallel: bool = False) -> str:
+    """Return the command for vLLM; a target that contains its drafter has no path of one."""
+    path = {} if drafter_path is None else {"model": drafter_path}
+    config = {"method": method, **path, "num_speculative_tokens": num_tokens}
+    config |= {"parallel_drafting": True} if is_parallel else {}
+    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(config))}"
 
 
 def serve_sglang(target: str, algorithm: str, drafter_path: str, num_steps: int) -> str:

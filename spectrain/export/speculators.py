@@ -26,7 +26,6 @@ class SpeculatorsLayout(FusedLayout):
     """The base of the library's layouts: the layer in `transformer_layer_config`, the target in `speculators_config`."""
 
     model_type: ClassVar[str]
-    architecture: ClassVar[str]
 
     def matches_files(self, files: DrafterFiles) -> bool:
         return files.config.get("speculators_model_type") == self.model_type
@@ -48,7 +47,7 @@ class SpeculatorsLayout(FusedLayout):
         self.check_writable(drafter, target)
         tensors = self.layout_tensors(drop_full_maps(self.file_tensors(drafter, target)))
         config: dict[str, Any] = {
-            "architectures": [self.architecture],
+            "architectures": [self.architectures[0]],
             "speculators_model_type": self.model_type,
             "speculators_version": SPECULATORS_VERSION,
             "dtype": drafter.dtype,
@@ -84,7 +83,7 @@ class SpeculatorsEagle3(SpeculatorsLayout, Eagle3Layout):
     title = "EAGLE-3, speculators layout"
     prefix = "layers.0."
     model_type = "eagle3"
-    architecture = "Eagle3DraftModel"
+    architectures = ("Eagle3DraftModel",)
     flags: ClassVar[tuple[str, ...]] = NORM_FLAGS
     implied_flags: ClassVar[tuple[str, ...]] = ("norm_before_residual",)  # flags whose default is true in vLLM
     trains_embedding: ClassVar[bool] = False
@@ -156,7 +155,7 @@ class SpeculatorsEagle3(SpeculatorsLayout, Eagle3Layout):
         return 3
 
     def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
-        return {"vLLM": serve_vllm(target, {"method": "eagle3", "model": drafter_path, "num_speculative_tokens": 3})}
+        return {"vLLM": serve_vllm(target, "eagle3", drafter_path, 3)}
 
 
 def common_layer_config(target: TargetFiles) -> dict[str, Any]:

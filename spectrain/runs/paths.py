@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from spectrain.errors import UserError
+from spectrain.export.layouts import OWN_SUFFIXES
 from spectrain.files import PICKLE_SUFFIXES
 
 SHIPPED_FOLDER = Path(__file__).parents[1] / "data" / "drafters"
@@ -14,6 +15,8 @@ def find_drafter_directory(run: Path) -> Path | None:
     Any other name may be that of a drafter that ships with the package. None if there is no drafter.
     """
     for directory in (run / "drafter", run, *([SHIPPED_FOLDER / run] if run.name == str(run) else [])):
+        if OWN_SUFFIXES & {path.suffix for path in directory.glob("*")}:
+            return directory
         if not any((directory / name).exists() for name in ("config.json", "adapter_config.json")):
             continue
         if any(path.suffix in (".safetensors", *PICKLE_SUFFIXES) for path in directory.iterdir()):

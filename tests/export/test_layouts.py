@@ -1,0 +1,80 @@
+"""The table of layouts: a new layout is one file and one line, whatever its files are."""
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from spectrain.errors import UserError
+from spectrain.export import layouts
+from spectrain.export.converter import convert, read_drafter
+from spectrain.export.layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Layout
+from spectrain.export.layouts import FORMATS, LAYOUTS, TableRow, load_layout
+from spectrain.export.linter import lint
+from spectrain.export.targets import TargetFiles
+from spectrain.models.target import Target
+
+from .test_converter import ours
+
+TINY = TargetFiles("tiny")
+
+
+class SingleFileLayout(Layout):
+    """A layout of one file that holds settings and weights, as GGUF does."""
+
+    title = "single file"
+
+    def read_files(self, directory: Path) -> DrafterFiles:
+        with safe_open(directory / "drafter.single", "pt") as file:
+            config = json.loads(file.metadata()["config"])
+        return DrafterFiles(directory, config, load_file(directory / "drafter.single"))
+
+    def matches_files(self, files: DrafterFiles) -> bool:
+        return "single" in files.config
+
+    def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
+        return ExpectedTensors({name: tuple(tensor.shape) for name, tensor in files.tensors.items()})
+
+    def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
+        drafter = {"_target_": "spectrain.drafters.eagle3.Eagle3", **files.config["single"]}
+        return DrafterCheckpoint(drafter, dict(files.tensors), files.read_metadata().target)
+
+    def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
+        settings = {key: value for key, value in drafter.drafter.items() if key != "_target_"}
+        save_file(drafter.tensors, directory / "drafter.single", {"config": json.dumps({"single": settings})})
+
+
+def test_a_new_layout_is_one_file_and_one_line(tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its line in the table, converter and linter write, read and check a layout that has no config.json."""
+    module = ModuleType("spectrain.export.single")
+    module.SingleFileLayout = SingleFileLayout  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    row = TableRow("single.SingleFileLayout", "single", "eagle3", ".single")
+    monkeypatch.setattr(layouts, "LAYOUTS", (row, *LAYOUTS))
+    monkeypatch.setattr(layouts, "FORMATS", (*FORMATS, "single"))
+    monkeypatch.setattr(layouts, "OWN_SUFFIXES", {".single"})
+    start = ours(tmp_path / "start", tiny, "eagle3", vocab_size=256)
+    convert(start, tmp_path / "out", "single", TINY)
+    assert not (tmp_path / "out" / "config.json").exists() and not lint(tmp_path / "out", None)
+    convert(tmp_path / "out", tmp_path / "back", "spectrain", TINY)
+    before, after = (read_drafter(path, TINY) for path in (start, tmp_path / "back"))
+    assert before.drafter == after.drafter
+    assert all(torch.equal(before.tensors[name], tensor) for name, tensor in after.tensors.items())
+
+
+def test_a_format_has_one_layout_for_each_family() -> None:
+    """Every line of the table names a class that exists, and no two lines answer the same request."""
+    requests = [(name, family) for row in LAYOUTS for name in row.formats.split() for family in row.families.split()]
+    assert len(requests) == len(set(requests))
+    assert all(load_layout(row).title for row in LAYOUTS)
+
+
+def test_refusals_name_the_formats_of_the_table() -> None:
+    """A family that a format does not support is refused with the formats that do."""
+    with pytest.raises(UserError, match="format=sglang: it does not support drafter=medusa; use format=vllm or format=medusa"):
+        layouts.select_layout("medusa", "sglang")
