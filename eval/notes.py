@@ -32,8 +32,12 @@ def explain_numbers(summary: Summary) -> Iterator[str]:
     setting, limits = summary["setting"], summary.get("bounds", {})
     shares = ", ".join(f"{part} {value:.0%}" for part, value in summary["time_share"].items())
     batch = f" Tokens/s are of {setting['batch_size']} prompts at once." if setting["batch_size"] > 1 else ""
-    yield f"Time of a drafted round: {shares}.{batch}"
-    yield f"Accepted by depth: {format_rates(summary['acceptance_by_depth'])}. Device {setting['device']}, {setting['dtype']}."
+    # The numbers at the top of the summary are the drafter's, without retrieval.
+    yield f"Time of the drafter's rounds: {shares}.{batch}"
+    yield (
+        f"Drafts of the drafter accepted by depth: {format_rates(summary['acceptance_by_depth'])}. Device {setting['device']}, "
+        f"{setting['dtype']}."
+    )
     if (forwards := limits.get("forwards_per_round", 1)) > 1:
         length = summary["acceptance_length"]["pooled"]
         yield f"A round takes {forwards} forwards of the target, so each gives {length / forwards:.2f} tokens."

@@ -94,9 +94,9 @@ class Wandb(Tracker):
     def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
         # A resumed run repeats steps that W&B has already.
         if step > self.state.get("last_step", 0):
-            self.tracker.log({"step": step, **flatten(metrics)}, step=step)
             self.state["last_step"] = step
             write_text(self.state_file, json.dumps(self.state) + "\n")
+            self.tracker.log({"step": step, **flatten(metrics)}, step=step)
 
     def log_evaluation(self, summary: dict[str, Any], rows: list[Row], folder: Path) -> None:
         prefix = f"eval/{folder.name}"
