@@ -24,6 +24,8 @@ from spectrain.config.signatures import SettingKey, format_literal
 from spectrain.errors import UserError, suggest_nearest
 from spectrain.export.layouts import EXPORT_FORMATS, FORMATS
 
+# Groups with choices that no serving engine supports.
+EXPERIMENTAL_GROUPS = ("drafter", "acceptance", "tree")
 HELP_WORDS = ("-h", "--help", "help")
 
 
@@ -84,8 +86,7 @@ def describe_config(name: str, command: Command, words: list[str]) -> list[str]:
         lines = []
         for group in sorted(schema.groups, key=lambda group: group != "recipe"):
             lines.append(f"  {group}={choices.get(group, '')}")
-            files = choice_files(group, folders)
-            lines.append(format_list({choice: first_sentence(read_header(path)) for choice, path in files.items()}, "    "))
+            lines.append(format_choices(group, folders))
         parts.append(format_section("Groups: GROUP=CHOICE, each with what it is now", "\n".join(lines)))
     if note:
         parts.append(wrap_text(f"{note[0].upper()}{note[1:]}.", ""))
@@ -105,6 +106,36 @@ def command_keys(name: str, schema: CommandSchema) -> list[SettingKey]:
     """Return the keys of a command that are in no group; the values of `format` are those of the table of layouts."""
     formats = EXPORT_FORMATS if name == "export" else FORMATS
     return [replace(key, choices=formats) if key.name == "format" else key for key in schema.keys]
+
+
+def format_choices(group: str, folders: list[Path]) -> str:
+    """List the choices of a group, those that only spectrain's own engine decodes under "experimental"."""
+    files = choice_files(group, folders)
+    experimental = list_experimental(group, files)
+    shelves = [[name for name in files if name not in experimental], [name for name in files if name in experimental]]
+    lists = [format_list({name: first_sentence(read_header(files[name])) for name in shelf}, "    ") for shelf in shelves]
+    return (
+        lists[0] if not experimental else f"{lists[0]}\n    experimental: only spectrain's own engine decodes these\n{lists[1]}"
+    )
+
+
+def list_experimental(group: str, files: Mapping[str, Path]) -> set[str]:
+    """Return the choices whose constructor, or whose recipe's drafter or rule, lies in spectrain.experimental."""
+    if group not in ("recipe", *EXPERIMENTAL_GROUPS):
+        return set()
+    nodes = {name: load_yaml(path) for name, path in files.items()}
+    if group != "recipe":
+        return {name for name, node in nodes.items() if str(node.get("_target_", "")).startswith("spectrain.experimental.")}
+    shelf = {
+        f"override /{kind}: {name}"
+        for kind in EXPERIMENTAL_GROUPS
+        for name in list_experimental(kind, choice_files(kind, conf_folders()))
+    }
+    return {
+        name
+        for name, node in nodes.items()
+        if any(f"{key}: {choice}" in shelf for entry in node.get("defaults", ()) for key, choice in entry.items())
+    }
 
 
 def resolve_reference(default: str | None, values: Mapping[str, list[SettingKey]]) -> str | None:
@@ -169,9 +200,15 @@ def describe_recipes(words: list[str]) -> str:
             name: f"{first_sentence(read_header(path))}. {recipe_advice(read_header(path))}".strip()
             for name, path in files.items()
         }
-        return (
-            f"{format_section('recipe', format_list(entries))}\n\nspectrain recipes NAME says more; spectrain compare measures."
-        )
+        experimental = list_experimental("recipe", files)
+        shelves = {
+            "recipe": {name: text for name, text in entries.items() if name not in experimental},
+            "experimental: only spectrain's own engine decodes what these train": {
+                name: entries[name] for name in sorted(experimental)
+            },
+        }
+        lists = [format_section(title, format_list(shelf)) for title, shelf in shelves.items()]
+        return "\n\n".join([*lists, "spectrain recipes NAME says more; spectrain compare measures."])
     name = words[0].removeprefix("recipe=")
     if name not in files:
         raise UserError(f"recipes {words[0]}: there is no such recipe; {suggest_nearest(name, files)}")

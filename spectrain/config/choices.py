@@ -17,25 +17,6 @@ from spectrain.errors import UserError, suggest_nearest
 from .schema import choice_files, load_yaml
 from .signatures import PACKAGE_ROOT
 
-# The names of classes as drafters of earlier versions saved them; nothing new belongs here.
-FORMER_NAMES = {
-    "acceptance": {"Block": "block", "Greedy": "greedy", "Match": "match", "Recursive": "recursive",
-                   "SpeculativeSampling": "chain", "Traversal": "traversal", "Typical": "typical"},
-    "data": {"Embedded": "embedded", "Hub": "hub", "Jsonl": "jsonl", "ShareGpt": "sharegpt", "Prepared": "speculators",
-             "Stream": "stream"},
-    "drafter": {"Causal": "causal", "Eagle3": "eagle3", "EarlyExit": "early_exit", "GatedLora": "gated_lora",
-                "Hydra": "hydra", "Kangaroo": "kangaroo", "LayerSkipping": "layer_skip", "Lookahead": "lookahead",
-                "Medusa": "medusa", "Ngram": "ngram", "Pard": "pard"},
-    "eval": {"Evaluation": "default"},
-    "source": {"Generated": "generated", "Live": "live", "Stored": "store"},
-    "target": {"load_hf": "hf", "load_smollm2": "smollm2", "load_tiny": "tiny"},
-    "tracker": {"TensorBoard": "tensorboard", "Wandb": "wandb"},
-    "trainer": {"Trainer": "default"},
-    "tree": {"Auto": "auto", "Cartesian": "cartesian", "Cast": "cast", "Chain": "chain", "DySpec": "dyspec",
-             "Eagle2": "eagle2", "Entropy": "entropy", "OptTree": "opt", "Sequoia": "sequoia", "Static": "static"},
-}  # fmt: skip
-"""Group -> what its choices' constructors were called when files still named them, wherever in spectrain they stood."""
-
 _choice_folders: list[Path] = [PACKAGE_ROOT / "conf"]
 
 
@@ -98,7 +79,7 @@ def find_group(target: str) -> str:
 
 
 def resolve_choice(group: str, saved: Mapping[str, Any], location: str) -> dict[str, Any]:
-    """Turn a group's saved settings, with `choice` or an earlier version's `_target_`, into a node to construct."""
+    """Turn a group's saved settings, with `choice` or `_target_`, into a node to construct."""
     settings = {str(key): value for key, value in saved.items() if key not in ("choice", "_target_")}
     paths = list_constructors(group)
     if not paths:
@@ -118,8 +99,7 @@ def choice_name(group: str, node: Mapping[str, Any]) -> str:
     if "choice" in node:
         return str(node["choice"])
     path = str(node.get("_target_"))
-    former = FORMER_NAMES.get(group, {}).get(path.rpartition(".")[2]) if path.startswith("spectrain.") else None
-    return find_choice(group, path) or former or path
+    return find_choice(group, path) or path
 
 
 def by_choice_name(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -122,8 +122,7 @@ def parse_description(content: Any, path: Path) -> dict[str, Any]:
 def parse_groups(content: Any, path: Path) -> dict[str, Any]:
     """Return saved settings as nodes to construct; a group without a choice is returned unchanged.
 
-    Earlier versions saved the constructor at the top of a group. Such names are looked up as choices and used for nothing
-    else.
+    The import path of a constructor may stand for its choice; it is looked up and used for nothing else.
     """
     if not isinstance(content, dict):
         raise UserError(f"{path}: it holds no settings; copy the file again")

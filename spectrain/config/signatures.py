@@ -41,6 +41,8 @@ class SettingKey:
     hint: Any = None
     # The default as a Python value; meaningless for a setting that must be given.
     value: Any = None
+    # Whether the constructor takes it by keyword only, after its other fields.
+    is_keyword_only: bool = False
 
 
 def format_literal(value: Any) -> str:
@@ -131,14 +133,14 @@ def _constructor_keys(source: ParsedModule, node: ast.stmt, docs: str) -> list[S
     body = getattr(node, "body", ())
     made = next((item for item in body if isinstance(item, ast.FunctionDef) and item.name == "__init__"), None)
     if isinstance(node, ast.ClassDef) and made is None:
-        result += [
-            key for base in reversed(_find_bases(source, node)) for key in _constructor_keys(*base, docs)
-        ]  # as a dataclass has them
+        # A dataclass takes the fields of its bases first, and keyword-only fields last.
+        result += [key for base in reversed(_find_bases(source, node)) for key in _constructor_keys(*base, docs)]
         is_data = any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
         for item in body:
             if is_data and isinstance(item, ast.AnnAssign) and "init=False" not in ast.unparse(item):
                 parameter = ast.arg(ast.unparse(item.target), item.annotation)
                 result.append(_make_key(source, parameter, _field_default(item.value), item, docs))
+        result.sort(key=lambda key: key is not None and key.is_keyword_only)
     elif isinstance(function := made or node, ast.FunctionDef):
         given = function.args
         defaults = [*[None] * (len(given.args) - len(given.defaults)), *given.defaults, *given.kw_defaults]
@@ -178,9 +180,10 @@ def _make_key(source: ParsedModule, one: ast.arg, default: ast.expr | None, node
         meaning = comment if comment and not TOOL_COMMENT.search(comment) else _find_sentence(one.arg, docs, is_only_name=True)
     value = None if default is None else _evaluate_default(source, default)
     written_default = None if default is None else _format_default(value)
+    is_named = isinstance(node, ast.AnnAssign) and "kw_only=True" in ast.unparse(node)
     shared = _find_sentence(one.arg, docs, is_only_name=False)
     written_type = ast.unparse(one.annotation) if one.annotation else ""
-    return SettingKey(one.arg, written_type, written_default, list_choices(hint), meaning, shared, hint, value)
+    return SettingKey(one.arg, written_type, written_default, list_choices(hint), meaning, shared, hint, value, is_named)
 
 
 def _comment_above(source: ParsedModule, node: Any) -> str:
@@ -201,6 +204,8 @@ def _evaluate_default(source: ParsedModule, default: ast.expr) -> Any:
     try:
         return ast.literal_eval(default)
     except ValueError:
+        if isinstance(default, (ast.Tuple, ast.List)):
+            return [_evaluate_default(source, element) for element in default.elts]
         definition = _find_definition(source.name, default.id) if isinstance(default, ast.Name) else None
         if definition is None or not isinstance(definition[1], ast.Assign):
             return ast.unparse(default)

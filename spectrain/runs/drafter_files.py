@@ -21,7 +21,7 @@ from spectrain.files import REPEAT_COMMAND, atomic_write
 from spectrain.models.target import Target
 from spectrain.provenance import package_versions
 from spectrain.training.checkpoints import collect_tensors, find_mismatches, load_tensors
-from spectrain.training.run import TrainingResult
+from spectrain.training.state import TrainingResult
 
 from .folder import find_trained_target
 from .paths import find_drafter_directory

@@ -12,7 +12,7 @@ from spectrain.files import atomic_write
 from spectrain.models.target import Target
 from spectrain.training.checkpoints import checkpoint_step, latest_checkpoint, resume_advice
 from spectrain.training.metrics import Tracker, read_last_step
-from spectrain.training.run import TrainingResult
+from spectrain.training.state import TrainingResult
 from spectrain.training.trainer import Trainer
 
 from .defaults import default_tree

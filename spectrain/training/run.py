@@ -4,9 +4,9 @@ import signal
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -25,8 +25,10 @@ from .budget import Budget, TimeSpent
 from .checkpoints import checkpoint_path, latest_checkpoint, load_checkpoint, save_checkpoint
 from .monitor import WAITING, ProcessMonitor
 from .parallel import ParallelStrategy
+from .settings import TrainerSettings
 from .state import (
     Tally,
+    TrainingResult,
     gather_trained_weights,
     get_random_state,
     load_trained_weights,
@@ -34,9 +36,6 @@ from .state import (
     set_random_state,
 )
 from .validation import measure_acceptance
-
-if TYPE_CHECKING:
-    from .trainer import Trainer
 
 
 class TrainingRun:
@@ -47,7 +46,7 @@ class TrainingRun:
 
     def __init__(
         self,
-        trainer: "Trainer",
+        trainer: TrainerSettings,
         drafter: Drafter,
         target: Target,
         source: Source,
@@ -328,7 +327,7 @@ class TrainingRun:
             "; lower trainer.lr or trainer.clip"
         )
 
-    def finish(self) -> "TrainingResult":
+    def finish(self) -> TrainingResult:
         """Restore the full drafter on the main process and the target as an ordinary model; return the result."""
         if self.averages is not None:
             self.averages.copy_to(self.named_parameters())
@@ -352,15 +351,3 @@ class TrainingRun:
             return error
         gone = self.monitor.find_dead_process()
         return error if gone is None else RunError(f"training: {gone}; go on with trainer.resume=auto run={self.run}")
-
-
-@dataclass(frozen=True)
-class TrainingResult:
-    """The totals of a training run, over all resumed parts, and the state of its drafter."""
-
-    num_steps: int
-    num_tokens: int  # seen, on all processes, padding left out
-    seconds: float  # of steps, until the end of the last
-    num_parameters: int  # that learnt, in any stage
-    is_reusable: bool  # the main process holds the drafter whole in its place
-    result_step: int  # the step whose weights are the result

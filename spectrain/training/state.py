@@ -14,6 +14,23 @@ from .checkpoints import load_tensors
 from .parallel import ParallelStrategy
 
 
+@dataclass(frozen=True)
+class TrainingResult:
+    """The totals of a training run, over all resumed parts, and the state of its drafter."""
+
+    num_steps: int
+    # Tokens of all processes, without padding.
+    num_tokens: int
+    # Seconds of steps, until the end of the last one.
+    seconds: float
+    # Parameters that were trained in any stage.
+    num_parameters: int
+    # The drafter of the main process holds all of its weights.
+    is_reusable: bool
+    # The step whose weights are the result.
+    result_step: int
+
+
 @dataclass
 class Tally:
     """The sums of a logging interval on one process."""

@@ -1,10 +1,8 @@
 """The training loop. It knows no drafter family: a drafter provides its losses and its parameter groups."""
 
-import math
-import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,8 +11,7 @@ import torch
 from accelerate import Accelerator
 
 from spectrain.config.spec import RunSpec
-from spectrain.config.values import Below1, Count, NotNegative, Positive, Seed, Share
-from spectrain.data.dataset import Batching, Dataset
+from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.capabilities import adapts_layers
 from spectrain.errors import UserError
@@ -23,81 +20,17 @@ from spectrain.models.target import Target
 
 from .checkpoints import checkpoint_path
 from .metrics import MetricsFile, Tracker
-from .optimizers import AdamW, ParameterGroups, UpdateRule
-from .parallel import Sharding, connect_processes, make_strategy
+from .parallel import connect_processes, make_strategy
 from .progress import TrainingProgress
-from .run import TrainingResult, TrainingRun
-from .schedules import Cosine, Schedule
+from .run import TrainingRun
+from .settings import TrainerSettings
 from .signals import StopSignals
+from .state import TrainingResult
 
 
 @dataclass
-class Trainer:
-    """The settings of a training run, and the loop that runs it.
-
-    The learning rate warms up and decays over `epochs` of the data or, where they are given, over `max_steps` steps or
-    `max_minutes` minutes, whichever end first. A step takes `accumulate` batches of up to `batch_tokens` tokens on each process
-    and divides the loss by the number of supervised tokens in all of them, so the loss depends neither on the number of
-    processes nor on batching: padded, in buckets of similar length, or packed. A step with a gradient that is not finite is
-    skipped; `max_skipped` of them in a row stop the run.
-    """
-
-    # Peak learning rate, reached at the end of the warm-up.
-    lr: float = 1e-4
-    # Number of passes over the data; a fraction is allowed.
-    epochs: float = 1.0
-    # Number of optimizer steps, used instead of epochs; null trains for trainer.epochs.
-    max_steps: int | None = None
-    # Training time in minutes, used instead of epochs, by which warm-up and schedule go too; null sets no limit.
-    max_minutes: Positive | None = None
-    # Largest number of tokens in a batch, on each process.
-    batch_tokens: int = 4096
-    # Concatenate sequences in one row, without padding and without seeing each other.
-    packing: bool = False
-    # Number of batches in an optimizer step, on each process.
-    accumulate: int = 1
-    # Share of the steps in which the learning rate rises.
-    warmup: Share = 0.05
-    # Share of trainer.lr that the schedule falls to.
-    min_lr: Share = 0.0
-    # Largest norm of the gradient; larger gradients are scaled down to it.
-    clip: Positive = 0.5
-    # Decay rates of AdamW's means of the gradients and of their squares.
-    betas: tuple[Below1, Below1] = (0.9, 0.95)
-    # Decoupled weight decay: the share of a weight, times the learning rate, that a step subtracts.
-    weight_decay: NotNegative = 0.0
-    # Seed of the initial weights, of the order of the data and of random draws.
-    seed: Seed = 0
-    # Number of steps between two checkpoints; null saves only when the run stops or ends.
-    save_every: Count | None = None
-    # Number of steps between two validations on held-out data; null validates with every checkpoint and at the end.
-    eval_every: Count | None = None
-    # Save the weights with the best validation as the result instead of the last ones.
-    keep_best: bool = False
-    # Number of validations in a row without improvement after which the run ends; null never ends it early.
-    stop_after: Count | None = None
-    # Decay of a moving average of the weights, as in 0.999, which is validated and saved; null keeps no average.
-    ema: Below1 | None = None
-    # Number of the newest checkpoints to keep.
-    keep_checkpoints: int = 2
-    # Number of steps between two lines of metrics.jsonl.
-    log_every: int = 10
-    # Type of matrix products: bf16, no, or auto, which is bf16 on a GPU and on a CPU with a bfloat16 target.
-    mixed_precision: str = "auto"
-    # How processes share the drafter and its optimizer: ddp, fsdp2, zero2 or zero3; auto takes what the launcher asks for.
-    sharding: Sharding = "auto"
-    # Recompute activations in the backward pass, which saves memory and costs time.
-    gradient_checkpointing: bool = False
-    # Number of steps in a row with a gradient that is not finite after which the run stops.
-    max_skipped: int = 5
-    # Seconds that processes wait for a slow one before a message names it.
-    patience: float = 60.0
-    # Use auto to start the run in run=DIR or to continue it from its newest checkpoint; null refuses a folder that holds a run.
-    resume: str | None = None
-    # Optimizer that updates the weights.
-    optimizer: UpdateRule = field(default_factory=AdamW)
-    # Schedule of the learning rate after the warm-up.
-    schedule: Schedule = field(default_factory=Cosine)
+class Trainer(TrainerSettings):
+    """The loop of a training run, with its settings."""
 
     @classmethod
     def from_spec(cls, spec: RunSpec) -> "Trainer":
@@ -106,66 +39,9 @@ class Trainer:
         trainer: Trainer = spec.trainer.build(**parts)
         return trainer
 
-    def __post_init__(self) -> None:
-        for key in ("lr", "epochs", "batch_tokens", "accumulate", "log_every", "keep_checkpoints", "max_skipped", "patience"):
-            if getattr(self, key) <= 0:
-                raise UserError(f"trainer.{key}={getattr(self, key)}: use a number above 0")
-        if self.max_steps is not None and self.max_steps < 1:
-            raise UserError(f"trainer.max_steps={self.max_steps}: use 1 or more, or null")
-        if self.mixed_precision not in ("auto", "no", "bf16"):
-            raise UserError(f"trainer.mixed_precision={self.mixed_precision}: use auto, no or bf16")
-        if self.resume not in (None, "auto"):
-            raise UserError(f"trainer.resume={self.resume}: use auto, or leave it out")
-
-    def make_trial(self, steps: int) -> "Trainer":
-        """Return this trainer for a few steps of a measurement, without checkpoints and validation."""
-        return replace(
-            self,
-            max_steps=steps,
-            max_minutes=None,
-            save_every=None,
-            eval_every=None,
-            keep_best=False,
-            stop_after=None,
-            resume=None,
-        )
-
     def make_accelerator(self) -> Accelerator:
         """Connect the processes of this launch."""
         return connect_processes(self.sharding)
-
-    def autocast_dtype(self, target: Target, device: torch.device) -> torch.dtype | None:
-        """Return the type of matrix products, None for the weights' own. Auto is bfloat16 on a GPU, unless accelerate's file
-        sets another type, and on a CPU with a bfloat16 target."""
-        precision = self.mixed_precision
-        if precision == "auto" and device.type == "cuda":
-            precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "bf16")
-        if precision == "auto":
-            precision = "bf16" if target.dtype == torch.bfloat16 else "no"
-        return torch.bfloat16 if precision == "bf16" else None
-
-    @property
-    def batch_settings(self) -> Batching:
-        """Return how the data becomes batches."""
-        return Batching(self.batch_tokens, self.seed, self.packing)
-
-    def num_steps(self, dataset: Dataset, num_processes: int = 1) -> int | None:
-        """Count the optimizer steps of the run; None where only the clock ends it."""
-        if self.max_steps is not None or self.max_minutes is not None:
-            return self.max_steps
-        batches = dataset.num_batches(self.batch_settings)
-        return max(1, math.ceil(self.epochs * batches / (self.accumulate * num_processes)))
-
-    def lr_at(self, step: int, num_steps: float, stage_start: int = 0) -> float:
-        """Return the learning rate of a step: linear warm-up in every stage, then the schedule down to `min_lr` of the peak."""
-        warm = max(1, round(self.warmup * num_steps))
-        progress = max(0, step - warm) / max(1, num_steps - warm)
-        decayed = self.lr * (self.min_lr + (1 - self.min_lr) * self.schedule.rate_at(min(1.0, progress)))
-        return decayed * min(1.0, (step - stage_start + 1) / warm)
-
-    def make_optimizer(self, groups: ParameterGroups) -> torch.optim.Optimizer:
-        """Make the optimizer of a stage."""
-        return self.optimizer.make_optimizer(groups, self.lr, self.betas, self.weight_decay)
 
     def fit(
         self,

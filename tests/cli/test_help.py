@@ -161,3 +161,17 @@ def test_help_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_recipe_is_told_in_values(name: str) -> None:
     """As one writes them, not as references to the machine or to other keys."""
     assert "${" not in help.describe_recipes([name])
+
+
+def test_experimental_choices_are_listed_apart() -> None:
+    """Drafters, rules, trees and recipes that only spectrain's own engine decodes follow the others under a heading."""
+    lines = help.explain_command("train", []).splitlines()
+    for group, core, experimental in (
+        ("drafter", "eagle3", "universal"),
+        ("acceptance", "greedy", "kseq"),
+        ("tree", "chain", "policy"),
+        ("recipe", "medusa1", "kangaroo"),
+    ):
+        start = next(number for number, line in enumerate(lines) if line.startswith(f"  {group}="))
+        names = [line.split()[0] for line in lines[start:] if line.startswith("    ") and line[4] != " "]
+        assert names.index(core) < names.index("experimental:") < names.index(experimental)

@@ -19,8 +19,8 @@ from spectrain.training import budget
 from spectrain.training import run as job
 from spectrain.training import validation as held_out_look
 from spectrain.training.optimizers import Muon
-from spectrain.training.run import TrainingResult
 from spectrain.training.schedules import Wsd
+from spectrain.training.state import TrainingResult
 from spectrain.training.trainer import Trainer
 
 
