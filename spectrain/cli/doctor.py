@@ -349,8 +349,8 @@ def try_divergence(device: Any) -> float:
     return max(max_difference(result, other) for result, other in pairs)
 
 
-def max_difference(one: Any, other: Any) -> float:
-    return float((one.detach().double() - other.detach().double()).abs().max()) if one.numel() else 0.0
+def max_difference(first: Any, second: Any) -> float:
+    return float((first.detach().double() - second.detach().double()).abs().max()) if first.numel() else 0.0
 
 
 # A test holds that between them they launch every operation of spectrain.kernels.

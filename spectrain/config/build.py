@@ -63,7 +63,7 @@ class GroupSpec:
         """Return the group with other settings."""
         return replace(self, settings={**self.settings, **changes})
 
-    def without(self, key: str) -> GroupSpec:
+    def drop_setting(self, key: str) -> GroupSpec:
         """Return the group with one setting left to the constructor's default."""
         return replace(self, settings={name: value for name, value in self.settings.items() if name != key})
 

@@ -168,22 +168,24 @@ def _field_default(value: ast.expr | None) -> ast.expr | None:
     return factory.body if isinstance(factory, ast.Lambda) else options.get("default", factory)
 
 
-def _make_key(source: ParsedModule, one: ast.arg, default: ast.expr | None, node: Any, docs: str) -> SettingKey | None:
+def _make_key(source: ParsedModule, parameter: ast.arg, default: ast.expr | None, node: Any, docs: str) -> SettingKey | None:
     """Return a setting; None if the annotation is the type of a runtime object."""
-    hint = _resolve_hint(source, one.annotation)
+    hint = _resolve_hint(source, parameter.annotation)
     if hint is None:
         return None
     last: Any = default or node
     comment = source.lines[last.end_lineno - 1].partition("  # ")[2]
     meaning = _comment_above(source, node)
     if not meaning:
-        meaning = comment if comment and not TOOL_COMMENT.search(comment) else _find_sentence(one.arg, docs, is_only_name=True)
+        meaning = (
+            comment if comment and not TOOL_COMMENT.search(comment) else _find_sentence(parameter.arg, docs, is_only_name=True)
+        )
     value = None if default is None else _evaluate_default(source, default)
     written_default = None if default is None else _format_default(value)
     is_named = isinstance(node, ast.AnnAssign) and "kw_only=True" in ast.unparse(node)
-    shared = _find_sentence(one.arg, docs, is_only_name=False)
-    written_type = ast.unparse(one.annotation) if one.annotation else ""
-    return SettingKey(one.arg, written_type, written_default, list_choices(hint), meaning, shared, hint, value, is_named)
+    shared = _find_sentence(parameter.arg, docs, is_only_name=False)
+    written_type = ast.unparse(parameter.annotation) if parameter.annotation else ""
+    return SettingKey(parameter.arg, written_type, written_default, list_choices(hint), meaning, shared, hint, value, is_named)
 
 
 def _comment_above(source: ParsedModule, node: Any) -> str:

@@ -53,9 +53,9 @@ class RunSpec:
     @classmethod
     def from_nodes(cls, nodes: Mapping[str, Any]) -> RunSpec:
         """Return a spec of nodes that a file or a test holds; they are checked when they are built."""
-        known = {key: value for key, value in to_containers(nodes).items() if key in RUN_KEYS}
+        selected = {key: value for key, value in to_containers(nodes).items() if key in RUN_KEYS}
         settings: dict[str, Any] = {
-            key: GroupSpec.from_node(key, value) if key in GROUPS else value for key, value in known.items()
+            key: GroupSpec.from_node(key, value) if key in GROUPS else value for key, value in selected.items()
         }
         return cls(**settings)
 

@@ -63,5 +63,5 @@ def apply_init_shape(spec: RunSpec) -> RunSpec:
     for key in saved.load_constructor().saved.shape:
         if spec.overrides_key(f"drafter.{key}") and drafter.get(key) != saved.get(key):
             raise UserError(f"drafter.{key}={drafter.get(key)}: the drafter in {directory} has {saved.get(key)}; leave it out")
-        drafter = drafter.with_settings(**{key: saved.get(key)}) if key in saved.settings else drafter.without(key)
+        drafter = drafter.with_settings(**{key: saved.get(key)}) if key in saved.settings else drafter.drop_setting(key)
     return replace(spec, drafter=drafter)

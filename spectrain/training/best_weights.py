@@ -45,7 +45,7 @@ def load_best(run: Path, step: int) -> dict[str, Tensor]:
 
 def delete_best_except(run: Path, steps: set[int]) -> None:
     """Delete the weights of all other validations: surpassed ones, and those of steps that a kill has undone."""
-    kept = {best_weights_path(run, step) for step in steps}
+    paths = {best_weights_path(run, step) for step in steps}
     for path in (run / "checkpoints").glob("best-*[0-9]"):
-        if path not in kept:
+        if path not in paths:
             shutil.rmtree(path)

@@ -27,8 +27,8 @@ def checkpoint_step(checkpoint: Path) -> int:
 
 def latest_checkpoint(run: Path) -> Path | None:
     """Return the newest complete checkpoint of a run, or None."""
-    found = _list_checkpoints(run / "checkpoints")
-    return found[-1] if found else None
+    checkpoints = _list_checkpoints(run / "checkpoints")
+    return checkpoints[-1] if checkpoints else None
 
 
 def _list_checkpoints(folder: Path) -> list[Path]:
@@ -71,47 +71,47 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], d
 
 def collect_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Collect parameters and buffers by name, on the CPU; of tied ones, which share their memory, only the first."""
-    found: dict[str, Tensor] = {}
-    seen: set[tuple[int, torch.Size]] = set()
+    tensors: dict[str, Tensor] = {}
+    storages: set[tuple[int, torch.Size]] = set()
     for name, tensor in module.state_dict().items():
         key = (tensor.data_ptr(), tensor.shape)
-        if key not in seen or not tensor.numel():
-            seen.add(key)
-            found[name] = tensor.detach().cpu().contiguous()
-    return found
+        if key not in storages or not tensor.numel():
+            storages.add(key)
+            tensors[name] = tensor.detach().cpu().contiguous()
+    return tensors
 
 
 def load_tensors(module: nn.Module, weights: dict[str, Tensor]) -> None:
     """Undo `collect_tensors`; a missing, unknown or misshapen tensor is a RuntimeError with its name."""
-    known = module.state_dict()
-    loaded = {known[name].data_ptr() for name in weights if name in known}
-    tied = {name: tensor for name, tensor in known.items() if name not in weights and tensor.data_ptr() in loaded}
+    state = module.state_dict()
+    loaded = {state[name].data_ptr() for name in weights if name in state}
+    tied = {name: tensor for name, tensor in state.items() if name not in weights and tensor.data_ptr() in loaded}
     module.load_state_dict({**tied, **weights})
 
 
 def find_mismatches(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[tuple[str, str]]:
     """Yield tensors that do not match between a drafter and its files: the first of each kind, and its fault."""
-    wanted, known = collect_tensors(module), module.state_dict()
+    expected, state = collect_tensors(module), module.state_dict()
     kinds = {
-        "has another shape": [name for name in weights if name in known and weights[name].shape != known[name].shape],
+        "has another shape": [name for name in weights if name in state and weights[name].shape != state[name].shape],
         "holds fractions": [
-            name for name in weights if name in known and weights[name].is_floating_point() > known[name].is_floating_point()
+            name for name in weights if name in state and weights[name].is_floating_point() > state[name].is_floating_point()
         ],
-        "is missing": [name for name in wanted if name not in weights],
-        "is unknown": [name for name in weights if name not in known],
+        "is missing": [name for name in expected if name not in weights],
+        "is unknown": [name for name in weights if name not in state],
     }
     for what, names in kinds.items():
         for name in names[:1]:
-            shapes = [list(of[name].shape) for of in (weights, known) if name in of]
+            shapes = [list(of[name].shape) for of in (weights, state) if name in of]
             differ = len(shapes) > 1 and shapes[0] != shapes[1]
-            told = f"{name} {what}" + (f", {shapes[0]} in place of {shapes[1]}" if differ else "")
-            yield name, told + (f", and {len(names) - 1} more" if len(names) > 1 else "")
+            message = f"{name} {what}" + (f", {shapes[0]} in place of {shapes[1]}" if differ else "")
+            yield name, message + (f", and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def gather_tensor(tensor: Any) -> Tensor:
     """Return a tensor on the CPU, gathered if it is sharded. Every process must call this."""
-    whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().cpu().contiguous()
+    full: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().cpu().contiguous()
 
 
 def flatten_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, float]]:

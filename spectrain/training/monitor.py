@@ -69,9 +69,9 @@ class ProcessMonitor:
             return None
         deadline = time.monotonic() + SILENCE_SECONDS + 2 * HEARTBEAT_SECONDS
         while time.monotonic() < deadline:
-            found = self._find_dead()
-            if found is not None:
-                return found
+            message = self._find_dead()
+            if message is not None:
+                return message
             time.sleep(HEARTBEAT_SECONDS / 4)
         return None
 
@@ -134,9 +134,9 @@ class ProcessMonitor:
             if (
                 self.activity == WAITING
                 and time.monotonic() - self.status_time > SILENCE_SECONDS
-                and (found := self._find_dead())
+                and (message := self._find_dead())
             ):
-                print(f"spectrain: training: {found}; go on with trainer.resume=auto", file=sys.stderr, flush=True)
+                print(f"spectrain: training: {message}; go on with trainer.resume=auto", file=sys.stderr, flush=True)
                 os._exit(1)  # a collective that waits for a dead process never returns
 
     def _report_slow(self, signs: dict[int, dict[str, Any]]) -> None:

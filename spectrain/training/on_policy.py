@@ -102,8 +102,8 @@ class GeneratedSource(Source):
         self.max_new_tokens, self.top_k, self.block, self.seed = max_new_tokens, top_k, block, seed
         if branches and by != "replay":
             raise UserError("source.branches=true: they are rejected drafts; use it with source.by=replay")
-        for key, asked in (("windows=divergence", windows == "divergence"), (f"near={near}", near > 0)):
-            if asked and by != "policy":
+        for key, is_set in (("windows=divergence", windows == "divergence"), (f"near={near}", near > 0)):
+            if is_set and by != "policy":
                 raise UserError(f"source.{key}: it is a policy's; use it with source.by=policy")
         self.branches, self.balanced, self.draft_cost = branches, balanced, draft_cost
         self.windows, self.near = windows, near
@@ -131,11 +131,11 @@ class GeneratedSource(Source):
             for index, example in enumerate(examples)
             if draws[index].random() < self.fraction and self._has_room(example, target, drafter)
         ]
-        asked = [examples[index] for index in anew]
+        selected = [examples[index] for index in anew]
         assert drafter is not None or not anew
         if self.by in ("replay", "policy"):
-            rounds = self._decode_drafts(asked, target, drafter, request.step) if drafter is not None and asked else []
-            drawn = {index: (*one, draws[index]) for index, one in zip(anew, rounds)}
+            rounds = self._decode_drafts(selected, target, drafter, request.step) if drafter is not None and selected else []
+            drawn = {index: (*drafts, draws[index]) for index, drafts in zip(anew, rounds)}
             if self.by == "policy":
                 batch = self._make_window_batch(examples, drawn, request.packed, target, drafter)
             elif self.branches:
@@ -143,7 +143,7 @@ class GeneratedSource(Source):
             else:
                 batch = self._make_replay_batch(examples, drawn, request.packed)
         else:
-            texts = self._write_answers(asked, target, drafter, request.step) if drafter is not None and asked else []
+            texts = self._write_answers(selected, target, drafter, request.step) if drafter is not None and selected else []
             written = dict(zip(anew, texts))
             batch = collate([written.get(index, example) for index, example in enumerate(examples)], request.packed)
         batch = batch.to(target.device)
@@ -181,25 +181,25 @@ class GeneratedSource(Source):
 
     def _make_replay_batch(self, examples: list[Example], drawn: dict[int, SeededDecoding], packed: bool) -> Batch:
         """Of every answer a rejected draft, where there is one; of the data nothing is rejected."""
-        found = [Replay(example, [NOT_PAST_ERROR] * len(example.tokens)) for example in examples]
+        replays = [Replay(example, [NOT_PAST_ERROR] * len(example.tokens)) for example in examples]
         for index, (generation, rounds, draw) in drawn.items():
-            found[index] = next(iter(select_replays(generation, rounds, 1, draw)), found[index])
-        return collate_replays(found, packed, self.balanced)
+            replays[index] = next(iter(select_replays(generation, rounds, 1, draw)), replays[index])
+        return collate_replays(replays, packed, self.balanced)
 
     def _make_branched_batch(
         self, examples: list[Example], drawn: dict[int, SeededDecoding], packed: bool, target: Target
     ) -> Batch:
         """Every answer with all its rejected drafts; of the data nothing is rejected."""
-        found = [make_unbranched(example) for example in examples]
+        branched = [make_unbranched(example) for example in examples]
         for index, (generation, rounds, _) in drawn.items():
-            found[index] = join_branches(generation, rounds, target.max_length)
-        return collate_branched(found, packed, self.balanced)
+            branched[index] = join_branches(generation, rounds, target.max_length)
+        return collate_branched(branched, packed, self.balanced)
 
     def _make_window_batch(
         self, examples: list[Example], drawn: dict[int, SeededDecoding], packed: bool, target: Target, drafter: Drafter | None
     ) -> Batch:
         """Of every answer a draft and what it brought; the data's tokens were not drawn."""
-        found = [DraftWindow(example, [0.0] * len(example.tokens)) for example in examples]
+        windows = [DraftWindow(example, [0.0] * len(example.tokens)) for example in examples]
         writer = language_model(drafter)
         for index, (generation, rounds, draw) in drawn.items():
             if not (some := make_windows(generation, rounds, self.draft_cost)):
@@ -209,12 +209,14 @@ class GeneratedSource(Source):
             with evaluation_mode(drafter):
                 if self.windows == "divergence":
                     weights = weigh_windows(some, generation.prompt + generation.output, target, writer)
-                (found[index],) = draw.choices(some, weights)
+                (windows[index],) = draw.choices(some, weights)
                 if self.near:
                     self.begin(drafter)
                     assert self.initial_policy is not None
-                    found[index] = penalize_divergence(found[index], writer, self.initial_policy, self.near, self.temperature)
-        return collate_windows(found, packed)
+                    windows[index] = penalize_divergence(
+                        windows[index], writer, self.initial_policy, self.near, self.temperature
+                    )
+        return collate_windows(windows, packed)
 
     def _write_answers(self, examples: list[Example], target: Target, drafter: Drafter, step: int) -> list[Example]:
         """New answers to the same prompts, each drawn by its example's key, so that no batching changes it."""
@@ -229,11 +231,11 @@ class GeneratedSource(Source):
             if self.by == "interleaved":
                 rule = InterleavedSampling(self.temperature, top_k=self.top_k, seed=seed)
                 chain = Chain(self.block, "sampled", self.temperature, seed)
-                found = decode(target, prompts, rule, limit, drafter, chain, rows)
+                generations = decode(target, prompts, rule, limit, drafter, chain, rows)
             else:
-                found = decode(writer, prompts, Match(self.temperature, seed=seed), limit, sequence_ids=rows)
-        return [Example(prompt + one.output, [False] * len(prompt) + [True] * len(one.output))
-                for prompt, one in zip(prompts, found)]  # fmt: skip
+                generations = decode(writer, prompts, Match(self.temperature, seed=seed), limit, sequence_ids=rows)
+        return [Example(prompt + generation.output, [False] * len(prompt) + [True] * len(generation.output))
+                for prompt, generation in zip(prompts, generations)]  # fmt: skip
 
 
 @contextmanager

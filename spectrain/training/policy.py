@@ -30,7 +30,7 @@ def weigh_windows(windows: list[DraftWindow], text: list[int], target: Target, w
     log_p, log_q = log_probs(target, text), log_probs(writer, text)
     width = min(log_p.shape[-1], log_q.shape[-1])
     values = compute_criticality(log_p[:, :width].log_softmax(-1), log_q[:, :width].log_softmax(-1))
-    return [max(MIN_WEIGHT, float(values[one.start - 1 : len(one.example.tokens) - 1].mean())) for one in windows]
+    return [max(MIN_WEIGHT, float(values[window.start - 1 : len(window.example.tokens) - 1].mean())) for window in windows]
 
 
 def penalize_divergence(
@@ -40,11 +40,11 @@ def penalize_divergence(
     drawn there, the gradient of A log q then is that of the reward less that of weight KL(q || r)."""
     tokens = window.example.tokens
     drawn = torch.tensor(tokens[window.start :])
-    mine, theirs = (
+    log_probs, reference_log_probs = (
         log_probs(model, tokens[:-1], temperature)[window.start - 1 :].cpu().gather(1, drawn[:, None])[:, 0]
         for model in (writer, reference)
     )
-    costs = [0.0] * window.start + (weight * (mine - theirs)).tolist()
+    costs = [0.0] * window.start + (weight * (log_probs - reference_log_probs)).tolist()
     return replace(window, advantage=[gain - cost for gain, cost in zip(window.advantage, costs)])
 
 

@@ -84,6 +84,6 @@ def _format_line(metrics: dict[str, Any]) -> str:
     line = f"on training text: loss {loss}, agreement {agreement}; {metrics['tokens_per_second']:.0f} tokens/s"
     held_out = metrics.get("held_out")
     if held_out and held_out["acceptance"]:  # what copies is asked for no distribution
-        kept = " ".join(f"{value:.2f}" for value in held_out["acceptance"])
-        line += f"; held out: acceptance {kept}, so {held_out['forecast']:.2f} tokens a forward"
+        rates = " ".join(f"{value:.2f}" for value in held_out["acceptance"])
+        line += f"; held out: acceptance {rates}, so {held_out['forecast']:.2f} tokens a forward"
     return line + (f"  {metrics['left_out']} rows left out" if metrics.get("left_out") else "")

@@ -226,21 +226,21 @@ class TrainingRun:
         """Return the parameters of drafter and target by their names in a checkpoint."""
         named = {f"drafter.{name}": parameter for name, parameter in self.drafter.named_parameters()}
         own = {id(parameter) for parameter in named.values()}
-        theirs = {f"target.{name}": p for name, p in self.target.named_parameters() if id(p) not in own}
-        return named | theirs
+        target_parameters = {f"target.{name}": p for name, p in self.target.named_parameters() if id(p) not in own}
+        return named | target_parameters
 
     def validate(self, held_out: list[Example]) -> dict[str, Any]:
         """Validate the drafter, with averaged weights where there are any, on held-out data; return the measures."""
         self.monitor.report_status(self.step, "drafting for what was held out")
         with nullcontext() if self.averages is None else self.averages.swap_weights(self.named_parameters()):
-            seen = measure_acceptance(self.drafter, self.target, held_out)
-            is_best = self.validation_history.add_forecast(self.parallel.all_gather(seen["forecast"])[0], self.step)
+            metrics = measure_acceptance(self.drafter, self.target, held_out)
+            is_best = self.validation_history.add_forecast(self.parallel.all_gather(metrics["forecast"])[0], self.step)
             if is_best and self.trainer.keep_best:
                 weights = gather_trained_weights(self.drafter, self.target, self.parallel)
                 if self.parallel.is_main:
                     save_best(self.run, self.step, weights)
                     delete_best_except(self.run, {self.step, self.saved_best_step})
-        return seen
+        return metrics
 
     def collect_metrics(self) -> dict[str, Any]:
         """Return the means over all processes since the last call, and the data position. Every process must call this."""
@@ -302,8 +302,8 @@ class TrainingRun:
                 "looks": asdict(self.validation_history),
                 "batches_a_step": self.accumulate * shared.num_data_ranks,
             }  # fmt: skip
-            place = checkpoint_path(self.run, self.step)
-            save_checkpoint(place, weights, tensors, progress, self.trainer.keep_checkpoints)
+            path = checkpoint_path(self.run, self.step)
+            save_checkpoint(path, weights, tensors, progress, self.trainer.keep_checkpoints)
             delete_best_except(self.run, {self.validation_history.best_step})
         self.saved_step, self.saved_best_step = self.step, self.validation_history.best_step
         shared.wait_for_all()
@@ -320,8 +320,8 @@ class TrainingRun:
 
     def abort(self) -> NoReturn:
         """Raise a RunError after too many skipped steps in a row."""
-        kept = latest_checkpoint(self.run)
-        where = f"the last good checkpoint is {kept}" if kept is not None else "no checkpoint was saved yet"
+        checkpoint = latest_checkpoint(self.run)
+        where = f"the last good checkpoint is {checkpoint}" if checkpoint is not None else "no checkpoint was saved yet"
         raise RunError(
             f"training: the gradient was not finite in {self.skipped_in_a_row} steps in a row, up to step {self.step}; {where}"
             "; lower trainer.lr or trainer.clip"

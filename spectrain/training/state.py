@@ -52,23 +52,23 @@ class Tally:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name, value in other.terms.items():
             self.terms[name] = self.terms.get(name, 0.0) + value
-        self.hits = [mine + more for mine, more in zip_longest(self.hits, other.hits, fillvalue=0.0)]
-        self.counts = [mine + more for mine, more in zip_longest(self.counts, other.counts, fillvalue=0.0)]
+        self.hits = [own + more for own, more in zip_longest(self.hits, other.hits, fillvalue=0.0)]
+        self.counts = [own + more for own, more in zip_longest(self.counts, other.counts, fillvalue=0.0)]
 
     @classmethod
     def from_saved(cls, saved: list[dict[str, Any]], rank: int, count: int) -> "Tally":
         """Restore the tally of this process. With another number of processes, rank 0 takes all sums."""
-        tallies = [cls(**one) for one in saved]
+        tallies = [cls(**sums) for sums in saved]
         if len(tallies) == count:
             return tallies[rank]
-        whole = cls()
+        total = cls()
         for tally in tallies:
-            whole.add_tally(tally)
+            total.add_tally(tally)
         if rank:  # the same names and depths, of which nothing is this one's
-            zeros = [0.0] * len(whole.hits)
-            whole = cls(terms=dict.fromkeys(whole.terms, 0.0), hits=zeros, counts=zeros)
-        whole.steps, whole.supervised, whole.seconds = tallies[0].steps, tallies[0].supervised, tallies[0].seconds
-        return whole
+            zeros = [0.0] * len(total.hits)
+            total = cls(terms=dict.fromkeys(total.terms, 0.0), hits=zeros, counts=zeros)
+        total.steps, total.supervised, total.seconds = tallies[0].steps, tallies[0].supervised, tallies[0].seconds
+        return total
 
 
 def get_random_state() -> dict[str, Tensor]:

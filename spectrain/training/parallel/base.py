@@ -71,16 +71,16 @@ class ParallelStrategy(ABC):
         """Sum each of these numbers over the processes that see different data."""
         if self.num_processes == 1:
             return list(values)
-        found = self.accelerator.reduce(torch.tensor(values, dtype=torch.float64, device=self.device), "sum")
-        return [value / self.num_copies for value in found.tolist()]
+        totals = self.accelerator.reduce(torch.tensor(values, dtype=torch.float64, device=self.device), "sum")
+        return [value / self.num_copies for value in totals.tolist()]
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all processes, by rank."""
         if self.num_processes == 1:
             return [value]
-        found: list[Any] = [None] * self.num_processes
-        dist.all_gather_object(found, value)
-        return found
+        gathered: list[Any] = [None] * self.num_processes
+        dist.all_gather_object(gathered, value)
+        return gathered
 
     def wait_for_all(self) -> None:
         self.accelerator.wait_for_everyone()

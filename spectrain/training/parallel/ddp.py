@@ -32,8 +32,8 @@ class ReplicatedStrategy(ParallelStrategy):
     def _wrap_model(self) -> None:
         """Wrap the model anew for each stage: DDP registers the parameters that are trained."""
         if self.num_processes > 1 and any(parameter.requires_grad for parameter in self.drafter.parameters()):
-            places = [self.device] if self.device.type == "cuda" else None
-            self.model = nn.parallel.DistributedDataParallel(self.drafter, device_ids=places)
+            device_ids = [self.device] if self.device.type == "cuda" else None
+            self.model = nn.parallel.DistributedDataParallel(self.drafter, device_ids=device_ids)
 
     def loss(self, batch: Batch, state: TrainingState, is_last: bool) -> Losses:
         wrapped = isinstance(self.model, nn.parallel.DistributedDataParallel)
@@ -70,14 +70,14 @@ class ReplicatedStrategy(ParallelStrategy):
         A parameter that no sequence of this process went through, its layer dropped, has a gradient of zero.
         """
         own = {id(parameter) for parameter in self.drafter.parameters()}
-        theirs = [parameter for parameter in self.trained_parameters if id(parameter) not in own]
-        for parameter in theirs:
+        target_parameters = [parameter for parameter in self.trained_parameters if id(parameter) not in own]
+        for parameter in target_parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        if self.num_processes == 1 or not theirs:
+        if self.num_processes == 1 or not target_parameters:
             return
-        for start in range(0, len(theirs), 64):  # a few large exchanges instead of hundreds of small ones
-            part = theirs[start : start + 64]
+        for start in range(0, len(target_parameters), 64):  # a few large exchanges instead of hundreds of small ones
+            part = target_parameters[start : start + 64]
             flat = self.accelerator.reduce(torch.cat([p.grad.flatten() for p in part]), reduction="mean")
             for parameter, mean in zip(part, flat.split([parameter.numel() for parameter in part])):
                 parameter.grad = mean.view_as(parameter)

@@ -60,8 +60,8 @@ class ZeroStrategy(ParallelStrategy):
         )
         self.optimizer.check_grad_overflow = True  # type: ignore[attr-defined]  # it then leaves out a step that is not finite
         held = sum(p.ds_tensor.numel() for p in self.parameters) if self.stage == 3 else 0  # type: ignore[attr-defined]
-        whole = sum(p.ds_numel for p in self.parameters) if self.stage == 3 else 0  # type: ignore[attr-defined]
-        if self.engine.zero_optimization_stage() != self.stage or (self.num_processes > 1 and held and held >= whole):
+        total = sum(p.ds_numel for p in self.parameters) if self.stage == 3 else 0  # type: ignore[attr-defined]
+        if self.engine.zero_optimization_stage() != self.stage or (self.num_processes > 1 and held and held >= total):
             raise RunError(f"trainer.sharding={self.name}: DeepSpeed did not shard; check its version")
 
     def loss(self, batch: Batch, state: TrainingState, is_last: bool) -> Losses:
@@ -132,14 +132,14 @@ class ZeroStrategy(ParallelStrategy):
         module: _DrafterWithTarget = self.engine.module
         parameters = list(module.parameters())
         with zero.GatheredParameters(parameters, enabled=self.stage == 3):
-            whole = [
+            full_tensors = [
                 parameter.detach().clone() if on_every_process or self.is_main else torch.empty(0) for parameter in parameters
             ]
         self.engine.destroy()
         self.engine.optimizer = (
             None  # else it would be destroyed once more when it is collected, with the next one's links to state
         )
-        for parameter, value in zip(parameters, whole):
+        for parameter, value in zip(parameters, full_tensors):
             parameter.data = value
 
 

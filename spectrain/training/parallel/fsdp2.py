@@ -37,10 +37,10 @@ class FullyShardedStrategy(ReplicatedStrategy):
                 "trainer.sharding=fsdp2: this family has no weights beside the target's, so nothing would be sharded; use "
                 "zero2, zero3 or ddp"
             )
-        whole = sum(parameter.numel() for parameter in parameters)
+        total = sum(parameter.numel() for parameter in parameters)
         held = sum(parameter.to_local().numel() for parameter in parameters if isinstance(parameter, DTensor))
-        if self.num_processes > 1 and not 0 < held < whole:
-            raise RunError(f"trainer.sharding=fsdp2: this process holds {held} of {whole} parameters, so nothing was sharded")
+        if self.num_processes > 1 and not 0 < held < total:
+            raise RunError(f"trainer.sharding=fsdp2: this process holds {held} of {total} parameters, so nothing was sharded")
 
     def _wrap_model(self) -> None:
         """The hooks that `set_drafter` put in do the work."""
@@ -60,9 +60,9 @@ class FullyShardedStrategy(ReplicatedStrategy):
     def gather_weights(self, module: nn.Module) -> dict[str, Tensor]:
         named = module.state_dict(keep_vars=True)
         first = {id(tensor): name for name, tensor in reversed(named.items())}  # of tied ones
-        kept = {*first.values()}
-        whole: dict[str, Any] = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        return {name: tensor for name, tensor in whole.items() if name in kept}
+        names = {*first.values()}
+        state: dict[str, Any] = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        return {name: tensor for name, tensor in state.items() if name in names}
 
     def load_optimizer(self, tensors: dict[str, Tensor], numbers: dict[str, float]) -> None:
         parameters, shared = self.trained_parameters, {}
@@ -79,8 +79,8 @@ class FullyShardedStrategy(ReplicatedStrategy):
         for module in self.drafter.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 if id(parameter) not in done:
-                    whole = gather_tensor(parameter)  # on every process, for all of them send
-                    done[id(parameter)] = nn.Parameter(whole if self.is_main else torch.empty(0))
+                    full = gather_tensor(parameter)  # on every process, for all of them send
+                    done[id(parameter)] = nn.Parameter(full if self.is_main else torch.empty(0))
                 setattr(module, name, done[id(parameter)])
 
 

@@ -39,9 +39,9 @@ SUPPORTED_VALUES: dict[str, tuple[tuple[str, ...], str]] = {
 
 def resolve_sharding(sharding: Sharding) -> Sharding:
     """Return the sharding that launcher and `trainer.sharding` request; raise a UserError for a conflict."""
-    for variable, (known, instead) in SUPPORTED_VALUES.items():
-        if (said := os.environ.get(variable)) is not None and said.lower() not in [value.lower() for value in known]:
-            raise UserError(f"launch: {variable}={said} would not be followed; use {instead}")
+    for variable, (allowed, instead) in SUPPORTED_VALUES.items():
+        if (setting := os.environ.get(variable)) is not None and setting.lower() not in [value.lower() for value in allowed]:
+            raise UserError(f"launch: {variable}={setting} would not be followed; use {instead}")
     launched: Sharding | None = None
     if _is_set("ACCELERATE_USE_FSDP"):
         if os.environ.get("FSDP_VERSION", "1") != "2":
@@ -98,11 +98,11 @@ def _is_set(name: str) -> bool:
 @contextmanager
 def _hide_variables(*names: str) -> Iterator[None]:
     """Hide these environment variables for a while."""
-    kept = {name: os.environ.pop(name) for name in names if name in os.environ}
+    saved = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
         yield
     finally:
-        os.environ.update(kept)
+        os.environ.update(saved)
 
 
 def _init_single_process(device: torch.device) -> None:
