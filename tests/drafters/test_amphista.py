@@ -13,6 +13,7 @@ from spectrain.experimental.amphista.drafter import Amphista
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
 from tests.decoding.rounds import begun, proposed
+from tests.factories import random_batch
 
 from .forced import Probe, shaken, walk
 
@@ -23,22 +24,13 @@ def make(target: Target, **options: Any) -> Amphista:
     return shaken(Amphista(target, **{"num_heads": HEADS, "vocab_size": 512, **options}), target)  # type: ignore[no-any-return]
 
 
-def batch_of(target: Target, rows: int = 2, length: int = 32) -> Batch:
-    torch.manual_seed(7)
-    tokens = torch.randint(3, 2000, (rows, length))
-    mask = torch.ones_like(tokens, dtype=torch.bool)
-    mask[:, :4] = False
-    mask[0, 11:14] = False
-    return Batch(tokens, mask, target.features(tokens, ("final",)))
-
-
 @pytest.mark.parametrize("rank", [None, 9])
 def test_without_its_layers_it_is_medusas_heads(shallow: Target, rank: int | None) -> None:
     """Loss, hits, gradients and what is said are those of Medusa with the same weights."""
     drafter = make(shallow, attention_layers=0, adaptation_layers=0, head_rank=rank)
     medusa = Medusa(shallow, num_heads=HEADS, vocab_size=512, loss="forward_kl", head_rank=rank)
     medusa.load_state_dict(drafter.state_dict(), strict=True)
-    batch, found = batch_of(shallow), []
+    batch, found = random_batch(shallow, ("final",), has_prompt=True), []
     for one in (drafter, medusa):
         losses = one.loss(batch, shallow, TrainingState())
         losses.total.backward()
@@ -69,7 +61,7 @@ def in_training(drafter: Amphista, target: Target, batch: Batch, monkeypatch: py
 def test_training_equals_decoding(shallow: Target, attention: int, adaptation: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over rounds that commit unequally many tokens, some of them undrafted, heads say in both what they say in either."""
     drafter = make(shallow, attention_layers=attention, adaptation_layers=adaptation)
-    batch = batch_of(shallow)
+    batch = random_batch(shallow, ("final",), has_prompt=True)
     trained = in_training(drafter, shallow, batch, monkeypatch)
     compared = 0
     for row, index, said in walk(drafter, shallow, batch.tokens, HEADS):

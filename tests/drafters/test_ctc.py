@@ -13,6 +13,7 @@ from spectrain.experimental.ctc.drafter import Ctc, Prefixes
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
 from tests.decoding.rounds import begun, proposed
+from tests.factories import random_batch
 
 from .forced import Probe, shaken, walk
 
@@ -65,15 +66,6 @@ def make(target: Target, **options: Any) -> Ctc:
     return shaken(Ctc(target, **{"num_drafts": 3, "num_slots": 5, "vocab_size": 512, **options}), target)  # type: ignore[no-any-return]
 
 
-def batch_of(target: Target, length: int = 32) -> Batch:
-    torch.manual_seed(7)
-    tokens = torch.randint(3, 2000, (2, length))
-    mask = torch.ones_like(tokens, dtype=torch.bool)
-    mask[:, :4] = False
-    mask[0, 11:14] = False
-    return Batch(tokens, mask, target.features(tokens, ("final",)))
-
-
 def test_loss_is_the_chance_of_all_that_collapses_to_the_data(shallow: Target) -> None:
     """Over a vocabulary of three: minus the logarithm of what enumeration finds, summed over every index before an assistant's
     token; what cannot be drafted ends the text that is learnt."""
@@ -96,7 +88,7 @@ def test_loss_is_the_chance_of_all_that_collapses_to_the_data(shallow: Target) -
 def test_one_slot_for_one_draft_is_a_next_token_head(shallow: Target) -> None:
     """The loss is the cross-entropy over the vocabulary and the blank, and what is said the softmax over the vocabulary."""
     drafter = make(shallow, num_drafts=1, num_slots=1, vocab_size=2048, attention_layers=0, adaptation_layers=0)
-    batch = batch_of(shallow)
+    batch = random_batch(shallow, ("final",), has_prompt=True)
     assert batch.features is not None
     final = batch.features.at_layer("final")
     slots = drafter.slot_log_probs(final.flatten(0, 1))[:, 0].unflatten(0, final.shape[:2])
@@ -115,7 +107,7 @@ def test_one_slot_for_one_draft_is_a_next_token_head(shallow: Target) -> None:
 def test_training_equals_decoding(shallow: Target, attention: int, adaptation: int) -> None:
     """Over rounds that commit unequally many tokens, some of them undrafted, slots say in both what they say in either."""
     drafter = make(shallow, attention_layers=attention, adaptation_layers=adaptation, vocab_size=2048)
-    batch = batch_of(shallow)
+    batch = random_batch(shallow, ("final",), has_prompt=True)
     assert batch.features is not None
     following = drafter.embed(batch.tokens.roll(-1, dims=1))
     with torch.no_grad():
@@ -128,7 +120,7 @@ def test_training_equals_decoding(shallow: Target, attention: int, adaptation: i
 
 
 def test_loss_does_not_depend_on_how_many_rows_are_held_at_a_time(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter, batch, found = make(shallow), batch_of(shallow), []
+    drafter, batch, found = make(shallow), random_batch(shallow, ("final",), has_prompt=True), []
     for entries in (2**26, 5 * 513 * 7):
         monkeypatch.setattr("spectrain.experimental.ctc.drafter.MAX_LOGITS", entries)
         drafter.zero_grad()

@@ -16,6 +16,7 @@ from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
+from tests.factories import random_batch
 
 from .forced import shaken, walk
 
@@ -24,12 +25,6 @@ STEPS = 3
 
 def make(target: Target, **options: Any) -> Eagle1:
     return shaken(Eagle1(target, **{"num_steps": STEPS, "noise": 0.0, **options}), target, 0.1)  # type: ignore[no-any-return]
-
-
-def batch_of(target: Target, drafter: Eagle1) -> Batch:
-    torch.manual_seed(7)
-    tokens = torch.randint(3, 2000, (2, 32))
-    return Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), target.features(tokens, drafter.layers))
 
 
 def unrolled(drafter: Eagle1, batch: Batch) -> list[Tensor]:
@@ -47,7 +42,7 @@ def unrolled(drafter: Eagle1, batch: Batch) -> list[Tensor]:
 def test_the_layer_is_llamas_without_its_first_norm(shallow: Target) -> None:
     """The first step's features are those of transformers' own layer over fc [E(x); f]."""
     drafter = make(shallow, bias=True)
-    batch = batch_of(shallow, drafter)
+    batch = random_batch(shallow, drafter.layers)
     assert batch.features is not None and drafter.fc.bias is not None
     config = llama_config(shallow)
     config._attn_implementation = "sdpa"
@@ -66,7 +61,7 @@ def test_the_layer_is_llamas_without_its_first_norm(shallow: Target) -> None:
 def test_training_equals_decoding_along_the_true_path(shallow: Target) -> None:
     """Harmonized context alignment: every step of training says what drafting says behind the same true tokens."""
     drafter = make(shallow)
-    batch = batch_of(shallow, drafter)
+    batch = random_batch(shallow, drafter.layers)
     with torch.no_grad():
         trained = [drafter.log_q(hidden) for hidden in unrolled(drafter, batch)]
     for row, index, said in walk(drafter, shallow, batch.tokens, STEPS):
@@ -78,7 +73,7 @@ def test_training_equals_decoding_along_the_true_path(shallow: Target) -> None:
 def test_the_loss_and_its_gradient_are_the_papers(shallow: Target, top_k_weight: float) -> None:
     """SmoothL1, 0.1 of the divergence and the top-K term of every step, none with a gradient into the step before it."""
     drafter = make(shallow, top_k_weight=top_k_weight, step_decay=0.5)
-    batch = batch_of(shallow, drafter)
+    batch = random_batch(shallow, drafter.layers)
     assert batch.features is not None
     final, supervision, expected = batch.features.at_layer("final"), Supervision(drafter, batch), torch.zeros(())
     for step, hidden in enumerate(unrolled(drafter, batch)):
@@ -98,7 +93,7 @@ def test_the_loss_and_its_gradient_are_the_papers(shallow: Target, top_k_weight:
 def test_through_time_there_is_more_gradient(shallow: Target) -> None:
     """Without `detach` the loss is the same and its gradient is not."""
     drafter = make(shallow)
-    batch = batch_of(shallow, drafter)
+    batch = random_batch(shallow, drafter.layers)
     losses, gradients = [], []
     for detach in (True, False):
         drafter.detach = detach
@@ -112,7 +107,7 @@ def test_through_time_there_is_more_gradient(shallow: Target) -> None:
 def test_noise_is_the_conversations_own(shallow: Target) -> None:
     """It is at most noise / 2 times 512 / length, drawn anew every step, the same in a batch, alone and beside padding."""
     drafter = make(shallow, noise=0.2)
-    batch = batch_of(shallow, drafter)
+    batch = random_batch(shallow, drafter.layers)
     zeros = torch.zeros(2, 32, shallow.width)
     drawn = drafter._with_noise(batch, zeros, 3)
     assert 0.95 < float(drawn.abs().max()) / (0.1 * 512 / 32) <= 1

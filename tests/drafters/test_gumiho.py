@@ -17,6 +17,7 @@ from spectrain.features.batch import Batch
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2
 from tests.decoding.rounds import begun, proposed
+from tests.factories import random_batch
 
 from .forced import Probe, shaken, walk
 
@@ -26,19 +27,13 @@ def make(target: Target, **options: Any) -> Gumiho:
     return shaken(drafter, target)  # type: ignore[no-any-return]
 
 
-def batch_of(target: Target, drafter: Any, length: int = 32) -> Batch:
-    torch.manual_seed(7)
-    tokens = torch.randint(3, 2000, (2, length))
-    return Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), target.features(tokens, drafter.layers))
-
-
 @pytest.mark.parametrize("num_serial", [1, 3])
 def test_without_parallel_heads_it_is_its_serial_part(shallow: Target, num_serial: int) -> None:
     """Loss, gradients and drafts are those of EAGLE-3 with as many unrolled steps and the same weights."""
     drafter = make(shallow, num_serial=num_serial, num_parallel=0)
     eagle3 = Eagle3(shallow, ttt_steps=num_serial, vocab_size=512)
     eagle3.load_state_dict(drafter.state_dict(), strict=True)
-    batch, found = batch_of(shallow, drafter), []
+    batch, found = random_batch(shallow, drafter.layers), []
     for one in (drafter, eagle3):
         losses = one.loss(batch, shallow, TrainingState())
         losses.total.backward()
@@ -67,7 +62,7 @@ def test_training_equals_decoding_along_the_true_path(
 ) -> None:
     """Serial steps and parallel heads say in both what they say in either."""
     drafter = make(shallow, **options)
-    batch = batch_of(shallow, drafter)
+    batch = random_batch(shallow, drafter.layers)
     trained = in_training(drafter, shallow, batch, monkeypatch)
     assert len(trained) == drafter.num_steps
     for row, index, said in walk(drafter, shallow, batch.tokens, drafter.num_steps):

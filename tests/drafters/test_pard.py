@@ -13,8 +13,6 @@ from hydra import compose, initialize_config_module
 from torch import Tensor, nn
 
 from spectrain.config.spec import RunSpec
-from spectrain.data.chat import Example
-from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy, Match
 from spectrain.decoding.acceptance.rejection import RecursiveRejection, SpeculativeSampling
 from spectrain.decoding.calibration import calibrate_builders
@@ -38,6 +36,7 @@ from spectrain.trees.base import Draft, Prefix
 from spectrain.trees.token_tree import TokenTree
 from tests.decoding.rounds import Keeping
 from tests.decoding.test_guard import Switch
+from tests.factories import dataset_with_spans
 from tests.targets import cut_tiny
 
 DRAFTS, LIMIT = 4, 14
@@ -62,16 +61,8 @@ def make(target: Target, vocab_size: int = 2048, **options: Any) -> Pard:
     return drafter.eval()
 
 
-def dataset(count: int = 5) -> Dataset:
-    """Sequences of unequal length, with assistant tokens in two spans."""
-    torch.manual_seed(5)
-    rows = torch.randint(3, 2000, (count, 26)).tolist()
-    masks = [[i in (4, 5, 6) or i >= 11 for i in range(26 - 3 * n)] for n in range(count)]
-    return Dataset([Example(row[: len(mask)], mask) for row, mask in zip(rows, masks)], count, 0, 0)
-
-
 def batch_of(target: Target, drafter: Pard, rows: list[int]) -> Batch:
-    return LiveSource().make_batch(BatchRequest(dataset()[rows], target, drafter.stages[0].layers))
+    return LiveSource().make_batch(BatchRequest(dataset_with_spans(5)[rows], target, drafter.stages[0].layers))
 
 
 def logits_of(drafter: Pard, text: list[int], count: int) -> Tensor:

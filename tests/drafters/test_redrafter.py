@@ -8,10 +8,10 @@ from torch import Tensor
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.experimental.redrafter.drafter import Redrafter
-from spectrain.features.batch import Batch
 from spectrain.models.target import Target
 from spectrain.trees import Chain
 from tests.decoding.rounds import begun, proposed
+from tests.factories import random_batch
 
 from .forced import Probe, shaken, walk
 
@@ -21,12 +21,6 @@ STEPS = 3
 def make(target: Target) -> Redrafter:
     drafter = Redrafter(target, num_steps=STEPS, num_blocks=1, vocab_size=512)
     return shaken(drafter, target)  # type: ignore[no-any-return]
-
-
-def batch_of(target: Target, drafter: Redrafter) -> Batch:
-    torch.manual_seed(7)
-    tokens = torch.randint(3, 2000, (2, 32))
-    return Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), target.features(tokens, drafter.layers))
 
 
 def by_hand(drafter: Redrafter, tokens: Tensor, final: Tensor) -> Tensor:
@@ -44,7 +38,7 @@ def by_hand(drafter: Redrafter, tokens: Tensor, final: Tensor) -> Tensor:
 def test_decoding_is_the_papers_recurrence_along_the_true_path(shallow: Target) -> None:
     """Over rounds of one to four tokens, some without a draft, every step says what section 3.1 writes."""
     drafter = make(shallow)
-    batch = batch_of(shallow, drafter)
+    batch = random_batch(shallow, drafter.layers)
     assert batch.features is not None
     final = batch.features.at_layer("final")
     for row, index, said in walk(drafter, shallow, batch.tokens, STEPS):
@@ -56,7 +50,7 @@ def test_decoding_is_the_papers_recurrence_along_the_true_path(shallow: Target) 
 def test_the_loss_is_of_what_is_decoded(shallow: Target) -> None:
     """sum_k decay^k KL(p || q_k) over the draft vocabulary, q_k by hand at every supervised index."""
     drafter = make(shallow)
-    batch = batch_of(shallow, drafter)
+    batch = random_batch(shallow, drafter.layers)
     assert batch.features is not None
     final, ids, total = batch.features.at_layer("final"), drafter.draft_ids, 0.0
     supervision = Supervision(drafter, batch)

@@ -1,0 +1,30 @@
+"""Factories of what many tests need: batches of random tokens with the target's features, and data sets of random texts."""
+
+import torch
+
+from spectrain.data.chat import Example
+from spectrain.data.dataset import Dataset
+from spectrain.features.batch import Batch
+from spectrain.models.features import Layer
+from spectrain.models.target import Target
+
+
+def random_batch(
+    target: Target, layers: tuple[Layer, ...], shape: tuple[int, int] = (2, 32), has_prompt: bool = False
+) -> Batch:
+    """Return random tokens, all supervised or, with a prompt, all but the first four and three of the first row."""
+    torch.manual_seed(7)
+    tokens = torch.randint(3, 2000, shape)
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    if has_prompt:
+        mask[:, :4] = False
+        mask[0, 11:14] = False
+    return Batch(tokens, mask, target.features(tokens, layers))
+
+
+def dataset_with_spans(count: int) -> Dataset:
+    """Return random texts of unequal length, with the assistant's tokens in two spans."""
+    torch.manual_seed(5)
+    rows = torch.randint(3, 2000, (count, 26)).tolist()
+    masks = [[i in (4, 5, 6) or i >= 11 for i in range(26 - 3 * n)] for n in range(count)]
+    return Dataset([Example(row[: len(mask)], mask) for row, mask in zip(rows, masks)], count, 0, 0)
