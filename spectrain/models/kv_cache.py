@@ -98,8 +98,8 @@ class TreeCache(Cache):
         self.prompt_lengths: Tensor | None = None  # [B] lengths of the prompts that the next forward runs
         self.position_offsets: Tensor | None = None  # [B] position ids minus indices in the text, after images
         self.storage: Tensor | None = None  # allocated at the first keys, whose shape and dtype it takes
-        self.kv_transform: KVTransform | None = None  # within `transform_reads`
-        self.query_observer: QueryObserver | None = None  # within `observe_queries`
+        self.kv_transform: KVTransform | None = None  # changes what layers attend to
+        self.query_observer: QueryObserver | None = None  # receives the queries of every uncompiled layer
         self.last_updated = -1  # layer index of the last call of `update`
         self.returns_all_keys = False  # whether layers compute attention themselves, over all keys
         super().__init__(layers=[_CacheLayer(self) for _ in range(num_layers)])
@@ -216,24 +216,6 @@ class TreeCache(Cache):
     def attention_layers(self) -> list[int]:
         """Return the indices of the layers that attend."""
         return list(range(len(self.layers))) if self.shapes is None else list(self.shapes)
-
-    @contextmanager
-    def transform_reads(self, transform: KVTransform | None) -> Iterator[None]:
-        """While the context is open, layers attend to what `transform` returns for the stored keys and values."""
-        before, self.kv_transform = self.kv_transform, transform
-        try:
-            yield
-        finally:
-            self.kv_transform = before
-
-    @contextmanager
-    def observe_queries(self, observer: QueryObserver | None) -> Iterator[None]:
-        """While the context is open, call `observer` with the queries of every uncompiled layer."""
-        before, self.query_observer = self.query_observer, observer
-        try:
-            yield
-        finally:
-            self.query_observer = before
 
     def _allocate_storage(self, keys: Tensor) -> Tensor:
         """Return empty slots for all attention layers."""

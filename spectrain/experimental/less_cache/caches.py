@@ -6,13 +6,15 @@ Shapes: B batch, T tokens, N nodes, H key-value heads, D head size, S selected s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from spectrain.kernels.tree_attention import Visibility
-from spectrain.models.kv_cache import TreeCache
+from spectrain.models.kv_cache import KVTransform, QueryObserver, TreeCache
 from spectrain.models.traffic import slot_bytes
 
 from .key_selectors import KeySelector, SelectionInput, most_recent
@@ -20,6 +22,19 @@ from .quantized_kv import Bits, QuantizedGroups, quantize_groups
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
+
+
+@contextmanager
+def hook_cache(
+    cache: TreeCache, kv_transform: KVTransform | None = None, query_observer: QueryObserver | None = None
+) -> Iterator[None]:
+    """Set the hooks of a cache while the context is open: what layers attend to, and what receives their queries."""
+    before = cache.kv_transform, cache.query_observer
+    cache.kv_transform, cache.query_observer = kv_transform, query_observer
+    try:
+        yield
+    finally:
+        cache.kv_transform, cache.query_observer = before
 
 
 class RecentQueries:

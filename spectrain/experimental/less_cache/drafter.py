@@ -18,7 +18,7 @@ from spectrain.drafters.capabilities import Capabilities, DraftingCost
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.copies import GrowingTexts
 from spectrain.errors import UserError
-from spectrain.experimental.less_cache.caches import QuantizedKV, RecentQueries, SelectedCache
+from spectrain.experimental.less_cache.caches import QuantizedKV, RecentQueries, SelectedCache, hook_cache
 from spectrain.experimental.less_cache.key_selectors import KeySelector, QuestSelector, SnapKVSelector, StreamingLLMSelector
 from spectrain.experimental.less_cache.quantized_kv import Bits, QuantizedWeights
 from spectrain.models.features import Features
@@ -153,7 +153,7 @@ class SelfDraft(Drafter):
         return Draft(SelfSteps(self, context), add_mask_nodes=drop_drafts)
 
     def verify(self, context: Context, tree: TokenTree) -> Features:
-        with context.cache.observe_queries(self.queries if self.queries.num_queries else None):
+        with hook_cache(context.cache, query_observer=self.queries if self.queries.num_queries else None):
             return super().verify(context, tree)
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
@@ -168,7 +168,7 @@ class SelfDraft(Drafter):
         target, cache = context.target, self.drafting_cache(context)
         positions = (context.lengths[:, None] + depth).clamp(max=target.max_length - 1)
         plan = ForwardPlan(logits=True, positions=positions, mask=visible, cache=cache)
-        with self._use_quantized_weights(target), cache.transform_reads(self.quantized_kv):
+        with self._use_quantized_weights(target), hook_cache(cache, kv_transform=self.quantized_kv):
             logits = target.run(tokens, plan).logits
         assert logits is not None
         reduced, nodes = self.quantized_kv or self.selected_cache, tokens.shape[1]
@@ -207,7 +207,7 @@ class SelfDraft(Drafter):
             return
         cache, steps = context.cache, torch.arange(count, device=context.tokens.device)
         tokens = context.tokens.gather(1, context.lengths[:, None] - count + steps)
-        with cache.rewind_tokens(count), cache.observe_queries(self.queries):
+        with cache.rewind_tokens(count), hook_cache(cache, query_observer=self.queries):
             context.target.run(tokens, ForwardPlan(cache=cache))
         path = steps.expand(len(tokens), -1)
         self.queries.commit(path, torch.full_like(context.lengths, count))

@@ -66,40 +66,30 @@ class MtpLayout:
         }
 
 
+def _name_tensors(fc: str, enorm: str, hnorm: str, norm: str) -> dict[str, str]:
+    names = {"fc": fc, "enorm": enorm, "hnorm": hnorm, "norm": norm}
+    return {f"{name}.weight": f"{stored}.weight" for name, stored in names.items()}
+
+
 MTP_LAYOUTS = (
     MtpLayout(
         "Qwen3-Next",
         re.compile(r"^(mtp\.)fc\.weight$"),
-        {
-            "fc.weight": "fc.weight",
-            "enorm.weight": "pre_fc_norm_embedding.weight",
-            "hnorm.weight": "pre_fc_norm_hidden.weight",
-            "norm.weight": "norm.weight",
-        },
+        _name_tensors("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"),
         "layers.0.",
         "mtp.",
     ),
     MtpLayout(
         "DeepSeek-V3",
         re.compile(r"^(.*layers\.\d+\.)eh_proj\.weight$"),
-        {
-            "fc.weight": "eh_proj.weight",
-            "enorm.weight": "enorm.weight",
-            "hnorm.weight": "hnorm.weight",
-            "norm.weight": "shared_head.norm.weight",
-        },
+        _name_tensors("eh_proj", "enorm", "hnorm", "shared_head.norm"),
         "",
         "model.layers.{layer}.",
     ),
     MtpLayout(
         "MiMo",
         re.compile(r"^(.*mtp_layers\.\d+\.)input_proj\.weight$"),
-        {
-            "fc.weight": "input_proj.weight",
-            "enorm.weight": "token_layernorm.weight",
-            "hnorm.weight": "hidden_layernorm.weight",
-            "norm.weight": "final_layernorm.weight",
-        },
+        _name_tensors("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm"),
         "",
         "model.mtp_layers.{index}.",
         hidden_first=True,
