@@ -32,16 +32,13 @@ TARGETS = (
 )
 KEEP_STATES = ("qwen3_next", "lfm2")
 REFUSED: dict[tuple[str, str], str] = {
-    **{
-        (target, family): "keep a state"
-        for target in KEEP_STATES
-        for family in ("early_exit", "layer_skip", "kangaroo", "self")
-    },
+    **{(target, family): "keep a state" for target in KEEP_STATES for family in ("early_exit", "layer_skip", "kangaroo")},
+    **{(target, "self"): "are recurrent" for target in KEEP_STATES},
     **{(target, "gated_lora"): "does not run token by token" for target in (*KEEP_STATES, "llama4_text")},
     **{("gemma4_text", family): "cannot be cut" for family in ("causal", "pard")},
     **{(target, family): "keep a state|ordinary attention" for target in KEEP_STATES for family in ("causal", "pard")},
     ("gemma4_text", "mtp"): "further modules",
-    ("llama4_text", "self"): "see chunks",
+    ("llama4_text", "self"): "within chunks",
 }
 UNCUT = {target for target, family in REFUSED if family == "causal"}  # whose draft models are of another family
 EAGLE = {"choice": "eagle3", "vocab_size": 512}
