@@ -14,7 +14,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from spectrain.cli.help import COMMANDS, describe_key, first_sentence
+from spectrain.cli.help import COMMANDS, first_sentence
 from spectrain.config.schema import (
     choice_files,
     conf_folders,
@@ -103,7 +103,7 @@ def render_keys(prefix: str, keys: list[SettingKey]) -> str:
         values = (
             f" One of {', '.join(f'`{value}`' for value in key.choices)}." if key.choices not in ((), ("true", "false")) else ""
         )
-        rows.append(f"| `{prefix}{key.name}` | `{default}` | {escape_cell(describe_key(key) + values)} |")
+        rows.append(f"| `{prefix}{key.name}` | `{default}` | {escape_cell(key.description + values)} |")
     return "\n".join(["| key | default | description |", "|---|---|---|", *rows]) if rows else ""
 
 

@@ -150,14 +150,9 @@ def format_keys(keys: Mapping[str, SettingKey]) -> str:
     entries = {}
     for name, key in keys.items():
         values = f"One of {' | '.join(key.choices)}." if key.choices and key.choices != ("true", "false") else ""
-        description = ("Must be given." if key.default is None else "", describe_key(key), values)
+        description = ("Must be given." if key.default is None else "", key.description, values)
         entries[f"{name}={'???' if key.default is None else key.default}"] = " ".join(filter(None, description))
     return format_list(entries)
-
-
-def describe_key(key: SettingKey) -> str:
-    """Return the description of a key from the most specific source."""
-    return key.description or key.shared_description
 
 
 def format_list(entries: Mapping[str, str], indent: str = "  ") -> str:

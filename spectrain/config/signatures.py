@@ -35,8 +35,6 @@ class SettingKey:
     default: str | None  # None: it must be given
     choices: tuple[str, ...] = ()
     description: str = ""
-    # A sentence of the docstring that names this setting and others.
-    shared_description: str = ""
     # The type itself.
     hint: Any = None
     # The default as a Python value; meaningless for a setting that must be given.
@@ -70,7 +68,7 @@ def _read_keys(target: str) -> list[SettingKey]:
     module, _, name = target.rpartition(".")
     definition = _find_definition(module, name)
     assert definition is not None, "what is not found may be later, so it is not remembered"
-    return _constructor_keys(*definition, _collect_docs(*definition))
+    return _constructor_keys(*definition)
 
 
 @dataclass(frozen=True)
@@ -121,33 +119,27 @@ def _find_bases(source: ParsedModule, node: ast.stmt) -> list[tuple[ParsedModule
     return [definition for name in named if (definition := _find_definition(source.name, name)) is not None]
 
 
-def _collect_docs(source: ParsedModule, node: ast.stmt) -> str:
-    """Join the docstrings of a class and its bases."""
-    own = ast.get_docstring(node) if isinstance(node, (ast.ClassDef, ast.FunctionDef)) else None
-    return "\n\n".join(filter(None, [own, *(_collect_docs(*base) for base in _find_bases(source, node))]))
-
-
-def _constructor_keys(source: ParsedModule, node: ast.stmt, docs: str) -> list[SettingKey]:
+def _constructor_keys(source: ParsedModule, node: ast.stmt) -> list[SettingKey]:
     """Return the settings of a function, of a class by its __init__, or of a dataclass with inherited fields."""
     result: list[SettingKey | None] = []
     body = getattr(node, "body", ())
     made = next((item for item in body if isinstance(item, ast.FunctionDef) and item.name == "__init__"), None)
     if isinstance(node, ast.ClassDef) and made is None:
         # A dataclass takes the fields of its bases first, and keyword-only fields last.
-        result += [key for base in reversed(_find_bases(source, node)) for key in _constructor_keys(*base, docs)]
+        result += [key for base in reversed(_find_bases(source, node)) for key in _constructor_keys(*base)]
         is_data = any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
         for item in body:
             if is_data and isinstance(item, ast.AnnAssign) and "init=False" not in ast.unparse(item):
                 parameter = ast.arg(ast.unparse(item.target), item.annotation)
-                result.append(_make_key(source, parameter, _field_default(item.value), item, docs))
+                result.append(_make_key(source, parameter, _field_default(item.value), item))
         result.sort(key=lambda key: key is not None and key.is_keyword_only)
     elif isinstance(function := made or node, ast.FunctionDef):
         given = function.args
         defaults = [*[None] * (len(given.args) - len(given.defaults)), *given.defaults, *given.kw_defaults]
         for parameter, default in zip([*given.args, *given.kwonlyargs], defaults):
             config = _find_config(source, parameter)
-            result += _constructor_keys(*config, docs) if config else []
-            result += [_make_key(source, parameter, default, parameter, docs)] if parameter.annotation and not config else []
+            result += _constructor_keys(*config) if config else []
+            result += [_make_key(source, parameter, default, parameter)] if parameter.annotation and not config else []
     # A field that is declared again replaces that of a base.
     return list({key.name: key for key in result if key is not None}.values())
 
@@ -168,24 +160,19 @@ def _field_default(value: ast.expr | None) -> ast.expr | None:
     return factory.body if isinstance(factory, ast.Lambda) else options.get("default", factory)
 
 
-def _make_key(source: ParsedModule, parameter: ast.arg, default: ast.expr | None, node: Any, docs: str) -> SettingKey | None:
+def _make_key(source: ParsedModule, parameter: ast.arg, default: ast.expr | None, node: Any) -> SettingKey | None:
     """Return a setting; None if the annotation is the type of a runtime object."""
     hint = _resolve_hint(source, parameter.annotation)
     if hint is None:
         return None
     last: Any = default or node
     comment = source.lines[last.end_lineno - 1].partition("  # ")[2]
-    meaning = _comment_above(source, node)
-    if not meaning:
-        meaning = (
-            comment if comment and not TOOL_COMMENT.search(comment) else _find_sentence(parameter.arg, docs, is_only_name=True)
-        )
+    meaning = _comment_above(source, node) or ("" if TOOL_COMMENT.search(comment) else comment)
     value = None if default is None else _evaluate_default(source, default)
     written_default = None if default is None else _format_default(value)
     is_named = isinstance(node, ast.AnnAssign) and "kw_only=True" in ast.unparse(node)
-    shared = _find_sentence(parameter.arg, docs, is_only_name=False)
     written_type = ast.unparse(parameter.annotation) if parameter.annotation else ""
-    return SettingKey(parameter.arg, written_type, written_default, list_choices(hint), meaning, shared, hint, value, is_named)
+    return SettingKey(parameter.arg, written_type, written_default, list_choices(hint), meaning, hint, value, is_named)
 
 
 def _comment_above(source: ParsedModule, node: Any) -> str:
@@ -206,8 +193,6 @@ def _evaluate_default(source: ParsedModule, default: ast.expr) -> Any:
     try:
         return ast.literal_eval(default)
     except ValueError:
-        if isinstance(default, (ast.Tuple, ast.List)):
-            return [_evaluate_default(source, element) for element in default.elts]
         definition = _find_definition(source.name, default.id) if isinstance(default, ast.Name) else None
         if definition is None or not isinstance(definition[1], ast.Assign):
             return ast.unparse(default)
@@ -216,17 +201,6 @@ def _evaluate_default(source: ParsedModule, default: ast.expr) -> Any:
 
 def _format_default(value: Any) -> str:
     return f"[{','.join(map(format_literal, value))}]" if isinstance(value, (tuple, list)) else format_literal(value)
-
-
-def _find_sentence(name: str, docs: str, is_only_name: bool) -> str:
-    """Return the first sentence of a docstring that names a setting, alone or together with others."""
-    for paragraph in docs.split("\n\n"):
-        for sentence in re.split(r"(?<=[.;])\s+", " ".join(paragraph.split())):
-            named = set(re.findall(r"`(\w+)`|\b(\w+)=", sentence))
-            names = {quoted or other for quoted, other in named}
-            if name in names and (names == {name}) == is_only_name:
-                return sentence.replace("`", "").rstrip(".;")
-    return ""
 
 
 def _resolve_hint(source: ParsedModule, annotation: ast.expr | None) -> Any:

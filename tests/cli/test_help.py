@@ -97,7 +97,7 @@ def test_help_shows_every_group_and_key(name: str, config: str, monkeypatch: pyt
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_key_is_explained(target: str) -> None:
     """No setting of any constructor is shown without a word on it."""
-    assert all(help.describe_key(key) for key in list_keys(target))
+    assert all(key.description for key in list_keys(target))
 
 
 def test_a_recipe_and_choices_say_whose_keys_are_shown() -> None:
