@@ -111,7 +111,15 @@ def read_run(
     """Return the checked settings of a run, and those of a command's own `keys`."""
     settings = read_settings(config, (*RUN_KEYS, *keys))
     own = {key: settings.pop(key, None) for key in keys}
-    return RunSpec(**settings, overrides=tuple(overrides)), own
+    return share_template_arguments(RunSpec(**settings, overrides=tuple(overrides))), own
+
+
+def share_template_arguments(spec: RunSpec) -> RunSpec:
+    """Return the spec with the arguments of data.template_kwargs in the target's, where scoring and chat find them."""
+    arguments = spec.data.get("template_kwargs") if spec.data else None
+    if not arguments or not spec.target:
+        return spec
+    return spec.with_settings("target", template_kwargs={**(spec.target.get("template_kwargs") or {}), **arguments})
 
 
 RUN_KEYS = tuple(entry.name for entry in fields(RunSpec) if entry.name != "overrides")

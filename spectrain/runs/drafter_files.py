@@ -18,6 +18,7 @@ from spectrain.export.converter import read_drafter
 from spectrain.export.layout import DrafterCheckpoint
 from spectrain.export.targets import TargetFiles
 from spectrain.files import REPEAT_COMMAND, atomic_write
+from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.target import Target
 from spectrain.provenance import package_versions
 from spectrain.training.checkpoints import collect_tensors, find_mismatches, load_tensors
@@ -28,15 +29,22 @@ from .paths import find_drafter_directory
 
 
 def save_drafter(
-    directory: Path, drafter: Drafter, spec: RunSpec, result: TrainingResult | None = None, remedy: str = REPEAT_COMMAND
+    directory: Path,
+    drafter: Drafter,
+    spec: RunSpec,
+    result: TrainingResult | None = None,
+    remedy: str = REPEAT_COMMAND,
+    template: ChatTemplate | None = None,
 ) -> None:
     """Write config.json and model.safetensors, which are enough to load the drafter; `result` adds the cost of its
-    training."""
+    training, and `template` the chat template that rendered its data."""
     description: dict[str, Any] = {
         group.group: group.save() or None for group in (spec.drafter, spec.target, spec.tree, spec.acceptance)
     }
     description["drafter"] = {**spec.drafter.save(), **drafter.saved.settings}
     description |= {"recipe": spec.name, "spectrain_version": package_versions().get("spectrain")}
+    if template is not None:
+        description["chat_template"] = template.facts()
     if result is not None:
         description["training"] = {"steps": result.num_steps, "tokens": result.num_tokens, "seconds": round(result.seconds, 2),
                                    "parameters": result.num_parameters, "taken": result.result_step}  # fmt: skip

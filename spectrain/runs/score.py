@@ -31,6 +31,8 @@ from .shipped_drafters import is_shipped
 from .tracking import track_run
 
 MAX_INDEXED_TOKENS = 20_000_000  # tokens
+CARRIED_SETTINGS = ("dtype", "device", "trust_remote_code", "chat_template", "template_kwargs")
+"""Settings of the target that a target trained with the drafter is loaded with."""
 
 
 def evaluate(spec: RunSpec, run: Path, target: Target | None = None, tracker: Tracker | None = None) -> dict[str, Any]:
@@ -70,7 +72,7 @@ def load_target(spec: RunSpec, run: Path) -> Target:
     if saved_target is None:
         own: Target = spec.target.build()
         return own
-    loading = {key: value for key, value in spec.target.settings.items() if key in ("dtype", "device", "trust_remote_code")}
+    loading = {key: value for key, value in spec.target.settings.items() if key in CARRIED_SETTINGS}
     target: Target = GroupSpec("target", "hf", {**loading, "model": str(saved_target)}).build()
     facts = saved_target.parent / "provenance.json"
     trained_name = read_json_object(facts).get("target_name") if facts.exists() else None
@@ -90,6 +92,12 @@ def score(
 ) -> dict[str, Any]:
     """Run an evaluation and write its results below the run folder, or below `output_folder`."""
     folder = (output_folder or run) / "eval" / evaluation.name
+    trained_with = load_template_facts(run)
+    if trained_with is not None and trained_with != target.template.facts():
+        print(
+            f"chat template: the drafter was trained with {describe_template(trained_with)}, and is scored with "
+            f"{describe_template(target.template.facts())}"
+        )
     # A folder that cannot be written raises an error before anything is decoded.
     with atomic_write(folder, folder=True) as scratch:
         summary: dict[str, Any] = evaluation.score(make_candidate(spec, run, target, drafter, dataset, scratch), scratch)
@@ -97,6 +105,19 @@ def score(
     print(f"written to {folder}")
     tracker.log_evaluation(summary, evaluation.tabulate(summary), folder)
     return summary
+
+
+def load_template_facts(run: Path) -> dict[str, Any] | None:
+    """Return the hash and the arguments of the chat template that a run was trained with; None where it does not say."""
+    directory = find_drafter_directory(run)
+    facts = None if directory is None else read_json_object(directory / "config.json").get("chat_template")
+    return facts if isinstance(facts, dict) else None
+
+
+def describe_template(facts: dict[str, Any]) -> str:
+    """Format the hash of a chat template and its arguments."""
+    arguments = ", ".join(f"{key}={value}" for key, value in facts["arguments"].items())
+    return f"template {facts['sha256']} and {arguments or 'no arguments'}"
 
 
 def make_candidate(
@@ -113,6 +134,7 @@ def make_candidate(
         "trained": find_drafter_directory(run) is not None or is_shipped(spec.drafter),
         "training": load_training_facts(run),
         "dtype": str(target.dtype).removeprefix("torch."),
+        "chat_template": target.template.facts(),
         "device": torch.cuda.get_device_name() if target.device.type == "cuda" else processor_name(),
         **collect_provenance(),
     }

@@ -105,9 +105,8 @@ def load_inputs(spec: RunSpec, trainer: Trainer, target: Target | None, dataset:
     examples = None if dataset.is_sample else dataset.examples
     report = source.prepare(target, drafter.stages[0].layers, drafter.stages[0].final_reach, examples)
     left_out = f", {data.num_left_out} unusable conversations left out" if data.num_left_out else ""
-    return TrainingInputs(
-        trainer, target, dataset, drafter, source, evaluation, [dataset.summary_line() + left_out, *filter(None, [report])]
-    )
+    report_lines = [dataset.summary_line() + left_out, *dataset.unread_lines(), *filter(None, [report])]
+    return TrainingInputs(trainer, target, dataset, drafter, source, evaluation, report_lines)
 
 
 def save_trained(inputs: TrainingInputs, spec: RunSpec, run: Path, result: TrainingResult) -> None:
@@ -116,7 +115,7 @@ def save_trained(inputs: TrainingInputs, spec: RunSpec, run: Path, result: Train
         with atomic_write(run / "target", folder=True, remedy=resume_advice(run)) as scratch:
             inputs.target.save(scratch)
         inputs.target.name = f"{inputs.target.name}, trained"
-    save_drafter(run / "drafter", inputs.drafter, spec, result, resume_advice(run))
+    save_drafter(run / "drafter", inputs.drafter, spec, result, resume_advice(run), inputs.target.template)
 
 
 def score_trained(
