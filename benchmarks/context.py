@@ -162,9 +162,9 @@ def prompt_loss(context: Context, prompt: list[int]) -> float:
 
 def continue_prompt(prefilled: Context, drafter: Drafter | None, builder: TreeBuilder) -> Generation:
     """Continue a prefilled prompt; the cache is as before afterwards."""
-    cache, length, limit = prefilled.cache, int(prefilled.lengths), int(prefilled.left) + 1
-    fresh = {name: getattr(prefilled, name).clone() for name in ("tokens", "counts", "active", "left")}
-    context = replace(prefilled, builder=builder, waiting=[], **fresh)
+    cache, length, limit = prefilled.cache, int(prefilled.lengths), int(prefilled.tokens_left) + 1
+    copies = {name: getattr(prefilled, name).clone() for name in ("tokens", "num_new", "active", "tokens_left")}
+    context = replace(prefilled, builder=builder, deferred=[], **copies)
     runner = EagerRunner(prefilled.target, Greedy(), drafter, builder)
     runner.context = context
     generation = Generation(context.tokens[0, :length].tolist(), [int(context.root)])

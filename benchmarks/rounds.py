@@ -187,9 +187,9 @@ class ScriptedRun:
             self.engine.rule.set_script(prefix, split_evenly(tau, int(self.fixture.max_emitted / tau)))
         context.cache.lengths.fill_(prefix)
         for cache in self._drafter_caches:
-            cache.lengths.copy_(context.cache.lengths - context.counts)  # the last commit is still unread
+            cache.lengths.copy_(context.cache.lengths - context.num_new)  # the last commit is still unread
         context.active.fill_(True)
-        context.left.fill_(UNLIMITED_TOKENS)
+        context.tokens_left.fill_(UNLIMITED_TOKENS)
         if self.state.log is not None:
             self.state.log.next_slot.zero_()
         synchronize_device(self.engine.target.device)

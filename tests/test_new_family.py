@@ -136,10 +136,10 @@ def test_the_loss_is_that_of_what_is_drafted(tiny: Target) -> None:
 
     windows = tokens[0].unfold(0, STEPS + 2, 1)  # index t, the root, and what is drafted: [rows, STEPS + 2]
     index = torch.arange(len(windows))[:, None]
-    fresh = type(features)(windows[:, :1], features.layers, features.hidden[0][index])
+    new_features = type(features)(windows[:, :1], features.layers, features.hidden[0][index])
     along = Along(windows[:, 2:-1])
-    context: Any = SimpleNamespace(fresh=fresh, counts=torch.ones(len(windows)).long(), root=windows[:, 1])
-    context.newest = partial(Context.newest, context)
+    context: Any = SimpleNamespace(new_features=new_features, num_new=torch.ones(len(windows)).long(), root=windows[:, 1])
+    context.last_state = partial(Context.last_state, context)
     proposed(drafter, context, along)
     drafted = along.said.gather(2, windows[:, 2:, None])[..., 0]  # [rows, STEPS]
     cut = tokens.shape[1] - STEPS - 2 + 1  # shallower steps are judged further on too, where no whole window begins

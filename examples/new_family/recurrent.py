@@ -85,7 +85,7 @@ class Recurrent(VocabularyDrafter):
         return Losses(terms, hits, counts)
 
     def draft(self, context: Context) -> Draft:
-        final = context.newest(context.fresh.at_layer("final")).to(self.lm_head.weight.dtype)
+        final = context.last_state(context.new_features.at_layer("final")).to(self.lm_head.weight.dtype)
         return Draft(_Roll(self, final, context.root))
 
 

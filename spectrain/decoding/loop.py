@@ -232,10 +232,10 @@ def make_context(target: Target, builder: TreeBuilder, cache: TreeCache, layers:
         tokens=tokens,
         sequence_ids=zeros,
         layers=layers,
-        fresh=no_features,
-        counts=zeros.clone(),
+        new_features=no_features,
+        num_new=zeros.clone(),
         active=zeros.bool(),
-        left=zeros.clone(),
+        tokens_left=zeros.clone(),
         stops=stops,
     )
 
@@ -253,8 +253,8 @@ def run_prompts(context: Context, drafter: Drafter | None, rule: AcceptanceRule,
     context.tokens[:, :width] = padded
     first = rule.choose_tokens(features.logits, context.sequence_ids, lengths[:, None])
     context.tokens.scatter_(1, lengths[:, None], first)
-    context.fresh, context.counts = features, lengths
-    context.left.fill_(request.max_new_tokens - 1)
-    context.active.copy_(~(first == context.stops).any(-1) & (context.left > 0))
+    context.new_features, context.num_new = features, lengths
+    context.tokens_left.fill_(request.max_new_tokens - 1)
+    context.active.copy_(~(first == context.stops).any(-1) & (context.tokens_left > 0))
     context.temperature = 1.0 if rule.sampling_settings is None else rule.sampling_settings[0]
-    context.round, context.waiting, context.partial = 0, [], None
+    context.round, context.deferred, context.partial = 0, [], None

@@ -27,7 +27,7 @@ class StaticContext(Context):
     keeps_features: bool = True  # whether a drafter reads them
     feature_buffers: tuple[Features, Tensor] | None = None  # committed features [B, P] and the number of valid ones [B]
 
-    def keep(self, features: Features, path: Tensor, counts: Tensor) -> None:
+    def commit_features(self, features: Features, path: Tensor, counts: Tensor) -> None:
         if not self.keeps_features:
             self.cache.commit(path, counts)
             return
@@ -39,7 +39,7 @@ class StaticContext(Context):
         self.cache.commit(path, counts, features.hidden if has_features else None, buffer.hidden if has_features else None)
         buffer.tokens.copy_(features.tokens.gather(1, path))
         buffer_counts.copy_(counts)
-        self.fresh, self.counts = self.feature_buffers
+        self.new_features, self.num_new = self.feature_buffers
         self.round = 1  # only 0 or not matters, and torch.compile would compile again for every number
 
 

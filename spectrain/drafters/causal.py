@@ -121,7 +121,7 @@ class Causal(Drafter, RewindableDrafter):
         slots = 1 + context.builder.max_drafted
         self.cache = context.drafting_cache(self.cache, self.model.num_layers, slots, self.model.architecture.kv_shapes)
         num_unread = context.cache.lengths - self.cache.lengths  # the root comes after so many
-        steps = torch.arange(context.fresh.tokens.shape[1] + 1, device=num_unread.device)
+        steps = torch.arange(context.new_features.tokens.shape[1] + 1, device=num_unread.device)
         positions = self.cache.lengths[:, None] + steps
         tokens = context.tokens.gather(1, positions.clamp(max=context.tokens.shape[1] - 1))
         features = self.model.run(tokens, ForwardPlan(layers=("final",), cache=self.cache)).at_layer("final")

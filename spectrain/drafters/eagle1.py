@@ -1,6 +1,6 @@
 """EAGLE (Li et al., 2024): a decoder layer that rolls over the target's last feature; and HASS, which trains it as it drafts.
 
-Shapes: B batch, T tokens, D target width, V vocabulary, R supervised rows, P fresh positions, F frontier nodes.
+Shapes: B batch, T tokens, D target width, V vocabulary, R supervised rows, P new positions, F frontier nodes.
 Index t pairs the target's feature at t, behind its final norm, with the embedding of token t + 1, and predicts the feature at
 t + 1, of which the target's head makes token t + 2.
 """
@@ -195,10 +195,10 @@ class Eagle1(VocabularyDrafter):
     def draft(self, context: Context) -> Draft:
         """Read the features of what was just accepted, then roll on from the last of them."""
         self.cache = context.drafting_cache(self.cache, 1, context.builder.max_drafted)
-        fresh = context.fresh.at_layer("final")
-        output = self.run(context.following, fresh, self.cache.next_slots(fresh.shape[1]), self.cache, None)
-        self.cache.commit(None, context.counts)
-        last = (context.counts - 1).clamp(min=0)[:, None, None]
+        final = context.new_features.at_layer("final")
+        output = self.run(context.next_tokens, final, self.cache.next_slots(final.shape[1]), self.cache, None)
+        self.cache.commit(None, context.num_new)
+        last = (context.num_new - 1).clamp(min=0)[:, None, None]
         return Draft(StateRollout(self, self.cache, output.gather(1, last.expand(-1, 1, output.shape[-1]))))
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:

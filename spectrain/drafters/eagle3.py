@@ -1,6 +1,6 @@
 """EAGLE-3 (Li et al., 2025): decoder layers, usually one, that roll over their own hidden states.
 
-Shapes: B batch, T tokens, D target width, V draft vocabulary, R supervised rows, P fresh positions, F frontier nodes.
+Shapes: B batch, T tokens, D target width, V draft vocabulary, R supervised rows, P new positions, F frontier nodes.
 Index t pairs the target's features at t with the embedding of token t + 1, and predicts token t + 2.
 """
 

@@ -67,7 +67,7 @@ class Merged(DrafterWrapper, PromptRunner, StoreReader):
     def draft(self, context: Context) -> Draft:
         self.copying.propose_copies(context)
         copies = self._tries()
-        num_unread = sum(features.tokens.shape[1] for features, _ in context.waiting)
+        num_unread = sum(features.tokens.shape[1] for features, _ in context.deferred)
         soon = 2 * (context.builder.depth + 1)  # what the last round with it committed, and what this one may
         if num_unread + soon <= PATIENCE and not context.builder.needs_drafter(context, copies):
             self.resting.skip(context)

@@ -168,7 +168,7 @@ class Medusa(HeadsDrafter):
     # Decoding
 
     def draft(self, context: Context) -> Draft:
-        final = context.newest(context.fresh.at_layer("final")).to(next(self.parameters()).dtype)
+        final = context.last_state(context.new_features.at_layer("final")).to(next(self.parameters()).dtype)
         return Draft(_Heads(self, context.root, final))
 
 

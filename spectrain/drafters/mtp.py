@@ -1,6 +1,6 @@
 """MTP: the layer that many targets ship for the token after next (DeepSeek-V3, section 2.2), applied again and again.
 
-Shapes: B batch, T tokens, D target width, V vocabulary, R supervised rows, P fresh positions, F frontier nodes.
+Shapes: B batch, T tokens, D target width, V vocabulary, R supervised rows, P new positions, F frontier nodes.
 Index t pairs the target's state at t, behind its final norm, with the embedding of token t + 1, and predicts token t + 2.
 """
 
@@ -174,15 +174,15 @@ class Mtp(VocabularyDrafter):
     def draft(self, context: Context) -> Draft:
         """Read the states of what was just accepted, then roll on from the last of them."""
         self.cache = context.drafting_cache(self.cache, 1, context.builder.max_drafted)
-        num_new = context.fresh.tokens.shape[1]
+        num_new = context.new_features.tokens.shape[1]
         visible = None
         if not self.cache.is_empty:
             ones = torch.ones(num_new, num_new, dtype=torch.bool, device=context.tokens.device)
-            visible = ones.tril().expand(len(context.counts), -1, -1)
+            visible = ones.tril().expand(len(context.num_new), -1, -1)
         slots = self.cache.next_slots(num_new)
-        output = self.run(context.following, context.fresh.at_layer("final"), slots, self.cache, visible)
-        self.cache.commit(None, context.counts)
-        return Draft(StateRollout(self, self.cache, context.newest(output)))
+        output = self.run(context.next_tokens, context.new_features.at_layer("final"), slots, self.cache, visible)
+        self.cache.commit(None, context.num_new)
+        return Draft(StateRollout(self, self.cache, context.last_state(output)))
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
         assert self.cache is not None

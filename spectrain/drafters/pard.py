@@ -232,7 +232,7 @@ class Pard(Drafter):
         slots = 1 + self.num_drafts
         self.cache = context.drafting_cache(self.cache, self.model.num_layers, slots, self.model.architecture.kv_shapes)
         num_unread = lengths - self.cache.lengths  # the root comes after so many
-        width = context.fresh.tokens.shape[1] + self.num_drafts
+        width = context.new_features.tokens.shape[1] + self.num_drafts
         offsets = torch.arange(width, device=device)
         numbers = offsets - num_unread[:, None] - 1
         numbers = torch.where(numbers < self.num_drafts - 1, numbers.clamp(min=-1), -1)
@@ -250,7 +250,7 @@ class Pard(Drafter):
         """[B, W, F] what the tokens that are new to the drafter are given, the root after `behind` [B] of them, and masks."""
         if self.features is None:
             return None
-        fresh = context.fresh.fuse_layers(self.layers)
+        fresh = context.new_features.fuse_layers(self.layers)
         if context.round == 0 or self.last is None:
             self.last = torch.zeros_like(fresh[:, :1])
         shifted = torch.cat([self.last, fresh], dim=1)

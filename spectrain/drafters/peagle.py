@@ -1,6 +1,6 @@
 """P-EAGLE (arXiv 2602.01469): EAGLE-3's layers say all drafts in one pass, through masks behind the newest token.
 
-Shapes: B batch, T tokens, N = B T places, C masks, K drafts, D target width, V draft vocabulary, P fresh positions.
+Shapes: B batch, T tokens, N = B T places, C masks, K drafts, D target width, V draft vocabulary, P new positions.
 Index t pairs the target's features at t with the embedding of token t + 1, and predicts token t + 2.
 """
 
@@ -153,14 +153,14 @@ class PEagle(EagleDrafter):
     def draft(self, context: Context) -> Draft:
         """One forward over the pairs that were just accepted, the last of them the root's, and the masks."""
         self.cache = context.drafting_cache(self.cache, self.num_layers, 1 + self.num_drafts)
-        fused, masks = context.fresh.fuse_layers(self.fused_layers), self.num_drafts - 1
+        fused, masks = context.new_features.fuse_layers(self.fused_layers), self.num_drafts - 1
         width = fused.shape[1] + masks
-        real = torch.arange(width, device=fused.device) < context.counts[:, None]
-        tokens = torch.where(real, F.pad(context.following, (0, masks)), self.mask_token_id)
+        real = torch.arange(width, device=fused.device) < context.num_new[:, None]
+        tokens = torch.where(real, F.pad(context.next_tokens, (0, masks)), self.mask_token_id)
         fused = torch.where(real[..., None], F.pad(fused, (0, 0, 0, masks)), self.mask_hidden.to(fused.dtype))
         output = self.run(tokens, self.project_fused(fused), self.cache.next_slots(width), self.cache, None)
-        self.cache.commit(None, context.counts)
-        slots = (context.counts - 1).clamp(min=0)[:, None] + torch.arange(self.num_drafts, device=fused.device)
+        self.cache.commit(None, context.num_new)
+        slots = (context.num_new - 1).clamp(min=0)[:, None] + torch.arange(self.num_drafts, device=fused.device)
         states = output.gather(1, slots[..., None].expand(-1, -1, output.shape[-1]))
         return Draft(MarginalRollout(context.root, self.log_q(states), self.draft_ids))
 

@@ -32,8 +32,8 @@ def placed(
         context.tokens[row, : len(text)] = torch.tensor(text)
     context.cache.lengths.copy_(torch.tensor([len(text) - 1 for text in texts]))
     context.sequence_ids.copy_(torch.arange(len(texts)))
-    context.fresh = Features(context.tokens[:, : max(news)], (), torch.zeros(len(texts), max(news), 0, 1))
-    context.counts, context.round = torch.tensor(news), round
+    context.new_features = Features(context.tokens[:, : max(news)], (), torch.zeros(len(texts), max(news), 0, 1))
+    context.num_new, context.round = torch.tensor(news), round
     return context
 
 

@@ -60,11 +60,11 @@ def walk(drafter: Drafter, target: Target, tokens: Tensor, depth: int) -> Iterat
         tree = TokenTree.from_chain(torch.stack([row[n : n + 5] for row, n in zip(tokens, lengths)]))
         seen = target.verify(tree, context.cache, drafter.layers)
         bonus = torch.stack([row[n + count] for row, n, count in zip(tokens, lengths, counts)])
-        before = (context.fresh, context.counts)
+        before = (context.new_features, context.num_new)
         accepted = AcceptedPath(torch.arange(4).expand(2, -1), torch.tensor(counts), bonus)
         context.commit(tree, seen, accepted)
         drafter.commit(context, accepted)
         if not drafted:
-            context.postpone(before)
+            context.defer(before)
         lengths = [n + count for n, count in zip(lengths, counts)]
     assert lengths == context.cache.lengths.tolist()

@@ -99,7 +99,7 @@ def test_one_slot_for_one_draft_is_a_next_token_head(shallow: Target) -> None:
     with torch.no_grad():
         context = begun(shallow, [[5, 6, 7]], drafter, probe)
         proposed(drafter, context, probe)
-    said = drafter.slot_log_probs(context.fresh.at_layer("final")[:, -1])[0, 0, :-1].log_softmax(-1)
+    said = drafter.slot_log_probs(context.new_features.at_layer("final")[:, -1])[0, 0, :-1].log_softmax(-1)
     torch.testing.assert_close(probe.said[0][0, 0], said, rtol=1e-4, atol=1e-4)
 
 

@@ -117,11 +117,11 @@ def test_training_equals_decoding_along_the_true_path(shallow: Target, prefix: b
         tree = TokenTree.from_chain(torch.stack([tokens[b, n : n + 5] for b, n in enumerate(lengths)]))
         seen = shallow.verify(tree, context.cache, drafter.layers)
         bonus = torch.stack([tokens[b, n + count] for b, (n, count) in enumerate(zip(lengths, counts))])
-        before = (context.fresh, context.counts)
+        before = (context.new_features, context.num_new)
         with torch.no_grad():
             context.commit(tree, seen, AcceptedPath(torch.arange(4).expand(2, -1), torch.tensor(counts), bonus))
         if not drafted:
-            context.postpone(before)
+            context.defer(before)
         lengths = [n + count for n, count in zip(lengths, counts)]
     assert lengths == context.cache.lengths.tolist() and context.round == 4
 
@@ -133,7 +133,7 @@ def test_prefix_attention_sees_more_than_the_last_state(shallow: Target) -> None
         said = []
         for scale in (1.0, -1.0):
             context = context_of(shallow, drafter, [[5, 6, 7, 8]])
-            context.fresh.hidden[:, 1] *= scale
+            context.new_features.hidden[:, 1] *= scale
             said.append(along(drafter, context, [[9, 10]]))
         assert torch.equal(*said) != prefix
 
@@ -223,7 +223,7 @@ def test_heads_start_as_the_targets_own(shallow: Target, prefix: bool) -> None:
     """Before training every head says the target's next token over the draft vocabulary, whatever path it reads."""
     drafter = make(shallow, prefix, noise=0.0, num_layers=2)
     context = context_of(shallow, drafter, [[5, 6, 7, 8]])
-    wanted = shallow.head.logits(context.fresh.at_layer("final")[:, -1])[:, drafter.draft_ids].log_softmax(-1)
+    wanted = shallow.head.logits(context.new_features.at_layer("final")[:, -1])[:, drafter.draft_ids].log_softmax(-1)
     said = along(drafter, context, [[20, 30]])
     torch.testing.assert_close(said, wanted[:, None].expand_as(said), rtol=1e-5, atol=1e-4)
 

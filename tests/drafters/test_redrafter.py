@@ -76,7 +76,7 @@ def test_an_untrained_one_repeats_the_target(shallow: Target) -> None:
     probe = Probe(([[20, 30]], [[0, 0]]))
     with torch.no_grad():
         proposed(drafter, context, probe)
-        last = context.fresh.at_layer("final")[:, int(context.counts[0]) - 1]
+        last = context.new_features.at_layer("final")[:, int(context.num_new[0]) - 1]
         wanted = shallow.head.logits(last)[:, drafter.draft_ids].float().log_softmax(-1)
     for said in (probe.said[0][:, 0], probe.said[1][:, 0], probe.said[1][:, 1]):
         torch.testing.assert_close(said, wanted, rtol=1e-4, atol=1e-4)

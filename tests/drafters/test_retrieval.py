@@ -228,7 +228,7 @@ def test_after_so_many_tokens_it_is_asked_anyway(shallow: Target, prompts: list[
     drafter = Hybrid(shallow, INNER).eval()
     drafts: list[int] = []
     draft = drafter.inner.draft
-    drafter.inner.draft = lambda context: drafts.append(context.fresh.tokens.shape[1]) or draft(context)  # type: ignore
+    drafter.inner.draft = lambda context: drafts.append(context.new_features.tokens.shape[1]) or draft(context)  # type: ignore
     plain = decode(shallow, prompts[:1], Greedy(), 2 * PATIENCE, ignore_eos=True)
     found = decode(shallow, prompts[:1], Greedy(), 2 * PATIENCE, drafter, Asking("c"), ignore_eos=True)
     assert found[0].output == plain[0].output

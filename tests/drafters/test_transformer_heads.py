@@ -88,7 +88,7 @@ def test_every_head_starts_as_the_targets_own(shallow: Target) -> None:
     drafter.prepare(shallow, torch.arange(shallow.head.vocab_size))
     probe = Probe(([[20]], [[0]]), ([[20]], [[1]]))
     context = begun(shallow, [[5, 6, 7, 8]], drafter, probe)
-    wanted = shallow.head.logits(context.fresh.at_layer("final")[:, -1])[:, drafter.draft_ids].log_softmax(-1)
+    wanted = shallow.head.logits(context.new_features.at_layer("final")[:, -1])[:, drafter.draft_ids].log_softmax(-1)
     with torch.no_grad():
         proposed(drafter, context, probe)
     said = torch.cat(probe.said, dim=1)

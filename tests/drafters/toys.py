@@ -43,8 +43,8 @@ class FrozenHeads(Drafter):
         return Losses({f"head{k}": loss for k, loss in enumerate(losses)}, hits.detach(), counts)
 
     def draft(self, context: Context) -> Draft:
-        last = (context.counts - 1).clamp(min=0)[:, None]
-        state = context.fresh.gather(last).at_layer("final")
+        last = (context.num_new - 1).clamp(min=0)[:, None]
+        state = context.new_features.gather(last).at_layer("final")
         return Draft(_Heads(self, state))
 
 
@@ -91,7 +91,7 @@ class Independent(Drafter):
 
     def draft(self, context: Context) -> Draft:
         if context.round == 0 or self.cache is None:
-            self.cache = self.model.new_cache(len(context.counts), context.cache.max_length + 1 + context.builder.max_drafted)
+            self.cache = self.model.new_cache(len(context.num_new), context.cache.max_length + 1 + context.builder.max_drafted)
         behind = context.cache.lengths - self.cache.lengths  # committed tokens that this model has not run yet
         width = int(behind.max())
         index = (self.cache.lengths[:, None] + torch.arange(width)).clamp(max=context.tokens.shape[1] - 1)

@@ -1,6 +1,6 @@
 """The base of block drafters: layers that attend to the target's features as a context, and draft a block in one pass.
 
-Shapes: B batch, P fresh positions, N tokens, A anchors, S slots of a block, K drafts of it, W width, V draft vocabulary,
+Shapes: B batch, P new positions, N tokens, A anchors, S slots of a block, K drafts of it, W width, V draft vocabulary,
 R judged drafts.
 """
 
@@ -251,9 +251,9 @@ class BlockDrafter(VocabularyDrafter):
     def _decoding_states(self, context: Context, cache: TreeCache) -> Tensor:
         """Compute the normed states [B, S, W] of the block after each root; only the context stays in the cache."""
         target_context, x, counts = (
-            self.project_context(context.fresh),
+            self.project_context(context.new_features),
             self.embed_blocks(context.root),
-            context.counts[:, None],
+            context.num_new[:, None],
         )
         num_new, slots = target_context.shape[1], self.block_size
         steps = torch.arange(num_new + slots, device=x.device)
@@ -277,7 +277,7 @@ class BlockDrafter(VocabularyDrafter):
 
             x = layer(x, (cos[:, num_new:], sin[:, num_new:]), attend)
         cache.add_uncommitted(num_new + slots)
-        cache.commit(None, context.counts)
+        cache.commit(None, context.num_new)
         return self.norm(x)
 
     def compute_products(self, states: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ class GrowingTexts:
     def append_committed(self, context: Context) -> list[list[int]]:
         """Append the tokens committed since the last draft and return them; all tokens where a decoding begins."""
         if context.begins:
-            self.rows = [IndexedText([], self.max_length) for _ in context.counts]
+            self.rows = [IndexedText([], self.max_length) for _ in context.num_new]
         num_read = [len(row.tokens) for row in self.rows]
         num_shared = min(num_read)
         ends = (context.lengths + 1 - num_shared).tolist()

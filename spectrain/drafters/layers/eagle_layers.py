@@ -1,6 +1,6 @@
 """The layers of EAGLE-3, which several families share. They read fused target features and the embedding of the next token.
 
-Shapes: B batch, T tokens, D target width, V draft vocabulary, P fresh positions, F nodes.
+Shapes: B batch, T tokens, D target width, V draft vocabulary, P new positions, F nodes.
 Index t pairs the target's features at t with the embedding of token t + 1, and predicts token t + 2.
 """
 

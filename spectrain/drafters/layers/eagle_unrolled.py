@@ -81,12 +81,12 @@ class UnrolledEagle(EagleDrafter):
     def read_accepted(self, context: Context) -> tuple[Tensor, TreeCache]:
         """Read the features of the last accepted tokens; return the root's state [B, 1, D] and the drafter's cache."""
         self.cache = context.drafting_cache(self.cache, self.num_layers, context.builder.max_drafted)
-        num_new = context.fresh.tokens.shape[1]
+        num_new = context.new_features.tokens.shape[1]
         output = self.run(
-            context.following, self.fuse_features(context.fresh), self.cache.next_slots(num_new), self.cache, None
+            context.next_tokens, self.fuse_features(context.new_features), self.cache.next_slots(num_new), self.cache, None
         )
-        self.cache.commit(None, context.counts)
-        return context.newest(output), self.cache
+        self.cache.commit(None, context.num_new)
+        return context.last_state(output), self.cache
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
         """Remove the draft's uncommitted entries from the cache."""

@@ -156,7 +156,11 @@ class MaskDrafter(Drafter, PromptRunner):
         is_ready = self.ready_at == context.cache.lengths
         if not is_ready.any():
             children = context.builder.children
-            q = None if children == "deterministic" else context.fresh.hidden.new_zeros(len(is_ready), 1, self.head.vocab_size)
+            q = (
+                None
+                if children == "deterministic"
+                else context.new_features.hidden.new_zeros(len(is_ready), 1, self.head.vocab_size)
+            )
             return Draft(add_mask_nodes=lambda root: add_masks(replace(root, children=children, q=q)))
 
         def add_to_ready(tree: TokenTree) -> TokenTree:

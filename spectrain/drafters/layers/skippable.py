@@ -36,7 +36,7 @@ class SkippableDrafter:
 
     def skip(self, context: Context) -> None:
         """Skip the drafter in this round."""
-        self.deferred_features = context.fresh, context.counts
+        self.deferred_features = context.new_features, context.num_new
 
     def verify(self, context: Context, tree: TokenTree) -> Features:
         return self.drafter.verify(context, tree) if self.is_active else context.verify(tree)
@@ -45,4 +45,4 @@ class SkippableDrafter:
         if self.deferred_features is None:
             self.drafter.commit(context, accepted)
         else:
-            context.postpone(self.deferred_features)
+            context.defer(self.deferred_features)

@@ -117,9 +117,9 @@ class Amphista(HeadsDrafter):
     def draft(self, context: Context) -> Draft:
         """Read the states of the tokens accepted last; all heads then predict from the last state."""
         self.cache = context.drafting_cache(self.cache, len(self.adaptation.layers), 0)
-        final = context.fresh.at_layer("final").to(next(self.parameters()).dtype)
-        stages = self.adaptation(final, self.embed(context.following), self.cache.next_slots(final.shape[1]), self.cache)
-        self.cache.commit(None, context.counts)
-        states = self.mix_heads(*(context.newest(stage)[:, 0] for stage in stages))
+        final = context.new_features.at_layer("final").to(next(self.parameters()).dtype)
+        stages = self.adaptation(final, self.embed(context.next_tokens), self.cache.next_slots(final.shape[1]), self.cache)
+        self.cache.commit(None, context.num_new)
+        states = self.mix_heads(*(context.last_state(stage)[:, 0] for stage in stages))
         logits = [head.lm_head(project_down(head.lm_down, states[:, k])) for k, head in enumerate(self.heads)]
         return Draft(MarginalRollout(context.root, torch.stack(logits, dim=1).float().log_softmax(-1), self.draft_ids))

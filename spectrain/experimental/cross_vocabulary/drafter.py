@@ -148,7 +148,7 @@ class Universal(Drafter, RewindableDrafter):
         width = max(len(text) - count for text, count in zip(rows, num_cached))
         needed = max(num_cached) + width + num_slots
         if self.cache is None or context.round == 0 or needed > self.cache.max_length:
-            slots = 2 * needed + context.builder.depth + int(context.left.max())
+            slots = 2 * needed + context.builder.depth + int(context.tokens_left.max())
             self.cache = TreeCache(
                 self.model.num_layers, len(rows), slots, context.tokens.device, None, self.model.architecture.kv_shapes
             )
@@ -167,7 +167,7 @@ class Universal(Drafter, RewindableDrafter):
         """Return every text, its root included, in the drafter's tokens; of texts past its context length the newest part."""
         if context.round == 0:
             self.texts = [
-                RetokenizedText(self.drafter_tokenizer, self.target_tokenizer, self.special_map) for _ in context.counts
+                RetokenizedText(self.drafter_tokenizer, self.target_tokenizer, self.special_map) for _ in context.num_new
             ]
         first = min(text.num_read for text in self.texts)
         ends = (context.lengths + 1 - first).tolist()

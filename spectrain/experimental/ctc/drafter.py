@@ -235,10 +235,10 @@ class Ctc(SharedHeadDrafter):
     def draft(self, context: Context) -> Draft:
         """Read the states of the tokens accepted last; all slots then predict from the last state."""
         self.cache = context.drafting_cache(self.cache, len(self.adaptation.layers), 0)
-        final = context.fresh.at_layer("final").to(self.lm_head.weight.dtype)
-        stage = self.adaptation(final, self.embed(context.following), self.cache.next_slots(final.shape[1]), self.cache)[-1]
-        self.cache.commit(None, context.counts)
-        return Draft(_Collapsed(self, self.slot_log_probs(context.newest(stage)[:, 0])))
+        final = context.new_features.at_layer("final").to(self.lm_head.weight.dtype)
+        stage = self.adaptation(final, self.embed(context.next_tokens), self.cache.next_slots(final.shape[1]), self.cache)[-1]
+        self.cache.commit(None, context.num_new)
+        return Draft(_Collapsed(self, self.slot_log_probs(context.last_state(stage)[:, 0])))
 
 
 class _Collapsed(Rollout):

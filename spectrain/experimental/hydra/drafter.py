@@ -116,13 +116,13 @@ class Hydra(HeadsDrafter):
         return Losses(*self.heads_loss(supervision, head_input))
 
     def draft(self, context: Context) -> Draft:
-        states = context.fresh.at_layer("final").to(next(self.parameters()).dtype)
+        states = context.new_features.at_layer("final").to(next(self.parameters()).dtype)
         if self.prefix is not None:
             self.cache = context.drafting_cache(self.cache, 1, 0)
             states = self.prefix(states, self.cache.next_slots(states.shape[1]), self.cache)
             self.cache.add_uncommitted(states.shape[1])
-            self.cache.commit(None, context.counts)
-        return Draft(_Path(self, context.newest(states), context.root, context.builder.drafts_by_level))
+            self.cache.commit(None, context.num_new)
+        return Draft(_Path(self, context.last_state(states), context.root, context.builder.drafts_by_level))
 
 
 class _Path(Rollout):

@@ -144,7 +144,7 @@ class Jacobi(Drafter):
 
     def draft(self, context: Context) -> Draft:
         """Draft the last predictions of each text, from its new root on."""
-        counts, keys = context.counts.tolist(), context.sequence_ids.tolist()
+        counts, keys = context.num_new.tolist(), context.sequence_ids.tolist()
         if context.round == 0:
             self.guesses = [[] for _ in counts]
             self.answers = [[] for _ in counts]

@@ -103,9 +103,9 @@ class Kangaroo(SelfDrafter):
     def draft(self, context: Context) -> Draft:
         """Read the exit states of the tokens accepted last, then draft from the root on."""
         self.cache = context.drafting_cache(self.cache, 1, 1 + context.builder.max_drafted)
-        num_new = context.fresh.tokens.shape[1]
-        self._run_adapter(context.fresh.at_layer(self.exit_layer), self.cache.next_slots(num_new), None)
-        self.cache.commit(None, context.counts)
+        num_new = context.new_features.tokens.shape[1]
+        self._run_adapter(context.new_features.at_layer(self.exit_layer), self.cache.next_slots(num_new), None)
+        self.cache.commit(None, context.num_new)
         return super().draft(context)
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:

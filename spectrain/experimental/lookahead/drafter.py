@@ -74,7 +74,7 @@ class Lookahead(Drafter):
             texts = [tokens[:length] for tokens, length in zip(context.tokens.tolist(), lengths)]
             self.sequences = [LookaheadText(self, row, text) for row, text in zip(context.sequence_ids.tolist(), texts)]
         else:
-            for sequence, tokens, count in zip(self.sequences, context.following.tolist(), context.counts.tolist()):
+            for sequence, tokens, count in zip(self.sequences, context.next_tokens.tolist(), context.num_new.tolist()):
                 sequence.append_tokens(tokens[:count])
         return Draft(
             continuations=[Trie.from_continuations(sequence.find_guesses()) for sequence in self.sequences],
@@ -88,7 +88,7 @@ class Lookahead(Drafter):
         return features
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
-        for sequence, answers, count in zip(self.sequences, self.answers, context.counts.tolist()):
+        for sequence, answers, count in zip(self.sequences, self.answers, context.num_new.tolist()):
             if count:  # 0 in rows that are done
                 sequence.step_window(answers)
 

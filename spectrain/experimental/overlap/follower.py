@@ -79,7 +79,7 @@ class Follower:
         cache = TreeCache(0, 1, max_length, self.target.device)
         self.context = make_context(self.target, self._make_builder(num_tokens), cache, (), 0)
         self.context.active.fill_(True)
-        self.context.left.fill_(max_length)
+        self.context.tokens_left.fill_(max_length)
 
     def draft(self, text: list[int], num_tokens: int, is_superseded: SupersededCheck) -> list[int]:
         """Draft `num_tokens` tokens after a text; return none where a newer request arrives."""
@@ -133,8 +133,8 @@ class Follower:
         context.cache.lengths.fill_(len(text) - 1)
         context.cache.longest = len(text) - 1
         new_tokens = context.tokens[:, self.num_read : len(text) - 1]
-        context.fresh = Features(new_tokens, (), new_tokens.new_zeros(*new_tokens.shape, 0, 1))
-        context.counts = torch.tensor([new_tokens.shape[1]], device=context.tokens.device)
+        context.new_features = Features(new_tokens, (), new_tokens.new_zeros(*new_tokens.shape, 0, 1))
+        context.num_new = torch.tensor([new_tokens.shape[1]], device=context.tokens.device)
         context.builder = self._make_builder(num_tokens)
         draft = self.drafter.draft(context)
         self.text, self.num_read = text, len(text) - 1

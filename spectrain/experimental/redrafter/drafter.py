@@ -122,8 +122,8 @@ class Redrafter(VocabularyDrafter):
 
     def draft(self, context: Context) -> Draft:
         """Draft from the target's last state and the newest token. There is no state between rounds."""
-        last = (context.counts - 1).clamp(min=0)[:, None]
-        final = context.fresh.gather(last).at_layer("final").to(self.rnn_w.weight.dtype)
+        last = (context.num_new - 1).clamp(min=0)[:, None]
+        final = context.new_features.gather(last).at_layer("final").to(self.rnn_w.weight.dtype)
         return Draft(_Cells(self, final, context.root))
 
 

@@ -116,18 +116,17 @@ class Arm:
         """Add the features that were committed since the last round."""
         if context.begins:
             self.pending_features, self.num_drafts = [], 0
-        self.pending_features.append((context.fresh, context.counts))
+        self.pending_features.append((context.new_features, context.num_new))
 
     def make_draft(self, drafter: Drafter, context: Context, stopwatch: Stopwatch) -> None:
         """Let the drafter read the queued features, and draft."""
         with stopwatch:
-            fresh, counts = self.pending_features[0]
+            features, num_new = self.pending_features[0]
             if len(self.pending_features) > 1:
-                fresh = Features.concat_prefixes(self.pending_features)
-                counts = torch.stack([counts for _, counts in self.pending_features]).sum(0)
-            view = replace(
-                context, fresh=_select_layers(fresh, drafter.layers), counts=counts, round=self.num_drafts, waiting=[]
-            )
+                features = Features.concat_prefixes(self.pending_features)
+                num_new = torch.stack([counts for _, counts in self.pending_features]).sum(0)
+            features = _select_layers(features, drafter.layers)
+            view = replace(context, new_features=features, num_new=num_new, round=self.num_drafts, deferred=[])
             rollout = as_rollout(drafter.draft(view), view)
         self.pending_features, self.num_drafts = [], self.num_drafts + 1
         self.recording, self.depth_limit = TimedRollout(rollout, stopwatch), rollout.depth_limit
@@ -142,10 +141,10 @@ class Arm:
         assert self.recording is not None
         num_depths = self._max_depth(context.builder.depth)
         self._grow_counts(context.builder.depth)
-        emitted = context.following
+        emitted = context.next_tokens
         self.recording.teacher_force(emitted[:, : min(num_depths, emitted.shape[1]) - 1])
         self.hits, self.misses = self.hits * self.decay, self.misses * self.decay
-        for row, (tokens, count) in enumerate(zip(emitted.tolist(), context.counts.tolist())):
+        for row, (tokens, count) in enumerate(zip(emitted.tolist(), context.num_new.tolist())):
             predictions = self.recording.log_q_along(row, tokens[: max(count - 1, 0)])[: min(num_depths, count)]
             for depth_index, (log_q, token) in enumerate(zip(predictions, tokens)):
                 top_token = int(self.recording.rollout.to_target_ids(log_q.argmax()))

@@ -19,8 +19,8 @@ class CopyRollout(Rollout):
 
     def __init__(self, draft: Draft, context: Context) -> None:
         self.draft, self.vocab_size, self.device = draft, context.target.head.vocab_size, context.tokens.device
-        self.paths: list[list[list[int]]] = [[[]] for _ in context.counts]  # per row, the path to each node
-        tries = draft.continuations or [Trie() for _ in context.counts]
+        self.paths: list[list[list[int]]] = [[[]] for _ in context.num_new]  # per row, the path to each node
+        tries = draft.continuations or [Trie() for _ in context.num_new]
         self.trie_nodes: list[list[tuple[Trie, int] | None]] = [[(trie, 0)] for trie in tries]
         self.trie_children: dict[int, dict[int, list[int]]] = {}  # id of a trie -> node -> children
 

@@ -90,10 +90,10 @@ class TransformerHeads(SharedHeadDrafter):
     def draft(self, context: Context) -> Draft:
         """Read the states of the tokens accepted last; all heads then predict from the last state."""
         self.cache = context.drafting_cache(self.cache, len(self.heads), 0)
-        final = context.fresh.at_layer("final").to(self.lm_head.weight.dtype)
+        final = context.new_features.at_layer("final").to(self.lm_head.weight.dtype)
         slots = self.cache.next_slots(final.shape[1])
-        states = [context.newest(head(final, slots, self.cache, None, number)) for number, head in enumerate(self.heads)]
+        states = [context.last_state(head(final, slots, self.cache, None, number)) for number, head in enumerate(self.heads)]
         self.cache.add_uncommitted(final.shape[1])
-        self.cache.commit(None, context.counts)
+        self.cache.commit(None, context.num_new)
         logits = self.lm_head(project_down(self.lm_down, torch.cat(states, dim=1)))
         return Draft(MarginalRollout(context.root, logits.float().log_softmax(-1), self.draft_ids))
