@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from spectrain.decoding.replay import DraftRecorder
 from spectrain.decoding.session import Session
 from spectrain.eval.metrics import Turn
 from spectrain.eval.systems import System
 from spectrain.models.target import Target
 from spectrain.trees import TreeBuilder
-from spectrain.trees.base import RoundResult
+from spectrain.trees.base import RoundResult, WrappedBuilder
 
 MAX_PROMPTS, MAX_TOKENS = 4, 128  # prompts, and tokens of each: little compared with what is timed
 Position = tuple[int, ...]  # a node's position in its tree: the rank of each node on its path among its siblings
@@ -44,7 +43,7 @@ class EmittableTree:
         return paths[0][1:]
 
 
-class TreeRecorder(DraftRecorder):
+class TreeRecorder(WrappedBuilder):
     """Wraps a builder and records its complete trees, of one sequence that is decoded by itself."""
 
     def __init__(self, builder: TreeBuilder) -> None:

@@ -57,7 +57,7 @@ CONFIGURED = {
     "drafters/pard.py:Pard",
     "drafters/peagle.py:PEagle",
     "experimental/less_cache/drafter.py:SelfDraft",
-    "training/on_policy.py:GeneratedSource",
+    "experimental/on_policy/source.py:GeneratedSource",
 }
 """Classes whose constructors mirror a yaml of more than eight settings."""
 

@@ -1,6 +1,8 @@
 """Validation: the acceptance of a drafter's drafts during training, on held-out conversations."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from operator import mul
 from typing import Any, NamedTuple
@@ -15,11 +17,20 @@ from spectrain.drafters.base import Drafter
 from spectrain.models.target import Target
 from spectrain.trees import Chain
 
-from .on_policy import evaluation_mode
-
 MAX_CONVERSATIONS = 8  # conversations that are looked at
 ANSWER_TOKENS = 32  # tokens of the target's own answer to each
 DRAFT_DEPTH = 4  # drafts at each of its places, or as many as the drafter makes
+
+
+@contextmanager
+def evaluation_mode(drafter: Drafter) -> Iterator[None]:
+    """Set the drafter to evaluation mode for a while."""
+    training = drafter.training
+    drafter.eval()
+    try:
+        yield
+    finally:
+        drafter.train(training)
 
 
 def select_prompts(examples: list[Example], max_length: int) -> list[list[int]]:

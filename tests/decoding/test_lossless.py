@@ -26,8 +26,9 @@ from spectrain.decoding.acceptance import rejection as weighing
 from spectrain.decoding.acceptance import sequential as walking
 from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling, Traversal
 from spectrain.decoding.acceptance.sequential import RandomSource, SequentialRule, VerifiedTree
-from spectrain.decoding.acceptance.typical import InterleavedSampling, TypicalAcceptance
+from spectrain.decoding.acceptance.typical import TypicalAcceptance
 from spectrain.errors import UserError
+from spectrain.experimental.on_policy.interleaved import InterleavedSampling
 from spectrain.experimental.transport import rules as transport
 from spectrain.experimental.transport.linear_program import TruncatedLinearProgram
 from spectrain.experimental.transport.rules import ImportanceSampling, KSeq, SpecHub, Transport

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
 from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling, Traversal
-from spectrain.decoding.acceptance.typical import InterleavedSampling, TypicalAcceptance
+from spectrain.decoding.acceptance.typical import TypicalAcceptance
 from spectrain.decoding.loop import decode
 from spectrain.decoding.session import Session
 from spectrain.drafters.base import Drafter
@@ -21,6 +21,7 @@ from spectrain.errors import UserError
 from spectrain.experimental.kangaroo.drafter import Kangaroo
 from spectrain.experimental.layer_skip.drafter import LayerSkipping
 from spectrain.experimental.lookahead.drafter import Lookahead
+from spectrain.experimental.on_policy.interleaved import InterleavedSampling
 from spectrain.experimental.pruning.pruning import EarlyHead, Pruning, fit_early_heads
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.target import Target

@@ -15,7 +15,16 @@ from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
-from spectrain.decoding.replay import (
+from spectrain.drafters.base import Drafter, TrainingState
+from spectrain.drafters.causal import Causal
+from spectrain.drafters.eagle3 import Eagle3
+from spectrain.drafters.layers.losses import split_loss
+from spectrain.drafters.layers.vocabulary import Supervision
+from spectrain.errors import UserError
+from spectrain.experimental.dyspec.builder import DySpec
+from spectrain.experimental.on_policy import policy
+from spectrain.experimental.on_policy.source import GeneratedSource
+from spectrain.experimental.shared.draft_replay import (
     NOT_PAST_ERROR,
     DraftRecorder,
     DraftWindow,
@@ -28,20 +37,11 @@ from spectrain.decoding.replay import (
     make_windows,
     select_replays,
 )
-from spectrain.drafters.base import Drafter, TrainingState
-from spectrain.drafters.causal import Causal
-from spectrain.drafters.eagle3 import Eagle3
-from spectrain.drafters.layers.losses import split_loss
-from spectrain.drafters.layers.vocabulary import Supervision
-from spectrain.errors import UserError
-from spectrain.experimental.dyspec.builder import DySpec
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
-from spectrain.training import policy
-from spectrain.training.on_policy import GeneratedSource
 from spectrain.trees import Auto, Chain, Eagle2, Static, TreeBuilder
 from spectrain.trees.base import RoundResult
 

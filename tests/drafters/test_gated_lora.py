@@ -25,7 +25,6 @@ from spectrain.decoding.calibration import calibrate_builders
 from spectrain.decoding.guard import Guard
 from spectrain.decoding.latency import LatencyProbe
 from spectrain.decoding.loop import decode
-from spectrain.decoding.replay import DraftRecorder
 from spectrain.decoding.session import Session
 from spectrain.decoding.teacher_forcing import run_teacher_forced
 from spectrain.drafters.base import TrainingState
@@ -35,6 +34,7 @@ from spectrain.drafters.layers import gated_masks
 from spectrain.drafters.layers.masks import add_blocks, replace_embeddings
 from spectrain.errors import UserError
 from spectrain.experimental.cast.builder import Cast
+from spectrain.experimental.shared.draft_replay import DraftRecorder
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource

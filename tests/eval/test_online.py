@@ -18,7 +18,6 @@ from spectrain.data.chat import Example
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
-from spectrain.decoding.replay import DraftRecorder, collate_replays, select_replays
 from spectrain.decoding.session import Session
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.causal import Causal
@@ -27,6 +26,7 @@ from spectrain.errors import RunError, UserError
 from spectrain.eval.metrics import Turn
 from spectrain.experimental.evaluation import ExperimentalEvaluation
 from spectrain.experimental.online.evaluation import Learner, Online, acceptance_curve, make_example
+from spectrain.experimental.shared.draft_replay import DraftRecorder, collate_replays, select_replays
 from spectrain.features.batch import Batch, collate
 from spectrain.models.loading import load_hf
 from spectrain.models.target import Target

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from spectrain.data.chat import Example
-from spectrain.decoding.replay import NOT_PAST_ERROR, Replay, collate_replays
 from spectrain.drafters.base import TrainingState
+from spectrain.experimental.on_policy.source import GeneratedSource
+from spectrain.experimental.shared.draft_replay import NOT_PAST_ERROR, Replay, collate_replays
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch, collate
 from spectrain.features.live_source import LiveSource
@@ -17,7 +18,6 @@ from spectrain.models.attention import causal_attention, unrolled_attention
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.target import Target
 from spectrain.runs.init_drafter import is_trainable
-from spectrain.training.on_policy import GeneratedSource
 from spectrain.training.run import select_trained_groups
 from tests.drafters.test_contract import VARIANTS, each, make, stages
 from tests.models.test_target import ARCHITECTURES, EVERY, LAYERS, VOCAB, build

@@ -11,20 +11,21 @@ from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.acceptance.sequential import VerifiedTree
-from spectrain.decoding.acceptance.typical import InterleavedSampling
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
-from spectrain.decoding.replay import DraftRecorder
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import UserError
+from spectrain.experimental.on_policy.interleaved import InterleavedSampling
+from spectrain.experimental.on_policy.source import GeneratedSource
+from spectrain.experimental.shared.draft_replay import DraftRecorder
 from spectrain.features.base import BatchRequest, Source
 from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
-from spectrain.training.on_policy import GeneratedSource, evaluation_mode
 from spectrain.training.trainer import Trainer
+from spectrain.training.validation import evaluation_mode
 from spectrain.trees import Chain
 
 COLD = 1e-4

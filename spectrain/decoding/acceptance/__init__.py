@@ -6,14 +6,13 @@ from .base import AcceptanceRule, Siblings
 from .matching import Greedy, Match, OpenSampling, SamplingRule
 from .rejection import Block, RecursiveRejection, SpeculativeSampling, Traversal
 from .sequential import RandomSource, SequentialRule, VerifiedTree
-from .typical import InterleavedSampling, TypicalAcceptance
+from .typical import TypicalAcceptance
 
 __all__ = [
     "AcceptanceRule",
     "AcceptedPath",
     "Block",
     "Greedy",
-    "InterleavedSampling",
     "Match",
     "OpenSampling",
     "RandomSource",

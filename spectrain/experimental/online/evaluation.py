@@ -13,13 +13,13 @@ import torch
 
 from spectrain.data.chat import Example
 from spectrain.decoding.generation import Generation
-from spectrain.decoding.replay import DraftRecorder, Replay, collate_replays, select_replays
 from spectrain.drafters.base import Drafter, TrainingState, has_weights
 from spectrain.errors import RunError, UserError
 from spectrain.eval.extensions import EvalExtension, Results
 from spectrain.eval.metrics import Turn
 from spectrain.eval.notes import EXTENSION_NOTES
 from spectrain.eval.systems import System
+from spectrain.experimental.shared.draft_replay import DraftRecorder, Replay, collate_replays, select_replays
 from spectrain.features.batch import Batch, collate
 from spectrain.models.images import refuse_images
 from spectrain.models.target import Target

@@ -1,8 +1,6 @@
 """Sequences generated during training: by the drafter, by its target, or by both (on-policy distillation)."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
 from typing import Literal
@@ -12,10 +10,11 @@ from torch import nn
 from spectrain.config.values import NotNegative
 from spectrain.data.chat import Example
 from spectrain.decoding.acceptance import Greedy, Match
-from spectrain.decoding.acceptance.typical import InterleavedSampling
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
-from spectrain.decoding.replay import (
+from spectrain.drafters.base import Drafter
+from spectrain.errors import UserError
+from spectrain.experimental.shared.draft_replay import (
     NOT_PAST_ERROR,
     DraftRecorder,
     DraftWindow,
@@ -28,15 +27,15 @@ from spectrain.decoding.replay import (
     make_windows,
     select_replays,
 )
-from spectrain.drafters.base import Drafter
-from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest, Source
 from spectrain.features.batch import Batch, collate
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.images import refuse_images
 from spectrain.models.target import Target
+from spectrain.training.validation import evaluation_mode
 from spectrain.trees import Chain
 
+from .interleaved import InterleavedSampling
 from .policy import penalize_divergence, weigh_windows
 
 RecordedDecoding = tuple[
@@ -236,17 +235,6 @@ class GeneratedSource(Source):
                 generations = decode(writer, prompts, Match(self.temperature, seed=seed), limit, sequence_ids=rows)
         return [Example(prompt + generation.output, [False] * len(prompt) + [True] * len(generation.output))
                 for prompt, generation in zip(prompts, generations)]  # fmt: skip
-
-
-@contextmanager
-def evaluation_mode(drafter: Drafter) -> Iterator[None]:
-    """Set the drafter to evaluation mode for a while."""
-    training = drafter.training
-    drafter.eval()
-    try:
-        yield
-    finally:
-        drafter.train(training)
 
 
 def language_model(drafter: Drafter | None) -> Target | None:

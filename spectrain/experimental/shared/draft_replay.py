@@ -22,7 +22,7 @@ from spectrain.features.batch import Batch, collate, pad_or_pack
 from spectrain.trees.base import RoundResult, TreeBuilder, WrappedBuilder
 
 if TYPE_CHECKING:
-    from .generation import Generation
+    from spectrain.decoding.generation import Generation
 
 NOT_PAST_ERROR = -1  # the distance of a token that was accepted, or never drafted
 

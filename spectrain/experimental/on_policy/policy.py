@@ -10,7 +10,7 @@ from math import log
 import torch
 from torch import Tensor
 
-from spectrain.decoding.replay import DraftWindow
+from spectrain.experimental.shared.draft_replay import DraftWindow
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 
