@@ -40,11 +40,11 @@ def penalize_divergence(
     drawn there, the gradient of A log q then is that of the reward less that of weight KL(q || r)."""
     tokens = window.example.tokens
     drawn = torch.tensor(tokens[window.start :])
-    log_probs, reference_log_probs = (
+    drawn_log_probs, reference_log_probs = (
         log_probs(model, tokens[:-1], temperature)[window.start - 1 :].cpu().gather(1, drawn[:, None])[:, 0]
         for model in (writer, reference)
     )
-    costs = [0.0] * window.start + (weight * (log_probs - reference_log_probs)).tolist()
+    costs = [0.0] * window.start + (weight * (drawn_log_probs - reference_log_probs)).tolist()
     return replace(window, advantage=[gain - cost for gain, cost in zip(window.advantage, costs)])
 
 
