@@ -9,7 +9,7 @@ from spectrain.config.choices import find_choice, find_constructor
 from spectrain.data.datastore import Datastore
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.capabilities import DrafterWithExits
-from spectrain.drafters.hybrid import Merged
+from spectrain.drafters.hybrid import DrafterWithCopies
 from spectrain.drafters.layers.copies import CopySource
 from spectrain.drafters.ngram import Ngram
 from spectrain.drafters.retrieval import Retrieval
@@ -70,7 +70,7 @@ class Baselines(EvalExtension):
         if RECOMMENDED in self.names and not capabilities.is_copier and not capabilities.has_no_q:
             tree = retrieval_tree(candidate)
             label = f"drafter + retrieval, {describe_tree(tree)}{rule_suffix(candidate)}"
-            merged = Merged(drafter, CopySource(store))
+            merged = DrafterWithCopies(drafter, CopySource(store))
             systems.append(System(RECOMMENDED, label, merged, tree, rule.matching_rule()))
         if "chain" in self.names and not own.is_chain and not capabilities.is_copier:
             chain = Chain(min(3, own.depth), own.children, own.temperature, own.seed)

@@ -67,7 +67,7 @@ class Recurrent(VocabularyDrafter):
     @property
     def stages(self) -> list[Stage]:
         """One, whose step k is judged by the target's state k + 1 tokens further on."""
-        return [Stage.whole(self, self.layers, final_reach=self.num_steps)]
+        return [Stage.single(self, self.layers, final_reach=self.num_steps)]
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         assert batch.features is not None
@@ -76,7 +76,9 @@ class Recurrent(VocabularyDrafter):
         hidden, terms = self.start(final), {}
         hits, counts = torch.zeros(2, self.num_steps, device=final.device)
         for step in range(self.num_steps):
-            hidden = state.checkpointed(self.read, batch.tokens.roll(-1 - step, dims=1), hidden)  # never judged past the end
+            hidden = state.run_checkpointed(
+                self.read, batch.tokens.roll(-1 - step, dims=1), hidden
+            )  # never judged past the end
             rows = supervision.is_supervised(step)
             states = self.hidden(final[rows], hidden[rows])
             found, right = supervision.judge_states(states, self.lm_head, supervision.label_index(step))

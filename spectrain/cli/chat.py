@@ -25,7 +25,7 @@ from spectrain.decoding.acceptance.typical import lossy_warning
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.session import EngineChoice, Session, check_compatibility, require_capture
 from spectrain.drafters.base import Drafter
-from spectrain.drafters.hybrid import Merged
+from spectrain.drafters.hybrid import DrafterWithCopies
 from spectrain.drafters.layers.copies import CopySource
 from spectrain.errors import UserError, suggest_nearest
 from spectrain.eval.baselines import supports_auto_tree
@@ -252,14 +252,14 @@ class Chat:
         if self.measured and rule.lossless and not Session(target, rule, engine=self.engine).prefers_capture:
             check_compatibility(drafter, builder, rule)
             if supports_auto_tree(target, drafter, builder) and not drafter.capabilities.has_no_q:
-                drafter = Merged(drafter, CopySource(open_answer_store(spec, folder, target, None)))
+                drafter = DrafterWithCopies(drafter, CopySource(open_answer_store(spec, folder, target, None)))
                 builder, rule = Auto(budget=MAX_TREE_NODES), rule.matching_rule()
         return Session.from_drafter(target, drafter, builder, rule, prompts, self.engine)
 
 
 def drafter_title(drafter: Drafter | None) -> str:
     """Return a short name of a drafter."""
-    inside = f"{type(drafter.inner).__name__} + retrieval" if isinstance(drafter, Merged) else None
+    inside = f"{type(drafter.inner).__name__} + retrieval" if isinstance(drafter, DrafterWithCopies) else None
     return inside or type(drafter).__name__
 
 

@@ -39,7 +39,7 @@ class TrainingState:
     # Whether gradient checkpointing is on.
     recompute: bool = False
 
-    def checkpointed(self, part: Callable[..., Any], *inputs: Any) -> Any:
+    def run_checkpointed(self, part: Callable[..., Any], *inputs: Any) -> Any:
         """Return part(*inputs); with gradient checkpointing only the inputs are stored and the backward pass runs it again.
 
         A family calls each repeated part of its loss, a draft step or a layer, through this method. torch's
@@ -64,7 +64,7 @@ class Stage:
     final_reach: int | None = None
 
     @classmethod
-    def whole(cls, module: nn.Module, layers: tuple[Layer, ...], final_reach: int | None = None) -> Stage:
+    def single(cls, module: nn.Module, layers: tuple[Layer, ...], final_reach: int | None = None) -> Stage:
         """Return a single stage that trains all parameters of a module that require gradients."""
         return cls([{"params": [p for p in module.parameters() if p.requires_grad]}], layers, final_reach=final_reach)
 
@@ -119,7 +119,7 @@ class Drafter(nn.Module, ABC):
     @property
     def stages(self) -> Sequence[Stage]:
         """The training stages in order; by default one stage for the drafter's own parameters, on the features in `layers`."""
-        return [Stage.whole(self, self.layers)]
+        return [Stage.single(self, self.layers)]
 
     @property
     def cost(self) -> DraftingCost:

@@ -83,7 +83,7 @@ class Causal(Drafter, RewindableDrafter):
     @property
     def stages(self) -> list[Stage]:
         """On what the target's head reads; decoding needs no features."""
-        return [Stage.whole(self, ("final",), final_reach=0)]
+        return [Stage.single(self, ("final",), final_reach=0)]
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
         """The model's layers run over all tokens; no distribution is cut to a draft vocabulary."""

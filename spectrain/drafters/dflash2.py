@@ -93,8 +93,8 @@ class CandidateSelector(nn.Module):
 
     def forward(self, hidden: Tensor, before: Tensor, candidates: Tensor) -> Tensor:
         """[.., C] from states [.., W], the tokens before [..] and candidates [.., C], all in target ids."""
-        asked = F.embedding(before, self.predecessor_codebook) * self.hidden_projection(hidden)
-        return (F.embedding(candidates, self.successor_codebook) @ asked[..., None])[..., 0]
+        query = F.embedding(before, self.predecessor_codebook) * self.hidden_projection(hidden)
+        return (F.embedding(candidates, self.successor_codebook) @ query[..., None])[..., 0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,20 +145,20 @@ class DFlash2(BlockDrafter):
         judged = replace(cost.judged, other_rows=2 * cost.judged.rows)
         return replace(cost, judged=judged, backward_values=2 * cost.judged.rows * self.selector_top_k * width)
 
-    def judge_drafts(self, asked: JudgedDrafts) -> Losses:
-        weights, supervision = asked.decayed_weights(self.decay), asked.supervision
-        judged = supervision.judge_with_head(self.projection, asked.hidden, asked.label_index, weights)
-        before, labels = asked.select_judged(asked.previous_tokens), supervision.label_ids[asked.label_index]
-        weights = weights * self.t2d[supervision.labels[asked.label_index]]
+    def judge_drafts(self, drafts: JudgedDrafts) -> Losses:
+        weights, supervision = drafts.decayed_weights(self.decay), drafts.supervision
+        judged = supervision.judge_with_head(self.projection, drafts.hidden, drafts.label_index, weights)
+        before, labels = drafts.select_judged(drafts.previous_tokens), supervision.label_ids[drafts.label_index]
+        weights = weights * self.t2d[supervision.labels[drafts.label_index]]
         terms, right = [], []
         for rows in split_rows(len(labels)):
-            part = (tensor[rows] for tensor in (asked.hidden, before, labels, weights))
+            part = (tensor[rows] for tensor in (drafts.hidden, before, labels, weights))
             loss, chosen = checkpoint(self._choose, *part, use_reentrant=False)
             terms.append(loss)
             right.append(chosen)
         selected = torch.stack(terms).sum() if terms else judged.loss.new_zeros(())
         best = torch.cat(right) if right else judged.predictions
-        return asked.sum_losses({self.divergence: judged.loss, "selector": self.selector_weight * selected}, best)
+        return drafts.sum_losses({self.divergence: judged.loss, "selector": self.selector_weight * selected}, best)
 
     def _choose(self, hidden: Tensor, before: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """The selector's loss over rows [r], and the candidates that it takes, draft ids [r]."""

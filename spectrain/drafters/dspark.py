@@ -53,7 +53,7 @@ class MarkovHead(nn.Module):
             return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
         return embedded, state
 
-    def along(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+    def run_path(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """m of whole blocks [A, K, M], whose tokens are known."""
         state, states = torch.zeros_like(embedded[:, 0]), []
         for slot, before in zip(hidden.unbind(1), embedded.unbind(1)):
@@ -135,7 +135,7 @@ class DSpark(BlockDrafter):
     def judge_drafts(self, drafts: JudgedDrafts) -> Losses:
         """All terms in one pass through the output layer, to which [h ; m] and [W ; W2] make the Markov head belong."""
         embedded = self.markov.markov_w1(drafts.previous_tokens)
-        read = drafts.select_judged(self.markov.along(drafts.states, embedded))
+        read = drafts.select_judged(self.markov.run_path(drafts.states, embedded))
         head = self.projection
         both = replace(head, weight=torch.cat([head.weight, self.markov.markov_w2.weight], dim=1))
         tokens = drafts.select_judged(drafts.tokens)

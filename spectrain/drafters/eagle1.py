@@ -113,7 +113,7 @@ class Eagle1(VocabularyDrafter):
 
     @property
     def stages(self) -> list[Stage]:
-        return [Stage.whole(self, self.layers)]
+        return [Stage.single(self, self.layers)]
 
     def inputs(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """Return the layer's input [B, T, D] from tokens [B, T] and the features [B, T, D] before them."""
@@ -146,7 +146,7 @@ class Eagle1(VocabularyDrafter):
         states_by_step: list[Tensor] = []  # of the supervised indices of every step
         for step in range(max(1, min(self.num_steps, batch.max_document_length - 2))):
             read = hidden.detach() if self.detach else hidden
-            hidden, own = state.checkpointed(self.unroll, batch, read, step, held[:])
+            hidden, own = state.run_checkpointed(self.unroll, batch, read, step, held[:])
             held.append(own)
             states_by_step.append(hidden[supervision.is_supervised(step)])
         return self._judge(supervision, batch.features.at_layer("final"), states_by_step)

@@ -128,7 +128,7 @@ class EarlyExit(SelfDrafter, DrafterWithExits):
         predicts, grad = batch.next_is_supervised, torch.is_grad_enabled()
         tokens, original = batch.tokens.roll(-1, dims=1)[predicts], self._original_log_probs(batch, target)
         layers = tuple(number + 1 for number in exits_read)
-        span = LayerSpan(dropped=self.dropped(batch, target, state))
+        span = LayerSpan(dropped=self.draw_dropped_layers(batch, target, state))
         plan = ForwardPlan(layers=layers, grad=grad, recompute=state.recompute, lengths=batch.lengths, span=span)
         states = target.run(batch.tokens, plan)
         final = {
@@ -191,7 +191,7 @@ class EarlyExit(SelfDrafter, DrafterWithExits):
         span = max(1, num_layers - 1)
         return [self.max_dropout * over_time * math.expm1(layer * math.log(2) / span) for layer in range(num_layers)]
 
-    def dropped(self, batch: Batch, target: Target, state: TrainingState) -> Tensor | None:
+    def draw_dropped_layers(self, batch: Batch, target: Target, state: TrainingState) -> Tensor | None:
         """[L, sequences], on the CPU, which layers each skips, drawn for its own tokens and the step: however sequences are
         batched, on whichever process, they skip the same ones."""
         if not self.training or not self.max_dropout:

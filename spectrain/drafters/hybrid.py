@@ -25,10 +25,13 @@ if TYPE_CHECKING:
     from spectrain.models.target import Target
 
 
-PATIENCE = 256  # tokens that a drafter may fall behind: what it catches up with needs slots
+# Number of tokens that a skipped drafter may have to read later; each needs a slot in its cache.
+PATIENCE = 256
 
 
-class MergedCost(DraftingCost):
+class CostWithCopies(DraftingCost):
+    """The cost of the inner drafter, and the slots of the tokens that it reads later."""
+
     def extra_nodes(self, builder: TreeBuilder) -> int:
         return int(self.drafter.inner.cost.extra_nodes(builder)) + PATIENCE
 
@@ -43,20 +46,20 @@ class MergedCost(DraftingCost):
         return int(self.drafter.inner.cost.first_verified_layer())
 
 
-class Merged(DrafterWrapper, PromptRunner, StoreReader):
-    """The tree that a builder grows along the drafter `inner`, and what is copied, merged under the builder's budget by
-    calibrated chance; the share of each is learnt while decoding. Trained, it trains the drafter inside.
+class DrafterWithCopies(DrafterWrapper, PromptRunner, StoreReader):
+    """Merges the tree of the drafter `inner` with copies, under the builder's budget.
 
-    A builder that goes by the clock may leave the drafter out of a round whose copies are sure enough; what was committed
-    meanwhile waits until it is asked again.
+    Nodes are chosen by calibrated acceptance probability, which is learned while decoding for each source. Training trains the
+    inner drafter. A builder that uses latencies may skip the drafter in a round whose copies are probable enough; the drafter
+    reads the tokens of skipped rounds when it drafts next.
     """
 
-    _cost_type: type[DraftingCost] = MergedCost
+    _cost_type: type[DraftingCost] = CostWithCopies
 
     def __init__(self, inner: Drafter, copying: CopySource) -> None:
         super().__init__()
         self.inner, self.copying = inner, copying
-        self.resting = SkippableDrafter(inner)
+        self.skippable = SkippableDrafter(inner)
         self.layers = inner.layers
         self.datastore = copying.store
         self.capabilities = replace(inner.capabilities, capture=None, has_no_q=True, nestable=False)
@@ -66,36 +69,37 @@ class Merged(DrafterWrapper, PromptRunner, StoreReader):
 
     def draft(self, context: Context) -> Draft:
         self.copying.propose_copies(context)
-        copies = self._tries()
+        copies = self._weigh_tries()
         num_unread = sum(features.tokens.shape[1] for features, _ in context.deferred)
-        soon = 2 * (context.builder.depth + 1)  # what the last round with it committed, and what this one may
-        if num_unread + soon <= PATIENCE and not context.builder.needs_drafter(context, copies):
-            self.resting.skip(context)
+        num_upcoming = 2 * (context.builder.depth + 1)  # committed by the last round with the drafter, and by this one
+        if num_unread + num_upcoming <= PATIENCE and not context.builder.needs_drafter(context, copies):
+            self.skippable.skip(context)
             return Draft(continuations=copies)
-        draft = self.resting.draft(context)
-        if draft.rollout is None:  # a round in which it cannot draft
+        draft = self.skippable.draft(context)
+        # The drafter cannot draft in every round.
+        if draft.rollout is None:
             return replace(draft, continuations=copies)
-        return replace(draft, merge_copies=self._joined)
+        return replace(draft, merge_copies=self._merge_tries)
 
     def verify(self, context: Context, tree: TokenTree) -> Features:
-        return self.resting.verify(context, tree)
+        return self.skippable.verify(context, tree)
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
-        self.resting.commit(context, accepted)
+        self.skippable.commit(context, accepted)
 
-    def _joined(self, tree: TokenTree) -> list[Trie]:
+    def _merge_tries(self, tree: TokenTree) -> list[Trie]:
         """Return the tries of every text, with the drafter's nodes [B, N] added."""
         assert tree.scores is not None
         nodes = (tree.tokens, tree.parents, tree.scores, tree.valid)
         for proposal, *row in zip(self.copying.proposals, *(part.tolist() for part in nodes)):
             proposal.add_draft(*row)
-        return self._tries()
+        return self._weigh_tries()
 
-    def _tries(self) -> list[Trie]:
+    def _weigh_tries(self) -> list[Trie]:
         return [proposal.weigh_trie(self.copying.estimator) for proposal in self.copying.proposals]
 
 
-class Hybrid(Merged):
+class Hybrid(DrafterWithCopies):
     """Combines a drafter with the copies of drafter=retrieval, with its settings, in one tree."""
 
     saved = SavedFiles(inner=("inner",))
@@ -117,7 +121,7 @@ class Hybrid(Merged):
         drafter, description = build_inner(inner, "inner", target)
         if drafter.capabilities.is_copier or drafter.capabilities.has_no_q:
             raise UserError(
-                f"drafter.inner={description['choice']}: it copies too; name one that drafts, or use drafter=retrieval"
+                f"drafter.inner={description['choice']}: it copies too; name a drafter that does not, or use drafter=retrieval"
             )
         datastore = None if store is None else Datastore(store, target.tokenizer)
         super().__init__(drafter, CopySource(datastore, longest, matches, enough))

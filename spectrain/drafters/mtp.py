@@ -118,7 +118,7 @@ class Mtp(VocabularyDrafter):
 
     @property
     def stages(self) -> list[Stage]:
-        return [Stage.whole(self, self.layers)]
+        return [Stage.single(self, self.layers)]
 
     def inputs(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """What the layer reads [B, T, D], of tokens [B, T] and the states [B, T, D] before them."""
@@ -143,7 +143,7 @@ class Mtp(VocabularyDrafter):
         held: list[Held] = []  # of every step
         states: list[Tensor] = []  # of the supervised indices of every step
         for step in range(max(1, min(self.num_steps, batch.max_document_length - 2))):
-            hidden, own = state.checkpointed(self._unroll, batch, hidden, step, held[:])
+            hidden, own = state.run_checkpointed(self._unroll, batch, hidden, step, held[:])
             held.append(own)
             states.append(hidden[supervision.is_supervised(step)])
         return self._judge(supervision, states)

@@ -1,4 +1,4 @@
-"""Prompt lookup (Saxena, 2023): propose what followed the last few tokens when they were seen before. Needs no training."""
+"""Prompt lookup (Saxena, 2023): copy the continuations of earlier occurrences of the last few tokens, without training."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ class Ngram(Drafter, RewindableDrafter):
         self.texts.append_committed(context)
         depth = context.builder.depth
 
-        def after(row: int, path: list[int]) -> Trie:
+        def copies_after(row: int, path: list[int]) -> Trie:
             return build_trie(self.texts.rows[row].find_occurrences(depth, self.matches, self.shortest, path))
 
-        return Draft(continuations=[after(row, []) for row in range(len(self.texts.rows))], copies_after=after)
+        return Draft(continuations=[copies_after(row, []) for row in range(len(self.texts.rows))], copies_after=copies_after)
 
     def rewind(self, lengths: Tensor) -> None:
         self.texts.reset_texts()

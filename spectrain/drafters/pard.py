@@ -122,7 +122,7 @@ class Pard(Drafter):
     @property
     def stages(self) -> list[Stage]:
         """On what the target's head reads, and the features beside the embeddings, if any; decoding needs only those."""
-        return [Stage.whole(self, (*self.layers, "final"), final_reach=0)]
+        return [Stage.single(self, (*self.layers, "final"), final_reach=0)]
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
         """The model runs over all tokens and the masks after the kept prefixes, with a mask in every attention layer."""

@@ -145,7 +145,7 @@ class PEagle(EagleDrafter):
             masks = chain_attention(own_q, own_k, own_v, (k, v), chains, self.window)
             return attention.project_output(torch.cat([label_rows, masks], dim=2))
 
-        states: Tensor = state.checkpointed(self.run_layers, tokens, hidden, attend)
+        states: Tensor = state.run_checkpointed(self.run_layers, tokens, hidden, attend)
         return states
 
     # Decoding

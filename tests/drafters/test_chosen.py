@@ -19,7 +19,7 @@ from spectrain.drafters.base import Drafter
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.experimental.router.arms import Arm
-from spectrain.experimental.router.drafter import MAX_UNREAD, NUM_TRIALS, Chosen
+from spectrain.experimental.router.drafter import MAX_UNREAD, NUM_TRIALS, DrafterRouter
 from spectrain.experimental.router.voting import VotingRollout
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import build_drafter, load_weights, save_drafter
@@ -73,15 +73,15 @@ def prompts(shallow: Target) -> list[list[int]]:
     return [shallow.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
 
 
-def made(target: Target, inner: list[Any] = EVERY, **settings: Any) -> Chosen:
+def made(target: Target, inner: list[Any] = EVERY, **settings: Any) -> DrafterRouter:
     torch.manual_seed(0)
-    drafter: Chosen = build(
-        {"_target_": "spectrain.experimental.router.drafter.Chosen", "inner": inner, **settings}, target=target
+    drafter: DrafterRouter = build(
+        {"_target_": "spectrain.experimental.router.drafter.DrafterRouter", "inner": inner, **settings}, target=target
     )
     return drafter.eval()
 
 
-def with_experts(target: Target, texts: list[list[list[int]]], costs: list[float], **settings: Any) -> Chosen:
+def with_experts(target: Target, texts: list[list[list[int]]], costs: list[float], **settings: Any) -> DrafterRouter:
     """A drafter that chooses between experts of these texts, on a clock that a step of an expert moves on by its cost."""
     chosen = made(target, ["ngram"] * len(texts), **settings)
     now = [0.0]
@@ -242,7 +242,7 @@ def test_each_is_taken_by_its_directory(shallow: Target, tmp_path: Path) -> None
     save_drafter(
         tmp_path / "inner", inner, RunSpec.from_nodes(composed("drafter=causal", "+drafter.num_layers=1", "target=tiny"))
     )
-    node = {"_target_": "spectrain.experimental.router.drafter.Chosen", "inner": ["ngram", str(tmp_path / "inner")]}
+    node = {"_target_": "spectrain.experimental.router.drafter.DrafterRouter", "inner": ["ngram", str(tmp_path / "inner")]}
     drafter: Any = build_drafter(GroupSpec.from_node("drafter", node), shallow)
     weights = inner.state_dict()
     assert all(torch.equal(value, drafter.inner[1].state_dict()[key]) for key, value in weights.items())

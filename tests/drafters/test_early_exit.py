@@ -187,7 +187,7 @@ def test_exponential_dropout_follows_the_training(tiny: Target, num_steps: int, 
 
 
 def drawn(drafter: EarlyExit, target: Target, rows: list[Example], step: int = 4) -> Tensor:
-    found = drafter.dropped(collate(rows), target, at(step, 10))
+    found = drafter.draw_dropped_layers(collate(rows), target, at(step, 10))
     assert found is not None
     return found
 
@@ -212,10 +212,10 @@ def test_a_sequence_drops_the_same_layers_however_it_is_batched(tiny: Target) ->
 def test_nothing_is_dropped_where_it_is_not_trained(tiny: Target) -> None:
     """Not in evaluation, not at a rate of 0."""
     batch = collate(examples(4, 2000))
-    assert EarlyExit(tiny, max_dropout=0.6).eval().dropped(batch, tiny, at(4, 10)) is None
-    assert EarlyExit(tiny, max_dropout=0.0).train().dropped(batch, tiny, at(4, 10)) is None
+    assert EarlyExit(tiny, max_dropout=0.6).eval().draw_dropped_layers(batch, tiny, at(4, 10)) is None
+    assert EarlyExit(tiny, max_dropout=0.0).train().draw_dropped_layers(batch, tiny, at(4, 10)) is None
     late = EarlyExit(tiny, max_dropout=0.9, dropout_schedule="exponential").train()
-    first = late.dropped(batch, tiny, at(0, 10))
+    first = late.draw_dropped_layers(batch, tiny, at(0, 10))
     assert first is not None and not first.any()
 
 

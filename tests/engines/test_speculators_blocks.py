@@ -110,7 +110,7 @@ def differences(seen: Seen, drafter: Any, family: str, tiny: Target) -> dict[str
     theirs = {name: one.unflatten(0, (len(starts), -1))[:, drafter.first :] for name, one in seen.measured.items()}
     if family == "dspark":
         embedded = drafter.markov.markov_w1(before)
-        bias = drafter.markov.markov_w2(drafter.markov.along(states, embedded))
+        bias = drafter.markov.markov_w2(drafter.markov.run_path(states, embedded))
         ours = {"logits": drafter.product(states) + bias}
         if drafter.confidence_head is not None:
             ours["confidence_logits"] = drafter.confidence_head(torch.cat([states, embedded], dim=-1))

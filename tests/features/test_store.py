@@ -455,7 +455,7 @@ def test_the_comparison_covers_every_family_with_features() -> None:
     known = {str(family["_target_"]).rsplit(".", 1)[1] for family in FAMILIES}
     without = {"EarlyExit", "GatedLora", "Jacobi", "LayerSkipping", "Lookahead", "Ngram", "Retrieval", "SelfDraft", "Universal"}
     without |= {"Hybrid"}  # its loss is that of the drafter inside
-    without |= {"Cascade", "Chosen"}  # as is a cascade's; a choice is not trained
+    without |= {"Cascade", "DrafterRouter"}  # as is a cascade's; a choice is not trained
     without |= {"smollm2_eagle3"}  # trained already
     choices = Path(module.__file__).parents[1] / "conf" / "drafter"
     named = {file.read_text().split("_target_: ")[1].split()[0].rsplit(".", 1)[1] for file in choices.glob("*.yaml")}

@@ -176,7 +176,7 @@ class BlockDrafter(VocabularyDrafter):
 
     @property
     def stages(self) -> list[Stage]:
-        return [Stage.whole(self, self.layers, final_reach=0)]
+        return [Stage.single(self, self.layers, final_reach=0)]
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
         """The layers run over the slots of the blocks behind the sampled anchors."""
@@ -206,7 +206,7 @@ class BlockDrafter(VocabularyDrafter):
         x = self.embed_blocks(batch.tokens.flatten()[anchors.token_indices])
         rope = self.rotary(x, anchors.positions[:, None] + torch.arange(self.block_size, device=x.device))
         for layer in self.blocks:
-            x = state.checkpointed(self._run_training_layer, layer, x, rope, context, context_rope, anchors)
+            x = state.run_checkpointed(self._run_training_layer, layer, x, rope, context, context_rope, anchors)
         return self.norm(x)
 
     def _run_training_layer(

@@ -141,7 +141,7 @@ class EagleDrafter(VocabularyDrafter):
 
     @property
     def stages(self) -> list[Stage]:
-        return [Stage.whole(self, self.layers, final_reach=0)]
+        return [Stage.single(self, self.layers, final_reach=0)]
 
     def fuse_features(self, features: Features) -> Tensor:
         """Project the target's fused layers to the first hidden state [B, T, D]."""

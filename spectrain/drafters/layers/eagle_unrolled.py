@@ -48,7 +48,7 @@ class UnrolledEagle(EagleDrafter):
         assert batch.features is not None
         hidden, step_kv = self.fuse_features(batch.features), list[LayerKeysValues]()
         for step in range(count):
-            hidden, new_kv = state.checkpointed(self.run_step, batch, hidden, step, step_kv[:])
+            hidden, new_kv = state.run_checkpointed(self.run_step, batch, hidden, step, step_kv[:])
             step_kv.append(new_kv)
             yield hidden
 

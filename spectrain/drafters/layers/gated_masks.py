@@ -143,7 +143,7 @@ class GatedMasks(MaskDrafter):
     @property
     def stages(self) -> list[Stage]:
         """One stage without features: the loss runs the target with masks."""
-        return [Stage.whole(self, ())]
+        return [Stage.single(self, ())]
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
         """The target's layers run over all tokens and the masks, with a mask in every attention layer."""

@@ -84,7 +84,7 @@ class Amphista(HeadsDrafter):
     @property
     def stages(self) -> list[Stage]:
         """One stage. Heads without adaptation read the state of one position, heads with it those of all earlier ones too."""
-        return [Stage.whole(self, self.layers, final_reach=None if self.adaptation.layers else len(self.heads))]
+        return [Stage.single(self, self.layers, final_reach=None if self.adaptation.layers else len(self.heads))]
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
         """The heads run over the supervised tokens, and attend to each other."""
@@ -100,7 +100,7 @@ class Amphista(HeadsDrafter):
         rows = is_supervised.any(-1)
         final = batch.features.at_layer("final").to(next(self.parameters()).dtype)
         stages = self.adaptation(final, self.embed(batch.tokens.roll(-1, dims=1)), batch.positions, lengths=batch.lengths)
-        mixed_states = state.checkpointed(self.mix_heads, *(stage[rows] for stage in stages))
+        mixed_states = state.run_checkpointed(self.mix_heads, *(stage[rows] for stage in stages))
 
         def head_input(k: int) -> Tensor:
             return project_down(self.heads[k].lm_down, mixed_states[is_supervised[rows][:, k], k])

@@ -163,7 +163,7 @@ class Ctc(SharedHeadDrafter):
     @property
     def stages(self) -> list[Stage]:
         """One stage. The loss reads only the data, so the target's states are needed at the supervised positions alone."""
-        return [Stage.whole(self, self.layers)]
+        return [Stage.single(self, self.layers)]
 
     # Training
 

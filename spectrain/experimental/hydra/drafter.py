@@ -97,7 +97,7 @@ class Hydra(HeadsDrafter):
 
     @property
     def stages(self) -> list[Stage]:
-        return [Stage.whole(self, self.layers, final_reach=None if self.prefix is not None else len(self.heads))]
+        return [Stage.single(self, self.layers, final_reach=None if self.prefix is not None else len(self.heads))]
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         assert batch.features is not None

@@ -76,7 +76,7 @@ class Kangaroo(SelfDrafter):
     @property
     def stages(self) -> list[Stage]:
         """One stage, which also reads the input of the target's head, for the loss."""
-        return [Stage.whole(self, (self.exit_layer, "final"), final_reach=0)]
+        return [Stage.single(self, (self.exit_layer, "final"), final_reach=0)]
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
         """The adapter runs over all tokens; its states are judged by the target's output layer."""

@@ -79,7 +79,7 @@ class DraftJudge(Drafter):
     @property
     def stages(self) -> list[Stage]:
         """One stage. The features yield the alternatives; the target runs them and the tokens after them in the loss."""
-        return [Stage.whole(self, ("final",), final_reach=0)]
+        return [Stage.single(self, ("final",), final_reach=0)]
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
         """Only the probe learns; the target runs over the text and its alternatives without gradients."""

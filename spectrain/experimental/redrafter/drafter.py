@@ -75,7 +75,7 @@ class Redrafter(VocabularyDrafter):
 
     @property
     def stages(self) -> list[Stage]:
-        return [Stage.whole(self, self.layers, final_reach=self.num_steps)]
+        return [Stage.single(self, self.layers, final_reach=self.num_steps)]
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embed tokens, [..] -> [.., D]; the embedding of a token is also the cell's first state."""
@@ -110,7 +110,7 @@ class Redrafter(VocabularyDrafter):
         head_inputs: list[Tensor] = []  # of the supervised indices of every step
         for step in range(self.num_steps):
             if step:
-                cell_states = state.checkpointed(self.run_cell, batch.tokens.roll(-1 - step, dims=1), cell_states)
+                cell_states = state.run_checkpointed(self.run_cell, batch.tokens.roll(-1 - step, dims=1), cell_states)
             rows = supervision.is_supervised(step)
             head_inputs.append(self.mix_states(cell_states[rows], final[rows]))
         label_index, row_order, steps = supervision.join_steps(self.num_steps)

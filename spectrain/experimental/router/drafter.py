@@ -43,7 +43,7 @@ class RouterCost(DraftingCost):
         return max(float(drafter.cost.num_passes(depth)) for drafter in self.drafter.inner)
 
 
-class Chosen(Drafter):
+class DrafterRouter(Drafter):
     """The drafter with the most expected tokens per second drafts a round; the others are idle.
 
     by=hedge (Not-a-Bandit) needs no exploration. Every `score_every`-th round all drafters read the new text, which they would

@@ -71,7 +71,7 @@ class TransformerHeads(SharedHeadDrafter):
 
     @property
     def stages(self) -> list[Stage]:
-        return [Stage.whole(self, self.layers)]
+        return [Stage.single(self, self.layers)]
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
         """Every head's layer runs over all tokens; the logits of all heads are judged together."""
@@ -83,7 +83,7 @@ class TransformerHeads(SharedHeadDrafter):
         supervision, states = Supervision(self, batch), []
         final = batch.features.at_layer("final").to(self.lm_head.weight.dtype)
         for number, head in enumerate(self.heads):
-            hidden = state.checkpointed(head, final, batch.positions, None, batch.lengths)
+            hidden = state.run_checkpointed(head, final, batch.positions, None, batch.lengths)
             states.append(project_down(self.lm_down, hidden[supervision.is_supervised(number)]))
         return supervision.judge_steps(states, self.lm_head, self.head_decay, len(self.heads))
 
