@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.session import PromptLoader
 from spectrain.eval.metrics import SystemSummary, Turn
@@ -61,3 +63,6 @@ class EvalExtension:
     def report(self, results: Results) -> dict[str, Any]:
         """Return the keys to add to summary.json, and write own files to the folder."""
         return {}
+
+    def print_results(self, console: Console, summary: dict[str, Any]) -> None:
+        """Print more of summary.json below the table of systems."""

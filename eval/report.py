@@ -1,6 +1,6 @@
 """The tables that `spectrain eval` and `spectrain compare` print, and the Markdown table of a comparison."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -13,11 +13,9 @@ from spectrain.eval.columns import (
     SYSTEM_COLUMNS,
     Column,
     autoregressive_entry,
-    format_number,
-    format_speedup,
-    format_speedup_interval,
     list_systems,
 )
+from spectrain.eval.extensions import EvalExtension
 from spectrain.eval.notes import explain_numbers, list_caveats, name_fastest
 
 WIDTH = 100  # characters of a printed line
@@ -34,8 +32,8 @@ def open_console() -> Console:
 # One evaluation
 
 
-def print_table(summary: dict[str, Any]) -> None:
-    """Print all systems, the recommended one first, then the sentences that explain the numbers."""
+def print_table(summary: dict[str, Any], extensions: Sequence[EvalExtension] = ()) -> None:
+    """Print all systems, the recommended one first, then what extensions add and the sentences that explain the numbers."""
     setting, console = summary["setting"], open_console()
     table = Table(
         title=f"{setting['recipe']} on {setting['target']}: {setting['prompts']} prompts, {setting['max_new_tokens']} tokens",
@@ -53,43 +51,10 @@ def print_table(summary: dict[str, Any]) -> None:
         ]
         table.add_row(entry["label"], *cells)
     console.print(table)
-    if "sweep" in summary:
-        _print_sweep(console, summary)
+    for extension in extensions:
+        extension.print_results(console, summary)
     for sentence in (*name_fastest(summary), *explain_numbers(summary), *list_caveats(summary)):
         console.print(sentence, markup=False)
-
-
-def _print_sweep(console: Console, summary: dict[str, Any]) -> None:
-    """Print a sweep of two settings as a table, and the fastest pair."""
-    sweep = summary["sweep"]
-    console.print(_sweep_table(summary))
-    entries = [entry["lossless"] for name, entry in summary["compared"].items() if name.startswith(f"{sweep['over']}-")]
-    if entries and all(entries):
-        identical, checked = (sum(entry[key] for entry in entries) for key in ("identical", "checked"))
-        console.print(f"Identical in all {len(entries)} settings: {identical} of {checked} answers.")
-    best, settings = sweep["fastest_speedup"], " ".join(f"{key}={value}" for key, value in sweep["fastest"].items())
-    unpruned = f", unpruned {format_speedup(summary['speedup'], 'x')}" if sweep["over"] == "prune" else ""
-    speedup = f"{format_speedup(best, 'x')} [{format_speedup_interval(best)}]{unpruned}"
-    console.print(f"Fastest on these prompts: {settings}, {speedup}; others may be as fast.", markup=False)
-
-
-def _sweep_table(summary: dict[str, Any]) -> Table:
-    """Return a table with a cell for every pair of settings."""
-    sweep = summary["sweep"]
-    pruned = sweep["over"] == "prune"
-    content = "tokens per forward, node-layers saved, speedup" if pruned else "tokens per forward, speedup"
-    table = Table(title=f"{content} by {sweep['row']} and {sweep['column']}")
-    table.add_column(f"{sweep['row']} \\ {sweep['column']}", justify="right")
-    for column in sweep["columns"]:
-        table.add_column(str(column), justify="right")
-    for i, row in enumerate(sweep["rows"]):
-        cells = []
-        for j, column in enumerate(sweep["columns"]):
-            speedup = summary["compared"][f"{sweep['over']}-{row}-{column}"]["speedup"]
-            saved = f"  {sweep['node_layers_saved'][i][j]:.1%}" if pruned else ""
-            cells.append(f"{format_number(sweep['acceptance_length'][i][j])}{saved}  {format_speedup(speedup, 'x')}")
-        table.add_row(str(row), *cells)
-    return table
 
 
 # Comparison

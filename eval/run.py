@@ -20,7 +20,7 @@ from spectrain.decoding.guard import Guard
 from spectrain.decoding.session import check_compatibility, prepare_for_decoding, tune_drafter
 from spectrain.drafters.capabilities import find_datastore
 from spectrain.errors import UserError
-from spectrain.eval.baselines import OURS, OWN_STORE, TRANSFORMERS, Baselines, supports_auto_tree
+from spectrain.eval.baselines import OWN_STORE, Baselines, supports_auto_tree
 from spectrain.eval.columns import DRAFTER, RECOMMENDED, tracked_systems
 from spectrain.eval.drafts import record_drafts
 from spectrain.eval.drift import rule_drift
@@ -86,11 +86,14 @@ class Evaluation(EvalSettings):
 
     def extensions(self) -> list[EvalExtension]:
         """Return what is decoded, checked and written in addition to the drafter."""
-        return [*self.make_sweep(), *self.extra_extensions(), self._baselines()]
+        return [*self.extra_extensions(), self._baselines()]
 
     def _baselines(self) -> Baselines:
-        names = [name for name in self.baselines if name in TRANSFORMERS or (name in OURS and self.sweep is None)]
-        return Baselines(names, self.assistant, self.exit_layer, self.store, self.chosen)
+        return Baselines(self.baseline_names(), self.assistant, self.exit_layer, self.store, self.chosen)
+
+    def baseline_names(self) -> list[str]:
+        """Return the systems of `eval.baselines` to decode."""
+        return [*self.baselines]
 
     def extra_extensions(self) -> list[EvalExtension]:
         """Return the extensions that a subclass adds."""
@@ -125,7 +128,7 @@ class Evaluation(EvalSettings):
         recommended = RECOMMENDED if RECOMMENDED in results.summaries else DRAFTER
         summary = EvaluationSummary(recommended, results.summaries, limits, sections, setting).to_json()
         self._write(results, summary, calibration)
-        print_table(summary)
+        print_table(summary, extensions)
         return summary
 
     def tabulate(self, summary: dict[str, Any]) -> list[dict[str, Any]]:

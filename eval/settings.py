@@ -1,14 +1,12 @@
 """The settings of an evaluation, which are the keys of `eval`, and their validation."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from spectrain.config.values import FolderName
 from spectrain.decoding.session import EngineChoice
 from spectrain.errors import UserError
 from spectrain.eval.baselines import COPYING, DEFAULT_BASELINES, OURS, OWN_STORE, TRANSFORMERS
-from spectrain.eval.extensions import EvalExtension
-from spectrain.eval.sweep import SWEPT, ExitSweep, LengthSweep, TreeSweep
 
 
 @dataclass
@@ -60,16 +58,6 @@ class EvalSettings:
     assistant: str | None = None
     # Number of layers that the early_exit baseline drafts with; null uses the drafter's own exit layer.
     exit_layer: int | None = None
-    # What to vary for one drafter: tree builders, chain lengths or exits; null varies nothing.
-    sweep: Literal["tree", "length", "exit"] | None = None
-    # Tree builders of eval.sweep=tree; null takes all of them.
-    trees: tuple[str, ...] | None = None
-    # Tree sizes of eval.sweep=tree, in nodes with the root included.
-    budgets: tuple[int, ...] = (8, 16, 32, 64)
-    # Exit layers of a sweep over layers; null takes up to seven, evenly spaced.
-    exits: tuple[int, ...] | None = None
-    # Chain lengths of eval.sweep=exit, in tokens.
-    depths: tuple[int, ...] = (2, 4, 6)
 
     def __post_init__(self) -> None:
         for key in ("limit", "batch_size", "calibration_limit", "exit_layer", "repeats"):
@@ -80,28 +68,11 @@ class EvalSettings:
         refuse_unknown("baselines", self.baselines, (*OURS, *TRANSFORMERS))
         if "assistant" in self.baselines and self.assistant is None:
             raise UserError("eval.baselines: assistant needs a model, as in eval.assistant=DIR")
-        self._check_sweep()
-
-    def _check_sweep(self) -> None:
-        """Refuse settings of sweeps that no sweep can use."""
-        if any(budget < 2 for budget in self.budgets):
-            raise UserError(f"eval.budgets={list(self.budgets)}: a tree has 2 nodes or more, the root included")
-        for key in ("exits", "depths"):
-            refuse_empty(key, getattr(self, key))
-        refuse_unknown("trees", self.trees or (), tuple(SWEPT))
-
-    def make_sweep(self) -> list[EvalExtension]:
-        """Return the extension that varies what eval.sweep names."""
-        if self.sweep == "tree":
-            return [TreeSweep(self.trees or tuple(SWEPT), self.budgets)]
-        if self.sweep == "length":
-            return [LengthSweep()]
-        return [ExitSweep(self.exits, self.depths)] if self.sweep == "exit" else []
 
     @property
     def varies_trees(self) -> bool:
         """Whether trees of several kinds are decoded, so that the rule must be valid for all of them."""
-        return self.sweep is not None
+        return False
 
     @property
     def reads_data(self) -> bool:
@@ -113,12 +84,6 @@ def refuse_below(key: str, value: Any, least: int) -> None:
     """Refuse a setting below its least value; null is allowed."""
     if value is not None and value < least:
         raise UserError(f"eval.{key}={value}: use {least} or more")
-
-
-def refuse_empty(key: str, numbers: tuple[int, ...] | None) -> None:
-    """Refuse a list of numbers that is empty or has one below 1; null is allowed."""
-    if numbers is not None and (not numbers or any(number < 1 for number in numbers)):
-        raise UserError(f"eval.{key}={list(numbers)}: give numbers from 1 on")
 
 
 def refuse_unknown(key: str, names: tuple[str, ...], choices: tuple[str, ...]) -> None:

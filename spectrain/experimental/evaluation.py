@@ -8,14 +8,17 @@ from typing import Literal
 
 from spectrain.config.values import Count, Number, Seed, Share
 from spectrain.errors import UserError
+from spectrain.eval.baselines import TRANSFORMERS
 from spectrain.eval.extensions import EvalExtension
 from spectrain.eval.run import Evaluation
-from spectrain.eval.settings import refuse_below, refuse_empty
+from spectrain.eval.settings import refuse_below, refuse_unknown
 
 from .adversary.evaluation import Adversary, Search
 from .online.evaluation import LearnFrom, Online
 from .overlap.evaluation import Overlapping
 from .pruning.evaluation import PrunedTrees, PruneSweep
+from .shared.grid import refuse_empty
+from .sweeps.evaluation import SWEPT, ExitSweep, LengthSweep, TreeSweep
 from .transport.evaluation import Optimum
 
 
@@ -24,7 +27,15 @@ class ExperimentalEvaluation(Evaluation):
     """Scores drafters as the settings of `eval` say, with the extensions of experimental ideas."""
 
     # What to vary for one drafter: tree builders, chain lengths, exits or prunings; null varies nothing.
-    sweep: Literal["tree", "length", "exit", "prune"] | None = None  # type: ignore[assignment]
+    sweep: Literal["tree", "length", "exit", "prune"] | None = None
+    # Tree builders of eval.sweep=tree; null takes all of them.
+    trees: tuple[str, ...] | None = None
+    # Tree sizes of eval.sweep=tree, in nodes with the root included.
+    budgets: tuple[int, ...] = (8, 16, 32, 64)
+    # Exit layers of a sweep over layers; null takes up to seven, evenly spaced.
+    exits: tuple[int, ...] | None = None
+    # Chain lengths of eval.sweep=exit, in tokens.
+    depths: tuple[int, ...] = (2, 4, 6)
     # Number of target layers after which unlikely branches are dropped from the drafter's trees; null does not prune.
     prune_layer: int | None = None
     # Number of most likely tokens of the early layers that a node must be among to stay in the tree.
@@ -63,7 +74,11 @@ class ExperimentalEvaluation(Evaluation):
         super().__post_init__()
         refuse_below("prune_layer", self.prune_layer, 1)
         refuse_below("prune_top", self.prune_top, 1)
-        refuse_empty("tops", self.tops)
+        if any(budget < 2 for budget in self.budgets):
+            raise UserError(f"eval.budgets={list(self.budgets)}: a tree has 2 nodes or more, the root included")
+        for key in ("exits", "depths", "tops"):
+            refuse_empty(key, getattr(self, key))
+        refuse_unknown("trees", self.trees or (), tuple(SWEPT))
         if self.prune_layer is not None and self.sweep is not None:
             raise UserError(f"eval.sweep={self.sweep}: it needs no eval.prune_layer; use eval.sweep=prune with eval.exits")
         self.learning = Online(self.online_lr, self.online_every, self.online_learn)
@@ -77,18 +92,27 @@ class ExperimentalEvaluation(Evaluation):
             self.search = Search(self.adversary, self.adversary_words, self.adversary_same, self.adversary_seed)
 
     def make_sweep(self) -> list[EvalExtension]:
+        """Return the extension that varies what eval.sweep names, or that prunes the drafter's trees."""
         if self.prune_layer is not None:
             return [PrunedTrees(self.prune_layer, self.prune_top, self.prune_rank)]
         if self.sweep == "prune":
             return [PruneSweep(self.exits, self.tops, self.prune_rank)]
-        return super().make_sweep()
+        if self.sweep == "tree":
+            return [TreeSweep(self.trees or tuple(SWEPT), self.budgets)]
+        if self.sweep == "length":
+            return [LengthSweep()]
+        return [ExitSweep(self.exits, self.depths)] if self.sweep == "exit" else []
+
+    def baseline_names(self) -> list[str]:
+        """Leave out the baselines of this engine where a sweep compares systems."""
+        return [name for name in self.baselines if self.sweep is None or name in TRANSFORMERS]
 
     @property
     def varies_trees(self) -> bool:
-        return super().varies_trees or self.prune_layer is not None
+        return self.sweep is not None or self.prune_layer is not None
 
     def extra_extensions(self) -> list[EvalExtension]:
-        extensions: list[EvalExtension] = []
+        extensions = self.make_sweep()
         if self.search is not None:
             extensions.append(Adversary(self.search, self.chosen, self.max_new_tokens, self.check))
         if self.optimum:

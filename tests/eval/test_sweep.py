@@ -23,13 +23,14 @@ from spectrain.errors import UserError
 from spectrain.eval.columns import format_speedup
 from spectrain.eval.noise import is_possible
 from spectrain.eval.run import Evaluation
-from spectrain.eval.sweep import ExitSweep, Grid, LengthSweep
 from spectrain.eval.systems import System
 from spectrain.experimental.evaluation import ExperimentalEvaluation
 from spectrain.experimental.kangaroo.drafter import Kangaroo
 from spectrain.experimental.layer_skip.drafter import LayerSkipping
 from spectrain.experimental.pruning.evaluation import PruneSweep
 from spectrain.experimental.pruning.pruning import Pruning
+from spectrain.experimental.shared.grid import Grid
+from spectrain.experimental.sweeps.evaluation import ExitSweep, LengthSweep
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.trees import Chain, Eagle2, Static, TreeBuilder

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from spectrain.decoding.session import PromptLoader
 from spectrain.errors import UserError
-from spectrain.eval.extensions import EvalExtension, Results
-from spectrain.eval.sweep import Grid, exits_of
+from spectrain.eval.extensions import EvalExtension
 from spectrain.eval.systems import System
+from spectrain.experimental.shared.grid import Grid, GridSweep, exits_of
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.trees.base import TreeBuilder
@@ -30,7 +29,7 @@ class PruningExtension(EvalExtension):
 
 
 @dataclass
-class PruneSweep(PruningExtension):
+class PruneSweep(PruningExtension, GridSweep):
     """Decodes with the same tree, pruned after every exit by every top k; the layers that drafting runs are never pruned."""
 
     exits: Sequence[int] | None
@@ -52,9 +51,6 @@ class PruneSweep(PruningExtension):
                 pruning.check_settings(rule, candidate.target)
                 systems.append(System(self.grid.cell_name(layer, top_k), label, drafter, builder, rule, pruning=pruning))
         return systems
-
-    def report(self, results: Results) -> dict[str, Any]:
-        return {"sweep": self.grid.summary(results.summaries)}
 
 
 @dataclass

@@ -7,13 +7,11 @@ from typing import Any
 from spectrain.config.choices import find_constructor, load_constructor
 from spectrain.drafters.capabilities import DrafterWithExits
 from spectrain.errors import UserError
-from spectrain.eval.extensions import EvalExtension, Results
-from spectrain.eval.metrics import SystemSummary
-from spectrain.eval.noise import is_possible
+from spectrain.eval.extensions import EvalExtension
 from spectrain.eval.systems import System, describe_tree
-from spectrain.models.target import Target
+from spectrain.experimental.shared.grid import Grid, GridSweep, exits_of
 from spectrain.runs.candidate import Candidate
-from spectrain.trees import Auto, Chain, Eagle2, OptTree, Sequoia, Static, TreeBuilder
+from spectrain.trees import Auto, Chain, Eagle2, Static, TreeBuilder
 
 
 def choose_builder(name: str, **settings: Any) -> Callable[[int, int], TreeBuilder]:
@@ -24,9 +22,9 @@ def choose_builder(name: str, **settings: Any) -> Callable[[int, int], TreeBuild
 SWEPT: dict[str, Callable[[int, int], TreeBuilder]] = {
     "chain": lambda depth, budget: Chain(depth),
     "static": Static,
-    "sequoia": Sequoia,
+    "sequoia": choose_builder("sequoia"),
     "eagle2": Eagle2,
-    "opt": OptTree,
+    "opt": choose_builder("opt"),
     "dyspec": choose_builder("dyspec", children="deterministic"),
     "entropy": choose_builder("entropy"),
     "cast": choose_builder("cast"),
@@ -72,41 +70,8 @@ class LengthSweep(EvalExtension):
         return [System(f"length-{chain.name}-{chain.depth}", describe_tree(chain), drafter, chain, rule) for chain in chains]
 
 
-@dataclass(frozen=True)
-class Grid:
-    """Systems that differ in two settings, which are the rows and columns of a table."""
-
-    # The setting eval.sweep.
-    over: str
-    row_name: str
-    column_name: str
-    rows: tuple[int, ...]
-    columns: tuple[int, ...]
-
-    def cell_name(self, row: int, column: int) -> str:
-        return f"{self.over}-{row}-{column}"
-
-    def summary(self, systems: dict[str, SystemSummary]) -> dict[str, Any]:
-        """Return the entry `sweep` of summary.json: every cell's numbers, and the cell with the largest measured speedup."""
-        cells = {(row, column): systems[self.cell_name(row, column)] for row in self.rows for column in self.columns}
-        possible = [cell for cell, system in cells.items() if is_possible(vars(system.speedup))]
-        best = max(possible or cells, key=lambda cell: cells[cell].speedup.ratio)
-        rows = [[cells[row, column] for column in self.columns] for row in self.rows]
-        table = {
-            "acceptance_length": [[cell.acceptance_length.pooled for cell in row] for row in rows],
-            "speedup": [[cell.speedup.ratio for cell in row] for row in rows],
-        }
-        if self.over == "prune":
-            for key in ("node_layers_saved", "work_saved"):
-                table[key] = [[(cell.pruning or {})[key] for cell in row] for row in rows]
-        names = {"over": self.over, "row": self.row_name, "column": self.column_name}
-        return {**names, "rows": list(self.rows), "columns": list(self.columns), **table,
-                "fastest": {self.row_name: best[0], self.column_name: best[1]},
-                "fastest_speedup": vars(cells[best].speedup)}  # fmt: skip
-
-
 @dataclass
-class ExitSweep(EvalExtension):
+class ExitSweep(GridSweep):
     """Decodes with chains of every length from every exit, sampled as the candidate's tree is."""
 
     exits: Sequence[int] | None
@@ -131,19 +96,3 @@ class ExitSweep(EvalExtension):
                 chain = Chain(depth, builder.children, builder.temperature, builder.seed)
                 systems.append(System(self.grid.cell_name(exit_layer, depth), label, drafter, chain, candidate.rule))
         return systems
-
-    def report(self, results: Results) -> dict[str, Any]:
-        return {"sweep": self.grid.summary(results.summaries)}
-
-
-def exits_of(target: Target, exits: Sequence[int] | None, first: int = 1) -> tuple[int, ...]:
-    """Return the requested exits, or up to seven that are evenly spaced."""
-    last = target.num_layers - 1
-    if exits is None:
-        count = min(last + 1 - first, 7)
-        return tuple(sorted({round(first + step * (last - first) / max(count - 1, 1)) for step in range(count)}))
-    if invalid := [layer for layer in exits if not first <= layer <= last]:
-        raise UserError(
-            f"eval.exits={list(exits)}: {invalid[0]} is no exit here; {target.name} has those from {first} to {last}"
-        )
-    return tuple(sorted(set(exits)))
