@@ -50,8 +50,12 @@ class Dataset:
     num_cut: int
     # Number of examples without a supervised token after the cut.
     num_dropped: int
+    # Number of conversations left out because they are shorter than min_length.
+    num_short: int = field(default=0, kw_only=True)
     # Examples for validation.
     held_out: list[Example] = field(default_factory=list, kw_only=True)
+    # The source of each of them in a mixture; empty for a single source.
+    held_out_sources: list[str] = field(default_factory=list, kw_only=True)
     extra_texts: Callable[[], list[list[int]]] = field(
         default=list, kw_only=True
     )  # answers that only a vocabulary is chosen from
@@ -67,19 +71,23 @@ class Dataset:
         """Tokenize every conversation of `data`; `vision` processes the images."""
         conversations = data.load_conversations()
         unread = data.unread.copy()
-        tokenized = [
+        every = [
             make_examples(template, conversation, data.max_length, vision, data.train_on, unread)
             for conversation in conversations
         ]
+        tokenized = [result for result in every if not is_too_short(result[0], data.min_length)]
+        if not tokenized:
+            raise UserError(f"data.min_length={data.min_length}: every conversation is shorter; lower it")
         examples, held_out = split_held_out([conversation_examples for conversation_examples, _, _ in tokenized], data.held_out)
         if not examples:
             raise UserError(f"data.max_length={data.max_length}: it cuts off every answer; raise it")
         cut, dropped = sum(cut for _, cut, _ in tokenized), sum(none for _, _, none in tokenized)
         return cls(
             examples,
-            len(conversations),
+            len(tokenized),
             cut,
             dropped,
+            num_short=len(every) - len(tokenized),
             held_out=held_out,
             extra_texts=partial(data.extra_texts, template.tokenizer),
             unread=unread,
@@ -156,6 +164,7 @@ class Dataset:
             f"{self.num_conversations} conversations, {self.num_tokens} tokens, {self.num_supervised} supervised"
             + (f", {self.num_cut} cut to data.max_length" if self.num_cut else "")
             + (f", {self.num_dropped} without an answer left out" if self.num_dropped else "")
+            + (f", {self.num_short} shorter than data.min_length left out" if self.num_short else "")
             + (f", {len(self.held_out)} held out" if self.held_out else "")
         )
 
@@ -180,6 +189,11 @@ def make_examples(
     cut = [example.cut(max_length) for example in tokenized]
     usable = [example for example in cut if any(example.mask) and has_complete_images(example.tokens)]
     return usable, sum(len(example.tokens) > max_length for example in tokenized), len(cut) - len(usable)
+
+
+def is_too_short(examples: list[Example], min_length: int) -> bool:
+    """Tell whether all examples of a conversation are shorter than `min_length` tokens."""
+    return bool(examples) and max(len(example.tokens) for example in examples) < min_length
 
 
 def split_held_out(conversations: list[list[Example]], share: float) -> tuple[list[Example], list[Example]]:

@@ -47,18 +47,23 @@ def list_files(source: str) -> list[Path]:
     return files
 
 
-def read_rows(source: str) -> Iterator[FileRow]:
-    """Yield the rows of all files that a path, a directory or a pattern names."""
+def raise_error(error: UserError) -> None:
+    """Raise the error of a row."""
+    raise error
+
+
+def read_rows(source: str, on_error: Callable[[UserError], None] = raise_error) -> Iterator[FileRow]:
+    """Yield the rows of all files that a path, a directory or a pattern names; `on_error` takes those that are no JSON."""
     folder = Path(source).expanduser()
     if (folder / "dataset_info.json").is_file():
         yield from _number_rows(folder, lambda datasets: datasets.load_from_disk(str(folder)).with_format(None))
         return
     for path in list_files(source):
-        yield from read_file(path)
+        yield from read_file(path, on_error)
 
 
-def read_file(path: Path) -> Iterator[FileRow]:
-    """Yield the rows of one file; a UserError names the file and the line that cannot be read."""
+def read_file(path: Path, on_error: Callable[[UserError], None] = raise_error) -> Iterator[FileRow]:
+    """Yield the rows of one file; `on_error` takes the error of a line that is no JSON."""
     if path.suffix in TABLE_FORMATS:
         form = TABLE_FORMATS[path.suffix]
         yield from _number_rows(
@@ -70,8 +75,15 @@ def read_file(path: Path) -> Iterator[FileRow]:
     try:
         with opener(path, "rt", encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield FileRow(parse_line(line, f"{path}, line {number}"), f"{path}, line {number}", path.parent)
+                if not line.strip():
+                    continue
+                location = f"{path}, line {number}"
+                try:
+                    row = FileRow(parse_line(line, location), location, path.parent)
+                except UserError as error:
+                    on_error(error)
+                    continue
+                yield row
     except UnicodeDecodeError as error:
         raise UserError(f"{path}, after line {number}: it is no text ({error.reason}); save it as UTF-8 text") from error
     except (OSError, EOFError) as error:

@@ -8,7 +8,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -17,13 +17,14 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from spectrain.config.values import Below1
+from spectrain.config.values import Below1, Number, Share
 from spectrain.errors import UserError, first_line
 from spectrain.models.chat_template import ChatTemplate, Kind
 from spectrain.models.images import ImageProcessor
 
 from .dataset import Dataset
-from .files import list_files, read_rows
+from .files import FileRow, list_files, read_rows
+from .hygiene import DuplicateIndex, DuplicateMode
 from .messages import Conversation, parse_conversation
 
 DATA_FOLDER = Path(__file__).parent
@@ -43,12 +44,20 @@ class ConversationReader(ABC):
     train_on: list[Kind] = field(default_factory=lambda: ["content", "reasoning", "tool_calls"], kw_only=True)
     # Arguments of the chat template for every conversation, as in {enable_thinking: true}; null passes none.
     template_kwargs: dict[str, Any] | None = field(default=None, kw_only=True)
+    # Number of tokens below which a conversation is left out; 0 leaves out none.
+    min_length: Number = field(default=0, kw_only=True)
+    # Which duplicates of earlier conversations are left out: none, exact ones, or near ones too.
+    drop_duplicates: DuplicateMode = field(default="none", kw_only=True)
+    # Share of their phrases of three words that near duplicates have in common (Jaccard similarity).
+    near_threshold: Share = field(default=0.8, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
             raise UserError(f"data.limit={self.limit}: use 1 or more, or null for all")
         if self.max_length < 8:
             raise UserError(f"data.max_length={self.max_length}: use 8 or more")
+        if self.min_length > self.max_length:
+            raise UserError(f"data.min_length={self.min_length}: use data.max_length ({self.max_length}) or less")
         if not self.train_on:
             raise UserError("data.train_on=[]: name at least one of content, reasoning and tool_calls")
         self.loaded_conversations: list[Conversation] = []
@@ -58,6 +67,12 @@ class ConversationReader(ABC):
         self.allows_unanswered = False
         # Counts of what the rows say and nothing reads.
         self.unread: Counter[str] = Counter()
+        # The conversations so far; the sources of a mixture share one index.
+        self.duplicate_index = DuplicateIndex(self.drop_duplicates, self.near_threshold)
+        # Number of conversations that were left out as duplicates, by kind.
+        self.num_duplicates: Counter[str] = Counter()
+        # The errors of unusable rows, where these are left out instead of raised.
+        self.row_errors: list[UserError] | None = None
 
     @property
     @abstractmethod
@@ -79,13 +94,46 @@ class ConversationReader(ABC):
         conversations = []
         self.num_left_out = 0
         for conversation in self.read_conversations():
+            if (kind := self.duplicate_index.add(conversation)) is not None:
+                self.num_duplicates[kind] += 1
+                continue
             conversations.append(conversation)
             if self.limit is not None and len(conversations) == self.limit:
                 break
+        if not conversations and self.num_duplicates:
+            raise UserError(
+                f"data {self.name}: every conversation repeats an earlier one; leave it or data.drop_duplicates out"
+            )
         if not conversations:
             raise UserError(f"data {self.name}: it holds no conversation; give a file with at least one")
         self.loaded_conversations = conversations
         return conversations
+
+    def parse_rows(self, rows: Iterable[FileRow], parse: Callable[[FileRow], Any]) -> Iterator[Any]:
+        """Yield what `parse` returns for each row; its UserError goes to `handle_row_error`."""
+        for row in rows:
+            try:
+                conversation = parse(row)
+            except UserError as error:
+                self.handle_row_error(error)
+                continue
+            yield conversation
+
+    def handle_row_error(self, error: UserError) -> None:
+        """Raise the error of an unusable row, or add it to `row_errors` where these are listed."""
+        if self.row_errors is None:
+            raise error
+        self.row_errors.append(error)
+
+    def list_readers(self) -> list[ConversationReader]:
+        """Return the readers of the sources: this one, or those of a mixture."""
+        return [self]
+
+    def describe_omissions(self) -> str:
+        """Describe how many rows and duplicates were left out; empty where there are none."""
+        duplicates = [f", {count} {kind} duplicates left out" for kind, count in sorted(self.num_duplicates.items())]
+        unusable = f", {self.num_left_out} unusable conversations left out" if self.num_left_out else ""
+        return unusable + "".join(duplicates)
 
     def extra_texts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
         """Return the tokens of answers beyond `limit` where they are cheap to get; they serve to choose a draft vocabulary."""
@@ -112,7 +160,7 @@ class EmbeddedReader(ConversationReader):
         yield from load_embedded()
 
     def extra_texts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-        first = len(self.load_conversations())
+        first = len(self.load_conversations()) + self.num_duplicates.total()
         return tokenize_embedded_answers(tokenizer.backend_tokenizer.to_str())[first:] if first < len(load_embedded()) else []
 
 
@@ -159,8 +207,10 @@ class JsonlReader(FileReader):
     """
 
     def read_conversations(self) -> Iterator[Conversation]:
-        for row in read_rows(self.path):
-            yield parse_conversation(row.content, row.location, self.allows_unanswered, row.folder, self.unread)
+        def parse(row: FileRow) -> Conversation:
+            return parse_conversation(row.content, row.location, self.allows_unanswered, row.folder, self.unread)
+
+        yield from self.parse_rows(read_rows(self.path, self.handle_row_error), parse)
 
 
 @dataclass
@@ -193,8 +243,10 @@ class HubReader(ConversationReader):
             raise UserError(
                 f"data.path={self.path}: datasets could not load it ({first_line(error)}); check name, split and subset"
             ) from error
-        for number, row in enumerate(rows):
-            yield parse_conversation(row, f"{self.path}, row {number}", self.allows_unanswered, unread=self.unread)
+        located = (FileRow(row, f"{self.path}, row {number}", Path()) for number, row in enumerate(rows))
+        yield from self.parse_rows(
+            located, lambda row: parse_conversation(row.content, row.location, self.allows_unanswered, unread=self.unread)
+        )
 
 
 @dataclass

@@ -27,7 +27,7 @@ from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.images import ImageProcessor
 
 from .chat import Example
-from .dataset import Batching, BatchStream, Dataset, StreamState, group_by_length, make_examples, split_held_out
+from .dataset import Batching, BatchStream, Dataset, StreamState, group_by_length, is_too_short, make_examples, split_held_out
 from .messages import Conversation, parse_conversation
 from .readers import ConversationReader
 from .text import parse_document
@@ -68,6 +68,11 @@ class StreamReader(ConversationReader):
         for key in ("shards", "window", "sample"):
             if getattr(self, key) < 1:
                 raise UserError(f"data.{key}={getattr(self, key)}: use 1 or more")
+        if self.drop_duplicates != "none":
+            raise UserError(
+                f"data.drop_duplicates={self.drop_duplicates}: a stream is never read whole; use data=jsonl or data=hub, or "
+                "leave it out"
+            )
         # Whether each row is a line of JSON, in the column `text`.
         self.reads_lines = True
         # The reason for the first skipped row.
@@ -126,13 +131,18 @@ class StreamReader(ConversationReader):
     ) -> tuple[list[Example], int, int] | None:
         """Return a conversation's examples, the number cut and the number dropped; None if it is unusable."""
         try:
-            return None if conversation is None else make_examples(template, conversation, self.max_length, None, self.train_on)
+            result = (
+                None if conversation is None else make_examples(template, conversation, self.max_length, None, self.train_on)
+            )
         except UserError as error:
             self._report_first(error)
             return None
+        return None if result is None or is_too_short(result[0], self.min_length) else result
 
     def _report_first(self, error: Exception) -> None:
         """Print the reason for the first skipped row; further rows are only counted."""
+        if self.row_errors is not None:
+            self.row_errors.append(UserError(str(error)))
         if not self.first_skip_reason:
             self.first_skip_reason = str(error)
             print(f"data.path={self.path}: rows are left out and counted; the first: {error}", file=sys.stderr, flush=True)

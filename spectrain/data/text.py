@@ -64,12 +64,18 @@ class TextReader(FileReader):
             if not text.strip():
                 self.unread["empty file"] += 1
                 continue
-            check_text(text, str(path))
+            try:
+                check_text(text, str(path))
+            except UserError as error:
+                self.handle_row_error(error)
+                continue
             yield Conversation([], text=text)
 
     def _read_rows(self) -> Iterator[Conversation]:
-        for row in read_rows(self.path):
-            yield parse_document(row.content, row.location, self.column, self.allows_unanswered)
+        rows = read_rows(self.path, self.handle_row_error)
+        yield from self.parse_rows(
+            rows, lambda row: parse_document(row.content, row.location, self.column, self.allows_unanswered)
+        )
 
 
 def has_data_files(folder: Path) -> bool:

@@ -24,8 +24,8 @@ class TokensReader(FileReader):
     """Token ids (`input_ids`) with `loss_mask`, `labels` or `assistant_masks`, one sequence per row."""
 
     def read_conversations(self) -> Iterator[Any]:
-        for row in read_rows(self.path):
-            yield parse_tokens(row.content, row.location)
+        rows = read_rows(self.path, self.handle_row_error)
+        yield from self.parse_rows(rows, lambda row: parse_tokens(row.content, row.location))
 
     def make_dataset(self, template: ChatTemplate, vision: ImageProcessor | None = None) -> Dataset:
         size = len(template.tokenizer)

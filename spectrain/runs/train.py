@@ -104,8 +104,7 @@ def load_inputs(spec: RunSpec, trainer: Trainer, target: Target | None, dataset:
     source.begin(drafter)
     examples = None if dataset.is_sample else dataset.examples
     report = source.prepare(target, drafter.stages[0].layers, drafter.stages[0].final_reach, examples)
-    left_out = f", {data.num_left_out} unusable conversations left out" if data.num_left_out else ""
-    report_lines = [dataset.summary_line() + left_out, *dataset.unread_lines(), *filter(None, [report])]
+    report_lines = [dataset.summary_line() + data.describe_omissions(), *dataset.unread_lines(), *filter(None, [report])]
     return TrainingInputs(trainer, target, dataset, drafter, source, evaluation, report_lines)
 
 

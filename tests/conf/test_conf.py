@@ -77,6 +77,9 @@ def needed(tmp_path: Path) -> dict[tuple[str, str], list[str]]:
         ("data", "tokens"): [f"data.path={tmp_path / 'prepared'}"],
         ("data", "text"): [f"data.path={tmp_path / 'texts.jsonl'}"],
         ("data", "hub"): [f"data.path={tmp_path / 'saved'}"],
+        ("data", "mix"): [
+            f"data.sources=[{{data:jsonl,path:{tmp_path / 'chats.jsonl'},weight:2}},{{data:embedded,weight:0.5}}]"
+        ],
         ("data", "stream"): [f"data.path={tmp_path / 'chats.jsonl'}"],
         ("acceptance", "judge"): [f"acceptance.path={tmp_path / 'judge'}"],
         ("writer", "openai"): ["writer.model=some/name"],
