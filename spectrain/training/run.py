@@ -229,11 +229,14 @@ class TrainingRun:
         target_parameters = {f"target.{name}": p for name, p in self.target.named_parameters() if id(p) not in own}
         return named | target_parameters
 
-    def validate(self, held_out: list[Example]) -> dict[str, Any]:
-        """Validate the drafter, with averaged weights where there are any, on held-out data; return the measures."""
+    def validate(self, held_out: list[Example], sources: list[str]) -> dict[str, Any]:
+        """Validate the drafter, with averaged weights where there are any, on held-out data; return the measures.
+
+        `sources` names the source of each held-out example of a mixture.
+        """
         self.monitor.report_status(self.step, "drafting for what was held out")
         with nullcontext() if self.averages is None else self.averages.swap_weights(self.named_parameters()):
-            metrics = measure_acceptance(self.drafter, self.target, held_out)
+            metrics = measure_acceptance(self.drafter, self.target, held_out, sources)
             is_best = self.validation_history.add_forecast(self.parallel.all_gather(metrics["forecast"])[0], self.step)
             if is_best and self.trainer.keep_best:
                 weights = gather_trained_weights(self.drafter, self.target, self.parallel)

@@ -90,7 +90,7 @@ class Trainer(TrainerSettings):
             return None
         metrics = job.collect_metrics()
         if measures:
-            metrics["held_out"] = job.validate(dataset.held_out)
+            metrics["held_out"] = job.validate(dataset.held_out, dataset.held_out_sources)
         return metrics
 
     def _is_save_due(self, job: TrainingRun) -> bool:

@@ -1,7 +1,7 @@
 """Validation: the acceptance of a drafter's drafts during training, on held-out conversations."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from operator import mul
@@ -11,8 +11,9 @@ import torch
 
 from spectrain.data.chat import Example
 from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
-from spectrain.decoding.teacher_forcing import run_teacher_forced
+from spectrain.decoding.teacher_forcing import TeacherForcedBuilder, run_teacher_forced
 from spectrain.drafters.base import Drafter
 from spectrain.models.target import Target
 from spectrain.trees import Chain
@@ -52,24 +53,54 @@ def count_validation_rows(prompts: list[list[int]]) -> ValidationRows:
     return ValidationRows(2 * sum(map(len, prompts)), rounds * (DRAFT_DEPTH + 1), rounds * DRAFT_DEPTH)
 
 
-def measure_acceptance(drafter: Drafter, target: Target, examples: list[Example]) -> dict[str, Any]:
+def measure_acceptance(
+    drafter: Drafter, target: Target, examples: list[Example], sources: Sequence[str] = ()
+) -> dict[str, Any]:
     """Over the target's own answers to the prompts of these examples, by depth, with every draft before it right: `agreement`,
     how often the most likely draft is the target's most likely token, and `acceptance`, the mean sum of min(p, q), how often
     a drawn draft is kept, over so many `places`. `forecast` is the tokens a forward that the acceptance promises a chain:
     1 + a_1 + a_1 a_2 + ... `acceptance_length` are those of the chains that the answers were really drafted with, greedily.
+    With `sources`, the source of each example, `by_source` holds the same for the prompts of each source.
 
     Nothing learns from it, and the random numbers of the training stay as they are.
     """
     prompts = select_prompts(examples, target.max_length)
+    names = select_sources(examples, target.max_length, sources)
     with evaluation_mode(drafter), torch.random.fork_rng():
         answers = [decode(target, [prompt], Greedy(), ANSWER_TOKENS, drafter, Chain(DRAFT_DEPTH))[0] for prompt in prompts]
-        forced = run_teacher_forced(target, drafter, Chain(DRAFT_DEPTH), Greedy(), prompts, ANSWER_TOKENS, answers)
+        groups = {source: [answer for answer, name in zip(answers, names) if name == source] for source in dict.fromkeys(names)}
+        forced = {source: force_answers(drafter, target, group) for source, group in groups.items()}
+    result = summarize_acceptance([*forced.values()], answers)
+    if sources:
+        result["by_source"] = {source: summarize_acceptance([forced[source]], group) for source, group in groups.items()}
+    return result
+
+
+def select_sources(examples: list[Example], max_length: int, sources: Sequence[str]) -> list[str]:
+    """Return the source of each prompt from `select_prompts`; without sources all have the same name."""
+    names = sources or [""] * len(examples)
+    fitting = [name for example, name in zip(examples, names) if len(example.prompt) + ANSWER_TOKENS <= max_length]
+    return fitting[:MAX_CONVERSATIONS]
+
+
+def force_answers(drafter: Drafter, target: Target, answers: list[Generation]) -> TeacherForcedBuilder:
+    """Draft for answers with every draft correct."""
+    prompts = [answer.prompt for answer in answers]
+    return run_teacher_forced(target, drafter, Chain(DRAFT_DEPTH), Greedy(), prompts, ANSWER_TOKENS, answers)
+
+
+def summarize_acceptance(forced: list[TeacherForcedBuilder], answers: list[Generation]) -> dict[str, Any]:
+    """Return the measures of answers that were drafted for in one or more groups."""
     rounds = [emitted for answer in answers for emitted in answer.complete_round_lengths]
-    acceptance = forced.mean_overlap
+    counts, hits, overlaps = (
+        [sum(values) for values in zip(*(getattr(group, name) for group in forced))]
+        for name in ("counts", "top1_sums", "overlap_sums")
+    )
+    acceptance = [total / count for total, count in zip(overlaps, counts) if count]
     return {
-        "agreement": [round(share, 4) for share in forced.top1_agreement],
+        "agreement": [round(total / count, 4) for total, count in zip(hits, counts) if count],
         "acceptance": [round(share, 4) for share in acceptance],
-        "places": [count for count in forced.counts if count],
+        "places": [count for count in counts if count],
         "acceptance_length": round(sum(rounds) / len(rounds), 4) if rounds else None,
         "forecast": round(1 + sum(accumulate(acceptance, mul)), 4),
     }

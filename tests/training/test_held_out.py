@@ -1,6 +1,7 @@
 """What is held out is never trained on, is measured as scoring would, and changes nothing of the training."""
 
 import json
+from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -99,15 +100,47 @@ def test_really_decoding_keeps_what_is_forecast_where_every_draft_is_right(shall
     assert found["acceptance_length"] == found["forecast"] == pytest.approx(DRAFT_DEPTH + 1, abs=1e-3)
 
 
+def test_measures_of_sources_add_up_to_the_total(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each source alone gives its measures; weighted by their positions they are the total, which sources do not change."""
+    monkeypatch.setattr(held_out, "MAX_CONVERSATIONS", 8)
+    examples = [example for found in conversations(6) for example in found]
+    sources = ["chat", "tools", "tools", "chat", "tools", "chat"]
+    drafter = Causal(shallow, num_layers=1)
+    total = measure_acceptance(drafter, shallow, examples, sources)
+    by_source = total.pop("by_source")
+    assert total == measure_acceptance(drafter, shallow, examples) and list(by_source) == ["chat", "tools"]
+    for source, measures in by_source.items():
+        own = [example for example, name in zip(examples, sources) if name == source]
+        assert measures == measure_acceptance(drafter, shallow, own)
+    assert total["places"] == [sum(counts) for counts in zip(*(measures["places"] for measures in by_source.values()))]
+    for key in ("agreement", "acceptance"):
+        for depth, value in enumerate(total[key]):
+            weighted = sum(measures[key][depth] * measures["places"][depth] for measures in by_source.values())
+            assert value == pytest.approx(weighted / total["places"][depth], abs=1e-4)
+
+
+def test_a_mixture_logs_the_measures_of_its_sources(shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """metrics.jsonl has them under held_out, by_source; without sources it has none."""
+    monkeypatch.setattr("spectrain.training.validation.MAX_CONVERSATIONS", 8)
+    held_out = [example for found in conversations(14)[12:] for example in found]
+    _, lines = fit(shallow, tmp_path / "mix", held_out, sources=["chat", "tools"])
+    measured = [line["held_out"] for line in lines if "held_out" in line]
+    assert measured and all(list(measures["by_source"]) == ["chat", "tools"] for measures in measured)
+    _, plain = fit(shallow, tmp_path / "plain", held_out)
+    del measured[-1]["by_source"]
+    assert measured[-1] == plain[-1]["held_out"]
+
+
 class Killed(Exception):
     """Stands for a kill between two steps."""
 
 
 def fit(
-    target: Target, run: Path, held_out: list[Example], dies: int = 0
+    target: Target, run: Path, held_out: list[Example], dies: int = 0, sources: Sequence[str] = ()
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
     """Weights and metrics of six steps, which may be killed once and gone on with."""
-    data = Dataset([example for found in conversations(12) for example in found], 12, 0, 0, held_out=held_out)
+    examples = [example for found in conversations(12) for example in found]
+    data = Dataset(examples, 12, 0, 0, held_out=held_out, held_out_sources=[*sources])
     trainer = Trainer(lr=1e-3, max_steps=6, batch_tokens=48, log_every=4, save_every=3)
 
     def kill(step: int) -> None:
