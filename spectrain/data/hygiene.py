@@ -61,8 +61,10 @@ def hash_content(conversation: Conversation | Example) -> str:
 
 def hash_phrases(conversation: Conversation | Example) -> set[int]:
     """Return 32-bit hashes of the phrases of three words; of three token ids where there is no text."""
-    is_tokens = isinstance(conversation, Example)
-    words = list(map(str, conversation.tokens)) if is_tokens else split_words("\n".join(list_texts(conversation)))
+    if isinstance(conversation, Example):
+        words = list(map(str, conversation.tokens))
+    else:
+        words = split_words("\n".join(list_texts(conversation)))
     return {crc32(phrase.encode()) for phrase in iterate_phrases(words, PHRASE_WORDS)} or {crc32(" ".join(words).encode())}
 
 
