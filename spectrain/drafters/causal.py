@@ -32,14 +32,17 @@ if TYPE_CHECKING:
 
 
 class Causal(Drafter, RewindableDrafter):
-    """A small LM with the target's tokenizer, from one of three places.
+    """A small LM with the target's tokenizer, which drafts one token per forward.
 
-    `num_layers` of the target, evenly spaced with its first and last, and its embeddings; `model`, a directory or a name on
-    the hub; or `architecture`, a transformers configuration to start afresh. The loss is `loss` between the target's
-    distribution and the drafter's, both at `loss_temperature`, at every token of the assistant: for jensen_shannon the
-    generalised one with `beta`, scaled by 1 / (beta (1 - beta)) so that a learning rate carries over from KL to KL.
-    Which sequences these are is the source's to say: source=live takes the data's, source=generated others. With `stop_head`
-    it learns, beside, how likely its tokens are kept, by which tree=chain tree.stop=0.3 ends a chain (SpecDec++).
+    It starts from one of three origins: `num_layers` of the target, evenly spaced with its first and last, and its embeddings;
+    `model`, a directory or a name on the hub; or `architecture`, a transformers configuration with random weights.
+
+    The loss is the divergence `loss` between the target's and the drafter's distributions, both at `loss_temperature`, at every
+    token of the assistant. jensen_shannon is the generalised one with `beta`, scaled by 1 / (beta (1 - beta)), so that the
+    learning rates of KL fit it too. The source sets the sequences: source=live those of the data, source=generated others.
+
+    With `stop_head` a second head learns the acceptance probability of the drafter's tokens (SpecDec++), with which
+    tree=chain tree.stop=0.3 ends a chain.
     """
 
     saved = SavedFiles(shape=("architecture", "num_layers", "model", "stop_head"))
@@ -82,45 +85,47 @@ class Causal(Drafter, RewindableDrafter):
 
     @property
     def stages(self) -> list[Stage]:
-        """On what the target's head reads; decoding needs no features."""
+        """One stage on the input of the target's head; decoding needs no features."""
         return [Stage.single(self, ("final",), final_reach=0)]
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """The model's layers run over all tokens; no distribution is cut to a draft vocabulary."""
+        """Return the cost of the model's layers over all tokens; no distribution is cut to a draft vocabulary."""
         judged = Judged(batch.supervised, target.head.vocab_size, batch.supervised, copies=1, label_copies=1)
         return StepCost([Run(self.model.layers, batch.tokens, batch.length)], judged)
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
+        """Return the divergence at the supervised positions [R], with the losses of the stop head and of a policy if used."""
         assert batch.features is not None
         predicts, grad = batch.next_is_supervised, torch.is_grad_enabled()
         plan = ForwardPlan(layers=("final",), grad=grad, recompute=state.recompute, lengths=batch.lengths)
         features = self.model.run(batch.tokens, replace(plan, positions=batch.position_ids, mask=batch.visible))
         states = features.at_layer("final")[predicts]
-        following = batch.tokens.roll(-1, dims=1)[predicts]
+        next_tokens = batch.tokens.roll(-1, dims=1)[predicts]
         distance, weight = batch.at_next_token(batch.tokens_past_error), batch.at_next_token(batch.weight)
         drafter_head, target_head = (
             head.projection.select_entries(slice(self.vocab_size)).at_temperature(self.loss_temperature)
             for head in (self.model.head, self.head)
         )
         log_probs = HeadTarget(batch.features.at_layer("final")[predicts], target_head)
-        judged = head_loss(self.divergence, states, drafter_head, following, log_probs, distance, self.beta, weight)
+        judged = head_loss(self.divergence, states, drafter_head, next_tokens, log_probs, distance, self.beta, weight)
         hits = (judged.predictions == judged.labels).sum()[None].float()
         terms: dict[str, Tensor] = {self.divergence: judged.loss}
         if self.stop_head is not None:
             terms["stop"] = self.stop_head.loss(states, HeadTarget(states.detach(), drafter_head), log_probs)
-        if batch.advantage is not None:  # REINFORCE: the cross-entropy of a drawn token has the score function as its gradient
+        # REINFORCE: the gradient of a drawn token's cross-entropy is the score function.
+        if batch.advantage is not None:
             terms["policy"] = linear_divergence(
-                states, drafter_head, following, None, batch.at_next_token(batch.advantage)
+                states, drafter_head, next_tokens, None, batch.at_next_token(batch.advantage)
             ).loss
-        return Losses(terms, hits, torch.full_like(hits, len(following)))
+        return Losses(terms, hits, torch.full_like(hits, len(next_tokens)))
 
     # Decoding
 
     def draft(self, context: Context) -> Draft:
-        """Run the tokens that are new to it, the root last, then draft from there on."""
+        """Run the tokens that the model has not read, the root last, and draft after the root."""
         slots = 1 + context.builder.max_drafted
         self.cache = context.drafting_cache(self.cache, self.model.num_layers, slots, self.model.architecture.kv_shapes)
-        num_unread = context.cache.lengths - self.cache.lengths  # the root comes after so many
+        num_unread = context.cache.lengths - self.cache.lengths  # [B] without the root
         steps = torch.arange(context.new_features.tokens.shape[1] + 1, device=num_unread.device)
         positions = self.cache.lengths[:, None] + steps
         tokens = context.tokens.gather(1, positions.clamp(max=context.tokens.shape[1] - 1))
@@ -131,19 +136,20 @@ class Causal(Drafter, RewindableDrafter):
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
         assert self.cache is not None
-        self.cache.roll_back(committed=1)  # the root: in a row that is done it is the next one as well
+        # The root is run again in the next round: in a row that is done, the next round has the same root.
+        self.cache.roll_back(committed=1)
 
     def rewind(self, lengths: Tensor) -> None:
         assert self.cache is not None
         self.cache.crop(lengths)
 
     def log_q(self, final: Tensor) -> Tensor:
-        """[B, F, D] -> [B, F, V]"""
+        """Compute log q, [B, F, D] -> [B, F, V]."""
         return self.model.head.logits(final)[..., : self.vocab_size].log_softmax(-1)
 
 
 class _Nodes(Rollout):
-    """One round: what follows the root, then levels of nodes behind what the drafter's cache has committed, the root too."""
+    """The rollout of one round, whose nodes follow the tokens in the drafter's cache, the root included."""
 
     def __init__(self, drafter: Causal, cache: TreeCache, root: Tensor) -> None:
         self.drafter, self.cache, self.root = drafter, cache, root  # [B, 1, D]
@@ -159,7 +165,7 @@ class _Nodes(Rollout):
         return self.run(tokens, *self.branches.add_path(parents, tokens.shape[1]))
 
     def run(self, tokens: Tensor, depth: Tensor, visible: Tensor) -> Tensor:
-        """[B, F, V] after new nodes of these depths [B, F], which see earlier ones and each other as `visible` says."""
+        """Return log q [B, F, V] after new nodes at depths [B, F], which attend to nodes by the mask `visible`."""
         positions = self.cache.lengths[:, None] - 1 + depth
         features = self.drafter.model.run(
             tokens, ForwardPlan(layers=("final",), positions=positions, mask=visible, cache=self.cache)
@@ -167,7 +173,7 @@ class _Nodes(Rollout):
         return self.log_q_and_stop(features.at_layer("final"))
 
     def log_q_and_stop(self, states: Tensor) -> Tensor:
-        """[B, F, V] after the states [B, F, D] of nodes."""
+        """Return log q [B, F, V] from the states [B, F, D] of nodes, and set their acceptance probabilities."""
         if self.drafter.stop_head is not None:
             self.accept_probs = self.drafter.stop_head(states).float().sigmoid()
         return self.drafter.log_q(states)

@@ -1,4 +1,4 @@
-"""DFlash (arXiv 2602.06036): a block of masks behind the newest token, said in one pass by layers that read the target.
+"""DFlash (arXiv 2602.06036): layers that read the target's features draft a block of masks after the last token in one pass.
 
 Shapes: B batch, K drafts of a block, W width, V draft vocabulary, R judged drafts, A anchors.
 """
@@ -43,28 +43,31 @@ class DFlashConfig(BlockConfig):
 class DFlash(BlockDrafter):
     """Qwen3 layers over blocks, with the target's fused features injected as keys and values into each.
 
-    Slot s, from 1, drafts the token at its own place; with `sample_from_anchor` slot s, from 0, drafts the one after it, as
-    DeepSpec trains and no engine serves as DFlash. Draft d, from 0, weighs exp(-d / decay), or by D-PACE (arXiv 2605.18810)
-    as much as the drafts before it are likely to be kept: with s_k = (1 - alpha) q_k + alpha of the right token's chance q_k
-    and P_k = s_1 .. s_k, w_k = sum_{j >= k} P_j, held constant.
+    Slot s, from 1, drafts the token at its own position; with `sample_from_anchor` slot s, from 0, drafts the next one, as
+    DeepSpec trains and no engine serves as DFlash. Draft d, from 0, weighs exp(-d / decay). With D-PACE (arXiv 2605.18810) it
+    weighs by the probability that the drafts before it are accepted: s_k = (1 - alpha) q_k + alpha with the label's probability
+    q_k, P_k = s_1 .. s_k, and w_k = sum_{j >= k} P_j, without gradient.
     """
 
     def __init__(self, target: Target, config: DFlashConfig) -> None:
         super().__init__(target, config)
         if config.slot_weights == "dpace" and config.loss != "cross_entropy":
-            raise UserError("drafter.slot_weights=dpace: it weighs a cross-entropy; use drafter.loss=cross_entropy")
+            raise UserError(
+                "drafter.slot_weights=dpace: it needs the labels of a cross-entropy; use drafter.loss=cross_entropy"
+            )
         self.divergence, self.label_source = config.loss, config.labels
         self.slot_weights, self.dpace_alpha = config.slot_weights, config.dpace_alpha
 
     # Training
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """D-PACE's weights take another matrix of probabilities."""
+        """Return the cost, with one more matrix of probabilities for D-PACE."""
         cost = super().step_cost(target, batch)
         copies = cost.judged.copies + (self.slot_weights == "dpace")
         return replace(cost, judged=replace(cost.judged, copies=copies))
 
     def judge_drafts(self, drafts: JudgedDrafts) -> Losses:
+        """Return the losses of the supervised drafts, weighted by depth or by D-PACE."""
         dpace = self.slot_weights == "dpace"
         row_weight = drafts.normalize_weights(self._dpace_weights(drafts)) if dpace else drafts.decayed_weights(self.decay)
         judged = drafts.supervision.judge_with_head(self.projection, drafts.hidden, drafts.label_index, row_weight)
@@ -72,13 +75,13 @@ class DFlash(BlockDrafter):
 
     @torch.no_grad()
     def _dpace_weights(self, drafts: JudgedDrafts) -> Tensor:
-        """[A, K] the weights of D-PACE."""
-        right = drafts.supervision.label_ids[drafts.label_index]
+        """Compute the weights [A, K] of D-PACE."""
+        labels = drafts.supervision.label_ids[drafts.label_index]
         rows = [
-            self.projection.logits(drafts.hidden[some]).log_softmax(-1).gather(-1, right[some, None])[:, 0].exp()
-            for some in split_rows(len(right))
+            self.projection.logits(drafts.hidden[some]).log_softmax(-1).gather(-1, labels[some, None])[:, 0].exp()
+            for some in split_rows(len(labels))
         ]
-        chances = torch.ones(drafts.is_judged.shape, device=right.device)
+        chances = torch.ones(drafts.is_judged.shape, device=labels.device)
         chances[drafts.is_judged] = torch.cat(rows)[drafts.order.argsort()] if rows else chances[drafts.is_judged]
         reach_probs = torch.where(drafts.is_judged, (1 - self.dpace_alpha) * chances + self.dpace_alpha, 1.0).cumprod(1)
         return reach_probs.flip(1).cumsum(1).flip(1)
@@ -86,5 +89,5 @@ class DFlash(BlockDrafter):
     # Decoding
 
     def make_rollout(self, root: Tensor, states: Tensor) -> Rollout:
-        """What a slot says does not depend on the path, so a tree's paths are products of marginals."""
+        """Return a rollout of marginals: the distribution of a slot does not depend on the path."""
         return MarginalRollout(root, self.log_q(self.compute_products(states)), self.draft_ids)

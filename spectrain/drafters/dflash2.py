@@ -1,4 +1,4 @@
-"""DFlash2 (z-lab, 2026): DFlash with convolutions inside the block, and candidates chosen by the token before them.
+"""DFlash2 (z-lab, 2026): DFlash with convolutions inside the block and a candidate selector that reads the previous token.
 
 Shapes: A anchors, S slots, K drafts of a block, W width, G groups of channels, C candidates, V draft vocabulary, R judged
 drafts, F frontier nodes.
@@ -35,12 +35,16 @@ if TYPE_CHECKING:
     from spectrain.models.step_cost import BatchShape, StepCost
 from spectrain.models.target import Target
 
-IMPOSSIBLE = -1e4  # log of the chance of what is no candidate: finite, so that 0 times it is 0
+# Log-probability of tokens that are no candidates; finite, so that 0 times it is 0.
+IMPOSSIBLE = -1e4
 
 
 class BlockConvolution(nn.Module):
-    """Two grouped, dynamic, causal convolutions inside a block, around a sublayer: y_t = sum_tap (base[tap] + delta_t[tap]) *
-    x_{t - tap}, where delta is read from the sublayer's normed input, one number for each group of channels."""
+    """Two dynamic, grouped, causal convolutions inside a block, before and after a sublayer.
+
+    y_t = sum_tap (base[tap] + delta_t[tap]) x_{t - tap}, where delta is a projection of the sublayer's normed input, one number
+    for each group of channels.
+    """
 
     def __init__(self, width: int, taps: int, group: int) -> None:
         super().__init__()
@@ -48,16 +52,17 @@ class BlockConvolution(nn.Module):
         self.stored_values = 2 * (2 * taps + 1) * width  # per row: kernels, shifted inputs and sums of both convolutions
         self.base_kernel = nn.Parameter(torch.zeros(2, taps, width))
         self.kernel_projection = nn.Linear(width, 2 * taps * width // group, bias=False)
-        with torch.no_grad():  # the identity
+        # Start as the identity.
+        with torch.no_grad():
             self.base_kernel[:, 0] = 1.0
             self.kernel_projection.weight.zero_()
 
-    def deltas(self, normed: Tensor) -> Tensor:
-        """[A, S, W] -> [A, S, 2, taps, G], for the sublayer's input and for its output."""
+    def dynamic_kernels(self, normed: Tensor) -> Tensor:
+        """Compute the dynamic kernels of the sublayer's input and output, [A, S, W] -> [A, S, 2, taps, G]."""
         return self.kernel_projection(normed).unflatten(-1, (2, self.taps, -1))
 
     def convolve(self, x: Tensor, delta: Tensor, side: int) -> Tensor:
-        """[A, S, W], of the input (side 0) or the output (1)."""
+        """Convolve [A, S, W], the sublayer's input (side 0) or its output (side 1)."""
         kernels = self.base_kernel[side] + delta[:, :, side].repeat_interleave(self.group, dim=-1)  # [A, S, taps, W]
         shifted = [x, *(F.pad(x, (0, 0, tap, 0))[:, : x.shape[1]] for tap in range(1, self.taps))]
         return (torch.stack(shifted, dim=2) * kernels).sum(2)
@@ -73,16 +78,16 @@ class ConvolvedLayer(BlockLayer):
 
     def forward(self, x: Tensor, rope: Rope, attend: BlockAttentionFn) -> Tensor:
         normed, around = self.input_layernorm(x), self.attention_conv
-        delta = around.deltas(normed)
+        delta = around.dynamic_kernels(normed)
         projected = self.self_attn.project_qkv(around.convolve(normed, delta, 0), rope)
         x = x + around.convolve(self.self_attn.project_output(attend(*projected)), delta, 1)
         normed, around = self.post_attention_layernorm(x), self.mlp_conv
-        delta = around.deltas(normed)
+        delta = around.dynamic_kernels(normed)
         return x + around.convolve(self.mlp(around.convolve(normed, delta, 0)), delta, 1)
 
 
 class CandidateSelector(nn.Module):
-    """What the token before it adds to a candidate: sum_r pred[before, r] (W h)_r succ[candidate, r]."""
+    """Scores a candidate by the previous token: sum_r pred[previous, r] (W h)_r succ[candidate, r]."""
 
     def __init__(self, vocab_size: int, width: int, rank: int) -> None:
         super().__init__()
@@ -92,7 +97,7 @@ class CandidateSelector(nn.Module):
         nn.init.normal_(self.hidden_projection.weight, std=0.02)
 
     def forward(self, hidden: Tensor, before: Tensor, candidates: Tensor) -> Tensor:
-        """[.., C] from states [.., W], the tokens before [..] and candidates [.., C], all in target ids."""
+        """Return scores [.., C] from states [.., W], previous tokens [..] and candidates [.., C], in target ids."""
         query = F.embedding(before, self.predecessor_codebook) * self.hidden_projection(hidden)
         return (F.embedding(candidates, self.successor_codebook) @ query[..., None])[..., 0]
 
@@ -116,10 +121,10 @@ class DFlash2Config(BlockConfig):
 
 
 class DFlash2(BlockDrafter):
-    """Of every slot's `selector_top_k` likeliest tokens, the one is taken that goes best with the token before it.
+    """Drafts from the `selector_top_k` most likely tokens of each slot, which a selector ranks by the previous token.
 
-    The loss is DFlash's and, weighted by `selector_weight`, the cross-entropy of the target's likeliest token among the
-    slot's candidates, of which it takes the last place where it is none of them. What is no candidate is never drafted.
+    The loss is DFlash's plus `selector_weight` times the cross-entropy of the target's most likely token among the slot's
+    candidates; a label that is no candidate replaces the last one. Other tokens are never drafted.
     """
 
     saved = replace(
@@ -139,41 +144,42 @@ class DFlash2(BlockDrafter):
     # Training
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """The selector's codebooks and output rows exist for every candidate, in the backward pass only."""
+        """Return DFlash's cost with codebook and output rows of every candidate, which only the backward pass stores."""
         cost = super().step_cost(target, batch)
         width = target.width + self.candidate_selector.hidden_projection.out_features
         judged = replace(cost.judged, other_rows=2 * cost.judged.rows)
         return replace(cost, judged=judged, backward_values=2 * cost.judged.rows * self.selector_top_k * width)
 
     def judge_drafts(self, drafts: JudgedDrafts) -> Losses:
+        """Return the loss of the output layer and that of the selector, in chunks of rows."""
         weights, supervision = drafts.decayed_weights(self.decay), drafts.supervision
         judged = supervision.judge_with_head(self.projection, drafts.hidden, drafts.label_index, weights)
         before, labels = drafts.select_judged(drafts.previous_tokens), supervision.label_ids[drafts.label_index]
         weights = weights * self.t2d[supervision.labels[drafts.label_index]]
-        terms, right = [], []
+        selector_losses, selected = [], []
         for rows in split_rows(len(labels)):
             part = (tensor[rows] for tensor in (drafts.hidden, before, labels, weights))
-            loss, chosen = checkpoint(self._choose, *part, use_reentrant=False)
-            terms.append(loss)
-            right.append(chosen)
-        selected = torch.stack(terms).sum() if terms else judged.loss.new_zeros(())
-        best = torch.cat(right) if right else judged.predictions
-        return drafts.sum_losses({self.divergence: judged.loss, "selector": self.selector_weight * selected}, best)
+            loss, tokens = checkpoint(self._select_candidates, *part, use_reentrant=False)
+            selector_losses.append(loss)
+            selected.append(tokens)
+        selector_loss = torch.stack(selector_losses).sum() if selector_losses else judged.loss.new_zeros(())
+        predictions = torch.cat(selected) if selected else judged.predictions
+        return drafts.sum_losses({self.divergence: judged.loss, "selector": self.selector_weight * selector_loss}, predictions)
 
-    def _choose(self, hidden: Tensor, before: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """The selector's loss over rows [r], and the candidates that it takes, draft ids [r]."""
+    def _select_candidates(self, hidden: Tensor, before: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the selector's loss over rows [r], and the draft ids [r] of the candidates that it ranks first."""
         with torch.no_grad():
             candidates = self.compute_products(hidden).topk(self.selector_top_k, dim=-1).indices
-        scores = self._scores(hidden, before, candidates)
-        chosen = candidates.gather(-1, scores.argmax(-1, keepdim=True))[:, 0]
+        scores = self._score_candidates(hidden, before, candidates)
+        selected = candidates.gather(-1, scores.argmax(-1, keepdim=True))[:, 0]
         missing = (candidates != labels[:, None]).all(-1)
-        taught = torch.cat([candidates[:, :-1], torch.where(missing, labels, candidates[:, -1])[:, None]], dim=-1)
-        label_index = (taught == labels[:, None]).long().argmax(-1)
-        loss = F.cross_entropy(self._scores(hidden, before, taught), label_index, reduction="none")
-        return (loss * weights).sum(), chosen
+        candidates_and_label = torch.cat([candidates[:, :-1], torch.where(missing, labels, candidates[:, -1])[:, None]], dim=-1)
+        label_index = (candidates_and_label == labels[:, None]).long().argmax(-1)
+        loss = F.cross_entropy(self._score_candidates(hidden, before, candidates_and_label), label_index, reduction="none")
+        return (loss * weights).sum(), selected
 
-    def _scores(self, hidden: Tensor, before: Tensor, candidates: Tensor) -> Tensor:
-        """[r, C] of candidates in draft ids: the target's output layer, and what the selector adds."""
+    def _score_candidates(self, hidden: Tensor, before: Tensor, candidates: Tensor) -> Tensor:
+        """Return scores [r, C] of candidates in draft ids: the output layer's logits plus the selector's term."""
         head = self.projection
         rows = F.embedding(candidates, head.weight)
         products = (rows @ hidden.to(rows.dtype)[..., None])[..., 0].float()
@@ -188,7 +194,7 @@ class DFlash2(BlockDrafter):
 
 
 class _Selected(DepthRollout):
-    """One round: a node's candidates are its slot's, weighed by its own token."""
+    """Drafts one round: a node's children are its slot's candidates, ranked by its own token."""
 
     def __init__(self, drafter: DFlash2, root: Tensor, states: Tensor) -> None:
         super().__init__(root, states.shape[1])
@@ -200,7 +206,7 @@ class _Selected(DepthRollout):
 
     def log_probs_at(self, depth: Tensor, tokens: Tensor) -> Tensor:
         candidates = gather_by_depth(self.candidates, depth)
-        added = self.drafter.candidate_selector(gather_by_depth(self.states, depth), tokens, self.ids[candidates])
-        log_q = (gather_by_depth(self.unary, depth) + added.float()).log_softmax(-1)
-        every = log_q.new_full((*tokens.shape, self.vocab_size), IMPOSSIBLE)
-        return every.scatter(-1, candidates, log_q)
+        terms = self.drafter.candidate_selector(gather_by_depth(self.states, depth), tokens, self.ids[candidates])
+        log_q = (gather_by_depth(self.unary, depth) + terms.float()).log_softmax(-1)
+        every_log_q = log_q.new_full((*tokens.shape, self.vocab_size), IMPOSSIBLE)
+        return every_log_q.scatter(-1, candidates, log_q)

@@ -1,4 +1,4 @@
-"""DSpark (arXiv 2607.05147): DFlash's block, with a Markov head between neighbouring slots and a head that knows when to stop.
+"""DSpark (arXiv 2607.05147): DFlash's block with a Markov head between successive slots and a head that ends the draft.
 
 Shapes: B batch, A anchors, K drafts of a block, F frontier nodes, W width, M rank of the Markov head, V draft vocabulary,
 R judged drafts.
@@ -30,8 +30,11 @@ Kind = Literal["vanilla", "gated", "rnn"]
 
 
 class MarkovHead(nn.Module):
-    """What the token before a draft adds to its logits, W2 m, of low rank. m [M] is W1's row of that token (vanilla), the same
-    behind a gate that sees the slot's state (gated), or the output of a cell that goes along the block (rnn)."""
+    """Adds a low-rank term W2 m for the previous token to the logits of a draft.
+
+    m [M] is W1's row of that token (vanilla), the row times a gate computed from the slot's state (gated), or the output of a
+    recurrent cell along the block (rnn).
+    """
 
     def __init__(self, kind: Kind, vocab_size: int, draft_vocab_size: int, rank: int, width: int) -> None:
         super().__init__()
@@ -43,7 +46,7 @@ class MarkovHead(nn.Module):
         self.joint_proj = nn.Linear(2 * rank + width, 3 * rank) if kind == "rnn" else None
 
     def forward(self, hidden: Tensor, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """m and the next state [.., M] from a slot's state [.., W], W1's row of the token before and the last state."""
+        """Return m and next state [.., M] from a slot's state [.., W], W1's row of the previous token, and the last state."""
         if self.gate_proj is not None:
             return torch.sigmoid(self.gate_proj(torch.cat([hidden, embedded], dim=-1))) * embedded, state
         if self.joint_proj is not None:
@@ -54,11 +57,11 @@ class MarkovHead(nn.Module):
         return embedded, state
 
     def run_path(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        """m of whole blocks [A, K, M], whose tokens are known."""
+        """Return m [A, K, M] along complete blocks, from states [A, K, W] and previous tokens' rows [A, K, M] of W1."""
         state, states = torch.zeros_like(embedded[:, 0]), []
         for slot, before in zip(hidden.unbind(1), embedded.unbind(1)):
-            read, state = self(slot, before, state)
-            states.append(read)
+            output, state = self(slot, before, state)
+            states.append(output)
         return torch.stack(states, dim=1)
 
 
@@ -99,33 +102,35 @@ class DSparkConfig(BlockConfig):
 
 
 class DSpark(BlockDrafter):
-    """DFlash's layers over a shifted block: slot s, from 0, drafts the token after its own place.
+    """DFlash's layers over a shifted block: slot s, from 0, drafts the token after its own position.
 
-    The loss of a draft is ce CE(data) + 2 tv TV(p, q), weighted exp(-d / decay), and where there is a confidence head the
-    cross-entropy of what it says with the chance sum_v min(p, q) that the draft is kept. A draft whose confidence lies below
-    `confidence_threshold` is cut, with all behind it.
+    The loss of a draft is ce CE(data) + 2 tv TV(p, q), weighted by exp(-d / decay). A confidence head adds its binary
+    cross-entropy with the acceptance probability sum_v min(p, q). A draft with a confidence below `confidence_threshold` is
+    cut together with all later ones.
     """
 
     saved = replace(BlockDrafter.saved, shape=(*BlockDrafter.saved.shape, "markov_head", "rank", "confidence"))
 
     def __init__(self, target: Target, config: DSparkConfig) -> None:
         super().__init__(target, config)
-        self.divergence = "total_variation"  # the target keeps its own mass: what cannot be drafted is rejected
+        # The target's mass outside the draft vocabulary counts as rejected.
+        self.divergence = "total_variation"
         self.ce, self.tv, self.confidence_threshold = config.ce, config.tv, config.confidence_threshold
         self.markov = MarkovHead(config.markov_head, target.head.vocab_size, len(self.d2t), config.rank, target.width)
         self.confidence_head = ConfidenceHead(target.width + config.rank) if config.confidence else None
-        if self.cuts:
+        if self.cuts_drafts:
             # The host decides where a draft stops.
             self.capabilities = replace(self.capabilities, capture=None)
 
     @property
-    def cuts(self) -> bool:
+    def cuts_drafts(self) -> bool:
+        """Whether drafts end below a confidence threshold."""
         return self.confidence_head is not None and self.confidence_threshold > 0
 
     # Training
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """The output layer also reads the Markov head's state, which its cell computes in each slot."""
+        """Return DFlash's cost with the Markov head's cell in each slot and its state as further input of the output layer."""
         cost, rank = super().step_cost(target, batch), self.markov.rank
         cell = self.markov.gate_proj or self.markov.joint_proj or nn.Identity()
         inputs = 2 * (target.width + rank) + 5 * rank * (self.markov.kind == "rnn")
@@ -133,28 +138,28 @@ class DSpark(BlockDrafter):
         return StepCost(runs, replace(cost.judged, width=target.width + rank))
 
     def judge_drafts(self, drafts: JudgedDrafts) -> Losses:
-        """All terms in one pass through the output layer, to which [h ; m] and [W ; W2] make the Markov head belong."""
+        """Compute all terms in one pass through the output layer [W ; W2] over [h ; m], which includes the Markov head."""
         embedded = self.markov.markov_w1(drafts.previous_tokens)
-        read = drafts.select_judged(self.markov.run_path(drafts.states, embedded))
+        markov_states = drafts.select_judged(self.markov.run_path(drafts.states, embedded))
         head = self.projection
-        both = replace(head, weight=torch.cat([head.weight, self.markov.markov_w2.weight], dim=1))
+        joint_head = replace(head, weight=torch.cat([head.weight, self.markov.markov_w2.weight], dim=1))
         tokens = drafts.select_judged(drafts.tokens)
         slots = torch.searchsorted(self.draft_ids, tokens).clamp(max=len(self.draft_ids) - 1)
-        compound = _Compound(self.ce, self.tv)
+        loss = _CombinedLoss(self.ce, self.tv)
         target_log_probs, weights = drafts.supervision.target_log_probs, drafts.decayed_weights(self.decay)
         assert target_log_probs is not None
         judged = linear_divergence(
-            torch.cat([drafts.hidden, read], dim=-1),
-            both,
+            torch.cat([drafts.hidden, markov_states], dim=-1),
+            joint_head,
             target_log_probs.select_rows(drafts.label_index),
-            compound,
+            loss,
             weights,
             (slots, self.t2d[tokens]),
         )
         terms = {"ce_tv": judged.loss}
         if self.confidence_head is not None:
             confidence = self.confidence_head(torch.cat([drafts.hidden, drafts.select_judged(embedded)], dim=-1))
-            acceptance_rates = torch.cat(compound.acceptance_rates) if compound.acceptance_rates else confidence.detach()
+            acceptance_rates = torch.cat(loss.acceptance_rates) if loss.acceptance_rates else confidence.detach()
             terms["confidence"] = F.binary_cross_entropy_with_logits(
                 confidence, acceptance_rates.to(confidence.dtype), weights, reduction="sum"
             )
@@ -166,42 +171,41 @@ class DSpark(BlockDrafter):
         return _Markov(self, root, states)
 
 
-class _Compound:
-    """ce CE + 2 tv TV of chunks of rows; remembers how often each row's draft would be kept, in their order."""
+class _CombinedLoss:
+    """Computes ce CE + 2 tv TV of chunks of rows, and records the acceptance rate of every row in order."""
 
     def __init__(self, ce: float, tv: float) -> None:
         self.ce, self.tv = ce, tv
         self.acceptance_rates: list[Tensor] = []
 
-    def __call__(self, log_p: Tensor, log_q: Tensor, slots: Tensor, inside: Tensor) -> Tensor:
+    def __call__(self, log_p: Tensor, log_q: Tensor, labels: Tensor, in_vocabulary: Tensor) -> Tensor:
         rate = acceptance_rate(log_p, log_q)
         self.acceptance_rates.append(rate.detach())
-        token = -log_q.gather(-1, slots[:, None])[:, 0]
-        return self.ce * token * inside + 2 * self.tv * (1 - rate)
+        cross_entropy = -log_q.gather(-1, labels[:, None])[:, 0]
+        return self.ce * cross_entropy * in_vocabulary + 2 * self.tv * (1 - rate)
 
 
 class _Markov(DepthRollout):
-    """One round: a node's logits are its slot's and what its own token adds; along an rnn, what the path adds."""
+    """Drafts one round: a node's logits are its slot's plus the Markov head's term of its token, or with rnn of its path."""
 
     def __init__(self, drafter: DSpark, root: Tensor, states: Tensor) -> None:
         super().__init__(root, states.shape[1])
         self.drafter, self.states, self.products = drafter, states, drafter.compute_products(states)  # [B, K, W], [B, K, V]
         self.draft_ids = drafter.draft_ids
-        self.carried = states.new_zeros(len(root), 1, drafter.markov.rank)  # [B, nodes given so far, M] into each
+        self.carried = states.new_zeros(len(root), 1, drafter.markov.rank)  # [B, nodes so far, M] states before each node
 
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        above = self.carried.gather(1, parents[..., None].expand(-1, -1, self.carried.shape[-1]))
-        self.carried = torch.cat([self.carried, above], dim=1)
+        parent_states = self.carried.gather(1, parents[..., None].expand(-1, -1, self.carried.shape[-1]))
+        self.carried = torch.cat([self.carried, parent_states], dim=1)
         return super().extend(tokens, parents)
 
     def log_probs_at(self, depth: Tensor, tokens: Tensor) -> Tensor:
         drafter, count = self.drafter, tokens.shape[1]
-
         hidden, embedded = gather_by_depth(self.states, depth), drafter.markov.markov_w1(tokens)
-        read, state = drafter.markov(hidden, embedded, self.carried[:, -count:])
+        term, state = drafter.markov(hidden, embedded, self.carried[:, -count:])
         self.carried = torch.cat([self.carried[:, :-count], state], dim=1)
-        if drafter.cuts and drafter.confidence_head is not None:
+        if drafter.cuts_drafts and drafter.confidence_head is not None:
             confidence = drafter.confidence_head(torch.cat([hidden, embedded], dim=-1))
             self.accept_probs = confidence.sigmoid()
             self.stop_mask = self.accept_probs < drafter.confidence_threshold
-        return drafter.log_q(gather_by_depth(self.products, depth) + drafter.markov.markov_w2(read).float())
+        return drafter.log_q(gather_by_depth(self.products, depth) + drafter.markov.markov_w2(term).float())

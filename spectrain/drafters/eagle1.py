@@ -1,8 +1,8 @@
-"""EAGLE (Li et al., 2024): a decoder layer that rolls over the target's last feature; and HASS, which trains it as it drafts.
+"""EAGLE (Li et al., 2024): a decoder layer that predicts the target's next feature; and HASS, which trains it as it decodes.
 
 Shapes: B batch, T tokens, D target width, V vocabulary, R supervised rows, P new positions, F frontier nodes.
-Index t pairs the target's feature at t, behind its final norm, with the embedding of token t + 1, and predicts the feature at
-t + 1, of which the target's head makes token t + 2.
+Index t pairs the target's feature at t, after its final norm, with the embedding of token t + 1, and predicts the feature at
+t + 1, from which the target's head computes token t + 2.
 """
 
 from __future__ import annotations
@@ -36,20 +36,22 @@ from .base import Losses, Stage, TrainingState
 from .capabilities import Capture, OutputLayerCost, SavedFiles
 from .context import Context
 
-Held = tuple[Tensor, Tensor]  # keys and values of a step
-NOISE_LENGTH = 512  # tokens of a text whose noise is as wide as it is asked for
+StepKeysValues = tuple[Tensor, Tensor]  # of one draft step
+NOISE_LENGTH = 512  # tokens of a text whose noise has the width of the setting
 
 
 class Eagle1(VocabularyDrafter):
-    """f' = layer(fc [E(x); f]): no norm before the layer, none behind it, and the target's embedding and head as they are
-    (sections 3.1 and 4.1). The loss of a supervised index, summed over the steps i weighted by step_decay^i, is
+    """One layer f' = layer(fc [E(x); f]) without norms before and after it, under the target's frozen embedding and head
+    (sections 3.1 and 4.1).
 
-        regression_weight SmoothL1(f', f)  +  token_weight D(p, q)  +  top_k_weight sum of -p log q over the 10 likeliest by p
+    The loss of a supervised index is summed over the steps i, weighted by step_decay^i:
 
-    with p and q what the head makes of f and f'. One step, without the last term, is EAGLE-1; EAGLE-2 decodes it with another
-    tree. More are HASS (Zhang et al., 2024): each step reads what the one before it gave and sees keys as decoding has them
-    (harmonized context alignment), and with `detach` no gradient flows back into the step that gave it. EAGLE-3's
-    training-time test is the same alignment without regression and without `detach`.
+        regression_weight SmoothL1(f', f)  +  token_weight D(p, q)  -  top_k_weight sum of p log q over the 10 likeliest by p
+
+    The head computes p from f and q from f'. EAGLE-1 is one step without the last term; EAGLE-2 decodes it with another tree.
+    HASS (Zhang et al., 2024) is several steps: each one reads the output of the step before it and attends to the keys that
+    decoding has (harmonized context alignment), and `detach` stops gradients between steps. EAGLE-3's training-time test is
+    the same alignment without regression and without `detach`.
     """
 
     layers: tuple[Layer, ...] = ("final",)
@@ -88,9 +90,11 @@ class Eagle1(VocabularyDrafter):
     ) -> None:
         super().__init__()
         if not regression_weight and not token_weight and not top_k_weight:
-            raise UserError(f"drafter.token_weight={token_weight}: every term of the loss weighs 0; give one of them a weight")
+            raise UserError(f"drafter.token_weight={token_weight}: all terms of the loss have weight 0; set one weight above 0")
         if top_k_weight and loss == "cross_entropy":
-            raise UserError("drafter.top_k_weight: a cross-entropy asks the target nothing; use drafter.loss=forward_kl")
+            raise UserError(
+                "drafter.top_k_weight: a cross-entropy does not use the target's distribution; use drafter.loss=forward_kl"
+            )
         config = llama_config(target, check_architecture(architecture or {}, ()))
         self.num_steps, self.divergence, self.step_decay, self.detach = num_steps, loss, step_decay, detach
         self.regression_weight, self.token_weight, self.top_k_weight = regression_weight, token_weight, top_k_weight
@@ -105,7 +109,7 @@ class Eagle1(VocabularyDrafter):
         self.cache: TreeCache | None = None
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
-        """Unless `start` is random fc passes the feature on, so that the first logits are near the target's own."""
+        """Start fc to pass on the feature, so that the first logits are near the target's; start=random keeps it random."""
         if self.start == "target":
             with torch.no_grad():
                 self.fc.weight.zero_()
@@ -129,7 +133,7 @@ class Eagle1(VocabularyDrafter):
     # Training
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """The layer runs once for each draft step over all tokens."""
+        """Return the cost of the layer, which runs once for each draft step over all tokens."""
         rows = self.num_steps * batch.supervised
         judged = Judged(rows, target.head.vocab_size, batch.supervised)
         return StepCost([Run(self, batch.tokens, batch.length, self.num_steps, extra=3 * target.width)], judged)
@@ -142,71 +146,72 @@ class Eagle1(VocabularyDrafter):
         assert batch.features is not None
         supervision = Supervision(self, batch)
         hidden = self._with_noise(batch, batch.features.at_layer("final"), state.step)
-        held: list[Held] = []  # of every step
+        step_kv: list[StepKeysValues] = []
         states_by_step: list[Tensor] = []  # of the supervised indices of every step
         for step in range(max(1, min(self.num_steps, batch.max_document_length - 2))):
-            read = hidden.detach() if self.detach else hidden
-            hidden, own = state.run_checkpointed(self.unroll, batch, read, step, held[:])
-            held.append(own)
+            inputs = hidden.detach() if self.detach else hidden
+            hidden, new_kv = state.run_checkpointed(self.run_step, batch, inputs, step, step_kv[:])
+            step_kv.append(new_kv)
             states_by_step.append(hidden[supervision.is_supervised(step)])
-        return self._judge(supervision, batch.features.at_layer("final"), states_by_step)
+        return self._judge_steps(supervision, batch.features.at_layer("final"), states_by_step)
 
-    def unroll(self, batch: Batch, hidden: Tensor, step: int, before: list[Held]) -> tuple[Tensor, Held]:
-        """One draft step over features [B, T, D], behind the keys and values of the steps before; its own with it."""
-        tokens = batch.tokens.roll(-1 - step, dims=1)  # what a document takes from beyond its end is never supervised
+    def run_step(
+        self, batch: Batch, hidden: Tensor, step: int, earlier_kv: list[StepKeysValues]
+    ) -> tuple[Tensor, StepKeysValues]:
+        """Run one draft step over features [B, T, D] after the keys and values of earlier steps; return its own too."""
+        # Tokens that roll in from beyond the end of a document are never supervised.
+        tokens = batch.tokens.roll(-1 - step, dims=1)
         x = self.inputs(tokens, hidden)
         q, k, v = self.self_attn.project_qkv(x, self.rotary(x, batch.positions + step))
-        keys, values = ([own[part] for own in (*before, (k, v))] for part in (0, 1))
+        keys, values = ([kv[part] for kv in (*earlier_kv, (k, v))] for part in (0, 1))
         attended = self.self_attn.project_output(unrolled_attention(q, keys, values, batch.lengths))
         return self.outputs(x, attended), (k, v)
 
     def _with_noise(self, batch: Batch, final: Tensor, step: int) -> Tensor:
-        """Features [B, T, D] with what is drawn evenly from noise [-1/2, 1/2] 512 / length added, so that the layer learns to
-        read features that are a little off; a conversation's own tokens key the draw."""
+        """Add uniform noise from `noise` [-1/2, 1/2] 512 / length to features [B, T, D], so that the layer learns to read
+        inexact features. The tokens of a conversation and the step seed its noise.
+        """
         if not self.noise:
             return final
-        drawn = []
+        noises = []
         for tokens, _ in batch.split_documents():
             source = sequence_generator(FEATURE_NOISE, self.seed, tokens, step)
             length = int(tokens.nonzero()[-1]) + 1 if tokens.any() else 1  # without the padding
             noise = torch.rand(length, final.shape[-1], generator=source) - 0.5
-            drawn.append(F.pad(noise * self.noise * NOISE_LENGTH / length, (0, 0, 0, len(tokens) - length)))
-        return final + torch.cat(drawn).view(final.shape).to(final)
+            noises.append(F.pad(noise * self.noise * NOISE_LENGTH / length, (0, 0, 0, len(tokens) - length)))
+        return final + torch.cat(noises).view(final.shape).to(final)
 
-    def _judge(self, supervision: Supervision, final: Tensor, states_by_step: list[Tensor]) -> Losses:
-        """The features of every step's supervised indices, all steps at once."""
-        answer, order, step = supervision.join_steps(len(states_by_step))
+    def _judge_steps(self, supervision: Supervision, final: Tensor, states_by_step: list[Tensor]) -> Losses:
+        """Compute the losses of the features of every step's supervised indices together."""
+        label_index, order, step = supervision.join_steps(len(states_by_step))
         hidden = torch.cat(states_by_step).index_select(0, order)
         weight = self.step_decay**step
-        wanted = final[supervision.row_index >= 0].to(hidden.dtype)[answer]
-        off = F.smooth_l1_loss(hidden, wanted, reduction="none").mean(-1)
-        judged = supervision.judge_with_head(self.head.projection, hidden, answer, self.token_weight * weight)
-        terms = {"regression": self.regression_weight * (weight * off).sum(), self.divergence: judged.loss}
+        features = final[supervision.row_index >= 0].to(hidden.dtype)[label_index]
+        distance = F.smooth_l1_loss(hidden, features, reduction="none").mean(-1)
+        judged = supervision.judge_with_head(self.head.projection, hidden, label_index, self.token_weight * weight)
+        terms = {"regression": self.regression_weight * (weight * distance).sum(), self.divergence: judged.loss}
         if self.top_k_weight and supervision.target_log_probs is not None:
-            target_log_probs = supervision.target_log_probs.select_rows(answer)
-            likeliest = linear_divergence(
-                hidden, self.head.projection, target_log_probs, top_k_loss, self.top_k_weight * weight
-            )
-            terms["top_k"] = likeliest.loss
-        return Losses.by_depth(terms, judged.predictions == supervision.labels[answer], step, self.num_steps)
+            target_log_probs = supervision.target_log_probs.select_rows(label_index)
+            top_k = linear_divergence(hidden, self.head.projection, target_log_probs, top_k_loss, self.top_k_weight * weight)
+            terms["top_k"] = top_k.loss
+        return Losses.by_depth(terms, judged.predictions == supervision.labels[label_index], step, self.num_steps)
 
     # Decoding
 
     def draft(self, context: Context) -> Draft:
-        """Read the features of what was just accepted, then roll on from the last of them."""
+        """Read the features of the last accepted tokens, and draft from the last of them."""
         self.cache = context.drafting_cache(self.cache, 1, context.builder.max_drafted)
         final = context.new_features.at_layer("final")
         output = self.run(context.next_tokens, final, self.cache.next_slots(final.shape[1]), self.cache, None)
         self.cache.commit(None, context.num_new)
-        last = (context.num_new - 1).clamp(min=0)[:, None, None]
-        return Draft(StateRollout(self, self.cache, output.gather(1, last.expand(-1, 1, output.shape[-1]))))
+        return Draft(StateRollout(self, self.cache, context.last_state(output)))
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
         assert self.cache is not None
         self.cache.roll_back()
 
     def run(self, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: TreeCache, visible: Tensor | None) -> Tensor:
-        """The features [B, F, D] of new nodes, appended to the cache behind what it holds."""
+        """Append new nodes to the cache; return their features [B, F, D]."""
         x = self.inputs(tokens, hidden)
         projected = self.self_attn.project_qkv(x, self.rotary(x, positions))
         output = self.outputs(x, self.self_attn.attend_cached(*projected, cache, visible))
@@ -214,5 +219,5 @@ class Eagle1(VocabularyDrafter):
         return output
 
     def log_q(self, hidden: Tensor) -> Tensor:
-        """[B, F, D] -> [B, F, V]"""
+        """Compute log q, [B, F, D] -> [B, F, V]."""
         return self.head.logits(hidden.to(self.head.output.weight.dtype)).log_softmax(-1)

@@ -1,4 +1,4 @@
-"""EAGLE-3 (Li et al., 2025): decoder layers, usually one, that roll over their own hidden states.
+"""EAGLE-3 (Li et al., 2025): decoder layers, usually one, that draft from their own hidden states.
 
 Shapes: B batch, T tokens, D target width, V draft vocabulary, R supervised rows, P new positions, F frontier nodes.
 Index t pairs the target's features at t with the embedding of token t + 1, and predicts token t + 2.
@@ -28,15 +28,15 @@ VARIANTS = (*NORM_VARIANTS, "norm_output", "own_embedding")
 class Eagle3(UnrolledEagle):
     """EAGLE-3 with training-time test (section 3.2): `ttt_steps` unrolled drafts share one backward pass.
 
-    Three layers of the target are fused into the first hidden state; each further draft step reads the un-normed output of
-    the step before. The head is the drafter's own, over the `vocab_size` tokens that the assistant uses most. The first of
-    its `num_layers` reads the embedding beside the hidden state, each later one what the layer before it gives.
+    Three layers of the target are fused into the first hidden state; each later draft step reads the un-normed output of the
+    step before it. The drafter has its own head, over the `vocab_size` tokens that the assistant uses most. The first of its
+    `num_layers` reads the embedding and the hidden state, each later one the output of the layer before it.
 
-    `architecture` says what differs from the target's layer: keys of a Llama configuration in LAYER, or variants that other
-    projects train, each false unless it is said. norm_before_residual: the normed state is the residual stream too;
-    norm_before_fc: one norm over the fused features; fc_norm: one for each layer's; qk_norm: queries and keys are normed head
-    by head, as Qwen3's; norm_output: the normed output is what the next step reads (EAGLE-3.1); own_embedding: the drafter
-    keeps its input embedding, which is not trained.
+    `architecture` holds differences from the target's layer: keys of a Llama configuration, or variants that other projects
+    train, which are false by default. norm_before_residual: the normed state is the residual stream too; norm_before_fc: one
+    norm over the fused features; fc_norm: one norm for each layer's features; qk_norm: queries and keys are normed per head,
+    as in Qwen3; norm_output: the next step reads the normed output (EAGLE-3.1); own_embedding: the drafter has its own input
+    embedding, which is not trained.
     """
 
     saved = SavedFiles(shape=("vocab_size", "layers", "num_layers", "window", "head_rank", "architecture"))
@@ -88,6 +88,6 @@ class Eagle3(UnrolledEagle):
     # Decoding
 
     def draft(self, context: Context) -> Draft:
-        """Read the features of what was just accepted, then roll on from the last of them."""
+        """Read the features of the last accepted tokens, and draft from the last of them."""
         root, cache = self.read_accepted(context)
         return Draft(StateRollout(self, cache, root, self.draft_ids))

@@ -1,7 +1,7 @@
 """Early exit (LayerSkip, Elhoushi et al., 2024): the target's own first layers draft, its other layers verify.
 
 Shapes: B batch, T tokens, L layers of the target, D its width, V vocabulary, R supervised rows.
-Exit l, from 0, is behind layer l: it reads the residual stream entering layer l + 1. Exit L - 1 is the model's own.
+Exit l, from 0, follows layer l: it reads the residual stream entering layer l + 1. Exit L - 1 is the model's own.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ Curriculum = Literal["rotational", "gradual", "all"]
 
 
 class EarlyExit(SelfDrafter, DrafterWithExits):
-    """Drafts with the layers before `exit_layer` and the target's own norm and head; training makes the target good at it.
+    """Drafts with the layers before `exit_layer` and the target's norm and head; training adapts the target to that.
 
     Layer dropout (section 4.1.1): a sequence skips layer l with probability S(t) D(l) max_dropout, D(l) = exp(l ln 2 / (L - 1))
     - 1; S is 1, or with dropout_schedule=exponential, for pre-training, exp(t ln 2 / (T - 1)) - 1 at step t of T.
     Early-exit loss (4.1.2): J = sum_l C(t, l) e(l) CE(head(norm(x_(l+1))), Y) / sum_l C(t, l) e(l) with e(l) = exit_scale *
     (0 + 1 + ... + l) before the last exit and e(L - 1) = L - 1 + exit_scale * (0 + 1 + ... + L - 2). The curriculum C is
-    rotational (every `rotate`-th exit, the first of them moving on with every step), gradual (exits open from the last one
-    downwards, all of them by half of the training) or all; the last exit is always in the loss.
+    rotational (every `rotate`-th exit, with an offset that grows by one per step), gradual (exits open from the last one
+    downwards, and all are open after half of the training) or all. The last exit is always in the loss.
 
-    With self_distillation Y is not the data's token but the distribution of the target as it was: with adapters, the target
-    with them off, otherwise a frozen copy. The output is that of the trained target.
+    With self_distillation Y is the distribution of the original target instead of the data's token: the target without its
+    adapters, or a frozen copy where all weights are trained. The output is that of the trained target.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class EarlyExit(SelfDrafter, DrafterWithExits):
         self.head = target.head
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
-        """Open the target's weights, or the adapters that are put into it."""
+        """Open the target's weights, or add its adapters."""
         self.target_training.start_training(target)
 
     def at_exit(self, exit_layer: int, target: Target) -> EarlyExit:
-        """The same drafter, sharing its weights, with another exit."""
+        """Return the same drafter, with shared weights, at another exit."""
         other = copy.copy(self)
         other._set_exit(target, exit_layer)
         return other
@@ -109,11 +109,11 @@ class EarlyExit(SelfDrafter, DrafterWithExits):
 
     @property
     def stages(self) -> list[Stage]:
-        """Without features: the target runs in the loss, with layers dropped."""
+        """One stage without features: the loss runs the target with dropped layers."""
         return [Stage([{"params": self.target_training.parameters}], ())]
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """All layers of the target run over all tokens; the loss judges every open exit."""
+        """Return the cost of all layers of the target over all tokens, and of the logits of every open exit."""
         exits = {"rotational": -(-target.num_layers // self.rotate)}.get(self.curriculum, target.num_layers)
         labels = batch.supervised if self.self_distillation else 0
         judged = Judged(exits * batch.supervised, target.head.vocab_size, labels, label_copies=1)
@@ -121,10 +121,10 @@ class EarlyExit(SelfDrafter, DrafterWithExits):
         return StepCost([Run(target.layers, batch.tokens, batch.length)], judged, forward_rows=original)
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
-        """The weighted cross-entropy of every open exit; the hits are how often `exit_layer` says what the last exit says."""
+        """Return the weighted cross-entropies of all open exits; hits are agreements of `exit_layer` with the last exit."""
         weights = self.exit_weights(target.num_layers, state)
-        opened = [number for number, weight in enumerate(weights) if weight > 0]
-        exits_read = sorted({*opened, self.exit_layer - 1})
+        open_exits = [number for number, weight in enumerate(weights) if weight > 0]
+        exits_read = sorted({*open_exits, self.exit_layer - 1})
         predicts, grad = batch.next_is_supervised, torch.is_grad_enabled()
         tokens, original = batch.tokens.roll(-1, dims=1)[predicts], self._original_log_probs(batch, target)
         layers = tuple(number + 1 for number in exits_read)
@@ -132,30 +132,33 @@ class EarlyExit(SelfDrafter, DrafterWithExits):
         plan = ForwardPlan(layers=layers, grad=grad, recompute=state.recompute, lengths=batch.lengths, span=span)
         states = target.run(batch.tokens, plan)
         final = {
-            number: target.apply_final_norm(states.at_layer(number + 1)[predicts][None], grad=grad and number in opened)[0]
+            number: target.apply_final_norm(states.at_layer(number + 1)[predicts][None], grad=grad and number in open_exits)[0]
             for number in exits_read
         }
         terms = {"language_model": torch.zeros((), device=tokens.device), "exits": torch.zeros((), device=tokens.device)}
         best: dict[int, Tensor] = {}
         entropy = 0.0 if original is None else total_entropy(original, len(tokens))
-        for term, exits in (("language_model", opened[-1:]), ("exits", opened[:-1])):
+        for term, exits in (("language_model", open_exits[-1:]), ("exits", open_exits[:-1])):
             if not exits:
                 continue
-            judged = self._judge([final[number] for number in exits], [weights[number] for number in exits], tokens, original)
+            judged = self._judge_exits(
+                [final[number] for number in exits], [weights[number] for number in exits], tokens, original
+            )
             terms[term] = judged.loss + sum(weights[number] for number in exits) * entropy
             best |= dict(zip(exits, judged.predictions.view(len(tokens), len(exits)).unbind(1)))
         drafted = self.exit_layer - 1
         if drafted not in best:
             best[drafted] = argmax_and_log_z(final[drafted], self.head.projection)[0]
-        hits = (best[drafted] == best[opened[-1]]).sum()[None].float()
+        hits = (best[drafted] == best[open_exits[-1]]).sum()[None].float()
         return Losses(terms, hits, torch.full_like(hits, len(tokens)))
 
-    def _judge(
+    def _judge_exits(
         self, final: list[Tensor], weights: list[float], tokens: Tensor, original: TargetLogProbs | None
     ) -> DivergenceResult:
-        """Exits with states [R, D] each, side by side: rows of one position together, so that the original is asked once.
+        """Compute the loss of exits with states [R, D] each. The rows of a position are adjacent, so that the original target's
+        distribution is computed once for all exits.
 
-        The divergence from the original is KL, which has the gradient of the cross-entropy and is less by the entropy.
+        The divergence from the original is KL, which is the cross-entropy minus the entropy, so its gradient is the same.
         """
         count, device = len(final), tokens.device
         hidden = torch.stack(final, dim=1).flatten(0, 1)  # [R * exits, D]
@@ -168,32 +171,35 @@ class EarlyExit(SelfDrafter, DrafterWithExits):
         return head_loss(name, hidden, self.head.projection, labels, labels_log_probs, row_weight=row_weight)
 
     def exit_weights(self, num_layers: int, state: TrainingState) -> list[float]:
-        """What every exit's loss is multiplied by at this step, [L], summing to 1; 0 where the curriculum keeps it closed."""
-        below = num_layers - 1
-        scale = [self.exit_scale * number * (number + 1) / 2 for number in range(below)]
-        scale.append(below + self.exit_scale * (below - 1) * below / 2)
+        """Return the weight of every exit's loss at this step, [L]. They sum to 1; closed exits weigh 0."""
+        last = num_layers - 1
+        scale = [self.exit_scale * number * (number + 1) / 2 for number in range(last)]
+        scale.append(last + self.exit_scale * (last - 1) * last / 2)
         if self.curriculum == "rotational":
-            opened = set(range(state.step % self.rotate, num_layers, self.rotate))
+            open_exits = set(range(state.step % self.rotate, num_layers, self.rotate))
         elif self.curriculum == "gradual":
-            opened = set(range(max(0, below - int(state.progress * 2 * num_layers)), num_layers))
+            open_exits = set(range(max(0, last - int(state.progress * 2 * num_layers)), num_layers))
         else:
-            opened = set(range(num_layers))
-        opened.add(below)
-        total = sum(scale[number] for number in opened)
-        if not total:  # of one layer there is one exit
-            return [float(number == below) for number in range(num_layers)]
-        return [scale[number] / total if number in opened else 0.0 for number in range(num_layers)]
+            open_exits = set(range(num_layers))
+        open_exits.add(last)
+        total = sum(scale[number] for number in open_exits)
+        # A target of one layer has one exit.
+        if not total:
+            return [float(number == last) for number in range(num_layers)]
+        return [scale[number] / total if number in open_exits else 0.0 for number in range(num_layers)]
 
     def dropout_rates(self, num_layers: int, state: TrainingState) -> list[float]:
-        """The chance that a sequence skips each layer at this step, [L]."""
+        """Return the probability [L] that a sequence skips each layer at this step."""
         last = max(1, round(state.step / state.progress) - 1) if state.progress else 1  # T - 1
         over_time = 1.0 if self.dropout_schedule == "constant" else math.expm1(state.step / last * math.log(2))
         span = max(1, num_layers - 1)
         return [self.max_dropout * over_time * math.expm1(layer * math.log(2) / span) for layer in range(num_layers)]
 
     def draw_dropped_layers(self, batch: Batch, target: Target, state: TrainingState) -> Tensor | None:
-        """[L, sequences], on the CPU, which layers each skips, drawn for its own tokens and the step: however sequences are
-        batched, on whichever process, they skip the same ones."""
+        """Draw the layers that each sequence skips, [L, sequences] on the CPU; None without dropout.
+
+        A sequence's tokens and the step seed the draw, so that it depends neither on the batch nor on the process.
+        """
         if not self.training or not self.max_dropout:
             return None
         rates = torch.tensor(self.dropout_rates(target.num_layers, state))
@@ -205,7 +211,7 @@ class EarlyExit(SelfDrafter, DrafterWithExits):
 
     @torch.no_grad()
     def _original_log_probs(self, batch: Batch, target: Target) -> TargetLogProbs | None:
-        """What the original says at the supervised positions [R]; None where exits learn the data's tokens."""
+        """Return the original target's log-probabilities at the supervised positions [R]; None without self-distillation."""
         if not self.self_distillation:
             return None
         with self.target_training.use_original(target) as original:

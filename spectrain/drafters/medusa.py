@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 class Medusa(HeadsDrafter):
     """Medusa-1 (section 3.2.1) on a frozen target; with `adapt`, Medusa-2 (3.2.2), which trains the target with its heads.
 
-    Medusa-1's loss is sum_k head_decay^k L_k, k from 1. Medusa-2 first trains the heads alone for `heads_first` of the steps,
-    then both, on L_LM + heads_coefficient * schedule * (that sum): the heads at trainer.lr, the target at
-    `target_lr_scale` of it. L_LM is the cross-entropy of the data or, with self_distillation (3.3.2), KL(original || adapted),
-    the original being the same weights with the LoRA adapters off. The output is then that of the trained target.
+    Medusa-1's loss is sum_k head_decay^k L_k, k from 1. Medusa-2 first trains the heads for a share `heads_first` of the steps,
+    then both on L_LM + heads_coefficient * schedule * (that sum): the heads at trainer.lr, the target at `target_lr_scale`
+    times it. L_LM is the cross-entropy of the data or, with self_distillation (3.3.2), KL(original || adapted), where the
+    original target has the same weights without the LoRA adapters. The output is then that of the trained target.
     """
 
     layers: tuple[Layer, ...] = ("final",)
@@ -87,7 +87,7 @@ class Medusa(HeadsDrafter):
             raise UserError(f"drafter.heads_first={heads_first}: use 0 or more and less than 1")
         if self_distillation and adapt != "lora":
             raise UserError(
-                "drafter.self_distillation: the original is the target with its adapters off; use drafter.adapt=lora"
+                "drafter.self_distillation: the original target is the one without adapters; use drafter.adapt=lora"
             )
         self.divergence, self.head_decay = loss, head_decay
         self.heads_first, self.heads_coefficient, self.schedule = heads_first, heads_coefficient, schedule
@@ -100,7 +100,7 @@ class Medusa(HeadsDrafter):
         self.add_vocabulary(vocab_size, target.head.vocab_size)
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
-        """Start the heads as the target's own, and put in the adapters."""
+        """Start the heads from the target's output layer, and open the target's weights or add its adapters."""
         super().prepare(target, token_counts)
         if self.target_training is not None:
             self.target_training.start_training(target)
@@ -109,9 +109,10 @@ class Medusa(HeadsDrafter):
 
     @property
     def stages(self) -> list[Stage]:
-        """The heads alone, then with the target, whose features are computed in the loss."""
+        """The heads on stored features, then heads and target, whose features the loss computes."""
         heads: dict[str, Any] = {"params": list(self.parameters())}
-        reach = len(self.heads)  # head k reads 1 + k positions before what it is judged by
+        # Head k reads the position 1 + k before its label.
+        reach = len(self.heads)
         if self.target_training is None:
             return [Stage([heads], self.layers, final_reach=reach)]
         adapted = {"params": self.target_training.parameters, "lr_scale": self.target_lr_scale}
@@ -121,7 +122,7 @@ class Medusa(HeadsDrafter):
         ]
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """The heads run over the supervised tokens; the target's layers over all of them where it learns too."""
+        """Return the cost of the heads over supervised tokens and, if the target is trained, of its layers over all tokens."""
         cost = super().step_cost(target, batch)
         if self.target_training is None:
             return cost
@@ -130,7 +131,7 @@ class Medusa(HeadsDrafter):
         return StepCost(runs, replace(cost.judged, other_rows=4 * batch.supervised), forward_rows=original)
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
-        """The heads' loss and, in the second stage, the target's own."""
+        """Return the heads' loss and, in the second stage, the target's language model loss."""
         if batch.features is not None:
             return Losses(*self._heads_loss(batch, batch.features.at_layer("final")))
         plan = ForwardPlan(layers=("final",), grad=True, recompute=state.recompute, lengths=batch.lengths)
@@ -141,13 +142,13 @@ class Medusa(HeadsDrafter):
         return Losses({"language_model": self._language_model_loss(batch, final, target), **heads}, hits, counts)
 
     def _heads_loss(self, batch: Batch, final: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """All heads read the same state. Gradients flow into `final`; labels have none."""
+        """Return the losses, hits and counts of all heads on the same states. Gradients flow into `final`, not into labels."""
         supervision = Supervision(self, batch, final.detach())
         dtype = next(self.parameters()).dtype
         return self.heads_loss(supervision, lambda k: self.heads[k].head_inputs(final[supervision.is_supervised(k)].to(dtype)))
 
     def _schedule_factor(self, progress: float) -> float:
-        """The schedule's factor, from 0 to 1 over the second stage; constant is 1."""
+        """Return the schedule's factor, which grows from 0 to 1 over the second stage; constant is 1."""
         done = (progress - self.heads_first) / (1 - self.heads_first)
         return {"constant": 1.0, "linear": done, "sine": math.sin(math.pi / 2 * done)}[self.schedule]
 
@@ -179,10 +180,10 @@ class _Heads(DepthRollout):
         super().__init__(root, len(drafter.heads))
         self.drafter, self.final = drafter, final  # [B, 1, D]
         self.draft_ids = drafter.draft_ids
-        self.log_q_by_head: list[Tensor] = []  # log q [B, 1, V] of the heads that were asked
+        self.log_q_by_head: list[Tensor] = []  # log q [B, 1, V] of the heads computed so far
 
     def log_probs_at(self, depth: Tensor, tokens: Tensor) -> Tensor:
         while len(self.log_q_by_head) <= min(self.max_level, len(self.drafter.heads) - 1):
             self.log_q_by_head.append(self.drafter.heads[len(self.log_q_by_head)](self.final).float().log_softmax(-1))
-        every = torch.cat(self.log_q_by_head, dim=1)
-        return every.gather(1, depth[..., None].expand(-1, -1, every.shape[-1]))
+        log_q = torch.cat(self.log_q_by_head, dim=1)
+        return log_q.gather(1, depth[..., None].expand(-1, -1, log_q.shape[-1]))

@@ -1,7 +1,7 @@
-"""MTP: the layer that many targets ship for the token after next (DeepSeek-V3, section 2.2), applied again and again.
+"""MTP: the layer that many targets ship for the token after the next one (DeepSeek-V3, section 2.2), applied recurrently.
 
 Shapes: B batch, T tokens, D target width, V vocabulary, R supervised rows, P new positions, F frontier nodes.
-Index t pairs the target's state at t, behind its final norm, with the embedding of token t + 1, and predicts token t + 2.
+Index t pairs the target's state at t, after its final norm, with the embedding of token t + 1, and predicts token t + 2.
 """
 
 from __future__ import annotations
@@ -35,21 +35,20 @@ from .context import Context
 if TYPE_CHECKING:
     from spectrain.models.target import Target
 
-Held = tuple[Tensor, Tensor]  # keys and values of a step
+StepKeysValues = tuple[Tensor, Tensor]  # of one draft step
 
 
 class Mtp(VocabularyDrafter):
-    """h' = norm(layer(M [norm(E(x)); norm(h)])), one layer of the target's own kind under the target's own embedding and head
-    (DeepSeek-V3, equations 21 to 23); `num_steps` unrolled drafts share it (FastMTP, 2025, equation 3), step k weighted by
-    step_decay^k, normalised to sum to 1.
+    """One layer of the target's kind, with the target's embedding and head: h' = norm(layer(M [norm(E(x)); norm(h)]))
+    (DeepSeek-V3, equations 21 to 23).
 
-    The first h is the target's state behind its final norm and each further one the layer's own output behind its norm, in
-    training as in decoding: what engines feed. `start` says where the layer comes from: the target's own checkpoint, or new,
-    with the target's final norm and M passing h on; auto takes what ships where there is something.
+    All `num_steps` unrolled drafts share it (FastMTP, 2025, equation 3); step k weighs step_decay^k, normalised to sum to 1. As
+    in engines, the first h is the target's state after its final norm, and each later h the layer's own output after its norm,
+    in training and in decoding. A new layer has the target's final norm, and an M that passes on h.
     """
 
     layers: tuple[Layer, ...] = ("final",)
-    # What is saved is loaded over a layer that begins anew: its weights are all in the drafter's own file.
+    # The drafter's file has all weights, so a saved drafter is loaded into a new layer.
     saved = SavedFiles(settings={"start": "new"})
     capabilities = replace(VocabularyDrafter.capabilities, capture=Capture(state_names=("cache",)))
     _cost_type = OutputLayerCost
@@ -77,17 +76,19 @@ class Mtp(VocabularyDrafter):
         rows = target.head.vocab_size
         self.register_buffer("d2t", torch.zeros(rows, dtype=torch.int64), persistent=False)
         self.register_buffer("t2d", torch.ones(rows, dtype=torch.bool), persistent=False)
-        self.saved = replace(self.saved, layout={name: ("model.safetensors", there) for name, there in self.names.items()})
+        self.saved = replace(
+            self.saved, layout={name: ("model.safetensors", file_name) for name, file_name in self.names.items()}
+        )
         self.cache: TreeCache | None = None
         has_data = target.device.type != "meta" and self.fc.weight.device.type != "meta"
-        self.starts_new = start == "new" or (start == "auto" and not (has_data and has_mtp_layer(target.path)))
-        if not self.starts_new and has_data:
+        self.is_new_layer = start == "new" or (start == "auto" and not (has_data and has_mtp_layer(target.path)))
+        if not self.is_new_layer and has_data:
             self.load_shipped(target)
 
     def load_shipped(self, target: Target) -> None:
-        """Take the layer that the target's checkpoint holds; its tensors are named as `shipped_layer` says."""
+        """Load the layer of the target's checkpoint; raise `UserError` where its tensors differ from this layer's."""
         tensors, own_tensors = load_mtp_layer(target.path), self.state_dict()
-        parts = {there: own_tensors[name] for name, there in self.names.items()}
+        parts = {file_name: own_tensors[name] for name, file_name in self.names.items()}
         for name in sorted(parts.keys() ^ tensors.keys()):
             raise UserError(f"target {target.name}: its MTP layer {'lacks' if name in parts else 'has'} {name}; {MTP_HINT}")
         for name, tensor in parts.items():
@@ -97,8 +98,8 @@ class Mtp(VocabularyDrafter):
             tensor.copy_(tensors[name])
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
-        """A new layer starts with M passing the state on, and with the target's final norm."""
-        if not self.starts_new:
+        """Start a new layer with an M that passes on the state, and with the target's final norm."""
+        if not self.is_new_layer:
             return
         with torch.no_grad():
             self.fc.weight.zero_()
@@ -111,7 +112,7 @@ class Mtp(VocabularyDrafter):
 
     @property
     def names(self) -> dict[str, str]:
-        """What its tensors are called in files, whatever the target calls its own."""
+        """The name in files of every tensor, which does not depend on the names in the target's code."""
         decoder = f"block.decoder.{self.block.layers_name}.0."
         norm = f"block.decoder.{self.block.norm_name}."
         return {name: name.replace(decoder, "layer.").replace(norm, "norm.") for name in self.state_dict()}
@@ -121,13 +122,13 @@ class Mtp(VocabularyDrafter):
         return [Stage.single(self, self.layers)]
 
     def inputs(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """What the layer reads [B, T, D], of tokens [B, T] and the states [B, T, D] before them."""
+        """Return the layer's input [B, T, D] from tokens [B, T] and the states [B, T, D] before them."""
         return self.fc(torch.cat([self.enorm(self.embed(tokens)), self.hnorm(hidden.to(self.fc.weight.dtype))], dim=-1))
 
     # Training
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """The module runs once for each draft step over all tokens."""
+        """Return the cost of the layer, which runs once for each draft step over all tokens."""
         rows = self.num_steps * batch.supervised
         judged = Judged(rows, target.head.vocab_size, batch.supervised)
         return StepCost([Run(self, batch.tokens, batch.length, self.num_steps, extra=4 * target.width)], judged)
@@ -140,39 +141,42 @@ class Mtp(VocabularyDrafter):
         assert batch.features is not None
         supervision = Supervision(self, batch)
         hidden = batch.features.at_layer("final")
-        held: list[Held] = []  # of every step
+        step_kv: list[StepKeysValues] = []
         states: list[Tensor] = []  # of the supervised indices of every step
         for step in range(max(1, min(self.num_steps, batch.max_document_length - 2))):
-            hidden, own = state.run_checkpointed(self._unroll, batch, hidden, step, held[:])
-            held.append(own)
+            hidden, new_kv = state.run_checkpointed(self._run_step, batch, hidden, step, step_kv[:])
+            step_kv.append(new_kv)
             states.append(hidden[supervision.is_supervised(step)])
-        return self._judge(supervision, states)
+        return self._judge_steps(supervision, states)
 
-    def _unroll(self, batch: Batch, hidden: Tensor, step: int, before: list[Held]) -> tuple[Tensor, Held]:
-        """One draft step over states [B, T, D], behind the keys and values of the steps before; its own with it."""
-        tokens = batch.tokens.roll(-1 - step, dims=1)  # what a document takes from beyond its end is never supervised
-        held: list[Held] = []
+    def _run_step(
+        self, batch: Batch, hidden: Tensor, step: int, earlier_kv: list[StepKeysValues]
+    ) -> tuple[Tensor, StepKeysValues]:
+        """Run one draft step over states [B, T, D] after the keys and values of earlier steps; return its own too."""
+        # Tokens that roll in from beyond the end of a document are never supervised.
+        tokens = batch.tokens.roll(-1 - step, dims=1)
+        new_kv: list[StepKeysValues] = []
 
-        def attends(q: Tensor, k: Tensor, v: Tensor, rules: AttentionOptions) -> Tensor:
-            held.append((k, v))
-            keys, values = ([own[part] for own in (*before, held[0])] for part in (0, 1))
-            return unrolled_attention(q, keys, values, batch.lengths, rules)
+        def attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+            new_kv.append((k, v))
+            keys, values = ([kv[part] for kv in (*earlier_kv, new_kv[0])] for part in (0, 1))
+            return unrolled_attention(q, keys, values, batch.lengths, options)
 
-        return self.block(self.inputs(tokens, hidden), batch.positions + step, attends), held[0]
+        return self.block(self.inputs(tokens, hidden), batch.positions + step, attend), new_kv[0]
 
-    def _judge(self, supervision: Supervision, states: list[Tensor]) -> Losses:
-        """The states of every step's supervised indices, all steps at once."""
-        answer, order, step = supervision.join_steps(len(states))
+    def _judge_steps(self, supervision: Supervision, states: list[Tensor]) -> Losses:
+        """Compute the losses of the states of every step's supervised indices together."""
+        label_index, order, step = supervision.join_steps(len(states))
         hidden = torch.cat(states).index_select(0, order)
         weight = self.step_decay**step / sum(self.step_decay**number for number in range(self.num_steps))
-        judged = supervision.judge_with_head(self.head.projection, hidden, answer, weight)
-        right = judged.predictions == supervision.labels[answer]
+        judged = supervision.judge_with_head(self.head.projection, hidden, label_index, weight)
+        right = judged.predictions == supervision.labels[label_index]
         return Losses.by_depth({self.divergence: judged.loss}, right, step, self.num_steps)
 
     # Decoding
 
     def draft(self, context: Context) -> Draft:
-        """Read the states of what was just accepted, then roll on from the last of them."""
+        """Read the states of the last accepted tokens, and draft from the last of them."""
         self.cache = context.drafting_cache(self.cache, 1, context.builder.max_drafted)
         num_new = context.new_features.tokens.shape[1]
         visible = None
@@ -189,7 +193,7 @@ class Mtp(VocabularyDrafter):
         self.cache.roll_back()
 
     def run(self, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: TreeCache, visible: Tensor | None) -> Tensor:
-        """The output state [B, F, D] of new nodes, appended to the cache behind what it holds."""
+        """Append new nodes to the cache; return their output states [B, F, D]."""
         cache.set_positions(positions)
         assert cache.positions is not None
         attends = make_cached_attention(cache, visible, cache.positions)
@@ -198,5 +202,5 @@ class Mtp(VocabularyDrafter):
         return output
 
     def log_q(self, hidden: Tensor) -> Tensor:
-        """[B, F, D] -> [B, F, V]"""
+        """Compute log q, [B, F, D] -> [B, F, V]."""
         return self.head.logits(hidden.to(self.head.output.weight.dtype)).log_softmax(-1)

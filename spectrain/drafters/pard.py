@@ -1,6 +1,6 @@
 """PARD (An et al., 2025): a small causal LM that drafts all its tokens in one forward, through mask tokens.
 
-Shapes: B batch, T tokens, N packed tokens, K drafts, V vocabulary, R supervised places, F frontier nodes.
+Shapes: B batch, T tokens, N packed tokens, K drafts, V vocabulary, R supervised positions, F frontier nodes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from spectrain.drafters.layers.masks import (
 from spectrain.drafters.layers.small_models import describe_model, make_small_model
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch, pad_or_pack
-from spectrain.kernels.linear_divergence import CHUNK_ROWS, HeadTarget, Projection, argmax_and_log_z
+from spectrain.kernels.linear_divergence import HeadTarget, Projection, argmax_and_log_z, split_rows
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
@@ -42,21 +42,21 @@ if TYPE_CHECKING:
     from spectrain.models.target import Target
 
 
-FEATURE_SCALE = 0.02  # PARD-2's: of projected features beside embeddings
+FEATURE_SCALE = 0.02  # factor of projected features, which are added to embeddings (PARD-2)
 
 
 class Pard(Drafter):
-    """A small LM and one mask vector: behind the root stand `num_drafts` - 1 masks, and each place says one more token.
+    """A small LM with one learned mask vector: each of `num_drafts` - 1 masks after the root predicts one more token.
 
-    Trained on blocks of masks behind the data's prefixes, and on the ordinary places as well. Conditional drop (section 3.2):
-    a share max(keep^b, keep_least) of the prefixes has b masks or more, so that every mask sees the chain of masks before it,
-    and a forward sees at most T (1 + sum_b max(keep^b, keep_least)) tokens of a sequence. `loss` is the data's token or a
-    divergence from what the target says there.
+    Training runs blocks of masks after prefixes of the data, and also supervises ordinary positions. Conditional drop (section
+    3.2): a share max(keep^b, keep_least) of the prefixes has b masks or more. So every mask sees the chain of masks before it,
+    and a forward has at most T (1 + sum_b max(keep^b, keep_least)) tokens of a sequence. The labels are the data's tokens, or
+    with a divergence as `loss` the target's distributions.
 
-    PARD-2 (AMD, 2026) adds two things. With `confidence`, draft b of a block, from 0, whose answer is x_t weighs
-    prod_{s=1..b} p(x_{t-s}), how likely the target is to say what the drafts before it should be. With `layers`, features
-    of the target are projected and added to the embeddings, times FEATURE_SCALE: a token gets those of the place before it,
-    all masks those of the root; `without` is the share of the sequences that train without them.
+    PARD-2 (AMD, 2026) adds two options. With `confidence`, draft b of a block, from 0, with label x_t weighs
+    prod_{s=1..b} p(x_{t-s}), the target's probability of the labels before it. With `layers`, features of the target are
+    projected and added to the embeddings, times FEATURE_SCALE: a token gets those of the position before it, and all masks
+    those of the root. A share `without` of the sequences trains without features.
     """
 
     saved = SavedFiles(shape=("architecture", "num_layers", "model", "layers"))
@@ -91,7 +91,7 @@ class Pard(Drafter):
     ) -> None:
         super().__init__()
         if num_drafts < 2:
-            raise UserError(f"drafter.num_drafts={num_drafts}: use 2 or more; drafter=causal drafts one by one")
+            raise UserError(f"drafter.num_drafts={num_drafts}: use 2 or more; drafter=causal drafts one token at a time")
         for key, value in (("keep", keep), ("keep_least", keep_least)):
             if not 0 < value <= 1:
                 raise UserError(f"drafter.{key}={value}: use more than 0 and at most 1")
@@ -113,7 +113,7 @@ class Pard(Drafter):
         self.capabilities = Capabilities(capture=Capture(state_names=("cache", *(("last",) if wide else ()))))
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
-        """The mask starts near the mean embedding."""
+        """Start the mask near the mean embedding."""
         with torch.no_grad():
             self.mask.copy_(init_mask_vectors(self.model.head.embedding, 1))
 
@@ -121,11 +121,11 @@ class Pard(Drafter):
 
     @property
     def stages(self) -> list[Stage]:
-        """On what the target's head reads, and the features beside the embeddings, if any; decoding needs only those."""
+        """One stage on the input of the target's head and on the features in `layers`; decoding needs the latter only."""
         return [Stage.single(self, (*self.layers, "final"), final_reach=0)]
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """The model runs over all tokens and the masks after the kept prefixes, with a mask in every attention layer."""
+        """Return the cost of the model over all tokens and masks, with an attention mask in every layer."""
         share = sum(max(self.keep**depth, self.keep_least) for depth in range(1, self.num_drafts))
         rows = batch.tokens + share * batch.supervised
         judged_rows = (1 + share) * batch.supervised
@@ -134,6 +134,7 @@ class Pard(Drafter):
         return StepCost([Run(self.model.layers, rows, rows / batch.texts, mask=mask)], judged)
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
+        """Return the loss of masks and ordinary positions from one forward [B, N]; depth 0 is an ordinary position."""
         assert batch.features is not None
         blocks = add_blocks(batch, self.prefixes(batch, state.step))
         fused = None if self.features is None else self.trained_features(batch, blocks, state.step)
@@ -150,7 +151,7 @@ class Pard(Drafter):
                 ),
             )
         is_judged = blocks.supervised | (blocks.is_batch_token & batch.next_is_supervised.gather(1, blocks.token_index))
-        answers, depths = blocks.labels[is_judged], blocks.mask_index[is_judged] + 1
+        labels, depths = blocks.labels[is_judged], blocks.mask_index[is_judged] + 1
         final = batch.features.at_layer("final")
         final = final.gather(1, blocks.token_index[..., None].expand(-1, -1, final.shape[-1]))[is_judged]
         drafter_head, target_head = (
@@ -162,58 +163,55 @@ class Pard(Drafter):
             self.divergence,
             features_out.at_layer("final")[is_judged],
             drafter_head,
-            answers,
+            labels,
             HeadTarget(final, target_head),
             row_weight=weights,
         )
-        tokens = self.divergence == "cross_entropy"
-        likeliest = argmax_and_log_z(final, target_head)[0] if tokens else judged.labels
-        right = judged.predictions == likeliest
-        return Losses.by_depth({self.divergence: judged.loss}, right, depths, self.num_drafts)
+        best = argmax_and_log_z(final, target_head)[0] if self.divergence == "cross_entropy" else judged.labels
+        return Losses.by_depth({self.divergence: judged.loss}, judged.predictions == best, depths, self.num_drafts)
 
     @torch.no_grad()
     def shares(self, batch: Batch, blocks: MaskBlocks, head: Projection) -> Tensor:
-        """[B, N] of a draft, the product of p(x) over the tokens that the drafts before it in its block should be."""
+        """Return the weight [B, N] of each draft: the product of p over the labels of the drafts before it in its block."""
         assert batch.features is not None
         predicts = batch.next_is_supervised
-        target_head, answers = (
-            HeadTarget(batch.features.at_layer("final")[predicts], head),
-            batch.tokens.roll(-1, dims=1)[predicts],
-        )
-        starts = range(0, len(answers), CHUNK_ROWS)
-        parts = [target_head(slice(n, n + CHUNK_ROWS)).gather(-1, answers[n : n + CHUNK_ROWS, None])[:, 0] for n in starts]
-        log_p = torch.zeros(predicts.shape, dtype=torch.float64, device=predicts.device)  # [B, T] of the token after each
+        log_probs = HeadTarget(batch.features.at_layer("final")[predicts], head)
+        labels = batch.tokens.roll(-1, dims=1)[predicts]
+        parts = [log_probs(rows).gather(-1, labels[rows, None])[:, 0] for rows in split_rows(len(labels))]
+        log_p = torch.zeros(predicts.shape, dtype=torch.float64, device=predicts.device)  # [B, T] of the next token
         log_p[predicts] = torch.cat([*parts, log_p.new_zeros(0)]).double()
-        before = F.pad(log_p.cumsum(1), (1, 0))  # of all tokens up to each
+        before = F.pad(log_p.cumsum(1), (1, 0))  # [B, T + 1] summed over all tokens up to each position
         return (before.gather(1, blocks.token_index) - before.gather(1, blocks.prefix_end_index)).exp().float()
 
     def trained_features(self, batch: Batch, blocks: MaskBlocks, step: int) -> Tensor:
-        """[B, N, F] what every place is given: the features of the token before it, a mask those of the token before its
-        block's root; nothing at a text's first token, nor anywhere in sequences that are drawn to do without."""
+        """Return the features [B, N, F] that are added at every position: those of the token before it, and at a mask those of
+        the token before its block's root.
+
+        They are 0 at a text's first token, and in the random share of sequences that trains without features.
+        """
         assert batch.features is not None
         rows = []
         for tokens, _ in batch.split_documents():
             source = sequence_generator(WITHOUT_FEATURES, self.seed, tokens, step)
-            given = torch.full((len(tokens),), float(torch.rand((), generator=source) >= self.without))
-            given[0] = 0
-            rows.append(given)
+            has_features = torch.full((len(tokens),), float(torch.rand((), generator=source) >= self.without))
+            has_features[0] = 0
+            rows.append(has_features)
         fused = F.pad(batch.features.fuse_layers(self.layers), (0, 0, 1, 0))[:, :-1]
         fused = fused * pad_or_pack(rows, batch.lengths is not None)[..., None].to(fused)
         return fused.gather(1, blocks.prefix_end_index[..., None].expand(-1, -1, fused.shape[-1]))
 
     @contextmanager
-    def insert_embeddings(self, numbers: Tensor, fused: Tensor | None) -> Iterator[None]:
-        """Run the model with its mask where `numbers` [B, N] names one and, added to every embedding, what is `fused` of the
-        target there [B, N, F]."""
+    def insert_embeddings(self, mask_index: Tensor, fused: Tensor | None) -> Iterator[None]:
+        """Put the mask vector where `mask_index` [B, N] is not negative; add projected features [B, N, F] everywhere."""
         with ExitStack() as stack:
-            stack.enter_context(replace_embeddings(self.model.head.embedding, self.mask, numbers))
+            stack.enter_context(replace_embeddings(self.model.head.embedding, self.mask, mask_index))
             if self.features is not None and fused is not None:
                 added = FEATURE_SCALE * self.features(fused.to(self.features.weight.dtype))
                 stack.enter_context(add_embeddings(self.model.head.embedding, added))
             yield
 
     def prefixes(self, batch: Batch, step: int) -> list[list[tuple[int, int]]]:
-        """Every prefix with an answer for one of its masks, with as many of these as the conditional drop leaves it."""
+        """Return every prefix with a label for one of its masks, and its number of masks after the conditional drop."""
         rows = []
         for tokens, mask in batch.split_documents():
             ends = find_prefix_ends(mask, self.num_drafts - 1)
@@ -227,18 +225,18 @@ class Pard(Drafter):
     # Decoding
 
     def draft(self, context: Context) -> Draft:
-        """One forward over the committed tokens that are new to it, the root and the masks."""
+        """Run the tokens that the model has not read, the root and the masks in one forward."""
         lengths, device = context.cache.lengths, context.tokens.device
         slots = 1 + self.num_drafts
         self.cache = context.drafting_cache(self.cache, self.model.num_layers, slots, self.model.architecture.kv_shapes)
-        num_unread = lengths - self.cache.lengths  # the root comes after so many
+        num_unread = lengths - self.cache.lengths  # [B] without the root
         width = context.new_features.tokens.shape[1] + self.num_drafts
         offsets = torch.arange(width, device=device)
-        numbers = offsets - num_unread[:, None] - 1
-        numbers = torch.where(numbers < self.num_drafts - 1, numbers.clamp(min=-1), -1)
+        mask_index = offsets - num_unread[:, None] - 1
+        mask_index = torch.where(mask_index < self.num_drafts - 1, mask_index.clamp(min=-1), -1)
         index = (self.cache.lengths[:, None] + offsets).clamp(max=context.tokens.shape[1] - 1)
         tokens = torch.where(offsets <= num_unread[:, None], context.tokens.gather(1, index), 0)
-        with self.insert_embeddings(numbers, self.decoding_features(context, num_unread, offsets)):
+        with self.insert_embeddings(mask_index, self.decoding_features(context, num_unread, offsets)):
             features_out = self.model.run(tokens, ForwardPlan(layers=("final",), cache=self.cache))
         self.cache.commit(None, num_unread)
         is_judged = num_unread[:, None] + torch.arange(self.num_drafts, device=device)
@@ -247,13 +245,13 @@ class Pard(Drafter):
         return Draft(MarginalRollout(context.root, log_q))
 
     def decoding_features(self, context: Context, num_unread: Tensor, offsets: Tensor) -> Tensor | None:
-        """[B, W, F] what the tokens that are new to the drafter are given, the root after `behind` [B] of them, and masks."""
+        """Return the features [B, W, F] of the unread tokens, of the root after `num_unread` [B] of them, and of the masks."""
         if self.features is None:
             return None
-        fresh = context.new_features.fuse_layers(self.layers)
+        fused = context.new_features.fuse_layers(self.layers)
         if context.round == 0 or self.last is None:
-            self.last = torch.zeros_like(fresh[:, :1])
-        shifted = torch.cat([self.last, fresh], dim=1)
-        newest = torch.minimum(offsets, num_unread[:, None])[..., None].expand(-1, -1, fresh.shape[-1])
-        self.last = shifted.gather(1, num_unread[:, None, None].expand(-1, 1, fresh.shape[-1]))
-        return shifted.gather(1, newest)
+            self.last = torch.zeros_like(fused[:, :1])
+        shifted = torch.cat([self.last, fused], dim=1)
+        index = torch.minimum(offsets, num_unread[:, None])[..., None].expand(-1, -1, fused.shape[-1])
+        self.last = shifted.gather(1, num_unread[:, None, None].expand(-1, 1, fused.shape[-1]))
+        return shifted.gather(1, index)

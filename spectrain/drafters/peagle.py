@@ -1,6 +1,6 @@
-"""P-EAGLE (arXiv 2602.01469): EAGLE-3's layers say all drafts in one pass, through masks behind the newest token.
+"""P-EAGLE (arXiv 2602.01469): EAGLE-3's layers draft all tokens in one pass, through masks after the last token.
 
-Shapes: B batch, T tokens, N = B T places, C masks, K drafts, D target width, V draft vocabulary, P new positions.
+Shapes: B batch, T tokens, N = B T positions, C masks, K drafts, D target width, V draft vocabulary, P new positions.
 Index t pairs the target's features at t with the embedding of token t + 1, and predicts token t + 2.
 """
 
@@ -38,12 +38,12 @@ NUM_DRAFTS = 8
 
 
 class PEagle(EagleDrafter):
-    """Behind the pair of the root stand `num_drafts` - 1 masks: a mask token's embedding beside one learned `mask_hidden` in
-    place of the target's features.
+    """EAGLE-3's layers, with `num_drafts` - 1 masks after the root.
 
-    It is trained at every place and on masks behind some of them: depth d keeps a share max(keep^d, keep_least) of the
-    places, each only with the masks before it. All predictions weigh the same. `layers`, `window` and `architecture` are
-    EAGLE-3's, but for its variants that speak of a next step or of the embedding.
+    A mask is the mask token's embedding with one learned `mask_hidden` instead of the target's features. Training supervises
+    every position and masks after some of them: a share max(keep^d, keep_least) of the positions has the mask of depth d, and
+    each mask sees the masks before it. All predictions have equal weight. `layers`, `window` and `architecture` are EAGLE-3's,
+    without its variants of a later step or of the embedding.
     """
 
     saved = SavedFiles(
@@ -88,7 +88,7 @@ class PEagle(EagleDrafter):
         settings = EagleSettings(num_layers, layers, vocab_size, window, start, own_embedding, head_rank, complete)
         super().__init__(target, settings)
         if num_drafts < 2:
-            raise UserError(f"drafter.num_drafts={num_drafts}: use 2 or more; drafter=eagle3 drafts one by one")
+            raise UserError(f"drafter.num_drafts={num_drafts}: use 2 or more; drafter=eagle3 drafts one token at a time")
         self.num_drafts, self.divergence = num_drafts, loss
         self.drop = ConditionalDrop(num_drafts, keep, keep_least, seed)
         self.mask_token_id = resolve_mask_token(target, mask_token_id)
@@ -96,21 +96,23 @@ class PEagle(EagleDrafter):
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
-        """EAGLE-3's start; the data must not hold the mask token."""
+        """Start as EAGLE-3 does; raise `UserError` if the data holds the mask token."""
         check_mask_unused(self.mask_token_id, token_counts)
         super().prepare(target, token_counts)
 
     # Training
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """The layers run over all tokens and the masks after the kept ones."""
+        """Return the cost of the layers over all tokens and masks."""
         share = self.drop.masks_per_token
         rows = batch.tokens + share * batch.supervised
         return StepCost([Run(self, rows, batch.length)], self.judged_rows(batch, (1 + share) * batch.supervised))
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
-        """Every place and its chain of masks in one forward. The d-th mask of place t is judged by what the target says at
-        t + d + 1, as the place itself is at t + 1."""
+        """Return the loss of all positions and their chains of masks from one forward.
+
+        The label of position t is the target's distribution at t + 1, that of its mask of depth d the one at t + d + 1.
+        """
         assert batch.features is not None
         chains = sample_chains(batch, self.drop, state.step)
         states = self._trained_states(batch, chains, state)
@@ -119,22 +121,23 @@ class PEagle(EagleDrafter):
         label_rows, own = torch.cat([rows, chains.anchors]), torch.arange(len(chains.depths), device=rows.device)
         depths = torch.cat([torch.zeros_like(rows), chains.depths])
         state_index = torch.cat([rows, batch.tokens.numel() + own])
-        answers = torch.cat([supervision.label_index(0), supervision.row_index.flatten()[chains.label_positions]])
-        answers, order = answers.sort(stable=True)
-        depths, weights = depths[order], chains.document_weights(_documents(batch)[label_rows])[order]
+        label_index = torch.cat([supervision.label_index(0), supervision.row_index.flatten()[chains.label_positions]])
+        label_index, order = label_index.sort(stable=True)
+        depths, weights = depths[order], chains.document_weights(_document_index(batch)[label_rows])[order]
         hidden = self.head_inputs(states[0, state_index[order]])
-        loss, right = supervision.judge_states(hidden, self.lm_head, answers, weights)
+        loss, right = supervision.judge_states(hidden, self.lm_head, label_index, weights)
         return Losses.by_depth({self.divergence: loss}, right, depths, self.num_drafts)
 
     def _trained_states(self, batch: Batch, chains: Chains, state: TrainingState) -> Tensor:
-        """[1, N + C, D] the states of all places, then of all masks."""
+        """Return the states [1, N + C, D] of all positions, then of all masks."""
         assert batch.features is not None
         length, count = batch.tokens.numel(), len(chains.depths)
         lengths = batch.lengths or (batch.tokens.shape[1],) * len(batch.tokens)
         masks = self.project_fused(self.mask_hidden).expand(-1, count, -1)
         hidden = torch.cat([self.fuse_features(batch.features).flatten(0, 1)[None], masks], dim=1)
-        following = batch.tokens.roll(-1, dims=1).reshape(1, -1)  # what comes from beyond a document's end is never judged
-        tokens = torch.cat([following, following.new_full((1, count), self.mask_token_id)], dim=1)
+        # The token that rolls in from beyond a document's end is never supervised.
+        next_tokens = batch.tokens.roll(-1, dims=1).reshape(1, -1)
+        tokens = torch.cat([next_tokens, next_tokens.new_full((1, count), self.mask_token_id)], dim=1)
         positions = batch.positions.expand_as(batch.tokens).reshape(1, -1)
         positions = torch.cat([positions, positions[:, chains.anchors] + chains.depths], dim=1)
         rope = self.rotary(self.fc.weight.detach(), positions)
@@ -151,13 +154,13 @@ class PEagle(EagleDrafter):
     # Decoding
 
     def draft(self, context: Context) -> Draft:
-        """One forward over the pairs that were just accepted, the last of them the root's, and the masks."""
+        """Run the pairs of the last accepted tokens, the last one the root's, and the masks in one forward."""
         self.cache = context.drafting_cache(self.cache, self.num_layers, 1 + self.num_drafts)
         fused, masks = context.new_features.fuse_layers(self.fused_layers), self.num_drafts - 1
         width = fused.shape[1] + masks
-        real = torch.arange(width, device=fused.device) < context.num_new[:, None]
-        tokens = torch.where(real, F.pad(context.next_tokens, (0, masks)), self.mask_token_id)
-        fused = torch.where(real[..., None], F.pad(fused, (0, 0, 0, masks)), self.mask_hidden.to(fused.dtype))
+        is_pair = torch.arange(width, device=fused.device) < context.num_new[:, None]
+        tokens = torch.where(is_pair, F.pad(context.next_tokens, (0, masks)), self.mask_token_id)
+        fused = torch.where(is_pair[..., None], F.pad(fused, (0, 0, 0, masks)), self.mask_hidden.to(fused.dtype))
         output = self.run(tokens, self.project_fused(fused), self.cache.next_slots(width), self.cache, None)
         self.cache.commit(None, context.num_new)
         slots = (context.num_new - 1).clamp(min=0)[:, None] + torch.arange(self.num_drafts, device=fused.device)
@@ -165,7 +168,7 @@ class PEagle(EagleDrafter):
         return Draft(MarginalRollout(context.root, self.log_q(states), self.draft_ids))
 
 
-def _documents(batch: Batch) -> Tensor:
-    """[N] the number of the document of every place."""
+def _document_index(batch: Batch) -> Tensor:
+    """Return the index [N] of the document of every position."""
     lengths = batch.lengths or (batch.tokens.shape[1],) * len(batch.tokens)
     return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(batch.tokens.device)

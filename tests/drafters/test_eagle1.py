@@ -32,7 +32,7 @@ def unrolled(drafter: Eagle1, batch: Batch) -> list[Tensor]:
     assert batch.features is not None
     hidden, held, found = batch.features.at_layer("final"), [], []
     for step in range(STEPS):
-        hidden, own = drafter.unroll(batch, hidden.detach(), step, held[:])
+        hidden, own = drafter.run_step(batch, hidden.detach(), step, held[:])
         held.append(own)
         found.append(hidden)
     return found
@@ -54,7 +54,7 @@ def test_the_layer_is_llamas_without_its_first_norm(shallow: Target) -> None:
     x = torch.cat([embedded, batch.features.at_layer("final")], dim=-1) @ drafter.fc.weight.T + drafter.fc.bias
     places = torch.arange(x.shape[1])[None]
     expected = layer(x, position_embeddings=LlamaRotaryEmbedding(config)(x, places), position_ids=places)
-    found, _ = drafter.unroll(batch, batch.features.at_layer("final"), 0, [])
+    found, _ = drafter.run_step(batch, batch.features.at_layer("final"), 0, [])
     torch.testing.assert_close(found, expected if isinstance(expected, Tensor) else expected[0], rtol=1e-4, atol=1e-4)
 
 
@@ -125,5 +125,5 @@ def test_an_untrained_one_repeats_the_feature(shallow: Target) -> None:
     torch.testing.assert_close(drafter.inputs(torch.tensor([[3, 4, 5, 6]]), hidden), hidden)
     with pytest.raises(UserError, match=r"drafter\.top_k_weight"):
         Eagle1(shallow, loss="cross_entropy", top_k_weight=1.0)
-    with pytest.raises(UserError, match=r"drafter\.token_weight=0.*: every term of the loss weighs 0"):
+    with pytest.raises(UserError, match=r"drafter\.token_weight=0.*: all terms of the loss have weight 0"):
         Eagle1(shallow, regression_weight=0.0, token_weight=0.0)

@@ -63,7 +63,7 @@ def unrolled(drafter: Mtp, target: Target, tokens: Tensor, num_steps: int) -> li
     assert batch.features is not None
     hidden, held, states = batch.features.at_layer("final"), [], []
     for step in range(num_steps):
-        hidden, own = drafter._unroll(batch, hidden, step, held[:])
+        hidden, own = drafter._run_step(batch, hidden, step, held[:])
         held.append(own)
         states.append(hidden)
     return states
@@ -164,7 +164,7 @@ def test_gradients_flow_through_the_unroll(shallow: Target) -> None:
     features = replace(batch.features, hidden=batch.features.hidden.clone().requires_grad_())
     hidden, held = features.at_layer("final"), []
     for step in range(2):
-        hidden, own = drafter._unroll(batch, hidden, step, held[:])
+        hidden, own = drafter._run_step(batch, hidden, step, held[:])
         held.append(own)
     assert torch.autograd.grad(hidden[0, 7].sum(), features.hidden)[0].norm() > 0
 
@@ -176,7 +176,7 @@ def test_a_new_layer_starts_as_the_target_says(shallow: Target) -> None:
     hidden = torch.randn(1, 4, shallow.width)
     torch.testing.assert_close(drafter.inputs(torch.tensor([[5, 6, 7, 8]]), hidden), drafter.hnorm(hidden))
     assert torch.equal(drafter.block.norm.weight, shallow.decoder.norm.weight)
-    assert drafter.starts_new
+    assert drafter.is_new_layer
 
 
 def test_what_is_not_there_is_refused(shallow: Target, tmp_path: Path) -> None:

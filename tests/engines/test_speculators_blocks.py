@@ -116,7 +116,7 @@ def differences(seen: Seen, drafter: Any, family: str, tiny: Target) -> dict[str
             ours["confidence_logits"] = drafter.confidence_head(torch.cat([states, embedded], dim=-1))
     else:
         candidates = theirs["training_candidate_ids"].flatten(0, 1)
-        scores = drafter._scores(states.flatten(0, 1), before.flatten(), candidates)
+        scores = drafter._score_candidates(states.flatten(0, 1), before.flatten(), candidates)
         ours = {"unary_logits": drafter.product(states), "candidate_logits": scores.unflatten(0, before.shape)}
     return {name: float((one - theirs[name]).abs().max()) for name, one in ours.items()}
 

@@ -133,7 +133,7 @@ def test_logits_are_those_of_the_layer_in_transformers(name: str, tmp_path: Path
     cache = MtpCache(config=model.config.get_mtp_config())
     _, expected, _ = theirs(tokens[:, 1:], final[:, :-1], None, positions, cache)
     batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool))
-    states, _ = drafter._unroll(batch, target.features(tokens, ("final",)).at_layer("final"), 0, [])
+    states, _ = drafter._run_step(batch, target.features(tokens, ("final",)).at_layer("final"), 0, [])
     torch.testing.assert_close(target.head.logits(states[:, -2:-1]), expected, rtol=1e-3, atol=1e-3)
 
 
@@ -155,7 +155,7 @@ def test_what_is_stitched_in_is_what_the_target_ships(
     for folder, drafter in ((once, first), (twice, second)):
         shipping = load_hf(str(folder))
         again = Mtp(shipping)
-        assert not again.starts_new
+        assert not again.is_new_layer
         for key, tensor in collect_tensors(drafter).items():
             assert torch.equal(tensor, again.state_dict()[key])
         after = shipping.model.state_dict()
