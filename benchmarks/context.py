@@ -14,7 +14,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from spectrain.bench.traffic import measure_traffic
 from spectrain.config.choices import load_constructor
 from spectrain.data.chat import render_chat
 from spectrain.data.readers import load_embedded
@@ -24,10 +23,11 @@ from spectrain.decoding.loop import EagerRunner, make_request, prefill_context
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
+from spectrain.experimental.less_cache.bytes_read import BytesRead
+from spectrain.experimental.less_cache.evaluation import measure_traffic
 from spectrain.files import write_text
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
-from spectrain.models.traffic import BytesRead
 from spectrain.trees import Chain, TreeBuilder
 from spectrain.trees.base import RootOnlyBuilder
 

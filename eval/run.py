@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from spectrain.bench.traffic import count_traffic
 from spectrain.data.chat import tokenize_prompt
 from spectrain.data.images import content_text
 from spectrain.decoding.calibration import calibrate_builders, resolve_rule
@@ -257,12 +256,10 @@ class Evaluation(EvalSettings):
         return {prompt.id: prompt.reference for prompt in self.chosen if prompt.reference is not None}
 
     def _measure_costs(self, results: Results) -> dict[str, Any]:
-        """Measure memory, memory traffic, what training did to the target, and the quality of early exits."""
+        """Measure memory, what training did to the target, and the quality of early exits."""
         candidate, answers = results.candidate, results.turns[DRAFTER]
         decoding = candidate.target, candidate.drafter, candidate.builder, candidate.rule, answers[0].drafted.prompt
-        memory, traffic = extra_memory(*decoding), count_traffic(*decoding)
-        costs = {"memory": memory} if traffic is None else {"memory": memory, "traffic": traffic}
-        return costs | judge_target(candidate, answers, self.max_new_tokens, results.folder)
+        return {"memory": extra_memory(*decoding)} | judge_target(candidate, answers, self.max_new_tokens, results.folder)
 
     def _describe_setting(self, results: Results, decoding: Interleaving) -> dict[str, Any]:
         """Return what the numbers depend on."""

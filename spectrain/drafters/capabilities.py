@@ -18,7 +18,6 @@ from spectrain.data.datastore import Datastore
 from spectrain.models.features import Features
 from spectrain.models.lora import TargetTraining
 from spectrain.models.target import Target
-from spectrain.models.traffic import BytesRead
 from spectrain.trees.base import TreeBuilder
 
 from .context import Context
@@ -156,10 +155,6 @@ class DraftingCost:
     def first_verified_layer(self) -> int:
         """Return the first layer that drafting leaves to verification."""
         return 0
-
-    def bytes_read(self) -> BytesRead | None:
-        """Return what drafting has read since a decoding began; None if it is not counted."""
-        return None
 
 
 class OnePassCost(DraftingCost):

@@ -14,6 +14,7 @@ from spectrain.eval.run import Evaluation
 from spectrain.eval.settings import refuse_below, refuse_unknown
 
 from .adversary.evaluation import Adversary, Search
+from .less_cache.evaluation import Traffic
 from .online.evaluation import LearnFrom, Online
 from .overlap.evaluation import Overlapping
 from .pruning.evaluation import PrunedTrees, PruneSweep
@@ -121,4 +122,6 @@ class ExperimentalEvaluation(Evaluation):
             extensions.append(Overlapping(self.overlap == "pearl", self.outcomes if self.overlap == "outcomes" else 0))
         if self.online:
             extensions.append(self.learning)
+        if self.report:
+            extensions.append(Traffic())
         return extensions

@@ -2,8 +2,8 @@
 
 from .base import Rollout, TreeBuilder
 from .chain import Chain
-from .dynamic import Eagle2, OptTree
-from .fixed import Cartesian, Sequoia, Static
+from .dynamic import Eagle2
+from .fixed import Cartesian, Static
 from .measured import Auto
 
 __all__ = [
@@ -11,9 +11,7 @@ __all__ = [
     "Cartesian",
     "Chain",
     "Eagle2",
-    "OptTree",
     "Rollout",
-    "Sequoia",
     "Static",
     "TreeBuilder",
 ]

@@ -2,13 +2,13 @@
 
 import pytest
 
-from spectrain.bench.traffic import count_traffic
 from spectrain.decoding.acceptance import Greedy
 from spectrain.drafters.ngram import Ngram
-from spectrain.eval.report import explanation
+from spectrain.eval.notes import explain_numbers
+from spectrain.experimental.less_cache.bytes_read import weight_bytes
 from spectrain.experimental.less_cache.drafter import SelfDraft
+from spectrain.experimental.less_cache.evaluation import count_traffic
 from spectrain.models.target import Target
-from spectrain.models.traffic import weight_bytes
 from spectrain.trees import Chain
 
 
@@ -23,4 +23,4 @@ def test_traffic_counts_drafting_and_verification(shallow: Target) -> None:
     assert traffic["verify"]["weights"] == pytest.approx(weights / 3, abs=2)  # and all of them are kept
     assert traffic["ratio"] == pytest.approx(1, abs=0.1)
     bounds = {"time_share": {}, "acceptance_by_depth": [], "setting": {"batch_size": 1, "device": "", "dtype": ""}}
-    assert any("megabytes read a token behind 30 tokens" in line for line in explanation({**bounds, "traffic": traffic}))
+    assert any("Megabytes read per token after 30 tokens" in line for line in explain_numbers({**bounds, "traffic": traffic}))

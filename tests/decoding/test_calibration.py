@@ -18,10 +18,11 @@ from spectrain.drafters.base import TrainingState
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.eval.notes import describe_rules
 from spectrain.experimental.cast.builder import Cast
+from spectrain.experimental.sequoia.builder import Sequoia
 from spectrain.features.batch import Batch
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
-from spectrain.trees import Chain, Eagle2, Sequoia, Static, TreeBuilder
+from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
 from spectrain.trees.measurements import Calibration, Latency, RuleForecast, _interpolate_nodes
 from spectrain.trees.token_tree import Children
 from tests.decoding.test_loop import stop_at

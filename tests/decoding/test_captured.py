@@ -42,13 +42,13 @@ from spectrain.experimental.gumiho.drafter import Gumiho
 from spectrain.experimental.hydra.drafter import Hydra
 from spectrain.experimental.kangaroo.drafter import Kangaroo
 from spectrain.experimental.layer_skip.drafter import LayerSkipping
+from spectrain.experimental.opt_tree.builder import OptTree
 from spectrain.experimental.redrafter.beam import Beam
 from spectrain.experimental.redrafter.drafter import Redrafter
 from spectrain.experimental.transformer_heads.drafter import TransformerHeads
 from spectrain.models.compiled_layers import compile_layers
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, TreeBuilder
-from spectrain.trees.dynamic import OptTree
 from spectrain.trees.fixed import Static
 from tests.drafters.forced import shaken
 from tests.targets import cut_tiny

@@ -34,6 +34,7 @@ from spectrain.drafters.layers import gated_masks
 from spectrain.drafters.layers.masks import add_blocks, replace_embeddings
 from spectrain.errors import UserError
 from spectrain.experimental.cast.builder import Cast
+from spectrain.experimental.sequoia.builder import Sequoia
 from spectrain.experimental.shared.draft_replay import DraftRecorder
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
@@ -44,7 +45,7 @@ from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.reference_model import reference_model
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import load_weights, save_drafter
-from spectrain.trees import Auto, Chain, Eagle2, Rollout, Sequoia, Static, TreeBuilder
+from spectrain.trees import Auto, Chain, Eagle2, Rollout, Static, TreeBuilder
 from spectrain.trees.base import Draft, Prefix
 from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import AcceptedPath, TokenTree

@@ -17,12 +17,13 @@ from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.errors import UserError
 from spectrain.experimental.dyspec.builder import DySpec
 from spectrain.experimental.hydra.drafter import Hydra, _Path
+from spectrain.experimental.opt_tree.builder import OptTree
 from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
 from spectrain.models.features import Features
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer
-from spectrain.trees import Chain, Eagle2, OptTree, Rollout, Static, TreeBuilder
+from spectrain.trees import Chain, Eagle2, Rollout, Static, TreeBuilder
 from spectrain.trees.base import Prefix
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from tests.decoding.rounds import begun, proposed

@@ -25,6 +25,7 @@ from spectrain.errors import UserError
 from spectrain.experimental.cast.builder import Cast
 from spectrain.experimental.dyspec.builder import DySpec
 from spectrain.experimental.entropy_tree.builder import Entropy
+from spectrain.experimental.opt_tree.builder import OptTree
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
@@ -34,7 +35,7 @@ from spectrain.models.loading import load_hf
 from spectrain.models.target import Target
 from spectrain.training.state import select_trained_groups
 from spectrain.training.trainer import Trainer
-from spectrain.trees import Auto, Cartesian, Chain, Eagle2, OptTree, Static, TreeBuilder
+from spectrain.trees import Auto, Cartesian, Chain, Eagle2, Static, TreeBuilder
 from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import TokenTree
 from tests.decoding.rounds import begun, proposed

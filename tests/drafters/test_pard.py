@@ -25,13 +25,14 @@ from spectrain.drafters.pard import Pard
 from spectrain.errors import UserError
 from spectrain.experimental.cast.builder import Cast
 from spectrain.experimental.dyspec.builder import DySpec
+from spectrain.experimental.sequoia.builder import Sequoia
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
 from spectrain.models.reference_model import reference_model
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import load_weights, save_drafter
-from spectrain.trees import Auto, Chain, Eagle2, Rollout, Sequoia, Static, TreeBuilder
+from spectrain.trees import Auto, Chain, Eagle2, Rollout, Static, TreeBuilder
 from spectrain.trees.base import Draft, Prefix
 from spectrain.trees.token_tree import TokenTree
 from tests.decoding.rounds import Keeping

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from spectrain.bench.traffic import verification_reads
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import EagerRunner, decode, make_request
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
+from spectrain.experimental.less_cache.bytes_read import BytesRead, key_bytes
 from spectrain.experimental.less_cache.drafter import SelfDraft
+from spectrain.experimental.less_cache.evaluation import verification_reads
 from spectrain.experimental.less_cache.quantized_kv import QuantizedLinear
 from spectrain.features.batch import Batch
 from spectrain.models import attention
@@ -23,7 +24,6 @@ from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
-from spectrain.models.traffic import BytesRead, key_bytes
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 from tests.decoding.rounds import begun
 from tests.models import architectures

@@ -12,9 +12,10 @@ import torch
 from spectrain.errors import UserError
 from spectrain.experimental.dyspec.builder import DySpec
 from spectrain.experimental.entropy_tree.builder import Entropy
+from spectrain.experimental.opt_tree.builder import OptTree
 from spectrain.experimental.redrafter.beam import Beam
 from spectrain.randomness import gumbel_noise
-from spectrain.trees import Chain, Eagle2, OptTree, TreeBuilder
+from spectrain.trees import Chain, Eagle2, TreeBuilder
 from tests.trees.tables import (
     ROWS,
     VOCAB,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from spectrain.errors import UserError
-from spectrain.trees import Sequoia, Static
-from spectrain.trees.fixed import sequoia_paths, sequoia_table
+from spectrain.experimental.sequoia.builder import Sequoia, sequoia_paths, sequoia_table
+from spectrain.trees import Static
 from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import Children
 from tests.trees.tables import (

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from spectrain.experimental.less_cache.bytes_read import slot_bytes
 from spectrain.kernels.tree_attention import Visibility
 from spectrain.models.kv_cache import KVTransform, QueryObserver, TreeCache
-from spectrain.models.traffic import slot_bytes
 
 from .key_selectors import KeySelector, SelectionInput, most_recent
 from .quantized_kv import Bits, QuantizedGroups, quantize_groups

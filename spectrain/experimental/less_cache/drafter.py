@@ -18,6 +18,7 @@ from spectrain.drafters.capabilities import Capabilities, DraftingCost
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.copies import GrowingTexts
 from spectrain.errors import UserError
+from spectrain.experimental.less_cache.bytes_read import BytesRead, key_bytes, weight_bytes
 from spectrain.experimental.less_cache.caches import QuantizedKV, RecentQueries, SelectedCache, hook_cache
 from spectrain.experimental.less_cache.key_selectors import KeySelector, QuestSelector, SnapKVSelector, StreamingLLMSelector
 from spectrain.experimental.less_cache.quantized_kv import Bits, QuantizedWeights
@@ -25,7 +26,6 @@ from spectrain.models.features import Features
 from spectrain.models.forward_override import override_forwards
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
-from spectrain.models.traffic import BytesRead, key_bytes, weight_bytes
 from spectrain.trees.base import Draft, Rollout, TreeBuilder
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 

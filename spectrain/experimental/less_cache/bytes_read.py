@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
-from .device import forward_weights
-from .kv_cache import attention_dtype
+from spectrain.models.device import forward_weights
+from spectrain.models.kv_cache import attention_dtype
 
 if TYPE_CHECKING:
-    from .target import Target
+    from spectrain.models.target import Target
 
 
 class LinearCodes(Protocol):

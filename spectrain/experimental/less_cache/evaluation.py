@@ -10,9 +10,12 @@ from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
+from spectrain.eval.extensions import EvalExtension, Results
 from spectrain.models.target import Target
-from spectrain.models.traffic import BytesRead, key_bytes, weight_bytes
 from spectrain.trees import TreeBuilder
+
+from .bytes_read import BytesRead, key_bytes, weight_bytes
+from .drafter import SelfDraftCost
 
 NUM_DECODED_TOKENS = 64
 """Tokens that are decoded for the count."""
@@ -56,11 +59,21 @@ def count_traffic(
     target: Target, drafter: Drafter, builder: TreeBuilder, rule: AcceptanceRule, prompt: list[int]
 ) -> dict[str, Any] | None:
     """Return the traffic of one answer to a prompt, or None for a drafter that does not count its reads."""
-    if drafter.cost.bytes_read() is None or not target.architecture.attention_layers:
+    cost = drafter.cost
+    if not isinstance(cost, SelfDraftCost) or not target.architecture.attention_layers:
         return None
     length = min(NUM_DECODED_TOKENS, target.max_length - len(prompt))
     (generation,) = decode(target, [prompt], rule, length, drafter, builder, ignore_eos=True)
-    drafting = drafter.cost.bytes_read()
-    if drafting is None or not generation.round_lengths:
+    if not generation.round_lengths:
         return None
-    return {"prompt_tokens": len(prompt), **measure_traffic(target, drafting, [generation])}
+    return {"prompt_tokens": len(prompt), **measure_traffic(target, cost.bytes_read(), [generation])}
+
+
+class Traffic(EvalExtension):
+    """Adds the entry `traffic` to summary.json, for drafters that count what they read."""
+
+    def report(self, results: Results) -> dict[str, Any]:
+        candidate, first = results.candidate, results.systems[0]
+        prompt = results.turns[first.name][0].drafted.prompt
+        traffic = count_traffic(candidate.target, candidate.drafter, candidate.builder, candidate.rule, prompt)
+        return {} if traffic is None else {"traffic": traffic}
