@@ -42,7 +42,7 @@ from spectrain.models.features import Features, Layer
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance
-from spectrain.runs.init_drafter import init_drafter
+from spectrain.runs.drafters import init_drafter
 from spectrain.training.parallel import make_strategy
 from spectrain.training.run import TrainingRun
 from spectrain.training.trainer import Trainer

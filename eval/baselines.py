@@ -22,7 +22,7 @@ from spectrain.eval.systems import System, describe_tree
 from spectrain.eval.transformers_baselines import run_transformers
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
-from spectrain.runs.shipped_drafters import find_shipped_drafter, load_shipped_drafter
+from spectrain.runs.drafters import find_shipped_drafter, load_shipped_drafter
 from spectrain.trees import Auto, Chain, Eagle2, TreeBuilder
 
 TRAINING_FREE = ("ngram", "lookahead", "retrieval")  # choices of `drafter`

@@ -34,10 +34,9 @@ from spectrain.eval.recommendations import compare_runs
 from spectrain.eval.report import print_comparison
 from spectrain.files import write_text
 from spectrain.models.target import Target
-from spectrain.runs.defaults import default_tree
 from spectrain.runs.score import evaluate
-from spectrain.runs.tracking import track_run
-from spectrain.runs.train import train
+from spectrain.runs.train import train_and_score
+from spectrain.training.metrics import track_run
 from spectrain.training.trainer import Trainer
 
 COMMAND_KEYS = ("recipes", "run", "compare", "tree", "runs")  # settings of the command that no training has
@@ -191,7 +190,7 @@ class Contest:
         keys = {"_target_", *(key.name for key in list_keys(builder.path))}
         config.tree = {key: value for key, value in {**builder.node, **own}.items() if key in keys}
         config.run, config.recipe_name = str(self.folder / name), name
-        spec = default_tree(RunSpec.from_config(config, self.spec.overrides))
+        spec = RunSpec.from_config(config, self.spec.overrides).with_default_tree()
         if "limit" in spec.data.settings and not spec.overrides_key("data.limit"):
             spec = spec.with_settings("data", limit=self.comparison.data_limit)
         return replace(spec, overrides=tuple(self.passed))
@@ -202,7 +201,7 @@ class Contest:
             with log_to_file(Path(str(spec.run))):
                 dataset = self.load_dataset(spec)
                 spec = spec.with_settings("trainer", **self.budget_settings(spec, dataset), resume="auto")
-                train(spec, self.select_target(spec), dataset)
+                train_and_score(spec, self.select_target(spec), dataset)
             free_memory()
         run = self.score_batch(spec)
         training = run.eval_setting["training"]

@@ -17,7 +17,7 @@ from spectrain.eval.oracle import Oracle
 from spectrain.eval.prompts import Prompt
 from spectrain.eval.systems import Decoder, System
 from spectrain.models.chat_template import Message
-from spectrain.training.progress import Pace, format_duration
+from spectrain.training.metrics import Pace, format_duration
 
 AUTOREGRESSIVE, ORACLE = "autoregressive", "oracle"
 

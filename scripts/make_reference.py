@@ -15,7 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from spectrain.cli.help import COMMANDS, first_sentence
-from spectrain.config.schema import (
+from spectrain.config.choices import (
     choice_files,
     conf_folders,
     load_schema,

@@ -3,7 +3,7 @@
     python scripts/make_shipped_drafter.py RUN NAME
 
 RUN is the folder of a finished training; spectrain/data/drafters/NAME is written, which conf/drafter/NAME.yaml and
-spectrain/runs/shipped_drafters.py name.
+spectrain/runs/drafters.py name.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from spectrain.runs.paths import SHIPPED_FOLDER
+from spectrain.runs.folder import SHIPPED_FOLDER
 
 
 def main() -> None:

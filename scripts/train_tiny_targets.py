@@ -34,7 +34,7 @@ from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance
 from spectrain.runs import train as training
-from spectrain.runs.drafter_files import load_drafter
+from spectrain.runs.drafters import load_drafter
 from spectrain.trees import Chain, Eagle2
 from tests.models.architectures import auto_class, config_named
 from tests.models.visions import BREAK, END, IMAGE, START, TEMPLATE, Processor
@@ -177,7 +177,7 @@ def train_drafter(family: str, target: Target, run: Path, pictures: Path, steps:
                 "trainer.max_steps": steps, "trainer.batch_tokens": 1024, "trainer.resume": "auto"}  # fmt: skip
     with hydra_context():
         spec = compose_spec(settings)
-    training.train(spec, target, None)
+    training.train_and_score(spec, target, None)
     return spec
 
 

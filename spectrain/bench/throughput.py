@@ -22,7 +22,7 @@ from spectrain.models.fast import unpack_linears
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from spectrain.provenance import processor_name
-from spectrain.runs.init_drafter import init_drafter
+from spectrain.runs.drafters import init_drafter
 from spectrain.training.trainer import Trainer
 from spectrain.trees.token_tree import TokenTree
 

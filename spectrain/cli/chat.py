@@ -31,7 +31,7 @@ from spectrain.errors import UserError, suggest_nearest
 from spectrain.eval.baselines import supports_auto_tree
 from spectrain.eval.systems import describe_tree
 from spectrain.models.target import Target
-from spectrain.runs.drafter_files import load_drafter
+from spectrain.runs.drafters import load_drafter
 from spectrain.runs.score import load_target, open_answer_store
 from spectrain.trees import Auto
 

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from spectrain.config.schema import choice_files, conf_folders, load_schema, settings_by_group
+from spectrain.config.choices import choice_files, conf_folders, load_schema, settings_by_group
 from spectrain.errors import UserError, suggest_nearest
 from spectrain.export.layouts import FORMATS
 

@@ -18,7 +18,7 @@ from spectrain.export.layouts import detect_layout, read_files, select_layout
 from spectrain.export.linter import check_files, lint
 from spectrain.export.targets import TargetFiles
 from spectrain.files import atomic_write
-from spectrain.runs.paths import find_drafter_directory, require_drafter_directory
+from spectrain.runs.folder import find_drafter_directory, require_drafter_directory
 
 
 def export_command(

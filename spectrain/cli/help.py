@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from spectrain.config.schema import (
+from spectrain.config.choices import (
     CommandSchema,
     choice_files,
     conf_folders,

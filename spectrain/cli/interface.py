@@ -28,9 +28,8 @@ from spectrain.models.target import Target
 from spectrain.runs import train as training
 from spectrain.runs.candidate import Candidate
 from spectrain.runs.defaults import resolve_eval_spec
-from spectrain.runs.drafter_files import load_drafter, save_drafter
-from spectrain.runs.folder import find_trained_target
-from spectrain.runs.paths import find_drafter_directory
+from spectrain.runs.drafters import load_drafter, save_drafter
+from spectrain.runs.folder import find_drafter_directory, find_trained_target
 from spectrain.trees import TreeBuilder
 
 from .overrides import allow_new_keys, check_words, list_config_groups
@@ -47,7 +46,7 @@ def train(recipe: str, run: str | Path | None = None, **settings: Any) -> Path:
     """
     with hydra_context():
         spec = compose_spec({"recipe": recipe, **({} if run is None else {"run": run}), **settings})
-    return training.train(spec)
+    return training.train_and_score(spec)
 
 
 @contextmanager

@@ -74,8 +74,7 @@ def compose_and_call(config_name: str, task: Task, words: list[str]) -> None:
     import hydra
 
     from spectrain.config.build import register_resolvers
-    from spectrain.config.choices import set_choice_folders
-    from spectrain.config.schema import conf_folders
+    from spectrain.config.choices import conf_folders, set_choice_folders
 
     register_resolvers()
     set_choice_folders(conf_folders(words))
@@ -143,7 +142,7 @@ def plan_command(config: Any) -> None:
     # Recipes depend on the planned device.
     lazy_import("config.build.register_resolvers")(str(config.plan.get("device", "auto")))
     spec, settings = read_run(config, "plan")
-    settings["plan"].build().run(lazy_import("runs.init_drafter.apply_init_shape")(spec))
+    settings["plan"].build().run(lazy_import("runs.drafters.apply_init_shape")(spec))
 
 
 def evaluate_command(config: Any) -> None:
@@ -170,7 +169,7 @@ def completion_command(words: list[str]) -> None:
 
 
 COMMAND_TASKS: Mapping[str, Task] = {
-    "train": call_with_spec("runs.train.train"),
+    "train": call_with_spec("runs.train.train_and_score"),
     "plan": plan_command,
     "eval": evaluate_command,
     "compare": call_with_spec("eval.compare.compare", "compare", "recipes", "runs"),

@@ -11,10 +11,10 @@ from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 
-from spectrain.config.schema import CommandSchema, choice_files, conf_folders, find_owners, load_schema
+from spectrain.config.choices import CommandSchema, choice_files, conf_folders, find_owners, load_schema
 from spectrain.config.signatures import list_keys
 from spectrain.errors import UserError, suggest_nearest
-from spectrain.runs.paths import require_drafter_directory
+from spectrain.runs.folder import require_drafter_directory
 
 from .help import COMMANDS, HELP_DATA, Command
 
@@ -100,7 +100,7 @@ def quote_text(value: str) -> str:
 
 def check_words(command: str, words: list[str]) -> None:
     """Raise a UserError for the first word that fits no configuration, or that its constructor refuses."""
-    from spectrain.config.check import check_overrides
+    from spectrain.config.build import check_overrides
 
     schema, folders = load_schema(COMMANDS[command].config or ""), conf_folders(words)
     schema.groups |= {name: None for name in list_config_groups(words) - list_config_groups([])}

@@ -1,21 +1,22 @@
-"""Choices: the constructors that a group can be set to. A yaml in conf/, or in the folder of --config-dir, defines each.
+"""Choices and settings of a command: groups, the yamls in conf/ or --config-dir that define choices, and the keys of each.
 
 Nothing else is ever constructed: a name without a yaml is refused before anything of it is imported.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hydra.utils import get_object
+import yaml
 
 from spectrain.errors import UserError, suggest_nearest
 
-from .schema import choice_files, load_yaml
-from .signatures import PACKAGE_ROOT
+from .signatures import PACKAGE_ROOT, SettingKey, format_literal, list_keys
 
 _choice_folders: list[Path] = [PACKAGE_ROOT / "conf"]
 
@@ -54,6 +55,8 @@ def _load_mapping(path: Path) -> dict[str, Any]:
 def find_constructor(group: str, name: str) -> Any | None:
     """Import the constructor that a choice of a group names, such as a rule that lives outside of the core; None where no yaml
     has this choice."""
+    from hydra.utils import get_object
+
     path = list_constructors(group).get(name)
     return None if path is None else get_object(path)
 
@@ -114,3 +117,126 @@ def by_choice_name(config: Mapping[str, Any]) -> dict[str, Any]:
         else node
         for group, node in config.items()
     }
+
+
+@dataclass
+class CommandSchema:
+    """The configuration of a command."""
+
+    # Group -> its default choice.
+    groups: dict[str, str | None] = field(default_factory=dict)
+    # Key -> the constructor of its settings.
+    nodes: dict[str, str] = field(default_factory=dict)
+    # The settings that are in no group.
+    keys: list[SettingKey] = field(default_factory=list)
+
+
+def conf_folders(words: Iterable[str] = ()) -> list[Path]:
+    """Return the folders of configurations: conf/, and those that --config-dir names among the words of a command."""
+    words, folders = list(words), [PACKAGE_ROOT / "conf"]
+    for flag in ("--config-dir", "-cd"):
+        if flag in words[:-1]:
+            folders.append(Path(words[words.index(flag) + 1]))
+        folders += [Path(word.partition("=")[2]) for word in words if word.startswith(f"{flag}=")]
+    return [folder for folder in folders if folder.is_dir()]
+
+
+def choice_files(group: str, folders: Iterable[Path]) -> dict[str, Path]:
+    """Return every choice of a group: name -> file."""
+    files = {}
+    for folder in folders:
+        for path in (folder / group).rglob("*.yaml"):
+            files[path.relative_to(folder / group).with_suffix("").as_posix()] = path
+    return dict(sorted(files.items()))
+
+
+def read_header(path: Path) -> str:
+    """Return the comment at the top of a yaml."""
+    lines = []
+    for line in path.read_text().splitlines():
+        if not line.startswith("#"):
+            break
+        lines += [] if line.startswith("# @package") else [line[1:].strip()]
+    return " ".join(lines)
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """Load a yaml without resolving its references."""
+    return yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
+
+
+def load_schema(config: str) -> CommandSchema:
+    """Load the schema of the configuration with this name."""
+    path, result = PACKAGE_ROOT / "conf" / f"{config}.yaml", CommandSchema()
+    content = load_yaml(path)
+    for entry in content.get("defaults", ()):
+        if isinstance(entry, str) and entry != "_self_":
+            result = load_schema(entry)
+        elif isinstance(entry, dict):
+            result.groups |= {group: choice for group, choice in entry.items() if not group.startswith("override ")}
+    comments = _read_comments(path.read_text())
+    for name, value in content.items():
+        if name in ("defaults", "hydra"):
+            continue
+        if isinstance(value, dict) and "_target_" in value:
+            result.nodes[name] = value["_target_"]
+        else:
+            result.keys.append(
+                SettingKey(name, "", format_literal(value), ("true", "false") * isinstance(value, bool), comments.get(name, ""))
+            )
+    return result
+
+
+def _read_comments(text: str) -> dict[str, str]:
+    """Return the comment lines directly above each top-level key of a yaml: key -> its description."""
+    blocks = re.findall(r"((?:^# .*\n)+)(\w+):", text, re.MULTILINE)
+    return {name: " ".join(line.removeprefix("# ") for line in block.splitlines()) for block, name in blocks}
+
+
+def select_choices(schema: CommandSchema, words: list[str]) -> dict[str, str]:
+    """Return group -> choice, from the words of a command, its recipe and the defaults."""
+    overrides = {
+        group: choice for word in words for group, equals, choice in [word.partition("=")] if equals and group in schema.groups
+    }
+    choices = {group: choice or find_only_choice(group, words) for group, choice in schema.groups.items()}
+    choices = {group: choice for group, choice in choices.items() if choice and choice != "???"}
+    recipe = choice_files("recipe", conf_folders(words)).get(overrides.get("recipe", "")) if "recipe" in schema.groups else None
+    for entry in load_yaml(recipe).get("defaults", ()) if recipe else ():
+        choices |= {group.removeprefix("override /"): choice for group, choice in entry.items()}
+    return {group: choice.split(",")[0] for group, choice in (choices | overrides).items() if choice}
+
+
+def find_only_choice(group: str, words: Iterable[str]) -> str | None:
+    """Return the only choice of a group that is not empty; None if there are several."""
+    full = [name for name, path in choice_files(group, conf_folders(words)).items() if load_yaml(path).get("_target_")]
+    return full[0] if len(full) == 1 else None
+
+
+def settings_by_group(schema: CommandSchema, words: list[str]) -> dict[str, list[SettingKey]]:
+    """Return group -> settings, with the values that the choices and the recipe among these words set."""
+    folders, choices = conf_folders(words), select_choices(schema, words)
+    recipe = choice_files("recipe", folders).get(choices.get("recipe", ""))
+    values = load_yaml(recipe) if recipe else {}
+    result = {name: list_keys(target) for name, target in schema.nodes.items()}
+    for group, choice in choices.items():
+        path = choice_files(group, folders).get(choice)
+        if path is None or group == "recipe" or not (node := load_yaml(path)).get("_target_"):
+            continue
+        changed = {**node, **values.get(group, {})}
+        result[group] = [
+            replace(key, default=format_default(changed[key.name])) if key.name in changed else key
+            for key in list_keys(node["_target_"])
+        ]
+    return result
+
+
+def find_owners(group: str, name: str, words: Iterable[str] = ()) -> list[str]:
+    """Return the choices of a group that have a setting with this name."""
+    if group == "recipe":
+        return []
+    nodes = {choice: load_yaml(path).get("_target_") for choice, path in choice_files(group, conf_folders(words)).items()}
+    return [choice for choice, target in nodes.items() if target and any(key.name == name for key in list_keys(target))]
+
+
+def format_default(value: Any) -> str | None:
+    return None if value == "???" else format_literal(value)

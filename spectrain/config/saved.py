@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,11 @@ import yaml
 
 from spectrain.errors import UserError
 
+from .build import find_directives
 from .choices import resolve_choice
 
-HYDRA_DIRECTIVES = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")  # hydra's
-# Keys of transformers that refer to code stored with the weights.
-REMOTE_CODE_KEYS = ("auto_map", "trust_remote_code")
 # Bytes; the settings of a model take a few thousand.
 MAX_FILE_BYTES = 16_000_000
-# Levels of nested settings.
-MAX_NESTING = 64
 
 
 def read_json(path: Path) -> Any:
@@ -67,38 +63,6 @@ def _read_file(path: Path, parse: Callable[[str], Any], kind: str) -> Any:
     except (ValueError, yaml.YAMLError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(f"{path}: this is not {kind} ({reason[0]}); copy the file again") from error
-
-
-def find_directives(content: Any, key_path: str = "") -> Iterator[str]:
-    """Yield each directive (an instruction instead of data) in a file's content, as a sentence without its end."""
-    if key_path.count(".") > MAX_NESTING:
-        yield f"{key_path.split('.')[0]} is nested too deeply"
-    elif isinstance(content, dict):
-        for key, value in content.items():
-            yield from _check_key(str(key), value, f"{key_path}.{key}" if key_path else str(key))
-    elif isinstance(content, list):
-        for number, value in enumerate(content):
-            yield from find_directives(value, f"{key_path}.{number}")
-    elif isinstance(content, str) and "${" in content:
-        yield f"{key_path} refers to other values by ${{..}}, and a file holds only values of its own"
-
-
-def _check_key(key: str, value: Any, key_path: str) -> Iterator[str]:
-    if key in HYDRA_DIRECTIVES:
-        yield f"{key_path} is an order to construct something, and a file holds only data"
-    elif key in REMOTE_CODE_KEYS and _references_code(key, value):
-        yield f"{key_path} leads to code that would be run, and a file cannot allow that"
-    elif key.endswith("attn_implementation") and "/" in str(value):
-        yield f"{key_path}={value} leads to code on the hub, and a file cannot allow that"
-    elif key == "parent_library" and value and not str(value).startswith("transformers"):
-        yield f"{key_path}={value} leads to a package that would be imported, and a file cannot allow that"
-    else:
-        yield from find_directives(value, key_path)
-
-
-def _references_code(key: str, value: Any) -> bool:
-    own = key == "auto_map" and isinstance(value, dict) and value.keys() == {""}  # of speculators: its class is in the library
-    return bool(value) and not own
 
 
 def check_no_directives(content: dict[str, Any], path: Path) -> dict[str, Any]:

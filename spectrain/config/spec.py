@@ -10,8 +10,7 @@ from typing import Any
 
 import yaml
 
-from .build import GroupSpec, to_containers
-from .check import check_config
+from .build import GroupSpec, check_config, to_containers
 from .choices import list_constructors
 from .saved import parse_groups, read_yaml
 
@@ -82,6 +81,12 @@ class RunSpec:
     def with_settings(self, group: str, **changes: Any) -> RunSpec:
         """Return the spec with other settings of one group."""
         return replace(self, **{group: getattr(self, group).with_settings(**changes)})
+
+    def with_default_tree(self) -> RunSpec:
+        """Return the spec with the fastest tree of this machine scored first, unless the command itself names a tree."""
+        if not self.eval or "measured" in self.eval.settings:
+            return self
+        return self.with_settings("eval", measured=not self.overrides_key("tree"))
 
     def overrides_key(self, key: str) -> bool:
         """Tell whether the command itself sets a key, as in drafter.vocab_size, or anything of a group, as in tree."""

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from spectrain.config.build import GroupSpec
-from spectrain.config.check import check_node
+from spectrain.config.build import GroupSpec, check_node
 from spectrain.config.choices import by_choice_name, choice_name
 from spectrain.config.saved import parse_description, parse_groups
 from spectrain.drafters.layers.block_drafter import default_layers

@@ -12,7 +12,7 @@ from spectrain.features.base import BatchRequest, Source
 from spectrain.features.batch import Batch
 from spectrain.models.device import synchronize_device
 from spectrain.models.target import Target
-from spectrain.runs.init_drafter import init_drafter
+from spectrain.runs.drafters import init_drafter
 from spectrain.training.trainer import Trainer
 
 from .footprint import Models, count_parameters

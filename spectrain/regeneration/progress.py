@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 from spectrain.data.shards import FailedRow, Row, Shard, ShardSet
-from spectrain.training.progress import Pace
+from spectrain.training.metrics import Pace
 
 
 class WritingProgress:

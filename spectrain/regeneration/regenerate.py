@@ -24,9 +24,8 @@ from spectrain.errors import RunError, UserError
 from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance
 from spectrain.runs.defaults import resolve_eval_spec
-from spectrain.runs.drafter_files import build_drafter, load_weights
-from spectrain.runs.folder import find_trained_target
-from spectrain.runs.paths import find_drafter_directory
+from spectrain.runs.drafters import build_drafter, load_weights
+from spectrain.runs.folder import find_drafter_directory, find_trained_target
 
 from .progress import WritingProgress
 from .sampling import Sampling

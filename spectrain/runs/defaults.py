@@ -11,8 +11,8 @@ from spectrain.config.build import GroupSpec, to_containers
 from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
 
-from .drafter_files import load_description
-from .paths import find_drafter_directory, require_drafter_directory
+from .drafters import load_description
+from .folder import find_drafter_directory, require_drafter_directory
 
 SCORED_GROUPS = ("target", "drafter", "tree", "acceptance", "eval")
 
@@ -66,13 +66,6 @@ def complete_evaluation(evaluation: dict[str, Any], requested: Mapping[str, Any]
         evaluation["name"] = Path(evaluation["prompts"]).stem
     if "_target_" in evaluation and "measured" not in requested and (has_tree or "measured" not in evaluation):
         evaluation["measured"] = not has_tree
-
-
-def default_tree(spec: RunSpec) -> RunSpec:
-    """Return the spec with the tree that is fastest on this machine scored first, unless the command itself names a tree."""
-    if not spec.eval or "measured" in spec.eval.settings:
-        return spec
-    return spec.with_settings("eval", measured=not spec.overrides_key("tree"))
 
 
 def load_saved_settings(folder: Path, has_choice: bool, target: GroupSpec) -> dict[str, Any]:

@@ -1,24 +1,61 @@
-"""Run folders: their choice, their first files, and resuming a run."""
+"""Run folders: their choice, their first files, resuming, and where a drafter is in them.
+
+Every command that reads a drafter imports this module, so it imports nothing heavy.
+"""
+
+from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from accelerate.utils import broadcast_object_list
-
-from spectrain.config.spec import RunSpec
-from spectrain.data.dataset import Dataset
 from spectrain.errors import UserError
-from spectrain.files import write_text
-from spectrain.models.target import Target
-from spectrain.provenance import collect_provenance
-from spectrain.training.checkpoints import latest_checkpoint
+from spectrain.export.layouts import OWN_SUFFIXES
+from spectrain.files import PICKLE_SUFFIXES, write_text
+
+if TYPE_CHECKING:
+    from spectrain.config.spec import RunSpec
+    from spectrain.data.dataset import Dataset
+    from spectrain.models.target import Target
+
+SHIPPED_FOLDER = Path(__file__).parents[1] / "data" / "drafters"
+# Settings that a resumed run may change, because they change nothing that is learnt.
+CHANGEABLE_KEYS = {
+    "trainer": ("resume", "save_every", "log_every", "keep_checkpoints", "patience", "max_skipped", "gradient_checkpointing",
+                "sharding", "accumulate"),
+    "target": ("device", "sharding", "trust_remote_code"),
+}  # fmt: skip
+
+
+def find_drafter_directory(run: Path) -> Path | None:
+    """Return the drafter of a run folder, or the folder itself if it is a drafter directory, ours or another project's.
+
+    Any other name may be that of a drafter that ships with the package. None if there is no drafter.
+    """
+    for directory in (run / "drafter", run, *([SHIPPED_FOLDER / run] if run.name == str(run) else [])):
+        if OWN_SUFFIXES & {path.suffix for path in directory.glob("*")}:
+            return directory
+        if not any((directory / name).exists() for name in ("config.json", "adapter_config.json")):
+            continue
+        if any(path.suffix in (".safetensors", *PICKLE_SUFFIXES) for path in directory.iterdir()):
+            return directory
+    return None
+
+
+def require_drafter_directory(key: str, run: str | Path) -> Path:
+    """Return the drafter directory that a setting names; raise a UserError if it holds no drafter."""
+    directory = find_drafter_directory(Path(run))
+    if directory is None:
+        raise UserError(f"{key}={run}: there is no drafter in it; give a run folder or a drafter directory")
+    return directory
 
 
 def choose_folder(spec: RunSpec, accelerator: Any) -> Path:
     """Return the run folder, the same on every process. A folder with a run in it is accepted only with
     trainer.resume=auto."""
+    from accelerate.utils import broadcast_object_list
+
     resume = spec.trainer.get("resume") == "auto"
     if spec.run is None and resume:
         raise UserError("trainer.resume=auto: say which run to go on with, as in run=runs/NAME")
@@ -44,6 +81,8 @@ def choose_folder(spec: RunSpec, accelerator: Any) -> Path:
 
 def open_run(run: Path, spec: RunSpec, dataset: Dataset, target: Target) -> None:
     """Create the folder with its configuration and provenance; a resumed run keeps its own."""
+    from spectrain.provenance import collect_provenance
+
     made = not run.exists()
     try:
         run.mkdir(parents=True, exist_ok=True)
@@ -66,16 +105,11 @@ def open_run(run: Path, spec: RunSpec, dataset: Dataset, target: Target) -> None
             shutil.rmtree(run, ignore_errors=True)
 
 
-CHANGEABLE_KEYS = {
-    "trainer": ("resume", "save_every", "log_every", "keep_checkpoints", "patience", "max_skipped", "gradient_checkpointing",
-                "sharding", "accumulate"),
-    "target": ("device", "sharding", "trust_remote_code"),
-}  # fmt: skip
-"""Settings that a resumed run may change, for they change nothing that is learnt; a step goes on taking as many batches."""
-
-
 def check_resumable(run: Path, spec: RunSpec) -> None:
     """Raise a UserError if the settings differ from those that the run began with."""
+    from spectrain.config.spec import RunSpec
+    from spectrain.training.checkpoints import latest_checkpoint
+
     before, now = RunSpec.load(run / "config.yaml").save(), spec.save()
     if latest_checkpoint(run) is None:
         return

@@ -20,15 +20,11 @@ from spectrain.errors import UserError
 from spectrain.files import atomic_write
 from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance, processor_name
-from spectrain.training.metrics import Tracker
+from spectrain.training.metrics import Tracker, track_run
 
 from .candidate import Candidate
-from .drafter_files import load_drafter, load_training_facts, save_drafter
-from .folder import archive_earlier, find_trained_target
-from .init_drafter import init_drafter
-from .paths import find_drafter_directory
-from .shipped_drafters import is_shipped
-from .tracking import track_run
+from .drafters import init_drafter, is_shipped, load_drafter, load_training_facts, save_drafter
+from .folder import archive_earlier, find_drafter_directory, find_trained_target
 
 MAX_INDEXED_TOKENS = 20_000_000  # tokens
 CARRIED_SETTINGS = ("dtype", "device", "trust_remote_code", "chat_template", "template_kwargs")

@@ -227,21 +227,6 @@ class TensorBoard(Tracker):
             self.tracker = None
 
 
-@contextmanager
-def track_run(
-    tracker: Tracker | None, run: Path, config: dict[str, Any], kind: RunKind = "train", step: int = 0
-) -> Iterator[Tracker]:
-    """Start a tracker and finish it at the end; an exception marks the run as failed."""
-    tracker = tracker or Tracker()
-    try:
-        tracker.start_run(run, config, kind, step)
-        yield tracker
-    except BaseException:
-        tracker.finish_run(failed=True)
-        raise
-    tracker.finish_run()
-
-
 def init_accelerate() -> None:
     """Initialize accelerate's process state, which its trackers need; one that exists is left alone."""
     import torch

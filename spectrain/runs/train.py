@@ -1,5 +1,6 @@
-"""Training of the drafter that a configuration names, in its run folder."""
+"""Training and scoring of the drafter that a configuration names, in its run folder."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,13 @@ from spectrain.drafters.base import Drafter
 from spectrain.features.base import Source
 from spectrain.files import atomic_write
 from spectrain.models.target import Target
-from spectrain.training.checkpoints import checkpoint_step, latest_checkpoint, resume_advice
-from spectrain.training.metrics import Tracker, read_last_step
-from spectrain.training.state import TrainingResult
+from spectrain.training.checkpoints import TrainingResult, checkpoint_step, latest_checkpoint, resume_advice
+from spectrain.training.metrics import Tracker, read_last_step, track_run
 from spectrain.training.trainer import Trainer
 
-from .defaults import default_tree
-from .drafter_files import save_drafter
+from .drafters import apply_init_shape, init_drafter, save_drafter
 from .folder import choose_folder, open_run
-from .init_drafter import apply_init_shape, init_drafter
 from .score import evaluate, score
-from .tracking import track_run
 
 
 @dataclass
@@ -37,53 +34,61 @@ class TrainingInputs:
     report_lines: list[str]
 
 
-def train(spec: RunSpec, target: Target | None = None, dataset: Dataset | None = None) -> Path:
-    """Train the drafter that `spec` names and, unless eval=none, score it. All input is read before anything is written.
+@dataclass
+class TrainedRun:
+    """A run folder with a trained drafter."""
+
+    folder: Path
+    accelerator: Any
+    # What training used and returned; None where an earlier command trained the drafter.
+    inputs: TrainingInputs | None = None
+    result: TrainingResult | None = None
+    tracker: Tracker | None = None
+
+
+def train_and_score(spec: RunSpec, target: Target | None = None, dataset: Dataset | None = None) -> Path:
+    """Train the drafter that `spec` names, score it unless eval=none, and return the run folder.
 
     `target` and `dataset` may be passed if they are loaded already.
     """
-    spec = default_tree(apply_init_shape(spec))
+    spec = apply_init_shape(spec).with_default_tree()
+    with ExitStack() as stack:
+        trained = train(spec, stack, target, dataset)
+        if trained.inputs is None:
+            score_finished(spec, trained)
+        elif trained.inputs.evaluation is not None:
+            score_trained(spec, trained)
+    return trained.folder
+
+
+def train(spec: RunSpec, stack: ExitStack, target: Target | None, dataset: Dataset | None) -> TrainedRun:
+    """Train the drafter unless the run folder holds it already. All input is read before anything is written.
+
+    The tracker stays open until the caller closes `stack`, so that it logs the score too.
+    """
     trainer = Trainer.from_spec(spec)
     accelerator = trainer.make_accelerator()
     run = choose_folder(spec, accelerator)
-    finished = (run / "drafter" / "config.json").exists()
-    if finished and is_finished(spec, run):
-        return run
+    if (run / "drafter" / "config.json").exists():
+        return TrainedRun(run, accelerator)
     tracker: Tracker | None = spec.tracker.build() if accelerator.is_main_process else None
-    settings = spec.to_nodes()
-    if finished:
-        with track_run(tracker, run, settings, step=read_last_step(run / "metrics.jsonl")) as tracker:
-            evaluate(spec, run, tracker=tracker)
-        return run
-    work = load_inputs(spec, trainer, target, dataset)
+    inputs = load_inputs(spec, trainer, target, dataset)
     if accelerator.is_main_process:
-        open_run(run, spec, work.dataset, work.target)
-        print(f"{run}: {work.report_lines[0]}", *work.report_lines[1:], sep="\n", flush=True)
+        open_run(run, spec, inputs.dataset, inputs.target)
+        print(f"{run}: {inputs.report_lines[0]}", *inputs.report_lines[1:], sep="\n", flush=True)
     accelerator.wait_for_everyone()
-    work.target.pack_weights()
+    inputs.target.pack_weights()
     checkpoint = latest_checkpoint(run)
-    with track_run(tracker, run, settings, step=0 if checkpoint is None else checkpoint_step(checkpoint)) as tracker:
-        try:
-            trained = trainer.fit(work.drafter, work.target, work.dataset, work.source, run, tracker)
-        finally:
-            work.source.flush()
-        if accelerator.is_main_process:
-            save_trained(work, spec, run, trained)
-            tracker.log_drafter(run / "drafter")
-        if work.evaluation is not None:
-            score_trained(work, spec, run, trained, tracker, accelerator)
-    return run
-
-
-def is_finished(spec: RunSpec, run: Path) -> bool:
-    """Tell whether a trained run is also scored or has no evaluation; if so, print where its results are."""
-    if not spec.eval:
-        print(f"{run} is finished: its drafter is in {run / 'drafter'}")
-        return True
-    if (run / "eval" / spec.evaluation_name / "summary.json").exists():
-        print(f"{run} is finished and scored: see {run / 'eval'}")
-        return True
-    return False
+    step = 0 if checkpoint is None else checkpoint_step(checkpoint)
+    tracker = stack.enter_context(track_run(tracker, run, spec.to_nodes(), step=step))
+    try:
+        result = trainer.fit(inputs.drafter, inputs.target, inputs.dataset, inputs.source, run, tracker)
+    finally:
+        inputs.source.flush()
+    if accelerator.is_main_process:
+        save_trained(inputs, spec, run, result)
+        tracker.log_drafter(run / "drafter")
+    return TrainedRun(run, accelerator, inputs, result, tracker)
 
 
 def load_inputs(spec: RunSpec, trainer: Trainer, target: Target | None, dataset: Dataset | None) -> TrainingInputs:
@@ -117,15 +122,28 @@ def save_trained(inputs: TrainingInputs, spec: RunSpec, run: Path, result: Train
     save_drafter(run / "drafter", inputs.drafter, spec, result, resume_advice(run), inputs.target.template)
 
 
-def score_trained(
-    inputs: TrainingInputs, spec: RunSpec, run: Path, result: TrainingResult, tracker: Tracker, accelerator: Any
-) -> None:
+def score_trained(spec: RunSpec, trained: TrainedRun) -> None:
     """Score the trained drafter from memory or, if it was sharded, load it again."""
+    inputs, result, run, tracker = trained.inputs, trained.result, trained.folder, trained.tracker
+    assert inputs is not None and result is not None and tracker is not None
     is_unsharded = inputs.target.sharding == "none"
     if not is_unsharded:
         # Every process loads the saved drafter.
-        accelerator.wait_for_everyone()
-    if result.is_reusable and is_unsharded and accelerator.is_main_process:
+        trained.accelerator.wait_for_everyone()
+    if result.is_reusable and is_unsharded and trained.accelerator.is_main_process:
         score(spec, run, inputs.target, inputs.drafter, inputs.evaluation, inputs.dataset, tracker)
     elif not result.is_reusable or not is_unsharded:
         evaluate(spec, run, None if inputs.drafter.capabilities.target_training else inputs.target, tracker)
+
+
+def score_finished(spec: RunSpec, trained: TrainedRun) -> None:
+    """Score the drafter of a finished run if it has no score yet; otherwise print where the results are."""
+    run = trained.folder
+    if not spec.eval:
+        print(f"{run} is finished: its drafter is in {run / 'drafter'}")
+    elif (run / "eval" / spec.evaluation_name / "summary.json").exists():
+        print(f"{run} is finished and scored: see {run / 'eval'}")
+    else:
+        tracker = spec.tracker.build() if trained.accelerator.is_main_process else None
+        with track_run(tracker, run, spec.to_nodes(), step=read_last_step(run / "metrics.jsonl")) as tracker:
+            evaluate(spec, run, tracker=tracker)

@@ -1,8 +1,14 @@
-"""Resumable checkpoints: safetensors and JSON only, written to a scratch folder and renamed, so a kill loses nothing."""
+"""What a training run saves and restores: checkpoints, sums of metrics, random states, averaged weights and the best weights.
+
+Checkpoints are safetensors and JSON only, written to a scratch folder and renamed, so that a kill loses nothing.
+"""
 
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
 from spectrain.files import atomic_write
+from spectrain.models.target import Target
 
 
 def checkpoint_path(run: Path, step: int) -> Path:
@@ -134,3 +142,177 @@ def unflatten_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Ten
         index, key = name.split(".", 1)
         state.setdefault(int(index), {})[key] = value
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """The totals of a training run, over all resumed parts, and the state of its drafter."""
+
+    num_steps: int
+    # Tokens of all processes, without padding.
+    num_tokens: int
+    # Seconds of steps, until the end of the last one.
+    seconds: float
+    # Parameters that were trained in any stage.
+    num_parameters: int
+    # The drafter of the main process holds all of its weights.
+    is_reusable: bool
+    # The step whose weights are the result.
+    result_step: int
+
+
+@dataclass
+class Tally:
+    """The sums of a logging interval on one process."""
+
+    loss: float = 0.0
+    steps: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    target_seconds: float = 0.0
+    drafter_seconds: float = 0.0
+    seconds: float = 0.0
+    terms: dict[str, float] = field(default_factory=dict)  # each named loss
+    hits: list[float] = field(default_factory=list)
+    counts: list[float] = field(default_factory=list)
+
+    def add_tally(self, other: "Tally") -> None:
+        """Add another tally."""
+        for name in ("loss", "steps", "tokens", "supervised", "target_seconds", "drafter_seconds", "seconds"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name, value in other.terms.items():
+            self.terms[name] = self.terms.get(name, 0.0) + value
+        self.hits = [own + more for own, more in zip_longest(self.hits, other.hits, fillvalue=0.0)]
+        self.counts = [own + more for own, more in zip_longest(self.counts, other.counts, fillvalue=0.0)]
+
+    @classmethod
+    def from_saved(cls, saved: list[dict[str, Any]], rank: int, count: int) -> "Tally":
+        """Restore the tally of this process. With another number of processes, rank 0 takes all sums."""
+        tallies = [cls(**sums) for sums in saved]
+        if len(tallies) == count:
+            return tallies[rank]
+        total = cls()
+        for tally in tallies:
+            total.add_tally(tally)
+        if rank:  # the same names and depths, of which nothing is this one's
+            zeros = [0.0] * len(total.hits)
+            total = cls(terms=dict.fromkeys(total.terms, 0.0), hits=zeros, counts=zeros)
+        total.steps, total.supervised, total.seconds = tallies[0].steps, tallies[0].supervised, tallies[0].seconds
+        return total
+
+
+def get_random_state() -> dict[str, Tensor]:
+    """Return the states of torch's random generators."""
+    state = {"cpu": torch.get_rng_state()}
+    return {**state, "cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else state
+
+
+def set_random_state(saved: dict[str, Tensor], rank: int) -> None:
+    """Undo `get_random_state`, from "rng.DEVICE.RANK"; a process that was not there before keeps what its seed gave it."""
+    if f"rng.cpu.{rank}" in saved:
+        torch.set_rng_state(saved[f"rng.cpu.{rank}"])
+    if f"rng.cuda.{rank}" in saved and torch.cuda.is_available():
+        torch.cuda.set_rng_state(saved[f"rng.cuda.{rank}"])
+
+
+def load_trained_weights(drafter: Drafter, target: Target, weights: dict[str, Tensor]) -> None:
+    load_tensors(drafter, {k.removeprefix("drafter."): v for k, v in weights.items() if k.startswith("drafter.")})
+    trained = {k.removeprefix("target."): v for k, v in weights.items() if k.startswith("target.")}
+    parameters = dict(target.named_parameters())
+    with torch.no_grad():
+        for name, value in trained.items():
+            parameters[name].copy_(value)
+
+
+def select_trained_groups(drafter: Drafter, target: Target, stage: int) -> list[dict[str, Any]]:
+    """Return the parameter groups of a stage, each with its `lr_scale`; freeze all other parameters of drafter and target."""
+    groups = [{"lr_scale": 1.0, **group} for group in drafter.stages[stage].groups]
+    trained = {id(parameter) for group in groups for parameter in group["params"]}
+    for parameter in [*drafter.parameters(), *target.parameters()]:
+        parameter.requires_grad_(id(parameter) in trained)
+    return groups
+
+
+@dataclass
+class ValidationHistory:
+    """The results of the validations so far."""
+
+    # The highest forecast.
+    best: float = 0.0
+    # The step after which it was measured; 0 before any validation.
+    best_step: int = 0
+    # Validations since then.
+    without_gain: int = 0
+
+    def add_forecast(self, forecast: float, step: int) -> bool:
+        """Add a validation; tell whether it is the best so far."""
+        if forecast > self.best:
+            self.best, self.best_step, self.without_gain = forecast, step, 0
+            return True
+        self.without_gain += 1
+        return False
+
+
+def best_weights_path(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"best-{step:06d}"
+
+
+def save_best(run: Path, step: int, weights: dict[str, Tensor]) -> None:
+    """Save the weights of the best validation in the folder of the checkpoints."""
+    with atomic_write(best_weights_path(run, step), folder=True, remedy=resume_advice(run)) as scratch:
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, scratch / "model.safetensors")
+
+
+def load_best(run: Path, step: int) -> dict[str, Tensor]:
+    return load_file(best_weights_path(run, step) / "model.safetensors")
+
+
+def delete_best_except(run: Path, steps: set[int]) -> None:
+    """Delete the weights of all other validations: surpassed ones, and those of steps that a kill has undone."""
+    paths = {best_weights_path(run, step) for step in steps}
+    for path in (run / "checkpoints").glob("best-*[0-9]"):
+        if path not in paths:
+            shutil.rmtree(path)
+
+
+class WeightAverages:
+    """Exponential moving averages (Polyak) of every trained parameter, by name, in float32.
+
+    After step n the newest weight counts 1 - min(decay, (1 + n) / (10 + n)), so that the start is soon forgotten.
+    """
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+        self.averages: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def update_averages(self, parameters: dict[str, nn.Parameter], step: int) -> None:
+        """Add the weights after a step. The average of a newly trained parameter starts at its value."""
+        newest = 1 - min(self.decay, (1 + step) / (10 + step))
+        for name, parameter in parameters.items():
+            if name in self.averages:
+                self.averages[name].lerp_(parameter.float(), newest)
+            elif parameter.requires_grad:
+                self.averages[name] = parameter.detach().float().clone()
+
+    def load(self, averages: dict[str, Tensor], device: torch.device) -> None:
+        """Load the averages of a checkpoint."""
+        self.averages = {name: value.to(device) for name, value in averages.items()}
+
+    @torch.no_grad()
+    def copy_to(self, parameters: dict[str, nn.Parameter]) -> None:
+        """Copy the averages to the parameters."""
+        for name, value in self.averages.items():
+            parameters[name].copy_(value)
+
+    @contextmanager
+    def swap_weights(self, parameters: dict[str, nn.Parameter]) -> Iterator[None]:
+        """Replace the weights by their averages, and restore them bit by bit at the end."""
+        own = {name: parameters[name].detach().clone() for name in self.averages}
+        self.copy_to(parameters)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, value in own.items():
+                    parameters[name].copy_(value)

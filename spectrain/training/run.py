@@ -19,22 +19,26 @@ from spectrain.features.batch import Batch
 from spectrain.models.fast import pack_linears
 from spectrain.models.target import Target
 
-from .averages import WeightAverages
-from .best_weights import ValidationHistory, best_weights_path, delete_best_except, load_best, save_best
-from .budget import Budget, TimeSpent
-from .checkpoints import checkpoint_path, latest_checkpoint, load_checkpoint, save_checkpoint
-from .monitor import WAITING, ProcessMonitor
-from .parallel import ParallelStrategy
-from .settings import TrainerSettings
-from .state import (
+from .checkpoints import (
     Tally,
     TrainingResult,
-    gather_trained_weights,
+    ValidationHistory,
+    WeightAverages,
+    best_weights_path,
+    checkpoint_path,
+    delete_best_except,
     get_random_state,
+    latest_checkpoint,
+    load_best,
+    load_checkpoint,
     load_trained_weights,
+    save_best,
+    save_checkpoint,
     select_trained_groups,
     set_random_state,
-)
+)  # fmt: skip
+from .parallel import WAITING, ParallelStrategy, ProcessMonitor
+from .settings import Budget, TimeSpent, TrainerSettings
 from .validation import measure_acceptance
 
 
@@ -239,7 +243,7 @@ class TrainingRun:
             metrics = measure_acceptance(self.drafter, self.target, held_out, sources)
             is_best = self.validation_history.add_forecast(self.parallel.all_gather(metrics["forecast"])[0], self.step)
             if is_best and self.trainer.keep_best:
-                weights = gather_trained_weights(self.drafter, self.target, self.parallel)
+                weights = self.parallel.gather_trained_weights(self.drafter, self.target)
                 if self.parallel.is_main:
                     save_best(self.run, self.step, weights)
                     delete_best_except(self.run, {self.step, self.saved_best_step})
@@ -289,7 +293,7 @@ class TrainingRun:
         """Save a checkpoint of the run from the main process. Every process must call this."""
         shared = self.parallel
         self.source.flush()
-        weights = gather_trained_weights(self.drafter, self.target, shared)
+        weights = shared.gather_trained_weights(self.drafter, self.target)
         tensors, numbers = shared.gather_optimizer_state()
         tallies, drawn = shared.all_gather(asdict(self.tally)), shared.all_gather(get_random_state())
         position = self._merge_positions()
@@ -344,13 +348,3 @@ class TrainingRun:
         return TrainingResult(
             self.step, self.tokens, self.seconds, self.num_trained, self.parallel.is_reusable, best or self.step
         )
-
-    def explain_failure(self, error: RuntimeError) -> Exception:
-        """Return the error, or one that names the process which failed first."""
-        text = str(error)
-        if isinstance(error, (UserError, RunError)) or self.parallel.num_processes == 1:
-            return error
-        if not any(sign in text for sign in ("onnection", "peer", "NCCL", "gloo", "Gloo", "imed out", "imeout", "ocket")):
-            return error
-        gone = self.monitor.find_dead_process()
-        return error if gone is None else RunError(f"training: {gone}; go on with trainer.resume=auto run={self.run}")

@@ -1,7 +1,8 @@
-"""The settings of a training run: its length, its batches, its learning rate, and when it saves and validates."""
+"""The settings of a training run (its length, batches, learning rate, when it saves and validates) and its budget of time."""
 
 import math
 import os
+import time
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -12,10 +13,11 @@ from spectrain.data.dataset import Batching, Dataset
 from spectrain.errors import UserError
 from spectrain.models.target import Target
 
-from .optimizers import AdamW, ParameterGroups, UpdateRule
-from .parallel import Sharding
-from .schedules import Cosine, Schedule
+from .optimizers import AdamW, Cosine, ParameterGroups, Schedule, UpdateRule
+from .parallel import ParallelStrategy, Sharding
 
+# Steps of a training by the clock, before any of them is timed.
+ASSUMED_STEPS = 1000.0
 SettingsT = TypeVar("SettingsT", bound="TrainerSettings")
 
 
@@ -143,3 +145,46 @@ class TrainerSettings:
     def make_optimizer(self, groups: ParameterGroups) -> torch.optim.Optimizer:
         """Make the optimizer of a stage."""
         return self.optimizer.make_optimizer(groups, self.lr, self.betas, self.weight_decay)
+
+
+@dataclass
+class TimeSpent:
+    """Seconds of a training run over all resumed parts, validations and checkpoints included."""
+
+    seconds: float = 0.0
+    # Seconds until the first step was done. It compiles kernels, so it does not measure the others.
+    first: float = 0.0
+
+
+class Budget:
+    """A limit of steps, of minutes, or of both; the first to be reached ends the run."""
+
+    def __init__(self, steps: int | None, minutes: float | None) -> None:
+        self.max_steps: float = math.inf if steps is None else steps
+        self.max_seconds = None if minutes is None else 60 * minutes
+        self.resume_from(TimeSpent())
+
+    def resume_from(self, time_spent: TimeSpent) -> None:
+        """Continue from the time spent that a checkpoint holds."""
+        self.time_spent, self.start_time = time_spent, time.monotonic() - time_spent.seconds
+
+    def record_time(self, parallel: ParallelStrategy) -> None:
+        """Record the time after a step, by the main process's clock."""
+        if self.max_seconds is None:
+            return
+        seconds = parallel.all_gather(time.monotonic() - self.start_time)[0]
+        self.time_spent = TimeSpent(seconds, self.time_spent.first or seconds)
+
+    def num_steps(self, step: int) -> float:
+        """Return the steps of the run, `step` of them done. With a time limit, estimate them from the time per step."""
+        used, first = self.time_spent.seconds, self.time_spent.first
+        if self.max_seconds is None:
+            return self.max_steps
+        if used <= first:
+            return min(self.max_steps, ASSUMED_STEPS)
+        return min(self.max_steps, max(step, 1 + (step - 1) * (self.max_seconds - first) / (used - first)))
+
+    def is_done(self, step: int) -> bool:
+        """Tell whether the budget is used up, or less than half a step of it is left."""
+        by_clock = self.max_seconds is not None and step > 0 and self.time_spent.seconds * (1 + 0.5 / step) >= self.max_seconds
+        return step >= self.max_steps or by_clock

@@ -1,10 +1,13 @@
 """The training loop. It knows no drafter family: a drafter provides its losses and its parameter groups."""
 
+import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -18,14 +21,36 @@ from spectrain.errors import UserError
 from spectrain.features.base import Source
 from spectrain.models.target import Target
 
-from .checkpoints import checkpoint_path
-from .metrics import MetricsFile, Tracker
+from .checkpoints import TrainingResult, checkpoint_path
+from .metrics import MetricsFile, Tracker, TrainingProgress
 from .parallel import connect_processes, make_strategy
-from .progress import TrainingProgress
 from .run import TrainingRun
 from .settings import TrainerSettings
-from .signals import StopSignals
-from .state import TrainingResult
+
+
+class StopSignals:
+    """While it is entered, SIGTERM and the first SIGINT are only recorded, so that the current step can end."""
+
+    def __init__(self) -> None:
+        self.stop_signal: int | None = None
+        self.previous_handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is threading.main_thread():
+            self.previous_handlers = {
+                number: signal.signal(number, self._record_signal) for number in (signal.SIGTERM, signal.SIGINT)
+            }
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self.previous_handlers.items():
+            signal.signal(number, handler)
+
+    def _record_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.stop_signal is not None:
+            # The second SIGINT stops at once.
+            raise KeyboardInterrupt
+        self.stop_signal = self.stop_signal or number
 
 
 @dataclass
@@ -143,7 +168,7 @@ class Trainer(TrainerSettings):
         try:
             done = job.train_step(share, stop.stop_signal)
         except RuntimeError as error:
-            raise job.explain_failure(error) from error
+            raise job.monitor.explain_failure(error, job.run) from error
         if not done:
             job.save_and_stop(stop.stop_signal)
         job.data_position = job.stream.state_dict()

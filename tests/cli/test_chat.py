@@ -28,7 +28,7 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.models.target import Target
-from spectrain.runs.drafter_files import save_drafter
+from spectrain.runs.drafters import save_drafter
 from spectrain.trees import Chain
 from tests.drafters.test_contract import composed
 

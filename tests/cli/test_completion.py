@@ -11,7 +11,7 @@ import pytest
 from spectrain.cli import main as cli
 from spectrain.cli.completion import SHELL_SCRIPTS, complete_word, read_script
 from spectrain.cli.help import COMMANDS
-from spectrain.config.schema import choice_files, conf_folders
+from spectrain.config.choices import choice_files, conf_folders
 from spectrain.config.signatures import list_keys
 from spectrain.export.layouts import EXPORT_FORMATS, FORMATS
 

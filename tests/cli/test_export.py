@@ -29,7 +29,7 @@ from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.runs.defaults import load_saved_settings
-from spectrain.runs.drafter_files import load_weights, save_drafter
+from spectrain.runs.drafters import load_weights, save_drafter
 from tests.export.test_converter import ours, settings_for
 
 SUMMARY: dict[str, Any] = {

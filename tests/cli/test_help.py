@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from spectrain.cli import help
 from spectrain.cli import main as cli
 from spectrain.cli.overrides import allow_new_keys, check_words, list_config_groups, to_settings
-from spectrain.config.check import check_config
-from spectrain.config.schema import choice_files, conf_folders, load_schema, load_yaml, read_header, settings_by_group
+from spectrain.config.build import check_config
+from spectrain.config.choices import choice_files, conf_folders, load_schema, load_yaml, read_header, settings_by_group
 from spectrain.config.signatures import PACKAGE_ROOT, list_keys
 from spectrain.runs.defaults import resolve_eval_spec
 

@@ -16,7 +16,7 @@ from scripts.make_reference import INTERFACE_PAGE, SETTINGS_PAGE, render_pages
 from scripts.make_results_pages import FOLDER
 from scripts.make_results_pages import PAGES as RESULTS_PAGES
 from spectrain.cli import help, main, overrides
-from spectrain.config.schema import find_owners, load_schema, select_choices, settings_by_group
+from spectrain.config.choices import find_owners, load_schema, select_choices, settings_by_group
 from spectrain.errors import UserError
 
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,7 @@ from spectrain.experimental.router.arms import Arm
 from spectrain.experimental.router.drafter import MAX_UNREAD, NUM_TRIALS, DrafterRouter
 from spectrain.experimental.router.voting import VotingRollout
 from spectrain.models.target import Target
-from spectrain.runs.drafter_files import build_drafter, load_weights, save_drafter
+from spectrain.runs.drafters import build_drafter, load_weights, save_drafter
 from spectrain.trees import Chain, Eagle2, Rollout
 from spectrain.trees.base import Draft
 from tests.decoding.rounds import proposed

@@ -20,10 +20,9 @@ from spectrain.drafters.base import Drafter, TrainingState, stage_at
 from spectrain.features.base import BatchRequest
 from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
-from spectrain.runs.drafter_files import load_weights, save_drafter
-from spectrain.runs.init_drafter import is_trainable
-from spectrain.runs.paths import SHIPPED_FOLDER
-from spectrain.training.state import select_trained_groups
+from spectrain.runs.drafters import is_trainable, load_weights, save_drafter
+from spectrain.runs.folder import SHIPPED_FOLDER
+from spectrain.training.checkpoints import select_trained_groups
 from spectrain.training.trainer import Trainer
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 from tests.decoding.rounds import Keeping

@@ -30,7 +30,7 @@ from spectrain.features.batch import collate
 from spectrain.features.live_source import LiveSource
 from spectrain.models.features import Features
 from spectrain.models.target import Target
-from spectrain.runs.drafter_files import save_drafter
+from spectrain.runs.drafters import save_drafter
 from spectrain.training.trainer import Trainer
 from spectrain.trees import Chain, Eagle2
 from spectrain.trees.token_tree import TokenTree

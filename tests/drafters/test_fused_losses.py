@@ -37,7 +37,7 @@ from spectrain.models.fast import pack_linears
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.lora import disable_adapters
 from spectrain.models.target import Target
-from spectrain.training.state import select_trained_groups
+from spectrain.training.checkpoints import select_trained_groups
 
 LOSSES = ["cross_entropy", *DIVERGENCES]
 RECIPES = sorted(path.stem for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml"))

@@ -44,7 +44,7 @@ from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.reference_model import reference_model
 from spectrain.models.target import Target
-from spectrain.runs.drafter_files import load_weights, save_drafter
+from spectrain.runs.drafters import load_weights, save_drafter
 from spectrain.trees import Auto, Chain, Eagle2, Rollout, Static, TreeBuilder
 from spectrain.trees.base import Draft, Prefix
 from spectrain.trees.measurements import Calibration, Latency

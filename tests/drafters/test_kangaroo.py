@@ -29,7 +29,7 @@ from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.target import Target
-from spectrain.training.state import select_trained_groups
+from spectrain.training.checkpoints import select_trained_groups
 from spectrain.training.trainer import Trainer
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 from spectrain.trees.base import Draft, Prefix

@@ -25,7 +25,7 @@ from spectrain.experimental.layer_skip.drafter import LayerSkipping, measure_agr
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan, Sublayer, layer_index
 from spectrain.models.reference_model import generate
 from spectrain.models.target import Target
-from spectrain.runs.drafter_files import load_weights, save_drafter
+from spectrain.runs.drafters import load_weights, save_drafter
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 from tests.decoding.rounds import Keeping, begun
 

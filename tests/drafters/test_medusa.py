@@ -33,7 +33,7 @@ from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_hf
 from spectrain.models.target import Target
-from spectrain.training.state import select_trained_groups
+from spectrain.training.checkpoints import select_trained_groups
 from spectrain.training.trainer import Trainer
 from spectrain.trees import Auto, Cartesian, Chain, Eagle2, Static, TreeBuilder
 from spectrain.trees.measurements import Calibration, Latency

@@ -20,7 +20,7 @@ from spectrain.experimental.hydra.drafter import Hydra
 from spectrain.export.converter import convert, read_drafter
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
-from spectrain.runs.drafter_files import load_weights
+from spectrain.runs.drafters import load_weights
 from spectrain.trees import Chain
 from tests.export.test_converter import TINY, ours
 

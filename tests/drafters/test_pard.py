@@ -31,7 +31,7 @@ from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
 from spectrain.models.reference_model import reference_model
 from spectrain.models.target import Target
-from spectrain.runs.drafter_files import load_weights, save_drafter
+from spectrain.runs.drafters import load_weights, save_drafter
 from spectrain.trees import Auto, Chain, Eagle2, Rollout, Static, TreeBuilder
 from spectrain.trees.base import Draft, Prefix
 from spectrain.trees.token_tree import TokenTree

@@ -22,7 +22,7 @@ from spectrain.drafters.retrieval import Retrieval
 from spectrain.errors import UserError
 from spectrain.experimental.dyspec.builder import DySpec
 from spectrain.models.target import Target
-from spectrain.runs.drafter_files import build_drafter, load_description, save_drafter
+from spectrain.runs.drafters import build_drafter, load_description, save_drafter
 from spectrain.trees import Auto, Chain, Eagle2, Static, TreeBuilder
 from spectrain.trees.base import Prefix
 from spectrain.trees.trie import Trie

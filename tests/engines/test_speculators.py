@@ -29,7 +29,7 @@ from spectrain.export.measure import load_drafter
 from spectrain.export.targets import TargetFiles
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
-from spectrain.runs.drafter_files import save_drafter
+from spectrain.runs.drafters import save_drafter
 
 STEPS = 3
 TINY = TargetFiles("tiny")

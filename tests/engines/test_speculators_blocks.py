@@ -29,7 +29,7 @@ from spectrain.export.converter import convert, read_drafter
 from spectrain.export.measure import load_drafter
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
-from spectrain.runs.drafter_files import save_drafter
+from spectrain.runs.drafters import save_drafter
 
 from .test_speculators import TINY, text
 from .test_speculators_dflash import QWEN3

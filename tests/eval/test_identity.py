@@ -20,7 +20,7 @@ from spectrain.export.converter import read_drafter
 from spectrain.export.measure import load_drafter
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
-from spectrain.runs.train import train
+from spectrain.runs.train import train_and_score
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 
 PROMPTS, TOKENS, TOGETHER = 60, 32, 12
@@ -59,7 +59,7 @@ def test_sixty_answers_are_the_targets(recipe: str, tiny: Target, tmp_path: Path
     words = [f"recipe={recipe}", "target=tiny", "eval=none", f"run={tmp_path}", "++data.limit=60", "++trainer.epochs=2"]
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         config: Any = compose("train", overrides=words)
-    train(RunSpec.from_config(config, words))
+    train_and_score(RunSpec.from_config(config, words))
     drafter = load_drafter(read_drafter(tmp_path / "drafter"), tiny)
     lengths = [assert_identical(tiny, drafter, builder) for builder in BUILDERS]
     assert len(asked(tiny)) == PROMPTS and min(lengths) > 1.05, lengths

@@ -31,7 +31,6 @@ from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
-from spectrain.runs.defaults import default_tree
 from spectrain.trees import Auto, Chain, Eagle2, Static, TreeBuilder
 from spectrain.trees.measurements import RuleForecast
 from spectrain.trees.token_tree import TokenTree
@@ -404,7 +403,7 @@ def test_a_measured_tree_comes_first_where_it_can(shallow: Target, tmp_path: Pat
     """Not where a tree is asked for, rounds are captured, children are drawn, or copies stand ready."""
     for asked, measured in ((["recipe=eagle3", "trainer.lr=1"], True), (["tree=chain"], False), (["++tree.depth=3"], False)):
         spec = RunSpec(eval=GroupSpec("eval", "default"), overrides=tuple(asked))
-        assert default_tree(spec).eval.get("measured") == measured
+        assert spec.with_default_tree().eval.get("measured") == measured
     eagle3, ngram = Eagle3(shallow, vocab_size=512), Ngram(shallow)
     for drafter, builder, settings, first in (
         (eagle3, Eagle2(3, 6), {}, True),

@@ -25,7 +25,7 @@ from spectrain.export.linter import check_files
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
 from spectrain.runs.defaults import resolve_eval_spec
-from spectrain.runs.drafter_files import load_weights, save_drafter
+from spectrain.runs.drafters import load_weights, save_drafter
 from spectrain.trees import Chain
 
 from . import foreign

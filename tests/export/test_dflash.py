@@ -23,8 +23,7 @@ from spectrain.export.linter import lint
 from spectrain.export.measure import load_drafter
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
-from spectrain.runs.drafter_files import load_weights
-from spectrain.runs.init_drafter import apply_init_shape
+from spectrain.runs.drafters import apply_init_shape, load_weights
 from spectrain.trees import Chain
 
 from . import foreign

@@ -15,7 +15,7 @@ from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
 from spectrain.runs.defaults import resolve_eval_spec
 from spectrain.runs.score import evaluate
-from spectrain.runs.train import train
+from spectrain.runs.train import train_and_score
 
 from .foreign import eagle1 as foreign_eagle1
 from .foreign import specforge, write
@@ -44,7 +44,7 @@ def trained(folder: Path, recipe: str, data: str, *more: str) -> Path:
     asked += [] if recipe == "eagle1" else ["++drafter.vocab_size=2048"]
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         config = compose("train", overrides=asked)
-    return train(RunSpec.from_config(config, asked))
+    return train_and_score(RunSpec.from_config(config, asked))
 
 
 def accepted(folder: Path, drafter: Path) -> float:

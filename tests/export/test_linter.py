@@ -25,7 +25,7 @@ from spectrain.export.measure import find_misinterpretation
 from spectrain.export.targets import TargetFiles
 from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
-from spectrain.runs.drafter_files import save_drafter
+from spectrain.runs.drafters import save_drafter
 from spectrain.training.trainer import Trainer
 
 from . import foreign

@@ -25,7 +25,7 @@ from spectrain.features.batch import Batch
 from spectrain.models.architectures.mtp import INDEX_FILE, MTP_LAYOUTS, CheckpointReader, load_mtp_layer
 from spectrain.models.loading import TINY_DIRECTORY, load_hf, load_tokenizer
 from spectrain.models.target import Target
-from spectrain.runs.drafter_files import load_weights
+from spectrain.runs.drafters import load_weights
 from spectrain.training.checkpoints import collect_tensors
 from spectrain.trees import Chain
 from tests.decoding.rounds import Keeping

@@ -20,7 +20,7 @@ from spectrain.features.capture import capture_features, verify_store
 from spectrain.features.store import FeatureStore
 from spectrain.features.stored_source import StoredSource
 from spectrain.models.target import Target
-from spectrain.runs.train import train
+from spectrain.runs.train import train_and_score
 from spectrain.training.trainer import Trainer
 
 SETTINGS = (
@@ -67,9 +67,9 @@ def test_a_training_reads_what_was_stored(tmp_path: Path, monkeypatch: pytest.Mo
     """Stored before or computed live, the loss curve is the same bit for bit, and the target's forward is not run again."""
     stored(tmp_path / "store")
     settings = (*SETTINGS, "trainer.epochs=1", "+trainer.log_every=1")
-    train(composed(*settings, f"run={tmp_path / 'live'}"))
+    train_and_score(composed(*settings, f"run={tmp_path / 'live'}"))
     monkeypatch.setattr(Target, "features", lambda *args: pytest.fail("the target was run"))
-    train(composed(*settings, "source=store", f"source.path={tmp_path / 'store'}", f"run={tmp_path / 'read'}"))
+    train_and_score(composed(*settings, "source=store", f"source.path={tmp_path / 'store'}", f"run={tmp_path / 'read'}"))
     assert losses(tmp_path / "live") == losses(tmp_path / "read") and len(losses(tmp_path / "read")) > 2
 
 

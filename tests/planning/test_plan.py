@@ -27,7 +27,7 @@ from spectrain.models.target import Target
 from spectrain.planning.footprint import Models, bytes_of
 from spectrain.planning.plan import Plan, plan
 from spectrain.planning.workload import Workload, validation_flops
-from spectrain.runs.init_drafter import init_drafter
+from spectrain.runs.drafters import init_drafter
 from spectrain.training.trainer import Trainer
 from spectrain.training.validation import measure_acceptance
 from tests.memory_tracker import FORMULAS

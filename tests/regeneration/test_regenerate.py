@@ -30,7 +30,7 @@ from spectrain.models.target import Target
 from spectrain.regeneration.regenerate import Regeneration, regenerate_command
 from spectrain.regeneration.sampling import Sampling
 from spectrain.regeneration.writers import AnswerWriter, EngineWriter, OutcomeCallback
-from spectrain.runs.drafter_files import save_drafter
+from spectrain.runs.drafters import save_drafter
 from spectrain.trees import Chain
 
 LIMIT = 10

@@ -19,10 +19,8 @@ from spectrain.decoding.loop import decode
 from spectrain.errors import UserError
 from spectrain.eval.prompts import read_prompts
 from spectrain.models.target import Target
-from spectrain.runs.drafter_files import build_drafter
-from spectrain.runs.init_drafter import init_drafter
-from spectrain.runs.paths import SHIPPED_FOLDER, find_drafter_directory
-from spectrain.runs.shipped_drafters import SHIPPED_BY_TARGET, find_shipped_drafter, load_shipped_drafter
+from spectrain.runs.drafters import SHIPPED_BY_TARGET, build_drafter, find_shipped_drafter, init_drafter, load_shipped_drafter
+from spectrain.runs.folder import SHIPPED_FOLDER, find_drafter_directory
 from spectrain.trees import Chain, Eagle2
 
 EACH = sorted(path.name for path in SHIPPED_FOLDER.iterdir())

@@ -30,10 +30,10 @@ from spectrain.models.target import Target
 from spectrain.runs import tracking
 from spectrain.runs.defaults import resolve_eval_spec
 from spectrain.runs.score import evaluate
-from spectrain.runs.tracking import TensorBoard, Wandb, flatten, track_run
-from spectrain.runs.train import train
+from spectrain.runs.tracking import TensorBoard, Wandb, flatten
+from spectrain.runs.train import train_and_score
 from spectrain.training.checkpoints import checkpoint_step, latest_checkpoint
-from spectrain.training.metrics import MetricsFile, Tracker, read_last_step
+from spectrain.training.metrics import MetricsFile, Tracker, read_last_step, track_run
 from spectrain.training.trainer import Trainer
 from tests.runs.wandb_file import records
 
@@ -407,7 +407,7 @@ def test_a_run_tells_its_tracker_everything(tmp_path: Path, monkeypatch: pytest.
     ]  # fmt: skip
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         spec = RunSpec.from_config(compose("train", overrides=asked))
-        run = train(spec)
+        run = train_and_score(spec)
         trained = [("start", "train", 0), ("log", 1), ("checkpoint", 1), ("log", 2), "drafter"]
         assert told == [*trained, ("scored", "heldout"), ("finish", False)]
         told.clear()
@@ -418,7 +418,7 @@ def test_a_run_tells_its_tracker_everything(tmp_path: Path, monkeypatch: pytest.
     shutil.rmtree(run / "drafter")
     monkeypatch.setattr(Trainer, "fit", lambda *given: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        train(spec.with_settings("trainer", resume="auto"))
+        train_and_score(spec.with_settings("trainer", resume="auto"))
     assert told == [("start", "train", 1), ("finish", True)]
 
 
@@ -461,7 +461,8 @@ def test_wandb_never_hangs_at_exit(tmp_path: Path) -> None:
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     code = (
-        "import sys; from pathlib import Path; from spectrain.runs.tracking import Wandb, track_run\n"
+        "import sys; from pathlib import Path; from spectrain.runs.tracking import Wandb\n"
+        "from spectrain.training.metrics import track_run\n"
         "with track_run(Wandb(patience=20), Path(sys.argv[1]), {}) as tracker: tracker.log_metrics({'loss': 1.0}, 1)"
     )
     account = {"WANDB_MODE": "online", "WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}"}

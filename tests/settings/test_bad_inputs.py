@@ -16,9 +16,8 @@ from safetensors.torch import load_file, save_file
 import spectrain
 from spectrain.cli.chat import Chat, TerminalChat
 from spectrain.cli.main import with_exit_codes
-from spectrain.config.build import build
-from spectrain.config.check import check_overrides
-from spectrain.config.schema import load_schema
+from spectrain.config.build import build, check_overrides
+from spectrain.config.choices import load_schema
 from spectrain.config.spec import RunSpec
 from spectrain.data.readers import JsonlReader
 from spectrain.drafters.causal import Causal
@@ -31,7 +30,7 @@ from spectrain.export.linter import lint
 from spectrain.export.targets import TargetFiles
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
-from spectrain.runs.drafter_files import load_drafter, save_drafter
+from spectrain.runs.drafters import load_drafter, save_drafter
 from spectrain.runs.folder import open_run
 from spectrain.training.checkpoints import resume_advice
 

@@ -7,8 +7,7 @@ import pytest
 from hydra import compose, initialize_config_module
 
 from spectrain.config.build import build
-from spectrain.config.choices import by_choice_name, resolve_choice, set_choice_folders
-from spectrain.config.schema import conf_folders
+from spectrain.config.choices import by_choice_name, conf_folders, resolve_choice, set_choice_folders
 from spectrain.config.signatures import PACKAGE_ROOT
 from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError

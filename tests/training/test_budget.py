@@ -15,12 +15,11 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import UserError
 from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
-from spectrain.training import budget
 from spectrain.training import run as job
+from spectrain.training import settings
 from spectrain.training import validation as held_out_look
-from spectrain.training.optimizers import Muon
-from spectrain.training.schedules import Wsd
-from spectrain.training.state import TrainingResult
+from spectrain.training.checkpoints import TrainingResult
+from spectrain.training.optimizers import Muon, Wsd
 from spectrain.training.trainer import Trainer
 
 
@@ -84,14 +83,14 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, pace: float) -> None:
         self.now, self.pace = 0.0, pace
-        monkeypatch.setattr(budget.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(settings.time, "monotonic", lambda: self.now)
 
 
-def stepping(clock: Clock) -> Callable[[budget.Budget, Any], None]:
+def stepping(clock: Clock) -> Callable[[settings.Budget, Any], None]:
     """A tick before which the clock moves by a step."""
-    tick = budget.Budget.record_time
+    tick = settings.Budget.record_time
 
-    def moved(self: budget.Budget, shared: Any) -> None:
+    def moved(self: settings.Budget, shared: Any) -> None:
         clock.now += clock.pace
         tick(self, shared)
 
@@ -124,7 +123,7 @@ def test_minutes_end_a_training_and_plan_its_rate(
     """Machines of different speed take the same time, and at the same time have the same rate, up to a step."""
     clock = Clock(monkeypatch, pace)
     trainer = {"max_minutes": 0.2, "max_steps": None, "save_every": None, "warmup": 0.25}
-    monkeypatch.setattr(budget.Budget, "record_time", stepping(clock))
+    monkeypatch.setattr(settings.Budget, "record_time", stepping(clock))
     _, lines, trained = fit(shallow, tmp_path, **trainer)
     assert abs(clock.now - 12) <= pace and trained.num_steps == pytest.approx(12 / pace, abs=1)
     peak = max(lines, key=lambda line: line["lr"])
@@ -136,14 +135,14 @@ def test_a_resumed_training_goes_on_with_the_time_left(
     shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With steps of one length, killed and resumed is uninterrupted; a pause before a part counts for nothing."""
-    clock, start = Clock(monkeypatch, 1.0), budget.Budget.resume_from
-    monkeypatch.setattr(budget.Budget, "record_time", stepping(clock))
+    clock, start = Clock(monkeypatch, 1.0), settings.Budget.resume_from
+    monkeypatch.setattr(settings.Budget, "record_time", stepping(clock))
 
-    def paused(self: budget.Budget, spent: budget.TimeSpent) -> None:
+    def paused(self: settings.Budget, spent: settings.TimeSpent) -> None:
         clock.now += 100
         start(self, spent)
 
-    monkeypatch.setattr(budget.Budget, "resume_from", paused)
+    monkeypatch.setattr(settings.Budget, "resume_from", paused)
     found = [fit(shallow, tmp_path / str(at), kill_at=at, max_minutes=0.1, max_steps=None) for at in (0, 5)]
     assert found[0][2].num_steps == found[1][2].num_steps == 6
     assert_equal(found[0][0], found[1][0])
@@ -151,12 +150,12 @@ def test_a_resumed_training_goes_on_with_the_time_left(
 
 def test_a_slow_first_step_plans_nothing() -> None:
     """What is compiled in it says nothing of the others: the share of the rest counts."""
-    made = budget.Budget(None, 1.0)
-    made.time_spent = budget.TimeSpent(20.0, 20.0)
-    assert made.num_steps(1) == budget.ASSUMED_STEPS
-    made.time_spent = budget.TimeSpent(24.0, 20.0)
+    made = settings.Budget(None, 1.0)
+    made.time_spent = settings.TimeSpent(20.0, 20.0)
+    assert made.num_steps(1) == settings.ASSUMED_STEPS
+    made.time_spent = settings.TimeSpent(24.0, 20.0)
     assert made.num_steps(3) == 1 + 2 * 40 / 4 and not made.is_done(3)
-    assert budget.Budget(15, 1.0).num_steps(0) == 15 and budget.Budget(15, None).is_done(15)
+    assert settings.Budget(15, 1.0).num_steps(0) == 15 and settings.Budget(15, None).is_done(15)
 
 
 # By what is gained

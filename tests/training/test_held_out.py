@@ -20,7 +20,7 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
 from spectrain.training import validation as held_out
-from spectrain.training.progress import TrainingProgress
+from spectrain.training.metrics import TrainingProgress
 from spectrain.training.trainer import Trainer
 from spectrain.training.validation import ANSWER_TOKENS, DRAFT_DEPTH, measure_acceptance
 

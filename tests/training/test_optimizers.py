@@ -11,8 +11,7 @@ from torch import nn
 from spectrain.data.dataset import Dataset
 from spectrain.errors import UserError
 from spectrain.training.checkpoints import flatten_optimizer, unflatten_optimizer
-from spectrain.training.optimizers import Muon
-from spectrain.training.schedules import Constant, Schedule, Wsd
+from spectrain.training.optimizers import Constant, Muon, Schedule, Wsd
 from spectrain.training.trainer import Trainer
 
 

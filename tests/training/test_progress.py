@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from spectrain.training import progress
-from spectrain.training.progress import Pace, TrainingProgress
+from spectrain.training import metrics
+from spectrain.training.metrics import Pace, TrainingProgress
 
 
 class Clock:
@@ -21,11 +21,11 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(progress, "time", made)
+    monkeypatch.setattr(metrics, "time", made)
     return made
 
 
-def metrics(loss: float | None, **more: Any) -> dict[str, Any]:
+def make_metrics(loss: float | None, **more: Any) -> dict[str, Any]:
     return {"loss": loss, "agreement": [0.5, 0.25], "tokens_per_second": 120.0, **more}
 
 
@@ -36,7 +36,7 @@ def test_a_log_has_a_line_every_half_minute(clock: Clock, capsys: pytest.Capture
     with line:
         for step in range(1, 101):
             clock.now += 4.0
-            line.update(step, metrics(step / 10) if step % logged == 0 or step in (1, 100) else None)
+            line.update(step, make_metrics(step / 10) if step % logged == 0 or step in (1, 100) else None)
     said = capsys.readouterr().out.splitlines()
     assert [int(one.split()[1]) for one in said] == [1, *range(8, 100, 8), 100]
     newest = max(1, 8 - 8 % logged) if logged < 8 else 1
@@ -48,14 +48,14 @@ def test_a_resumed_run_counts_its_own_steps(clock: Clock, capsys: pytest.Capture
     """The time that is left follows from the steps since it was taken up; a loss that is no number is said."""
     line = TrainingProgress(100, 80, enabled=True)
     clock.now = 40.0
-    line.update(90, metrics(None, left_out=3))
+    line.update(90, make_metrics(None, left_out=3))
     assert capsys.readouterr().out.endswith("loss not finite, agreement 0.50 0.25; 120 tokens/s  3 rows left out  40 s left\n")
 
 
 def test_other_processes_are_silent(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     """Only the main process tells."""
     clock.now = 99.0
-    TrainingProgress(100, 0, enabled=False).update(1, metrics(1.0))
+    TrainingProgress(100, 0, enabled=False).update(1, make_metrics(1.0))
     assert capsys.readouterr().out == ""
 
 

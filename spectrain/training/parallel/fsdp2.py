@@ -14,7 +14,7 @@ from spectrain.errors import RunError, UserError
 from spectrain.models.target import Target
 
 from ..checkpoints import gather_tensor, unflatten_optimizer
-from .ddp import ReplicatedStrategy
+from .base import ReplicatedStrategy
 
 torch.export.register_dataclass(Losses)  # so that FSDP2 finds the tensors in it
 

@@ -1,9 +1,11 @@
-"""The files of a drafter: written after training, and read from any layout."""
+"""The drafters of runs: built from settings, started for training, saved, and loaded from files of any layout."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -12,7 +14,9 @@ from spectrain.config.build import GroupSpec
 from spectrain.config.choices import list_constructors
 from spectrain.config.saved import parse_description, read_json, read_json_object
 from spectrain.config.spec import RunSpec
-from spectrain.drafters.base import Drafter
+from spectrain.data.dataset import Dataset
+from spectrain.drafters.base import Drafter, has_weights
+from spectrain.drafters.capabilities import adapts_layers
 from spectrain.errors import RunError, UserError, first_line
 from spectrain.export.converter import read_drafter
 from spectrain.export.layout import DrafterCheckpoint
@@ -21,11 +25,12 @@ from spectrain.files import REPEAT_COMMAND, atomic_write
 from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.target import Target
 from spectrain.provenance import package_versions
-from spectrain.training.checkpoints import collect_tensors, find_mismatches, load_tensors
-from spectrain.training.state import TrainingResult
+from spectrain.training.checkpoints import TrainingResult, collect_tensors, find_mismatches, load_tensors
 
-from .folder import find_trained_target
-from .paths import find_drafter_directory
+from .folder import SHIPPED_FOLDER, find_drafter_directory, find_trained_target, require_drafter_directory
+
+# Target name -> drafter.
+SHIPPED_BY_TARGET = {"smollm2-135m-q4_1": "smollm2-eagle3"}
 
 
 def save_drafter(
@@ -173,3 +178,90 @@ def load_training_facts(run: Path) -> dict[str, Any] | None:
         return None
     facts: dict[str, Any] | None = read_json_object(directory / "config.json").get("training")
     return facts
+
+
+# At the start of training
+
+
+def init_drafter(spec: RunSpec, target: Target, dataset: Dataset) -> Drafter:
+    """Return a drafter at the start of training: prepared on the data, or with drafter.init the weights of another drafter."""
+    name, init = spec.drafter.choice, spec.drafter.get("init")
+    if is_shipped(spec.drafter):
+        raise UserError(f"drafter={name}: it is trained; go on with its family's recipe and drafter.init={name}")
+    torch.manual_seed(spec.trainer.get("seed", 0))
+    drafter = build_drafter(spec.drafter, target)
+    if init and not has_weights(drafter):
+        raise UserError(
+            f"drafter.init={init}: this family has no weights beside the target's; go on from a trained target, "
+            "as in target=hf target.model=RUN/target"
+        )
+    adapts = adapts_layers(drafter) and target.sharding == "tensor"
+    if target.sharding != "none" and (drafter.capabilities.target_training or adapts):
+        raise UserError(
+            f"target.sharding={target.sharding}: this family changes what the target's layers compute, so each process needs "
+            "them whole; leave it out, or use trainer.sharding=zero3 where the target trains"
+        )
+    if not is_trainable(drafter):
+        raise UserError(f"drafter={name}: it has nothing to train; score it with spectrain eval drafter={name}")
+    drafter.prepare(target, dataset.token_counts(target.head.vocab_size))
+    if init:
+        load_weights(drafter, require_drafter_directory("drafter.init", init), target)
+    return drafter
+
+
+def is_trainable(drafter: Drafter) -> bool:
+    """Tell whether training changes any parameter, the drafter's or the target's."""
+    return bool(drafter.capabilities.target_training) or any(
+        parameter.requires_grad for stage in drafter.stages for group in stage.groups for parameter in group["params"]
+    )
+
+
+def apply_init_shape(spec: RunSpec) -> RunSpec:
+    """With drafter.init, return the spec with the settings that its weights determine; a conflicting override raises a
+    UserError."""
+    if not spec.drafter.get("init"):
+        return spec
+    directory = require_drafter_directory("drafter.init", spec.drafter.get("init"))
+    saved = GroupSpec.from_node("drafter", load_description(directory, spec.target)["drafter"])
+    if saved.choice != spec.drafter.choice:
+        raise UserError(f"drafter.init={directory}: it holds drafter={saved.choice}; choose the recipe of that family")
+    drafter = spec.drafter
+    for key in saved.load_constructor().saved.shape:
+        if spec.overrides_key(f"drafter.{key}") and drafter.get(key) != saved.get(key):
+            raise UserError(f"drafter.{key}={drafter.get(key)}: the drafter in {directory} has {saved.get(key)}; leave it out")
+        drafter = drafter.with_settings(**{key: saved.get(key)}) if key in saved.settings else drafter.drop_setting(key)
+    return replace(spec, drafter=drafter)
+
+
+# Shipped with the package, each for one target
+
+
+def find_shipped_drafter(target: Target) -> str | None:
+    """Return the name of the drafter that ships for a target, or None."""
+    return SHIPPED_BY_TARGET.get(target.name)
+
+
+def smollm2_eagle3(target: Target) -> Drafter:
+    """Load EAGLE-3 for SmolLM2-135M-Instruct; its config.json records its training."""
+    return load_shipped_drafter("smollm2-eagle3", target)
+
+
+def is_shipped(drafter: GroupSpec) -> bool:
+    """Tell whether a drafter's settings name a drafter that ships with the package."""
+    return (SHIPPED_FOLDER / str(drafter.choice)).is_dir()
+
+
+def load_shipped_drafter(name: str, target: Target) -> Drafter:
+    """Load a shipped drafter with its weights; raise a UserError if they do not fit the target."""
+    description = load_description(SHIPPED_FOLDER / name, None)
+    family = GroupSpec.from_node("drafter", description["drafter"])
+    drafter: Drafter = family.build(target=target)
+    try:
+        load_weights(drafter, SHIPPED_FOLDER / name, target)
+    except UserError as error:
+        trained_for = GroupSpec.from_node("target", description["target"]).choice
+        raise UserError(
+            f"drafter={name}: it is for target={trained_for}, and {target.name} is another model; train one for it, as in "
+            f"spectrain train recipe={family.choice}"
+        ) from error
+    return drafter
