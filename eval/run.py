@@ -15,7 +15,6 @@ from rich.console import Console
 from spectrain.data.chat import tokenize_prompt
 from spectrain.data.images import content_text
 from spectrain.decoding.calibration import calibrate_builders, resolve_rule
-from spectrain.decoding.guard import Guard
 from spectrain.decoding.session import check_compatibility, prepare_for_decoding, tune_drafter
 from spectrain.drafters.capabilities import find_datastore
 from spectrain.errors import UserError
@@ -164,8 +163,7 @@ class Evaluation(EvalSettings):
     def _make_systems(self, candidate: Candidate, extensions: list[EvalExtension]) -> tuple[list[System], Calibration | None]:
         """Return the systems to decode, the drafter with its tree first, all of them prepared."""
         target, drafter, builder = candidate.target, candidate.drafter, candidate.builder
-        guard = Guard() if self.guard else None
-        first = System(DRAFTER, f"drafter, {describe_tree(builder)}", drafter, builder, candidate.rule, guard)
+        first = System(DRAFTER, f"drafter, {describe_tree(builder)}", drafter, builder, candidate.rule)
         for extension in extensions:
             first = extension.adapt_system(candidate, first)
         systems = [first, *(system for extension in extensions for system in extension.systems(candidate, first))]
@@ -272,7 +270,7 @@ class Evaluation(EvalSettings):
             "batch_size": self.batch_size,
             "rule": candidate.rule.name,
             "tree": summary.tree,
-            "guard": self.guard,
+            "guard": results.systems[0].guard is not None,
             "threads": torch.get_num_threads(),
             "engine": summary.engine,
             "drafter": {**candidate.setting.get("drafter", {}), **drafter.saved.settings},

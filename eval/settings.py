@@ -46,8 +46,6 @@ class EvalSettings:
     report: bool = True
     # Engine of all systems: captured replays rounds as CUDA graphs, eager runs them one by one, and auto captures on a GPU.
     engine: EngineChoice = "auto"
-    # Decode autoregressively while drafting does not pay.
-    guard: bool = False
     # Number of times to decode every pair of runs where times are unsteady; repeats after the first alternate round by round.
     repeats: int = 2
     # Prompts on which trees are searched and timed; null uses openings of the embedded conversations.
@@ -68,6 +66,11 @@ class EvalSettings:
         refuse_unknown("baselines", self.baselines, (*OURS, *TRANSFORMERS))
         if "assistant" in self.baselines and self.assistant is None:
             raise UserError("eval.baselines: assistant needs a model, as in eval.assistant=DIR")
+
+    @property
+    def uses_clock(self) -> bool:
+        """Whether what is drafted depends on measured times, beyond the tree."""
+        return False
 
     @property
     def varies_trees(self) -> bool:

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.decoding.generation import Generation, OnRound, interleave, no_callback
-from spectrain.decoding.guard import Guard
-from spectrain.decoding.session import EngineChoice, RunnerSource, Session, TreePruner, make_fallback
+from spectrain.decoding.session import EngineChoice, RoundGuard, RunnerSource, Session, TreePruner, make_fallback
 from spectrain.drafters.base import Drafter
 from spectrain.models.target import Target
 from spectrain.trees import TreeBuilder
@@ -20,7 +19,7 @@ class System:
     drafter: Drafter
     builder: TreeBuilder
     rule: AcceptanceRule
-    guard: Guard | None = None
+    guard: RoundGuard | None = None
     pruning: TreePruner | None = None
     # Decodes by another runner than the eager loop.
     runner_source: RunnerSource | None = None

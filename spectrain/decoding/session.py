@@ -13,14 +13,13 @@ from spectrain.errors import UserError
 from spectrain.models.fast import pack_linears
 from spectrain.models.images import have_images
 from spectrain.models.target import Target
-from spectrain.trees.base import RootOnlyBuilder, TreeBuilder
+from spectrain.trees.base import TreeBuilder
 
 from .acceptance import AcceptanceRule, Greedy
 from .calibration import calibrate_builders, resolve_rule
 from .captured import CapturedRunner, capture_blocker
 from .fallback import COMPILE_BACKENDS, ExecutionMode, Fallback
 from .generation import DecodingSteps, Generation, OnRound, no_callback, run_to_end
-from .guard import Guard, GuardedBuilder, GuardedDrafter
 from .loop import EagerRunner, decode, decode_steps, make_request
 
 EngineChoice = Literal["auto", "captured", "eager"]
@@ -28,6 +27,16 @@ EngineChoice = Literal["auto", "captured", "eager"]
 
 PromptLoader = Callable[[], list[list[int]]]
 """Loads prompts that are not scored, when they are needed."""
+
+
+class RoundGuard(Protocol):
+    """Decides before every round whether to draft; decoding with it runs in the eager loop."""
+
+    def wrap_runner(self, runner: EagerRunner, max_new_tokens: int) -> None:
+        """Wrap the drafter and the builder of a runner."""
+
+    def summarize_rounds(self) -> dict[str, Any]:
+        """Return counts for a report."""
 
 
 class TreePruner(Protocol):
@@ -67,7 +76,7 @@ class Session:
     drafter: Drafter | None = None
     builder: TreeBuilder | None = None
     # Switches drafting off while it does not pay.
-    guard: Guard | None = None
+    guard: RoundGuard | None = None
     # Drops branches that the target's first layers find unlikely.
     pruning: TreePruner | None = None
     engine: EngineChoice = "eager"
@@ -192,9 +201,7 @@ class Session:
             self.pruning.check_settings(self.rule, self.target)
             runner.round_drafter = self.pruning.wrap_drafter(runner.round_drafter)
         if self.guard is not None:
-            guarded = GuardedDrafter(runner.round_drafter, self.guard)
-            runner.round_drafter, runner.builder = guarded, GuardedBuilder(self.builder or RootOnlyBuilder(), guarded)
-            runner.extra_slots = max_new_tokens  # a drafter that catches up writes as many slots as the text furthest behind
+            self.guard.wrap_runner(runner, max_new_tokens)
         return runner
 
 

@@ -19,6 +19,7 @@ from .online.evaluation import LearnFrom, Online
 from .overlap.evaluation import Overlapping
 from .pruning.evaluation import PrunedTrees, PruneSweep
 from .shared.grid import refuse_empty
+from .shared.guard import GuardedSystem
 from .sweeps.evaluation import SWEPT, ExitSweep, LengthSweep, TreeSweep
 from .transport.evaluation import Optimum
 
@@ -27,6 +28,8 @@ from .transport.evaluation import Optimum
 class ExperimentalEvaluation(Evaluation):
     """Scores drafters as the settings of `eval` say, with the extensions of experimental ideas."""
 
+    # Decode autoregressively while drafting does not pay.
+    guard: bool = False
     # What to vary for one drafter: tree builders, chain lengths, exits or prunings; null varies nothing.
     sweep: Literal["tree", "length", "exit", "prune"] | None = None
     # Tree builders of eval.sweep=tree; null takes all of them.
@@ -109,11 +112,16 @@ class ExperimentalEvaluation(Evaluation):
         return [name for name in self.baselines if self.sweep is None or name in TRANSFORMERS]
 
     @property
+    def uses_clock(self) -> bool:
+        return self.guard
+
+    @property
     def varies_trees(self) -> bool:
         return self.sweep is not None or self.prune_layer is not None
 
     def extra_extensions(self) -> list[EvalExtension]:
-        extensions = self.make_sweep()
+        extensions: list[EvalExtension] = [GuardedSystem()] if self.guard else []
+        extensions += self.make_sweep()
         if self.search is not None:
             extensions.append(Adversary(self.search, self.chosen, self.max_new_tokens, self.check))
         if self.optimum:

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.guard import Guard
 from spectrain.decoding.loop import decode
 from spectrain.decoding.session import Session
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import UserError
+from spectrain.experimental.shared.guard import Guard
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 from tests.decoding.test_loop import Oracle, assert_same, stop_at
@@ -105,11 +105,12 @@ def test_guard_refuses_invalid_allowances(allowance: float) -> None:
         Guard(allowance)
 
 
-class Switch:
+class Switch(Guard):
     """A guard that drafts by a fixed pattern and keeps what it is told."""
 
     def __init__(self, pattern: str) -> None:
-        self.pattern, self.cost = pattern, None
+        super().__init__()
+        self.pattern = pattern
         self.recorded: list[tuple[bool, float]] = []
 
     def should_draft(self) -> bool:

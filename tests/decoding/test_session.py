@@ -9,7 +9,6 @@ from spectrain.decoding.acceptance.rejection import RecursiveRejection
 from spectrain.decoding.captured import CapturedRunner
 from spectrain.decoding.fallback import EXECUTION_MODES
 from spectrain.decoding.generation import DecodingSteps
-from spectrain.decoding.guard import Guard
 from spectrain.decoding.loop import Request, decode
 from spectrain.decoding.session import Session, require_capture
 from spectrain.drafters.eagle3 import Eagle3
@@ -18,6 +17,7 @@ from spectrain.errors import UserError
 from spectrain.eval.systems import Decoder, System
 from spectrain.experimental.layer_skip.drafter import LayerSkipping
 from spectrain.experimental.pruning.pruning import Pruning
+from spectrain.experimental.shared.guard import Guard
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Static
 from tests.decoding.test_captured import facts

@@ -12,7 +12,6 @@ from spectrain.config.build import GroupSpec, build
 from spectrain.config.spec import RunSpec
 from spectrain.decoding.acceptance import Greedy, Match
 from spectrain.decoding.acceptance.rejection import SpeculativeSampling
-from spectrain.decoding.guard import Guard
 from spectrain.decoding.loop import decode, make_request, prefill_context
 from spectrain.decoding.session import Session
 from spectrain.drafters.base import Drafter
@@ -21,6 +20,7 @@ from spectrain.errors import UserError
 from spectrain.experimental.router.arms import Arm
 from spectrain.experimental.router.drafter import MAX_UNREAD, NUM_TRIALS, DrafterRouter
 from spectrain.experimental.router.voting import VotingRollout
+from spectrain.experimental.shared.guard import Guard
 from spectrain.models.target import Target
 from spectrain.runs.drafters import build_drafter, load_weights, save_drafter
 from spectrain.trees import Chain, Eagle2, Rollout

@@ -22,7 +22,6 @@ from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
 from spectrain.decoding.acceptance.rejection import RecursiveRejection, SpeculativeSampling
 from spectrain.decoding.calibration import calibrate_builders
-from spectrain.decoding.guard import Guard
 from spectrain.decoding.latency import LatencyProbe
 from spectrain.decoding.loop import decode
 from spectrain.decoding.session import Session
@@ -36,6 +35,7 @@ from spectrain.errors import UserError
 from spectrain.experimental.cast.builder import Cast
 from spectrain.experimental.sequoia.builder import Sequoia
 from spectrain.experimental.shared.draft_replay import DraftRecorder
+from spectrain.experimental.shared.guard import Guard
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource

@@ -5,12 +5,12 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
-from spectrain.decoding.guard import Guard
 from spectrain.decoding.loop import decode
 from spectrain.decoding.session import Session
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.experimental.lookahead.drafter import Lookahead
+from spectrain.experimental.shared.guard import Guard
 from spectrain.models.features import Features
 from spectrain.models.forward_plan import DEFAULT_PLAN, ForwardPlan
 from spectrain.models.target import Target

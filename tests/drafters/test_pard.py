@@ -16,7 +16,6 @@ from spectrain.config.spec import RunSpec
 from spectrain.decoding.acceptance import Greedy, Match
 from spectrain.decoding.acceptance.rejection import RecursiveRejection, SpeculativeSampling
 from spectrain.decoding.calibration import calibrate_builders
-from spectrain.decoding.guard import Guard
 from spectrain.decoding.loop import decode
 from spectrain.decoding.session import Session
 from spectrain.drafters.base import TrainingState
@@ -26,6 +25,7 @@ from spectrain.errors import UserError
 from spectrain.experimental.cast.builder import Cast
 from spectrain.experimental.dyspec.builder import DySpec
 from spectrain.experimental.sequoia.builder import Sequoia
+from spectrain.experimental.shared.guard import Guard
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource

@@ -27,6 +27,7 @@ from spectrain.eval.metrics import Turn
 from spectrain.experimental.evaluation import ExperimentalEvaluation
 from spectrain.experimental.online.evaluation import Learner, Online, acceptance_curve, make_example
 from spectrain.experimental.shared.draft_replay import DraftRecorder, collate_replays, select_replays
+from spectrain.experimental.shared.guard import Guard
 from spectrain.features.batch import Batch, collate
 from spectrain.models.loading import load_hf
 from spectrain.models.target import Target
@@ -320,10 +321,9 @@ def test_replays_want_chains(shallow: Target, tmp_path: Path) -> None:
 def test_rounds_without_a_draft_keep_replays_in_step(shallow: Target) -> None:
     """Where a guard let rounds pass without a draft, every replay is still the prompt, the answer so far and a draft."""
 
-    class Every:
+    class Every(Guard):
         """Drafts in every second round."""
 
-        cost = None
         turn = 0
 
         def should_draft(self) -> bool:

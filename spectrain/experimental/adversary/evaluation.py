@@ -16,7 +16,6 @@ import numpy as np
 
 from spectrain.data.chat import tokenize_prompt
 from spectrain.decoding.generation import Generation
-from spectrain.decoding.guard import Guard
 from spectrain.errors import UserError
 from spectrain.eval import metrics
 from spectrain.eval.columns import format_interval
@@ -30,6 +29,7 @@ from spectrain.eval.prompts import Prompt
 from spectrain.eval.summary import write_lines
 from spectrain.eval.systems import Decoder, System
 from spectrain.eval.turns import Interleaving
+from spectrain.experimental.shared.guard import Guard
 from spectrain.models.target import Target
 
 GUARDED = "guarded"

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import median
 
+from spectrain.decoding.loop import EagerRunner
 from spectrain.drafters.base import Drafts
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.skippable import SkippableDrafter
 from spectrain.errors import UserError
+from spectrain.eval.extensions import EvalExtension
+from spectrain.eval.systems import System
+from spectrain.runs.candidate import Candidate
 from spectrain.trees.base import Draft, RoundResult, TreeBuilder, WrappedBuilder
 
 INITIAL_STEPS = 2  # rounds without a draft before the first draft
@@ -43,6 +48,13 @@ class Guard:
         self.is_stopped = False  # drafting has stopped
         # Tokens and cost of a round whose drafter ran and proposed nothing yet.
         self.deferred_round: tuple[float, float] | None = None
+
+    def wrap_runner(self, runner: EagerRunner, max_new_tokens: int) -> None:
+        """Let the runner draft only while this guard allows it, and report its rounds to the guard."""
+        drafter = GuardedDrafter(runner.round_drafter, self)
+        runner.round_drafter, runner.builder = drafter, GuardedBuilder(runner.builder, drafter)
+        # A drafter that catches up writes as many slots as the text furthest behind.
+        runner.extra_slots = max_new_tokens
 
     def should_draft(self) -> bool:
         """Tell whether the next round drafts. The first two do not, nor does one after 32 that do: they measure a step."""
@@ -114,3 +126,10 @@ class GuardedBuilder(WrappedBuilder):
         active = round.counts > 0
         cost = sum(round.seconds.values()) if guard.cost is None else guard.cost(int(nodes.max()))
         guard.record_round(was_drafted, float(round.counts.sum() / active.sum()), cost, bool((depth * active).any()))
+
+
+class GuardedSystem(EvalExtension):
+    """Decodes with the drafter's own system under a guard."""
+
+    def adapt_system(self, candidate: Candidate, first: System) -> System:
+        return replace(first, guard=Guard())
