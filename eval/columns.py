@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from spectrain.eval.kinds import POSITIONS
 from spectrain.eval.noise import is_possible
 
 WIDE = 10  # ratio of the ends above which an interval is too wide to show: there were too few prompts
@@ -139,6 +140,30 @@ SYSTEM_COLUMNS = (
 )
 """Columns of every system of an evaluation."""
 
+KIND_COLUMNS = tuple(
+    Column(
+        f"by_kind.{kind}.acceptance_length",
+        kind.replace("_", " "),
+        format_number,
+        f"Mean number of tokens per forward of rounds that begin with {kind.replace('_', ' ')}.",
+        logged={f"acceptance_of/{kind}": f"by_kind.{kind}.acceptance_length"},
+    )
+    for kind in ("reasoning", "content", "tool_calls")
+)
+"""Tokens per forward by kind of token, in the order of an answer."""
+
+POSITION_COLUMNS = tuple(
+    Column(
+        f"by_position.{name}.acceptance_length",
+        name,
+        format_number,
+        f"Mean number of tokens per forward of rounds that begin in the range {name} of the answer's tokens.",
+        logged={f"acceptance_at_position/{name}": f"by_position.{name}.acceptance_length"},
+    )
+    for name in POSITIONS
+)
+"""Tokens per forward by position in the answer."""
+
 RUN_COLUMNS = (
     Column(
         "batched",
@@ -213,9 +238,17 @@ def list_systems(summary: Entry) -> dict[str, Entry]:
     return {name: entries[name] for name in order_systems([*entries]) if not sweep or not name.startswith(f"{sweep['over']}-")}
 
 
+def list_groups(columns: Sequence[Column], entries: Sequence[Entry]) -> list[Column]:
+    """Return the columns, of kinds or of positions, that some entry has; none if there is content alone or the first range."""
+    present = [column for column in columns if any(column.cell(entry) for entry in entries)]
+    return [] if [column.title for column in present] in (["content"], [*POSITIONS][:1]) else present
+
+
 def tracked_values(entry: Entry) -> Row:
     """Return what trackers log of a system, by name."""
-    values = {name: value for column in SYSTEM_COLUMNS for name, value in column.values(entry).items()}
+    groups = (column for columns in (KIND_COLUMNS, POSITION_COLUMNS) for column in list_groups(columns, [entry]))
+    columns = (*SYSTEM_COLUMNS, *groups)
+    values = {name: value for column in columns for name, value in column.values(entry).items()}
     depths = enumerate(entry.get("acceptance_by_depth") or [], 1)
     return values | {f"acceptance_at_depth/{depth}": rate for depth, rate in depths}
 

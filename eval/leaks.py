@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from spectrain.data.datastore import Datastore, hash_phrases, hash_text
-from spectrain.data.images import content_text
 from spectrain.errors import UserError
 from spectrain.eval.metrics import Turn
 from spectrain.eval.prompts import Prompt
@@ -13,22 +12,17 @@ MIN_ANSWER = 16  # tokens of an answer from which on an equal one is no chance
 NEAR_DUPLICATE = 0.5  # share of a prompt's phrases in the store
 
 
-def questions_of(prompt: Prompt) -> list[str]:
-    """Return the text of the user's turns."""
-    return [content_text(turn) for turn in prompt.turns]
-
-
 def refuse_prompts(store: Datastore, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """Refuse a store that holds a prompt's question; return the store's facts and the number of near duplicates."""
     stored_questions, stored_phrases = set(store.questions.tolist()), set(store.phrases.tolist())
     near = 0
     for prompt in prompts:
-        if any(hash_text(turn) in stored_questions for turn in questions_of(prompt)):
+        if any(hash_text(turn) in stored_questions for turn in prompt.questions):
             raise UserError(
                 f"store {store.folder}: it holds the question of prompt {prompt.id}, which is to be scored; score "
                 "other prompts, or index the data without them"
             )
-        phrases = set().union(*map(hash_phrases, questions_of(prompt)))
+        phrases = set().union(*map(hash_phrases, prompt.questions))
         near += len(phrases & stored_phrases) >= NEAR_DUPLICATE * len(phrases)
     return {**store.facts, "near_duplicates": near}
 

@@ -9,12 +9,15 @@ Shapes: P prompts.
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from spectrain.decoding.generation import ROUND_PARTS, Generation
 from spectrain.eval.intervals import Floats, Interval, interval
+from spectrain.eval.kinds import POSITIONS, RoundNumbers, average_rounds, position_range, token_kinds
+from spectrain.models.chat_template import KINDS, ChatTemplate, Kind
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,8 @@ class Turn:
     category: str
     autoregressive: Generation
     drafted: Generation
+    # The kind of the answer's first token.
+    first_kind: Kind = "content"
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,9 @@ class SystemNumbers:
     # Share of the drafted decoding time that each part of a round took.
     time_share: dict[str, float]
     by_category: dict[str, CategoryNumbers]
+    # Rounds by the kind and by the position of their first token; what does not occur is left out.
+    by_kind: dict[str, RoundNumbers]
+    by_position: dict[str, RoundNumbers]
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of summary.json."""
@@ -129,8 +137,8 @@ class SystemSummary(SystemNumbers):
     lossless: dict[str, Any] | None = None
 
 
-def measure_system(turns: Sequence[Turn], is_chain: bool) -> dict[str, Any]:
-    """Compute the fields of `SystemNumbers`, by name."""
+def measure_system(turns: Sequence[Turn], is_chain: bool, template: ChatTemplate | None = None) -> dict[str, Any]:
+    """Compute the fields of `SystemNumbers`, by name. Without a chat template every token is content."""
     drafted, plain = [turn.drafted for turn in turns], [turn.autoregressive for turn in turns]
     rounds = max(1, sum(len(generation.node_counts) for generation in drafted))
     pooled = pooled_acceptance(turns)
@@ -161,6 +169,8 @@ def measure_system(turns: Sequence[Turn], is_chain: bool) -> dict[str, Any]:
             category: CategoryNumbers(round(pooled_acceptance(part), 4), round(speedup(part), 4))
             for category, part in categories.items()
         },
+        "by_kind": acceptance_by_kind(turns, template),
+        "by_position": acceptance_by_position(turns),
     }
 
 
@@ -202,6 +212,29 @@ def acceptance_by_depth(turns: Sequence[Turn]) -> list[float]:
                 tried[level - 1] += 1
                 accepted[level - 1] += count > level
     return [round(hits / count, 4) for hits, count in zip(accepted, tried)]
+
+
+def acceptance_by_kind(turns: Sequence[Turn], template: ChatTemplate | None) -> dict[str, RoundNumbers]:
+    """Average complete rounds by the kind of their first token."""
+    rounds: list[tuple[str, int]] = []
+    for turn in turns:
+        output = turn.drafted.output
+        kinds = ["content"] * len(output) if template is None else token_kinds(template, output, turn.first_kind)
+        rounds += [(kinds[start], length) for start, length in _round_starts(turn)]
+    return average_rounds(KINDS, rounds)
+
+
+def acceptance_by_position(turns: Sequence[Turn]) -> dict[str, RoundNumbers]:
+    """Average complete rounds by the position of their first token in the answer."""
+    return average_rounds(
+        POSITIONS, [(position_range(start), length) for turn in turns for start, length in _round_starts(turn)]
+    )
+
+
+def _round_starts(turn: Turn) -> list[tuple[int, int]]:
+    """Return the position of the first token of each complete round, after the prefill's token, and its number of tokens."""
+    lengths = turn.drafted.complete_round_lengths
+    return [(1 + start, length) for start, length in zip(accumulate(lengths, initial=0), lengths)]
 
 
 def tau_by_convention(turns: Sequence[Turn], chain: bool) -> dict[str, float | None]:

@@ -4,7 +4,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from spectrain.decoding.acceptance.typical import lossy_warning
-from spectrain.eval.columns import format_speedup, format_speedup_interval, list_systems
+from spectrain.eval.columns import (
+    KIND_COLUMNS,
+    POSITION_COLUMNS,
+    format_speedup,
+    format_speedup_interval,
+    list_groups,
+    list_systems,
+)
 from spectrain.eval.noise import is_possible
 
 Summary = dict[str, Any]
@@ -38,6 +45,10 @@ def explain_numbers(summary: Summary) -> Iterator[str]:
         f"Drafts of the drafter accepted by depth: {format_rates(summary['acceptance_by_depth'])}. Device {setting['device']}, "
         f"{setting['dtype']}."
     )
+    for subject, columns in (("kind of token", KIND_COLUMNS), ("position in the answer, in tokens", POSITION_COLUMNS)):
+        if groups := list_groups(columns, [summary]):
+            lengths = ", ".join(f"{column.title} {column.cell(summary)}" for column in groups if column.cell(summary))
+            yield f"Tokens per forward of the drafter by {subject}: {lengths}."
     if (forwards := limits.get("forwards_per_round", 1)) > 1:
         length = summary["acceptance_length"]["pooled"]
         yield f"A round takes {forwards} forwards of the target, so each gives {length / forwards:.2f} tokens."

@@ -16,12 +16,15 @@ from markupsafe import Markup
 
 from spectrain.decoding.generation import ROUND_PARTS
 from spectrain.eval.columns import (
+    KIND_COLUMNS,
+    POSITION_COLUMNS,
     RUN_COLUMNS,
     SYSTEM_COLUMNS,
     autoregressive_entry,
     format_interval,
     format_speedup,
     format_speedup_interval,
+    list_groups,
     list_systems,
 )
 from spectrain.eval.notes import explain_numbers, list_caveats
@@ -75,6 +78,7 @@ def read_section(folder: Path, id: str, prompts: int | None) -> dict[str, Any]:
     metrics = [] if run is None else read_lines(run / "metrics.jsonl")
     setting = summary.get("setting", {})
     turns = [line for line in lines if "rounds" in line]
+    systems = list(list_systems(summary).values()) if summary else []
     return {
         "id": id,
         "title": f"{setting.get('recipe') or 'drafter'} on {setting.get('target', 'its target')}",
@@ -82,7 +86,8 @@ def read_section(folder: Path, id: str, prompts: int | None) -> dict[str, Any]:
         "setting": setting,
         "answers": len(read_lines(folder / "samples.jsonl")),
         "autoregressive": autoregressive_entry(summary),
-        "systems": list(list_systems(summary).values()) if summary else [],
+        "systems": systems,
+        "groups": [column for columns in (KIND_COLUMNS, POSITION_COLUMNS) for column in list_groups(columns, systems)],
         "notes": [*explain_numbers(summary), *list_caveats(summary)] if summary else [],
         "texts": [split_by_round(turn) for turn in turns[:prompts]],
         "tree": next((draw_tree(line["tree"]) for line in lines if "tree" in line), None),

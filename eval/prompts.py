@@ -5,17 +5,27 @@ import importlib.util
 import json
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from spectrain.data.chat import tokenize_prompt
 from spectrain.data.images import MessageContent, RowImages, content_text
-from spectrain.data.messages import MAX_TURNS, check_text
+from spectrain.data.messages import (
+    MAX_TURNS,
+    Conversation,
+    check_text,
+    check_tool_calls,
+    parse_documents,
+    parse_message,
+    parse_tools,
+)
 from spectrain.errors import UserError, first_line
 from spectrain.eval.tasks import Reference, reference_of
 from spectrain.models.chat_template import Message
+from spectrain.models.target import Target
 
 # Name -> data set, subset, split.
 HUB: dict[str, tuple[str, str | None, str]] = {
@@ -37,13 +47,25 @@ FORMATS: dict[tuple[str, ...], Callable[[dict[str, Any]], Any]] = {
     ("instruction",): lambda row: [_join_texts(row["instruction"], row.get("input", ""))],  # Alpaca
     ("article",): lambda row: [_join_texts(row["article"], request=SUMMARY)],  # CNN/DailyMail
     ("prompt",): lambda row: row["prompt"] if isinstance(row["prompt"], list) else [row["prompt"]],  # a list: MT-Bench, hub
+    ("text",): lambda row: row["text"],  # plain text, which is continued
 }
 Rows = tuple[str, Iterable[tuple[int, Any]]]  # "FILE, line", and every row with its number
 
 
 @dataclass(frozen=True)
+class TurnAnswer:
+    """A generated answer: its text and its tokens, without stop tokens."""
+
+    text: str
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
 class Prompt:
-    """One prompt: the user's turns, each answered in its order, after any fixed earlier messages."""
+    """One prompt: the user's turns, each answered in its order, after any fixed earlier messages.
+
+    Without turns, the earlier messages are answered, which then end with a tool's result, or a plain text is continued.
+    """
 
     id: str
     category: str
@@ -52,10 +74,54 @@ class Prompt:
     # What its only answer must satisfy.
     reference: Reference | None = field(default=None, compare=False)
 
+    # What the chat template reads beside the messages, or the plain text; its messages are not used.
+    context: Conversation = field(default=Conversation([]))
+
     @property
-    def opening_messages(self) -> list[Message]:
-        """The messages up to the first answer."""
-        return [*self.before, {"role": "user", "content": self.turns[0]}]
+    def num_answers(self) -> int:
+        """The number of answers that the prompt asks for."""
+        return max(1, len(self.turns))
+
+    @property
+    def questions(self) -> list[str]:
+        """The texts that are answered: the user's turns, or else the last question before the first answer."""
+        if self.context.text is not None:
+            return [self.context.text]
+        earlier = [message for message in self.before if message["role"] == "user"] or self.before
+        return [content_text(turn) for turn in self.turns or [earlier[-1]["content"]]]
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether the prompt consists of texts of the user alone, which also continue as plain text."""
+        return not self.before and self.context == Conversation([]) and all(isinstance(turn, str) for turn in self.turns)
+
+    @property
+    def opening(self) -> Conversation:
+        """The conversation up to the first answer."""
+        return self.continue_with([])
+
+    def continue_with(self, answers: Sequence[TurnAnswer]) -> Conversation:
+        """Return the conversation up to the next answer after these ones; their token ids are kept."""
+        messages, ids = list(self.before), dict[int, list[int]]()
+        for number, turn in enumerate(self.turns[: len(answers) + 1]):
+            messages.append({"role": "user", "content": turn})
+            if number < len(answers):
+                ids[len(messages)] = answers[number].tokens
+                messages.append({"role": "assistant", "content": answers[number].text})
+        return replace(self.context, messages=messages, answer_ids=ids)
+
+    def continue_as_text(self, answers: Sequence[TurnAnswer]) -> Conversation:
+        """Return the same as plain text, for a target without a chat template: a blank line precedes each later turn."""
+        parts = [part for turn, answer in zip(self.turns, answers) for part in (f"{turn}{answer.text}\n\n",)]
+        return Conversation([], text="".join([*parts, str(self.turns[len(answers)])]))
+
+    def conversation_for(self, target: Target, answers: Sequence[TurnAnswer] = ()) -> Conversation:
+        """Return the conversation up to the next answer in the form that the target takes."""
+        return (self.continue_with if target.template.exists or not self.is_simple else self.continue_as_text)(answers)
+
+    def tokenize_for(self, target: Target, answers: Sequence[TurnAnswer] = ()) -> list[int]:
+        """Return the tokens after which the target's next answer begins."""
+        return tokenize_prompt(target.template, self.conversation_for(target, answers), target.vision)
 
 
 @dataclass(frozen=True)
@@ -85,9 +151,10 @@ def read_prompts(source: str | None, limit: int | None = None, categories: list[
         if categories is not None and prompt.category not in categories:
             continue
         turns = list(takewhile(lambda turn: content_text(turn).strip() or not isinstance(turn, str), prompt.turns))
-        if len(turns) < len(prompt.turns):
-            skipped["empty turn" if turns else "empty"] += 1
-        if turns:
+        is_empty = not (turns or (not prompt.turns and prompt.questions[0].strip()))
+        if is_empty or len(turns) < len(prompt.turns):
+            skipped["empty" if is_empty else "empty turn"] += 1
+        if not is_empty:
             prompts.append(replace(prompt, id=name, turns=turns))
     if present and categories is not None and (not categories or set(categories) - set(present)):
         names = ", ".join(present)
@@ -177,37 +244,57 @@ def _parse_row(row: Any, name: str, category: str, where: str, folder: Path | No
     # Parquet fills gaps with null.
     row = {column: value for column, value in row.items() if value is not None}
     before: list[Message] = []
+    context = _parse_context(row, where)
     turns: Any = None
-    if "messages" in row:
-        before, turns = _split_conversation(row["messages"], RowImages(row, where, folder))
+    if (messages := row.get("messages", row.get("conversations"))) is not None:
+        before, turns = _split_conversation(messages, where, RowImages(row, where, folder))
     else:
         turns = next((read(row) for columns, read in FORMATS.items() if row.keys() >= set(columns)), None)
-    if not isinstance(turns, list) or not turns or not ("messages" in row or all(isinstance(turn, str) for turn in turns)):
-        raise UserError(f'{where}: it holds no prompt; write {{"turns": [..]}}, {{"messages": [..]}} or {{"prompt": ".."}}')
+        if isinstance(turns, str) and "text" in row:
+            if context != Conversation([]):
+                raise UserError(f"{where}: a plain text takes no tools, documents or chat_template_kwargs; write messages")
+            context, turns = Conversation([], text=turns), []
+        elif not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+            turns = None
+    if turns is None:
+        raise UserError(
+            f'{where}: it holds no prompt; write {{"turns": [..]}}, {{"messages": [..]}}, {{"prompt": ".."}} or, to continue '
+            'plain text, {"text": ".."}'
+        )
     if len(turns) + len(before) > MAX_TURNS:
         raise UserError(f"{where}: a prompt of {len(turns) + len(before)} turns; cut it into several of {MAX_TURNS} or fewer")
-    for content in [*turns, *(message["content"] for message in before)]:
-        check_text(content_text(content), where)
+    for text in [*map(content_text, turns), context.text or ""]:
+        check_text(text, where)
     ids = [str(row[column]) for column in ("id", "question_id", "prompt_id", "task_id") if column in row]
-    reference = reference_of(row) if len(turns) == 1 else None
-    return Prompt([*ids, name][0], str(row.get("category", category)), turns, before, reference)
+    reference = reference_of(row) if len(turns) <= 1 else None
+    return Prompt([*ids, name][0], str(row.get("category", category)), turns, before, reference, context)
 
 
-def _split_conversation(messages: Any, pictures: RowImages) -> tuple[list[Message], list[MessageContent]]:
-    """Return the messages before the user's last one, and that one; answers that follow it are dropped."""
-    try:
-        plain = [{"role": message["role"], "content": pictures.parse_content(message["content"])} for message in messages]
-    except (TypeError, KeyError):
-        return [], []
-    while plain and plain[-1]["role"] == "assistant":
-        plain.pop()
-    if (
-        not plain
-        or plain[-1]["role"] != "user"
-        or any(not isinstance(message["role"], str) or message["content"] is None for message in plain)
-    ):
-        return [], []
-    return plain[:-1], [plain[-1]["content"]]
+def _parse_context(row: dict[str, Any], where: str) -> Conversation:
+    """Return what the chat template reads beside the messages of a row."""
+    arguments = row.get("chat_template_kwargs", {})
+    if not isinstance(arguments, dict):
+        raise UserError(f'{where}: chat_template_kwargs is no object; write {{"enable_thinking": true}}')
+    tools = parse_tools(row.get("tools", row.get("functions")), where)
+    return Conversation([], tools, parse_documents(row.get("documents"), where), arguments)
+
+
+def _split_conversation(listed: Any, where: str, pictures: RowImages) -> tuple[list[Message], list[MessageContent] | None]:
+    """Return the messages before the user's last one, and that one; answers that follow it are dropped.
+
+    The messages stay together, without a turn, if they end with a tool's result or if the last one has more than a content.
+    """
+    if not isinstance(listed, list):
+        return [], None
+    messages = [parse_message(message, f"{where}: message {number}", pictures) for number, message in enumerate(listed, 1)]
+    check_tool_calls(messages, where)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages or messages[-1]["role"] not in ("user", "tool"):
+        return [], None
+    if messages[-1]["role"] == "tool" or messages[-1].keys() > {"role", "content"}:
+        return messages, []
+    return messages[:-1], [messages[-1]["content"]]
 
 
 def _join_texts(*parts: Any, request: str = "{}") -> str | None:

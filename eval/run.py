@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from spectrain.data.chat import tokenize_prompt
-from spectrain.data.images import content_text
+from spectrain.data.chat import tokenize_question
 from spectrain.decoding.calibration import calibrate_builders, resolve_rule
 from spectrain.decoding.session import check_compatibility, prepare_for_decoding, tune_drafter
 from spectrain.drafters.capabilities import find_datastore
@@ -69,7 +68,7 @@ class Evaluation(EvalSettings):
 
     def check_prompts(self, target: Target) -> None:
         """Leave out prompts that do not fit the target's context with their answer; raise UserError if none fits."""
-        lengths = [len(tokenize_prompt(target.template, prompt.opening_messages, target.vision)) for prompt in self.chosen]
+        lengths = [len(prompt.tokenize_for(target)) for prompt in self.chosen]
         room = target.max_length - self.max_new_tokens
         fitting = [prompt for prompt, length in zip(self.chosen, lengths) if length <= room]
         if not fitting:
@@ -195,7 +194,7 @@ class Evaluation(EvalSettings):
         for system in decoding.systems:
             answers, reason = turns[system.name], decoder.why_eager(system)
             is_eager = decoder.prefers_capture and reason is not None
-            numbers = measure_system(answers, system.builder.is_chain)
+            numbers = measure_system(answers, system.builder.is_chain, target.template)
             numbers["speedup"] = judge_speedup(numbers["speedup"], answers, noise)
             summaries[system.name] = SystemSummary(
                 **numbers,
@@ -280,13 +279,13 @@ class Evaluation(EvalSettings):
         """Write the files of an evaluation; summary.json comes after the others and says that all are there."""
         folder, answers = results.folder, results.turns[DRAFTER]
         turns = {system.name: results.turns[system.name] for system in results.systems}
-        write_lines(folder / "samples.jsonl", [sample_line(turn) for turn in answers])
+        write_lines(folder / "samples.jsonl", [sample_line(turn, results.candidate.target.template) for turn in answers])
         write_rounds(folder / "rounds.parquet", turns)
         write_prompts(folder / "prompts.parquet", turns)
         if calibration is not None:
             calibration.save(folder / "calibration.json")
         if self.report:
-            texts = {prompt.id: content_text(prompt.turns[0]) for prompt in self.chosen}
+            texts = {prompt.id: prompt.questions[0] for prompt in self.chosen}
             drafts = record_drafts(results.candidate.target, results.systems[0], answers, texts, self.max_new_tokens)
             write_lines(folder / "drafts.jsonl", drafts)
         write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
@@ -302,8 +301,7 @@ class Evaluation(EvalSettings):
             group = [builder for builder in builders if builder.children == children]
             if any(builder.requirements for builder in group):
                 prompts = self._calibration_prompts(target)
-                texts = [tokenize_prompt(target.template, prompt.opening_messages, target.vision) for prompt in self.chosen]
-                longest = max(map(len, texts)) + self.max_new_tokens
+                longest = max(len(prompt.tokenize_for(target)) for prompt in self.chosen) + self.max_new_tokens
                 measured = calibrate_builders(target, first.drafter, group, first.rule, prompts, max_text_tokens=longest)
                 calibration = measured if children == first.builder.children else calibration
         return calibration
@@ -311,11 +309,11 @@ class Evaluation(EvalSettings):
     def _calibration_prompts(self, target: Target) -> list[list[int]]:
         """Return openings of the embedded conversations, or of the prompts that eval.calibration names."""
         if self.calibration is not None:
-            openings = [prompt.opening_messages for prompt in read_prompts(self.calibration, self.calibration_limit).prompts]
+            prompts = read_prompts(self.calibration, self.calibration_limit).prompts
+            tokens = [prompt.tokenize_for(target) for prompt in prompts]
         else:
             from spectrain.data.readers import EmbeddedReader
 
             conversations = EmbeddedReader(limit=self.calibration_limit).load_conversations()
-            openings = [conversation.messages[:1] for conversation in conversations]
-        tokens = [tokenize_prompt(target.template, opening, target.vision) for opening in openings]
+            tokens = [tokenize_question(target.template, conversation) for conversation in conversations]
         return [prompt for prompt in tokens if len(prompt) + MIN_ROOM <= target.max_length] or tokens[:1]

@@ -14,8 +14,10 @@ from spectrain.decoding.generation import ROUND_PARTS
 from spectrain.drafters.base import Drafter
 from spectrain.eval import metrics
 from spectrain.eval.columns import DRAFTER, order_systems
+from spectrain.eval.kinds import kind_runs, token_kinds
 from spectrain.eval.metrics import SystemSummary, Turn
 from spectrain.files import atomic_write, write_text
+from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.device import roofline_seconds
 from spectrain.models.target import Target
 
@@ -84,7 +86,7 @@ def speedup_limits(target: Target, drafter: Drafter, turns: Sequence[Turn], orac
     }
 
 
-def sample_line(turn: Turn) -> dict[str, Any]:
+def sample_line(turn: Turn, template: ChatTemplate) -> dict[str, Any]:
     """Return a line of samples.jsonl."""
     drafted = turn.drafted
     return {
@@ -95,6 +97,7 @@ def sample_line(turn: Turn) -> dict[str, Any]:
         "output_tokens": drafted.output,
         "rounds": len(drafted.round_lengths),
         "accepted": drafted.round_lengths,
+        "kinds": kind_runs(token_kinds(template, drafted.output, turn.first_kind)),
     }
 
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import track
 
-from spectrain.data.chat import tokenize_prompt
 from spectrain.decoding.generation import Generation
 from spectrain.eval.extensions import EvalExtension
+from spectrain.eval.kinds import opening_kind
 from spectrain.eval.metrics import Turn
 from spectrain.eval.noise import is_unsteady, median_pairs
 from spectrain.eval.oracle import Oracle
-from spectrain.eval.prompts import Prompt
+from spectrain.eval.prompts import Prompt, TurnAnswer
 from spectrain.eval.systems import Decoder, System
-from spectrain.models.chat_template import Message
+from spectrain.models.chat_template import Kind
 from spectrain.training.metrics import Pace, format_duration
 
 AUTOREGRESSIVE, ORACLE = "autoregressive", "oracle"
@@ -35,6 +35,8 @@ class TurnRequest:
     tokens: list[int]
     # Keys its random draws.
     sequence_id: int
+    # The kind of the answer's first token.
+    first_kind: Kind = "content"
 
 
 class Interleaving:
@@ -61,7 +63,7 @@ class Interleaving:
     def run(self, prompts: Sequence[Prompt]) -> None:
         """Decode all turns of all prompts."""
         target = self.decoder.target
-        opening = tokenize_prompt(target.template, prompts[0].opening_messages, target.vision)
+        opening = prompts[0].tokenize_for(target)
         # Warm up outside every timer.
         for system in (None, *self.systems):
             self.decoder(system, [opening], min(8, self.max_new_tokens), [0])
@@ -84,14 +86,11 @@ class Interleaving:
 
     def _decode_conversations(self, prompts: Sequence[Prompt]) -> None:
         """Decode a batch of prompts turn by turn; a later turn follows the target's own answers."""
-        chats, target = [(prompt, list(prompt.before)) for prompt in prompts], self.decoder.target
+        chats = [(prompt, list[TurnAnswer]()) for prompt in prompts]
         index = 0
         while chats:
-            batch: list[TurnRequest] = []
-            for prompt, messages in chats:
-                messages.append({"role": "user", "content": prompt.turns[index]})
-                tokens = tokenize_prompt(target.template, messages, target.vision)
-                batch.append(TurnRequest(prompt, index, tokens, sum(map(len, self.batches)) + len(batch) + 1))
+            first = sum(map(len, self.batches)) + 1
+            batch = [self._make_request(*chat, sequence_id) for sequence_id, chat in enumerate(chats, first)]
             self.batches.append(batch)
             runs = self._decode(batch, len(self.batches) - 1)
             if self.oracle is not None and self.oracle.is_open:
@@ -102,9 +101,15 @@ class Interleaving:
             for extension in self.extensions:
                 extension.on_answers(runs[self.systems[0].name])
             index += 1
-            chats = self._continue_chats(chats, runs[AUTOREGRESSIVE], index)
+            chats = self._continue_chats(chats, runs[AUTOREGRESSIVE])
             if chats:
                 self._print_progress(f"scored {index} turns of a prompt")
+
+    def _make_request(self, prompt: Prompt, answers: list[TurnAnswer], sequence_id: int) -> TurnRequest:
+        """Return the turn of a prompt that follows these answers."""
+        target = self.decoder.target
+        kind = opening_kind(target.template, prompt.conversation_for(target, answers))
+        return TurnRequest(prompt, len(answers), prompt.tokenize_for(target, answers), sequence_id, kind)
 
     def _decode(self, batch: Sequence[TurnRequest], number: int) -> Runs:
         """Decode a batch with every system; the first one rotates from batch to batch."""
@@ -147,20 +152,19 @@ class Interleaving:
         self.repeats = times
 
     def _continue_chats(
-        self, chats: list[tuple[Prompt, list[Message]]], answers: list[Generation], index: int
-    ) -> list[tuple[Prompt, list[Message]]]:
+        self, chats: list[tuple[Prompt, list[TurnAnswer]]], generations: list[Generation]
+    ) -> list[tuple[Prompt, list[TurnAnswer]]]:
         """Return the chats that have another turn, with the target's own answer added; a chat that is too long ends."""
         target, remaining = self.decoder.target, []
-        for (prompt, messages), answer in zip(chats, answers):
-            text = str(target.tokenizer.decode([token for token in answer.output if token not in target.stop_ids]))
-            messages.append({"role": "assistant", "content": text})
-            if index >= len(prompt.turns):
+        for (prompt, answers), generation in zip(chats, generations):
+            tokens = [token for token in generation.output if token not in target.stop_ids]
+            answers = [*answers, TurnAnswer(str(target.tokenizer.decode(tokens)), tokens)]
+            if len(answers) >= prompt.num_answers:
                 continue
-            following = [*messages, {"role": "user", "content": prompt.turns[index]}]
-            if len(tokenize_prompt(target.template, following, target.vision)) + self.max_new_tokens > target.max_length:
-                self.left_out["turn too long"] += len(prompt.turns) - index
+            if len(prompt.tokenize_for(target, answers)) + self.max_new_tokens > target.max_length:
+                self.left_out["turn too long"] += prompt.num_answers - len(answers)
                 continue
-            remaining.append((prompt, messages))
+            remaining.append((prompt, answers))
         return remaining
 
 
@@ -173,7 +177,7 @@ def pair_runs(batch: Sequence[TurnRequest], runs: Runs) -> dict[str, list[Turn]]
     """Pair every drafted run of a batch with the autoregressive one, by the system's name."""
     return {
         name: [
-            Turn(request.prompt.id, request.turn, request.prompt.category, plain, drafted)
+            Turn(request.prompt.id, request.turn, request.prompt.category, plain, drafted, request.first_kind)
             for request, plain, drafted in zip(batch, runs[AUTOREGRESSIVE], run)
         ]
         for name, run in runs.items()

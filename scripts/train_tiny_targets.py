@@ -186,7 +186,7 @@ def prompts_for(target: Target, pictures: Path, count: int) -> list[list[int]]:
     if target.vision.has_vision:
         chats = [conversation.messages[:1] for conversation in JsonlReader(str(pictures)).load_conversations()[:count]]
         return [tokenize_prompt(target.template, chat, target.vision) for chat in chats]
-    return [tokenize_prompt(target.template, prompt.opening_messages) for prompt in read_prompts(None, count).prompts]
+    return [prompt.tokenize_for(target) for prompt in read_prompts(None, count).prompts]
 
 
 def measure(target: Target, drafter: Any, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 
 from spectrain.config.spec import RunSpec
-from spectrain.data.chat import tokenize_prompt
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.errors import UserError
@@ -36,7 +35,7 @@ def decode_table(spec: RunSpec, repeats: int = 9) -> None:
     if evaluation is None:
         raise UserError("eval=none: bench decode needs prompts; leave it out")
     console = Console()
-    prompts = [tokenize_prompt(target.template, prompt.opening_messages) for prompt in evaluation.chosen[:8]]
+    prompts = [prompt.tokenize_for(target) for prompt in evaluation.chosen[:8]]
     machine = (
         torch.cuda.get_device_name()
         if target.device.type == "cuda"

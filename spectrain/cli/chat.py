@@ -18,8 +18,8 @@ from rich.text import Text
 from tokenizers.decoders import DecodeStream
 
 from spectrain.config.spec import RunSpec
-from spectrain.data.chat import tokenize_prompt
-from spectrain.data.messages import check_text
+from spectrain.data.chat import tokenize_prompt, tokenize_question
+from spectrain.data.messages import Conversation, check_text
 from spectrain.data.readers import EmbeddedReader
 from spectrain.decoding.acceptance.typical import lossy_warning
 from spectrain.decoding.generation import Generation
@@ -202,6 +202,9 @@ class Chat:
     once: str | None = None
     # Use the tree and the retrieved continuations that are fastest on this machine, unless a tree is given.
     measured: bool = True
+    # Continue each text as it is, without the chat template and without the earlier texts. A target without a chat template
+    # needs this.
+    raw: bool = False
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 2:
@@ -211,13 +214,16 @@ class Chat:
                 check_text(text, where)
         if self.once is not None and not self.once.strip():
             raise UserError("--once: the text is empty; say what to answer")
+        if self.raw and self.system is not None:
+            raise UserError("chat.system: plain text has no system message; leave it out, or chat without --raw")
 
     def run(self, spec: RunSpec, folder: Path) -> None:
         """Load what `spec` names, then answer line by line, or only the message of `once`."""
         target = load_target(spec, folder)
-        if not target.tokenizer.chat_template:
+        if not self.raw and not target.template.exists:
             raise UserError(
-                "target: its tokenizer has no chat template; use an instruction-tuned model or add one to the tokenizer"
+                "target: its tokenizer has no chat template; continue plain text with --raw, use an instruction-tuned model, "
+                "or give a template with target.chat_template=FILE"
             )
         if not target.tokenizer.is_fast:
             raise UserError("target: its tokenizer cannot be read token by token; save it as a fast tokenizer")
@@ -244,7 +250,7 @@ class Chat:
 
         def prompts() -> list[list[int]]:
             return [
-                tokenize_prompt(target.template, conversation.messages[:1])
+                tokenize_question(target.template, conversation)
                 for conversation in EmbeddedReader(limit=8).load_conversations()
             ]
 
@@ -295,7 +301,7 @@ class TerminalChat:
             try:
                 if asks:
                     print()
-                line = input("> " if asks else "").strip()
+                line = input("> " if asks else "")
             except EOFError:
                 return
             except UnicodeDecodeError as error:
@@ -305,11 +311,12 @@ class TerminalChat:
                     raise
                 self.output.show_note("\n/exit or Ctrl-D leaves")
                 continue
+            line = line if self.settings.raw and not line.lstrip().startswith("/") else line.strip()
             if re.fullmatch(r"/[a-z]+( \w+)?", line):
                 if line == "/exit":
                     return
                 self.run_command(line)
-            elif line:
+            elif line.strip():
                 check_text(line, "standard input")
                 self.answer_question(line)
 
@@ -327,6 +334,8 @@ class TerminalChat:
 
     def answer_question(self, text: str) -> Generation | None:
         """Answer and keep both messages; return None if the context has no room for an answer."""
+        if self.settings.raw:
+            self.messages = []
         self.messages.append({"role": "user", "content": text})
         prompt = self.fit_prompt()
         limit = min(self.settings.max_new_tokens, self.target.max_length - len(prompt))
@@ -341,6 +350,8 @@ class TerminalChat:
 
     def fit_prompt(self) -> list[int]:
         """Return the conversation's tokens. If they exceed the target's context, the oldest turns are dropped, with a note."""
+        if self.settings.raw:
+            return tokenize_prompt(self.target.template, Conversation([], text=self.messages[-1]["content"]))
         forgotten = 0
         while True:
             prompt = tokenize_prompt(self.target.template, [*self.system_messages, *self.messages])

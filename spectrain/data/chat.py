@@ -109,6 +109,13 @@ def tokenize_prompt(
     return encode(template, text, spans, conversation.answer_ids)[0]
 
 
+def tokenize_question(template: ChatTemplate, conversation: Conversation) -> list[int]:
+    """Return the prompt of a conversation's first message; plain text where the target has no chat template."""
+    if template.exists:
+        return tokenize_prompt(template, conversation.up_to(1))
+    return tokenize_text_prompt(template.tokenizer, content_text(conversation.messages[0]["content"]))
+
+
 def require_template(template: ChatTemplate) -> None:
     """Raise a UserError if the target has no chat template."""
     if not template.exists:

@@ -112,7 +112,7 @@ def parse_conversation(
     unread.update(f"key {key!r} of a row" for key, value in row.items() if key not in ROW_KEYS and value is not None)
     check_tool_calls(messages, location)
     tools = parse_tools(row.get("tools", row.get("functions")), location)
-    documents = _parse_list(row.get("documents"), "documents", location)
+    documents = parse_documents(row.get("documents"), location)
     arguments = row.get("chat_template_kwargs") or {}
     if not isinstance(arguments, dict):
         raise UserError(f'{location}: chat_template_kwargs is no object; write {{"enable_thinking": true}}')
@@ -190,6 +190,11 @@ def parse_tools(tools: Any, location: str) -> list[dict[str, Any]] | None:
             )
         result.append({"type": "function", "function": function} if function is tool else tool)
     return result or None
+
+
+def parse_documents(documents: Any, location: str) -> list[dict[str, Any]] | None:
+    """Return the documents of a row; a row may hold them as JSON text."""
+    return _parse_list(documents, "documents", location)
 
 
 def parse_answer_ids(listed: Any, messages: list[Message], location: str) -> dict[int, list[int]]:

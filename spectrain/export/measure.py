@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spectrain.config.build import build
-from spectrain.data.chat import tokenize_prompt
+from spectrain.data.chat import tokenize_question
 from spectrain.data.readers import EmbeddedReader
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
@@ -81,7 +81,7 @@ def find_misinterpretation(drafter: DrafterCheckpoint, files: TargetFiles) -> li
 def opening_prompts(target: Target) -> list[list[int]]:
     """Return the tokens of `NUM_PROMPTS` prompts in the target's own template."""
     conversations = EmbeddedReader(limit=NUM_PROMPTS).load_conversations()
-    return [tokenize_prompt(target.template, conversation.messages[:1]) for conversation in conversations]
+    return [tokenize_question(target.template, conversation) for conversation in conversations]
 
 
 def measure_divergence(drafter: DrafterCheckpoint, target: Target, generations: list[Generation]) -> Tensor:

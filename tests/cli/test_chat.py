@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ from spectrain.decoding.session import Session
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
+from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from spectrain.runs.drafters import save_drafter
 from spectrain.trees import Chain
@@ -352,6 +354,40 @@ def test_only_a_chat_template_makes_a_chat(tiny: Target, tmp_path: Path, monkeyp
     monkeypatch.setattr(tiny.tokenizer, "chat_template", None)
     with pytest.raises(UserError, match="chat template"):
         Chat().run(None, tmp_path)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_plain_text_is_continued(
+    shallow: Target,
+    shallow_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    has_template: bool,
+) -> None:
+    """With --raw the output is what generate writes after the text's own tokens, with and without a chat template, for --once
+    and for every line of stdin, which keeps its spaces and knows nothing of the lines before it."""
+    folder = tmp_path / "model"
+    shutil.copytree(shallow_folder, folder)
+    if not has_template:
+        (folder / "chat_template.jinja").unlink()
+    texts = ["  one two three one two", "The bee said "]
+    with reference_model(shallow) as model:
+        prompts = [list(shallow.tokenizer(text)["input_ids"]) for text in texts]
+        expected = [said(shallow, generate(model, prompt, 24, shallow.stop_ids)) for prompt in prompts]
+    words = ["target=hf", f"target.model={folder}", "drafter=ngram", "--raw"]
+    assert spoken(monkeypatch, capsys, *words, "--once", texts[0])[:2] == (0, f"{expected[0]}\n")
+    lines = f"{texts[0]}\n \n{texts[1]}\n /again\n/exit\n"
+    assert spoken(monkeypatch, capsys, *words, stdin=lines)[:2] == (0, f"{expected[0]}\n{expected[1]}\n{expected[1]}\n")
+    if not has_template:
+        status, out, err = spoken(monkeypatch, capsys, *words[:-1], "--once", texts[0])
+        assert (status, out) == (2, "") and "continue plain text with --raw" in err
+
+
+def test_plain_text_has_no_system_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error names the key and the flag."""
+    status, out, err = spoken(monkeypatch, capsys, "drafter=ngram", "--raw", "chat.system=Be short.")
+    assert (status, out) == (2, "") and "chat.system: plain text has no system message" in err and "--raw" in err
 
 
 @pytest.mark.slow

@@ -137,7 +137,8 @@ def interleaved(decoder: Scripted, count: int) -> Interleaving:
 
     decoding = Interleaving(decoder, [SimpleNamespace(name="drafter")], [], None, 8, 1)  # type: ignore[arg-type, list-item]
     for number in range(count):
-        asked: Any = SimpleNamespace(prompt=SimpleNamespace(id=str(number), category="all"), turn=0, tokens=[1], sequence_id=1)
+        asked: Any = SimpleNamespace(prompt=SimpleNamespace(id=str(number), category="all"), turn=0, tokens=[1], sequence_id=1,
+                                     first_kind="content")  # fmt: skip
         decoding.batches.append([asked])
         runs = decoding._decode([asked], number)
         decoding.turns["drafter"].append(Turn(str(number), 0, "all", runs["autoregressive"][0], runs["drafter"][0]))

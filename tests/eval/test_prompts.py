@@ -86,7 +86,7 @@ def test_a_text_without_a_question_gets_one(tmp_path: Path, row: dict, name: str
     """HumanEval and CNN/DailyMail hold code and articles: the request says what to do with them."""
     (prompt,) = read_prompts(written(tmp_path, row)).prompts
     assert prompt.id == name and words in prompt.turns[0].split("\n")[0] and text.strip("\n") in prompt.turns[0]
-    assert prompt.opening_messages == [{"role": "user", "content": prompt.turns[0]}]
+    assert prompt.opening.messages == [{"role": "user", "content": prompt.turns[0]}]
 
 
 @pytest.mark.parametrize("name", ["p.jsonl", "p.jsonl.gz", "p.json", "p.parquet"])
@@ -167,7 +167,7 @@ def test_ids_become_distinct(tmp_path: Path) -> None:
 def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
     """The error names the file and the line."""
     path = written(tmp_path, {"prompt": "fine"}, line)
-    assert f"{path}, line 2: it " in refusal(path)
+    assert f"{path}, line 2: " in refusal(path)
 
 
 @pytest.mark.parametrize("name", ["p.json", "p.parquet"])
@@ -305,7 +305,7 @@ def test_an_unreachable_hub_is_told(monkeypatch: pytest.MonkeyPatch, error: Exce
 
 def test_a_bad_hub_row_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """With its data set and number."""
-    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: [{"question": "2?", "answer": "2"}, {"text": "?"}])
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: [{"question": "2?", "answer": "2"}, {"words": "?"}])
     assert "openai/gsm8k, row 2: it holds no prompt" in refusal("gsm8k")
 
 

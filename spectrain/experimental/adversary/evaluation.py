@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from spectrain.data.chat import tokenize_prompt
 from spectrain.decoding.generation import Generation
 from spectrain.errors import UserError
 from spectrain.eval import metrics
@@ -64,12 +63,19 @@ class EditedPrompt:
     num_edits: int  # inserted words
 
 
+def prompt_row(prompt: Prompt) -> dict[str, Any]:
+    """Return the columns of a prompt of one turn, with everything that its chat template reads."""
+    return {"turns": prompt.turns} if prompt.is_simple else prompt.opening.to_row()
+
+
 class Adversary(EvalExtension):
     """Searches after all other decoding, with the drafter's own tree and rule."""
 
     def __init__(self, search: Search, prompts: Sequence[Prompt], max_new_tokens: int, checks: bool = True) -> None:
         self.search, self.checks, self.max_new_tokens = search, checks, max_new_tokens
-        self.prompts = [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts if isinstance(prompt.turns[0], str)]
+        self.prompts = [
+            replace(prompt, turns=prompt.turns[:1]) for prompt in prompts if prompt.turns and isinstance(prompt.turns[0], str)
+        ]
         if not self.prompts:
             raise UserError("eval.adversary: no prompt is plain text, whose words could be edited; give others as eval.prompts")
 
@@ -86,7 +92,7 @@ class Adversary(EvalExtension):
         write_lines(
             results.folder / "adversary.jsonl",
             [
-                {"id": edited.prompt.id, "category": edited.prompt.category, "turns": edited.prompt.turns}
+                {"id": edited.prompt.id, "category": edited.prompt.category, **prompt_row(edited.prompt)}
                 for edited in edited_prompts
             ],
         )
@@ -102,7 +108,7 @@ class Adversary(EvalExtension):
         for attempt in range(self.search.tries + 1):
             candidate = self._change_words(words, str(prompt.turns[0]), all_words, random) if attempt else words
             edited = replace(prompt, turns=[insert_words(str(prompt.turns[0]), candidate)])
-            tokens = tokenize_prompt(target.template, edited.opening_messages)
+            tokens = edited.tokenize_for(target)
             if len(tokens) + self.max_new_tokens > target.max_length:
                 continue
             share = 1.0 if best is None else share_of_likeliest(target, tokens, best.original_answer.output)
@@ -131,7 +137,10 @@ class Adversary(EvalExtension):
         columns = metrics.acceptance_columns([make_turn(prompt, prompt.edited_answer) for prompt in prompts])
         before = metrics.acceptance_columns([make_turn(prompt, prompt.original_answer) for prompt in prompts])
         ratio = (columns[:, 0].sum() / columns[:, 1].sum()) / (before[:, 0].sum() / before[:, 1].sum())
-        entries = {name: SystemNumbers(**measure_system(turns, False)).to_json() for name, turns in decoding.turns.items()}
+        entries = {
+            name: SystemNumbers(**measure_system(turns, False, target.template)).to_json()
+            for name, turns in decoding.turns.items()
+        }
         identity = check_identity(target, decoding.systems, decoding.turns, self.max_new_tokens) if self.checks else {}
         return {
             **vars(self.search),

@@ -1,0 +1,152 @@
+"""Acceptance by kind of token and by position: every counted token belongs to one kind and one range."""
+
+import copy
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spectrain.data.messages import Conversation
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.generation import Generation
+from spectrain.drafters.ngram import Ngram
+from spectrain.eval.columns import KIND_COLUMNS, tracked_values
+from spectrain.eval.kinds import kind_runs, opening_kind, position_range, token_kinds
+from spectrain.eval.metrics import Turn, acceptance_by_kind, acceptance_by_position
+from spectrain.eval.page import write_report
+from spectrain.eval.report import print_table
+from spectrain.eval.run import Evaluation
+from spectrain.models.chat_template import ChatTemplate
+from spectrain.models.target import Target
+from spectrain.runs.candidate import Candidate
+from spectrain.trees import Chain
+from tests.data.chat_templates import SOURCES, make_template
+
+QUESTION = Conversation([{"role": "user", "content": "Why?"}])
+ANSWER = (
+    "<think>\nBees \U0001f41d\U0001f41d dance.\n</think>\n\nA waggle \u4e2d\u6587.\n"
+    '<tool_call>\n{"name": "find", "arguments": {"of": "bees"}}\n</tool_call><|im_end|>'
+)
+
+
+def encode(template: ChatTemplate, text: str) -> list[int]:
+    return list(template.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def make_turn(template: ChatTemplate, text: str, lengths: dict[str, int]) -> Turn:
+    """Return a turn whose rounds have the length of the kind of their first token; the last round may be cut."""
+    output = encode(template, text)
+    kinds = token_kinds(template, output, opening_kind(template, QUESTION))
+    rounds: list[int] = []
+    while 1 + sum(rounds) < len(output):
+        rounds.append(lengths[kinds[1 + sum(rounds)]])
+    drafted = Generation([1], output, round_lengths=rounds, is_cut=1 + sum(rounds) > len(output))
+    return Turn("a", 0, "all", drafted, drafted, opening_kind(template, QUESTION))
+
+
+def test_the_markers_separate_the_kinds() -> None:
+    """Tokens of one kind join to the text of that kind, although characters of several tokens stand before the markers."""
+    template = make_template("qwen3")
+    output = encode(template, ANSWER)
+    kinds = token_kinds(template, output, opening_kind(template, QUESTION))
+    texts = {kind: template.tokenizer.decode([token for token, other in zip(output, kinds) if other == kind]) for kind in kinds}
+    assert [run["kind"] for run in kind_runs(kinds)] == ["reasoning", "content", "tool_calls"]
+    assert sum(run["tokens"] for run in kind_runs(kinds)) == len(output)
+    assert texts["reasoning"].strip() == ANSWER[: ANSWER.index("</think>") + 8]
+    assert texts["content"].strip() == "A waggle \u4e2d\u6587."
+    assert texts["tool_calls"] == ANSWER[ANSWER.index("<tool_call>") :]
+
+
+@pytest.mark.parametrize("name", sorted(SOURCES))
+def test_every_template_counts_each_token_once(name: str) -> None:
+    """Rounds and tokens by kind and by position add up to those of the acceptance length, whatever the template."""
+    template = make_template(name)
+    turns = [make_turn(template, text, {"reasoning": 2, "content": 3, "tool_calls": 4}) for text in (ANSWER, "Hi. " * 300)]
+    rounds = [length for turn in turns for length in turn.drafted.complete_round_lengths]
+    for groups in (acceptance_by_kind(turns, template), acceptance_by_position(turns)):
+        assert sum(group.tokens for group in groups.values()) == sum(rounds)
+        assert sum(group.rounds for group in groups.values()) == len(rounds)
+        for group in groups.values():
+            assert group.acceptance_length == pytest.approx(group.tokens / group.rounds, abs=1e-4)
+
+
+def test_a_drafter_of_content_gives_one_token_per_forward_of_reasoning() -> None:
+    """Rounds belong to the kind of their first token; the acceptance of one kind does not change that of another."""
+    template = make_template("qwen3")
+    groups = acceptance_by_kind([make_turn(template, ANSWER, {"reasoning": 1, "content": 3, "tool_calls": 1})], template)
+    assert list(groups) == ["content", "reasoning", "tool_calls"]
+    assert groups["reasoning"].acceptance_length == groups["tool_calls"].acceptance_length == 1.0
+    assert groups["content"].acceptance_length == 3.0
+
+
+def test_a_generation_prompt_opens_the_reasoning() -> None:
+    """A template that writes <think> itself makes the answer begin with reasoning; plain text begins with content."""
+    opening = make_template("deepseek_r1")
+    assert opening_kind(opening, QUESTION) == "reasoning"
+    assert (
+        opening_kind(make_template("qwen3"), QUESTION) == opening_kind(opening, Conversation([], text="<think>")) == "content"
+    )
+    kinds = token_kinds(opening, encode(opening, "So.\n</think>\n\nYes."), "reasoning")
+    assert (kinds[0], kinds[-1]) == ("reasoning", "content")
+
+
+@pytest.mark.parametrize(
+    "position, name", [(1, "0-256"), (255, "0-256"), (256, "256-1k"), (1023, "256-1k"), (1024, "1k-4k"), (4096, "4k+")]
+)
+def test_positions_have_ranges(position: int, name: str) -> None:
+    assert position_range(position) == name
+
+
+def test_scoring_writes_kinds_and_positions(shallow: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the template opens the reasoning and the target never ends it, all tokens are reasoning, in table, page and
+    files; a plain chat has content alone, and nothing is printed about it."""
+    thinking = copy.copy(shallow)
+    thinking.tokenizer = copy.deepcopy(shallow.tokenizer)
+    thinking.tokenizer.chat_template = str(SOURCES["deepseek_r1"])
+    thinking.template = ChatTemplate(thinking.tokenizer)
+    for target, kind in ((thinking, "reasoning"), (shallow, "content")):
+        summary = score(target, tmp_path / kind, [{"prompt": "one two three one two three one"}])
+        counted = sum(count * length for length, count in enumerate(summary["tokens_by_round"], 1))
+        assert {name: group["tokens"] for name, group in summary["by_kind"].items()} == {kind: counted}
+        assert {name: group["tokens"] for name, group in summary["by_position"].items()} == {"0-256": counted}
+        assert summary["by_kind"][kind]["acceptance_length"] == summary["acceptance_length"]["pooled"]
+        (line,) = map(json.loads, (tmp_path / kind / "out" / "samples.jsonl").read_text().splitlines())
+        assert line["kinds"] == [{"kind": kind, "tokens": len(line["output_tokens"])}]
+        printed, page = capsys.readouterr().out, (tmp_path / kind / "out" / "report.html").read_text()
+        assert ("by kind of token: reasoning" in printed.replace("\n", " ")) == (kind == "reasoning")
+        assert ("By kind of token" in page) == (kind == "reasoning")
+        assert (f"acceptance_of/{kind}" in tracked_values(summary)) == (kind == "reasoning")
+
+
+def score(target: Target, folder: Path, rows: list[dict[str, Any]], **settings: Any) -> dict[str, Any]:
+    folder.mkdir()
+    file = folder / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluation = Evaluation(
+        prompts=str(file), max_new_tokens=12, repeats=1, measured=False, **{"baselines": (), "oracle": False, **settings}
+    )
+    setting = {"target": "tiny", "recipe": "none", "dtype": "float32", "device": "cpu"}
+    return evaluation.score(Candidate(target, Ngram(target), Chain(3), Greedy(), setting), folder / "out")
+
+
+def test_kinds_stand_in_the_table_and_on_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each kind and range that occurs is printed once with its tokens per forward."""
+    from tests.eval.test_report import entry
+
+    template = make_template("qwen3")
+    turns = [make_turn(template, text, {"reasoning": 2, "content": 3, "tool_calls": 4}) for text in (ANSWER, "Hi. " * 300)]
+    groups = {"by_kind": acceptance_by_kind(turns, template), "by_position": acceptance_by_position(turns)}
+    numbers = {key: {name: asdict(group) for name, group in value.items()} for key, value in groups.items()}
+    setting = {"recipe": "eagle3", "target": "tiny", "prompts": 1, "max_new_tokens": 9, "batch_size": 1, "device": "cpu",
+               "dtype": "float32", "drafter": {}}  # fmt: skip
+    summary = {**entry("drafter"), "compared": {}, "setting": setting, "time_share": {}, "acceptance_by_depth": [], **numbers}
+    print_table(summary)
+    printed = capsys.readouterr().out.replace("\n", " ")
+    lengths = ", ".join(f"{column.title} {column.cell(summary)}" for column in KIND_COLUMNS)
+    assert f"by kind of token: {lengths}." in printed and "by position in the answer, in tokens: 0-256 " in printed
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    write_report(tmp_path / "report.html", [tmp_path])
+    page = (tmp_path / "report.html").read_text()
+    assert all(f">{title}</th>" in page for title in ("reasoning", "content", "tool calls", "0-256", "256-1k"))
