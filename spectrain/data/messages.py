@@ -259,7 +259,8 @@ def complete_turns(conversation: Conversation, location: str, allows_unanswered:
     answers = [message for message in messages if message["role"] == "assistant"]
     if allows_unanswered and image_paths(messages):
         raise UserError(f"{location}: it has images, and answers are written to text alone; leave it out")
-    if not allows_unanswered and not any(has_answer(message) for message in answers):
+    # An answer with generated ids may be empty: the model ended its turn at once.
+    if not allows_unanswered and not ids and not any(has_answer(message) for message in answers):
         empty = "its answers are empty" if answers else "the conversation has no assistant turn to learn from"
         raise UserError(f"{location}: {empty}; add one or drop the line")
     return Conversation(messages, conversation.tools, conversation.documents, conversation.template_arguments, ids)
