@@ -21,6 +21,7 @@ from spectrain.cli.interface import train
 from spectrain.data.chat import tokenize_conversation
 from spectrain.data.messages import Conversation, parse_conversation
 from spectrain.data.readers import load_embedded
+from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_tiny
 
 TEMPLATE = """{%- if tools %}{{- '<|im_start|>system\\nTools: ' }}{%- for tool in tools %}{{- tool.function.name + ' ' }}\
@@ -30,7 +31,8 @@ TEMPLATE = """{%- if tools %}{{- '<|im_start|>system\\nTools: ' }}{%- for tool i
 {%- if message.reasoning_content %}{{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}{%- endif %}
 {{- message.content or '' }}
 {%- for call in message.tool_calls or [] %}
-{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson + '}\\n</tool_call>' }}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}{{- call.function.arguments | tojson }}\
+{{- '}\\n</tool_call>' }}
 {%- endfor %}
 {{- '<|im_end|>\\n' }}
 {%- endfor %}
@@ -92,8 +94,8 @@ def train_target(folder: Path, rows: dict[str, list[dict[str, Any]]], steps: int
     target = load_tiny(dtype="float32", device="cpu")
     target.tokenizer.chat_template = TEMPLATE
     conversations: list[Conversation] = [parse_conversation(row, "row") for kind in rows.values() for row in kind]
-    examples = [e.cut(320) for conversation in conversations for e in tokenize_conversation(target.template, conversation)]
-    examples = [example for example in examples if any(example.mask)]
+    tokenized = [tokenize_conversation(target.template, conversation) for conversation in conversations]
+    examples = [example.cut(320) for group in tokenized for example in group if any(example.cut(320).mask)]
     model: Any = target.model
     model.requires_grad_(True).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -105,8 +107,9 @@ def train_target(folder: Path, rows: dict[str, list[dict[str, Any]]], steps: int
         labels = torch.full_like(tokens, -100)
         for row, example in enumerate(batch):
             labels[row, : len(example.tokens)] = torch.where(torch.tensor(example.mask), torch.tensor(example.tokens), -100)
-        loss = cross_entropy(target.head.logits(target.run(tokens, grad_plan()).at_layer("final"))[:, :-1].flatten(0, 1).float(),
-                             labels[:, 1:].flatten())  # fmt: skip
+        states = target.run(tokens, ForwardPlan(layers=("final",), grad=True)).at_layer("final")
+        logits = target.head.logits(states)[:, :-1].float()
+        loss = cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -117,12 +120,6 @@ def train_target(folder: Path, rows: dict[str, list[dict[str, Any]]], steps: int
     return folder / "target"
 
 
-def grad_plan() -> Any:
-    from spectrain.models.forward_plan import ForwardPlan
-
-    return ForwardPlan(layers=("final",), grad=True)
-
-
 def main(folder: Path, steps: int, drafter_steps: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -130,7 +127,8 @@ def main(folder: Path, steps: int, drafter_steps: int) -> None:
     results = {}
     for name in ("all", "chat"):
         settings: dict[str, Any] = {
-            "target": "hf", "target.model": target, "target.dtype": "float32", "data": "jsonl", "data.path": folder / f"{name}.jsonl",
+            "target": "hf", "target.model": target, "target.dtype": "float32", "data": "jsonl",
+            "data.path": folder / f"{name}.jsonl",
             "trainer.max_steps": drafter_steps, "eval.prompts": folder / "prompts.jsonl", "eval.max_new_tokens": 48,
             "eval.repeats": 1, "eval.name": "kinds", "tree": "chain",
         }  # fmt: skip

@@ -1,12 +1,23 @@
 """Factories of what many tests need: batches of random tokens with the target's features, and data sets of random texts."""
 
+from typing import Any
+
 import torch
 
+from spectrain.config.build import find_config_type
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
+from spectrain.drafters.base import Drafter
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
 from spectrain.models.target import Target
+
+
+def make_drafter(constructor: Any, target: Target, **settings: Any) -> Drafter:
+    """Construct a drafter from its settings, which it takes directly or as one dataclass."""
+    config_type = find_config_type(constructor)
+    drafter: Drafter = constructor(target, **(settings if config_type is None else {"config": config_type(**settings)}))
+    return drafter
 
 
 def random_batch(

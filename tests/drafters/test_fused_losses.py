@@ -38,6 +38,7 @@ from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.lora import disable_adapters
 from spectrain.models.target import Target
 from spectrain.training.checkpoints import select_trained_groups
+from tests.factories import make_drafter
 
 LOSSES = ["cross_entropy", *DIVERGENCES]
 RECIPES = sorted(path.stem for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml"))
@@ -311,7 +312,7 @@ def test_loss_and_gradients_equal_those_of_whole_matrices(
 ) -> None:
     """Over a draft vocabulary of half of the tokens where there is one, in one chunk of rows or in several."""
     kind, reference, options = FAMILIES[family]
-    drafter = kind(target, **options, loss=loss)
+    drafter = make_drafter(kind, target, **options, loss=loss)
     drafter.prepare(target, torch.randint(0, 1000, (VOCAB,)))
     shake(drafter, 0.3)
     monkeypatch.setattr(fused, "CHUNK_ROWS", chunk)
@@ -325,7 +326,7 @@ def test_split_loss_of_replays_equals_that_of_whole_matrices(
 ) -> None:
     """Draft-OPD's loss, whatever the family is trained on otherwise."""
     kind, reference, options = FAMILIES[family]
-    drafter = kind(target, **options, loss=loss)
+    drafter = make_drafter(kind, target, **options, loss=loss)
     assert drafter.capabilities.on_policy is not None
     drafter.prepare(target, torch.randint(0, 1000, (VOCAB,)))
     shake(drafter, 0.3)
@@ -341,7 +342,7 @@ def test_losses_that_train_the_target_equal_those_of_whole_matrices(
 ) -> None:
     """Medusa-2 and early exits: through the target's own head, which learns too where all weights do."""
     kind, reference, options = TRAINING_THE_TARGET[name]
-    drafter = kind(target, **options).eval()  # no layer is dropped
+    drafter = make_drafter(kind, target, **options).eval()  # no layer is dropped
     drafter.prepare(target, torch.randint(0, 1000, (VOCAB,)))
     shake(drafter, 0.3)
     with torch.no_grad():

@@ -26,6 +26,7 @@ from spectrain.features.live_source import LiveSource
 from spectrain.models.loading import load_hf
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer
+from tests.factories import make_drafter
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3": ("drafters.eagle3.Eagle3", {"ttt_steps": 2, "vocab_size": 256}),
@@ -64,7 +65,7 @@ def dataset(count: int = 8, length: int = 16) -> Dataset:
 def make(family: str, target: Target) -> Drafter:
     path, options = FAMILIES[family]
     torch.manual_seed(0)
-    made: Drafter = get_object(f"spectrain.{path}")(target, **options)
+    made = make_drafter(get_object(f"spectrain.{path}"), target, **options)
     made.prepare(target, torch.arange(target.head.vocab_size))
     return made
 
