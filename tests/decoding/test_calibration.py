@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match, OpenSampling
-from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling, Traversal
+from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling
 from spectrain.decoding.calibration import calibrate_builders, resolve_rule
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.latency import measure_latency
@@ -19,6 +19,7 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.eval.notes import describe_rules
 from spectrain.experimental.cast.builder import Cast
 from spectrain.experimental.sequoia.builder import Sequoia
+from spectrain.experimental.traversal.rule import Traversal
 from spectrain.features.batch import Batch
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target

@@ -24,7 +24,7 @@ from spectrain.config.choices import list_constructors
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match, OpenSampling, SamplingRule, Siblings
 from spectrain.decoding.acceptance import rejection as weighing
 from spectrain.decoding.acceptance import sequential as walking
-from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling, Traversal
+from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling
 from spectrain.decoding.acceptance.sequential import RandomSource, SequentialRule, VerifiedTree
 from spectrain.decoding.acceptance.typical import TypicalAcceptance
 from spectrain.errors import UserError
@@ -32,6 +32,8 @@ from spectrain.experimental.on_policy.interleaved import InterleavedSampling
 from spectrain.experimental.transport import rules as transport
 from spectrain.experimental.transport.linear_program import TruncatedLinearProgram
 from spectrain.experimental.transport.rules import ImportanceSampling, KSeq, SpecHub, Transport
+from spectrain.experimental.traversal import rule as traversal
+from spectrain.experimental.traversal.rule import Traversal
 from spectrain.trees.token_tree import AcceptedPath, Children, TokenTree
 from tests.decoding.walking import walk
 
@@ -919,7 +921,7 @@ WRONG = [
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.name)
 def test_wrong_variant_fails_the_enumeration(wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof finds another joint distribution than the target's, and still one that sums to 1."""
-    for module in (walking, weighing, transport) if wrong.patch is not None else ():
+    for module in (walking, weighing, transport, traversal) if wrong.patch is not None else ():
         monkeypatch.setattr(module, *wrong.patch, raising=False)
     caught = 0
     for seed in range(6):

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from spectrain.decoding.acceptance import Siblings
-from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling, Traversal
+from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling
 from spectrain.decoding.acceptance.sequential import SequentialRule
 from spectrain.experimental.transport.linear_program import TruncatedLinearProgram
 from spectrain.experimental.transport.optimum import optimal_acceptance, optimal_round_length
 from spectrain.experimental.transport.rules import ImportanceSampling, KSeq, SpecHub, Transport
+from spectrain.experimental.traversal.rule import Traversal
 from spectrain.trees.token_tree import Children
 from tests.decoding.test_lossless import (
     CHAINS,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
-from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling, Traversal
+from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling
 from spectrain.decoding.acceptance.typical import TypicalAcceptance
 from spectrain.decoding.loop import decode
 from spectrain.decoding.session import Session
@@ -23,6 +23,7 @@ from spectrain.experimental.layer_skip.drafter import LayerSkipping
 from spectrain.experimental.lookahead.drafter import Lookahead
 from spectrain.experimental.on_policy.interleaved import InterleavedSampling
 from spectrain.experimental.pruning.pruning import EarlyHead, Pruning, fit_early_heads
+from spectrain.experimental.traversal.rule import Traversal
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Static, TreeBuilder

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.acceptance import AcceptanceRule, Match, SamplingRule
-from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling, Traversal
+from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling
 from spectrain.decoding.acceptance.typical import TypicalAcceptance
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
@@ -24,6 +24,7 @@ from spectrain.experimental.controllers.builders import Policy, Thompson
 from spectrain.experimental.dyspec.builder import DySpec
 from spectrain.experimental.transport.linear_program import TruncatedLinearProgram
 from spectrain.experimental.transport.rules import ImportanceSampling, KSeq, SpecHub, Transport
+from spectrain.experimental.traversal.rule import Traversal
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Rollout, Static, TreeBuilder

@@ -21,7 +21,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 
 from spectrain.data.readers import EmbeddedReader
 from spectrain.decoding.acceptance import Greedy, Match
-from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling, Traversal
+from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling
 from spectrain.decoding.acceptance.sequential import SequentialRule, VerifiedTree
 from spectrain.decoding.loop import decode
 from spectrain.decoding.session import check_compatibility
@@ -30,6 +30,7 @@ from spectrain.experimental.cross_vocabulary.drafter import DraftPath, Universal
 from spectrain.experimental.cross_vocabulary.spelling import RetokenizedText
 from spectrain.experimental.cross_vocabulary.warping import align_tokens, carry_probabilities, uncovered_bytes
 from spectrain.experimental.dyspec.builder import DySpec
+from spectrain.experimental.traversal.rule import Traversal
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.reference_model import generate, reference_model

@@ -14,7 +14,7 @@ from spectrain.config.build import GroupSpec
 from spectrain.config.spec import RunSpec
 from spectrain.data.chat import tokenize_prompt
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match, OpenSampling
-from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling, Traversal
+from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling
 from spectrain.decoding.acceptance.typical import TypicalAcceptance
 from spectrain.decoding.loop import decode
 from spectrain.drafters.context import Context
@@ -25,6 +25,7 @@ from spectrain.eval import identity
 from spectrain.eval.run import Evaluation
 from spectrain.experimental.dyspec.builder import DySpec
 from spectrain.experimental.evaluation import ExperimentalEvaluation
+from spectrain.experimental.traversal.rule import Traversal
 from spectrain.models.attention import ATTENTION_NAME
 from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan

@@ -4,7 +4,7 @@ from spectrain.trees.token_tree import AcceptedPath
 
 from .base import AcceptanceRule, Siblings
 from .matching import Greedy, Match, OpenSampling, SamplingRule
-from .rejection import Block, RecursiveRejection, SpeculativeSampling, Traversal
+from .rejection import Block, RecursiveRejection, SpeculativeSampling
 from .sequential import RandomSource, SequentialRule, VerifiedTree
 from .typical import TypicalAcceptance
 
@@ -21,7 +21,6 @@ __all__ = [
     "SequentialRule",
     "Siblings",
     "SpeculativeSampling",
-    "Traversal",
     "TypicalAcceptance",
     "VerifiedTree",
 ]
