@@ -114,4 +114,6 @@ def _split_mask_drafters(node: dict[str, Any]) -> dict[str, Any]:
         return {**settings, "choice": choice, "transfer_layer": node.get("transfer_layer")}
     if node.get("ensembles", 1) > 1:
         return {**settings, "choice": "ppd", "ensembles": node["ensembles"]}
+    if node.get("noise") == "uniform":
+        return {"strategy": "quadratic", "sampler": True, **settings, "choice": "uno"}
     return {**settings, "noise": node["noise"]} if "noise" in node else settings

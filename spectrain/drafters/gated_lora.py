@@ -25,16 +25,15 @@ if TYPE_CHECKING:
 class GatedLoraConfig(MaskConfig):
     """Settings of gated LoRA."""
 
-    # Input of the masks: learned vectors (masks), random tokens (uniform), or the prompt's mean embedding (mean).
-    noise: Literal["masks", "uniform", "mean"] = "masks"
+    # Input of the masks: learned vectors (masks), or the prompt's mean embedding (mean).
+    noise: Literal["masks", "mean"] = "masks"
 
 
 class GatedLora(GatedMasks):
     """Mask tokens with learned vectors and LoRA at them.
 
-    With rank 0 the vectors alone learn (PaSS, Monea et al., 2023). With noise=uniform a uniformly random token takes the place
-    of every mask (Uno, arXiv 2609.04010). With noise=mean it is the mean embedding of the prompt, for which nothing is trained
-    (Goel et al., 2026, without their updates of it in decoding).
+    With rank 0 only the vectors are trained (PaSS, Monea et al., 2023). With noise=mean the input is the mean embedding of the
+    prompt, and nothing is trained (Goel et al., 2026, without their updates of it in decoding).
     """
 
     saved = SavedFiles(shape=("num_masks", "rank", "alpha", "sampler", "noise"))
@@ -42,12 +41,12 @@ class GatedLora(GatedMasks):
     def __init__(self, target: Target, config: GatedLoraConfig) -> None:
         if config.noise == "mean" and (config.rank or config.sampler):
             raise UserError("drafter.noise=mean: nothing is trained with it; use drafter.rank=0 drafter.sampler=false")
-        self.noise = config.noise
-        self.has_random_tokens, self.has_mean_embedding = config.noise == "uniform", config.noise == "mean"
+        self.has_mean_embedding = config.noise == "mean"
         super().__init__(target, config)
 
     def add_inputs(self, target: Target) -> None:
-        if self.noise == "masks":
+        """Add the vectors, unless the input is the mean embedding."""
+        if not self.has_mean_embedding:
             self.masks = nn.Parameter(torch.zeros(self.masks_per_host, target.width))
 
     @property
@@ -55,7 +54,7 @@ class GatedLora(GatedMasks):
         return self.means if self.has_mean_embedding else self.masks
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
-        """Start the masks near the mean embedding; LoRA and the sampler start without effect."""
+        """Start the masks near the mean embedding. LoRA and the sampler start without effect."""
         if self.masks is not None:
             with torch.no_grad():
                 self.masks.copy_(init_mask_vectors(self.head.embedding, self.masks_per_host))

@@ -29,7 +29,7 @@ class TableRow:
 
 
 NATIVE_FAMILIES = (
-    "eagle3 peagle medusa hydra kangaroo causal pard gated_lora early_exit dflash dspark dflash2 mtp amphista ctc eagle1 "
+    "eagle3 peagle medusa hydra kangaroo causal pard gated_lora uno early_exit dflash dspark dflash2 mtp amphista ctc eagle1 "
     "gumiho redrafter transformer_heads"
 )
 LAYOUTS = (
@@ -52,7 +52,7 @@ LAYOUTS = (
     TableRow("mtp.MtpTargetLayout", "mtp", "mtp"),
     TableRow("huggingface.HuggingFaceLayout", "vllm sglang hf", "causal pard early_exit"),
     TableRow("peft.PeftLayout", "peft", "gated_lora"),
-    TableRow("uno.UnoLayout", "uno", "gated_lora"),
+    TableRow("uno.UnoLayout", "uno", "uno"),
     TableRow("native.NativeLayout", "spectrain", NATIVE_FAMILIES),
 )
 """Every layout, in the order in which a directory is compared with them; a format has at most one layout for each family."""

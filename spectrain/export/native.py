@@ -197,6 +197,7 @@ SHAPE_READERS = {
     "peagle": shape_of_peagle,
     "medusa": shape_of_medusa,
     "gated_lora": shape_of_adapter,
+    "uno": shape_of_adapter,
     **dict.fromkeys(FAMILIES, shape_of_block),
 }
 """Family -> the settings that a description may omit because weights or target determine them."""

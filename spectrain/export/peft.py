@@ -18,7 +18,7 @@ GATED_LORA_CLASS = "spectrain.drafters.gated_lora.GatedLora"
 def adapter_shape(tensors: dict[str, Tensor], adapter: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that weights and peft's own settings determine."""
     shape = {"rank": adapter["r"], "alpha": adapter["lora_alpha"], "sampler": "sampler.first.weight" in tensors}
-    return {**shape, "num_masks": tensors["masks"].shape[0]} if "masks" in tensors else {**shape, "noise": "uniform"}
+    return {**shape, "num_masks": tensors["masks"].shape[0]} if "masks" in tensors else shape
 
 
 class PeftLayout(Layout):
@@ -55,8 +55,6 @@ class PeftLayout(Layout):
         if adapter is None:
             raise UserError("adapter_config.json: the drafter has none (as with drafter.rank=0), so peft could not read it")
         tensors = drafter.tensors
-        if "masks" not in tensors:
-            raise UserError("format=peft: this drafter has no mask vectors (drafter.noise=uniform); use format=uno")
         settings = {
             **adapter_shape(tensors, adapter),
             "width": tensors["masks"].shape[1],

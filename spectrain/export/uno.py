@@ -11,7 +11,6 @@ from typing import Any
 from spectrain.errors import UserError
 
 from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, Layout, write_json, write_tensors
-from .peft import GATED_LORA_CLASS
 from .serving import serve_sglang_uno
 from .targets import TargetFiles
 
@@ -19,6 +18,7 @@ LINEAR_MODULES = {
     "q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn",
     "gate_proj": "mlp", "up_proj": "mlp", "down_proj": "mlp",
 }  # fmt: skip
+UNO_CLASS = "spectrain.drafters.uno.Uno"
 ADAPTER_TENSOR = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.(self_attn|mlp)\.(\w+_proj)\.lora_([AB])\.weight")
 PLAIN_LORA_VALUES: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",), "bias": ("none",), "use_rslora": (False, None), "use_dora": (False, None),
@@ -81,11 +81,13 @@ class UnoLayout(Layout):
 
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
         adapter, metadata = files.read_sidecar("adapter_config.json"), files.read_metadata()
-        settings = {"num_masks": NUM_MASKS, "strategy": "apart", **metadata.drafter}
-        shape = {"rank": adapter["r"], "alpha": adapter["lora_alpha"], "sampler": False, "noise": "uniform"}
+        settings = {"num_masks": NUM_MASKS, **metadata.drafter}
+        # In exports of earlier versions Uno was a setting of gated_lora.
+        settings.pop("noise", None)
+        shape = {"rank": adapter["r"], "alpha": adapter["lora_alpha"], "sampler": False}
         description = {**metadata.description, "adapter_config": adapter}
         return DrafterCheckpoint(
-            {"_target_": GATED_LORA_CLASS, **settings, **shape}, dict(files.tensors), metadata.target, description=description
+            {"_target_": UNO_CLASS, **settings, **shape}, dict(files.tensors), metadata.target, description=description
         )
 
     def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
@@ -95,16 +97,14 @@ class UnoLayout(Layout):
         rest = sorted({name.split(".")[0] for name in drafter.tensors if not name.startswith("base_model.")})
         if rest:
             raise UserError(
-                f"format=uno: this drafter has {' and '.join(rest)}, which SGLang cannot load; train recipe=uno "
-                "(drafter.noise=uniform drafter.sampler=false), or use format=peft"
+                f"format=uno: this drafter has {' and '.join(rest)}, which SGLang cannot load; train recipe=uno with "
+                "drafter.sampler=false"
             )
         unknown = next(
             (n for n in drafter.tensors if not (m := ADAPTER_TENSOR.fullmatch(n)) or LINEAR_MODULES.get(m[3]) != m[2]), None
         )
         if unknown is not None:
-            raise UserError(
-                f"format=uno: {unknown} is not on any of {', '.join(LINEAR_MODULES)}, which SGLang adapts; use format=peft"
-            )
+            raise UserError(f"format=uno: {unknown} is not on any of {', '.join(LINEAR_MODULES)}, which SGLang adapts")
         target_entry = {} if target is None else {"base_model_name_or_path": target.engine_path}
         write_json(directory / "adapter_config.json", {**adapter, **target_entry})
         write_tensors(directory / "adapter_model.safetensors", dict(drafter.tensors))

@@ -23,8 +23,8 @@ from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
 from spectrain.export.layouts import select_layout
 from spectrain.export.linter import lint
-from spectrain.export.peft import GATED_LORA_CLASS
 from spectrain.export.targets import TargetFiles
+from spectrain.export.uno import UNO_CLASS
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
@@ -96,7 +96,7 @@ def test_card_without_a_score_says_so(tiny: Target, tmp_path: Path) -> None:
 SERVED = {
     "eagle3 vllm": {"vLLM", "spectrain"}, "eagle3 sglang": {"SGLang", "vLLM", "spectrain"}, "medusa medusa": {"spectrain"},
     "medusa vllm": {"vLLM", "spectrain"}, "causal hf": {"vLLM", "SGLang", "transformers", "spectrain"},
-    "gated_lora uno": {"SGLang", "spectrain"},
+    "uno uno": {"SGLang", "spectrain"},
     "pard hf": {"vLLM", "spectrain"}, "gated_lora peft": {"spectrain"}, "dflash vllm": {"vLLM", "spectrain"},
     "dflash sglang": {"SGLang", "vLLM", "spectrain"}, "dflash hf": {"transformers", "spectrain"},
     "dspark vllm": {"vLLM", "spectrain"}, "dspark sglang": {"SGLang", "vLLM", "spectrain"},
@@ -300,7 +300,7 @@ def test_peft_reads_the_exported_adapter(tiny: Target, tmp_path: Path) -> None:
     assert json.loads((out / "gated_lora.json").read_text())["num_masks"] == 2
 
 
-UNO: dict[str, Any] = {"num_masks": 3, "rank": 4, "alpha": 8.0, "noise": "uniform", "sampler": False, "strategy": "apart"}
+UNO: dict[str, Any] = {"num_masks": 3, "rank": 4, "alpha": 8.0}
 
 
 def test_peft_says_what_unos_noise_rows_say(tiny: Target, tmp_path: Path) -> None:
@@ -308,14 +308,14 @@ def test_peft_says_what_unos_noise_rows_say(tiny: Target, tmp_path: Path) -> Non
     holds peft's two files and no tensor more, and the command is SGLang's."""
     from peft import PeftModel
 
-    run = run_of(tmp_path / "run", tiny, "gated_lora", **UNO)
+    run = run_of(tmp_path / "run", tiny, "uno", **UNO)
     out = exported(run, "uno", tmp_path / "out")
     assert {path.name for path in out.iterdir()} == {
         "adapter_config.json", "adapter_model.safetensors", "spectrain.json", "README.md",
     }  # fmt: skip
     card = (out / "README.md").read_text()
     assert f"--speculative-algorithm UNO --uno-lora-path {out} --speculative-num-draft-tokens 4" in card
-    drafter = build({"_target_": GATED_LORA_CLASS, **UNO}, target=tiny)
+    drafter = build({"_target_": UNO_CLASS, **UNO}, target=tiny)
     load_weights(drafter, run / "drafter")
     text, noise = torch.randint(3, 2000, (1, 9)), torch.randint(0, 2048, (1, 3))
     numbers = torch.tensor([[-1] * 9 + [0, 1, 2]])
@@ -359,7 +359,7 @@ UNO_FAULTS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], None],
 @pytest.mark.parametrize("fault", UNO_FAULTS)
 def test_what_sglang_would_misread_of_uno_is_found(fault: str, tiny: Target, tmp_path: Path) -> None:
     """A sound adapter has no finding; each fault has its own."""
-    out = exported(run_of(tmp_path / "run", tiny, "gated_lora", **UNO), "uno", tmp_path / "out")
+    out = exported(run_of(tmp_path / "run", tiny, "uno", **UNO), "uno", tmp_path / "out")
     target = TargetFiles("tiny")
     assert not [finding for finding in lint(out, target) if finding.level == "error"]
     config, tensors = json.loads((out / "adapter_config.json").read_text()), load_file(out / "adapter_model.safetensors")

@@ -34,6 +34,7 @@ from spectrain.drafters.mtp import Mtp
 from spectrain.drafters.ngram import Ngram
 from spectrain.drafters.pard import Pard
 from spectrain.drafters.peagle import PEagle
+from spectrain.drafters.uno import Uno, UnoConfig
 from spectrain.errors import UserError
 from spectrain.experimental.amphista.drafter import Amphista
 from spectrain.experimental.ctc.drafter import Ctc
@@ -81,7 +82,7 @@ DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     "layer_skip": lambda target: LayerSkipping(target, skipped=[1]),
     "kangaroo": lambda target: Kangaroo(target, exit_layer=1),
     "gated_lora": busy_gated_lora,
-    "uno": lambda target: GatedLora(target, GatedLoraConfig(num_masks=3, strategy="apart", sampler=False, noise="uniform")),
+    "uno": lambda target: Uno(target, UnoConfig(num_masks=3)),
     "peagle": lambda target: PEagle(target, num_drafts=4, num_layers=2, vocab_size=512, window=6),
     "mtp": lambda target: Mtp(target),
     "pard": lambda target: Pard(target, num_drafts=4, num_layers=2),

@@ -54,7 +54,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrid over an exit": ("hybrid", {"inner": "early_exit"}),
     "hybrid over a model": ("hybrid", {"inner": {"choice": "causal", "num_layers": 1}}),
     "hybrid over masks": ("hybrid", {"inner": "gated_lora"}),
-    "uno": ("gated_lora", {"strategy": "apart", "sampler": False, "noise": "uniform", "consistency": 0.0, "tiles": [2, 4]}),
+    "uno with tiles": ("uno", {"consistency": 0.0, "tiles": [2, 4]}),
     "probed masks": ("gated_lora", {"strategy": "apart", "sampler": False, "noise": "mean", "rank": 0}),
     "pard2": ("pard", {"num_layers": 1, "layers": [1, 3], "confidence": True}),
     "skipping the middle": ("layer_skip", {"skipped": [1]}),

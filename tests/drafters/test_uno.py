@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 from scipy.stats import chisquare
 from torch import Tensor, nn
 
+from spectrain.config.build import build
+from spectrain.config.saved import parse_groups
 from spectrain.decoding.acceptance import Greedy, Match
 from spectrain.decoding.acceptance.rejection import RecursiveRejection, SpeculativeSampling
 from spectrain.decoding.captured import CapturedRunner
@@ -18,6 +21,8 @@ from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState, has_weights
 from spectrain.drafters.context import Context
 from spectrain.drafters.gated_lora import GatedLora, GatedLoraConfig
+from spectrain.drafters.layers.gated_masks import GatedMasks
+from spectrain.drafters.uno import Uno, UnoConfig
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.forward_plan import ForwardPlan
@@ -27,16 +32,21 @@ from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
 
 UNO: dict[str, Any] = {
-    "num_masks": 4, "rank": 4, "alpha": 8.0, "strategy": "apart", "sampler": False, "noise": "uniform",
+    "num_masks": 4, "rank": 4, "alpha": 8.0, "strategy": "apart", "sampler": False,
     "loss": "total_variation", "consistency": 0.0, "tiles": [2, 3, 4],
 }  # fmt: skip
 LIMIT = 14
 
 
-def make(target: Target, size: float = 0.4, **options: Any) -> GatedLora:
-    """A drafter of which every weight is random and not zero."""
+def make(target: Target, size: float = 0.4, noise: str = "uniform", **options: Any) -> GatedMasks:
+    """A drafter of which every weight is random and not zero; gated LoRA for other inputs than random tokens."""
     torch.manual_seed(3)
-    drafter = GatedLora(target, GatedLoraConfig(**{**UNO, **options}))
+    settings: dict[str, Any] = {**UNO, **options}
+    drafter: GatedMasks = (
+        Uno(target, UnoConfig(**settings))
+        if noise == "uniform"
+        else GatedLora(target, GatedLoraConfig(noise=noise, **settings))  # type: ignore[arg-type]
+    )
     drafter.prepare(target, torch.zeros(target.head.vocab_size))
     with torch.no_grad():
         for parameter in drafter.parameters():
@@ -68,7 +78,7 @@ class GatedLinear(nn.Module):
 
 
 @contextmanager
-def doubled(target: Target, drafter: GatedLora, clean: int) -> Iterator[Any]:
+def doubled(target: Target, drafter: GatedMasks, clean: int) -> Iterator[Any]:
     """transformers' own model with LoRA on the rows from `clean` on."""
     with reference_model(target) as model:
         linears = {name: model.get_submodule(name) for name in drafter.names}
@@ -81,7 +91,7 @@ def doubled(target: Target, drafter: GatedLora, clean: int) -> Iterator[Any]:
                 model.set_submodule(name, linear)
 
 
-def papers_loss(target: Target, drafter: GatedLora, tokens: Tensor, noise: Tensor, mask: Tensor, block: int) -> Tensor:
+def papers_loss(target: Target, drafter: GatedMasks, tokens: Tensor, noise: Tensor, mask: Tensor, block: int) -> Tensor:
     """Half of sum_i ||p_student - p_teacher||_1 by one forward over a clean copy of the text and a noisy one.
 
     Row i of the clean copy sees clean rows up to i; of the noisy one, clean rows of earlier blocks and noisy rows of its own
@@ -164,7 +174,7 @@ PROMPTS = [[5, 6, 7, 8, 9], [40, 41], [100, 3, 44, 8, 12, 90, 1500]]
 class Seen:
     """A drafter that keeps the states of its own forward in every round, and what stood in the cache before and after it."""
 
-    def __init__(self, drafter: GatedLora) -> None:
+    def __init__(self, drafter: GatedMasks) -> None:
         self.rounds: list[tuple[list[int], Tensor]] = []
         ahead = drafter.run_root_and_masks
 
@@ -343,3 +353,11 @@ def test_pass_learns_embeddings_alone(shallow: Target) -> None:
     assert [name for name, _ in drafter.named_parameters()] == ["masks"] and drafter.masks is not None
     drafter.loss(conversation(21, 16), shallow, TrainingState()).total.backward()
     assert drafter.masks.grad is not None and (drafter.masks.grad.abs().sum(-1) > 0).all()
+
+
+def test_a_drafter_saved_as_a_setting_of_gated_lora_loads(shallow: Target, tmp_path: Path) -> None:
+    """A description with noise=uniform is Uno's, with the defaults that gated LoRA has."""
+    saved = {"drafter": {"choice": "gated_lora", "noise": "uniform", "num_masks": 3}}
+    node = parse_groups(saved, tmp_path / "config.json")["drafter"]
+    drafter = build(node, target=shallow)
+    assert isinstance(drafter, Uno) and drafter.strategy == "quadratic" and drafter.sampler is not None

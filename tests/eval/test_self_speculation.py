@@ -19,9 +19,9 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.acceptance.rejection import Block, SpeculativeSampling
 from spectrain.decoding.loop import decode
 from spectrain.drafters.early_exit import EarlyExit
-from spectrain.drafters.gated_lora import GatedLora, GatedLoraConfig
 from spectrain.drafters.layers.self_speculation import SelfDrafter
 from spectrain.drafters.ngram import Ngram
+from spectrain.drafters.uno import Uno, UnoConfig
 from spectrain.errors import UserError
 from spectrain.eval import summary as summaries
 from spectrain.eval.drift import own_answers, target_drift
@@ -358,7 +358,7 @@ def test_the_floor_of_drafting(tiny: Target, monkeypatch: pytest.MonkeyPatch, na
 @pytest.mark.parametrize("strategy, forwards", [("apart", 2), ("quadratic", 1), ("linear", 1)])
 def test_forwards_of_the_target_are_counted(tiny: Target, strategy: Any, forwards: int) -> None:
     """As many as really ran, one for the prompt and these a round; where drafting is one the report says what each gives."""
-    drafter = GatedLora(tiny, GatedLoraConfig(num_masks=3, rank=0, sampler=False, noise="uniform", strategy=strategy)).eval()
+    drafter = Uno(tiny, UnoConfig(num_masks=3, rank=0, strategy=strategy)).eval()
     text, ran = tokenize_prompt(tiny.template, [{"role": "user", "content": PROMPTS[0]}]), []
     handle = tiny.decoder.register_forward_hook(lambda *args: ran.append(1))
     (drafted,) = decode(tiny, [text], Greedy(), LIMIT, drafter, Chain(3))

@@ -69,7 +69,7 @@ def ours(directory: Path, tiny: Target, drafter: str, **options: Any) -> Path:
 DFLASH = {"block_size": 5, "num_layers": 2}
 DSPARK = {**DFLASH, "rank": 8}
 DFLASH2 = {**DFLASH, "selector_rank": 8}
-UNO = {"num_masks": 3, "rank": 4, "noise": "uniform", "sampler": False, "strategy": "apart"}
+UNO = {"num_masks": 3, "rank": 4}
 CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
     "eagle3": (lambda path, tiny: ours(path, tiny, "eagle3", vocab_size=256), ("vllm", "sglang", "spectrain")),
     "eagle3, other layers": (
@@ -108,7 +108,7 @@ CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
     "causal": (lambda path, tiny: ours(path, tiny, "causal", num_layers=2), ("hf", "spectrain")),
     "pard": (lambda path, tiny: ours(path, tiny, "pard", num_layers=2), ("hf", "spectrain")),
     "gated lora": (lambda path, tiny: ours(path, tiny, "gated_lora", num_masks=2, rank=4), ("peft", "spectrain")),
-    "uno": (lambda path, tiny: ours(path, tiny, "gated_lora", **UNO), ("uno", "spectrain")),
+    "uno": (lambda path, tiny: ours(path, tiny, "uno", **UNO), ("uno", "spectrain")),
     "PaSS": (lambda path, tiny: ours(path, tiny, "gated_lora", num_masks=2, rank=0, sampler=False), ("spectrain",)),
     "SpecForge": (foreign.specforge, ("vllm", "sglang", "spectrain")),
     "ModelOpt": (lambda path, tiny: foreign.specforge(path, tiny, prefix="layers.0."), ("vllm", "sglang", "spectrain")),
@@ -218,8 +218,8 @@ REFUSED: dict[str, tuple[Callable[[Path, Target], Path], str, tuple[str, ...]]] 
         lambda path, tiny: ours(path, tiny, "pard", num_layers=2, layers=[2, 6]), "hf", ("drafter.layers=[2, 6]", "no engine")),
     "masks for SGLang": (
         lambda path, tiny: ours(path, tiny, "gated_lora", num_masks=2, rank=4), "uno",
-        ("masks and sampler", "recipe=uno", "format=peft")),
-    "Uno's adapter with masks": (lambda path, tiny: ours(path, tiny, "gated_lora", **UNO), "peft", ("noise", "format=uno")),
+        ("drafter=gated_lora", "format=peft")),
+    "Uno's adapter with masks": (lambda path, tiny: ours(path, tiny, "uno", **UNO), "peft", ("drafter=uno", "format=uno")),
     "a window for transformers": (
         lambda path, tiny: ours(path, tiny, "dflash", causal=True, window=12, **DFLASH), "hf", ("window=12", "--to vllm")),
     "a shifted block for vLLM": (
