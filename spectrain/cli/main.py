@@ -149,6 +149,15 @@ def evaluate_command(config: Any) -> None:
     lazy_import("runs.score.evaluate")(*lazy_import("runs.defaults.resolve_eval_spec")(config))
 
 
+def audit_command(config: Any) -> None:
+    settings = read_command(config, ("target", "data", "eval", "json"))
+    evaluation = settings["eval"]
+    names = ("prompts", "limit", "categories")
+    selected = lazy_import("eval.prompts.read_prompts")(*(evaluation.get(name) for name in names)).prompts
+    texts = [lazy_import("data.images.content_text")(turn) for prompt in selected for turn in prompt.turns]
+    lazy_import("data.audit.audit_command")(settings["target"], settings["data"], settings["json"], texts)
+
+
 def chat_command(config: Any) -> None:
     settings = lazy_import("config.build.to_containers")(config)
     chat = read_command({"chat": settings.pop("chat")}, ("chat",))["chat"]
@@ -175,6 +184,7 @@ COMMAND_TASKS: Mapping[str, Task] = {
     "compare": call_with_spec("eval.compare.compare", "compare", "recipes", "runs"),
     "chat": chat_command,
     "data inspect": call_with_keys("data.inspect.inspect_command", "target", "data", "index"),
+    "data audit": audit_command,
     "data index": call_with_keys("data.index.index_command", "target", "data", "out"),
     "data regenerate": call_with_spec(
         "regeneration.regenerate.regenerate_command", "writer", "sampling", "regenerate", "out", "check"

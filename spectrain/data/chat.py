@@ -51,6 +51,17 @@ class Example:
         """The tokens before the first supervised token."""
         return self.tokens[: self.mask.index(True)]
 
+    @property
+    def kind_names(self) -> list[str]:
+        """The kind of each token: content, reasoning, tool_calls or context.
+
+        Where the source does not tell kinds apart, what carries loss is content.
+        """
+        if not self.kinds:
+            return ["content" if supervised else "context" for supervised in self.mask]
+        names = ["context", *KIND_CODES]
+        return [names[code] for code in self.kinds]
+
     def cut(self, length: int) -> Example:
         """Return the first `length` tokens."""
         return Example(self.tokens[:length], self.mask[:length], self.kinds[:length])

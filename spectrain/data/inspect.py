@@ -1,5 +1,6 @@
-"""`spectrain data inspect`: prints one conversation as the trainer reads it, supervised tokens in colour."""
+"""`spectrain data inspect`: prints one conversation as the trainer reads it, with a colour for each kind of token."""
 
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console
@@ -8,27 +9,26 @@ from rich.text import Text
 from spectrain.config.build import GroupSpec
 from spectrain.errors import UserError
 
-from .chat import tokenize_conversation
+from .chat import Example, tokenize_conversation
+from .messages import Conversation
+from .readers import ConversationReader
+
+STYLES = {"content": "green", "reasoning": "cyan", "tool_calls": "magenta", "context": "dim"}
 
 
 def inspect_command(target: GroupSpec, data: GroupSpec, index: int) -> None:
     """Print one conversation, then a summary of the whole data set."""
-    reader = data.build()
-    conversations = reader.load_conversations()
-    if not 0 <= index < len(conversations):
-        raise UserError(f"index={index}: the data holds {len(conversations)} conversations; use 0 to {len(conversations) - 1}")
+    reader: ConversationReader = data.build()
+    source, conversation = select_conversation(reader, index)
     model: Any = target.build()
-    template = reader.apply_arguments(model.template)
-    tokenizer = model.tokenizer
+    template = source.apply_arguments(model.template)
     console = Console(highlight=False)
-    for number, example in enumerate(tokenize_conversation(template, conversations[index], model.vision, reader.train_on)):
+    console.print(format_legend())
+    for number, example in enumerate(tokenize_conversation(template, conversation, model.vision, source.train_on)):
         if number:
             console.rule("the next assistant turn is an example of its own")
-        text = Text()
-        for token, supervised in zip(example.tokens, example.mask):
-            text.append(tokenizer.decode([token]), style="bold green" if supervised else "dim")
-        console.print(text)
-        console.print(f"[bold green]{sum(example.mask)} supervised[/] of {len(example.tokens)} tokens")
+        console.print(format_example(example, model.tokenizer))
+        console.print(f"[bold]{sum(example.mask)} supervised[/] of {len(example.tokens)} tokens")
     dataset = reader.make_dataset(model.template, model.vision)
     console.rule(f"{reader.name}")
     console.print(
@@ -37,3 +37,34 @@ def inspect_command(target: GroupSpec, data: GroupSpec, index: int) -> None:
         f"{dataset.num_dropped} dropped, "
         f"{reader.num_left_out} unusable conversations left out"
     )
+
+
+def select_conversation(reader: ConversationReader, index: int) -> tuple[ConversationReader, Conversation | Example]:
+    """Return the conversation of this number, counted over all sources, and the reader of its source."""
+    conversations = reader.load_conversations()
+    if not 0 <= index < len(conversations):
+        raise UserError(f"index={index}: the data holds {len(conversations)} conversations; use 0 to {len(conversations) - 1}")
+    sources = [source.reader for source in reader.list_sources() for _ in source.reader.load_conversations()]
+    return sources[index], conversations[index]
+
+
+def format_legend() -> Text:
+    """Return the names of the kinds in their colours."""
+    legend = Text()
+    for kind, style in STYLES.items():
+        legend.append(kind.replace("_", " "), style=style).append("  ")
+    return legend.append("generated, without loss", style="underline")
+
+
+def format_example(example: Example, tokenizer: Any) -> Text:
+    """Return the text of an example, coloured by kind; what is generated and carries no loss is underlined."""
+    text = Text()
+    for style, pairs in groupby(zip(example.tokens, token_styles(example)), key=lambda pair: pair[1]):
+        text.append(tokenizer.decode([token for token, _ in pairs], clean_up_tokenization_spaces=False), style=style)
+    return text
+
+
+def token_styles(example: Example) -> list[str]:
+    """Return the style of each token."""
+    pairs = zip(example.kind_names, example.mask)
+    return [STYLES[kind] + " underline" * (kind != "context" and not loss) for kind, loss in pairs]

@@ -22,7 +22,7 @@ from spectrain.models.images import ImageProcessor
 from .chat import Example
 from .dataset import Dataset
 from .messages import Conversation
-from .readers import ConversationReader
+from .readers import ConversationReader, DataSource
 
 # Choices that are no source of a mixture, and why.
 REFUSED = {
@@ -77,8 +77,8 @@ class MixReader(ConversationReader):
         names = [reader.name for reader in self.readers]
         return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names)]
 
-    def list_readers(self) -> list[ConversationReader]:
-        return self.readers
+    def list_sources(self) -> list[DataSource]:
+        return list(map(DataSource, self.source_names, self.weights, self.readers))
 
     def num_bytes(self) -> float:
         return sum(reader.num_bytes() for reader in self.readers)

@@ -125,9 +125,9 @@ class ConversationReader(ABC):
             raise error
         self.row_errors.append(error)
 
-    def list_readers(self) -> list[ConversationReader]:
-        """Return the readers of the sources: this one, or those of a mixture."""
-        return [self]
+    def list_sources(self) -> list[DataSource]:
+        """Return the sources with their readers: this one, or those of a mixture."""
+        return [DataSource(self.name, 1.0, self)]
 
     def describe_omissions(self) -> str:
         """Describe how many rows and duplicates were left out; empty where there are none."""
@@ -146,6 +146,15 @@ class ConversationReader(ABC):
     def make_dataset(self, template: ChatTemplate, vision: ImageProcessor | None = None) -> Dataset:
         """Tokenize the conversations for training; `vision` processes the images."""
         return Dataset.from_data(self, self.apply_arguments(template), vision)
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """A source, and how often its conversations are seen in an epoch."""
+
+    name: str
+    weight: float
+    reader: ConversationReader
 
 
 @dataclass
@@ -269,8 +278,10 @@ class ShareGptReader(ConversationReader):
         for number, row in enumerate(iterate_json_array(path)):
             try:
                 yield parse_conversation(row, f"{path.name}, conversation {number}", unread=self.unread)
-            except UserError:
+            except UserError as error:
                 self.num_left_out += 1
+                if self.row_errors is not None:
+                    self.row_errors.append(error)
 
 
 def iterate_json_array(path: Path) -> Iterator[Any]:

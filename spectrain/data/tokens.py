@@ -31,11 +31,7 @@ class TokensReader(FileReader):
         size = len(template.tokenizer)
         examples: list[Any] = self.load_conversations()
         for number, example in enumerate(examples, 1):
-            if (largest := max(example.tokens)) >= size:
-                raise UserError(
-                    f"data.path={self.path}: sequence {number} holds the token id {largest}, and the target's tokenizer has "
-                    f"{size} tokens; tokenize the data with the target's own tokenizer"
-                )
+            check_vocabulary(example, size, f"data.path={self.path}: sequence {number}")
         return super().make_dataset(template, vision)
 
 
@@ -45,6 +41,15 @@ class PreparedReader(TokensReader):
 
     # Number of tokens at which a sequence is cut.
     max_length: int = field(default=1_000_000, kw_only=True)
+
+
+def check_vocabulary(example: Example, size: int, location: str) -> None:
+    """Raise a UserError if a token id is not below the size of the target's vocabulary."""
+    if (largest := max(example.tokens)) >= size:
+        raise UserError(
+            f"{location} holds the token id {largest}, and the target's tokenizer has {size} tokens; tokenize the data with "
+            "the target's own tokenizer"
+        )
 
 
 def parse_tokens(row: Any, location: str) -> Example:

@@ -104,7 +104,7 @@ def test_values_are_those_that_a_type_lists() -> None:
 
 def test_words_of_other_commands(place: Path) -> None:
     """Subcommands, shells, recipes, flags, formats and files."""
-    assert offered("data", "") == ["index", "inspect", "regenerate", "store", "verify"]
+    assert offered("data", "") == ["audit", "index", "inspect", "regenerate", "store", "verify"]
     assert offered("completion", "") == sorted(SHELL_SCRIPTS)
     assert offered("recipes", "ea") == ["eagle1", "eagle3"]
     assert offered("doctor", "--") == ["--help", "--json"]

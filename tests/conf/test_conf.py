@@ -175,6 +175,12 @@ def test_inspect_composes() -> None:
     assert checked["index"] == 0 and isinstance(checked["data"].build(), ConversationReader)
 
 
+def test_audit_composes() -> None:
+    """The configuration of `data audit` passes its check."""
+    checked = read_settings(composed("audit", "target=tiny", "eval.prompts=x.jsonl"), ("target", "data", "eval", "json"))
+    assert checked["json"] is False and checked["eval"].get("prompts") == "x.jsonl"
+
+
 def test_regenerate_composes() -> None:
     """The configuration of `data regenerate` passes its check and names its settings."""
     config = composed("regenerate", "target=tiny", "out=DIR", "++sampling.temperature=0", "++regenerate.turns=first")
