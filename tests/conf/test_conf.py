@@ -177,7 +177,7 @@ def test_inspect_composes() -> None:
 
 def test_audit_composes() -> None:
     """The configuration of `data audit` passes its check."""
-    checked = read_settings(composed("audit", "target=tiny", "eval.prompts=x.jsonl"), ("target", "data", "eval", "json"))
+    checked = read_settings(composed("audit", "target=tiny", "++eval.prompts=x.jsonl"), ("target", "data", "eval", "json"))
     assert checked["json"] is False and checked["eval"].get("prompts") == "x.jsonl"
 
 
