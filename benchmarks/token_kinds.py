@@ -121,9 +121,10 @@ def train_target(folder: Path, rows: dict[str, list[dict[str, Any]]], steps: int
 
 
 def main(folder: Path, steps: int, drafter_steps: int) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    target = train_target(folder, make_rows(folder), steps)
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = make_rows(folder)
+    # A target that an earlier call trained is used again.
+    target = folder / "target" if (folder / "target" / "config.json").exists() else train_target(folder, rows, steps)
     results = {}
     for name in ("all", "chat"):
         settings: dict[str, Any] = {
@@ -132,6 +133,7 @@ def main(folder: Path, steps: int, drafter_steps: int) -> None:
             "trainer.max_steps": drafter_steps, "eval.prompts": folder / "prompts.jsonl", "eval.max_new_tokens": 48,
             "eval.repeats": 1, "eval.name": "kinds", "tree": "chain",
         }  # fmt: skip
+        shutil.rmtree(folder / f"run-{name}", ignore_errors=True)
         run = train("eagle3", folder / f"run-{name}", **settings)
         summary = json.loads((run / "eval" / "kinds" / "summary.json").read_text())
         results[name] = {key: summary.get(key) for key in ("acceptance_length", "by_kind", "by_position", "by_category")}
