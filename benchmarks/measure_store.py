@@ -67,7 +67,7 @@ def main() -> None:
     options = parser.parse_args()
     work = options.work.absolute()
     target = load_tiny()
-    data = Dataset.from_data(EmbeddedReader(limit=160, max_length=512), target.template)
+    data = EmbeddedReader(limit=160, max_length=512).make_dataset(target.template)
     rows: list[dict[str, Any]] = [
         {"features": "live", "trainings": [trained(work / f"live-{s}", s, ["source=live"]) for s in range(options.seeds)]}
     ]

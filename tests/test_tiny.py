@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from spectrain.data.chat import tokenize_prompt
-from spectrain.data.dataset import Dataset
 from spectrain.data.readers import EmbeddedReader
 from spectrain.decoding.acceptance import Greedy, Match
 from spectrain.decoding.loop import decode
@@ -56,5 +55,5 @@ def test_copying_does_not_explain_it(tiny: Target, prompts: list[list[int]]) -> 
 def test_an_untrained_drafter_knows_nothing(tiny: Target, prompts: list[list[int]]) -> None:
     """EAGLE-3 before its first step accepts fewer than 1.2 tokens a forward, even with a tree."""
     drafter = Eagle3(tiny, ttt_steps=3).eval()
-    drafter.prepare(tiny, Dataset.from_data(EmbeddedReader(limit=50), tiny.template).token_counts(tiny.head.vocab_size))
+    drafter.prepare(tiny, EmbeddedReader(limit=50).make_dataset(tiny.template).token_counts(tiny.head.vocab_size))
     assert acceptance(tiny, prompts, drafter, Eagle2(depth=5, budget=16, top_k=4)) < 1.2

@@ -8,22 +8,17 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from random import Random
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from spectrain.errors import UserError
 from spectrain.models.chat_template import KINDS, ChatTemplate, Kind
 from spectrain.models.images import ImageProcessor, has_complete_images
 
 from .chat import Example, tokenize_conversation
 from .messages import Conversation
-
-if TYPE_CHECKING:
-    from .readers import ConversationReader
 
 # The state of a stream of batches in a checkpoint.
 StreamState = dict[str, Any]
@@ -65,33 +60,6 @@ class Dataset:
 
     # Whether the examples are only a sample of the training data.
     is_sample: ClassVar[bool] = False
-
-    @classmethod
-    def from_data(cls, data: ConversationReader, template: ChatTemplate, vision: ImageProcessor | None = None) -> Dataset:
-        """Tokenize every conversation of `data`; `vision` processes the images."""
-        conversations = data.load_conversations()
-        unread = data.unread.copy()
-        every = [
-            make_examples(template, conversation, data.max_length, vision, data.train_on, unread)
-            for conversation in conversations
-        ]
-        tokenized = [result for result in every if not is_too_short(result[0], data.min_length)]
-        if not tokenized:
-            raise UserError(f"data.min_length={data.min_length}: every conversation is shorter; lower it")
-        examples, held_out = split_held_out([conversation_examples for conversation_examples, _, _ in tokenized], data.held_out)
-        if not examples:
-            raise UserError(f"data.max_length={data.max_length}: it cuts off every answer; raise it")
-        cut, dropped = sum(cut for _, cut, _ in tokenized), sum(none for _, _, none in tokenized)
-        return cls(
-            examples,
-            len(tokenized),
-            cut,
-            dropped,
-            num_short=len(every) - len(tokenized),
-            held_out=held_out,
-            extra_texts=partial(data.extra_texts, template.tokenizer),
-            unread=unread,
-        )
 
     @property
     def num_tokens(self) -> int:

@@ -236,8 +236,10 @@ def check_tool_calls(messages: list[Message], location: str) -> None:
         if answered is None and any(identifier is not None for identifier in pending):
             raise UserError(f"{location}: message {number}: a tool's result has no tool_call_id; name the call that it answers")
         if answered not in pending:
-            known = "was answered already" if answered in identifiers else "no call before it has"
-            raise UserError(f"{location}: message {number}: its tool_call_id {answered} {known}; name a call without a result")
+            problem = "was answered already" if answered in identifiers else "no call before it has"
+            raise UserError(
+                f"{location}: message {number}: its tool_call_id {answered} {problem}; name a call without a result"
+            )
         pending.remove(answered)
 
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from spectrain.errors import UserError, first_line
 from spectrain.models.chat_template import ChatTemplate, Kind
 from spectrain.models.images import ImageProcessor
 
-from .dataset import Dataset
+from .dataset import Dataset, is_too_short, make_examples, split_held_out
 from .files import FileRow, list_files, read_rows
 from .hygiene import DuplicateIndex, DuplicateMode
 from .messages import Conversation, parse_conversation
@@ -145,7 +145,28 @@ class ConversationReader(ABC):
 
     def make_dataset(self, template: ChatTemplate, vision: ImageProcessor | None = None) -> Dataset:
         """Tokenize the conversations for training; `vision` processes the images."""
-        return Dataset.from_data(self, self.apply_arguments(template), vision)
+        template, conversations = self.apply_arguments(template), self.load_conversations()
+        unread = self.unread.copy()
+        every = [
+            make_examples(template, conversation, self.max_length, vision, self.train_on, unread)
+            for conversation in conversations
+        ]
+        tokenized = [result for result in every if not is_too_short(result[0], self.min_length)]
+        if not tokenized:
+            raise UserError(f"data.min_length={self.min_length}: every conversation is shorter; lower it")
+        examples, held_out = split_held_out([group for group, _, _ in tokenized], self.held_out)
+        if not examples:
+            raise UserError(f"data.max_length={self.max_length}: it cuts off every answer; raise it")
+        return Dataset(
+            examples,
+            len(tokenized),
+            sum(cut for _, cut, _ in tokenized),
+            sum(dropped for _, _, dropped in tokenized),
+            num_short=len(every) - len(tokenized),
+            held_out=held_out,
+            extra_texts=partial(self.extra_texts, template.tokenizer),
+            unread=unread,
+        )
 
 
 @dataclass(frozen=True)

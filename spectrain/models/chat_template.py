@@ -242,14 +242,14 @@ class ChatTemplate:
             return self._probe([question, answer, *following], [PROBE_TOOL] if "tool_calls" in fields else None)
 
         # Before a later question, templates render an answer without an empty block of reasoning.
-        plain = _between(render_answer({"role": "user", "content": "Another question"}), QUESTION, ANSWER)
-        plain = plain or _between(render_answer(), QUESTION, ANSWER)
+        plain = _text_between(render_answer({"role": "user", "content": "Another question"}), QUESTION, ANSWER)
+        plain = plain or _text_between(render_answer(), QUESTION, ANSWER)
         thoughtful = render_answer(reasoning_content=THOUGHT)
-        to_thought, to_answer = _between(thoughtful, QUESTION, THOUGHT), _between(thoughtful, THOUGHT, ANSWER)
+        to_thought, to_answer = _text_between(thoughtful, QUESTION, THOUGHT), _text_between(thoughtful, THOUGHT, ANSWER)
         calling = render_answer(tool_calls=[PROBE_CALL])
-        to_call = _between(calling, ANSWER, TOOL)
+        to_call = _text_between(calling, ANSWER, TOOL)
         calling_at_once = render_answer(tool_calls=[PROBE_CALL], reasoning_content=THOUGHT, content=None)
-        thought_to_call = _between(calling_at_once, THOUGHT, TOOL)
+        thought_to_call = _text_between(calling_at_once, THOUGHT, TOOL)
 
         reasoning = _new_tag(to_thought, plain, last=True) or _remainder(to_thought, plain)
         content = _new_tag(to_answer, to_thought, last=True) or _remainder(to_answer, thought_to_call)
@@ -260,7 +260,7 @@ class ChatTemplate:
         elif thought_to_call:
             tool_calls = _new_tag(thought_to_call, plain + to_thought + to_answer) or _remainder(thought_to_call, to_answer)
         else:
-            bare = _between(render_answer(tool_calls=[PROBE_CALL], content=None), QUESTION, TOOL)
+            bare = _text_between(render_answer(tool_calls=[PROBE_CALL], content=None), QUESTION, TOOL)
             tool_calls = _new_tag(bare, plain) or _remainder(bare, plain)
         return Markers(reasoning, content, tool_calls)
 
@@ -276,11 +276,11 @@ def _with_json_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
-def _between(text: str, first: str, second: str) -> str:
+def _text_between(text: str, first: str, second: str) -> str:
     """Return what stands between two strings; empty where they do not follow each other."""
     before, _, rest = text.rpartition(first)
-    inner, found_second, _ = rest.partition(second)
-    return inner if found_second and (before or text.startswith(first)) else ""
+    inner, has_second, _ = rest.partition(second)
+    return inner if has_second and (before or text.startswith(first)) else ""
 
 
 def _new_tag(text: str, other: str, last: bool = False) -> str | None:

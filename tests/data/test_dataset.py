@@ -138,7 +138,7 @@ def test_cut_and_dropped_are_counted(tokenizer: PreTrainedTokenizerBase) -> None
     """An example over max_length is cut, and dropped where nothing of its answer is left."""
     late = [{"role": "user", "content": "long question " * 40}, {"role": "assistant", "content": "Yes."}]
     rows = [chat("Hello!"), chat("word " * 100), late]
-    dataset = Dataset.from_data(Fixed(rows, max_length=32), ChatTemplate(tokenizer))
+    dataset = Fixed(rows, max_length=32).make_dataset(ChatTemplate(tokenizer))
     assert (dataset.num_conversations, dataset.num_cut, dataset.num_dropped) == (3, 2, 1)
     (short,), (long,) = (tokenize_conversation(ChatTemplate(tokenizer), row) for row in rows[:2])
     assert dataset.examples == [short, long.cut(32)]
@@ -150,7 +150,7 @@ def test_data_that_is_all_cut_away_stops(tokenizer: PreTrainedTokenizerBase) -> 
     """The message names the setting that cut every answer off."""
     rows = [[{"role": "user", "content": "long question " * 40}, {"role": "assistant", "content": "Yes."}]]
     with pytest.raises(UserError, match=r"data\.max_length=8"):
-        Dataset.from_data(Fixed(rows, max_length=8), ChatTemplate(tokenizer))
+        Fixed(rows, max_length=8).make_dataset(ChatTemplate(tokenizer))
 
 
 def test_fingerprint_sees_every_token_and_mask() -> None:

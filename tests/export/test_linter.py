@@ -12,7 +12,6 @@ from torch import Tensor
 
 from spectrain.cli import main as cli
 from spectrain.config.spec import RunSpec
-from spectrain.data.dataset import Dataset
 from spectrain.data.readers import EmbeddedReader
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
@@ -236,7 +235,7 @@ UNREAD_BY_VLLM: dict[str, dict[str, set[str]]] = {
 
 def trained(directory: Path, tiny: Target, drafter: Drafter, name: str, steps: int, **options: Any) -> Path:
     """A drafter that has learnt something, as training saves it."""
-    dataset = Dataset.from_data(EmbeddedReader(limit=steps), tiny.template)
+    dataset = EmbeddedReader(limit=steps).make_dataset(tiny.template)
     drafter.prepare(tiny, dataset.token_counts(tiny.head.vocab_size))
     Trainer(lr=3e-3, max_steps=steps, batch_tokens=1024).fit(drafter, tiny, dataset, LiveSource(), directory / "fit")
     save_drafter(directory / "drafter", drafter, RunSpec.from_nodes(settings_for(name, **options)))

@@ -12,7 +12,6 @@ from hydra import compose, initialize_config_module
 from safetensors.torch import save_file
 
 from spectrain.config.spec import RunSpec
-from spectrain.data.dataset import Dataset
 from spectrain.data.readers import EmbeddedReader
 from spectrain.errors import RunError, UserError
 from spectrain.features.base import BatchRequest
@@ -140,7 +139,7 @@ def test_unstorable_data_is_refused(tmp_path: Path, tiny: Target) -> None:
         capture_features(
             composed("recipe=gated_lora", "target=tiny", "data.limit=2", "source=store", f"source.path={tmp_path}")
         )
-    example = Dataset.from_data(EmbeddedReader(limit=1, max_length=128), tiny.template).examples[0]
+    example = EmbeddedReader(limit=1, max_length=128).make_dataset(tiny.template).examples[0]
     tokens = torch.tensor(example.tokens)
     states = tiny.features(tokens[None], (2, 4, 5, 8)).hidden[0].contiguous()
     (tmp_path / "hidden_states").mkdir()
@@ -158,7 +157,7 @@ def test_two_thousand_conversations(tmp_path: Path) -> None:
     store = FeatureStore(tmp_path)
     sequences = len(store.shard_names)
     assert sequences > 2000
-    dataset = Dataset.from_data(composed(*settings).data.build(), composed(*settings).target.build().template)
+    dataset = composed(*settings).data.build().make_dataset(composed(*settings).target.build().template)
     sample = dataset.examples[::8]
     before = [store.read_states(example, store.layers, torch.empty(0)) for example in sample]
     files = sorted(tmp_path.glob("*.safetensors"))

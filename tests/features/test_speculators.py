@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import save_file
 
 from spectrain.data.chat import Example
-from spectrain.data.dataset import Dataset
 from spectrain.data.tokens import PreparedReader
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
@@ -81,7 +80,7 @@ def test_a_speculators_folder_trains_a_drafter(tiny: Target, tmp_path: Path, mon
     cached(tmp_path, tiny, rows)
     columns = [{"input_ids": e.tokens, "loss_mask": list(map(int, e.mask)), "seq_len": len(e.tokens)} for e in rows]
     datasets.Dataset.from_list(columns).with_format("torch").save_to_disk(tmp_path)
-    dataset = Dataset.from_data(PreparedReader(str(tmp_path)), tiny.template)
+    dataset = PreparedReader(str(tmp_path)).make_dataset(tiny.template)
     assert dataset.examples == rows
     source, made = StoredSource(str(tmp_path), capture=False), drafter(tiny)
     prepare(source, made, tiny, dataset.examples)

@@ -61,7 +61,7 @@ def planned(*overrides: str, device: str = "auto") -> dict[str, Any]:
 def ready(spec: RunSpec, run: Path) -> tuple[Callable[[], None], int]:
     """A training as `spectrain train` starts it, and the bytes of all weights before its first step."""
     target = spec.target.build()
-    dataset = Dataset.from_data(spec.data.build(), target.template)
+    dataset = spec.data.build().make_dataset(target.template)
     drafter = init_drafter(spec, target, dataset)
     target.pack_weights()
     held = bytes_of([*target.parameters(), *drafter.parameters(), *drafter.buffers(), *drafter_copies(drafter)])

@@ -17,7 +17,6 @@ from hydra import compose, initialize_config_module
 from spectrain.config.build import build
 from spectrain.config.spec import RunSpec, read_run
 from spectrain.data.chat import tokenize_prompt
-from spectrain.data.dataset import Dataset
 from spectrain.data.messages import Conversation
 from spectrain.data.readers import ConversationReader, EmbeddedReader, JsonlReader
 from spectrain.data.shards import Row, Shard, ShardSet
@@ -172,7 +171,7 @@ def test_a_run_drafts_and_names_its_target(tmp_path: Path, tiny: Target, whole: 
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         began = compose("train", overrides=["recipe=eagle3", "target=tiny"])
     drafter = build(began.drafter, target=tiny)
-    drafter.prepare(tiny, Dataset.from_data(EmbeddedReader(limit=LIMIT), tiny.template).token_counts(tiny.head.vocab_size))
+    drafter.prepare(tiny, EmbeddedReader(limit=LIMIT).make_dataset(tiny.template).token_counts(tiny.head.vocab_size))
     save_drafter(tmp_path / "drafter", drafter, RunSpec.from_nodes(began))
     settings = ["++sampling.max_new_tokens=6", "++sampling.seed=3", "++regenerate.shard_size=4", f"++data.limit={LIMIT}"]
     command(f"++run={tmp_path / 'drafter'}", f"++out={tmp_path / 'out'}", *settings)
@@ -376,7 +375,7 @@ def test_result_is_data(tiny: Target, whole: Path) -> None:
     """data=jsonl data.path=DIR trains on it: every conversation, in its order, with the target's answers supervised."""
     data = JsonlReader(str(whole))
     assert [chat.messages for chat in data.load_conversations()] == [row.messages for row in rows(whole).values()]
-    dataset = Dataset.from_data(data, tiny.template)
+    dataset = data.make_dataset(tiny.template)
     assert dataset.num_conversations == LIMIT and dataset.num_supervised > 0
 
 
