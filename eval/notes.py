@@ -55,12 +55,6 @@ def explain_numbers(summary: Summary) -> Iterator[str]:
     yield from _explain_forced(summary.get("forced"))
     if (rules := summary.get("rules")) and rules["better"] == "recursive":
         yield describe_rules(rules, is_used=summary["tree"]["children"] != "deterministic")
-    if traffic := summary.get("traffic"):
-        parts = ", ".join(f"{name} {sum(traffic[name].values()) / 1e6:.2f}" for name in ("draft", "verify", "autoregressive"))
-        yield (
-            f"Megabytes read per token after {traffic['prompt_tokens']} tokens: {parts}. A round reads {traffic['ratio']:.2f} "
-            "times what autoregressive decoding reads."
-        )
     yield from _explain_bounds(limits)
     for name, entry in summary.get("transformers", {}).items():
         yield (

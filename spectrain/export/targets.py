@@ -21,7 +21,6 @@ from spectrain.models.sharding import select_auto_class
 from spectrain.models.target import Target
 
 LOADERS = {"tiny": "spectrain.models.loading.load_tiny", "smollm2": "spectrain.models.loading.load_smollm2"}
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 
 
 class TargetFiles:

@@ -3,12 +3,11 @@
 from .base import Rollout, TreeBuilder
 from .chain import Chain
 from .dynamic import Eagle2
-from .fixed import Cartesian, Static
+from .fixed import Static
 from .measured import Auto
 
 __all__ = [
     "Auto",
-    "Cartesian",
     "Chain",
     "Eagle2",
     "Rollout",

@@ -22,6 +22,7 @@ from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState, stage_at
 from spectrain.drafters.medusa import Medusa
 from spectrain.errors import UserError
+from spectrain.experimental.cartesian.builder import Cartesian
 from spectrain.experimental.cast.builder import Cast
 from spectrain.experimental.dyspec.builder import DySpec
 from spectrain.experimental.entropy_tree.builder import Entropy
@@ -35,7 +36,7 @@ from spectrain.models.loading import load_hf
 from spectrain.models.target import Target
 from spectrain.training.checkpoints import select_trained_groups
 from spectrain.training.trainer import Trainer
-from spectrain.trees import Auto, Cartesian, Chain, Eagle2, Static, TreeBuilder
+from spectrain.trees import Auto, Chain, Eagle2, Static, TreeBuilder
 from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import TokenTree
 from tests.decoding.rounds import begun, proposed

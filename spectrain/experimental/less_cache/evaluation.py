@@ -3,7 +3,7 @@
 Where memory bandwidth is the limit, time is bytes: tokens a round show how much more a byte yields, on any machine.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from spectrain.decoding.acceptance import AcceptanceRule
@@ -11,6 +11,7 @@ from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
 from spectrain.eval.extensions import EvalExtension, Results
+from spectrain.eval.notes import EXTENSION_NOTES
 from spectrain.models.target import Target
 from spectrain.trees import TreeBuilder
 
@@ -77,3 +78,15 @@ class Traffic(EvalExtension):
         prompt = results.turns[first.name][0].drafted.prompt
         traffic = count_traffic(candidate.target, candidate.drafter, candidate.builder, candidate.rule, prompt)
         return {} if traffic is None else {"traffic": traffic}
+
+
+def describe_traffic(traffic: dict[str, Any]) -> Iterator[str]:
+    """Say how many bytes decoding reads per token."""
+    parts = ", ".join(f"{name} {sum(traffic[name].values()) / 1e6:.2f}" for name in ("draft", "verify", "autoregressive"))
+    yield (
+        f"Megabytes read per token after {traffic['prompt_tokens']} tokens: {parts}. A round reads {traffic['ratio']:.2f} "
+        "times what autoregressive decoding reads."
+    )
+
+
+EXTENSION_NOTES["traffic"] = describe_traffic
