@@ -11,10 +11,11 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from spectrain.data.chat import tokenize_prompt
+from spectrain.data.chat import list_unrendered, render_chat, tokenize_prompt
 from spectrain.data.images import MessageContent, RowImages, content_text
 from spectrain.data.messages import (
     MAX_TURNS,
+    MESSAGE_KEYS,
     Conversation,
     check_text,
     check_tool_calls,
@@ -119,6 +120,13 @@ class Prompt:
         """Return the conversation up to the next answer in the form that the target takes."""
         return (self.continue_with if target.template.exists or not self.is_simple else self.continue_as_text)(answers)
 
+    def list_unrendered(self, target: Target) -> list[str]:
+        """List what the opening says and the target's chat template does not render."""
+        if self.is_simple or self.context.text is not None:
+            return []
+        opening = self.opening
+        return list_unrendered(target.template, opening, [render_chat(target.template, opening, for_generation=True)])
+
     def tokenize_for(self, target: Target, answers: Sequence[TurnAnswer] = ()) -> list[int]:
         """Return the tokens after which the target's next answer begins."""
         return tokenize_prompt(target.template, self.conversation_for(target, answers), target.vision)
@@ -126,7 +134,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts to use, their ids distinct, and how many were `skipped` ("empty") or cut ("empty turn")."""
+    """The prompts to use, their ids distinct, and how many were `skipped` ("empty") or cut ("empty turn").
+
+    `skipped` also counts the keys of messages that nothing reads.
+    """
 
     prompts: list[Prompt]
     skipped: dict[str, int]
@@ -146,6 +157,7 @@ def read_prompts(source: str | None, limit: int | None = None, categories: list[
     image_folder = None if source is None else Path(source).expanduser().parent
     for number, row in rows:
         prompt = _parse_row(row, str(number), source if source in NAMES else "all", f"{row_name} {number}", image_folder)
+        unread = {key for message in prompt.before for key in message.keys() - MESSAGE_KEYS}
         name = _make_unique(prompt.id, ids)
         present[prompt.category] = None
         if categories is not None and prompt.category not in categories:
@@ -156,6 +168,7 @@ def read_prompts(source: str | None, limit: int | None = None, categories: list[
             skipped["empty" if is_empty else "empty turn"] += 1
         if not is_empty:
             prompts.append(replace(prompt, id=name, turns=turns))
+            skipped.update(f"key {key!r} of a message" for key in sorted(unread))
     if present and categories is not None and (not categories or set(categories) - set(present)):
         names = ", ".join(present)
         raise UserError(f"eval.categories={categories}: choose from those of {source or 'the held-out set'}: {names}")

@@ -5,6 +5,7 @@ kernels, same cache, same stop handling. The reference of the lossless check is 
 """
 
 import json
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ class Evaluation(EvalSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         prompts = read_prompts(self.prompts, self.limit, self.categories)
-        self.chosen, self.skipped = prompts.prompts, dict(prompts.skipped)
+        self.chosen, self.skipped = prompts.prompts, Counter(prompts.skipped)
         if self.execute:
             check_execution(list(self._references.values()))
 
@@ -80,6 +81,7 @@ class Evaluation(EvalSettings):
         if len(fitting) < len(self.chosen):
             self.skipped["too long"] = len(self.chosen) - len(fitting)
             self.chosen = fitting
+        self.skipped |= Counter(reason for prompt in self.chosen for reason in prompt.list_unrendered(target))
 
     def extensions(self) -> list[EvalExtension]:
         """Return what is decoded, checked and written in addition to the drafter."""

@@ -10,6 +10,7 @@ import pytest
 from spectrain.data.chat import render_chat, tokenize_prompt
 from spectrain.errors import UserError
 from spectrain.eval.prompts import TurnAnswer, read_prompts
+from spectrain.eval.run import Evaluation
 from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
@@ -60,8 +61,6 @@ def test_plain_text_is_continued_without_a_template(base: Target, tmp_path: Path
 
 def test_trees_are_calibrated_without_a_template(base: Target, tmp_path: Path) -> None:
     """The conversations that ship are plain text to a target without a chat template."""
-    from spectrain.eval.run import Evaluation
-
     prompts = Evaluation(calibration_limit=2)._calibration_prompts(base)
     assert len(prompts) == 2 and all(prompts)
 
@@ -106,6 +105,22 @@ def test_tools_stay_with_later_turns(tmp_path: Path) -> None:
     assert (later.messages, later.tools, later.template_arguments) == (messages, [TOOL], {"enable_thinking": False})
     prompt_ids = tokenize_prompt(template, later)
     assert any(prompt_ids[at : at + len(tokens)] == tokens for at in range(len(prompt_ids)))
+
+
+def test_what_nothing_reads_is_counted(shallow: Target, tmp_path: Path) -> None:
+    """Keys of messages that nothing reads, and what the chat template does not render, stand in the summary."""
+    messages = [{"role": "system", "content": "Be short.", "weight": 1}, {"role": "user", "content": "Hi"}]
+    rows = [{"messages": messages, "tools": [TOOL], "chat_template_kwargs": {"depth": 1}}, {"prompt": "Hi"}]
+    path = written(tmp_path, *rows)
+    assert read_prompts(path).skipped == {"key 'weight' of a message": 1}
+    evaluation = Evaluation(prompts=path)
+    for _ in range(2):  # a comparison checks the prompts for each recipe
+        evaluation.check_prompts(shallow)
+    assert evaluation.skipped == {
+        "key 'weight' of a message": 1,
+        "tools of a row, which the chat template does not render": 1,
+        "template argument 'depth' of a row, which the chat template does not read": 1,
+    }
 
 
 @pytest.mark.parametrize(
