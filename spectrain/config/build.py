@@ -111,7 +111,14 @@ class GroupSpec:
     def load_constructor(self) -> Any:
         """Import the class or the function that the choice constructs; a yaml must name it."""
         find_group(self.path)
-        return _import_name(self.path)
+        module, _, name = self.path.rpartition(".")
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise UserError(
+                f"{self.group}={self.choice}: {self.path} cannot be imported ({error}); PYTHONPATH must name the folder of its "
+                "module"
+            ) from error
 
     def build(self, **runtime: Any) -> Any:
         """Construct what the choice names, after a check of the settings; return None for an empty group."""
@@ -136,18 +143,6 @@ def find_config_type(constructor: Any) -> Any:
     """Return the dataclass that a constructor takes as `config`, which holds its settings; None if it takes them directly."""
     parameter = inspect.signature(constructor).parameters.get("config")
     return None if parameter is None else getattr(importlib.import_module(constructor.__module__), parameter.annotation)
-
-
-def _import_name(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        group = find_group(path)
-        raise UserError(
-            f"{group}={find_choice(group, path)}: {path} cannot be imported ({error}); PYTHONPATH must name the folder of its "
-            "module"
-        ) from error
 
 
 def to_containers(value: Any) -> Any:

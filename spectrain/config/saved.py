@@ -99,8 +99,9 @@ def parse_groups(content: Any, path: Path) -> dict[str, Any]:
     }
     check_no_directives(bare, path)
     for group, node in content.items():
-        names = isinstance(node, dict) and ("choice" in node or "_target_" in node)
-        groups[str(group)] = resolve_choice(str(group), _split_mask_drafters(node), str(path)) if names else node
+        is_choice = isinstance(node, dict) and ("choice" in node or "_target_" in node)
+        current = _split_mask_drafters(node) if is_choice else node
+        groups[str(group)] = resolve_choice(str(group), current, str(path)) if is_choice else current
     return groups
 
 

@@ -1,23 +1,35 @@
 """Training and scoring of the drafter that a configuration names, in its run folder."""
 
+import json
+import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import broadcast_object_list
+
 from spectrain.config.spec import RunSpec
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter
+from spectrain.errors import UserError
 from spectrain.features.base import Source
-from spectrain.files import atomic_write
+from spectrain.files import atomic_write, write_text
 from spectrain.models.target import Target
+from spectrain.provenance import collect_provenance
 from spectrain.training.checkpoints import TrainingResult, checkpoint_step, latest_checkpoint, resume_advice
 from spectrain.training.metrics import Tracker, read_last_step, track_run
 from spectrain.training.trainer import Trainer
 
 from .drafters import apply_init_shape, init_drafter, save_drafter
-from .folder import choose_folder, open_run
 from .score import evaluate, score
+
+# Settings that a resumed run may change, because they change nothing that is learnt.
+CHANGEABLE_KEYS = {
+    "trainer": ("resume", "save_every", "log_every", "keep_checkpoints", "patience", "max_skipped", "gradient_checkpointing",
+                "sharding", "accumulate"),
+    "target": ("device", "sharding", "trust_remote_code"),
+}  # fmt: skip
 
 
 @dataclass
@@ -73,12 +85,11 @@ def train(spec: RunSpec, stack: ExitStack, target: Target | None, dataset: Datas
         return TrainedRun(run, accelerator)
     tracker: Tracker | None = spec.tracker.build() if accelerator.is_main_process else None
     inputs = load_inputs(spec, trainer, target, dataset)
+    checkpoint = latest_checkpoint(run)
     if accelerator.is_main_process:
-        open_run(run, spec, inputs.dataset, inputs.target)
+        open_run(run, spec, inputs.dataset, inputs.target, has_checkpoint=checkpoint is not None)
         print(f"{run}: {inputs.report_lines[0]}", *inputs.report_lines[1:], sep="\n", flush=True)
     accelerator.wait_for_everyone()
-    inputs.target.pack_weights()
-    checkpoint = latest_checkpoint(run)
     step = 0 if checkpoint is None else checkpoint_step(checkpoint)
     tracker = stack.enter_context(track_run(tracker, run, spec.to_nodes(), step=step))
     try:
@@ -110,7 +121,75 @@ def load_inputs(spec: RunSpec, trainer: Trainer, target: Target | None, dataset:
     examples = None if dataset.is_sample else dataset.examples
     report = source.prepare(target, drafter.stages[0].layers, drafter.stages[0].final_reach, examples)
     report_lines = [dataset.summary_line() + data.describe_omissions(), *dataset.unread_lines(), *filter(None, [report])]
+    target.pack_weights()
     return TrainingInputs(trainer, target, dataset, drafter, source, evaluation, report_lines)
+
+
+def choose_folder(spec: RunSpec, accelerator: Any) -> Path:
+    """Return the run folder, the same on every process. A folder with a run in it is accepted only with
+    trainer.resume=auto."""
+    resume = spec.trainer.get("resume") == "auto"
+    if spec.run is None and resume:
+        raise UserError("trainer.resume=auto: say which run to go on with, as in run=runs/NAME")
+    if spec.run is not None:
+        run = Path(spec.run)
+        taken = [(run / "config.yaml").exists()]
+        if accelerator.num_processes > 1:
+            # The first process may write it before another process checks.
+            broadcast_object_list(taken)
+        if not resume and taken[0]:
+            raise UserError(f"run={run}: the folder holds a run already; choose another, or go on with trainer.resume=auto")
+        if run.exists() and not run.is_dir():
+            raise UserError(f"run={run}: this is a file; choose a folder")
+        return run
+    base = Path("runs") / f"{spec.name}-{spec.target_name}"
+    chosen = [base]
+    number = 1
+    while chosen[0].exists():
+        number += 1
+        chosen = [base.with_name(f"{base.name}-{number}")]
+    return broadcast_object_list(chosen)[0] if accelerator.num_processes > 1 else chosen[0]
+
+
+def open_run(run: Path, spec: RunSpec, dataset: Dataset, target: Target, has_checkpoint: bool = False) -> None:
+    """Create the folder with its configuration and provenance; a resumed run keeps its own."""
+    made = not run.exists()
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        if (run / "config.yaml").exists():
+            check_resumable(run, spec, has_checkpoint)
+            return
+        facts = {
+            "data": dataset.provenance_facts(),
+            "target": target.path,
+            "target_name": target.name,
+            **collect_provenance(),
+        }
+        write_text(run / "provenance.json", json.dumps(facts, indent=2) + "\n")
+        write_text(run / "config.yaml", spec.to_yaml())
+    except OSError as error:
+        raise UserError(f"run={run}: the folder cannot be written ({error.strerror}); choose another") from error
+    finally:
+        if made and not (run / "config.yaml").exists():
+            # A full disk leaves an incomplete folder.
+            shutil.rmtree(run, ignore_errors=True)
+
+
+def check_resumable(run: Path, spec: RunSpec, has_checkpoint: bool = True) -> None:
+    """Raise a UserError if a run with a checkpoint began with other settings, or if its config.yaml cannot be read."""
+    before, now = RunSpec.load(run / "config.yaml").save(), spec.save()
+    if not has_checkpoint:
+        return
+    for group in ("target", "drafter", "data", "trainer", "optimizer", "schedule"):
+        free = CHANGEABLE_KEYS.get(group, ())
+        old = {k: v for k, v in before[group].items() if k not in free}
+        new = {k: v for k, v in now[group].items() if k not in free}
+        for key in sorted({*old, *new}):
+            if old.get(key) != new.get(key):
+                name = group if key == "choice" else f"{group}.{key}"
+                raise UserError(
+                    f"{name}={new.get(key)}: the run in {run} began with {old.get(key)}; use that, or another run folder"
+                )
 
 
 def save_trained(inputs: TrainingInputs, spec: RunSpec, run: Path, result: TrainingResult) -> None:

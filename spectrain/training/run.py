@@ -239,7 +239,8 @@ class TrainingRun:
         `sources` names the source of each held-out example of a mixture.
         """
         self.monitor.report_status(self.step, "drafting for what was held out")
-        with nullcontext() if self.averages is None else self.averages.swap_weights(self.named_parameters()):
+        parameters = self.named_parameters()
+        with nullcontext() if self.averages is None else self.averages.swap_weights(parameters):
             metrics = measure_acceptance(self.drafter, self.target, held_out, sources)
             is_best = self.validation_history.add_forecast(self.parallel.all_gather(metrics["forecast"])[0], self.step)
             if is_best and self.trainer.keep_best:
@@ -336,8 +337,9 @@ class TrainingRun:
 
     def finish(self) -> TrainingResult:
         """Restore the full drafter on the main process and the target as an ordinary model; return the result."""
+        parameters = self.named_parameters()
         if self.averages is not None:
-            self.averages.copy_to(self.named_parameters())
+            self.averages.copy_to(parameters)
         self.parallel.restore_tensors()
         best = self.validation_history.best_step if self.trainer.keep_best else 0
         if best and (self.parallel.is_reusable or self.parallel.is_main):

@@ -23,7 +23,7 @@ from spectrain.models.target import Target
 
 from .checkpoints import TrainingResult, checkpoint_path
 from .metrics import MetricsFile, Tracker, TrainingProgress
-from .parallel import connect_processes, make_strategy
+from .parallel import ParallelStrategy, connect_processes, make_strategy
 from .run import TrainingRun
 from .settings import TrainerSettings
 
@@ -87,10 +87,10 @@ class Trainer(TrainerSettings):
         accelerator = self.make_accelerator()
         copies = accelerator.num_processes if target.sharding == "tensor" else 1
         shared = make_strategy(accelerator, self.sharding, copies, self.autocast_dtype(target, accelerator.device))
+        self._validate(drafter, source, shared)
+        self._validate_held_out(shared, dataset)
         job = TrainingRun(self, drafter, target, source, shared, self.num_steps(dataset, shared.num_data_ranks))
         torch.manual_seed(self.seed)
-        self._validate(job)
-        self._validate_held_out(job, dataset)
         begun = job.restore_or_start(run, dataset)
         if shared.is_main:
             how = f"{shared.num_processes} processes, {shared.name}; " if shared.num_processes > 1 else ""
@@ -122,25 +122,25 @@ class Trainer(TrainerSettings):
         """Tell whether a checkpoint is due."""
         return self.save_every is not None and job.step % self.save_every == 0
 
-    def _validate(self, job: TrainingRun) -> None:
+    def _validate(self, drafter: Drafter, source: Source, shared: ParallelStrategy) -> None:
         """Raise a UserError where the drafter family does not support these settings."""
-        if job.source.uses_drafter and not job.parallel.unsharded:
+        if source.uses_drafter and not shared.unsharded:
             raise UserError(
-                f"trainer.sharding={job.parallel.name}: the drafter writes text here, and no process has all of it; use ddp, "
+                f"trainer.sharding={shared.name}: the drafter writes text here, and no process has all of it; use ddp, "
                 "zero2 or source.by=target"
             )
-        if self.optimizer.needs_matrices and not job.parallel.full_parameters:
+        if self.optimizer.needs_matrices and not shared.full_parameters:
             raise UserError(
-                f"optimizer={self.optimizer.name}: with trainer.sharding={job.parallel.name} no process holds a weight as the "
+                f"optimizer={self.optimizer.name}: with trainer.sharding={shared.name} no process holds a weight as the "
                 "matrix that it is; use trainer.sharding=ddp or optimizer=adamw"
             )
-        if self.gradient_checkpointing and adapts_layers(job.drafter):
+        if self.gradient_checkpointing and adapts_layers(drafter):
             raise UserError(
                 "trainer.gradient_checkpointing=true: this family adds to the target's layers while they run, so they cannot "
                 "be run again; leave it out and lower trainer.batch_tokens"
             )
 
-    def _validate_held_out(self, job: TrainingRun, dataset: Dataset) -> None:
+    def _validate_held_out(self, shared: ParallelStrategy, dataset: Dataset) -> None:
         """Raise a UserError where a setting lacks held-out data, a drafter that can draft in training, or full parameters."""
         for key in ("keep_best", "stop_after", "eval_every"):
             value = getattr(self, key)
@@ -148,15 +148,15 @@ class Trainer(TrainerSettings):
                 raise UserError(
                     f"trainer.{key}={value}: nothing is held out to look at; say how much, as in data.held_out=0.02"
                 )
-            if value and not job.parallel.unsharded:
+            if value and not shared.unsharded:
                 raise UserError(
-                    f"trainer.{key}={value}: with trainer.sharding={job.parallel.name} no process can draft "
+                    f"trainer.{key}={value}: with trainer.sharding={shared.name} no process can draft "
                     f"while it trains; use "
                     "ddp or zero2, or leave it out"
                 )
-        if self.ema is not None and not job.parallel.full_parameters:
+        if self.ema is not None and not shared.full_parameters:
             raise UserError(
-                f"trainer.ema={self.ema}: with trainer.sharding={job.parallel.name} no process holds all weights; use ddp, or "
+                f"trainer.ema={self.ema}: with trainer.sharding={shared.name} no process holds all weights; use ddp, or "
                 "leave it out"
             )
 

@@ -69,7 +69,13 @@ def measure_acceptance(
     with evaluation_mode(drafter), torch.random.fork_rng():
         answers = [decode(target, [prompt], Greedy(), ANSWER_TOKENS, drafter, Chain(DRAFT_DEPTH))[0] for prompt in prompts]
         groups = {source: [answer for answer, name in zip(answers, names) if name == source] for source in dict.fromkeys(names)}
-        forced = {source: force_answers(drafter, target, group) for source, group in groups.items()}
+        # With every draft before a token correct.
+        forced = {
+            source: run_teacher_forced(
+                target, drafter, Chain(DRAFT_DEPTH), Greedy(), [answer.prompt for answer in group], ANSWER_TOKENS, group
+            )
+            for source, group in groups.items()
+        }
     result = summarize_acceptance([*forced.values()], answers)
     if sources:
         result["by_source"] = {source: summarize_acceptance([forced[source]], group) for source, group in groups.items()}
@@ -81,12 +87,6 @@ def select_sources(examples: list[Example], max_length: int, sources: Sequence[s
     names = sources or [""] * len(examples)
     fitting = [name for example, name in zip(examples, names) if len(example.prompt) + ANSWER_TOKENS <= max_length]
     return fitting[:MAX_CONVERSATIONS]
-
-
-def force_answers(drafter: Drafter, target: Target, answers: list[Generation]) -> TeacherForcedBuilder:
-    """Draft for answers with every draft correct."""
-    prompts = [answer.prompt for answer in answers]
-    return run_teacher_forced(target, drafter, Chain(DRAFT_DEPTH), Greedy(), prompts, ANSWER_TOKENS, answers)
 
 
 def summarize_acceptance(forced: list[TeacherForcedBuilder], answers: list[Generation]) -> dict[str, Any]:

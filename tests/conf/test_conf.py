@@ -28,7 +28,7 @@ from spectrain.regeneration.sampling import Sampling
 from spectrain.regeneration.writers import AnswerWriter
 from spectrain.runs.defaults import resolve_eval_spec
 from spectrain.training.metrics import Tracker
-from spectrain.training.optimizers import Schedule, UpdateRule
+from spectrain.training.settings import Schedule, UpdateRule
 from spectrain.training.trainer import Trainer
 from spectrain.trees import TreeBuilder
 

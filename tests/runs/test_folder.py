@@ -7,7 +7,7 @@ from hydra import compose, initialize_config_module
 
 from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
-from spectrain.runs.folder import check_resumable
+from spectrain.runs.train import check_resumable
 
 
 def test_a_run_goes_on_under_its_own_settings_only(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from spectrain.export.targets import TargetFiles
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.runs.drafters import load_drafter, save_drafter
-from spectrain.runs.folder import open_run
+from spectrain.runs.train import open_run
 from spectrain.training.checkpoints import resume_advice
 
 NUMBERS = {
@@ -267,7 +267,7 @@ def test_a_run_that_no_disk_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         if place.name == "config.yaml":
             raise UserError(f"{place}: the disk is full")
 
-    monkeypatch.setattr("spectrain.runs.folder.write_text", full)
+    monkeypatch.setattr("spectrain.runs.train.write_text", full)
     either: Any = SimpleNamespace(path="", name="", provenance_facts=dict)  # data and target
     with pytest.raises(UserError, match="the disk is full"):
         open_run(tmp_path / "run", RunSpec(), either, either)

@@ -19,7 +19,7 @@ from spectrain.training import run as job
 from spectrain.training import settings
 from spectrain.training import validation as held_out_look
 from spectrain.training.checkpoints import TrainingResult
-from spectrain.training.optimizers import Muon, Wsd
+from spectrain.training.settings import Muon, Wsd
 from spectrain.training.trainer import Trainer
 
 

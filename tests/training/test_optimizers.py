@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from spectrain.data.dataset import Dataset
 from spectrain.errors import UserError
 from spectrain.training.checkpoints import flatten_optimizer, unflatten_optimizer
-from spectrain.training.optimizers import Constant, Muon, Schedule, Wsd
+from spectrain.training.settings import Constant, Muon, Schedule, Wsd
 from spectrain.training.trainer import Trainer
 
 
@@ -80,17 +80,16 @@ def test_muon_goes_on_from_its_saved_state() -> None:
 @pytest.mark.parametrize("way", ["fsdp2", "zero2", "zero3"])
 def test_muon_is_refused_where_weights_are_in_parts(way: str, tmp_path: Path) -> None:
     """Each way to shard that holds or steps parts says so before the first step."""
-    job: Any = SimpleNamespace(
-        parallel=SimpleNamespace(full_parameters=False, unsharded=True, name=way), source=SimpleNamespace(uses_drafter=False)
-    )
+    shared: Any = SimpleNamespace(full_parameters=False, unsharded=True, name=way)
+    drafter, source = nn.Identity(), SimpleNamespace(uses_drafter=False)
     with pytest.raises(UserError, match=f"optimizer=muon: .*sharding={way}.*use trainer.sharding=ddp or optimizer=adamw"):
-        Trainer(optimizer=Muon())._validate(job)
+        Trainer(optimizer=Muon())._validate(cast(Any, drafter), cast(Any, source), shared)
 
 
 def test_averages_are_refused_where_weights_are_in_parts() -> None:
-    job: Any = SimpleNamespace(parallel=SimpleNamespace(full_parameters=False, unsharded=True, name="zero2"))
+    shared: Any = SimpleNamespace(full_parameters=False, unsharded=True, name="zero2")
     with pytest.raises(UserError, match=r"trainer.ema=0.9: .*sharding=zero2.*use ddp"):
-        Trainer(ema=0.9)._validate_held_out(job, Dataset([], 0, 0, 0))
+        Trainer(ema=0.9)._validate_held_out(shared, Dataset([], 0, 0, 0))
 
 
 @pytest.mark.parametrize(("schedule", "expected"), [

@@ -1,6 +1,7 @@
 """The contract between the trainer and the strategies by which processes share a drafter, and copies as one (DDP)."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +15,10 @@ from spectrain.features.batch import Batch
 from spectrain.models.target import Target
 
 from ..checkpoints import collect_tensors, flatten_optimizer, unflatten_optimizer
-from ..optimizers import OptimizerFactory, ParameterGroups
+
+# Parameter groups of torch.optim: each has `params`.
+ParameterGroups = list[dict[str, Any]]
+OptimizerFactory = Callable[[ParameterGroups], torch.optim.Optimizer]
 
 
 class ParallelStrategy(ABC):

@@ -12,8 +12,7 @@ from spectrain.features.batch import Batch
 from spectrain.models.target import Target
 
 from ..checkpoints import collect_tensors
-from ..optimizers import OptimizerFactory, ParameterGroups
-from .base import ParallelStrategy
+from .base import OptimizerFactory, ParallelStrategy, ParameterGroups
 
 
 class ZeroStrategy(ParallelStrategy):
