@@ -157,6 +157,13 @@ def test_policy_explores_before_it_decides(children: Children) -> None:
     assert result != full and all(short == long[: len(short)] for short, long in zip(result, full))
 
 
+def test_policy_learns_nothing_from_copied_text() -> None:
+    """A round whose drafter extended no rollout has no states; it leaves no episode."""
+    builder = prepared(Policy(3))
+    observed(builder, [2, 0], [1, 0])
+    assert isinstance(builder, Policy) and not builder.episodes
+
+
 def test_policy_decides_with_a_short_memory() -> None:
     """A policy that remembers less than it would first look at decides once its memory is full."""
     builder = prepared(Policy(3, memory=4))

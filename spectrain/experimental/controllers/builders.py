@@ -69,7 +69,7 @@ class AdaptiveChain(LatencyAwareBuilder, Chain):
 
     @abstractmethod
     def learn_row(self, row: int, drafted: int, num_accepted: int) -> None:
-        """Learn from a row of `drafted` draft tokens, of which `kept` were accepted."""
+        """Learn from a row of `drafted` draft tokens, of which `num_accepted` were accepted."""
 
     def report_settings(self) -> dict[str, object]:
         mean = round(sum(self.chain_lengths) / len(self.chain_lengths), 2) if self.chain_lengths else None
@@ -215,7 +215,8 @@ class Policy(AdaptiveChain):
         return torch.stack(numbers, dim=-1).double().cpu().numpy()
 
     def learn_row(self, row: int, drafted: int, num_accepted: int) -> None:
-        if not self.is_full:
+        # A drafter that copies text shows no states in a round.
+        if not self.is_full or not self.states:
             return
         self.episodes.append(Episode(np.stack([state[row] for state in self.states]), num_accepted))
         self.num_new_episodes += 1
