@@ -7,7 +7,6 @@ t + 1, from which the target's head computes token t + 2.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -16,31 +15,28 @@ from torch import Tensor, nn
 
 from spectrain.config.values import NotNegative, Seed, Share, Steps
 from spectrain.drafters.layers.eagle_layers import check_architecture
+from spectrain.drafters.layers.feature_layer import FeatureLayerDrafter, StepKeysValues
 from spectrain.drafters.layers.layers import Attention, Mlp, llama_config, make_rotary
 from spectrain.drafters.layers.losses import LossName, top_k_loss
 from spectrain.drafters.layers.state_rollout import StateRollout
-from spectrain.drafters.layers.vocabulary import Supervision, VocabularyDrafter
+from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import linear_divergence
 from spectrain.models.attention import unrolled_attention
-from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache
-from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.models.target import Target
 from spectrain.randomness import FEATURE_NOISE, sequence_generator
 from spectrain.trees.base import Draft
-from spectrain.trees.token_tree import AcceptedPath
 
-from .base import Losses, Stage, TrainingState
-from .capabilities import Capture, OutputLayerCost, SavedFiles
+from .base import Losses, TrainingState
+from .capabilities import SavedFiles
 from .context import Context
 
-StepKeysValues = tuple[Tensor, Tensor]  # of one draft step
 NOISE_LENGTH = 512  # tokens of a text whose noise has the width of the setting
 
 
-class Eagle1(VocabularyDrafter):
+class Eagle1(FeatureLayerDrafter):
     """One layer f' = layer(fc [E(x); f]) without norms before and after it, under the target's frozen embedding and head
     (sections 3.1 and 4.1).
 
@@ -54,10 +50,8 @@ class Eagle1(VocabularyDrafter):
     the same alignment without regression and without `detach`.
     """
 
-    layers: tuple[Layer, ...] = ("final",)
     saved = SavedFiles(shape=("bias", "architecture"))
-    capabilities = replace(VocabularyDrafter.capabilities, capture=Capture(state_names=("cache",)))
-    _cost_type = OutputLayerCost
+    extra_widths = 3
 
     def __init__(
         self,
@@ -98,15 +92,12 @@ class Eagle1(VocabularyDrafter):
         config = llama_config(target, check_architecture(architecture or {}, ()))
         self.num_steps, self.divergence, self.step_decay, self.detach = num_steps, loss, step_decay, detach
         self.regression_weight, self.token_weight, self.top_k_weight = regression_weight, token_weight, top_k_weight
-        self.noise, self.start, self.seed, self.head = noise, start, seed, target.head
+        self.noise, self.start, self.seed = noise, start, seed
+        self.use_target_vocabulary(target)
         self.fc = nn.Linear(2 * target.width, target.width, bias=bias)
         self.self_attn = Attention(config, target.width)
         self.post_attention_layernorm, self.mlp = nn.RMSNorm(target.width, eps=config.rms_norm_eps), Mlp(config)
         self.rotary = make_rotary(config)
-        rows = target.head.vocab_size
-        self.register_buffer("d2t", torch.zeros(rows, dtype=torch.int64), persistent=False)
-        self.register_buffer("t2d", torch.ones(rows, dtype=torch.bool), persistent=False)
-        self.cache: TreeCache | None = None
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """Start fc to pass on the feature, so that the first logits are near the target's; start=random keeps it random."""
@@ -114,10 +105,6 @@ class Eagle1(VocabularyDrafter):
             with torch.no_grad():
                 self.fc.weight.zero_()
                 self.fc.weight[:, target.width :].fill_diagonal_(1.0)
-
-    @property
-    def stages(self) -> list[Stage]:
-        return [Stage.single(self, self.layers)]
 
     def inputs(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """Return the layer's input [B, T, D] from tokens [B, T] and the features [B, T, D] before them."""
@@ -132,28 +119,12 @@ class Eagle1(VocabularyDrafter):
 
     # Training
 
-    def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """Return the cost of the layer, which runs once for each draft step over all tokens."""
-        rows = self.num_steps * batch.supervised
-        judged = Judged(rows, target.head.vocab_size, batch.supervised)
-        return StepCost([Run(self, batch.tokens, batch.length, self.num_steps, extra=3 * target.width)], judged)
-
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
-        """Unroll the layer over its own features, with the true tokens as input.
-
-        Step i at index t is supervised where token t + 2 + i is the assistant's, so the padded tail never is.
-        """
+        """Unroll the layer from the target's features with noise; return the losses of all steps."""
         assert batch.features is not None
-        supervision = Supervision(self, batch)
-        hidden = self._with_noise(batch, batch.features.at_layer("final"), state.step)
-        step_kv: list[StepKeysValues] = []
-        states_by_step: list[Tensor] = []  # of the supervised indices of every step
-        for step in range(max(1, min(self.num_steps, batch.max_document_length - 2))):
-            inputs = hidden.detach() if self.detach else hidden
-            hidden, new_kv = state.run_checkpointed(self.run_step, batch, inputs, step, step_kv[:])
-            step_kv.append(new_kv)
-            states_by_step.append(hidden[supervision.is_supervised(step)])
-        return self._judge_steps(supervision, batch.features.at_layer("final"), states_by_step)
+        supervision, final = Supervision(self, batch), batch.features.at_layer("final")
+        states_by_step = self.unroll_steps(batch, self._with_noise(batch, final, state.step), supervision, state)
+        return self._judge_steps(supervision, final, states_by_step)
 
     def run_step(
         self, batch: Batch, hidden: Tensor, step: int, earlier_kv: list[StepKeysValues]
@@ -206,10 +177,6 @@ class Eagle1(VocabularyDrafter):
         self.cache.commit(None, context.num_new)
         return Draft(StateRollout(self, self.cache, context.last_state(output)))
 
-    def commit(self, context: Context, accepted: AcceptedPath) -> None:
-        assert self.cache is not None
-        self.cache.roll_back()
-
     def run(self, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: TreeCache, visible: Tensor | None) -> Tensor:
         """Append new nodes to the cache; return their features [B, F, D]."""
         x = self.inputs(tokens, hidden)
@@ -217,7 +184,3 @@ class Eagle1(VocabularyDrafter):
         output = self.outputs(x, self.self_attn.attend_cached(*projected, cache, visible))
         cache.add_uncommitted(tokens.shape[1])
         return output
-
-    def log_q(self, hidden: Tensor) -> Tensor:
-        """Compute log q, [B, F, D] -> [B, F, V]."""
-        return self.head.logits(hidden.to(self.head.output.weight.dtype)).log_softmax(-1)

@@ -14,31 +14,27 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.config.values import Share, Steps
+from spectrain.drafters.layers.feature_layer import FeatureLayerDrafter, StepKeysValues
 from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.state_rollout import StateRollout
 from spectrain.drafters.layers.target_layer import TargetLayer, make_cached_attention
-from spectrain.drafters.layers.vocabulary import Supervision, VocabularyDrafter
+from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.architectures.mtp import MTP_HINT, has_mtp_layer, load_mtp_layer
 from spectrain.models.attention import unrolled_attention
-from spectrain.models.features import Layer
 from spectrain.models.kv_cache import AttentionOptions, TreeCache
-from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.trees.base import Draft
-from spectrain.trees.token_tree import AcceptedPath
 
-from .base import Losses, Stage, TrainingState
-from .capabilities import Capture, OutputLayerCost, SavedFiles
+from .base import Losses, TrainingState
+from .capabilities import SavedFiles
 from .context import Context
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
 
-StepKeysValues = tuple[Tensor, Tensor]  # of one draft step
 
-
-class Mtp(VocabularyDrafter):
+class Mtp(FeatureLayerDrafter):
     """One layer of the target's kind, with the target's embedding and head: h' = norm(layer(M [norm(E(x)); norm(h)]))
     (DeepSeek-V3, equations 21 to 23).
 
@@ -47,11 +43,9 @@ class Mtp(VocabularyDrafter):
     in training and in decoding. A new layer has the target's final norm, and an M that passes on h.
     """
 
-    layers: tuple[Layer, ...] = ("final",)
     # The drafter's file has all weights, so a saved drafter is loaded into a new layer.
     saved = SavedFiles(settings={"start": "new"})
-    capabilities = replace(VocabularyDrafter.capabilities, capture=Capture(state_names=("cache",)))
-    _cost_type = OutputLayerCost
+    extra_widths = 4
 
     def __init__(
         self,
@@ -69,17 +63,13 @@ class Mtp(VocabularyDrafter):
         if num_steps < 1:
             raise UserError(f"drafter.num_steps={num_steps}: use 1 or more")
         self.num_steps, self.divergence, self.step_decay = num_steps, loss, step_decay
-        self.head = target.head
+        self.use_target_vocabulary(target)
         self.block = TargetLayer(target)
         self.enorm, self.hnorm = (copy.deepcopy(self.block.norm) for _ in range(2))
         self.fc = nn.Linear(2 * target.width, target.width, bias=False)
-        rows = target.head.vocab_size
-        self.register_buffer("d2t", torch.zeros(rows, dtype=torch.int64), persistent=False)
-        self.register_buffer("t2d", torch.ones(rows, dtype=torch.bool), persistent=False)
         self.saved = replace(
             self.saved, layout={name: ("model.safetensors", file_name) for name, file_name in self.names.items()}
         )
-        self.cache: TreeCache | None = None
         has_data = target.device.type != "meta" and self.fc.weight.device.type != "meta"
         self.is_new_layer = start == "new" or (start == "auto" and not (has_data and has_mtp_layer(target.path)))
         if not self.is_new_layer and has_data:
@@ -117,39 +107,19 @@ class Mtp(VocabularyDrafter):
         norm = f"block.decoder.{self.block.norm_name}."
         return {name: name.replace(decoder, "layer.").replace(norm, "norm.") for name in self.state_dict()}
 
-    @property
-    def stages(self) -> list[Stage]:
-        return [Stage.single(self, self.layers)]
-
     def inputs(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """Return the layer's input [B, T, D] from tokens [B, T] and the states [B, T, D] before them."""
         return self.fc(torch.cat([self.enorm(self.embed(tokens)), self.hnorm(hidden.to(self.fc.weight.dtype))], dim=-1))
 
     # Training
 
-    def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """Return the cost of the layer, which runs once for each draft step over all tokens."""
-        rows = self.num_steps * batch.supervised
-        judged = Judged(rows, target.head.vocab_size, batch.supervised)
-        return StepCost([Run(self, batch.tokens, batch.length, self.num_steps, extra=4 * target.width)], judged)
-
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
-        """Unroll the layer over its own output, with the true tokens as input; gradients flow through it all.
-
-        Step i at index t is supervised where token t + 2 + i is the assistant's, so the padded tail never is.
-        """
+        """Unroll the layer over its own output; gradients flow through all steps."""
         assert batch.features is not None
         supervision = Supervision(self, batch)
-        hidden = batch.features.at_layer("final")
-        step_kv: list[StepKeysValues] = []
-        states: list[Tensor] = []  # of the supervised indices of every step
-        for step in range(max(1, min(self.num_steps, batch.max_document_length - 2))):
-            hidden, new_kv = state.run_checkpointed(self._run_step, batch, hidden, step, step_kv[:])
-            step_kv.append(new_kv)
-            states.append(hidden[supervision.is_supervised(step)])
-        return self._judge_steps(supervision, states)
+        return self._judge_steps(supervision, self.unroll_steps(batch, batch.features.at_layer("final"), supervision, state))
 
-    def _run_step(
+    def run_step(
         self, batch: Batch, hidden: Tensor, step: int, earlier_kv: list[StepKeysValues]
     ) -> tuple[Tensor, StepKeysValues]:
         """Run one draft step over states [B, T, D] after the keys and values of earlier steps; return its own too."""
@@ -188,10 +158,6 @@ class Mtp(VocabularyDrafter):
         self.cache.commit(None, context.num_new)
         return Draft(StateRollout(self, self.cache, context.last_state(output)))
 
-    def commit(self, context: Context, accepted: AcceptedPath) -> None:
-        assert self.cache is not None
-        self.cache.roll_back()
-
     def run(self, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: TreeCache, visible: Tensor | None) -> Tensor:
         """Append new nodes to the cache; return their output states [B, F, D]."""
         cache.set_positions(positions)
@@ -200,7 +166,3 @@ class Mtp(VocabularyDrafter):
         output: Tensor = self.block(self.inputs(tokens, hidden), positions, attends, cache)
         cache.add_uncommitted(tokens.shape[1])
         return output
-
-    def log_q(self, hidden: Tensor) -> Tensor:
-        """Compute log q, [B, F, D] -> [B, F, V]."""
-        return self.head.logits(hidden.to(self.head.output.weight.dtype)).log_softmax(-1)

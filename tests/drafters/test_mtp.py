@@ -63,7 +63,7 @@ def unrolled(drafter: Mtp, target: Target, tokens: Tensor, num_steps: int) -> li
     assert batch.features is not None
     hidden, held, states = batch.features.at_layer("final"), [], []
     for step in range(num_steps):
-        hidden, own = drafter._run_step(batch, hidden, step, held[:])
+        hidden, own = drafter.run_step(batch, hidden, step, held[:])
         held.append(own)
         states.append(hidden)
     return states
@@ -164,7 +164,7 @@ def test_gradients_flow_through_the_unroll(shallow: Target) -> None:
     features = replace(batch.features, hidden=batch.features.hidden.clone().requires_grad_())
     hidden, held = features.at_layer("final"), []
     for step in range(2):
-        hidden, own = drafter._run_step(batch, hidden, step, held[:])
+        hidden, own = drafter.run_step(batch, hidden, step, held[:])
         held.append(own)
     assert torch.autograd.grad(hidden[0, 7].sum(), features.hidden)[0].norm() > 0
 

@@ -133,7 +133,7 @@ def test_logits_are_those_of_the_layer_in_transformers(name: str, tmp_path: Path
     cache = MtpCache(config=model.config.get_mtp_config())
     _, expected, _ = theirs(tokens[:, 1:], final[:, :-1], None, positions, cache)
     batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool))
-    states, _ = drafter._run_step(batch, target.features(tokens, ("final",)).at_layer("final"), 0, [])
+    states, _ = drafter.run_step(batch, target.features(tokens, ("final",)).at_layer("final"), 0, [])
     torch.testing.assert_close(target.head.logits(states[:, -2:-1]), expected, rtol=1e-3, atol=1e-3)
 
 

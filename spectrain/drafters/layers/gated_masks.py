@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.config.values import Count, Share, Steps
-from spectrain.drafters.base import Losses, Stage, TrainingState, has_weights
+from spectrain.drafters.base import Losses, TrainingState, has_weights
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget, argmax_and_log_z
@@ -139,11 +139,6 @@ class GatedMasks(MaskDrafter):
             yield
 
     # Training
-
-    @property
-    def stages(self) -> list[Stage]:
-        """One stage without features: the loss runs the target with masks."""
-        return [Stage.single(self, ())]
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
         """The target's layers run over all tokens and the masks, with a mask in every attention layer."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from spectrain.config.values import Count, Share, Steps, VocabularySize
-from spectrain.drafters.base import Losses, Stage, TrainingState
+from spectrain.drafters.base import Losses, TrainingState
 from spectrain.drafters.capabilities import Capture, OnePassCost, SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.losses import LossName
@@ -68,10 +68,6 @@ class TransformerHeads(SharedHeadDrafter):
         self.lm_down, self.lm_head = make_output_layer(target.width, vocab_size, head_rank)
         self.add_vocabulary(vocab_size, target.head.vocab_size)
         self.cache: TreeCache | None = None
-
-    @property
-    def stages(self) -> list[Stage]:
-        return [Stage.single(self, self.layers)]
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
         """Every head's layer runs over all tokens; the logits of all heads are judged together."""
