@@ -92,12 +92,15 @@ class Regeneration:
                 raise UserError(f"regenerate.{key}={value}: use 1 or more")
         if not 0 <= max_failed <= 1:
             raise UserError(f"regenerate.max_failed={max_failed}: use 0 to 1")
+        # Arguments of the chat template for every conversation, from data.template_kwargs.
+        self.template_arguments: dict[str, Any] = {}
         self.turns, self.system, self.shard_size = turns, system, shard_size
         self.max_failed, self.stop_after, self.retry_failed = max_failed, stop_after, retry_failed
 
     def run(self, out: Path, data: ConversationReader, sampling: Sampling, writer: AnswerWriter) -> None:
         """Write every missing shard, and print a summary."""
         shards = ShardSet(out)
+        self.template_arguments = dict(data.template_kwargs or {})
         wanted = [self.make_pending_row(number, conversation) for number, conversation in enumerate(data.load_conversations())]
         begun = shards.is_begun
         faults = shards.find_faults() if begun else {}
@@ -161,7 +164,9 @@ class Regeneration:
             messages = [{"role": "system", "content": self.system}, *messages]
         request = [message if message["role"] != "assistant" else {"role": "assistant"} for message in messages]
         key = hashlib.blake2b(json.dumps(request).encode(), digest_size=7).digest()
-        pending = replace(conversation, messages=messages, answer_ids={})
+        # A row's own arguments of the chat template win over those of the command.
+        template_arguments = {**self.template_arguments, **conversation.template_arguments}
+        pending = replace(conversation, messages=messages, template_arguments=template_arguments, answer_ids={})
         return PendingRow(number, pending, int.from_bytes(key, "big"))
 
     def recorded_settings(self, data: ConversationReader, sampling: Sampling, writer: AnswerWriter) -> dict[str, Any]:
@@ -176,6 +181,7 @@ class Regeneration:
             **writer.recorded_settings(),
             **sampling.recorded_settings(),
             **{f"regenerate.{key}": getattr(self, key) for key in ("turns", "system", "shard_size")},
+            **({"data.template_kwargs": dict(data.template_kwargs)} if data.template_kwargs else {}),
         }
 
     def report_result(self, shards: ShardSet, progress: WritingProgress) -> None:
