@@ -25,18 +25,23 @@ class ParallelStrategy(ABC):
     """A drafter in training, shared by the processes of a run."""
 
     name: str
-    is_reusable = True  # after `restore_tensors` drafter and target can be used where they are
-    unsharded = True  # every process holds all of the drafter while it trains, so that it can write too
-    full_parameters = True  # as ordinary tensors, and torch's own optimiser with all of its state
+    # Drafter and target can be used in place after `restore_tensors`.
+    is_reusable = True
+    # Every process holds all of the drafter while it trains, so that it can also draft.
+    unsharded = True
+    # Parameters are ordinary full tensors, and torch's own optimizer holds all of its state.
+    full_parameters = True
 
     def __init__(self, accelerator: Accelerator, num_copies: int = 1, autocast: torch.dtype | None = None) -> None:
         self.accelerator, self.autocast = accelerator, autocast
         self.rank, self.num_processes = accelerator.process_index, accelerator.num_processes
-        self.num_copies = num_copies  # neighbouring processes that see the same data, for they run the target together
+        # Neighbouring processes that see the same data, because they run the target together.
+        self.num_copies = num_copies
         self.data_rank, self.num_data_ranks = self.rank // num_copies, self.num_processes // num_copies
         self.device = accelerator.device
         self.is_main = accelerator.is_main_process
-        self.optimizer: torch.optim.Optimizer  # over what this process updates
+        # The optimizer of the parameters that this process updates.
+        self.optimizer: torch.optim.Optimizer
 
     @abstractmethod
     def set_drafter(self, drafter: Drafter, target: Target) -> None:
@@ -150,9 +155,9 @@ class ReplicatedStrategy(ParallelStrategy):
         return torch.nn.utils.clip_grad_norm_(self.trained_parameters, self.clip)
 
     def _average_target_gradients(self) -> None:
-        """Average the gradients of the target's own parameters over processes: they are not in what is wrapped.
+        """Average the gradients of the target's own parameters over processes: they are outside of the wrapped drafter.
 
-        A parameter that no sequence of this process went through, its layer dropped, has a gradient of zero.
+        A parameter of a layer that this process dropped for all sequences has a gradient of zero.
         """
         own = {id(parameter) for parameter in self.drafter.parameters()}
         target_parameters = [parameter for parameter in self.trained_parameters if id(parameter) not in own]
@@ -161,7 +166,8 @@ class ReplicatedStrategy(ParallelStrategy):
                 parameter.grad = torch.zeros_like(parameter)
         if self.num_processes == 1 or not target_parameters:
             return
-        for start in range(0, len(target_parameters), 64):  # a few large exchanges instead of hundreds of small ones
+        # A few large exchanges instead of hundreds of small ones.
+        for start in range(0, len(target_parameters), 64):
             part = target_parameters[start : start + 64]
             flat = self.accelerator.reduce(torch.cat([p.grad.flatten() for p in part]), reduction="mean")
             for parameter, mean in zip(part, flat.split([parameter.numel() for parameter in part])):

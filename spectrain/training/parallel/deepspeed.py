@@ -16,7 +16,7 @@ from .base import OptimizerFactory, ParallelStrategy, ParameterGroups
 
 
 class ZeroStrategy(ParallelStrategy):
-    """DeepSpeed: optimiser state and gradients are spread over processes (ZeRO-2), and parameters too (ZeRO-3)."""
+    """DeepSpeed: optimizer state and gradients are sharded over processes (ZeRO-2), and parameters too (ZeRO-3)."""
 
     is_reusable = full_parameters = False
 
@@ -33,34 +33,37 @@ class ZeroStrategy(ParallelStrategy):
         import deepspeed
 
         if self.device.type == "cpu":
-            # DeepSpeed would compile a quicker all-reduce: half a minute, and a process that is killed meanwhile leaves a lock
-            # for which every later one waits for ever
+            # DeepSpeed would compile a faster all-reduce for half a minute. If it is killed meanwhile, it leaves a lock on
+            # which every later process hangs.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if self.engine is not None:
             self._destroy_engine(on_every_process=True)
         self.parameters: list[nn.Parameter] = [parameter for group in groups for parameter in group["params"]]
         plain = make_optimizer(groups)
         settings = {
-            "train_micro_batch_size_per_gpu": 1,  # what a batch holds is ours to say, and losses are sums
+            # The trainer makes the batches, and losses are sums.
+            "train_micro_batch_size_per_gpu": 1,
             "gradient_clipping": clip,
             "zero_optimization": {"stage": self.stage, "overlap_comm": self.device.type == "cuda"},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
+            # Gradients are averaged in float32.
             "torch_autocast": {
                 "enabled": self.autocast is not None,
                 "dtype": "bfloat16",
                 "lower_precision_safe_modules": [],
-            },  # gradients are averaged in float32
+            },
             "steps_per_print": 1 << 40,
         }
         model = _DrafterWithTarget(self.drafter, self.target)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=plain, config=settings, dist_init_required=False
         )
-        self.optimizer.check_grad_overflow = True  # type: ignore[attr-defined]  # it then leaves out a step that is not finite
-        held = sum(p.ds_tensor.numel() for p in self.parameters) if self.stage == 3 else 0  # type: ignore[attr-defined]
+        # DeepSpeed then skips a step whose gradients are not finite.
+        self.optimizer.check_grad_overflow = True  # type: ignore[attr-defined]
+        num_local = sum(p.ds_tensor.numel() for p in self.parameters) if self.stage == 3 else 0  # type: ignore[attr-defined]
         total = sum(p.ds_numel for p in self.parameters) if self.stage == 3 else 0  # type: ignore[attr-defined]
-        if self.engine.zero_optimization_stage() != self.stage or (self.num_processes > 1 and held and held >= total):
+        if self.engine.zero_optimization_stage() != self.stage or (self.num_processes > 1 and num_local and num_local >= total):
             raise RunError(f"trainer.sharding={self.name}: DeepSpeed did not shard; check its version")
 
     def loss(self, batch: Batch, state: TrainingState, is_last: bool) -> Losses:
@@ -71,7 +74,7 @@ class ZeroStrategy(ParallelStrategy):
         self.engine.set_gradient_accumulation_boundary(is_last)
         self.engine.backward(loss)
         if not is_last:
-            self.engine.step()  # counts the batch; nothing moves
+            self.engine.step()  # counts the batch
 
     def step(self) -> bool:
         self.engine.step()
@@ -115,7 +118,7 @@ class ZeroStrategy(ParallelStrategy):
                 safe_set_full_optimizer_state(parameter, tensors[f"{index}.{key}"].to(self.device), key)
 
     def _link_state(self) -> None:
-        """Let each parameter find its piece of this process's state: DeepSpeed does so once, after the first group's step."""
+        """Link each parameter to its part of this process's state, as DeepSpeed does only after the first step."""
         outer: Any = self.optimizer
         outer._hp_optimizer_states_linked = False
         outer._lazy_init_hp_params_optimizer_state()
@@ -125,7 +128,7 @@ class ZeroStrategy(ParallelStrategy):
         self.target.runs_in_lockstep = False
 
     def _destroy_engine(self, on_every_process: bool) -> None:
-        """Plain parameters in place of DeepSpeed's, whole on every process or on the main one alone."""
+        """Replace DeepSpeed's parameters by ordinary full ones, on every process or only on the main process."""
         from deepspeed import zero
 
         module: _DrafterWithTarget = self.engine.module
@@ -143,15 +146,17 @@ class ZeroStrategy(ParallelStrategy):
 
 
 class _DrafterWithTarget(nn.Module):
-    """What DeepSpeed takes: one module that owns all that is trained, the target included where it is."""
+    """One module for DeepSpeed that owns all trained parameters: the drafter, and the target if it is trained."""
 
     def __init__(self, drafter: Drafter, target: Target) -> None:
         super().__init__()
         self.drafter = drafter
         if any(parameter.requires_grad for parameter in target.parameters()):
             self.trained_target = target.model
-        self.borrowed_target = [target]  # in a list, so that it is no submodule
+        # In a list, so that it is not a submodule.
+        self.borrowed_target = [target]
 
     def forward(self, batch: Batch, state: TrainingState) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         losses = self.drafter.loss(batch, self.borrowed_target[0], state)
-        return losses.terms, losses.hits, losses.counts  # in the open, for DeepSpeed hangs its hooks on tensors
+        # As plain tensors, on which DeepSpeed registers its hooks.
+        return losses.terms, losses.hits, losses.counts

@@ -1,4 +1,4 @@
-"""A part of each of the drafter's tensors on every process (FSDP2), by torch's `fully_shard` on any device."""
+"""FSDP2: every process holds a shard of each of the drafter's tensors, by torch's `fully_shard`, on any device."""
 
 from typing import Any
 
@@ -16,11 +16,12 @@ from spectrain.models.target import Target
 from ..checkpoints import gather_tensor, unflatten_optimizer
 from .base import ReplicatedStrategy
 
-torch.export.register_dataclass(Losses)  # so that FSDP2 finds the tensors in it
+# FSDP2 finds the tensors in a registered dataclass.
+torch.export.register_dataclass(Losses)
 
 
 class FullyShardedStrategy(ReplicatedStrategy):
-    """Every process has a part of each of the drafter's tensors, and the whole of a block while it runs (FSDP2)."""
+    """Every process holds a shard of each of the drafter's tensors, and all tensors of a block while the block runs (FSDP2)."""
 
     name = "fsdp2"
     is_reusable = unsharded = full_parameters = False
@@ -38,12 +39,14 @@ class FullyShardedStrategy(ReplicatedStrategy):
                 "zero2, zero3 or ddp"
             )
         total = sum(parameter.numel() for parameter in parameters)
-        held = sum(parameter.to_local().numel() for parameter in parameters if isinstance(parameter, DTensor))
-        if self.num_processes > 1 and not 0 < held < total:
-            raise RunError(f"trainer.sharding=fsdp2: this process holds {held} of {total} parameters, so nothing was sharded")
+        num_local = sum(parameter.to_local().numel() for parameter in parameters if isinstance(parameter, DTensor))
+        if self.num_processes > 1 and not 0 < num_local < total:
+            raise RunError(
+                f"trainer.sharding=fsdp2: this process holds {num_local} of {total} parameters, so nothing was sharded"
+            )
 
     def _wrap_model(self) -> None:
-        """The hooks that `set_drafter` put in do the work."""
+        """Do nothing: the hooks that `set_drafter` installed average the gradients."""
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
         self.drafter.set_requires_gradient_sync(is_last)  # type: ignore[operator]
@@ -59,7 +62,8 @@ class FullyShardedStrategy(ReplicatedStrategy):
 
     def gather_weights(self, module: nn.Module) -> dict[str, Tensor]:
         named = module.state_dict(keep_vars=True)
-        first = {id(tensor): name for name, tensor in reversed(named.items())}  # of tied ones
+        # Of tied tensors the first name.
+        first = {id(tensor): name for name, tensor in reversed(named.items())}
         names = {*first.values()}
         state: dict[str, Any] = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         return {name: tensor for name, tensor in state.items() if name in names}
@@ -75,22 +79,24 @@ class FullyShardedStrategy(ReplicatedStrategy):
         unflatten_optimizer(self.optimizer, shared, numbers)
 
     def restore_tensors(self) -> None:
-        done: dict[int, nn.Parameter] = {}  # of tied ones the same again
+        # Tied parameters stay one object.
+        restored: dict[int, nn.Parameter] = {}
         for module in self.drafter.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
-                if id(parameter) not in done:
-                    full = gather_tensor(parameter)  # on every process, for all of them send
-                    done[id(parameter)] = nn.Parameter(full if self.is_main else torch.empty(0))
-                setattr(module, name, done[id(parameter)])
+                if id(parameter) not in restored:
+                    # Every process sends its shard.
+                    full = gather_tensor(parameter)
+                    restored[id(parameter)] = nn.Parameter(full if self.is_main else torch.empty(0))
+                setattr(module, name, restored[id(parameter)])
 
 
 def find_blocks(drafter: nn.Module) -> list[nn.Module]:
-    """The parts of a drafter that are sharded by themselves: the layers of a model inside it, each of which runs as a whole."""
+    """Return the modules of a drafter that are sharded separately: the layers of each model inside it."""
     return [layer for module in drafter.modules() if isinstance(module, Target) for layer in module.layers]
 
 
 def _gradient_norm(parameters: list[Any]) -> Tensor | None:
-    """The norm of the gradients, over all processes."""
+    """Return the norm of the gradients over all processes; None without gradients."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return None

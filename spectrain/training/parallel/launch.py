@@ -36,7 +36,7 @@ HEARTBEAT_SECONDS = 2.0
 SILENCE_SECONDS = 30.0
 WAITING = "waiting"
 Sharding = Literal["auto", "ddp", "fsdp2", "zero2", "zero3"]
-# What an accelerate file may say of these; anything else would not be done.
+# The supported values of variables that an accelerate file sets, and what a message suggests instead of others.
 SUPPORTED_VALUES: dict[str, tuple[tuple[str, ...], str]] = {
     "ACCELERATE_MIXED_PRECISION": (("no", "bf16"), "mixed_precision: bf16"),
     "ACCELERATE_DYNAMO_BACKEND": (("NO",), "dynamo_backend: 'NO'"),
@@ -54,7 +54,7 @@ def resolve_sharding(sharding: Sharding) -> Sharding:
     """Return the sharding that launcher and `trainer.sharding` request; raise a UserError for a conflict."""
     for variable, (allowed, instead) in SUPPORTED_VALUES.items():
         if (setting := os.environ.get(variable)) is not None and setting.lower() not in [value.lower() for value in allowed]:
-            raise UserError(f"launch: {variable}={setting} would not be followed; use {instead}")
+            raise UserError(f"launch: {variable}={setting} is not supported; use {instead}")
     launched: Sharding | None = None
     if _is_set("ACCELERATE_USE_FSDP"):
         if os.environ.get("FSDP_VERSION", "1") != "2":
@@ -71,15 +71,16 @@ def resolve_sharding(sharding: Sharding) -> Sharding:
 
 
 def connect_processes(sharding: Sharding) -> Accelerator:
-    """The processes of this launch; stops where they were started but cannot find one another."""
+    """Connect the processes of this launch; raise an error if they were started but cannot reach one another."""
     resolve_sharding(sharding)
     if "MASTER_ADDR" in os.environ and "RANK" not in os.environ:
         raise UserError(
             "launch: several processes are asked for but this one has no rank, as when accelerate launches on CPUs; use "
             "torchrun --nproc-per-node N -m spectrain train ..."
         )
-    with _hide_variables("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):  # or accelerate would set out to do it itself
-        accelerator = Accelerator(mixed_precision="no", cpu=not torch.cuda.is_available())  # autocast is the trainer's
+    # Otherwise accelerate would shard the drafter itself. Autocast belongs to the trainer.
+    with _hide_variables("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
+        accelerator = Accelerator(mixed_precision="no", cpu=not torch.cuda.is_available())
     expected = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != expected:
         raise RunError(f"launch: {expected} processes were started, {accelerator.num_processes} are connected; use torchrun")
@@ -89,18 +90,20 @@ def connect_processes(sharding: Sharding) -> Accelerator:
 def make_strategy(
     accelerator: Accelerator, sharding: Sharding, num_copies: int = 1, autocast: torch.dtype | None = None
 ) -> ParallelStrategy:
-    """The way to share that was asked for; `copies` neighbouring processes see the same data; products are in `autocast`."""
-    way = resolve_sharding(sharding)
-    if autocast is not None:  # norms in float32 take half-precision states, of which torch warns that it is slower
+    """Return the strategy. `num_copies` neighbouring processes see the same data; matrix products run in `autocast`."""
+    strategy = resolve_sharding(sharding)
+    # Norms in float32 take half-precision states, and torch warns that this is slower.
+    if autocast is not None:
         warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
-    if way != "ddp" and not dist.is_initialized():  # a single process that was started by hand
+    # A single process without a launcher.
+    if strategy != "ddp" and not dist.is_initialized():
         _init_single_process(accelerator.device)
-    if way == "fsdp2":
+    if strategy == "fsdp2":
         return FullyShardedStrategy(accelerator, num_copies, autocast)
     return (
         ReplicatedStrategy(accelerator, num_copies, autocast)
-        if way == "ddp"
-        else ZeroStrategy(accelerator, int(way[-1]), num_copies, autocast)
+        if strategy == "ddp"
+        else ZeroStrategy(accelerator, int(strategy[-1]), num_copies, autocast)
     )
 
 
@@ -110,7 +113,7 @@ def _is_set(name: str) -> bool:
 
 @contextmanager
 def _hide_variables(*names: str) -> Iterator[None]:
-    """Hide these environment variables for a while."""
+    """Remove these environment variables, and restore them at the end."""
     saved = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
         yield
@@ -128,8 +131,8 @@ def _init_single_process(device: torch.device) -> None:
 class ProcessMonitor:
     """Exchanges heartbeats of all processes through a store, which a thread writes and reads.
 
-    A process is dead where its thread is silent too; it is slow where it alone has not reached a step that all others wait
-    in for `patience` seconds: of that it is told once for each step.
+    A process is dead if its thread sends no heartbeats. It is slow if all others have waited for it for `patience` seconds in
+    the same step; a message names it once for each step.
     """
 
     def __init__(self, parallel: ParallelStrategy, patience: float) -> None:
