@@ -7,13 +7,14 @@ to those of the acceptance length. Position 0 is the token of the prefill, which
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
 from spectrain.data.chat import render_chat
 from spectrain.data.messages import Conversation
+from spectrain.decoding.generation import Generation
 from spectrain.models.chat_template import ChatTemplate, Kind, Markers, common_length
 
 POSITIONS = {"0-256": 256, "256-1k": 1024, "1k-4k": 4096, "4k+": None}
@@ -33,6 +34,12 @@ class RoundNumbers:
 def position_range(position: int) -> str:
     """Return the name of the range that holds a position."""
     return next(name for name, end in POSITIONS.items() if end is None or position < end)
+
+
+def round_starts(generation: Generation) -> list[tuple[int, int]]:
+    """Return the position of the first token of each complete round, after the prefill's token, and its number of tokens."""
+    lengths = generation.complete_round_lengths
+    return [(1 + start, length) for start, length in zip(accumulate(lengths, initial=0), lengths)]
 
 
 def average_rounds(names: Iterable[str], rounds: Iterable[tuple[str, int]]) -> dict[str, RoundNumbers]:

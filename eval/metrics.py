@@ -9,14 +9,13 @@ Shapes: P prompts.
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from spectrain.decoding.generation import ROUND_PARTS, Generation
 from spectrain.eval.intervals import Floats, Interval, interval
-from spectrain.eval.kinds import POSITIONS, RoundNumbers, average_rounds, position_range, token_kinds
+from spectrain.eval.kinds import POSITIONS, RoundNumbers, average_rounds, position_range, round_starts, token_kinds
 from spectrain.models.chat_template import KINDS, ChatTemplate, Kind
 
 
@@ -220,21 +219,15 @@ def acceptance_by_kind(turns: Sequence[Turn], template: ChatTemplate | None) -> 
     for turn in turns:
         output = turn.drafted.output
         kinds = ["content"] * len(output) if template is None else token_kinds(template, output, turn.first_kind)
-        rounds += [(kinds[start], length) for start, length in _round_starts(turn)]
+        rounds += [(kinds[start], length) for start, length in round_starts(turn.drafted)]
     return average_rounds(KINDS, rounds)
 
 
 def acceptance_by_position(turns: Sequence[Turn]) -> dict[str, RoundNumbers]:
     """Average complete rounds by the position of their first token in the answer."""
     return average_rounds(
-        POSITIONS, [(position_range(start), length) for turn in turns for start, length in _round_starts(turn)]
+        POSITIONS, [(position_range(start), length) for turn in turns for start, length in round_starts(turn.drafted)]
     )
-
-
-def _round_starts(turn: Turn) -> list[tuple[int, int]]:
-    """Return the position of the first token of each complete round, after the prefill's token, and its number of tokens."""
-    lengths = turn.drafted.complete_round_lengths
-    return [(1 + start, length) for start, length in zip(accumulate(lengths, initial=0), lengths)]
 
 
 def tau_by_convention(turns: Sequence[Turn], chain: bool) -> dict[str, float | None]:

@@ -168,7 +168,7 @@ def test_seconds_are_the_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         given.append(dict(spec.trainer.settings))
         raise UserError("seen enough")
 
-    monkeypatch.setattr("spectrain.eval.compare.train", train)
+    monkeypatch.setattr("spectrain.eval.compare.train_and_score", train)
     words = "recipes=medusa1", "target=tiny", "compare.seconds=90", *COMMON
     assert command(*words, f"run={tmp_path / 'out'}")[0] == 2
     assert [(one["max_minutes"], one["max_steps"], one["resume"]) for one in given] == [(1.5, None, "auto")]
