@@ -12,7 +12,7 @@ from spectrain.errors import UserError
 from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Layout, write_json, write_tensors
 from .targets import TargetFiles
 
-GATED_LORA_CLASS = "spectrain.drafters.gated_lora.GatedLora"
+GATED_LORA_CLASS = "spectrain.experimental.gated_lora.drafter.GatedLora"
 
 
 def adapter_shape(tensors: dict[str, Tensor], adapter: dict[str, Any]) -> dict[str, Any]:

@@ -21,13 +21,13 @@ from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle1 import Eagle1
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.early_exit import EarlyExit
-from spectrain.drafters.gated_lora import GatedLora, GatedLoraConfig
 from spectrain.drafters.medusa import Medusa
 from spectrain.drafters.mtp import Mtp
 from spectrain.drafters.pard import Pard
 from spectrain.drafters.peagle import PEagle
 from spectrain.experimental.amphista.drafter import Amphista
 from spectrain.experimental.ctc.drafter import Ctc
+from spectrain.experimental.gated_lora.drafter import GatedLora, GatedLoraConfig
 from spectrain.experimental.gumiho.drafter import Gumiho
 from spectrain.experimental.hydra.drafter import Hydra
 from spectrain.experimental.redrafter.beam import Beam

@@ -28,7 +28,6 @@ from spectrain.drafters.dspark import DSpark, DSparkConfig
 from spectrain.drafters.eagle1 import Eagle1
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.early_exit import EarlyExit
-from spectrain.drafters.gated_lora import GatedLora, GatedLoraConfig
 from spectrain.drafters.medusa import Medusa
 from spectrain.drafters.mtp import Mtp
 from spectrain.drafters.ngram import Ngram
@@ -39,6 +38,7 @@ from spectrain.errors import UserError
 from spectrain.experimental.amphista.drafter import Amphista
 from spectrain.experimental.ctc.drafter import Ctc
 from spectrain.experimental.entropy_tree.builder import Entropy
+from spectrain.experimental.gated_lora.drafter import GatedLora, GatedLoraConfig
 from spectrain.experimental.gumiho.drafter import Gumiho
 from spectrain.experimental.hydra.drafter import Hydra
 from spectrain.experimental.kangaroo.drafter import Kangaroo

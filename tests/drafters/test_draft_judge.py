@@ -19,10 +19,10 @@ from spectrain.drafters.base import Drafter, TrainingState
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.early_exit import EarlyExit
-from spectrain.drafters.gated_lora import GatedLora, GatedLoraConfig
 from spectrain.drafters.medusa import Medusa
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
+from spectrain.experimental.gated_lora.drafter import GatedLora, GatedLoraConfig
 from spectrain.experimental.lossy_rules.judge import Judge
 from spectrain.experimental.lossy_rules.judge_drafter import DraftJudge
 from spectrain.features.base import BatchRequest

@@ -20,12 +20,12 @@ from spectrain.drafters.base import Drafter, Losses, TrainingState, stage_at
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.early_exit import EarlyExit
-from spectrain.drafters.gated_lora import GatedLora
 from spectrain.drafters.layers.losses import ACCEPTANCE_LOSSES, DIVERGENCES, split_loss
 from spectrain.drafters.layers.masks import add_blocks, replace_embeddings
 from spectrain.drafters.medusa import Medusa
 from spectrain.drafters.pard import Pard
 from spectrain.experimental.ctc import drafter as ctc
+from spectrain.experimental.gated_lora.drafter import GatedLora
 from spectrain.experimental.hydra.drafter import Hydra
 from spectrain.experimental.kangaroo.drafter import Kangaroo
 from spectrain.features.base import BatchRequest

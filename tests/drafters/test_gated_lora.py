@@ -28,11 +28,11 @@ from spectrain.decoding.session import Session
 from spectrain.decoding.teacher_forcing import run_teacher_forced
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.context import Context
-from spectrain.drafters.gated_lora import GatedLora, GatedLoraConfig
 from spectrain.drafters.layers import gated_masks
 from spectrain.drafters.layers.masks import add_blocks, replace_embeddings
 from spectrain.errors import UserError
 from spectrain.experimental.cast.builder import Cast
+from spectrain.experimental.gated_lora.drafter import GatedLora, GatedLoraConfig
 from spectrain.experimental.sequoia.builder import Sequoia
 from spectrain.experimental.shared.draft_replay import DraftRecorder
 from spectrain.experimental.shared.guard import Guard

@@ -20,10 +20,10 @@ from spectrain.decoding.captured import CapturedRunner
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState, has_weights
 from spectrain.drafters.context import Context
-from spectrain.drafters.gated_lora import GatedLora, GatedLoraConfig
 from spectrain.drafters.layers.gated_masks import GatedMasks
 from spectrain.drafters.uno import Uno, UnoConfig
 from spectrain.errors import UserError
+from spectrain.experimental.gated_lora.drafter import GatedLora, GatedLoraConfig
 from spectrain.features.batch import Batch
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.reference_model import reference_model

@@ -573,7 +573,10 @@ def test_another_target_template_or_drafter_is_refused(tiny: Target, tmp_path: P
     refused("only at supervised positions", drafter(tiny), where=str(tmp_path / "some"), supervised_only=False)
     with pytest.raises(UserError, match="reads no features"):
         prepare(
-            StoredSource(path), build({"_target_": "spectrain.drafters.gated_lora.GatedLora"}, target=load_tiny()), tiny, rows
+            StoredSource(path),
+            build({"_target_": "spectrain.experimental.gated_lora.drafter.GatedLora"}, target=load_tiny()),
+            tiny,
+            rows,
         )
 
 

@@ -13,8 +13,8 @@ from spectrain.data.chat import Example
 from spectrain.data.dataset import Batching, Dataset
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
-from spectrain.drafters.gated_lora import GatedLora, GatedLoraConfig
 from spectrain.errors import RunError, UserError
+from spectrain.experimental.gated_lora.drafter import GatedLora, GatedLoraConfig
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource

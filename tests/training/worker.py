@@ -44,7 +44,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mtp": ("drafters.mtp.Mtp", {"num_steps": 2}),
     "peagle": ("drafters.peagle.PEagle", {"num_layers": 2, "num_drafts": 3, "vocab_size": 256, "mask_token_id": 0}),
     "kangaroo": ("experimental.kangaroo.drafter.Kangaroo", {}),
-    "gated_lora": ("drafters.gated_lora.GatedLora", {"num_masks": 2, "rank": 4}),
+    "gated_lora": ("experimental.gated_lora.drafter.GatedLora", {"num_masks": 2, "rank": 4}),
     "uno": ("drafters.uno.Uno", {"num_masks": 2, "rank": 4, "strategy": "quadratic", "tiles": [2]}),
     "streams": ("experimental.hidden_transfer.drafter.SpeculativeStreaming", {"num_masks": 2, "rank": 4, "sampler": False}),
     "ppd": ("experimental.ppd.drafter.PromptTokens", {"num_masks": 2, "rank": 0, "ensembles": 2, "sampler": False}),

@@ -55,7 +55,7 @@ def add_lora_at(target: Target, factors: dict[str, nn.Module], scale: float, row
         def add_update(module: nn.Module, args: tuple[Tensor, ...], output: Any) -> Tensor:
             flat = args[0].flatten(0, -2)
             if not isinstance(output, Tensor) or len(flat) != count:
-                raise UserError(f"drafter=gated_lora: {name} of {target.name} does not run token by token; use another family")
+                raise UserError(f"drafter: {name} of {target.name} does not run token by token; use another family")
             update = scale * part(flat.index_select(0, rows))
             return output.flatten(0, -2).index_add(0, rows, update.to(output.dtype)).view_as(output)
 

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
+from spectrain.drafters.capabilities import SavedFiles
 from spectrain.drafters.layers.gated_masks import GatedMasks, MaskConfig
 from spectrain.drafters.layers.masks import init_mask_vectors
 from spectrain.errors import UserError
-
-from .capabilities import SavedFiles
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
