@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from spectrain.data.chat import KIND_CODES, tokenize_conversation
 from spectrain.data.messages import Conversation
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
@@ -24,6 +25,9 @@ from spectrain.runs.candidate import Candidate
 from spectrain.trees import Chain
 from tests.data.chat_templates import SOURCES, make_template
 
+FUNCTION = {"name": "find", "description": "Find.", "parameters": {"type": "object", "properties": {}}}
+TOOL = {"type": "function", "function": FUNCTION}
+CALL = {"id": "call00001", "type": "function", "function": {"name": "find", "arguments": {"of": "bees"}}}
 QUESTION = Conversation([{"role": "user", "content": "Why?"}])
 ANSWER = (
     "<think>\nBees \U0001f41d\U0001f41d dance.\n</think>\n\nA waggle \u4e2d\u6587.\n"
@@ -150,3 +154,27 @@ def test_kinds_stand_in_the_table_and_on_the_page(tmp_path: Path, capsys: pytest
     write_report(tmp_path / "report.html", [tmp_path])
     page = (tmp_path / "report.html").read_text()
     assert all(f">{title}</th>" in page for title in ("reasoning", "content", "tool calls", "0-256", "256-1k"))
+
+
+@pytest.mark.parametrize("name", sorted(SOURCES))
+def test_scoring_and_training_agree_on_the_kinds(name: str) -> None:
+    """The kinds of an answer's tokens in scoring are those that loss masks have for the same tokens in training."""
+    template = make_template(name)
+    question = {"role": "user", "content": "Where are bees?"}
+    answers: list[dict[str, Any]] = [
+        {"role": "assistant", "content": "In the hive."},
+        {"role": "assistant", "content": "In the hive.", "reasoning_content": "I know."},
+    ]
+    if template.renders_tool_calls:
+        answers.append({"role": "assistant", "content": None, "tool_calls": [CALL]})
+    for answer in answers:
+        conversation = Conversation([question, answer], [TOOL] if "tool_calls" in answer else None)
+        (example,) = tokenize_conversation(template, conversation)
+        begin = len(example.prompt)
+        output = [token for token, counts in zip(example.tokens[begin:], example.mask[begin:]) if counts]
+        first = opening_kind(template, conversation.up_to(1))
+        if first == "reasoning" and "reasoning_content" not in answer:
+            # Training on such a row begins without the reasoning that the generation prompt opens.
+            continue
+        scored = token_kinds(template, output, first)
+        assert [KIND_CODES[kind] for kind in scored] == [code for code in example.kinds if code], answer

@@ -15,12 +15,9 @@ from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from tests.data.chat_templates import make_template
-from tests.eval.test_kinds import score
+from tests.eval.test_kinds import CALL, TOOL, score
 from tests.eval.test_prompts import refusal, written
 
-FUNCTION = {"name": "find", "description": "Find.", "parameters": {"type": "object", "properties": {}}}
-TOOL = {"type": "function", "function": FUNCTION}
-CALL = {"id": "call00001", "type": "function", "function": {"name": "find", "arguments": {"of": "bees"}}}
 USED = [
     {"role": "developer", "content": "Be short."},
     {"role": "user", "content": "Where are bees?"},
