@@ -51,6 +51,8 @@ class Dataset:
     held_out: list[Example] = field(default_factory=list, kw_only=True)
     # The source of each of them in a mixture; empty for a single source.
     held_out_sources: list[str] = field(default_factory=list, kw_only=True)
+    # A line for each source of a mixture, which says what of it is trained on.
+    source_lines: list[str] = field(default_factory=list, kw_only=True)
     extra_texts: Callable[[], list[list[int]]] = field(
         default=list, kw_only=True
     )  # answers that only a vocabulary is chosen from

@@ -34,9 +34,11 @@ def inspect_command(target: GroupSpec, data: GroupSpec, index: int) -> None:
     console.print(
         f"{dataset.num_conversations} conversations, {len(dataset.examples)} examples, {dataset.num_tokens} tokens, "
         f"{dataset.num_supervised} supervised; {dataset.num_cut} cut to {reader.max_length} tokens, "
-        f"{dataset.num_dropped} dropped, "
-        f"{reader.num_left_out} unusable conversations left out"
+        f"{dataset.num_dropped} dropped, {reader.num_left_out} unusable conversations left out"
+        + "".join(f", {count} {kind} duplicates left out" for kind, count in sorted(reader.num_duplicates.items()))
     )
+    for line in [*dataset.source_lines, *dataset.unread_lines()]:
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def select_conversation(reader: ConversationReader, index: int) -> tuple[ConversationReader, Conversation | Example]:

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from itertools import chain, zip_longest
 from random import Random
 from typing import Any
@@ -87,7 +87,9 @@ class MixReader(ConversationReader):
         for number, reader in enumerate(self.readers):
             reader.allows_unanswered = self.allows_unanswered
             with locate_errors(number):
-                yield from reader.load_conversations()
+                conversations = reader.load_conversations()
+            for conversation in conversations:
+                yield add_template_arguments(conversation, reader.template_kwargs or {})
 
     def load_conversations(self) -> list[Conversation]:
         if not self.loaded_conversations:
@@ -116,6 +118,13 @@ def locate_errors(number: int) -> Iterator[None]:
         yield
     except UserError as error:
         raise name_source(error, f"data.sources[{number}]") from error
+
+
+def add_template_arguments(conversation: Conversation, arguments: Mapping[str, Any]) -> Conversation:
+    """Return a conversation that brings the template arguments of its source along; its own take precedence."""
+    if not arguments or not isinstance(conversation, Conversation):
+        return conversation
+    return replace(conversation, template_arguments={**arguments, **conversation.template_arguments})
 
 
 def name_source(error: UserError, location: str) -> UserError:
@@ -165,12 +174,14 @@ def mix_datasets(datasets: list[Dataset], weights: list[float], names: list[str]
     """
     held_out = {example.content_hash for dataset in datasets for example in dataset.held_out}
     examples: list[Example] = []
+    lines = []
     for number, (dataset, weight) in enumerate(zip(datasets, weights)):
         own = [example for example in dataset.examples if example.content_hash not in held_out]
         repeated = repeat_examples(own, weight)
         if not repeated:
             raise UserError(f"data.sources[{number}].weight={weight:g}: it leaves none of {len(own)} examples; raise it")
         examples += repeated
+        lines.append(f"{names[number]}, weight {weight:g}: {len(repeated)} examples an epoch; {dataset.summary_line()}")
     named = [[(example, name) for example in dataset.held_out] for dataset, name in zip(datasets, names)]
     in_turn = [pair for pairs in zip_longest(*named) for pair in pairs if pair is not None]
     return Dataset(
@@ -181,6 +192,7 @@ def mix_datasets(datasets: list[Dataset], weights: list[float], names: list[str]
         num_short=sum(dataset.num_short for dataset in datasets),
         held_out=[example for example, _ in in_turn],
         held_out_sources=[name for _, name in in_turn],
+        source_lines=lines if len(datasets) > 1 else [],
         extra_texts=lambda: list(chain.from_iterable(dataset.extra_texts() for dataset in datasets)),
         unread=sum((dataset.unread for dataset in datasets), Counter()),
     )

@@ -120,7 +120,8 @@ def load_inputs(spec: RunSpec, trainer: Trainer, target: Target | None, dataset:
     source.begin(drafter)
     examples = None if dataset.is_sample else dataset.examples
     report = source.prepare(target, drafter.stages[0].layers, drafter.stages[0].final_reach, examples)
-    report_lines = [dataset.summary_line() + data.describe_omissions(), *dataset.unread_lines(), *filter(None, [report])]
+    summary = dataset.summary_line() + data.describe_omissions()
+    report_lines = [summary, *dataset.source_lines, *dataset.unread_lines(), *filter(None, [report])]
     target.pack_weights()
     return TrainingInputs(trainer, target, dataset, drafter, source, evaluation, report_lines)
 

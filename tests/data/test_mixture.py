@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,27 @@ def test_general_settings_hold_for_sources_without_their_own(halves: tuple[str, 
     assert [(reader.limit, reader.max_length) for reader in mixture.readers] == [(3, 48), (5, 48)]
     assert len(mixture.load_conversations()) == 8
     assert all(len(example.tokens) <= 48 for example in mixture.make_dataset(TEMPLATE).examples)
+
+
+def test_template_arguments_of_a_source_come_with_its_conversations(tmp_path: Path) -> None:
+    """What reads the mixture's conversations, such as a regeneration, renders each as its source does; a row's own stay."""
+    chat = EmbeddedReader(limit=1).load_conversations()[0]
+    path = write_chats(tmp_path / "c.jsonl", [chat, replace(chat, template_arguments={"enable_thinking": True})])
+    mixture = make_mixture(
+        {"data": "jsonl", "path": path, "template_kwargs": {"enable_thinking": False}}, {"data": "embedded", "limit": 1}
+    )
+    arguments = [conversation.template_arguments for conversation in mixture.load_conversations()]
+    assert arguments == [{"enable_thinking": False}, {"enable_thinking": True}, {}]
+
+
+def test_each_source_has_its_line(halves: tuple[str, str]) -> None:
+    """A run says how many examples of each source it sees in an epoch; a single source needs no such line."""
+    sources = [{"data": "jsonl", "path": halves[0], "weight": 2}, {"data": "jsonl", "path": halves[1], "weight": 0.5}]
+    lines = make_mixture(*sources).make_dataset(TEMPLATE).source_lines
+    assert [line.partition(";")[0] for line in lines] == [
+        f"{halves[0]}, weight 2: 80 examples an epoch", f"{halves[1]}, weight 0.5: 20 examples an epoch"
+    ]  # fmt: skip
+    assert not make_mixture(sources[0]).make_dataset(TEMPLATE).source_lines
 
 
 def test_duplicates_are_left_out_across_sources(halves: tuple[str, str]) -> None:
