@@ -232,7 +232,7 @@ def regenerate_command(
             raise RunError(f"out={folder}: not whole: {named}; run the command that made it, without check=true")
         return
     settings, reader, sampler = regenerate.build(), spec.data.build(), sampling.build()
-    reader.asks_only = True
+    reader.allows_unanswered = True
     reader.load_conversations()
     if writer.load_constructor().needs_target:
         session = make_engine_writer(writer, spec, sampler, settings, reader)

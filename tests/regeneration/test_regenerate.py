@@ -456,3 +456,16 @@ def test_questions_alone_will_do(tiny: Target, tmp_path: Path) -> None:
     assert {key: row.messages for key, row in found.items()} == {
         key: row.messages for key, row in make(tmp_path / "two", tiny, JsonlReader(str(tmp_path / "whole.jsonl"))).items()
     }
+
+
+def test_the_command_answers_questions_alone(tmp_path: Path) -> None:
+    """A mixture of questions without answers is read, answered, and readable as conversations."""
+    (tmp_path / "asked.jsonl").write_text('{"prompt": "What is a bee?"}\n')
+    sources = f"data.sources=[{{data:jsonl,path:{tmp_path / 'asked.jsonl'}}},{{data:embedded,limit:1}}]"
+    with initialize_config_module("spectrain.conf", version_base="1.3"):
+        words = ["target=tiny", "data=mix", sources, f"out={tmp_path / 'out'}", "++sampling.max_new_tokens=6"]
+        config = compose("regenerate", overrides=words)
+        spec, settings = read_run(config, ("writer", "sampling", "regenerate", "out", "check"))
+        regenerate_command(spec, **settings)
+    chats = JsonlReader(str(tmp_path / "out")).load_conversations()
+    assert len(chats) == 2 and chats[0].messages[0]["content"] == "What is a bee?" and chats[0].messages[1]["content"]
