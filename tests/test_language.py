@@ -10,10 +10,10 @@ from spectrain.config.signatures import list_keys
 from tests.language import dialect_per_thousand, function_names, is_bare, is_one_word, is_sentence
 from tests.test_house import ROOT, code, imports, inside
 
-MAX_ONE_WORD = 0.12  # share of the distinct function names that are one word; goal 0.20
-MAX_BARE = 16  # function names that are a bare participle, preposition or pronoun; goal 0
-MAX_DIALECT = 3.5  # dialect words per 1,000 identifiers; goal 2
-MAX_UNDESCRIBED = 20  # settings without a full sentence; goal 0
+MAX_ONE_WORD = 0.10  # share of the distinct function names that are one word; goal 0.20
+MAX_BARE = 3  # function names that are a bare participle, preposition or pronoun; goal 0
+MAX_DIALECT = 1  # dialect words per 1,000 identifiers; goal 2
+MAX_UNDESCRIBED = 0  # settings without a full sentence; goal 0
 CIRCLES: set[str] = set()
 """Modules on an import circle: none."""
 

@@ -179,7 +179,7 @@ class BlockDrafter(VocabularyDrafter):
         return [Stage.single(self, self.layers, final_reach=0)]
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """The layers run over the slots of the blocks behind the sampled anchors."""
+        """Return the cost of the layers over the slots of the blocks after the sampled anchors."""
         anchors = min(batch.supervised, batch.texts * self.num_anchors)
         slots = anchors * self.block_size
         runs = [Run(self.blocks, slots, batch.length / 2 + self.block_size), Run(self.fc, batch.tokens, 0)]

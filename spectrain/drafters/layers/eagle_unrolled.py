@@ -36,7 +36,7 @@ class UnrolledEagle(EagleDrafter):
     # Training
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """The layers run once for each draft step over all tokens; the logits of all steps are judged together."""
+        """Return the cost of the layers, which run once for each draft step over all tokens, and of the logits of all steps."""
         runs = [Run(self, batch.tokens, batch.length, self.num_steps, extra=2 * target.width)]
         return StepCost(runs, self.judged_rows(batch, self.num_steps * batch.supervised))
 

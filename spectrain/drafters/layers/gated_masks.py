@@ -141,7 +141,7 @@ class GatedMasks(MaskDrafter):
     # Training
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """The target's layers run over all tokens and the masks, with a mask in every attention layer."""
+        """Return the cost of the target's layers over all tokens and masks, with an attention mask in every layer."""
         num_masks = self.ensembles * (batch.supervised if self.tiles else self.mask_ratio * batch.tokens)
         rows = batch.tokens + num_masks
         layers = nn.ModuleList(list(target.layers)[self.first_layer :])

@@ -50,7 +50,7 @@ class VocabularyDrafter(Drafter):
         self.t2d[ids] = True
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """Every module runs over all tokens; the logits are those of the draft vocabulary."""
+        """Return the cost of every module over all tokens, and of the logits of the draft vocabulary."""
         return StepCost([Run(self, batch.tokens, batch.length)], self.judged_rows(batch, batch.supervised))
 
     def judged_rows(self, batch: BatchShape, rows: float, layers: int = 1) -> Judged:
@@ -105,7 +105,7 @@ class HeadsDrafter(VocabularyDrafter):
                 head.lm_down.load_state_dict(first.lm_down.state_dict())
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """Every head runs over the supervised tokens and has an output layer of its own."""
+        """Return the cost of every head, with an output layer of its own, over the supervised tokens."""
         heads = [Run(head, batch.supervised, 0) for head in self.heads]
         others = [Run(part, batch.tokens, batch.length) for name, part in self.named_children() if name != "heads"]
         return StepCost([*heads, *others], self.judged_rows(batch, batch.supervised, len(self.heads)))

@@ -87,7 +87,7 @@ class Amphista(HeadsDrafter):
         return [Stage.single(self, self.layers, final_reach=None if self.adaptation.layers else len(self.heads))]
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """The heads run over the supervised tokens, and attend to each other."""
+        """Return the cost of the heads over the supervised tokens, with attention between heads."""
         cost = super().step_cost(target, batch)
         rows = len(self.heads) * batch.supervised
         runs = [run for run in cost.runs if run.module is not self.exchange]

@@ -96,7 +96,7 @@ class Redrafter(VocabularyDrafter):
     # Training
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """The cell and its residual blocks run once for each draft step over the supervised tokens."""
+        """Return the cost of the cell and its residual blocks, once for each draft step over the supervised tokens."""
         runs = [Run(self, batch.supervised, 0, self.num_steps, extra=4 * target.width)]
         judged = self.judged_rows(batch, self.num_steps * batch.supervised)
         return StepCost(runs, replace(judged, width=2 * target.width))

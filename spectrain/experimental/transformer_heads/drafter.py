@@ -70,7 +70,7 @@ class TransformerHeads(SharedHeadDrafter):
         self.cache: TreeCache | None = None
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """Every head's layer runs over all tokens; the logits of all heads are judged together."""
+        """Return the cost of every head's layer over all tokens, and of the logits of all heads."""
         heads = Run(self, batch.tokens, batch.length)
         return StepCost([heads], self.judged_rows(batch, len(self.heads) * batch.supervised))
 
