@@ -6,7 +6,7 @@ summary.json; a column of a run reads a row of comparison.json. A missing value 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from spectrain.eval.kinds import POSITIONS
 from spectrain.eval.noise import is_possible
@@ -15,6 +15,8 @@ WIDE = 10  # ratio of the ends above which an interval is too wide to show: ther
 RECOMMENDED = "copies"  # name of the system to decode with: the drafter's tree merged with retrieved continuations
 DRAFTER = "drafter"  # name of the system whose numbers stand at the top of summary.json
 
+ComparisonTable = Literal["terminal", "markdown"]
+"""A table of a comparison: the printed one, of 100 characters, or the one for a README and for docs/results."""
 Entry = Mapping[str, Any]
 Row = dict[str, Any]
 
@@ -76,6 +78,8 @@ class Column:
     interval: Callable[[Any], str] | None = None
     # What trackers log, name -> key; null logs the value itself, under its key with underscores for dots.
     logged: Mapping[str, str] | None = None
+    # Tables of a comparison that have this column; an evaluation's table, report.html and trackers show every column.
+    shown_in: tuple[ComparisonTable, ...] = ()
 
     def cell(self, entry: Entry) -> str:
         """Return the text of an entry's value."""
@@ -105,6 +109,7 @@ SYSTEM_COLUMNS = (
             "acceptance_length_low": "acceptance_length.ci95.0",
             "acceptance_length_high": "acceptance_length.ci95.1",
         },
+        shown_in=("terminal", "markdown"),
     ),
     Column(
         "tokens_per_second.drafted",
@@ -123,12 +128,14 @@ SYSTEM_COLUMNS = (
         "Tokens per second over those of autoregressive decoding in the same engine, on the same prompts.",
         interval=format_speedup_interval,
         logged={"speedup": "speedup.ratio", "speedup_low": "speedup.ci95.0", "speedup_high": "speedup.ci95.1"},
+        shown_in=("terminal", "markdown"),
     ),
     Column(
         "speedup.predicted",
         "predicted",
         format_number,
-        "Speedup that follows from the tokens per forward and the mean times of a step and of a round.",
+        "Tokens per forward x time of one autoregressive step / time of one drafted round.",
+        shown_in=("markdown",),
     ),
     Column(
         "lossless",
@@ -136,6 +143,7 @@ SYSTEM_COLUMNS = (
         format_identical,
         "Answers that equal the target's own, token by token.",
         logged={"identical": "lossless.identical", "checked": "lossless.checked"},
+        shown_in=("terminal", "markdown"),
     ),
 )
 """Columns of every system of an evaluation."""
@@ -174,18 +182,21 @@ RUN_COLUMNS = (
             f"batched/{key.replace('.', '/')}": f"batched.{key}"
             for key in ("batch_size", "label", "speedup.ratio", "speedup.predicted")
         },
+        shown_in=("terminal", "markdown"),
     ),
     Column(
         "trained_parameters",
         "trained parameters",
         lambda count: f"{count / 1e6:.2f} M" if count else "",
         "Number of parameters that training changed.",
+        shown_in=("terminal", "markdown"),
     ),
     Column(
         "extra_memory",
         "extra memory",
         format_bytes,
         "Memory that decoding takes beyond decoding without the drafter.",
+        shown_in=("markdown",),
     ),
     Column(
         "",
@@ -193,6 +204,7 @@ RUN_COLUMNS = (
         format_training,
         "Tokens and seconds of the training run.",
         logged={name: name for name in ("training_seconds", "training_tokens")},
+        shown_in=("terminal", "markdown"),
     ),
     Column("lossless_to", "lossless to", str, "Model whose output the drafter leaves unchanged."),
 )
@@ -216,7 +228,11 @@ def get_value(entry: Entry, key: str) -> Any:
 
 
 def autoregressive_entry(summary: Entry) -> Row:
-    """Return the entry of autoregressive decoding, the baseline of a summary."""
+    """Return the entry of autoregressive decoding, the baseline of a summary.
+
+    It holds the values that are known without a drafter; the cell of any other column is empty. A metric that autoregressive
+    decoding has too needs its key here.
+    """
     rate = get_value(summary, "tokens_per_second.autoregressive")
     return {
         "label": "autoregressive",

@@ -12,6 +12,7 @@ from spectrain.eval.columns import (
     RUN_COLUMNS,
     SYSTEM_COLUMNS,
     Column,
+    ComparisonTable,
     autoregressive_entry,
     list_systems,
 )
@@ -19,8 +20,6 @@ from spectrain.eval.extensions import EvalExtension
 from spectrain.eval.notes import explain_numbers, list_caveats, name_fastest
 
 WIDTH = 100  # characters of a printed line
-NOT_IN_MARKDOWN = {"tokens_per_second.drafted", "lossless_to"}  # keys of columns that the report page alone shows
-NOT_IN_TERMINAL = NOT_IN_MARKDOWN | {"speedup.predicted", "extra_memory"}
 MARKS = {"target": "", "trained target": "*", "nothing": "!"}  # after a run's name: lossless to what
 
 
@@ -60,20 +59,20 @@ def print_table(summary: dict[str, Any], extensions: Sequence[EvalExtension] = (
 # Comparison
 
 
-def comparison_columns(hidden: set[str]) -> tuple[list[Column], list[Column]]:
-    """Return the columns of systems and of runs, without the hidden keys."""
-    systems, runs = ([column for column in columns if column.key not in hidden] for columns in (SYSTEM_COLUMNS, RUN_COLUMNS))
+def comparison_columns(table: ComparisonTable) -> tuple[list[Column], list[Column]]:
+    """Return the columns of systems and of runs in a table of a comparison."""
+    systems, runs = ([column for column in columns if table in column.shown_in] for columns in (SYSTEM_COLUMNS, RUN_COLUMNS))
     return systems, runs
 
 
-def comparison_titles(hidden: set[str]) -> list[str]:
-    """Return the titles of a comparison's table."""
-    return ["drafter", "tree", *(column.title for columns in comparison_columns(hidden) for column in columns)]
+def comparison_titles(table: ComparisonTable) -> list[str]:
+    """Return the titles of a table of a comparison."""
+    return ["drafter", "tree", *(column.title for columns in comparison_columns(table) for column in columns)]
 
 
-def comparison_cells(run: dict[str, Any], hidden: set[str], join: Callable[[str, str], str]) -> Iterator[list[str]]:
+def comparison_cells(run: dict[str, Any], table: ComparisonTable, join: Callable[[str, str], str]) -> Iterator[list[str]]:
     """Return one line of cells for each system of a run; `join` puts a value and its interval into one cell."""
-    systems, runs = comparison_columns(hidden)
+    systems, runs = comparison_columns(table)
     for number, entry in enumerate(run["systems"]):
         values = [(column.cell(entry), column.interval_cell(entry)) for column in systems]
         yield [
@@ -93,12 +92,12 @@ def print_comparison(comparison: dict[str, Any]) -> None:
         f"{setting['device']}, {setting['dtype']}",
         box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0),
     )  # fmt: skip
-    for number, title in enumerate(comparison_titles(NOT_IN_TERMINAL)):
+    for number, title in enumerate(comparison_titles("terminal")):
         folds, justify = title in ("drafter", "tree", "training"), "right" if number > 1 else "left"
         lines = title.replace(" per ", " per\n").replace("batched ", "batched\n").replace("trained ", "trained\n")
         table.add_column(lines, justify=justify, overflow="fold", no_wrap=not folds)  # type: ignore[arg-type]
     for row in comparison["rows"]:
-        for cells in comparison_cells(row, NOT_IN_TERMINAL, "{}\n{}".format):
+        for cells in comparison_cells(row, "terminal", "{}\n{}".format):
             table.add_row(*map(escape, cells))
     console.print(table)
     for sentence in [*explain_marks(comparison), *comparison["caveats"]]:
@@ -110,7 +109,7 @@ def print_comparison(comparison: dict[str, Any]) -> None:
 def explain_marks(comparison: dict[str, Any]) -> Iterator[str]:
     """Say what columns and marks mean."""
     for column in RUN_COLUMNS:
-        if column.key not in NOT_IN_TERMINAL:
+        if "terminal" in column.shown_in:
             yield f"{column.title}: {column.description}"
     yield "report.html shows predicted speedups and memory as well."
     references = {row["lossless_to"] for row in comparison["rows"]}
@@ -124,7 +123,7 @@ def explain_marks(comparison: dict[str, Any]) -> Iterator[str]:
 
 def comparison_markdown(comparison: dict[str, Any]) -> str:
     """Return the table for a README, with its setting."""
-    titles, setting = comparison_titles(NOT_IN_MARKDOWN), comparison["setting"]
+    titles, setting = comparison_titles("markdown"), comparison["setting"]
     versions = ", ".join(f"{name} {setting['versions'][name]}" for name in ("torch", "transformers"))
     training = f"{setting['budget'] or 'finished runs'}, from {setting['data']}"
     scoring = f"{setting['prompts']} prompts of at most {setting['max_new_tokens']} tokens, rule {setting['rule']}"
@@ -133,6 +132,6 @@ def comparison_markdown(comparison: dict[str, Any]) -> str:
     lines = [f"`{setting['target']}`; {training}; {scoring}; {machine}:", ""]
     lines += ["| " + " | ".join(titles) + " |", "|---|---|" + "---:|" * (len(titles) - 2)]
     for row in comparison["rows"]:
-        lines += ["| " + " | ".join(cells) + " |" for cells in comparison_cells(row, NOT_IN_MARKDOWN, "{} [{}]".format)]
+        lines += ["| " + " | ".join(cells) + " |" for cells in comparison_cells(row, "markdown", "{} [{}]".format)]
     advice = [f"- {item['goal']}: **{item['choice']}**. {item['because']}" for item in comparison["recommendations"]]
     return "\n".join([*lines, "", *advice, *(f"- {sentence}" for sentence in comparison["caveats"])])

@@ -28,8 +28,11 @@ def first_line(error: BaseException) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe an error in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    """Describe an error in one line of at most about 300 characters; a longer message loses its middle."""
+    message = " ".join(str(error).split())
+    if len(message) > 300:
+        message = f"{message[:100]} ... {message[-195:]}"
+    return f"{type(error).__name__}: {message}"
 
 
 def suggest_nearest(name: str, options: Iterable[str]) -> str:

@@ -21,6 +21,10 @@ LAYOUT_SETTINGS = (
     "_target_", "architecture", "layers", "vocab_size", "num_layers", "model", "block_size", "sample_from_anchor", "causal",
     "window", "mask_token_id", "own_embedding",
 )  # fmt: skip
+"""Settings of drafters that every layout that has them writes into its own files, so that spectrain.json never holds them.
+
+A setting of one family is in the `covers` of its layouts instead; one that is in neither comes back from spectrain.json.
+"""
 
 
 def read_drafter(directory: Path, target: TargetFiles | None = None) -> DrafterCheckpoint:

@@ -169,12 +169,17 @@ class Layout(ABC):
     """The way in which one project writes a drafter to files."""
 
     title: ClassVar[str]
-    covers_all: ClassVar[bool] = False  # it needs no spectrain.json
+    # Whether config.json holds every setting of the drafter and its description, so that no spectrain.json is written.
+    covers_all: ClassVar[bool] = False
     holds_target: ClassVar[bool] = False  # its directory is a target that contains the drafter
 
     @property
     def covers(self) -> tuple[str, ...]:
-        """The family's own settings that this layout's files hold, so that spectrain.json need not."""
+        """The drafter's settings that this layout's own files hold; `read` takes them from there.
+
+        An export also holds spectrain.json: the settings in neither `LAYOUT_SETTINGS` nor `covers`, and the run's tree,
+        rule and recipe. `DrafterFiles.read_metadata` reads it.
+        """
         return ()
 
     def read_files(self, directory: Path) -> DrafterFiles:

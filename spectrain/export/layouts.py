@@ -1,4 +1,5 @@
-"""The table of export layouts. A new layout is its own file and one line here: help, completion, converter and linter read it.
+"""The table of export layouts. A new layout is its own file and one line here, before any layout whose
+`matches_files` accepts its files: help, completion, converter and linter read it.
 
 The table names classes as text, so that listing the formats imports no layout.
 """
@@ -55,7 +56,7 @@ LAYOUTS = (
     TableRow("uno.UnoLayout", "uno", "uno"),
     TableRow("native.NativeLayout", "spectrain", NATIVE_FAMILIES),
 )
-"""Every layout, in the order in which a directory is compared with them; a format has at most one layout for each family."""
+"""Every layout; the first one whose `matches_files` is true wins. A format has at most one layout for each family."""
 FORMATS = tuple(dict.fromkeys(name for row in LAYOUTS for name in row.formats.split()))
 OWN_SUFFIXES = {row.suffix for row in LAYOUTS} - {".safetensors"}
 """Suffixes of files that hold settings and weights together, so that their directory needs no config.json."""

@@ -14,6 +14,8 @@ from .limits import find_rope_switch, max_text_length
 
 LAYER_LIST_NAMES = ("layers", "h", "blocks")
 """The attributes by which decoders name their layers."""
+CACHE_ARGUMENTS = ("cache_params", "past_key_values")
+"""The arguments by which decoders take their cache."""
 SUBLAYER_NAMES: dict[SublayerKind, str] = {"attention": "self_attn", "mlp": "mlp"}
 
 
@@ -97,8 +99,11 @@ def find_layers(decoder: nn.Module) -> nn.ModuleList | None:
 
 
 def cache_argument(decoder: nn.Module) -> str:
-    """Return the name of the decoder argument for the cache."""
-    return "cache_params" if accepts_argument(decoder, "cache_params") else "past_key_values"
+    """Return the name of the decoder argument for the cache, as far as the signature shows it.
+
+    The name that a target uses is `Architecture.cache_argument`: an architecture can correct this one.
+    """
+    return next((name for name in CACHE_ARGUMENTS if accepts_argument(decoder, name)), CACHE_ARGUMENTS[-1])
 
 
 def accepts_argument(decoder: nn.Module, name: str) -> bool:

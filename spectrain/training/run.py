@@ -317,7 +317,7 @@ class TrainingRun:
         shared.wait_for_all()
 
     def save_and_stop(self, stop_signal: int | None) -> NoReturn:
-        """Save and raise Stopped, after a stop signal to this process or another."""
+        """Save and raise RunInterrupted, after a stop signal to this process or another."""
         if self.step > self.saved_step:
             self.save()
         signals = [number for number in self.parallel.all_gather(stop_signal) if number is not None]

@@ -81,7 +81,7 @@ class Trainer(TrainerSettings):
         """Train `drafter` in place, from the newest checkpoint of the run where there is one.
 
         Afterwards the main process holds all of its tensors; the object itself is usable only where the result is reusable.
-        SIGTERM and SIGINT let the step end, save a checkpoint and raise `Stopped`.
+        SIGTERM and SIGINT let the step end, save a checkpoint and raise `RunInterrupted`.
         """
         run.mkdir(parents=True, exist_ok=True)
         accelerator = self.make_accelerator()

@@ -44,7 +44,8 @@ ROWS = [
     {"id": "count", "category": "math", "turns": ["Count: one two three one two three one two"]},
     {"id": "why", "category": "talk", "turns": ["Why is the sky blue?"]},
 ]
-KEYS = {  # as DESIGN.md names them
+# Names that readers of summary.json rely on.
+KEYS = {
     "acceptance_length": {"pooled", "ci95", "without_bonus", "per_prompt_mean"},
     "tokens_per_second": {"autoregressive", "drafted"},
     "speedup": {"ratio", "ci95", "predicted"},

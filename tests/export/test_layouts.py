@@ -2,8 +2,11 @@
 
 import json
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +15,16 @@ from safetensors.torch import load_file, save_file
 
 from spectrain.errors import UserError
 from spectrain.export import layouts
-from spectrain.export.converter import convert, read_drafter
+from spectrain.export.converter import convert, read_drafter, write_drafter
 from spectrain.export.layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Layout
-from spectrain.export.layouts import FORMATS, LAYOUTS, TableRow, load_layout
+from spectrain.export.layouts import EXPORT_FORMATS, FORMATS, LAYOUTS, TableRow, detect_layout, load_layout
 from spectrain.export.linter import lint
 from spectrain.export.targets import TargetFiles
+from spectrain.models.loading import load_hf
 from spectrain.models.target import Target
 
-from .test_converter import ours
+from . import test_mtp
+from .test_converter import DFLASH, DFLASH2, DSPARK, UNO, ours
 
 TINY = TargetFiles("tiny")
 
@@ -65,6 +70,48 @@ def test_a_new_layout_is_one_file_and_one_line(tiny: Target, tmp_path: Path, mon
     before, after = (read_drafter(path, TINY) for path in (start, tmp_path / "back"))
     assert before.drafter == after.drafter
     assert all(torch.equal(before.tensors[name], tensor) for name, tensor in after.tensors.items())
+
+
+SMALL: dict[str, dict[str, Any]] = {
+    "eagle3": {"vocab_size": 256}, "peagle": {"vocab_size": 256, "num_layers": 1}, "medusa": {"vocab_size": 2048},
+    "dflash": DFLASH, "dflash2": DFLASH2, "dspark": DSPARK, "causal": {"num_layers": 1},
+    "gated_lora": {"num_masks": 2, "rank": 4}, "uno.UnoLayout": UNO,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def write_layout(tiny: Target, tmp_path_factory: pytest.TempPathFactory) -> Callable[[TableRow], Path]:
+    """Write a random drafter of the first family of a row in its layout; rows of a family share the drafter."""
+    folder = tmp_path_factory.mktemp("layouts")
+
+    @cache
+    def read_random(family: str, options: str) -> DrafterCheckpoint:
+        return read_drafter(ours(folder / f"{options}-start", tiny, family, **SMALL.get(options, {})), TINY)
+
+    def write(row: TableRow) -> Path:
+        layout, out, family = load_layout(row), folder / row.class_path, row.families.split()[0]
+        if layout.holds_target:
+            source = test_mtp.saved("glm4_moe", folder / "target")
+            return test_mtp.stitched(test_mtp.shaken(load_hf(str(source), dtype="float32")), source, out)
+        out.mkdir()
+        write_drafter(read_random(family, row.class_path if row.class_path in SMALL else family), layout, TINY, out)
+        return out
+
+    return write
+
+
+@pytest.mark.parametrize("row", LAYOUTS, ids=lambda row: row.class_path)
+def test_a_layout_recognizes_its_own_output(row: TableRow, write_layout: Callable[[TableRow], Path]) -> None:
+    """What a layout writes is detected as this layout: its line stands before every layout that accepts its files as well."""
+    assert detect_layout(layouts.read_files(write_layout(row))) is load_layout(row)
+
+
+def test_the_page_on_serving_names_every_format() -> None:
+    """The table of docs/serving.md names each format that an export can have."""
+    page = (Path(__file__).parents[2] / "docs/serving.md").read_text()
+    formats = [line.split("|")[2] for line in page.splitlines() if line.startswith("|")]
+    missing = [name for name in EXPORT_FORMATS if not any(f"`{name}`" in cell for cell in formats)]
+    assert not missing
 
 
 def test_a_format_has_one_layout_for_each_family() -> None:

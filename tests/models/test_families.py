@@ -36,7 +36,7 @@ REFUSED: dict[tuple[str, str], str] = {
     **{(target, "self"): "are recurrent" for target in KEEP_STATES},
     **{(target, "gated_lora"): "does not run token by token" for target in (*KEEP_STATES, "llama4_text")},
     **{("gemma4_text", family): "cannot be cut" for family in ("causal", "pard")},
-    **{(target, family): "keep a state|ordinary attention" for target in KEEP_STATES for family in ("causal", "pard")},
+    **{(target, family): "keep a state|add its architecture" for target in KEEP_STATES for family in ("causal", "pard")},
     ("gemma4_text", "mtp"): "further modules",
     ("llama4_text", "self"): "within chunks",
 }

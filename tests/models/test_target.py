@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from spectrain.errors import UserError
+from spectrain.models.architectures.probe import explain_incompatibility
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.kv_cache import KeyValueShape, TreeCache
 from spectrain.models.loading import load_hf
@@ -58,7 +59,10 @@ SCALED: dict[str, Any] = {  # their output layer's logits are multiplied by a se
 }
 REFUSED: dict[str, tuple[Any, str]] = {
     "doge": (hf.DogeConfig(**SIZE, keep_window_size=4), "features differ"),
-    "openai-gpt": (hf.OpenAIGPTConfig(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4), "keep no keys"),
+    "openai-gpt": (
+        hf.OpenAIGPTConfig(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4),
+        "no argument named past_key_values or cache_params",
+    ),
 }
 
 
@@ -344,6 +348,19 @@ def test_a_model_that_cannot_verify_trees_is_refused(name: str, tiny: Target, tm
     tiny.tokenizer.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=reason):
         load_hf(str(tmp_path), name, device="cpu")
+
+
+def test_an_error_of_a_models_code_names_its_cause() -> None:
+    """A message of several lines, such as one that begins with a module, becomes one line that holds its end."""
+    module = repr(torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(40))))
+    with (
+        pytest.raises(
+            UserError, match=r"TypeError: Sequential\( .*\.\.\. .*got an unexpected argument 'past_key_values'\); use"
+        ) as raised,
+        explain_incompatibility("mine"),
+    ):
+        raise TypeError(f"{module} got an unexpected argument 'past_key_values'")
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 600
 
 
 def test_a_saved_target_loads_with_the_same_logits(tiny: Target, tmp_path: Path) -> None:

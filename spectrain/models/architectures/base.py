@@ -65,7 +65,9 @@ class Architecture(ABC):
 
     output_tuple_size: int = 0  # size of the tuple that a layer returns; 0 is a tensor
     has_single_stream: bool = True  # one residual stream enters each layer
-    cache_argument: str = "past_key_values"  # argument of the decoder for its cache
+    # Argument of the decoder for its cache: `cache_params` or `past_key_values`, whichever its signature has. Where it has
+    # another name, an architecture overrides `from_probe`: return super().from_probe(replace(probe, cache_argument="memory")).
+    cache_argument: str = "past_key_values"
     accepts_use_cache: bool = True  # False: with it, only a cache of its own class would do
     attention_indices: tuple[tuple[int, ...], ...] | None = None  # cache indices by layer; None: one each
     kv_shapes: dict[int, KeyValueShape] | None = None  # by attention layer, where shapes differ or not all layers attend

@@ -4,12 +4,12 @@ from spectrain.models.model_parts import ModelParts, cache_argument
 
 from .base import Architecture
 from .masked import MASKED, Masked
-from .probe import Probe, probe_target
+from .probe import Probe, check_cache_argument, probe_target
 from .recurrent import Recurrent
 from .standard import Standard
 
 ARCHITECTURES: tuple[type[Architecture], ...] = (Masked, Recurrent, Standard)
-"""The kinds of targets; a target is of the first kind that matches it. A new kind has its line here."""
+"""The kinds of targets; a target is of the first kind that matches it, so a new kind stands before `Standard`."""
 
 
 def detect_architecture(parts: ModelParts) -> Architecture:
@@ -21,4 +21,6 @@ def detect_architecture(parts: ModelParts) -> Architecture:
     goes_past_interface = parts.config._attn_implementation == MASKED
     probe = Probe(parts, cache_argument(parts.decoder)) if goes_past_interface else probe_target(parts)
     kind = next(kind for kind in ARCHITECTURES if kind.matches(probe))
-    return kind.from_probe(probe)
+    architecture = kind.from_probe(probe)
+    check_cache_argument(parts, architecture.cache_argument)
+    return architecture

@@ -263,7 +263,7 @@ def _record_layer_call(probe: Probe, cache: KVRecorder) -> dict[str, Any]:
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=parts.device)
     try:
         with torch.no_grad(), explain_incompatibility(parts.name), record_masks() as probe.masks:
-            parts.decoder(input_ids=tokens, use_cache=True, **{probe.cache_argument: cache})
+            parts.decoder(input_ids=tokens, **probe.cache_arguments(cache))
     finally:
         for handle in handles:
             handle.remove()

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectrain.errors import UserError, first_line
+from spectrain.errors import UserError, describe_error
 from spectrain.models.attention import AttentionCall, AttentionRange
 from spectrain.models.masks import RequestedMask, record_masks
-from spectrain.models.model_parts import ModelParts, cache_argument
+from spectrain.models.model_parts import CACHE_ARGUMENTS, ModelParts, accepts_argument, cache_argument
 
 from .recurrent_calls import RecurrentModule, StateRecorder
 
 MAX_POSITION = 1 << 20  # largest probed position
+ADVICE = "use a target that docs/architectures.md calls identical, or add its architecture (CONTRIBUTING.md, target quirk)"
 
 
 @dataclass
@@ -28,7 +29,7 @@ class Probe:
     """What one forward over two tokens showed."""
 
     parts: ModelParts
-    cache_argument: str  # argument of the decoder for its cache
+    cache_argument: str  # argument of the decoder for its cache, by `model_parts.cache_argument`
     calls: list[AttentionCall] = field(default_factory=list)
     first_call: list[int] = field(default_factory=list)  # by layer, index of the first call in it
     recurrent_modules: dict[int, RecurrentModule] = field(default_factory=dict)  # by layer
@@ -41,20 +42,20 @@ class Probe:
         """The size of the tuple that a layer returns; 0 where it returns a tensor."""
         return len(self.output) if isinstance(self.output, tuple) else 0
 
+    def cache_arguments(self, cache: Any) -> dict[str, Any]:
+        """Return the arguments that give the decoder a cache; raise UserError where it has none for one."""
+        check_cache_argument(self.parts, self.cache_argument)
+        return {self.cache_argument: cache, "use_cache": True}
+
     def refuse(self, reason: str) -> UserError:
         """Return the error for a target with which trees cannot be verified."""
-        return UserError(
-            f"target {self.parts.name}: {reason}, so trees cannot be verified with it; use a model whose layers are all "
-            "ordinary attention"
-        )
+        return UserError(f"target {self.parts.name}: {reason}, so trees cannot be verified with it; {ADVICE}")
 
 
 def probe_target(parts: ModelParts) -> Probe:
     """Run two tokens through a target and record what its layers do."""
     recorder, probe = StateRecorder(parts.config), Probe(parts, cache_argument(parts.decoder))
-    cached: dict[str, Any] = (
-        {probe.cache_argument: recorder, "use_cache": True} if recorder.is_recurrent else {"use_cache": False}
-    )
+    cached: dict[str, Any] = probe.cache_arguments(recorder) if recorder.is_recurrent else {"use_cache": False}
     handles = [
         layer.register_forward_pre_hook(lambda *given: probe.first_call.append(len(probe.calls))) for layer in parts.layers
     ]
@@ -90,6 +91,13 @@ def _run_decoder(parts: ModelParts, arguments: dict[str, Any]) -> bool:
     return True
 
 
+def check_cache_argument(parts: ModelParts, name: str) -> None:
+    """Raise UserError where the decoder has no argument of this name for its cache."""
+    if not accepts_argument(parts.decoder, name):
+        names = " or ".join(dict.fromkeys((name, *CACHE_ARGUMENTS)))
+        raise UserError(f"target {parts.name}: its decoder has no argument named {names}, so it takes no cache; {ADVICE}")
+
+
 @contextmanager
 def explain_incompatibility(name: str) -> Iterator[None]:
     """Turn any error of the model's code into a UserError that says that the model does not run here."""
@@ -102,11 +110,10 @@ def explain_incompatibility(name: str) -> Iterator[None]:
         if "'NoneType' object" in str(error):
             raise UserError(
                 f"target {name}: its layers compute with masks themselves, to choose by content what they see, and trees have "
-                "none; use a model whose layers are all ordinary attention"
+                f"none; {ADVICE}"
             ) from error
         raise UserError(
-            f"target {name}: its layers do not run on spectrain's attention and cache "
-            f"({type(error).__name__}: {first_line(error)}); use a model whose layers are all ordinary attention"
+            f"target {name}: its layers do not run on spectrain's attention and cache ({describe_error(error)}); {ADVICE}"
         ) from error
 
 

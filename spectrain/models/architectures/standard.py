@@ -33,7 +33,7 @@ from spectrain.models.positions import limit_positions, resolve_visibility
 from spectrain.models.residual_stream import feed_stream
 
 from .base import Architecture, ForwardCall, LayerAttention
-from .probe import Probe, find_range
+from .probe import ADVICE, Probe, find_range
 from .vision import add_images
 
 
@@ -176,6 +176,5 @@ def _check_calls(probe: Probe, layers: list[int]) -> None:
     if unsupported := sorted({name for call in probe.calls for name in call.unsupported}):
         arguments = ", ".join(unsupported)
         raise UserError(
-            f"target {probe.parts.name}: its attention depends on {arguments}, which tree attention does not know; use a model "
-            "whose layers are all ordinary attention"
+            f"target {probe.parts.name}: its attention depends on {arguments}, which tree attention does not know; {ADVICE}"
         )
