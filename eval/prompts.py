@@ -97,7 +97,7 @@ class Prompt:
         return not self.before and self.context == Conversation([]) and all(isinstance(turn, str) for turn in self.turns)
 
     @property
-    def opening(self) -> Conversation:
+    def opening_conversation(self) -> Conversation:
         """The conversation up to the first answer."""
         return self.continue_with([])
 
@@ -124,7 +124,7 @@ class Prompt:
         """List what the opening says and the target's chat template does not render."""
         if self.is_simple or self.context.text is not None:
             return []
-        opening = self.opening
+        opening = self.opening_conversation
         return list_unrendered(target.template, opening, [render_chat(target.template, opening, for_generation=True)])
 
     def tokenize_for(self, target: Target, answers: Sequence[TurnAnswer] = ()) -> list[int]:

@@ -100,7 +100,9 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Asked]:
     def ask(name: str) -> Asked:
         target = LOADERS[name](dtype="float32")
         target.pack_weights()
-        prompts = [tokenize_prompt(target.template, prompt.opening) for prompt in read_prompts(None, PROMPTS).prompts]
+        prompts = [
+            tokenize_prompt(target.template, prompt.opening_conversation) for prompt in read_prompts(None, PROMPTS).prompts
+        ]
         plain = offline(Path(target.path), None, prompts, [TOKENS] * len(prompts), tmp_path_factory.mktemp(f"plain-{name}"))
         return Asked(target, prompts, plain)
 

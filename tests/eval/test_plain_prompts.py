@@ -84,7 +84,7 @@ def test_tools_and_results_reach_the_template(tmp_path: Path, name: str) -> None
     (prompt,) = read_prompts(written(tmp_path, row)).prompts
     template = make_template(name)
     rendered = template.render(USED, [TOOL], None, {"enable_thinking": False}, for_generation=True)
-    assert render_chat(template, prompt.opening, for_generation=True) == rendered
+    assert render_chat(template, prompt.opening_conversation, for_generation=True) == rendered
     assert "find" in rendered and "In the hive." in rendered
     assert (prompt.turns, prompt.num_answers, prompt.questions) == ([], 1, ["Where are bees?"])
 

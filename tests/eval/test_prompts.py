@@ -86,7 +86,7 @@ def test_a_text_without_a_question_gets_one(tmp_path: Path, row: dict, name: str
     """HumanEval and CNN/DailyMail hold code and articles: the request says what to do with them."""
     (prompt,) = read_prompts(written(tmp_path, row)).prompts
     assert prompt.id == name and words in prompt.turns[0].split("\n")[0] and text.strip("\n") in prompt.turns[0]
-    assert prompt.opening.messages == [{"role": "user", "content": prompt.turns[0]}]
+    assert prompt.opening_conversation.messages == [{"role": "user", "content": prompt.turns[0]}]
 
 
 @pytest.mark.parametrize("name", ["p.jsonl", "p.jsonl.gz", "p.json", "p.parquet"])

@@ -210,7 +210,7 @@ def test_prompts_with_images_are_read_from_a_file(target: Target, pictures: tupl
     row = {"messages": [*asked("What?", pictures[0]), {"role": "assistant", "content": "A boat."}]}
     (tmp_path / "prompts.jsonl").write_text(json.dumps(row))
     (prompt,) = read_prompts(str(tmp_path / "prompts.jsonl")).prompts
-    text = tokenize_prompt(target.template, prompt.opening, target.vision)
+    text = tokenize_prompt(target.template, prompt.opening_conversation, target.vision)
     assert text == tokenize_prompt(target.template, asked("What?", pictures[0]), target.vision) and get_images(text) is not None
 
 

@@ -76,7 +76,7 @@ def test_it_is_not_trained_anew(tiny: Target) -> None:
 def test_its_output_is_the_targets(smollm2: Target) -> None:
     """A chain and a tree: greedy decoding's answers to questions that it was not trained on, more than a token a forward."""
     drafter = build_drafter(GroupSpec.from_node("drafter", composed("drafter=smollm2-eagle3").drafter), smollm2).eval()
-    prompts = [tokenize_prompt(smollm2.template, prompt.opening) for prompt in read_prompts(None, 2).prompts]
+    prompts = [tokenize_prompt(smollm2.template, prompt.opening_conversation) for prompt in read_prompts(None, 2).prompts]
     plain = decode(smollm2, prompts, Greedy(), LIMIT)
     for builder in (Chain(3), Eagle2(4, 12)):
         found = decode(smollm2, prompts, Greedy(), LIMIT, drafter, builder)

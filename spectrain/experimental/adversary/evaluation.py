@@ -65,7 +65,7 @@ class EditedPrompt:
 
 def prompt_row(prompt: Prompt) -> dict[str, Any]:
     """Return the columns of a prompt of one turn, with everything that its chat template reads."""
-    return {"turns": prompt.turns} if prompt.is_simple else prompt.opening.to_row()
+    return {"turns": prompt.turns} if prompt.is_simple else prompt.opening_conversation.to_row()
 
 
 class Adversary(EvalExtension):
