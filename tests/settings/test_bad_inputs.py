@@ -233,7 +233,7 @@ def test_chats_that_cannot_be_held() -> None:
 def test_lines_that_are_no_text(line: bytes, errors: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(line), encoding="utf-8", errors=errors))
     with pytest.raises(UserError, match="standard input: it"):
-        TerminalChat.answer_lines(SimpleNamespace(screen=None))  # type: ignore[arg-type]
+        TerminalChat.answer_lines(SimpleNamespace(screen=None, settings=SimpleNamespace(raw=False)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("word", ["eval.prompts=", "data.path=", "target.device="])
