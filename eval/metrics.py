@@ -198,7 +198,7 @@ def count_round_lengths(turns: Sequence[Turn]) -> list[int]:
 
 
 def acceptance_by_depth(turns: Sequence[Turn]) -> list[float]:
-    """Compute, for each depth k, how many of the rounds that accepted k - 1 drafted tokens and drafted a k-th accepted it."""
+    """Compute, for each k, the share of rounds that accept token k, among those that accepted k - 1 and drafted k."""
     accepted: list[int] = []
     tried: list[int] = []
     for turn in turns:

@@ -81,7 +81,9 @@ def judge_speedup(speedup: Speedup, turns: Sequence[Turn], noise: Noise) -> Judg
     at_most, reasons = largest_speedup(turns), list(noise.reasons)
     if not is_possible({"ratio": speedup.ratio, "at_most": round(at_most, 4)}):
         reasons.insert(
-            0, f"it is above {at_most:.2f} tokens per forward, so something slowed the steps that it is measured against"
+            0,
+            f"the measured speedup exceeds the tokens per forward ({at_most:.2f}), which is impossible; "
+            "the baseline was disturbed",
         )
     return JudgedSpeedup(**vars(speedup), at_most=round(at_most, 4), quotable=not reasons, reason="; ".join(reasons) or None)
 

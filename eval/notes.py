@@ -134,8 +134,10 @@ def describe_noise(summary: Summary) -> Iterator[str]:
     doubtful = [entry for entry in entries if not entry["speedup"].get("quotable", True)]
     for reason in dict.fromkeys(entry["speedup"]["reason"] for entry in doubtful):
         labels = [entry["label"] for entry in doubtful if entry["speedup"]["reason"] == reason]
-        subject = "No speedup" if len(labels) == len(entries) else f"The speedup of {', '.join(labels)}"
-        yield f"? {subject} {'is' if len(labels) == len(entries) else 'is not'} to be quoted: {reason}."
+        subject = (
+            "Speedups are unreliable here" if len(labels) == len(entries) else f"Unreliable speedup of {', '.join(labels)}"
+        )
+        yield f"? {subject}: {reason}."
 
 
 def _describe_quality(summary: Summary) -> Iterator[str]:

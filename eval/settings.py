@@ -28,8 +28,8 @@ class EvalSettings:
     # Systems to score next to the drafter. This engine decodes own, auto, copies, chain, shipped, untrained, ngram,
     # lookahead and retrieval; transformers decodes generate, prompt_lookup, assistant and early_exit.
     baselines: tuple[str, ...] = DEFAULT_BASELINES
-    # Score tree=auto first and the drafter's own tree as a second system. The commands train, eval and compare set this where
-    # no tree= is given, rounds are not captured and one process drafts.
+    # Score tree=auto first and the drafter's own tree as a second system. Default of train, eval and compare: true
+    # if no tree= is given, in the eager loop, on one process.
     measured: bool = False
     # Store that the baselines copies and retrieval copy from, in addition to the text: own is the answers in a run's training
     # data, any other value is a folder that spectrain data index wrote, and null is no store.
@@ -46,7 +46,8 @@ class EvalSettings:
     report: bool = True
     # Engine of all systems: captured replays rounds as CUDA graphs, eager runs them one by one, and auto captures on a GPU.
     engine: EngineChoice = "auto"
-    # Number of times to decode every pair of runs where times are unsteady; repeats after the first alternate round by round.
+    # Number of times to decode every pair of runs where times are unsteady; later repetitions interleave the two systems
+    # round by round.
     repeats: int = 2
     # Prompts on which trees are searched and timed; null uses openings of the embedded conversations.
     calibration: str | None = None

@@ -95,9 +95,10 @@ def lint_command(run: str | None, target: GroupSpec | None = None) -> None:
         console.print(f"    mend: {finding.remedy}", markup=False)
     errors = sum(finding.level == "error" for finding in results)
     title = detect_layout(read_files(directory)).title
+    warnings = format_count(len(results) - errors, "warning")
     if errors:
-        raise RunError(f"{directory} ({title}): {errors} errors, {len(results) - errors} warnings")
-    print(f"{directory} ({title}): no error, {len(results)} warnings")
+        raise RunError(f"{directory} ({title}): {format_count(errors, 'error')}, {warnings}")
+    print(f"{directory} ({title}): no error, {warnings}")
 
 
 def resolve_directory(run: Any) -> Path:
@@ -109,3 +110,8 @@ def resolve_directory(run: Any) -> Path:
 def requested_target(target: GroupSpec | None) -> TargetFiles | None:
     """Return the target that the command names, or None."""
     return TargetFiles.from_settings(target.node) if target else None
+
+
+def format_count(count: int, noun: str) -> str:
+    """Return a count with its noun, in the singular for 1."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -87,7 +87,7 @@ def describe_config(name: str, command: Command, words: list[str]) -> list[str]:
         for group in sorted(schema.groups, key=lambda group: group != "recipe"):
             lines.append(f"  {group}={choices.get(group, '')}")
             lines.append(format_choices(group, folders))
-        parts.append(format_section("Groups: GROUP=CHOICE, each with what it is now", "\n".join(lines)))
+        parts.append(format_section("Groups: GROUP=CHOICE (current choice shown)", "\n".join(lines)))
     if note:
         parts.append(wrap_text(f"{note[0].upper()}{note[1:]}.", ""))
     if schema.keys:
@@ -98,7 +98,7 @@ def describe_config(name: str, command: Command, words: list[str]) -> list[str]:
         named = {f"{group}.{key.name}": replace(key, default=resolve_reference(key.default, values)) for key in keys}
         parts += [format_section(f"{group}.KEY=VALUE{whose}", format_keys(named))] if keys else []
     if "drafter" in schema.groups and "drafter" not in choices:
-        parts.append(f"The keys of a drafter: spectrain {name} drafter=ngram --help")
+        parts.append(f"To see the keys of a drafter, run: spectrain {name} drafter=ngram --help")
     return parts
 
 
@@ -109,14 +109,12 @@ def command_keys(name: str, schema: CommandSchema) -> list[SettingKey]:
 
 
 def format_choices(group: str, folders: list[Path]) -> str:
-    """List the choices of a group, those that only spectrain's own engine decodes under "experimental"."""
+    """List the choices of a group, those that no inference engine supports under "experimental"."""
     files = choice_files(group, folders)
     experimental = list_experimental(group, files)
     shelves = [[name for name in files if name not in experimental], [name for name in files if name in experimental]]
     lists = [format_list({name: first_sentence(read_header(files[name])) for name in shelf}, "    ") for shelf in shelves]
-    return (
-        lists[0] if not experimental else f"{lists[0]}\n    experimental: only spectrain's own engine decodes these\n{lists[1]}"
-    )
+    return lists[0] if not experimental else f"{lists[0]}\n    experimental: no inference engine supports these\n{lists[1]}"
 
 
 def list_experimental(group: str, files: Mapping[str, Path]) -> set[str]:
@@ -198,7 +196,7 @@ def describe_recipes(words: list[str]) -> str:
         experimental = list_experimental("recipe", files)
         shelves = {
             "recipe": {name: text for name, text in entries.items() if name not in experimental},
-            "experimental: only spectrain's own engine decodes what these train": {
+            "experimental: no inference engine supports what these train": {
                 name: entries[name] for name in sorted(experimental)
             },
         }

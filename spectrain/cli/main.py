@@ -106,9 +106,7 @@ def with_exit_codes(task: Task) -> Task:
             sys.exit(print_failure(str(error), 2 if isinstance(error, UserError) else 1))
         except PermissionError as error:
             path = f"{error.filename}: " if error.filename else ""
-            sys.exit(
-                print_failure(f"{path}{error.strerror or error}; see that it is yours to read or write, or name another", 2)
-            )
+            sys.exit(print_failure(f"{path}{error.strerror or error}; check its permissions or give another path", 2))
         except Exception as error:
             if (message := explain_hydra_error(error)) is None:
                 raise
@@ -235,7 +233,7 @@ def explain_hydra_error(error: Exception) -> str | None:
         return f"recipe: say what to train, as in recipe={EXAMPLE_CHOICES['recipe']}; there are {', '.join(recipes)}"
     if sweep := re.search(r"Ambiguous value for argument '\+*([^=]+)=(.*?)'\n", text):
         return (
-            f"{sweep[1]}={sweep[2]}: values that a comma parts are a sweep, which wants -m; a list stands in brackets, and a "
+            f"{sweep[1]}={sweep[2]}: comma-separated values are a sweep; add -m; a list stands in brackets, and a "
             "fraction has a point"
         )
     return " ".join(text.split())

@@ -165,7 +165,7 @@ def check_choice(group: str, value: str, folders: list[Path], sweeps: bool) -> N
         return
     chosen = value.split(",")
     if len(chosen) > 1 and not sweeps and all(entry in files for entry in chosen):
-        raise UserError(f"{group}={value}: several values are a sweep, which wants -m; or choose one")
+        raise UserError(f"{group}={value}: several values are a sweep; add -m, or choose one")
     if re.search(r"\s\w+[\w.]*=", value):
         raise UserError(f"{group}={value}: these are several settings in one pair of quotes; quote them one by one")
     unknown = next((entry.strip() for entry in chosen if entry.strip() not in files), None)

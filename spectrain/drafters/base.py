@@ -60,7 +60,8 @@ class Stage:
     layers: tuple[Layer, ...]
     # Share of the training steps.
     share: float = 1.0
-    # The loss reads "final" only where the next token is supervised and this many positions before; None reads it anywhere.
+    # The loss reads "final" only at positions whose next token is supervised, and up to this many before them; None reads it
+    # anywhere.
     final_reach: int | None = None
 
     @classmethod

@@ -44,7 +44,8 @@ class ExperimentalEvaluation(Evaluation):
     prune_layer: int | None = None
     # Number of most likely tokens of the early layers that a node must be among to stay in the tree.
     prune_top: int = 8
-    # Rank of the early head that names these tokens, fitted beforehand and used if it is as good; 0 uses the target's head.
+    # Rank of the early head that names these tokens, fitted beforehand and used if it ranks drafts as well as the
+    # target's head; 0 uses the target's head.
     prune_rank: Number = 64
     # Numbers of most likely tokens that eval.sweep=prune tries.
     tops: tuple[int, ...] = (1, 2, 4, 8, 16)
@@ -56,10 +57,11 @@ class ExperimentalEvaluation(Evaluation):
     adversary_same: Share = 0.9
     # Seed of the random edits.
     adversary_seed: Seed = 0
-    # Measure how much any lossless rule could keep of the drafts, by depth, and how much each rule does keep.
+    # Measure by depth the upper bound on acceptance of any lossless rule, and the acceptance of each rule.
     optimum: bool = False
-    # Draft in a second process while the target verifies: post drafts behind the text with all drafts kept; pearl also lets the
-    # target step while a draft is made anew; outcomes drafts behind several likely results of the verification.
+    # Draft in a second process while the target verifies. With post, it drafts as if all drafts will be accepted. With pearl,
+    # the target also decodes autoregressively while a rejected draft is replaced. With outcomes, it drafts for several likely
+    # results of the verification. Null drafts and verifies in turn.
     overlap: Literal["post", "pearl", "outcomes"] | None = None
     # With eval.overlap=outcomes, how many likely results of the verification to draft ahead for.
     outcomes: Count = 8

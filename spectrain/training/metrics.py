@@ -168,5 +168,5 @@ def _format_line(metrics: dict[str, Any]) -> str:
     held_out = metrics.get("held_out")
     if held_out and held_out["acceptance"]:  # what copies is asked for no distribution
         rates = " ".join(f"{value:.2f}" for value in held_out["acceptance"])
-        line += f"; held out: acceptance {rates}, so {held_out['forecast']:.2f} tokens a forward"
+        line += f"; held out: acceptance {rates}, forecast {held_out['forecast']:.2f} tokens per forward"
     return line + (f"  {metrics['left_out']} rows left out" if metrics.get("left_out") else "")

@@ -65,7 +65,7 @@ class TrainingRun:
         self.stage = self.stage_start = 0  # the stage of the optimiser, and its first step
         self.averages = None if trainer.ema is None else WeightAverages(trainer.ema)
         self.validation_history = ValidationHistory()  # at held-out data
-        self.saved_step = self.saved_best_step = 0  # the step of the newest checkpoint, and of the best look up to there
+        self.saved_step = self.saved_best_step = 0  # step of the newest checkpoint, step of the best validation saved with it
         self.skipped = self.skipped_in_a_row = 0  # steps that changed nothing, because something was not finite
         self.tally = Tally()  # since the last line of metrics
         self.tokens, self.seconds = 0, 0.0  # up to there, on all processes
@@ -260,8 +260,8 @@ class TrainingRun:
         loss, tokens, busy, target_busy, *rest = shared.all_reduce(*values, *tally.counts)
         hits, counts = rest[len(names) : len(names) + depths], rest[len(names) + depths :]
         if tally.steps and counts and not any(counts) and shared.is_main:
-            print(f"spectrain: training: nothing was judged up to step {self.step}: the answers are shorter than what the "
-                  "drafter is trained on; use longer ones, or let it look less far ahead", file=sys.stderr)  # fmt: skip
+            print(f"spectrain: training: no supervised draft position up to step {self.step}; use longer answers or "
+                  "fewer draft steps", file=sys.stderr)  # fmt: skip
         steps, seconds = max(1, tally.steps), max(tally.seconds, 1e-9)
         terms = {name: value / steps for name, value in zip(names, rest)}
         self.tokens += int(tokens)

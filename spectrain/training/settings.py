@@ -166,11 +166,11 @@ class TrainerSettings:
     epochs: float = 1.0
     # Number of optimizer steps, used instead of epochs; null trains for trainer.epochs.
     max_steps: int | None = None
-    # Training time in minutes, used instead of epochs, by which warm-up and schedule go too; null sets no limit.
+    # Training time in minutes, used instead of epochs; warm-up and schedule follow it. Null sets no limit.
     max_minutes: Positive | None = None
     # Largest number of tokens in a batch, on each process.
     batch_tokens: int = 4096
-    # Concatenate sequences in one row, without padding and without seeing each other.
+    # Concatenate sequences in one row, without padding, with attention kept within each.
     packing: bool = False
     # Number of batches in an optimizer step, on each process.
     accumulate: int = 1

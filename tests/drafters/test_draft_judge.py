@@ -97,7 +97,7 @@ def test_a_training_that_judges_nothing_says_so(target: Target, tmp_path: Path, 
     for window, said in ((2, False), (200, True)):
         dataset = Dataset(answered(target), 3, 0, 0)
         trainer.fit(DraftJudge(target, window=window), target, dataset, LiveSource(), tmp_path / str(window))
-        assert ("training: nothing was judged up to step 1" in capsys.readouterr().err) == said
+        assert ("training: no supervised draft position up to step 1" in capsys.readouterr().err) == said
 
 
 def saved(folder: Path, weight: torch.Tensor, bias: float = 0.0) -> str:

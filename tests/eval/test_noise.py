@@ -58,7 +58,9 @@ def test_a_speedup_above_the_tokens_a_forward_cannot_be() -> None:
     slowed = [turn(str(n), 10 * 0.0166, 0.1, rounds) for n in range(8)]
     assert speedup(slowed) == pytest.approx(1.66) and largest_speedup(slowed) == pytest.approx(10 / 7)
     found = judged(1.66, [1.6, 1.7], slowed, QUIET)
-    assert found["quotable"] is False and "above 1.43 tokens per forward" in found["reason"] and found["at_most"] == 1.4286
+    assert (
+        found["quotable"] is False and "exceeds the tokens per forward (1.43)" in found["reason"] and found["at_most"] == 1.4286
+    )
     assert format_speedup(found) == "not to be quoted" and not is_possible(found)
     quiet = [turn(str(n), 10 * 0.0121, 0.1, rounds) for n in range(8)]
     found = judged(1.21, [1.2, 1.3], quiet, QUIET)

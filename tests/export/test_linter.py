@@ -342,7 +342,7 @@ def test_an_error_ends_with_status_one(
     spoilt(start, lambda config, tensors: tensors.pop("d2t"))
     assert status(start) == 1
     said = capsys.readouterr()
-    assert "error missing-d2t" in said.out and "why:" in said.out and "mend:" in said.out and "1 errors" in said.err
+    assert "error missing-d2t" in said.out and "why:" in said.out and "mend:" in said.out and "1 error," in said.err
     assert status(tmp_path) == 2
 
 

@@ -186,6 +186,6 @@ def test_the_line_says_which_text(capsys: pytest.CaptureFixture[str]) -> None:
     held_out = {"agreement": [0.4], "acceptance": [0.3, 0.2], "forecast": 1.36}
     TrainingProgress(5, 0, enabled=True).update(5, {**said, "held_out": held_out})
     assert (
-        "on training text: loss 1.000, agreement 0.50; 9 tokens/s; held out: acceptance 0.30 0.20, so 1.36 tokens a forward"
-        in (capsys.readouterr().out)
+        "on training text: loss 1.000, agreement 0.50; 9 tokens/s; "
+        "held out: acceptance 0.30 0.20, forecast 1.36 tokens per forward" in (capsys.readouterr().out)
     )
