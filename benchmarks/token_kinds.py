@@ -39,6 +39,7 @@ TEMPLATE = """{%- if tools %}{{- '<|im_start|>system\\nTools: ' }}{%- for tool i
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
 CITIES = ["Quito", "Lima", "Oslo", "Cairo", "Perth", "Delhi", "Paris", "Tokyo", "Accra", "Sofia", "Milan", "Seoul"]
+PROMPT_CITIES = ["Bern", "Lyon", "Turin", "Osaka", "Dakar", "Hanoi", "Tunis", "Porto", "Miami", "Leeds", "Ghent", "Split"]
 SKIES = ["sunny", "cloudy", "rainy", "windy", "foggy"]
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "description": "Weather of a city.", "parameters": {}}}]
 
@@ -51,8 +52,8 @@ def reasoning_row(draw: random.Random) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": f"What is {first} plus {second}?"}, answer]}
 
 
-def tool_row(draw: random.Random) -> dict[str, Any]:
-    city, sky, degrees = draw.choice(CITIES), draw.choice(SKIES), draw.randrange(5, 35)
+def tool_row(draw: random.Random, cities: list[str] = CITIES) -> dict[str, Any]:
+    city, sky, degrees = draw.choice(cities), draw.choice(SKIES), draw.randrange(5, 35)
     call = {"function": {"name": "get_weather", "arguments": {"city": city, "unit": "celsius"}}}
     return {
         "messages": [
@@ -80,9 +81,11 @@ def make_rows(folder: Path, count: int = 240) -> dict[str, list[dict[str, Any]]]
     write_rows(folder / "all.jsonl", [row for triple in zip(*rows.values()) for row in triple])
     write_rows(folder / "chat.jsonl", rows["chat"])
     draw = random.Random(1)
-    prompts = [{"messages": reasoning_row(draw)["messages"][:1], "category": "reasoning"} for _ in range(12)]
+    questions = {row["messages"][0]["content"] for row in rows["reasoning"]}
+    unseen = [row for row in (reasoning_row(draw) for _ in range(200)) if row["messages"][0]["content"] not in questions]
+    prompts = [{"messages": row["messages"][:1], "category": "reasoning"} for row in unseen[:12]]
     for _ in range(12):
-        row = tool_row(draw)
+        row = tool_row(draw, PROMPT_CITIES)
         prompts.append({"messages": row["messages"][:1], "tools": TOOLS, "category": "tool_calls"})
     prompts += [{**row.to_row(), "category": "chat"} for row in load_embedded()[count : count + 12]]
     write_rows(folder / "prompts.jsonl", [{**prompt, "messages": prompt["messages"][:1]} for prompt in prompts])
