@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from spectrain.data.answers import parse_answer
-from spectrain.data.chat import tokenize_prompt
+from spectrain.data.chat import require_template, tokenize_prompt
 from spectrain.data.images import content_text
 from spectrain.data.messages import Conversation
 from spectrain.data.shards import FailedRow, PendingRow, Row, Shard
@@ -64,10 +64,7 @@ class EngineWriter(AnswerWriter):
     ) -> None:
         if batch_tokens < 1:
             raise UserError(f"writer.batch_tokens={batch_tokens}: use 1 or more")
-        if not target.tokenizer.chat_template:
-            raise UserError(
-                "target: its tokenizer has no chat template; use an instruction-tuned model or add one to the tokenizer"
-            )
+        require_template(target.template)
         self.sampling, self.target, self.batch_tokens = sampling, target, batch_tokens
         self.session = Session(target, sampling.acceptance_rule, drafter, builder, engine=engine)
         require_capture(self.session, "writer.engine")
