@@ -25,8 +25,8 @@ from spectrain.trees.base import Draft, Rollout
 class Recurrent(VocabularyDrafter):
     """A GRU cell over the target's embeddings; its output layer starts as the target's. The loss is sum_k step_decay^k L_k."""
 
-    layers: tuple[Layer, ...] = ("final",)  # what the target hands over, in training and in decoding
-    saved = SavedFiles(shape=("vocab_size",))  # the settings that weights fix
+    layers: tuple[Layer, ...] = ("final",)  # read from the target, in training and in decoding
+    saved = SavedFiles(shape=("vocab_size",))  # the settings that shape the weights
 
     def __init__(
         self, target: Target, num_steps: int = 4, vocab_size: int = 32000, loss: Loss = "forward_kl", step_decay: float = 0.8
@@ -52,38 +52,37 @@ class Recurrent(VocabularyDrafter):
             self.out.weight.zero_()
 
     def start(self, final: Tensor) -> Tensor:
-        """The cell's state [.., D] before it has read anything, from the target's last state."""
+        """Return the cell's state [.., D] before it has read anything, from the target's last state."""
         return self.begin(final).tanh()
 
     def read(self, tokens: Tensor, state: Tensor) -> Tensor:
-        """The cell's state [.., D] after one more token."""
+        """Return the cell's state [.., D] after one more token."""
         embedded = self.head.embed(tokens).to(state.dtype)
         return self.cell(embedded.flatten(0, -2), state.flatten(0, -2)).view_as(state)
 
     def hidden(self, final: Tensor, state: Tensor) -> Tensor:
-        """What the output layer reads, [.., D]."""
+        """Return what the output layer reads, [.., D]."""
         return final + self.out(nn.functional.silu(self.mix(torch.cat([final, state], dim=-1))))
 
     @property
     def stages(self) -> list[Stage]:
-        """One, whose step k is judged by the target's state k + 1 tokens further on."""
+        """Return one stage, whose step k is judged by the target's state k + 1 tokens later."""
         return [Stage.single(self, self.layers, final_reach=self.num_steps)]
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         assert batch.features is not None
-        supervision = Supervision(self, batch)  # what the target says, and at which indices each step is judged
+        supervision = Supervision(self, batch)  # the target's labels, and the indices that each step is judged at
         final = batch.features.at_layer("final").to(self.lm_head.weight.dtype)
         hidden, terms = self.start(final), {}
         hits, counts = torch.zeros(2, self.num_steps, device=final.device)
         for step in range(self.num_steps):
-            hidden = state.run_checkpointed(
-                self.read, batch.tokens.roll(-1 - step, dims=1), hidden
-            )  # never judged past the end
+            # Tokens that roll over the end are never judged.
+            hidden = state.run_checkpointed(self.read, batch.tokens.roll(-1 - step, dims=1), hidden)
             rows = supervision.is_supervised(step)
             states = self.hidden(final[rows], hidden[rows])
-            found, right = supervision.judge_states(states, self.lm_head, supervision.label_index(step))
-            terms[f"step{step}"] = self.step_decay**step * found
-            hits[step], counts[step] = right.sum(), len(right)
+            divergence, correct = supervision.judge_states(states, self.lm_head, supervision.label_index(step))
+            terms[f"step{step}"] = self.step_decay**step * divergence
+            hits[step], counts[step] = correct.sum(), len(correct)
         return Losses(terms, hits, counts)
 
     def draft(self, context: Context) -> Draft:
@@ -95,8 +94,7 @@ class _Roll(Rollout):
     """One round: every node's state is the cell's, one token after its parent's."""
 
     def __init__(self, drafter: Recurrent, final: Tensor, root: Tensor) -> None:
-        self.drafter, self.final = drafter, final  # [B, 1, D]
-        self.draft_ids = drafter.draft_ids
+        self.drafter, self.final, self.draft_ids = drafter, final, drafter.draft_ids  # final [B, 1, D]
         self.states = drafter.read(root[:, None], drafter.start(final))  # [B, nodes given so far, D]
 
     def start(self) -> Tensor:
