@@ -47,13 +47,13 @@ def test_entropy_of_held_out_text(tiny: Target, prompts: list[list[int]]) -> Non
 
 @pytest.mark.slow
 def test_copying_does_not_explain_it(tiny: Target, prompts: list[list[int]]) -> None:
-    """N-gram lookup accepts at most two tokens a forward."""
+    """N-gram lookup accepts at most two tokens per forward."""
     assert acceptance(tiny, prompts, Ngram(tiny), Chain(3)) <= 2.0
 
 
 @pytest.mark.slow
 def test_an_untrained_drafter_knows_nothing(tiny: Target, prompts: list[list[int]]) -> None:
-    """EAGLE-3 before its first step accepts fewer than 1.2 tokens a forward, even with a tree."""
+    """EAGLE-3 before its first step accepts fewer than 1.2 tokens per forward, even with a tree."""
     drafter = Eagle3(tiny, ttt_steps=3).eval()
     drafter.prepare(tiny, EmbeddedReader(limit=50).make_dataset(tiny.template).token_counts(tiny.head.vocab_size))
     assert acceptance(tiny, prompts, drafter, Eagle2(depth=5, budget=16, top_k=4)) < 1.2

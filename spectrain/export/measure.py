@@ -72,7 +72,7 @@ def find_misinterpretation(drafter: DrafterCheckpoint, files: TargetFiles) -> li
     _, best = min(better, key=lambda pair: pair[0])
     accepted, best_accepted = (measure_acceptance(checkpoint, target, generations) for checkpoint in (drafter, best.drafter))
     problem = (
-        f"with {best.description} it would accept {best_accepted:.2f} tokens a forward instead of {accepted:.2f} "
+        f"with {best.description} it would accept {best_accepted:.2f} tokens per forward instead of {accepted:.2f} "
         f"({NUM_PROMPTS} prompts, chain of {DEPTH}, greedy), and it is closer to its target"
     )
     return [*findings, Finding(best.finding_name, "error", problem, "engines read what the files say", best.remedy)]

@@ -56,13 +56,13 @@ def count_validation_rows(prompts: list[list[int]]) -> ValidationRows:
 def measure_acceptance(
     drafter: Drafter, target: Target, examples: list[Example], sources: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Over the target's own answers to the prompts of these examples, by depth, with every draft before it right: `agreement`,
-    how often the most likely draft is the target's most likely token, and `acceptance`, the mean sum of min(p, q), how often
-    a drawn draft is kept, over so many `places`. `forecast` is the tokens a forward that the acceptance promises a chain:
-    1 + a_1 + a_1 a_2 + ... `acceptance_length` are those of the chains that the answers were really drafted with, greedily.
-    With `sources`, the source of each example, `by_source` holds the same for the prompts of each source.
+    """Measure a drafter on the target's own greedy answers to the prompts of these examples, by depth.
 
-    Nothing learns from it, and the random numbers of the training stay as they are.
+    Every draft before the judged one is correct. `agreement` is the share of positions at which the most likely draft is the
+    target's most likely token, `acceptance` the mean sum of min(p, q), which is how often a drawn draft is accepted, and
+    `places` the number of positions. `forecast` is the expected tokens per forward of a chain, 1 + a_1 + a_1 a_2 + ..., and
+    `acceptance_length` that of the chains that drafted the answers. With `sources`, the source of each example, `by_source`
+    holds the same for the prompts of each source. The weights and the random numbers of the training stay as they are.
     """
     prompts = select_prompts(examples, target.max_length)
     names = select_sources(examples, target.max_length, sources)

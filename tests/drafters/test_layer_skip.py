@@ -1,4 +1,4 @@
-"""Skipped layers: the search finds the set with the most tokens a forward, and a drafter remembers it."""
+"""Skipped layers: the search finds the set with the most tokens per forward, and a drafter remembers it."""
 
 import itertools
 import json

@@ -26,7 +26,7 @@ def attacked(target: Target, folder: Path, name: str, **more: Any) -> dict[str, 
 
 
 def test_found_prompts_are_drafted_worse_and_answered_losslessly(shallow: Target, tmp_path: Path) -> None:
-    """Whatever the answer becomes, fewer tokens a forward are emitted, with the guard and without the output is generate's,
+    """Whatever the answer becomes, fewer tokens per forward are emitted, with the guard and without the output is generate's,
     the prompts can be scored by themselves, and the same seed finds them again."""
     summary = attacked(shallow, tmp_path, "one", adversary_same=0.0)
     found = summary["adversary"]

@@ -277,7 +277,7 @@ def test_how_to_sample_is_advised(tmp_path: Path) -> None:
 
 
 def test_impossible_speedups_are_not_advised(tmp_path: Path) -> None:
-    """A speedup above its tokens a forward does not win, and the comparison says which are not to be quoted."""
+    """A speedup above its tokens per forward does not win, and the comparison says which are not to be quoted."""
     slowed = way(tmp_path, "slowed", [0.3] * 10, 1.4)
     slowed.entry["speedup"] |= {"at_most": 1.4, "quotable": False, "reason": "slowed"}
     good = way(tmp_path, "good", [0.6] * 10, 2.0)

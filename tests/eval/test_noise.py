@@ -53,7 +53,7 @@ def judged(ratio: float, ends: Interval, turns: list[Turn], noise: Noise) -> dic
 
 
 def test_a_speedup_above_the_tokens_a_forward_cannot_be() -> None:
-    """1.66 at 1.43 tokens a forward is no number to quote, in words and in the JSON; with a quiet baseline it is one."""
+    """1.66 at 1.43 tokens per forward is no number to quote, in words and in the JSON; with a quiet baseline it is one."""
     rounds = [2, 1, 1, 2, 1, 2, 1]  # 10 tokens in 7 rounds
     slowed = [turn(str(n), 10 * 0.0166, 0.1, rounds) for n in range(8)]
     assert speedup(slowed) == pytest.approx(1.66) and largest_speedup(slowed) == pytest.approx(10 / 7)
