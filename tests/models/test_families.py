@@ -34,7 +34,12 @@ KEEP_STATES = ("qwen3_next", "lfm2")
 REFUSED: dict[tuple[str, str], str] = {
     **{(target, family): "keep a state" for target in KEEP_STATES for family in ("early_exit", "layer_skip", "kangaroo")},
     **{(target, "self"): "are recurrent" for target in KEEP_STATES},
-    **{(target, "gated_lora"): "does not run token by token" for target in (*KEEP_STATES, "llama4_text")},
+    **{
+        (target, family): "does not run token by token"
+        for target in (*KEEP_STATES, "llama4_text")
+        for family in ("gated_lora", "hidden_transfer", "speculative_streaming", "ppd", "uno")
+        if (target, family) != ("lfm2", "uno")  # which runs there
+    },
     **{("gemma4_text", family): "cannot be cut" for family in ("causal", "pard")},
     **{(target, family): "keep a state|add its architecture" for target in KEEP_STATES for family in ("causal", "pard")},
     ("gemma4_text", "mtp"): "further modules",
