@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
-
 from spectrain.data.chat import render_chat
 from spectrain.data.messages import Conversation
 from spectrain.decoding.generation import Generation
-from spectrain.models.chat_template import ChatTemplate, Kind, Markers, common_length
+from spectrain.models.chat_template import ChatTemplate, Kind, common_length
 
 POSITIONS = {"0-256": 256, "256-1k": 1024, "1k-4k": 4096, "4k+": None}
 """Ranges of positions in an answer, in tokens -> the first position after the range."""
@@ -60,30 +58,6 @@ def opening_kind(template: ChatTemplate, conversation: Conversation) -> Kind:
         return "content"
     opening = render_chat(template, conversation, for_generation=True)
     return template.markers.last_kind(opening[common_length(opening, render_chat(template, conversation)) :])
-
-
-def token_kinds(template: ChatTemplate, tokens: Sequence[int], first: Kind) -> list[Kind]:
-    """Return the kind of each token of an answer that begins with the kind `first`."""
-    if template.markers == Markers():
-        return ["content"] * len(tokens)
-    text, starts = decode_with_starts(template.tokenizer, tokens)
-    parts, kinds = list(template.markers.split_kinds(text, 0, len(text), first)), list[Kind]()
-    number = 0
-    for start in starts:
-        while number + 1 < len(parts) and start >= parts[number][1]:
-            number += 1
-        kinds.append(parts[number][2] if parts else first)
-    return kinds
-
-
-def decode_with_starts(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, list[int]]:
-    """Return the text of tokens, special ones included, and the position of the first character of each."""
-    stream, text, starts = DecodeStream(skip_special_tokens=False), "", []
-    for token in tokens:
-        starts.append(len(text))
-        # A character that takes several tokens comes with its last one.
-        text += (stream.step(tokenizer.backend_tokenizer, token) if tokenizer.is_fast else tokenizer.decode([token])) or ""
-    return text, starts
 
 
 def kind_runs(kinds: Sequence[Kind]) -> list[dict[str, Any]]:

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from spectrain.data.chat import token_kinds
 from spectrain.decoding.generation import ROUND_PARTS, Generation
 from spectrain.eval.intervals import Floats, Interval, interval
-from spectrain.eval.kinds import POSITIONS, RoundNumbers, average_rounds, position_range, round_starts, token_kinds
+from spectrain.eval.kinds import POSITIONS, RoundNumbers, average_rounds, position_range, round_starts
 from spectrain.models.chat_template import KINDS, ChatTemplate, Kind
 
 

@@ -10,11 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from spectrain.data.chat import token_kinds
 from spectrain.decoding.generation import ROUND_PARTS
 from spectrain.drafters.base import Drafter
 from spectrain.eval import metrics
 from spectrain.eval.columns import DRAFTER, order_systems
-from spectrain.eval.kinds import kind_runs, token_kinds
+from spectrain.eval.kinds import kind_runs
 from spectrain.eval.metrics import SystemSummary, Turn
 from spectrain.files import atomic_write, write_text
 from spectrain.models.chat_template import ChatTemplate

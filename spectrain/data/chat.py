@@ -16,8 +16,10 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
+from tokenizers.decoders import DecodeStream
+
 from spectrain.errors import UserError
-from spectrain.models.chat_template import KINDS, REASONING_NAMES, ChatTemplate, Kind, Message, common_length
+from spectrain.models.chat_template import KINDS, REASONING_NAMES, ChatTemplate, Kind, Markers, Message, common_length
 from spectrain.models.images import ImageProcessor, get_images
 
 from .images import content_text, image_paths, tokenize_with_images
@@ -294,17 +296,33 @@ def _splice(
     written = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     end = template.turn_end
     tail = [] if not end or written.rstrip().endswith(end) else list(tokenizer(end, add_special_tokens=False)["input_ids"])
-    begins, kind = [], 0
-    for token in ids:
-        begins.append(kind)
-        kind += len(tokenizer.decode([token]))
-    parts = [
-        (begin, finish, KIND_CODES[name])
-        for begin, finish, name in template.markers.split_kinds(written, 0, max(kind, len(written)), answer.kind)
-    ]
-    generated = [code or KIND_CODES["content"] for code in _mark_kinds(begins, parts)]
+    generated = [KIND_CODES[kind] for kind in token_kinds(template, ids, answer.kind)]
     tokens[first:last] = head + ids + tail
     kinds[first:last] = [0] * len(head) + generated + [0] * len(tail)
+
+
+def token_kinds(template: ChatTemplate, tokens: Sequence[int], first: Kind) -> list[Kind]:
+    """Return the kind of each token of an answer that begins with the kind `first`."""
+    if template.markers == Markers():
+        return ["content"] * len(tokens)
+    text, starts = decode_with_starts(template.tokenizer, tokens)
+    parts, kinds = list(template.markers.split_kinds(text, 0, len(text), first)), list[Kind]()
+    number = 0
+    for start in starts:
+        while number + 1 < len(parts) and start >= parts[number][1]:
+            number += 1
+        kinds.append(parts[number][2] if parts else first)
+    return kinds
+
+
+def decode_with_starts(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, list[int]]:
+    """Return the text of tokens, special ones included, and the position of the first character of each."""
+    stream, text, starts = DecodeStream(skip_special_tokens=False), "", []
+    for token in tokens:
+        starts.append(len(text))
+        # A character that takes several tokens comes with its last one.
+        text += (stream.step(tokenizer.backend_tokenizer, token) if tokenizer.is_fast else tokenizer.decode([token])) or ""
+    return text, starts
 
 
 def _shared_spans(template: ChatTemplate, conversation: Conversation, text: str) -> list[AnswerSpan]:

@@ -209,3 +209,14 @@ def test_an_end_that_the_model_did_not_write_carries_no_loss() -> None:
     (example,) = tokenize_conversation(template, parse_conversation(row, "the row"))
     assert [token for token, counts in zip(example.tokens, example.mask) if counts] == ids
     assert "<|im_end|>" in template.tokenizer.decode(example.tokens[example.mask.index(True) :])
+
+
+def test_kinds_of_generated_ids_are_exact_beyond_ascii() -> None:
+    """Characters that take several tokens move no boundary between kinds."""
+    template = make_template("qwen3")
+    tokenizer: Any = template.tokenizer
+    reasoning, content = "<think>\n\u4e2d\u6587 \u03b1\u03b2 \U0001f389\n</think>", "\n\nYes.<|im_end|>"
+    parts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (reasoning, content)]
+    row = {"messages": [ASK, {"role": "assistant", "content": reasoning + "Yes."}], "answer_ids": [[*parts[0], *parts[1]]]}
+    (example,) = tokenize_conversation(template, parse_conversation(row, "the row"))
+    assert generated(template, example, "reasoning") == reasoning and generated(template, example, "content") == content

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from spectrain.data.chat import KIND_CODES, tokenize_conversation
+from spectrain.data.chat import KIND_CODES, token_kinds, tokenize_conversation
 from spectrain.data.messages import Conversation
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
 from spectrain.drafters.ngram import Ngram
 from spectrain.eval.columns import KIND_COLUMNS, tracked_values
-from spectrain.eval.kinds import kind_runs, opening_kind, position_range, token_kinds
+from spectrain.eval.kinds import kind_runs, opening_kind, position_range
 from spectrain.eval.metrics import Turn, acceptance_by_kind, acceptance_by_position
 from spectrain.eval.page import write_report
 from spectrain.eval.report import print_table
