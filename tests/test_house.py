@@ -19,6 +19,7 @@ ROOMS = (
     ("trees",),
     ("models",),
     ("data",),
+    ("servers",),
     ("features",),
     ("drafters",),
     ("decoding",),

@@ -30,6 +30,7 @@ class RunSpec:
     target: GroupSpec = GroupSpec("target")
     drafter: GroupSpec = GroupSpec("drafter")
     source: GroupSpec = GroupSpec("source")
+    server: GroupSpec = GroupSpec("server")
     data: GroupSpec = GroupSpec("data")
     trainer: GroupSpec = GroupSpec("trainer")
     optimizer: GroupSpec = GroupSpec("optimizer")

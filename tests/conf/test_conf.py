@@ -27,6 +27,7 @@ from spectrain.planning.plan import Plan
 from spectrain.regeneration.sampling import Sampling
 from spectrain.regeneration.writers import AnswerWriter
 from spectrain.runs.defaults import resolve_eval_spec
+from spectrain.servers.base import Server
 from spectrain.training.metrics import Tracker
 from spectrain.training.settings import Schedule, UpdateRule
 from spectrain.training.trainer import Trainer
@@ -35,7 +36,7 @@ from spectrain.trees import TreeBuilder
 ROOT = Path(__file__).parents[2]
 TINY = Path(spectrain.__file__).parent / "data" / "tiny"
 KINDS: dict[str, type] = {
-    "target": Target, "drafter": Drafter, "source": Source, "data": ConversationReader, "trainer": Trainer, "tree": TreeBuilder,
+    "target": Target, "drafter": Drafter, "source": Source, "server": Server, "data": ConversationReader, "trainer": Trainer, "tree": TreeBuilder,
     "acceptance": AcceptanceRule, "eval": Evaluation, "tracker": Tracker, "plan": Plan, "writer": AnswerWriter,
     "compare": Comparison,
     "optimizer": UpdateRule, "schedule": Schedule,
@@ -152,7 +153,7 @@ def test_recipe_composes_and_builds(recipe: str, tiny: Target) -> None:
     """A recipe passes the check on the tiny target, and every group of it can be built."""
     checked = read_settings(composed("plan", f"recipe={recipe}", "target=tiny"), [*RUN_KEYS, "plan"])
     for group, kind in KINDS.items():
-        if group not in ("target", "drafter", "tracker", "writer", "compare"):
+        if group not in ("target", "drafter", "server", "tracker", "writer", "compare"):
             assert isinstance(checked[group].build(), kind)
     drafter = checked["drafter"].build(target=tiny)
     assert isinstance(drafter, Drafter)

@@ -1,0 +1,180 @@
+"""vLLM: answers, hidden states and counters of a running server. Shapes: T tokens, L captured layers, D target width.
+
+Layer k is vLLM's k: the residual stream entering layer k, and after the last layer, without the final norm, the number of
+layers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import re
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from spectrain.data.messages import Conversation
+
+from .base import (
+    Completion,
+    CompletionRequest,
+    DraftCounters,
+    DraftedRounds,
+    RequestTimes,
+    ServerCapabilities,
+    add_counters,
+)
+from .client import HttpClient, ServerError
+from .openai import OpenAIServer
+from .settings import ClientSettings
+
+COUNTER_LINE = re.compile(r"^vllm:spec_decode_num_(\w+)_total\{(.*)\} (\S+)$", re.MULTILINE)
+# Seconds between two readings of counters, which lag behind the answers.
+SETTLE_SECONDS = 0.3
+# Seconds between two attempts at a lock.
+LOCK_POLL_SECONDS = 0.005
+
+
+@dataclass
+class VllmSettings(ClientSettings):
+    """Settings of server=vllm."""
+
+    # Folder of captured states as this machine sees it; null takes the path that the server names.
+    states_folder: str | None = None
+    # Seconds that the server may take to write the states of a request.
+    write_seconds: float = 60.0
+
+
+class VllmServer(OpenAIServer):
+    """A vLLM server."""
+
+    name = "vllm"
+    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(
+        takes_tokens=True, captures_states=True, counts_drafts=True, swaps_drafter=True, can_be_started=True
+    )
+    settings: VllmSettings
+
+    def __init__(self, config: VllmSettings) -> None:
+        super().__init__(config)
+
+    async def request_completion(self, client: HttpClient, request: CompletionRequest) -> Completion:
+        response, times = await self.request_response(client, request)
+        completion = self.parse_response(response, isinstance(request.prompt, Conversation), times)
+        return await self._add_states(completion, response) if request.captures_states else completion
+
+    async def _add_states(self, completion: Completion, response: dict[str, Any]) -> Completion:
+        """Add the states that the server wrote to a file, and delete the file."""
+        named = (response.get("kv_transfer_params") or {}).get("hidden_states_path")
+        if named is None:
+            raise ServerError(
+                "failed", "the server captured no states; start it with spectrain serve server=vllm capture=true recipe=NAME"
+            )
+        path = Path(named)
+        if self.settings.states_folder is not None:
+            path = Path(self.settings.states_folder).expanduser() / path.name
+        try:
+            await wait_for_writer(path, self.settings.write_seconds)
+            states, tokens, layers = await asyncio.to_thread(read_states_file, path)
+        finally:
+            for leftover in (path, Path(f"{path}.lock"), Path(f"{path}.partial")):
+                with suppress(OSError):
+                    leftover.unlink()
+        return replace(completion, states=states, state_tokens=tokens, state_layers=layers)
+
+    def request_body(self, request: CompletionRequest) -> dict[str, Any]:
+        body = super().request_body(request) | {"return_token_ids": True}
+        if request.captures_states:
+            body["kv_transfer_params"] = {"include_output_tokens": request.max_new_tokens > 1}
+        return body
+
+    def parse_response(self, response: dict[str, Any], is_chat: bool, times: RequestTimes) -> Completion:
+        return super().parse_response(response, is_chat, add_engine_clock(times, response.get("metrics") or {}))
+
+    def parse_rounds(self, response: dict[str, Any]) -> DraftedRounds | None:
+        counts = (response.get("metrics") or {}).get("speculative_decoding") or {}
+        if "per_step_accepted" not in counts:
+            return None
+        return DraftedRounds(tuple(counts["per_step_accepted"]), tuple(counts["per_step_drafted"]))
+
+    async def read_counters(self) -> DraftCounters | None:
+        """Return what all servers have counted, once it stands still; None without a drafter."""
+        parts = [await self._read_settled(client) for client in self.clients]
+        counted = [part for part in parts if part is not None]
+        return add_counters(counted) if counted else None
+
+    async def _read_settled(self, client: HttpClient) -> DraftCounters | None:
+        before = None
+        while True:
+            counters = parse_counters(await client.get(f"{client.root}/metrics"))
+            if counters is None or counters == before:
+                return counters
+            before = counters
+            await asyncio.sleep(SETTLE_SECONDS)
+
+
+async def wait_for_writer(path: Path, seconds: float) -> None:
+    """Wait until vLLM has written a file of states: its writer holds a lock from the request's arrival to the file's end."""
+    try:
+        lock = os.open(f"{path}.lock", os.O_RDWR)
+    except FileNotFoundError:
+        # The server was started without locks.
+        return
+    try:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ServerError("failed", f"{path}: the server did not finish this file in {seconds:g} seconds") from None
+                await asyncio.sleep(LOCK_POLL_SECONDS)
+    finally:
+        os.close(lock)
+
+
+def read_states_file(path: Path) -> tuple[Tensor, list[int], tuple[int, ...] | None]:
+    """Return the states [T, L, D] of a file, their tokens [T], and their layers if the file names them."""
+    try:
+        with safe_open(path, "pt") as file:
+            states, tokens, metadata = file.get_tensor("hidden_states"), file.get_tensor("token_ids"), file.metadata() or {}
+    except FileNotFoundError as error:
+        raise ServerError(
+            "failed",
+            f"{path}: there is no such file; server.states_folder must name the server's folder as this machine sees it",
+        ) from error
+    except (OSError, SafetensorError) as error:
+        raise ServerError("failed", f"{path}: it cannot be read ({error})") from error
+    layers = metadata.get("layers")
+    return states, tokens.tolist(), None if not layers else tuple(map(int, layers.split(",")))
+
+
+def add_engine_clock(times: RequestTimes, metrics: dict[str, Any]) -> RequestTimes:
+    """Add the engine's own times, in milliseconds, to those of the client."""
+    first, per_token = metrics.get("time_to_first_token_ms"), metrics.get("mean_itl_ms")
+    return replace(
+        times,
+        engine_first_token=None if first is None else (first + (metrics.get("queue_time_ms") or 0.0)) / 1000,
+        engine_per_token=None if not per_token else per_token / 1000,
+    )
+
+
+def parse_counters(text: str) -> DraftCounters | None:
+    """Return the counters of drafts in the text of /metrics, added over the engines; None if there are none."""
+    totals: dict[str, float] = {}
+    by_position: dict[int, float] = {}
+    for name, labels, number in COUNTER_LINE.findall(text):
+        if position := re.search(r'position="(\d+)"', labels):
+            by_position[int(position[1])] = by_position.get(int(position[1]), 0.0) + float(number)
+        else:
+            totals[name] = totals.get(name, 0.0) + float(number)
+    if "drafts" not in totals:
+        return None
+    accepted = tuple(int(by_position.get(position, 0)) for position in range(max(by_position, default=-1) + 1))
+    return DraftCounters(int(totals["drafts"]), int(totals["draft_tokens"]), accepted)
