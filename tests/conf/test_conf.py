@@ -36,7 +36,8 @@ from spectrain.trees import TreeBuilder
 ROOT = Path(__file__).parents[2]
 TINY = Path(spectrain.__file__).parent / "data" / "tiny"
 KINDS: dict[str, type] = {
-    "target": Target, "drafter": Drafter, "source": Source, "server": Server, "data": ConversationReader, "trainer": Trainer, "tree": TreeBuilder,
+    "target": Target, "drafter": Drafter, "source": Source, "server": Server, "data": ConversationReader,
+    "trainer": Trainer, "tree": TreeBuilder,
     "acceptance": AcceptanceRule, "eval": Evaluation, "tracker": Tracker, "plan": Plan, "writer": AnswerWriter,
     "compare": Comparison,
     "optimizer": UpdateRule, "schedule": Schedule,
