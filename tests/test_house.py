@@ -47,7 +47,6 @@ IMPOSED = {
     "models/compiled_layers.py:_attend_with_cache",  # an operation that torch traces takes no objects
 }
 CONFIGURED = {
-    "regeneration/server.py:ServerWriter",
     "experimental/amphista/drafter.py:Amphista",
     "drafters/eagle1.py:Eagle1",
     "drafters/eagle3.py:Eagle3",

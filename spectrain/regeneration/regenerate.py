@@ -29,6 +29,7 @@ from spectrain.runs.folder import find_drafter_directory, find_trained_target
 
 from .progress import WritingProgress
 from .sampling import Sampling
+from .server import ServerWriter
 from .writers import AnswerWriter, EngineWriter, collect_prompts
 
 
@@ -234,14 +235,18 @@ def regenerate_command(
     settings, reader, sampler = regenerate.build(), spec.data.build(), sampling.build()
     reader.allows_unanswered = True
     reader.load_conversations()
-    if writer.load_constructor().needs_target:
-        session = make_engine_writer(writer, spec, sampler, settings, reader)
-    else:
-        for key, value in (("target", spec.target.node), ("run", spec.run), ("tree", spec.tree.node)):
-            if value:
-                raise UserError(f"{key}: the server has its own model, which writer.model names; leave {key} out")
-        session = writer.build(sampling=sampler)
-    settings.run(folder, reader, sampler, session)
+    answers: AnswerWriter = (
+        make_server_writer(spec, sampler) if spec.server else make_engine_writer(writer, spec, sampler, settings, reader)
+    )
+    settings.run(folder, reader, sampler, answers)
+
+
+def make_server_writer(spec: RunSpec, sampling: Sampling) -> ServerWriter:
+    """Return the writer that requests answers of a server; a UserError names a setting that the server has no use for."""
+    for key in ("target", "run", "tree", "writer"):
+        if spec.overrides_key(key):
+            raise UserError(f"{key}: the server has its own model, which server.model names; leave {key} out")
+    return ServerWriter(sampling, spec.server.build())
 
 
 def make_engine_writer(

@@ -27,9 +27,6 @@ OutcomeCallback = Callable[[Shard, Row | FailedRow], None]
 class AnswerWriter(ABC):
     """Answers the conversations of shards."""
 
-    # Whether the constructor takes the loaded target.
-    needs_target: bool
-
     @abstractmethod
     def recorded_settings(self) -> dict[str, Any]:
         """Return the settings that determine the answers, by their command-line names."""
@@ -48,8 +45,6 @@ class EngineWriter(AnswerWriter):
     Every draw depends on the seed, the conversation and the position, and the batches of a shard are the same in every
     attempt, so an answer depends on nothing else. A drafter changes the speed of the answers, not their content.
     """
-
-    needs_target = True
 
     def __init__(
         self,

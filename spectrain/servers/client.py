@@ -20,6 +20,7 @@ TRANSIENT_STATUSES = (408, 409, 429)
 RETRY_PAUSE = 1.0
 # Longest time to wait for a connection, in seconds.
 CONNECT_SECONDS = 10.0
+RAW_RESPONSE_HEADER = "X-Stainless-Raw-Response"
 MALFORMED = (ValueError, KeyError, TypeError, IndexError, AttributeError)
 FailureKind = Literal["failed", "too_long", "unreachable"]
 Parsed = TypeVar("Parsed")
@@ -78,22 +79,24 @@ class HttpClient:
 
         An answer that `parse` rejects (ValueError, KeyError, TypeError ..) counts as a temporary failure.
         """
-        options: Any = {"headers": self.headers}
-        retries = self.settings.retries
+        # A raw response tells how often the client itself has repeated the request.
+        options: Any = {"headers": {**self.headers, RAW_RESPONSE_HEADER: "true"}}
+        retries, attempts = self.settings.retries, 0
         with self._count_open():
-            for attempt in range(retries + 1):
-                client = self.client.with_options(max_retries=retries - attempt)
+            while True:
+                client = self.client.with_options(max_retries=retries - attempts)
                 try:
-                    text = await client.post(path, cast_to=str, body=body, options=options)
+                    reply: Any = await client.post(path, cast_to=str, body=body, options=options)
                 except (APIConnectionError, APIStatusError) as error:
-                    raise self._to_server_error(error, attempt) from error
+                    raise self._to_server_error(error, attempts) from error
+                attempts += reply.retries_taken + 1
                 try:
-                    return parse(json.loads(text))
+                    return parse(json.loads(reply.text))
                 except MALFORMED as error:
                     problem = f"the answer is malformed ({error_text(error)})"
-                if attempt < retries:
-                    await asyncio.sleep(RETRY_PAUSE)
-        raise ServerError("failed", f"{retries + 1} attempts, the last: {problem}")
+                if attempts > retries:
+                    raise ServerError("failed", f"{attempts} attempts, the last: {problem}")
+                await asyncio.sleep(RETRY_PAUSE)
 
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Post JSON and yield the parts of a streamed answer; a failure after the first part is not repeated."""

@@ -83,7 +83,6 @@ def needed(tmp_path: Path) -> dict[tuple[str, str], list[str]]:
         ],
         ("data", "stream"): [f"data.path={tmp_path / 'chats.jsonl'}"],
         ("acceptance", "judge"): [f"acceptance.path={tmp_path / 'judge'}"],
-        ("writer", "openai"): ["writer.model=some/name"],
     }
 
 

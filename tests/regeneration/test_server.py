@@ -5,7 +5,6 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,15 @@ import pytest
 from spectrain.data.readers import JsonlReader
 from spectrain.data.shards import Row, ShardSet
 from spectrain.errors import RunError, UserError
-from spectrain.regeneration import server as server_module
 from spectrain.regeneration.regenerate import Regeneration
 from spectrain.regeneration.sampling import Sampling
 from spectrain.regeneration.server import ServerWriter
+from spectrain.servers import client
+from spectrain.servers.openai import OpenAIServer
+from spectrain.servers.settings import ClientSettings
+from tests.servers.stand_in import Reply, StandIn
 
 LIMIT = 12
-Reply = tuple[int, Any, dict[str, str]]
 
 
 def completion(text: str, reason: str = "stop") -> dict[str, Any]:
@@ -28,62 +29,30 @@ def completion(text: str, reason: str = "stop") -> dict[str, Any]:
     return {"choices": [{"message": message, "finish_reason": reason}], "usage": {"completion_tokens": len(text.split())}}
 
 
-class StandIn:
-    """Answers "you said X" to X; `misbehave` may reply otherwise, given the last question and how often it was asked."""
+class EchoStandIn(StandIn):
+    """Answers "you said X" to X; `answer_question` may reply otherwise, given the last question and its attempt."""
 
     def __init__(self) -> None:
-        self.bodies: list[dict[str, Any]] = []
-        self.keys: list[str | None] = []
+        super().__init__()
         self.asked: Counter[str] = Counter()
-        self.misbehave: Callable[[str, int], Reply | None] = lambda question, attempt: None
-        self.models: Reply = (200, {"data": [{"id": "little"}]}, {})
-        outer = self
+        self.answer_question: Callable[[str, int], Reply | None] = lambda question, attempt: None
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                self.reply(*(outer.models if self.path == "/v1/models" else (404, "nothing here", {})))
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                question = body["messages"][-1]["content"]
-                outer.bodies.append(body)
-                outer.keys.append(self.headers["Authorization"])
-                outer.asked[question] += 1
-                found = outer.misbehave(question, outer.asked[question])
-                self.reply(*(found or (200, completion(f"you said {question}"), {})))
-
-            def reply(self, status: int, content: Any, headers: dict[str, str]) -> None:
-                data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
-                try:
-                    self.send_response(status)
-                    for name, value in {"Content-Length": str(len(data)), **headers}.items():
-                        self.send_header(name, value)
-                    self.end_headers()
-                    self.wfile.write(data)
-                except OSError:
-                    pass  # the other side has lost patience
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a test may hang up in mid-sentence
-        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    def reply_to_post(self, path: str, body: dict[str, Any]) -> Reply:
+        question = body["messages"][-1]["content"]
+        self.asked[question] += 1
+        found = self.answer_question(question, self.asked[question])
+        return found or (200, completion(f"you said {question}"), {})
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    monkeypatch.setattr(server_module, "RETRY_PAUSE", 0.01)
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[EchoStandIn]:
+    monkeypatch.setattr(client, "RETRY_PAUSE", 0.01)
     monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.001)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("OPENAI_API_KEY", "not-for-this-server")
-    standing = StandIn()
+    standing = EchoStandIn()
     yield standing
-    standing.server.shutdown()
-    standing.server.server_close()
+    standing.stop()
 
 
 @pytest.fixture
@@ -99,12 +68,13 @@ def chats(tmp_path: Path) -> JsonlReader:
 
 
 def make(
-    out: Path, server: StandIn, chats: JsonlReader, sampling: dict[str, Any] | None = None, **settings: Any
+    out: Path, server: EchoStandIn, chats: JsonlReader, sampling: dict[str, Any] | None = None, **settings: Any
 ) -> dict[int, Row]:
     """Regenerate by the server; the rows by number."""
     regeneration = {key: settings.pop(key) for key in ("stop_after", "max_failed", "retry_failed") if key in settings}
     drawn = Sampling(**(sampling or {}))
-    writer = ServerWriter(drawn, **{"base_url": server.url, "model": "little", "retries": 3, "concurrency": 4, **settings})
+    config = ClientSettings(**{"url": server.url, "model": "little", "retries": 3, "concurrency": 4, **settings})
+    writer = ServerWriter(drawn, OpenAIServer(config))
     Regeneration(shard_size=5, **regeneration).run(out, chats, drawn, writer)
     return rows(out)
 
@@ -129,7 +99,7 @@ def lost(out: Path) -> dict[int, tuple[str, str]]:
     return {row["id"]: (row["kind"], row["error"]) for row in found}
 
 
-def test_every_turn_is_asked_with_what_was_answered(tmp_path: Path, server: StandIn, chats: JsonlReader) -> None:
+def test_every_turn_is_asked_with_what_was_answered(tmp_path: Path, server: EchoStandIn, chats: JsonlReader) -> None:
     """Rows in the source's order, messages sent as they are with the sampling settings, a seed of its own for each turn."""
     found = make(tmp_path / "out", server, chats, {"temperature": 0.5, "top_p": 0.9, "max_new_tokens": 7})
     assert [found[number].messages for number in range(LIMIT)] == expected(chats)
@@ -161,15 +131,15 @@ GARBAGE: dict[str, Reply] = {
 
 @pytest.mark.sweep(3, free=("kind",))
 @pytest.mark.parametrize("kind", list(GARBAGE))
-def test_passing_failures_are_tried_again(kind: str, tmp_path: Path, server: StandIn, chats: JsonlReader) -> None:
+def test_passing_failures_are_tried_again(kind: str, tmp_path: Path, server: EchoStandIn, chats: JsonlReader) -> None:
     """Each question fails twice, then is answered: nothing is lost, and nothing is asked more often than needed."""
-    server.misbehave = lambda question, attempt: GARBAGE[kind] if attempt <= 2 else None
+    server.answer_question = lambda question, attempt: GARBAGE[kind] if attempt <= 2 else None
     found = make(tmp_path / "out", server, chats)
     assert [found[number].messages for number in range(LIMIT)] == expected(chats)
     assert set(server.asked.values()) == {3} and not lost(tmp_path / "out")
 
 
-def test_a_stalled_request_is_given_up(tmp_path: Path, server: StandIn, chats: JsonlReader) -> None:
+def test_a_stalled_request_is_given_up(tmp_path: Path, server: EchoStandIn, chats: JsonlReader) -> None:
     """A server that does not answer in time is asked again. Others may be late too on a busy machine, and are asked again."""
     asked_again = threading.Event()
 
@@ -177,12 +147,12 @@ def test_a_stalled_request_is_given_up(tmp_path: Path, server: StandIn, chats: J
         if question == "question 3":
             asked_again.wait(60) if attempt == 1 else asked_again.set()
 
-    server.misbehave = stall
+    server.answer_question = stall
     found = make(tmp_path / "out", server, chats, timeout=1, retries=20)
     assert [found[number].messages for number in range(LIMIT)] == expected(chats) and asked_again.is_set()
 
 
-def test_a_bad_conversation_takes_nothing_with_it(tmp_path: Path, server: StandIn, chats: JsonlReader) -> None:
+def test_a_bad_conversation_takes_nothing_with_it(tmp_path: Path, server: EchoStandIn, chats: JsonlReader) -> None:
     """Refused, too long, without text, always failing: each is told with its error after as many attempts as make sense."""
     replies: dict[str, Reply] = {
         "question 2": (400, "bad role", {}),
@@ -190,7 +160,7 @@ def test_a_bad_conversation_takes_nothing_with_it(tmp_path: Path, server: StandI
         "question 6": (200, {"choices": [{"message": {"content": None}, "finish_reason": "tool_calls"}]}, {}),
         "question 9": (500, "always", {}),
     }
-    server.misbehave = lambda question, attempt: replies.get(question)
+    server.answer_question = lambda question, attempt: replies.get(question)
     found = make(tmp_path / "out", server, chats, max_failed=0.5)
     assert [found[number].messages for number in sorted(found)] == [
         messages for number, messages in enumerate(expected(chats)) if number not in (2, 5, 6, 9)
@@ -199,36 +169,36 @@ def test_a_bad_conversation_takes_nothing_with_it(tmp_path: Path, server: StandI
     assert {number: kind for number, (kind, _) in told.items()} == {2: "failed", 5: "too_long", 6: "failed", 9: "failed"}
     assert "status 400: bad role" in told[2][1] and "tool_calls" in told[6][1] and "4 attempts" in told[9][1]
     assert [server.asked[question] for question in replies] == [1, 1, 1, 4]
-    server.misbehave = lambda question, attempt: None
+    server.answer_question = lambda question, attempt: None
     server.asked.clear()
     found = make(tmp_path / "out", server, chats, retry_failed=True)
     assert [found[number].messages for number in range(LIMIT)] == expected(chats) and not lost(tmp_path / "out")
     assert set(server.asked) == {"question 2", "question 5", "and 5", "question 6", "question 9", "and 9"}
 
 
-def test_too_many_failures_end_as_a_failed_run(tmp_path: Path, server: StandIn, chats: JsonlReader) -> None:
+def test_too_many_failures_end_as_a_failed_run(tmp_path: Path, server: EchoStandIn, chats: JsonlReader) -> None:
     """Above max_failed the run fails in the end, with every other row in place."""
-    server.misbehave = lambda question, attempt: (400, "no", {}) if question.endswith(("1", "2", "3")) else None
+    server.answer_question = lambda question, attempt: (400, "no", {}) if question.endswith(("1", "2", "3")) else None
     with pytest.raises(RunError, match=r"4 of 12 conversations failed.*retry_failed=true"):
         make(tmp_path / "out", server, chats)
     assert len(rows(tmp_path / "out")) == LIMIT - 4 and not ShardSet(tmp_path / "out").find_faults()
 
 
-def test_a_server_that_dies_is_not_held_against_the_rows(tmp_path: Path, server: StandIn, chats: JsonlReader) -> None:
+def test_a_server_that_dies_is_not_held_against_the_rows(tmp_path: Path, server: EchoStandIn, chats: JsonlReader) -> None:
     """Failures one after another stop the run; the same command asks for what is missing and for nothing else."""
-    server.misbehave = lambda question, attempt: (503, "gone", {}) if len(server.asked) > 7 else None
+    server.answer_question = lambda question, attempt: (503, "gone", {}) if len(server.asked) > 7 else None
     with pytest.raises(RunError, match=r"3 conversations failed one after another.*gone.*same command"):
         make(tmp_path / "out", server, chats, stop_after=3, retries=0, concurrency=1)
     assert not lost(tmp_path / "out")
     answered = {question for question in list(server.asked)[:7] if question.startswith("question")}
-    server.misbehave = lambda question, attempt: None
+    server.answer_question = lambda question, attempt: None
     server.asked.clear()
     found = make(tmp_path / "out", server, chats, stop_after=3, retries=0, concurrency=1)
     assert [found[number].messages for number in range(LIMIT)] == expected(chats)
     assert len(answered - set(server.asked)) >= len(answered) - 1  # the last may have been in its second turn
 
 
-def test_stopped_in_flight(tmp_path: Path, server: StandIn, chats: JsonlReader) -> None:
+def test_stopped_in_flight(tmp_path: Path, server: EchoStandIn, chats: JsonlReader) -> None:
     """SIGTERM drops what is in flight at once and keeps what is finished."""
     stopped = threading.Event()
 
@@ -237,11 +207,11 @@ def test_stopped_in_flight(tmp_path: Path, server: StandIn, chats: JsonlReader) 
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
             stopped.wait(60)
 
-    server.misbehave = stop
+    server.answer_question = stop
     with pytest.raises(RunError, match="stopped; what is finished is kept"):
         make(tmp_path / "out", server, chats, concurrency=1)
     stopped.set()
-    server.misbehave = lambda question, attempt: None
+    server.answer_question = lambda question, attempt: None
     server.asked.clear()
     found = make(tmp_path / "out", server, chats)
     assert [found[number].messages for number in range(LIMIT)] == expected(chats)
@@ -249,36 +219,36 @@ def test_stopped_in_flight(tmp_path: Path, server: StandIn, chats: JsonlReader) 
 
 
 WRONG: dict[str, tuple[dict[str, Any], Reply | None, str]] = {
-    "model": ({"model": "litle"}, None, r"writer\.model=litle: the server has no such model; the nearest is little"),
-    "address without an interface": ({"base_url": "/v2"}, None, r"writer\.base_url=.*status 404.*/v1"),
-    "nobody there": ({"base_url": "http://127.0.0.1:9/v1"}, None, r"writer\.base_url=.*no server answers there"),
-    "key": ({}, (401, "who are you?", {}), r"writer\.api_key_variable: .*refuses the key.*who are you"),
-    "not a list of models": ({}, (200, "<html>", {}), r"writer\.base_url=.*no list of models"),
+    "model": ({"model": "litle"}, None, r"server\.model=litle: the server has no such model; the nearest is little"),
+    "address without an interface": ({"url": "/v2"}, None, r"server\.url=.*status 404.*/v1"),
+    "nobody there": ({"url": "http://127.0.0.1:9/v1"}, None, r"server\.url=.*no server answers there"),
+    "key": ({}, (401, "who are you?", {}), r"server\.api_key_variable: .*refuses the key.*who are you"),
+    "not a list of models": ({}, (200, "<html>", {}), r"server\.url=.*no list of models"),
 }
 
 
 @pytest.mark.parametrize("kind", list(WRONG))
-def test_a_wrong_server_stops_at_once(kind: str, tmp_path: Path, server: StandIn, chats: JsonlReader) -> None:
+def test_a_wrong_server_stops_at_once(kind: str, tmp_path: Path, server: EchoStandIn, chats: JsonlReader) -> None:
     """One sentence, before the folder exists and before any conversation is asked."""
     settings, models, message = WRONG[kind]
     server.models = models or server.models
-    if settings.get("base_url") == "/v2":
-        settings = {"base_url": server.url.replace("/v1", "/v2")}
+    if settings.get("url") == "/v2":
+        settings = {"url": server.url.replace("/v1", "/v2")}
     with pytest.raises(UserError, match=message) as caught:
         make(tmp_path / "out", server, chats, **settings)
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists() and not server.bodies
 
 
-def test_a_key_that_expires_stops_at_once(tmp_path: Path, server: StandIn, chats: JsonlReader) -> None:
+def test_a_key_that_expires_stops_at_once(tmp_path: Path, server: EchoStandIn, chats: JsonlReader) -> None:
     """A refusal of the key is nobody's row: the run stops, keeps what it has and holds nothing against the others."""
-    server.misbehave = lambda question, attempt: (401, "expired", {}) if len(server.asked) > 5 else None
+    server.answer_question = lambda question, attempt: (401, "expired", {}) if len(server.asked) > 5 else None
     with pytest.raises(UserError, match="expired"):
         make(tmp_path / "out", server, chats, concurrency=1)
     assert sum(server.asked.values()) == 6 and not lost(tmp_path / "out")
 
 
 def test_the_key_comes_from_the_environment(
-    tmp_path: Path, server: StandIn, chats: JsonlReader, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, server: EchoStandIn, chats: JsonlReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is sent and written down nowhere; a variable that is not set is named."""
     monkeypatch.setenv("LITTLE_KEY", "s3cret")
@@ -288,11 +258,11 @@ def test_the_key_comes_from_the_environment(
     make(tmp_path / "without", server, chats)
     assert set(server.keys) == {None}  # OPENAI_API_KEY is for OpenAI alone
     assert all("s3cret" not in path.read_text() for path in (tmp_path / "out").rglob("*") if path.is_file())
-    with pytest.raises(UserError, match=r"writer\.api_key_variable=NO_KEY: .*not set"):
+    with pytest.raises(UserError, match=r"server\.api_key_variable=NO_KEY: .*not set"):
         make(tmp_path / "other", server, chats, api_key_variable="NO_KEY")
 
 
-def test_the_server_says_how_long_to_wait(tmp_path: Path, server: StandIn, chats: JsonlReader, monkeypatch: Any) -> None:
+def test_the_server_says_how_long_to_wait(tmp_path: Path, server: EchoStandIn, chats: JsonlReader, monkeypatch: Any) -> None:
     """Retry-After is waited for, however long it is up to two minutes; where it asks for more, the attempts end."""
     pauses: list[float] = []
 
@@ -305,25 +275,25 @@ def test_the_server_says_how_long_to_wait(tmp_path: Path, server: StandIn, chats
     def refuse(question: str, attempt: int) -> Reply | None:
         return (429, "busy", {"Retry-After": waits[question]}) if question in waits and attempt == 1 else None
 
-    server.misbehave = refuse
+    server.answer_question = refuse
     found = make(tmp_path / "out", server, chats, max_failed=0.5)
     assert pauses == [90.0] and 2 in found and 4 not in found
     assert lost(tmp_path / "out")[4] == ("failed", "1 attempts, the last: status 429: busy")
 
 
-def test_attempts_are_counted_over_errors_and_nonsense(tmp_path: Path, server: StandIn, chats: JsonlReader) -> None:
+def test_attempts_are_counted_over_errors_and_nonsense(tmp_path: Path, server: EchoStandIn, chats: JsonlReader) -> None:
     """A server that errs, then talks nonsense, then errs again is asked `retries` times more and not once above."""
-    server.misbehave = lambda question, attempt: (
+    server.answer_question = lambda question, attempt: (
         GARBAGE["no choices" if attempt % 2 else "500"] if question == "question 2" else None
     )
     make(tmp_path / "out", server, chats, retries=4, max_failed=0.5)
     assert server.asked["question 2"] == 5 and lost(tmp_path / "out")[2][1].startswith("5 attempts, the last: ")
 
 
-def test_what_the_server_alone_knows_is_recorded(tmp_path: Path, server: StandIn, chats: JsonlReader) -> None:
+def test_what_the_server_alone_knows_is_recorded(tmp_path: Path, server: EchoStandIn, chats: JsonlReader) -> None:
     """The model and further fields of the requests are settings of the set; its address is not, for a server may move."""
     make(tmp_path / "out", server, chats, extra={"min_p": 0.1})
     settings = ShardSet(tmp_path / "out").manifest["settings"]
-    assert (settings["writer"], settings["writer.model"], settings["writer.extra"]) == ("openai", "little", {"min_p": 0.1})
-    with pytest.raises(UserError, match=r"writer\.extra=\{\}: the set in .* was begun with"):
+    assert (settings["writer"], settings["server.model"], settings["server.extra"]) == ("server", "little", {"min_p": 0.1})
+    with pytest.raises(UserError, match=r"server\.extra=\{\}: the set in .* was begun with"):
         make(tmp_path / "out", server, chats)

@@ -14,7 +14,10 @@ from spectrain.data.shards import PendingRow
 from spectrain.models.chat_template import Message
 from spectrain.regeneration.chat_progress import ChatProgress, GeneratedAnswer
 from spectrain.regeneration.sampling import Sampling
-from spectrain.regeneration.server import conversation_body, parse_completion
+from spectrain.regeneration.server import to_answer
+from spectrain.servers.base import RequestTimes
+from spectrain.servers.openai import OpenAIServer, conversation_body
+from spectrain.servers.settings import ClientSettings
 from tests.data.chat_templates import SOURCES, make_template
 from tests.data.test_templates import ASK, CALL, CALLING, RESULT, ROWS, SUNNY, TOOLS
 
@@ -118,7 +121,8 @@ def test_a_servers_answer_has_reasoning_calls_and_ids() -> None:
     call = {**CALL, "function": {"name": "get_weather", "arguments": '{"city": "Quito"}'}}
     message = {"role": "assistant", "content": None, "reasoning_content": "I look it up.", "tool_calls": [call]}
     choice = {"message": message, "finish_reason": "tool_calls", "token_ids": [7, 8, 9]}
-    found = parse_completion({"choices": [choice], "usage": {"completion_tokens": 3}})
+    response = {"choices": [choice], "usage": {"completion_tokens": 3}}
+    found = to_answer(OpenAIServer(ClientSettings()).parse_response(response, True, RequestTimes(1.0)))
     assert found.token_ids == [7, 8, 9] and found.message["reasoning_content"] == "I look it up."
     assert found.message["tool_calls"] == [CALL]
     body = conversation_body(Conversation([ASK, found.message], TOOLS))
