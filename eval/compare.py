@@ -145,8 +145,9 @@ class Contest:
         if specs:
             # Training-free drafters are scored as the recipes are.
             untrained_specs = [replace(spec, eval=specs[0].eval) for spec in untrained_specs]
-        self.write_settings()
         self.target: Target = self.spec.target.build()
+        self.target.require_layers("a comparison")
+        self.write_settings()
         self.datasets: dict[str, Dataset] = {}
         start = time.perf_counter()
         rest = f"; without training {', '.join(untrained)}" if untrained else ""

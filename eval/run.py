@@ -69,6 +69,7 @@ class Evaluation(EvalSettings):
 
     def check_prompts(self, target: Target) -> None:
         """Leave out prompts that do not fit the target's context with their answer; raise UserError if none fits."""
+        target.require_layers("scoring with this engine")
         lengths = [len(prompt.tokenize_for(target)) for prompt in self.chosen]
         room = target.max_length - self.max_new_tokens
         fitting = [prompt for prompt, length in zip(self.chosen, lengths) if length <= room]

@@ -17,13 +17,13 @@ from spectrain.files import PICKLE_SUFFIXES
 from spectrain.models.architectures.mtp import (
     ENGINE_LAYOUTS,
     FUSED_EXPERTS,
-    INDEX_FILE,
     MTP_LAYOUTS,
     CheckpointReader,
     MtpLayout,
     find_layout,
     mtp_layer_types,
 )
+from spectrain.models.checkpoint_files import INDEX_FILE
 
 from .huggingface import generate_snippet
 from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Layout, require_target, write_json

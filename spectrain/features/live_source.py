@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 
 from spectrain.data.chat import Example
+from spectrain.models.features import Layer
+from spectrain.models.target import Target
 
 from .base import BatchRequest, FeatureSource
 from .batch import Batch, pad_or_pack
@@ -20,6 +22,12 @@ class LiveSource(FeatureSource):
         self.max_cached_bytes = int(keep_gb * 1e9)
         self.cached_features: dict[str, Tensor] = {}  # an example's hash -> [T, L, D]
         self.cached_bytes = 0
+
+    def prepare(
+        self, target: Target, layers: tuple[Layer, ...], final_reach: int | None, examples: list[Example] | None
+    ) -> str | None:
+        target.require_layers("source=live")
+        return None
 
     def get_states(self, batch: Batch, request: BatchRequest) -> Tensor:
         target = request.target

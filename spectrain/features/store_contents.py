@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from spectrain.data.chat import Example
 from spectrain.errors import UserError
 from spectrain.models.features import Layer
+from spectrain.models.target import Target
 
 StoreDtype = Literal["float32", "bfloat16", "float16", "fp8", "int8"]
 TORCH_DTYPES = {
@@ -24,6 +25,8 @@ TORCH_DTYPES = {
 MAX_SCALED_VALUE = {"fp8": 448.0, "int8": 127.0}
 """The quantized value of a token's largest state, for types that have a scale per token."""
 SCALED_DTYPES = tuple(TORCH_DTYPES[dtype] for dtype in MAX_SCALED_VALUE)
+HEAD_SAMPLES = 1 << 16
+"""Values of each weight in the hash of a head. Training leaves most embeddings unchanged, so few values would not show it."""
 FORMAT_VERSION = 1
 
 
@@ -61,12 +64,27 @@ def select_final_positions(mask: list[bool], reach: int) -> Tensor:
 
 def hash_weights(model: nn.Module) -> str:
     """Hash some values of every weight. Neither sharding nor freshly added adapters change the result."""
+    return hash_samples(dict(sorted(model.named_parameters())), 64)
+
+
+def hash_head(target: Target) -> str:
+    """Hash many values of the weights outside of the layers, which identify a target that was loaded without its layers."""
+    outside = {
+        name: weight for name, weight in sorted(target.decoder.named_parameters())
+        if not name.startswith(f"{target.layer_list_name}.")
+    }  # fmt: skip
+    output = {f"output.{name}": weight for name, weight in target.head.output.named_parameters()}
+    return hash_samples(outside | output, HEAD_SAMPLES)
+
+
+def hash_samples(weights: dict[str, nn.Parameter], num_samples: int) -> str:
+    """Hash names, shapes and about `num_samples` values of each weight."""
     digest = hashlib.sha256()
-    for name, weight in sorted(model.named_parameters()):
+    for name, weight in weights.items():
         if ".lora_" not in name:
             tensor: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
             flat = tensor.detach().flatten()
-            sample = flat[:: max(1, len(flat) // 64)].float().cpu()
+            sample = flat[:: max(1, len(flat) // num_samples)].float().cpu()
             digest.update(f"{name.replace('.base_layer', '')} {tuple(weight.shape)}".encode() + sample.numpy().tobytes())
     return digest.hexdigest()[:16]
 
@@ -77,13 +95,15 @@ class StoreContents:
 
     target: str
     path: str
-    weights: str  # hash of the target's weights
+    weights: str | None  # hash of all weights; None if a target without layers began the store
     template: str  # hash of the chat template
     layers: tuple[Layer, ...]
     width: int
     dtype: StoreDtype
     # "final" is stored only at the positions of `select_final_positions`; None stores it at every position.
     final_reach: int | None
+    # Hash of the weights outside of the layers; None in older stores.
+    head: str | None = None
 
     @property
     def dense_layers(self) -> tuple[Layer, ...]:
@@ -147,7 +167,10 @@ class StoreContents:
         """Raise `UserError` with the reason if the requested contents cannot be read from this store."""
         missing = [str(layer) for layer in requested.layers if layer not in self.layers]
         reason = None
-        if self.weights != requested.weights:
+        compares_all = self.weights is not None and requested.weights is not None
+        if not compares_all and self.head is None:
+            reason = "it does not say which embedding, norm and output layer its target has, so only target.parts=all reads it"
+        elif (self.weights != requested.weights) if compares_all else (self.head != requested.head):
             reason = f"it was captured from {self.target} ({self.path}), whose weights are not those of {requested.target}"
         elif self.template != requested.template:
             reason = "it was captured with another chat template, so it would contain none of the sequences"

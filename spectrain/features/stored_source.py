@@ -17,7 +17,7 @@ from .base import BatchRequest, FeatureCache, FeatureSource
 from .batch import Batch, pad_or_pack
 from .speculators import SpeculatorsCache, find_hidden_states
 from .store import FeatureStore
-from .store_contents import StoreContents, format_layers, hash_weights, read_manifest
+from .store_contents import StoreContents, format_layers, hash_head, hash_weights, read_manifest
 
 
 class StoredSource(FeatureSource):
@@ -67,12 +67,21 @@ class StoredSource(FeatureSource):
             )
         distinct = list({store.sequence_key(example): example for example in examples}.values())
         missing = [example for example in distinct if example not in store]
-        if missing and not self.capture:
+        if missing and self.capture:
+            target.require_layers(f"source.path={self.path} lacks {len(missing)} of {len(distinct)} sequences, whose capture")
+        elif missing:
             raise UserError(
                 f"source.path={self.path}: {len(missing)} of {len(distinct)} sequences are not in it; capture them first with "
                 "spectrain data store, or set source.capture=true"
             )
-        return store.describe_capture(distinct, missing)
+        return store.describe_capture(distinct, missing) + self._describe_origin(target)
+
+    def _describe_origin(self, target: Target) -> str:
+        """Return where the features come from, for a target without layers, of which only the head could be compared."""
+        if target.has_layers or self.own_store is None:
+            return ""
+        contents = self.own_store.contents
+        return f"; from {contents.target} ({contents.path}), compared by embedding, norm and output layer"
 
     def writable_store(self) -> FeatureStore | None:
         return self.own_store
@@ -116,8 +125,10 @@ class StoredSource(FeatureSource):
         if dtype == "auto":
             dtype = str(target.dtype).removeprefix("torch.") if stored is None else stored.dtype
         template = hashlib.sha256(str(target.tokenizer.chat_template).encode()).hexdigest()[:16]
-        identity = target.name, target.path, hash_weights(target.model), template
-        return StoreContents(*identity, layers, target.width, dtype, final_reach if stores_supervised_only else None)
+        weights = hash_weights(target.model) if target.has_layers else None
+        reach = final_reach if stores_supervised_only else None
+        identity = target.name, target.path, weights, template
+        return StoreContents(*identity, layers, target.width, dtype, reach, hash_head(target))
 
     def get_states(self, batch: Batch, request: BatchRequest) -> Tensor:
         target, layers, examples = request.target, request.layers, request.examples

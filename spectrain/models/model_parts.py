@@ -14,6 +14,8 @@ from .limits import find_rope_switch, max_text_length
 
 LAYER_LIST_NAMES = ("layers", "h", "blocks")
 """The attributes by which decoders name their layers."""
+LAYER_INPUT_NAMES = ("per_layer_model_projection", "per_layer_projection_norm")
+"""Modules of decoders that only feed the layers."""
 CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 """The arguments by which decoders take their cache."""
 SUBLAYER_NAMES: dict[SublayerKind, str] = {"attention": "self_attn", "mlp": "mlp"}
@@ -67,11 +69,30 @@ class ModelParts(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return self._embedding_weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.model.parameters()).dtype
+        return self._embedding_weight.dtype
+
+    @property
+    def _embedding_weight(self) -> torch.Tensor:
+        """Return a weight that every target has, even without its layers."""
+        embedding: nn.Module = self.model.get_input_embeddings()  # type: ignore[operator]
+        return next(embedding.parameters())
+
+    @property
+    def final_norm(self) -> nn.Module:
+        """Return the norm before the output layer; raise UserError where the decoder has other modules there too."""
+        left_out = {self.layer_list_name, *LAYER_INPUT_NAMES}
+        outside = [(name, part) for name, part in self.decoder.named_children() if name not in left_out]
+        norms = [part for _, part in outside if [*part.parameters()] and not isinstance(part, nn.Embedding)]
+        if all(weight.shape == (self.width,) for part in norms for weight in part.parameters()):
+            # A norm without weights has only its name.
+            norms = norms or [part for name, part in outside if name == "norm"]
+            if norms:
+                return norms[-1]
+        raise UserError(f"target {self.name}: its final norm cannot be told from other modules; use target.parts=all")
 
     def get_sublayer(self, layer: int, kind: SublayerKind) -> nn.Module:
         """Return the attention or MLP module of a layer."""

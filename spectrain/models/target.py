@@ -44,6 +44,8 @@ class Target(ModelParts):
         super().__init__(model, name)
         self.tokenizer, self.path = tokenizer, path
         self.template = ChatTemplate(tokenizer)
+        # Whether the layers were loaded; without them nothing runs but embedding, final norm and output layer.
+        self.has_layers = True
         # How the processes of the launch hold the model together.
         self.sharding = sharding
         self.runs_in_lockstep = sharding != "none"
@@ -78,7 +80,14 @@ class Target(ModelParts):
         """Switch decoding and feature capture to faster linears: reordered weights on a CPU, and on a GPU one product for the
         linears that read the same input. A sharded target stays as it is."""
         if self.sharding == "none":
-            speed_up_linears(self.model)
+            speed_up_linears(self.model if self.has_layers else self.head.output)
+
+    def require_layers(self, user: str) -> None:
+        """Raise UserError where the layers, which `user` runs or copies, were not loaded."""
+        if not self.has_layers:
+            raise UserError(
+                f"target.parts=head: {user} needs the layers of {self.name}, which are not loaded; use target.parts=all"
+            )
 
     def features(
         self,
@@ -122,6 +131,7 @@ class Target(ModelParts):
 
     def run(self, tokens: Tensor, plan: ForwardPlan = DEFAULT_PLAN) -> Features:
         """Run one forward over tokens [B, N] as the plan says and return the features that it requests."""
+        self.require_layers("a forward of the target")
         call = self.architecture.resolve_call(self, tokens, plan)
         with ExitStack() as stack, torch.set_grad_enabled(plan.grad):
             captured = stack.enter_context(self.capture_layers(plan.layers))
@@ -138,6 +148,10 @@ class Target(ModelParts):
 
     def apply_final_norm(self, hidden: Tensor, grad: bool = False) -> Tensor:
         """Apply the final norm to states [B, T, D] of any layer: what the head reads at an early exit."""
+        if not self.has_layers:
+            with torch.set_grad_enabled(grad):
+                normed: Tensor = self.final_norm(hidden)
+                return normed
         tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
         span = LayerSpan(first=self.num_layers, hidden=hidden)
         return self.run(tokens, ForwardPlan(layers=("final",), grad=grad, span=span)).at_layer("final")

@@ -260,6 +260,7 @@ def make_engine_writer(
     drafter_node = None if requested.run else GroupSpec("drafter", "ngram").node
     spec, run = resolve_eval_spec({**nodes, "run": requested.run, "drafter": drafter_node})
     target: Target = spec.target.build()
+    target.require_layers("writing answers with this engine")
     target.pack_weights()
     plain: EngineWriter = writer.build(sampling=sampling, target=target)
     if requested.run is None:

@@ -28,7 +28,7 @@ from .score import evaluate, score
 CHANGEABLE_KEYS = {
     "trainer": ("resume", "save_every", "log_every", "keep_checkpoints", "patience", "max_skipped", "gradient_checkpointing",
                 "sharding", "accumulate"),
-    "target": ("device", "sharding", "trust_remote_code"),
+    "target": ("device", "parts", "sharding", "trust_remote_code"),
 }  # fmt: skip
 
 
@@ -116,12 +116,16 @@ def load_inputs(spec: RunSpec, trainer: Trainer, target: Target | None, dataset:
     # A stream needs trainer.max_steps.
     trainer.num_steps(dataset)
     drafter = init_drafter(spec, target, dataset)
+    if not all(stage.layers for stage in drafter.stages):
+        target.require_layers(f"drafter={spec.drafter.choice}, whose loss runs the target,")
     source: Source = spec.source.build()
     source.begin(drafter)
     examples = None if dataset.is_sample else dataset.examples
     report = source.prepare(target, drafter.stages[0].layers, drafter.stages[0].final_reach, examples)
     summary = dataset.summary_line() + data.describe_omissions()
     report_lines = [summary, *dataset.source_lines, *dataset.unread_lines(), *filter(None, [report])]
+    if dataset.held_out and not target.has_layers:
+        report_lines.append("validation on held-out conversations is left out: it decodes with the target (target.parts=head)")
     target.pack_weights()
     return TrainingInputs(trainer, target, dataset, drafter, source, evaluation, report_lines)
 

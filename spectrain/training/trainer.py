@@ -88,7 +88,7 @@ class Trainer(TrainerSettings):
         copies = accelerator.num_processes if target.sharding == "tensor" else 1
         shared = make_strategy(accelerator, self.sharding, copies, self.autocast_dtype(target, accelerator.device))
         self._validate(drafter, source, shared)
-        self._validate_held_out(shared, dataset)
+        self._validate_held_out(shared, dataset, target)
         job = TrainingRun(self, drafter, target, source, shared, self.num_steps(dataset, shared.num_data_ranks))
         torch.manual_seed(self.seed)
         begun = job.restore_or_start(run, dataset)
@@ -110,7 +110,8 @@ class Trainer(TrainerSettings):
         """Return the metrics of the last step where they are due, with a validation where one is due."""
         is_end = job.is_done
         due = self._is_save_due(job) if self.eval_every is None else job.step % self.eval_every == 0
-        measures = (due or is_end) and bool(dataset.held_out) and job.parallel.unsharded  # drafting takes the whole drafter
+        # Drafting takes the whole drafter and the target's layers.
+        measures = (due or is_end) and bool(dataset.held_out) and job.parallel.unsharded and job.target.has_layers
         if not (is_end or job.step == 1 or job.step % self.log_every == 0 or measures):
             return None
         metrics = job.collect_metrics()
@@ -140,10 +141,12 @@ class Trainer(TrainerSettings):
                 "be run again; leave it out and lower trainer.batch_tokens"
             )
 
-    def _validate_held_out(self, shared: ParallelStrategy, dataset: Dataset) -> None:
-        """Raise a UserError where a setting lacks held-out data, a drafter that can draft in training, or full parameters."""
+    def _validate_held_out(self, shared: ParallelStrategy, dataset: Dataset, target: Target) -> None:
+        """Raise a UserError where a setting lacks held-out data, a target and a drafter that decode, or full parameters."""
         for key in ("keep_best", "stop_after", "eval_every"):
             value = getattr(self, key)
+            if value:
+                target.require_layers(f"trainer.{key}={value}")
             if value and not dataset.held_out:
                 raise UserError(
                     f"trainer.{key}={value}: nothing is held out to look at; say how much, as in data.held_out=0.02"

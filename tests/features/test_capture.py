@@ -72,6 +72,35 @@ def test_a_training_reads_what_was_stored(tmp_path: Path, monkeypatch: pytest.Mo
     assert losses(tmp_path / "live") == losses(tmp_path / "read") and len(losses(tmp_path / "read")) > 2
 
 
+def test_a_training_needs_no_layers(tmp_path: Path) -> None:
+    """From a complete store, the losses of a target without layers are those of the complete one, bit for bit. A store of
+    another target, one that lacks a sequence, and one that is older are refused before anything is written."""
+    store, run = tmp_path / "store", tmp_path / "head"
+    stored(store)
+    live = (*SETTINGS, "trainer.epochs=1", "+trainer.log_every=1")
+    settings = (*live, "source=store", f"source.path={store}")
+    train_and_score(composed(*settings, f"run={tmp_path / 'all'}"))
+    train_and_score(composed(*settings, f"run={run}", "+target.parts=head"))
+    assert losses(run) == losses(tmp_path / "all") and len(losses(run)) > 2
+
+    def refusal(*more: str) -> str:
+        with pytest.raises(UserError) as refused:
+            train_and_score(composed(*more, f"run={tmp_path / 'refused'}", "+target.parts=head"))
+        assert not (tmp_path / "refused").exists()
+        return str(refused.value)
+
+    assert "lacks 1 of 13 sequences, whose capture needs the layers" in refusal(*settings, "data.limit=13")
+    assert "source=live needs the layers" in refusal(*live)
+    manifest = json.loads((store / "manifest.json").read_text())
+    (store / "manifest.json").write_text(json.dumps(manifest | {"head": "0"}))
+    assert "whose weights are not those of tiny" in refusal(*settings)
+    del manifest["head"]
+    (store / "manifest.json").write_text(json.dumps(manifest))
+    assert "only target.parts=all reads it" in refusal(*settings)
+    train_and_score(composed(*settings, f"run={tmp_path / 'old'}"))
+    assert losses(tmp_path / "old") == losses(run)
+
+
 def test_a_stopped_capture_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Stopped after a batch, it keeps that; the next capture computes the others only, and one more computes nothing."""
     ran: list[int] = []

@@ -69,6 +69,7 @@ def cut_model(target: Target, num_layers: int) -> nn.Module:
     """Copy the target with `num_layers` evenly spaced layers, the first and the last among them."""
     if not 1 <= num_layers < target.num_layers:
         raise UserError(f"drafter.num_layers={num_layers}: {target.name} has {target.num_layers} layers; use fewer, at least 1")
+    target.require_layers("a drafter that is cut from the target")
     if target.sharding != "none":
         raise UserError(
             f"target.sharding={target.sharding}: a drafter cannot be cut from it; set drafter.model or drafter.architecture"

@@ -76,6 +76,10 @@ class DraftJudge(Drafter):
 
     # Training
 
+    def prepare(self, target: Target, token_counts: Tensor) -> None:
+        """Raise UserError for a target that cannot run the alternatives."""
+        target.require_layers("drafter=draft_judge, whose loss runs the target,")
+
     @property
     def stages(self) -> list[Stage]:
         """One stage. The features yield the alternatives; the target runs them and the tokens after them in the loss."""

@@ -29,6 +29,7 @@ from spectrain.experimental.shared.draft_replay import (
 )
 from spectrain.features.base import BatchRequest, Source
 from spectrain.features.batch import Batch, collate
+from spectrain.models.features import Layer
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.images import refuse_images
 from spectrain.models.target import Target
@@ -107,6 +108,12 @@ class GeneratedSource(Source):
         self.branches, self.balanced, self.draft_cost = branches, balanced, draft_cost
         self.windows, self.near = windows, near
         self.initial_policy: Target | None = None  # the policy as it was before any step, resumed or not
+
+    def prepare(
+        self, target: Target, layers: tuple[Layer, ...], final_reach: int | None, examples: list[Example] | None
+    ) -> str | None:
+        target.require_layers("source=generated")
+        return None
 
     def begin(self, drafter: nn.Module) -> None:
         assert isinstance(drafter, Drafter)

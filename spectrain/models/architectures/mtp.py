@@ -8,21 +8,18 @@ where the norm scales by 1 + w.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from spectrain.errors import UserError
+from spectrain.models.checkpoint_files import CheckpointFiles
 
 MTP_HINT = "use drafter.start=new, or recipe=eagle3"
-INDEX_FILE = "model.safetensors.index.json"
 TARGET_TENSORS = ("embed_tokens.weight", "shared_head.head.weight")
 """Copies of the target's embedding and head that checkpoints store with a layer."""
 FUSED_EXPERTS = "mlp.experts.gate_up_proj"
@@ -120,36 +117,8 @@ def mtp_layer_types(config: dict[str, Any]) -> dict[str, list[str]]:
     return layer_types
 
 
-class CheckpointReader:
-    """Reads the safetensors files of a model by tensor name."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        index = directory / INDEX_FILE
-        self.tensor_files: dict[str, str] = {}  # tensor name -> file name
-        if index.exists():
-            self.tensor_files = dict(json.loads(index.read_text())["weight_map"])
-        else:
-            for path in sorted(directory.glob("*.safetensors")):
-                with safe_open(path, "pt") as file:
-                    self.tensor_files |= dict.fromkeys(file.keys(), path.name)
-
-    @staticmethod
-    def from_path(path: str) -> CheckpointReader | None:
-        """Open a target's path: a directory, or a hub name whose files lie in the hub's cache; None where it is neither."""
-        if Path(path).is_dir():
-            return CheckpointReader(Path(path))
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
-
-        try:
-            return CheckpointReader(Path(snapshot_download(path, local_files_only=True)))
-        except (LocalEntryNotFoundError, ValueError, OSError):
-            return None
-
-    def read_tensor(self, name: str) -> Tensor:
-        with safe_open(self.directory / self.tensor_files[name], "pt") as file:
-            return file.get_tensor(name)
+class CheckpointReader(CheckpointFiles):
+    """Reads a checkpoint and finds its MTP layers."""
 
     @property
     def mtp_layout(self) -> MtpLayout | None:
@@ -172,13 +141,13 @@ class CheckpointReader:
 
 def has_mtp_layer(path: str) -> bool:
     """Return whether the checkpoint of a target holds an MTP layer of a known layout."""
-    checkpoint = CheckpointReader.from_path(path)
+    checkpoint = CheckpointReader.open_local(path)
     return checkpoint is not None and checkpoint.mtp_layout is not None
 
 
 def load_mtp_layer(path: str) -> dict[str, Tensor]:
     """Load the first MTP layer of a target's checkpoint, under our names, in float32."""
-    checkpoint = CheckpointReader.from_path(path)
+    checkpoint = CheckpointReader.open_local(path)
     layout = None if checkpoint is None else checkpoint.mtp_layout
     if checkpoint is None or layout is None:
         raise UserError(f"drafter.start=shipped: {path} holds no MTP layer of a known layout; use drafter.start=new")
