@@ -11,11 +11,10 @@ from rich.console import Console
 from spectrain.config.build import GroupSpec
 from spectrain.errors import RunError, UserError
 from spectrain.export.card import render_card
-from spectrain.export.converter import convert, read_drafter, refuse_nonempty, write_drafter
+from spectrain.export.converter import convert, read_drafter, refuse_nonempty, resolve_target, write_checked
 from spectrain.export.hub import push as upload
-from spectrain.export.layout import DrafterCheckpoint
 from spectrain.export.layouts import detect_layout, read_files, select_layout
-from spectrain.export.linter import check_files, lint
+from spectrain.export.linter import lint
 from spectrain.export.targets import TargetFiles
 from spectrain.files import atomic_write
 from spectrain.runs.folder import find_drafter_directory, require_drafter_directory
@@ -39,16 +38,9 @@ def export_command(
     files_of_target = requested or resolve_target(drafter)
     refuse_nonempty(folder)
     with atomic_write(folder, folder=True) as scratch:
-        write_drafter(drafter, layout, files_of_target, scratch)
+        write_checked(drafter, layout, files_of_target, scratch)
         if drafter.trained_target is not None and not drafter.is_target:
             shutil.copytree(drafter.trained_target, scratch / "target")
-        if not (drafter.is_target or layout.holds_target):
-            files = read_files(scratch)
-            for finding in check_files(files, detect_layout(files), files_of_target):
-                if finding.level == "error":
-                    raise RunError(
-                        f"run={run}: what was written would not serve: {finding.problem} ({finding.name}); {finding.remedy}"
-                    )
         (scratch / "README.md").write_text(render_card(drafter, layout, files_of_target, push or str(folder), Path(str(run))))
     print(f"{layout.title}: written to {folder}; README.md says how to serve it")
     if push:
@@ -61,18 +53,6 @@ def require_keys(example: str, **settings: Any) -> None:
     for key, value in settings.items():
         if value is None:
             raise UserError(f"{key}: it must be given, as in {example}")
-
-
-def resolve_target(drafter: DrafterCheckpoint) -> TargetFiles:
-    """Return the target that a drafter's own files name: the trained one, if there is one."""
-    if drafter.trained_target is not None:
-        return TargetFiles(str(drafter.trained_target))
-    settings = drafter.description.get("target")
-    if settings:
-        return TargetFiles.from_settings(settings)
-    if drafter.target is None:
-        raise UserError("target: the drafter's files do not say which target it is for; say it, as in target=tiny")
-    return TargetFiles(drafter.target)
 
 
 def convert_command(run: str | None, format: str | None, out: str | None, target: GroupSpec | None = None) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 from spectrain.config.saved import read_json_object
 from spectrain.decoding.acceptance.typical import lossy_warning
+from spectrain.servers.commands import EngineLaunch
+from spectrain.servers.engines import ENGINES
 
 from .layout import DrafterCheckpoint, Layout
 from .targets import LOADERS, TargetFiles
@@ -124,12 +126,21 @@ def template_text(facts: dict[str, Any] | None) -> str:
     return f"chat template {facts['sha256']}{arguments}; "
 
 
+def engine_target(drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, drafter_path: str) -> str:
+    """Return the path of the target that an engine loads: the export itself, the target that was trained, or the target."""
+    if layout.holds_target:
+        return drafter_path
+    return f"{drafter_path}/target" if drafter.trained_target is not None and not drafter.is_target else target.engine_path
+
+
 def serve_section(drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, drafter_path: str) -> list[str]:
     """Return the command of every engine that reads this layout."""
-    target_path = (
-        f"{drafter_path}/target" if drafter.trained_target is not None and not drafter.is_target else target.engine_path
-    )
-    commands = layout.serve_commands(drafter, target, target_path, drafter_path)
+    target_path = engine_target(drafter, layout, target, drafter_path)
+    commands = {
+        ENGINES[name].title: ENGINES[name].make_command(EngineLaunch(target_path, drafter=launch)).format_shell()
+        for name, launch in layout.drafter_launches(drafter, target, drafter_path).items()
+    }
+    commands |= layout.python_snippets(drafter, target_path, drafter_path)
     is_shipped = target.reference in LOADERS
     commands["spectrain"] = f"spectrain eval run={drafter_path} " + (
         f"target={target.reference}" if is_shipped else f"target=hf target.model={target_path}"

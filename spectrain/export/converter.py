@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from spectrain.config.choices import by_choice_name
-from spectrain.errors import UserError, first_line
+from spectrain.errors import RunError, UserError, first_line
 from spectrain.files import atomic_write
 from spectrain.provenance import package_versions
 
@@ -65,6 +65,31 @@ def write_drafter(drafter: DrafterCheckpoint, layout: Layout, target: TargetFile
     if drafter.is_target:
         metadata["exits"] = read_exits(drafter)
     write_json(directory / "spectrain.json", metadata)
+
+
+def write_checked(drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, directory: Path) -> None:
+    """Write a drafter into a folder; raise a RunError if the linter finds that an engine would not serve it."""
+    write_drafter(drafter, layout, target, directory)
+    if drafter.is_target or layout.holds_target:
+        return
+    files = read_files(directory)
+    for finding in check_files(files, detect_layout(files), target):
+        if finding.level == "error":
+            raise RunError(
+                f"{directory}: what was written would not serve: {finding.problem} ({finding.name}); {finding.remedy}"
+            )
+
+
+def resolve_target(drafter: DrafterCheckpoint) -> TargetFiles:
+    """Return the target that a drafter's own files name: the trained one, if there is one."""
+    if drafter.trained_target is not None:
+        return TargetFiles(str(drafter.trained_target))
+    settings = drafter.description.get("target")
+    if settings:
+        return TargetFiles.from_settings(settings)
+    if drafter.target is None:
+        raise UserError("target: the drafter's files do not say which target it is for; say it, as in target=tiny")
+    return TargetFiles(drafter.target)
 
 
 def read_exits(drafter: DrafterCheckpoint) -> dict[str, Any]:

@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from spectrain.errors import UserError
+from spectrain.servers.commands import DrafterLaunch
 
 from .dflash import DFLASH2, DSPARK, DFlashLayout, qwen3_layer, refuse_draft_vocabulary, require_block_keys
 from .fused import EMBEDDING, HEAD, FusedConfig, equal_when_rounded, flat_rope, flatten_config
 from .huggingface import generate_snippet
 from .layout import DrafterCheckpoint, DrafterFiles, Finding, require_target, write_json, write_tensors
-from .serving import serve_sglang_block, serve_sglang_dspark, serve_vllm
 from .targets import TargetFiles
 
 DEEPSPEC_ARCHITECTURE = "Qwen3DSparkModel"  # DeepSpec's DFlash has it, too, with markov_rank 0
@@ -122,10 +122,9 @@ class FlatDFlash(DFlashLayout):
         """Return the target's tensors that the files hold."""
         return {}
 
-    def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
-        size = drafter.drafter["block_size"]
-        sglang = serve_sglang_block(target, "DFLASH", drafter_path, size)
-        return {"SGLang": sglang, "vLLM": serve_vllm(target, "dflash", drafter_path, size - 1)}
+    def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
+        num_tokens = drafter.drafter["block_size"] - 1
+        return {"sglang": DrafterLaunch("DFLASH", path, num_tokens), "vllm": DrafterLaunch("dflash", path, num_tokens)}
 
 
 class FlatDFlash2(FlatDFlash):
@@ -166,12 +165,12 @@ class FlatDSpark(FlatDFlash):
         target, dtype = require_target(target, "the files hold its two layers of tokens"), drafter.tensors["fc.weight"].dtype
         return {EMBEDDING: target.load_embedding().to(dtype), HEAD: target.load_head().to(dtype)}
 
-    def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
+    def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
         size = drafter.drafter["block_size"]
-        commands = {"SGLang": serve_sglang_dspark(target, drafter_path, size)}
+        launches = {"sglang": DrafterLaunch("DSPARK", path, size)}
         if drafter.drafter["markov_head"] == "vanilla":
-            commands["vLLM"] = serve_vllm(target, "dspark", drafter_path, size)
-        return commands
+            launches["vllm"] = DrafterLaunch("dspark", path, size)
+        return launches
 
 
 class TransformersDFlash(FlatDFlash):
@@ -214,6 +213,9 @@ class TransformersDFlash(FlatDFlash):
             **({} if target is None else target.special_token_ids),
         }
 
-    def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
-        assistant = f'assistant_model=AutoModel.from_pretrained("{drafter_path}"), speculation_type="dflash"'
+    def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
+        return {}
+
+    def python_snippets(self, drafter: DrafterCheckpoint, target: str, path: str) -> dict[str, str]:
+        assistant = f'assistant_model=AutoModel.from_pretrained("{path}"), speculation_type="dflash"'
         return {"transformers": generate_snippet(target, assistant, "AutoModel, AutoModelForCausalLM, AutoTokenizer")}

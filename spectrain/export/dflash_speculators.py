@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from spectrain.errors import UserError
+from spectrain.servers.commands import DrafterLaunch
 
 from .dflash import DFLASH2, DSPARK, DFlashLayout, num_drafts, qwen3_layer, require_block_keys
 from .fused import FusedConfig, flatten_config
 from .layout import DrafterCheckpoint, DrafterFiles, Finding
-from .serving import serve_vllm
 from .speculators import SpeculatorsLayout, read_method
 from .targets import TargetFiles
 
@@ -104,8 +104,8 @@ class SpeculatorsDFlash(SpeculatorsLayout, DFlashLayout):
                 "serves them as the file says, so no value suits both; train with drafter.window too"
             )
 
-    def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
-        return {"vLLM": serve_vllm(target, self.method, drafter_path, num_drafts(drafter))}
+    def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
+        return {"vllm": DrafterLaunch(self.method, path, num_drafts(drafter))}
 
 
 class SpeculatorsDFlash2(SpeculatorsDFlash):
@@ -163,7 +163,5 @@ class SpeculatorsDSpark(SpeculatorsDFlash):
                 "drafter.causal=true too, or without a window"
             )
 
-    def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
-        return (
-            super().serve_commands(drafter, files, target, drafter_path) if drafter.drafter["markov_head"] == "vanilla" else {}
-        )
+    def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
+        return super().drafter_launches(drafter, files, path) if drafter.drafter["markov_head"] == "vanilla" else {}

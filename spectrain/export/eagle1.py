@@ -14,11 +14,20 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from spectrain.errors import UserError
+from spectrain.servers.commands import DrafterLaunch
 
 from .eagle3 import LAYER_PARTS
 from .fused import EMBEDDING, HEAD, SIZE_KEYS, FusedConfig, FusedLayout, flat_rope, require_keys
-from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, require_target, write_json, write_tensors
-from .serving import serve_sglang, serve_vllm
+from .layout import (
+    CHAIN_TOKENS,
+    DrafterCheckpoint,
+    DrafterFiles,
+    ExpectedTensors,
+    Finding,
+    require_target,
+    write_json,
+    write_tensors,
+)
 from .targets import TargetFiles
 
 FC_BIAS, LAYER_PREFIX = "fc.bias", "layers.0."
@@ -132,8 +141,8 @@ class SglangEagle1(OriginalEagle1):
         fc = drafter.tensors["fc.weight"]
         return {FC_BIAS: fc.new_zeros(len(fc)), **drafter.tensors}
 
-    def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
-        return {"SGLang": serve_sglang(target, "EAGLE", drafter_path, 3)}
+    def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
+        return {"sglang": DrafterLaunch("EAGLE", path, CHAIN_TOKENS)}
 
 
 class VllmEagle1(OriginalEagle1):
@@ -160,5 +169,5 @@ class VllmEagle1(OriginalEagle1):
             raise UserError(f"{FC_BIAS}: vLLM's EAGLE has no bias; use --to sglang, or train with drafter.bias=false")
         return dict(drafter.tensors)
 
-    def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
-        return {"vLLM": serve_vllm(target, "eagle", drafter_path, 3)}
+    def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
+        return {"vllm": DrafterLaunch("eagle", path, CHAIN_TOKENS)}

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from spectrain.drafters.layers.eagle_layers import default_layers
 from spectrain.errors import UserError
+from spectrain.servers.commands import DrafterLaunch
 
 from .eagle3 import Eagle3Layout, drafter_layer_config, variant_flags
 from .fused import EMBEDDING, SIZE_KEYS, FusedConfig, equal_when_rounded, flat_rope, require_keys
-from .layout import DrafterCheckpoint, DrafterFiles, Finding, write_json, write_tensors
-from .serving import serve_sglang, serve_vllm
+from .layout import CHAIN_TOKENS, DrafterCheckpoint, DrafterFiles, Finding, write_json, write_tensors
 from .targets import TargetFiles
 from .vocabulary import drop_full_maps
 
@@ -141,9 +141,9 @@ class FlatEagle3(Eagle3Layout):
         if min(drafter.drafter.get("layers") or [1]) < 1 and self.extra_config(drafter, target):
             raise UserError("layers: SGLang cannot fuse the stream that enters layer 0; use --to vllm")
 
-    def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
-        commands = {"SGLang": serve_sglang(target, "EAGLE3", drafter_path, 3)}
+    def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
+        launches = {"sglang": DrafterLaunch("EAGLE3", path, CHAIN_TOKENS)}
         # vLLM's numbers of other layers are one higher.
         if drafter.drafter.get("layers") in (None, default_layers(files.num_layers)):
-            commands["vLLM"] = serve_vllm(target, "eagle3", drafter_path, 3)
-        return commands
+            launches["vllm"] = DrafterLaunch("eagle3", path, CHAIN_TOKENS)
+        return launches

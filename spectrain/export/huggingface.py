@@ -11,9 +11,19 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from spectrain.errors import UserError, first_line
+from spectrain.servers.commands import DrafterLaunch
 
-from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, Layout, require_target, write_json, write_tensors
-from .serving import serve_sglang, serve_vllm
+from .layout import (
+    CHAIN_TOKENS,
+    DrafterCheckpoint,
+    DrafterFiles,
+    ExpectedTensors,
+    Finding,
+    Layout,
+    require_target,
+    write_json,
+    write_tensors,
+)
 from .targets import TargetFiles
 
 CAUSAL_CLASS = "spectrain.drafters.causal.Causal"
@@ -120,18 +130,24 @@ class HuggingFaceLayout(Layout):
             )
         shutil.copytree(trained, directory, dirs_exist_ok=True)
 
-    def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
+    def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
         if drafter.is_target:
-            exit_layer = drafter.drafter["exit_layer"]
-            return {"transformers": generate_snippet(drafter_path, f"assistant_early_exit={exit_layer}")}
+            return {}
         if "mask" in drafter.tensors:
             count = drafter.drafter.get("num_drafts", 8)
-            return {"vLLM": serve_vllm(target, "draft_model", drafter_path, count, is_parallel=True)}
+            return {"vllm": DrafterLaunch("draft_model", path, count, is_parallel=True)}
         return {
-            "vLLM": serve_vllm(target, "draft_model", drafter_path, 3),
-            "SGLang": serve_sglang(target, "STANDALONE", drafter_path, 3),
-            "transformers": generate_snippet(target, f'assistant_model=AutoModelForCausalLM.from_pretrained("{drafter_path}")'),
+            "vllm": DrafterLaunch("draft_model", path, CHAIN_TOKENS),
+            "sglang": DrafterLaunch("STANDALONE", path, CHAIN_TOKENS),
         }
+
+    def python_snippets(self, drafter: DrafterCheckpoint, target: str, path: str) -> dict[str, str]:
+        if drafter.is_target:
+            exit_layer = drafter.drafter["exit_layer"]
+            return {"transformers": generate_snippet(path, f"assistant_early_exit={exit_layer}")}
+        if "mask" in drafter.tensors:
+            return {}
+        return {"transformers": generate_snippet(target, f'assistant_model=AutoModelForCausalLM.from_pretrained("{path}")')}
 
 
 def generate_snippet(model: str, option: str, classes: str = "AutoModelForCausalLM, AutoTokenizer") -> str:

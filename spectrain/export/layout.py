@@ -21,6 +21,7 @@ from spectrain.config.choices import choice_name
 from spectrain.config.saved import check_no_directives, parse_groups, read_json_object
 from spectrain.errors import UserError, first_line
 from spectrain.files import PICKLE_SUFFIXES
+from spectrain.servers.commands import DrafterLaunch
 
 from .targets import TargetFiles
 
@@ -152,6 +153,8 @@ class Finding:
     is_repairable: bool = False  # reading the files and writing them again mends it
 
 
+# Tokens that a drafter of chains drafts in an engine, unless the user chooses another number.
+CHAIN_TOKENS = 3
 Shape = tuple[int | None, ...]
 """A tensor's shape, where None stands for any size."""
 
@@ -214,8 +217,12 @@ class Layout(ABC):
     def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
         """Write the drafter into an existing folder; raise UserError naming what the layout cannot hold."""
 
-    def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
-        """Return, by engine, the command that serves it; `target` is the path that the engine loads."""
+    def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
+        """Return, by engine, how it is started with this drafter; `path` is the drafter's folder."""
+        return {}
+
+    def python_snippets(self, drafter: DrafterCheckpoint, target: str, path: str) -> dict[str, str]:
+        """Return, by library, the lines of Python that decode with it; `target` is the path of the target."""
         return {}
 
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from spectrain.errors import UserError
+from spectrain.servers.commands import DrafterLaunch
 
 from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, Layout, write_json, write_tensors
-from .serving import serve_vllm
 from .targets import TargetFiles
 from .vocabulary import add_maps, target_ids
 
@@ -238,8 +238,8 @@ class VllmMedusa(MedusaLayout):
         write_json(directory / "config.json", config)
         write_tensors(directory / "model.safetensors", renamed)
 
-    def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
-        return {"vLLM": serve_vllm(target, "medusa", drafter_path, drafter.drafter["num_heads"])}
+    def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
+        return {"vllm": DrafterLaunch("medusa", path, drafter.drafter["num_heads"])}
 
 
 def strip_prefix(files: DrafterFiles) -> dict[str, Tensor]:

@@ -24,10 +24,10 @@ from spectrain.models.architectures.mtp import (
     mtp_layer_types,
 )
 from spectrain.models.checkpoint_files import INDEX_FILE
+from spectrain.servers.commands import DrafterLaunch
 
 from .huggingface import generate_snippet
 from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Layout, require_target, write_json
-from .serving import serve_sglang_mtp, serve_vllm
 from .targets import TargetFiles
 
 MTP_CLASS = "spectrain.drafters.mtp.Mtp"
@@ -90,13 +90,12 @@ class MtpTargetLayout(Layout):
         config = json.loads((source.directory / "config.json").read_text())
         write_json(directory / "config.json", config if source.mtp_layout else add_mtp_layer(config))
 
-    def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
+    def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
         steps = int(drafter.drafter.get("num_steps", 3))
-        return {
-            "vLLM": serve_vllm(drafter_path, "mtp", None, steps),
-            "SGLang": serve_sglang_mtp(drafter_path, steps),
-            "transformers": generate_snippet(drafter_path, "use_mtp=True"),
-        }
+        return {"vllm": DrafterLaunch("mtp", None, steps), "sglang": DrafterLaunch("NEXTN", None, steps)}
+
+    def python_snippets(self, drafter: DrafterCheckpoint, target: str, path: str) -> dict[str, str]:
+        return {"transformers": generate_snippet(path, "use_mtp=True")}
 
 
 def stitch_layer(

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from spectrain.drafters.layers.eagle_layers import default_layers
 from spectrain.drafters.peagle import NUM_DRAFTS
+from spectrain.servers.commands import DrafterLaunch
 
 from .eagle3 import Eagle3Layout
 from .flat import FlatEagle3
 from .fused import FusedConfig
 from .layout import DrafterCheckpoint, DrafterFiles, Finding
-from .serving import serve_vllm
 from .speculators import SpeculatorsEagle3, read_method
 from .targets import TargetFiles
 
@@ -54,8 +54,8 @@ class PEagleLayout(Eagle3Layout):
                 "engines refuse the file, or read another row", "write the id that it was trained with",
             )  # fmt: skip
 
-    def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
-        return {"vLLM": serve_vllm(target, "eagle3", drafter_path, drafter.drafter["num_drafts"], is_parallel=True)}
+    def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
+        return {"vllm": DrafterLaunch("eagle3", path, drafter.drafter["num_drafts"], is_parallel=True)}
 
 
 class SpeculatorsPEagle(PEagleLayout, SpeculatorsEagle3):

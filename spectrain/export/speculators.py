@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from spectrain.errors import UserError
+from spectrain.servers.commands import DrafterLaunch
 
 from .eagle3 import Eagle3Layout, drafter_layer_config, variant_flags
 from .fused import EMBEDDING, FusedConfig, FusedLayout
-from .layout import DrafterCheckpoint, DrafterFiles, Finding, require_target, write_json, write_tensors
-from .serving import serve_vllm
+from .layout import CHAIN_TOKENS, DrafterCheckpoint, DrafterFiles, Finding, require_target, write_json, write_tensors
 from .targets import TargetFiles
 from .vocabulary import drop_full_maps
 
@@ -154,8 +154,8 @@ class SpeculatorsEagle3(SpeculatorsLayout, Eagle3Layout):
     def num_drafts(self, drafter: DrafterCheckpoint) -> int:
         return 3
 
-    def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
-        return {"vLLM": serve_vllm(target, "eagle3", drafter_path, 3)}
+    def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
+        return {"vllm": DrafterLaunch("eagle3", path, CHAIN_TOKENS)}
 
 
 def common_layer_config(target: TargetFiles) -> dict[str, Any]:

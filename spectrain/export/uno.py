@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from spectrain.errors import UserError
+from spectrain.servers.commands import DrafterLaunch
 
 from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, Layout, write_json, write_tensors
-from .serving import serve_sglang_uno
 from .targets import TargetFiles
 
 LINEAR_MODULES = {
@@ -109,5 +109,5 @@ class UnoLayout(Layout):
         write_json(directory / "adapter_config.json", {**adapter, **target_entry})
         write_tensors(directory / "adapter_model.safetensors", dict(drafter.tensors))
 
-    def serve_commands(self, drafter: DrafterCheckpoint, files: TargetFiles, target: str, drafter_path: str) -> dict[str, str]:
-        return {"SGLang": serve_sglang_uno(target, drafter_path, 1 + drafter.drafter.get("num_masks", NUM_MASKS))}
+    def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
+        return {"sglang": DrafterLaunch("UNO", path, drafter.drafter.get("num_masks", NUM_MASKS))}

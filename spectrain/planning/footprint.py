@@ -4,7 +4,6 @@ Target and drafter are built on torch's device "meta", so only config.json is re
 spectrain/models/step_cost.py and in `Drafter.step_cost`.
 """
 
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -18,9 +17,9 @@ from spectrain.config.spec import RunSpec
 from spectrain.drafters.base import Drafter, Stage, stage_at
 from spectrain.models.fast.packed_linears import SMALL_WEIGHTS
 from spectrain.models.fast.shared_product import SHARED_INPUT_NAMES
-from spectrain.models.loading import build_meta_network
 from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost, row_cost
 from spectrain.models.target import Target
+from spectrain.runs.drafters import build_without_weights
 from spectrain.training.trainer import Trainer
 
 FLOAT_BYTES = 4
@@ -43,11 +42,9 @@ class Models:
     @classmethod
     def from_spec(cls, spec: RunSpec, device: torch.device, num_steps: int) -> "Models":
         """Build target and drafter as a training begins with them."""
-        with warnings.catch_warnings(), torch.device("meta"):
-            warnings.simplefilter("ignore")  # the training prints them
-            target: Target = spec.target.build(network=build_meta_network, device=str(device))
-            drafter: Drafter = spec.drafter.build(target=target)
-            if (training := drafter.capabilities.target_training) is not None:
+        target, drafter = build_without_weights(spec, str(device))
+        if (training := drafter.capabilities.target_training) is not None:
+            with torch.device("meta"):
                 training.start_training(target)
         return cls(target, drafter, Trainer.from_spec(spec), device, num_steps)
 

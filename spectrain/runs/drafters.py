@@ -1,6 +1,7 @@
 """The drafters of runs: built from settings, started for training, saved, and loaded from files of any layout."""
 
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from spectrain.export.layout import DrafterCheckpoint
 from spectrain.export.targets import TargetFiles
 from spectrain.files import REPEAT_COMMAND, atomic_write
 from spectrain.models.chat_template import ChatTemplate
+from spectrain.models.loading import build_meta_network
 from spectrain.models.target import Target
 from spectrain.provenance import package_versions
 from spectrain.training.checkpoints import TrainingResult, collect_tensors, find_mismatches, load_tensors
@@ -87,6 +89,17 @@ def build_drafter(spec: GroupSpec, target: Target) -> Drafter:
         inner = getattr(drafter, key)
         load_weights(inner if index is None else inner[index], directory, target)
     return drafter
+
+
+def build_without_weights(spec: RunSpec, device: str = "cpu") -> tuple[Target, Drafter]:
+    """Return target and drafter on torch's device "meta": only the target's config.json is read. `device` is where they are
+    to run."""
+    with warnings.catch_warnings(), torch.device("meta"):
+        # A training prints them.
+        warnings.simplefilter("ignore")
+        target: Target = spec.target.build(network=build_meta_network, device=device)
+        drafter: Drafter = spec.drafter.build(target=target)
+    return target, drafter
 
 
 def _find_inner_directory(key: str, value: str) -> Path:

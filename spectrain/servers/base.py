@@ -7,8 +7,8 @@ Shapes: T tokens, L captured layers, D target width.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
 from torch import Tensor
@@ -18,6 +18,7 @@ from spectrain.errors import UserError, suggest_nearest
 from spectrain.models.chat_template import Message
 
 from .client import HttpClient, ServerError
+from .commands import EngineCommand, EngineLaunch
 from .settings import ClientSettings
 
 
@@ -209,6 +210,21 @@ class Server(ABC):
     async def request_completion(self, client: HttpClient, request: CompletionRequest) -> Completion:
         """Request an answer from one server."""
 
+    def check_installed(self) -> None:
+        """Raise a UserError if spectrain cannot start this engine on this machine."""
+        raise UserError(
+            f"server={self.name}: spectrain does not start it; start it yourself and give server.url, or take server=vllm"
+        )
+
+    def make_command(self, launch: EngineLaunch) -> EngineCommand:
+        """Return the command that starts this engine; raise a UserError for what the engine cannot do."""
+        raise UserError(
+            f"server={self.name}: spectrain does not start it; start it yourself and give server.url, or take server=vllm"
+        )
+
+    def prepare_start(self, launch: EngineLaunch) -> None:
+        """Prepare the folders that a started engine writes into."""
+
     async def read_counters(self) -> DraftCounters | None:
         """Return what the servers have counted of their drafts, added up; None if they count none."""
         return None
@@ -226,42 +242,3 @@ def add_counters(parts: Sequence[DraftCounters]) -> DraftCounters:
         for position in range(length)
     )
     return DraftCounters(sum(part.num_rounds for part in parts), sum(part.num_drafted for part in parts), accepted)
-
-
-@dataclass(frozen=True)
-class DrafterLaunch:
-    """The drafter that an engine is started with, in the engine's own terms."""
-
-    # The engine's name of the drafting method, as in eagle3.
-    method: str
-    # Folder of the drafter; None if the target contains it.
-    path: str | None
-    # Tokens that a round drafts.
-    num_tokens: int
-    # Whether one forward drafts all tokens.
-    is_parallel: bool = False
-    # Entries of the engine's configuration for this family.
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class EngineLaunch:
-    """What an engine is started for."""
-
-    # Folder or name of the target, the name that it is served by, and its weight type.
-    target: str
-    served_name: str
-    dtype: str = "auto"
-    drafter: DrafterLaunch | None = None
-    # Layers whose states are captured, in ascending order; None starts no capture.
-    capture_layers: tuple[int, ...] | None = None
-    # Folder for captured states.
-    states_folder: str | None = None
-
-
-@dataclass(frozen=True)
-class EngineCommand:
-    """The command that starts an engine, and what it adds to the environment."""
-
-    arguments: list[str]
-    environment: Mapping[str, str] = field(default_factory=dict)

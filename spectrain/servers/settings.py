@@ -1,7 +1,7 @@
 """The settings that all servers share, which are keys of `server`."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -50,6 +50,45 @@ class ClientSettings:
     @property
     def api_key(self) -> str | None:
         return None if self.api_key_variable is None else os.environ[self.api_key_variable]
+
+
+@dataclass
+class EngineSettings(ClientSettings):
+    """What engines that spectrain can start have too."""
+
+    # Python interpreter of the environment in which a started engine is installed; null takes the one that runs spectrain.
+    python: str | None = None
+    # Address that a started engine listens at; 0.0.0.0 lets other machines reach it.
+    host: str = "127.0.0.1"
+    # Port that a started engine listens at.
+    port: int = 8000
+    # Weight type of a started engine, such as bfloat16; null takes that of target.dtype.
+    dtype: str | None = None
+    # Longest sequence of a started engine, in tokens; null takes the target's context.
+    max_length: int | None = None
+    # Number of tokens that a started engine drafts in a round; null takes what the drafter was made for.
+    draft_tokens: int | None = None
+    # Further arguments of a started engine, as in [--max-num-seqs,8].
+    arguments: list[str] = field(default_factory=list)
+    # Seconds that a started engine may take until it answers.
+    start_seconds: float = 900.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("max_length", "draft_tokens"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise UserError(f"server.{key}={value}: use 1 or more")
+        if not 0 < self.port < 65536:
+            raise UserError(f"server.port={self.port}: use 1 to 65535")
+        if not self.start_seconds > 0:
+            raise UserError(f"server.start_seconds={self.start_seconds}: use more than 0 seconds")
+
+    @property
+    def started_url(self) -> str:
+        """Return the address at which this machine reaches the started engine."""
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+        return f"http://[{host}]:{self.port}/v1" if ":" in host else f"http://{host}:{self.port}/v1"
 
 
 def is_http_url(url: str) -> bool:

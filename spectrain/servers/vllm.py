@@ -10,6 +10,7 @@ import asyncio
 import fcntl
 import os
 import re
+import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from spectrain.data.messages import Conversation
+from spectrain.errors import UserError, first_line
 
 from .base import (
     Completion,
@@ -31,8 +33,11 @@ from .base import (
     add_counters,
 )
 from .client import HttpClient, ServerError
+from .commands import EngineCommand, EngineLaunch
+from .environments import EngineEnvironment, read_environment
 from .openai import OpenAIServer
-from .settings import ClientSettings
+from .settings import EngineSettings
+from .vllm_command import PACKAGES, start_vllm
 
 COUNTER_LINE = re.compile(r"^vllm:spec_decode_num_(\w+)_total\{(.*)\} (\S+)$", re.MULTILINE)
 # Seconds between two readings of counters, which lag behind the answers.
@@ -42,13 +47,37 @@ LOCK_POLL_SECONDS = 0.005
 
 
 @dataclass
-class VllmSettings(ClientSettings):
+class VllmSettings(EngineSettings):
     """Settings of server=vllm."""
 
-    # Folder of captured states as this machine sees it; null takes the path that the server names.
+    # Folder of captured states as this machine sees it; null takes the path that the server names, and a started engine then
+    # writes to spectrain-states-PORT in the folder of temporary files.
     states_folder: str | None = None
     # Seconds that the server may take to write the states of a request.
     write_seconds: float = 60.0
+    # Share of rounds that accept all draft tokens up to each position, as in [0.7,0.4,0.2], for which a started engine
+    # simulates acceptance; null verifies the drafts.
+    acceptance_rates: list[float] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rates = self.acceptance_rates
+        if rates is None:
+            return
+        if not rates or not all(0 <= later <= earlier for earlier, later in zip([1.0, *rates], rates)):
+            raise UserError(f"server.acceptance_rates={rates}: use rates from 0 to 1, none above the one before it")
+        if self.draft_tokens not in (None, len(rates)):
+            raise UserError(
+                f"server.acceptance_rates={rates}: these are {len(rates)} rates for server.draft_tokens={self.draft_tokens}; "
+                "leave server.draft_tokens out"
+            )
+
+    @property
+    def states_path(self) -> Path:
+        """Return the folder that a started engine writes captured states into."""
+        if self.states_folder is not None:
+            return Path(self.states_folder).expanduser().resolve()
+        return Path(tempfile.gettempdir()) / f"spectrain-states-{self.port}"
 
 
 class VllmServer(OpenAIServer):
@@ -62,6 +91,38 @@ class VllmServer(OpenAIServer):
 
     def __init__(self, config: VllmSettings) -> None:
         super().__init__(config)
+
+    @property
+    def environment(self) -> EngineEnvironment:
+        """Return the environment in which the engine is started."""
+        return read_environment(self.settings.python, PACKAGES)
+
+    def check_installed(self) -> None:
+        if not self.environment.versions:
+            raise UserError(
+                f"server.python={self.environment.python}: vLLM is not installed there; install it in an environment of its "
+                "own (python -m venv ENV, ENV/bin/pip install vllm) and give server.python=ENV/bin/python"
+            )
+
+    def make_command(self, launch: EngineLaunch) -> EngineCommand:
+        settings, drafter = self.settings, launch.drafter
+        rates = launch.acceptance_rates or tuple(settings.acceptance_rates or ()) or None
+        if rates and launch.capture_layers is not None:
+            raise UserError("server.acceptance_rates: an engine that captures states drafts nothing; leave one of them out")
+        if drafter is not None:
+            drafter = replace(drafter, num_tokens=settings.draft_tokens or len(rates or ()) or drafter.num_tokens)
+        launch = replace(
+            launch,
+            drafter=drafter,
+            acceptance_rates=rates,
+            served_name=settings.model or launch.served_name,
+            dtype=settings.dtype or launch.dtype,
+        )
+        return start_vllm(launch, settings, self.environment, settings.states_path)
+
+    def prepare_start(self, launch: EngineLaunch) -> None:
+        if launch.capture_layers is not None:
+            prepare_states_folder(self.settings.states_path)
 
     async def request_completion(self, client: HttpClient, request: CompletionRequest) -> Completion:
         response, times = await self.request_response(client, request)
@@ -116,6 +177,24 @@ class VllmServer(OpenAIServer):
                 return counters
             before = counters
             await asyncio.sleep(SETTLE_SECONDS)
+
+
+def prepare_states_folder(folder: Path) -> None:
+    """Create the folder of captured states, and remove what a killed server left: locks and unfinished files."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in folder.glob("*.lock"):
+            with path.open("r+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+        for path in folder.glob("*.partial"):
+            path.unlink()
+    except BlockingIOError as error:
+        raise UserError(f"server.states_folder={folder}: another server writes into it; give another folder") from error
+    except OSError as error:
+        raise UserError(
+            f"server.states_folder={folder}: it cannot be written ({first_line(error)}); give another folder"
+        ) from error
 
 
 async def wait_for_writer(path: Path, seconds: float) -> None:

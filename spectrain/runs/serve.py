@@ -1,0 +1,163 @@
+"""`spectrain serve`: an engine with the right flags for a run's drafter, for captured hidden states, or for a target alone."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NoReturn
+
+from spectrain.config.spec import RunSpec
+from spectrain.errors import UserError
+from spectrain.export.converter import read_drafter, resolve_target, write_checked
+from spectrain.export.layout import DrafterCheckpoint, Layout
+from spectrain.export.layouts import LAYOUTS, detect_layout, load_layout, read_files
+from spectrain.export.targets import TargetFiles
+from spectrain.files import atomic_write
+from spectrain.models.loading import resolve_device, resolve_dtype
+from spectrain.servers.base import Server
+from spectrain.servers.commands import EngineLaunch
+from spectrain.servers.launch import start_engine
+
+from .drafters import build_without_weights
+from .folder import require_drafter_directory
+
+
+def serve_command(spec: RunSpec, capture: bool, print_only: bool, out: str | None) -> None:
+    """Start an engine and wait until a signal stops it, or print its command."""
+    server: Server = spec.server.build()
+    with TemporaryDirectory(prefix="spectrain-serve-") as scratch, interrupt_on_sigterm():
+        lines, launch = [], None
+        if spec.run is None:
+            launch = make_target_launch(spec, capture)
+        else:
+            drafter = find_served_drafter(spec, server.name, capture)
+            default = Path(f"{spec.run.rstrip('/')}-{server.name}") if print_only else Path(scratch) / "drafter"
+            folder = drafter.directory if drafter.is_exported else Path(out or default)
+            if not drafter.is_exported:
+                lines.append(drafter.export_line(folder))
+            if not drafter.is_exported and not print_only:
+                drafter.write(folder)
+            launch = drafter.make_launch(server.name, folder)
+        if print_only:
+            print("\n".join([*lines, server.make_command(launch).format_shell()]))
+        else:
+            run_engine(server, launch)
+
+
+def run_engine(server: Server, launch: EngineLaunch) -> None:
+    """Start an engine and wait until a signal stops it."""
+    with start_engine(server, launch) as engine:
+        print(f"{server.name} serves {launch.served_name} at {engine.url}; an interrupt stops it", flush=True)
+        try:
+            engine.wait()
+        except KeyboardInterrupt:
+            print(f"{server.name} stops", flush=True)
+
+
+@contextmanager
+def interrupt_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM raise KeyboardInterrupt, as SIGINT does, so that what was started is stopped."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# The target
+
+
+def make_target_launch(spec: RunSpec, capture: bool) -> EngineLaunch:
+    """Return the launch of a target without a drafter, for its answers or for its hidden states."""
+    if not capture and spec.recipe_name is not None:
+        raise UserError(
+            f"recipe={spec.recipe_name}: it has no drafter to serve; serve a trained one with run=DIR, or capture what the "
+            "recipe reads with capture=true"
+        )
+    if capture and spec.recipe_name is None and not spec.overrides_key("drafter"):
+        raise UserError("capture=true: say which drafter the hidden states are for, as in recipe=eagle3")
+    launch = launch_target(TargetFiles.from_settings(spec.target.node))
+    return replace(launch, capture_layers=find_captured_layers(spec)) if capture else launch
+
+
+def launch_target(files: TargetFiles) -> EngineLaunch:
+    """Return the launch of a target alone, in the weight type that it has in this project too."""
+    name = Path(files.reference).name if Path(files.reference).expanduser().is_dir() else files.reference
+    dtype = str(files.settings.get("dtype", "auto"))
+    # A quantized checkpoint says itself in what its engine computes.
+    if dtype != "auto" or not getattr(files.full_config, "quantization_config", None):
+        dtype = str(resolve_dtype(resolve_device(), files.full_config, dtype)).removeprefix("torch.")
+    return EngineLaunch(files.engine_path, name, dtype)
+
+
+def find_captured_layers(spec: RunSpec) -> tuple[int, ...]:
+    """Return the layers that the recipe's drafter reads, and the last layer's state before the final norm, in ascending order.
+
+    The final norm of that state is the layer "final"; every check of captured states needs it.
+    """
+    target, drafter = build_without_weights(spec)
+    layers = {layer for stage in drafter.stages for layer in stage.layers}
+    return tuple(sorted({layer for layer in layers if layer != "final"} | {target.num_layers}))
+
+
+# The drafter
+
+
+@dataclass(frozen=True)
+class ServedDrafter:
+    """A drafter, and the layout in which an engine reads it."""
+
+    run: str
+    # The files that it is read from, and whether they have the layout.
+    directory: Path
+    is_exported: bool
+    checkpoint: DrafterCheckpoint
+    layout: Layout
+    target: TargetFiles
+
+    def write(self, folder: Path) -> None:
+        """Write it in the layout into a new folder."""
+        with atomic_write(folder, folder=True) as scratch:
+            write_checked(self.checkpoint, self.layout, self.target, scratch)
+
+    def export_line(self, folder: Path) -> str:
+        """Return the command that writes it in the layout."""
+        formats = next(row.formats.split() for row in LAYOUTS if load_layout(row) is self.layout)
+        return shlex.join(["spectrain", "export", f"run={self.run}", f"format={formats[0]}", f"out={folder}"])
+
+    def make_launch(self, engine: str, folder: Path) -> EngineLaunch:
+        """Return the launch of an engine with the drafter in a folder."""
+        launch = launch_target(self.target)
+        drafter = self.layout.drafter_launches(self.checkpoint, self.target, str(folder))[engine]
+        return replace(launch, target=str(folder) if self.layout.holds_target else launch.target, drafter=drafter)
+
+
+def find_served_drafter(spec: RunSpec, engine: str, capture: bool = False) -> ServedDrafter:
+    """Return the drafter of a run with the layout that an engine reads; raise a UserError if the engine reads none of it."""
+    run = str(spec.run)
+    if capture:
+        raise UserError("capture=true: an engine that captures states does not draft; leave run out and give recipe=NAME")
+    directory = require_drafter_directory("run", run)
+    requested = TargetFiles.from_settings(spec.target.node) if spec.overrides_key("target") else None
+    checkpoint = read_drafter(directory, requested)
+    target = requested or resolve_target(checkpoint)
+    own = detect_layout(read_files(directory))
+    rows = [row for row in LAYOUTS if checkpoint.family in row.families.split()]
+    rows.sort(key=lambda row: engine not in row.formats.split())
+    for layout in (own, *map(load_layout, rows)):
+        if engine in layout.drafter_launches(checkpoint, target, ""):
+            return ServedDrafter(run, directory, layout is own, checkpoint, layout, target)
+    raise UserError(f"run={run}: {engine} does not serve drafter={checkpoint.family}; docs/serving.md lists what engines serve")
