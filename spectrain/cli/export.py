@@ -28,13 +28,19 @@ def export_command(
     push: str | None = None,
     private: bool = True,
     target: GroupSpec | None = None,
+    dtype: str | None = None,
 ) -> Path:
-    """Write the drafter of a run for an engine, with a model card; with `push`, a repository's name, upload it too."""
+    """Write the drafter of a run for an engine, with a model card; with `push`, a repository's name, upload it too.
+
+    Without a run, write the target itself, which `format=gguf` can.
+    """
+    if run is None and format == "gguf" and target is not None:
+        return export_target(TargetFiles.from_settings(target.node), out, dtype)
     require_keys("spectrain export run=runs/NAME format=vllm out=DIR", run=run, format=format, out=out)
     folder = Path(str(out))
     requested = requested_target(target)
     drafter = read_drafter(require_drafter_directory("run", str(run)), requested)
-    layout = select_layout(drafter.family, str(format))
+    layout = select_layout(drafter.family, str(format), dtype)
     files_of_target = requested or resolve_target(drafter)
     refuse_nonempty(folder)
     with atomic_write(folder, folder=True) as scratch:
@@ -48,6 +54,19 @@ def export_command(
     return folder
 
 
+def export_target(target: TargetFiles, out: str | None, dtype: str | None) -> Path:
+    """Write a target as a GGUF file into a new folder; return the folder."""
+    require_keys("spectrain export target=tiny format=gguf out=DIR", out=out)
+    from spectrain.export.gguf_model import write_target
+
+    folder = Path(str(out))
+    refuse_nonempty(folder)
+    with atomic_write(folder, folder=True) as scratch:
+        name = write_target(target, scratch, dtype).name
+    print(f"{target.name}, GGUF: written to {folder / name}")
+    return folder
+
+
 def require_keys(example: str, **settings: Any) -> None:
     """Raise a UserError for the first of these settings that has no value."""
     for key, value in settings.items():
@@ -55,10 +74,12 @@ def require_keys(example: str, **settings: Any) -> None:
             raise UserError(f"{key}: it must be given, as in {example}")
 
 
-def convert_command(run: str | None, format: str | None, out: str | None, target: GroupSpec | None = None) -> None:
+def convert_command(
+    run: str | None, format: str | None, out: str | None, target: GroupSpec | None = None, dtype: str | None = None
+) -> None:
     """Write the drafter of a run, or of any directory, in the layout that `format` names."""
     require_keys("spectrain convert IN OUT --to vllm, or run=IN out=OUT format=vllm", run=run, out=out, format=format)
-    folder = convert(resolve_directory(run), Path(str(out)), str(format), requested_target(target))
+    folder = convert(resolve_directory(run), Path(str(out)), str(format), requested_target(target), dtype)
     print(f"{detect_layout(read_files(folder)).title}: written to {folder}")
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from spectrain.config.saved import read_json_object
 from spectrain.decoding.acceptance.typical import lossy_warning
 from spectrain.servers.commands import EngineLaunch
-from spectrain.servers.engines import ENGINES
+from spectrain.servers.engines import ENGINES, Engine
 
 from .layout import DrafterCheckpoint, Layout
 from .targets import LOADERS, TargetFiles
@@ -133,11 +135,25 @@ def engine_target(drafter: DrafterCheckpoint, layout: Layout, target: TargetFile
     return f"{drafter_path}/target" if drafter.trained_target is not None and not drafter.is_target else target.engine_path
 
 
+def engine_commands(engine: Engine, launch: EngineLaunch, target: TargetFiles) -> str:
+    """Return the command of an engine, behind the one that exports the target where the engine needs that."""
+    export = []
+    if engine.target_format is not None and target.reference.endswith(f".{engine.target_format}"):
+        launch = replace(launch, target=target.reference)
+    elif engine.target_format is not None:
+        is_shipped = target.reference in LOADERS
+        choice = target.reference if is_shipped else f"hf target.model={shlex.quote(launch.target)}"
+        folder = f"target-{engine.target_format}"
+        export.append(f"spectrain export target={choice} format={engine.target_format} out={folder}")
+        launch = replace(launch, target=folder)
+    return "\n".join([*export, engine.make_command(launch).format_shell()])
+
+
 def serve_section(drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, drafter_path: str) -> list[str]:
     """Return the command of every engine that reads this layout."""
     target_path = engine_target(drafter, layout, target, drafter_path)
     commands = {
-        ENGINES[name].title: ENGINES[name].make_command(EngineLaunch(target_path, drafter=launch)).format_shell()
+        ENGINES[name].title: engine_commands(ENGINES[name], EngineLaunch(target_path, drafter=launch), target)
         for name, launch in layout.drafter_launches(drafter, target, drafter_path).items()
     }
     commands |= layout.python_snippets(drafter, target_path, drafter_path)

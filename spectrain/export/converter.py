@@ -99,12 +99,13 @@ def read_exits(drafter: DrafterCheckpoint) -> dict[str, Any]:
     return {"trained": list(range(1, count)), "default": drafter.drafter.get("exit_layer")}
 
 
-def convert(source: Path, out: Path, format_name: str, target: TargetFiles | None) -> Path:
-    """Read a drafter and write it in another layout, bit for bit; only low-rank output layers are multiplied out."""
+def convert(source: Path, out: Path, format_name: str, target: TargetFiles | None, dtype: str | None = None) -> Path:
+    """Read a drafter and write it in another layout, bit for bit without `dtype`; only low-rank output layers are multiplied
+    out."""
     drafter = read_drafter(source, target)
     if target is None and drafter.target is not None:
         target = TargetFiles(drafter.target)
-    layout = select_layout(drafter.family, format_name)
+    layout = select_layout(drafter.family, format_name, dtype)
     refuse_nonempty(out)
     with atomic_write(out, folder=True) as scratch:
         write_drafter(drafter, layout, target, scratch)

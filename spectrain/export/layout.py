@@ -142,6 +142,16 @@ class DrafterCheckpoint:
 
 
 @dataclass(frozen=True)
+class Interpretation:
+    """Another way to interpret a drafter's tensors, which a mistake in porting code makes."""
+
+    finding_name: str
+    description: str  # completes "with .. it would accept"
+    remedy: str
+    drafter: DrafterCheckpoint
+
+
+@dataclass(frozen=True)
 class Finding:
     """A fault in a drafter's files."""
 
@@ -175,6 +185,7 @@ class Layout(ABC):
     # Whether config.json holds every setting of the drafter and its description, so that no spectrain.json is written.
     covers_all: ClassVar[bool] = False
     holds_target: ClassVar[bool] = False  # its directory is a target that contains the drafter
+    mixes_dtypes: ClassVar[bool] = False  # its readers expect some tensors in float32, whatever type the others have
 
     @property
     def covers(self) -> tuple[str, ...]:
@@ -212,6 +223,16 @@ class Layout(ABC):
     @abstractmethod
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
         """Return the drafter in spectrain's terms; raise UserError naming what spectrain's classes cannot represent."""
+
+    def interpretations(self, drafter: DrafterCheckpoint) -> Iterator[Interpretation]:
+        """Yield other ways to interpret the tensors, which only files of this layout suggest."""
+        return iter(())
+
+    def with_dtype(self, dtype: str) -> Layout:
+        """Return this layout with another type for the matrices that it writes; raise UserError where it has only their own."""
+        raise UserError(
+            f"dtype={dtype}: in this format, {self.title}, weights keep the drafter's type; leave it out, or use format=gguf"
+        )
 
     @abstractmethod
     def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:

@@ -34,6 +34,11 @@ NATIVE_FAMILIES = (
     "gumiho redrafter transformer_heads"
 )
 LAYOUTS = (
+    TableRow("gguf_eagle3.GgufEagle3", "gguf", "eagle3", ".gguf"),
+    TableRow("gguf_dflash.GgufDFlash2", "gguf", "dflash2", ".gguf"),
+    TableRow("gguf_dflash.GgufDSpark", "gguf", "dspark", ".gguf"),
+    TableRow("gguf_dflash.GgufDFlash", "gguf", "dflash", ".gguf"),
+    TableRow("gguf_model.GgufModel", "gguf", "causal", ".gguf"),
     TableRow("speculators.SpeculatorsEagle3", "vllm", "eagle3"),
     TableRow("peagle.SpeculatorsPEagle", "vllm", "peagle"),
     TableRow("dflash_speculators.SpeculatorsDFlash", "vllm", "dflash"),
@@ -81,7 +86,8 @@ def load_layout(row: TableRow) -> Layout:
 
 def read_files(directory: Path) -> DrafterFiles:
     """Read a drafter's directory, by the layout that has weights with the suffix of its files."""
-    suffixes = {path.suffix for path in directory.glob("*")} & OWN_SUFFIXES
+    has_config = (directory / "config.json").exists()
+    suffixes = set() if has_config else {path.suffix for path in directory.glob("*")} & OWN_SUFFIXES
     row = next((row for row in LAYOUTS if row.suffix in suffixes), None)
     if row is not None:
         return load_layout(row).read_files(directory)
@@ -99,14 +105,17 @@ def detect_layout(files: DrafterFiles) -> Layout:
     raise UserError(f"{files.directory}: its config.json has no supported layout; supported are {titles}")
 
 
-def select_layout(family: str, format_name: str) -> Layout:
-    """Return the layout of a format for a family's drafters, or raise UserError saying which format to use."""
+def select_layout(family: str, format_name: str, dtype: str | None = None) -> Layout:
+    """Return the layout of a format for a family's drafters, or raise UserError saying which format to use.
+
+    With `dtype`, its matrices have that type in place of the drafter's own.
+    """
     if format_name not in FORMATS:
         raise UserError(f"format={format_name}: there is no such format; {suggest_nearest(format_name, FORMATS)}")
     rows = [row for row in LAYOUTS if family in row.families.split()]
     for row in rows:
         if format_name in row.formats.split():
-            return load_layout(row)
+            return load_layout(row) if dtype is None else load_layout(row).with_dtype(dtype)
     if family in SERVING_HINTS:
         raise UserError(f"format={format_name}: {family} cannot be served: {SERVING_HINTS[family]}")
     alternatives = [name for name in EXPORT_FORMATS if any(name in row.formats.split() for row in rows)]

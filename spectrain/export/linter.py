@@ -42,7 +42,7 @@ def lint(directory: Path, target: TargetFiles | None) -> list[Finding]:
 
         # The measurement shows whether the drafter was trained with another rotary embedding.
         findings = [finding for finding in findings if finding.name != "rope"]
-        findings += find_misinterpretation(layout.read(files, target), target)
+        findings += find_misinterpretation(layout.read(files, target), target, layout)
     return sorted(findings, key=lambda finding: finding.level)
 
 
@@ -52,7 +52,7 @@ def check_files(files: DrafterFiles, layout: Layout, target: TargetFiles | None)
     yield from directives
     if directives:
         return
-    yield from check_values(files)
+    yield from check_values(files, layout)
     try:
         yield from check_shapes(files, layout.expected_tensors(files))
         yield from layout.findings(files)
@@ -88,7 +88,7 @@ def check_data_only(files: DrafterFiles, layout: Layout) -> Iterator[Finding]:
             yield Finding(NOT_DATA, "error", problem, "a file from elsewhere must not decide what runs on your machine", remedy)
 
 
-def check_values(files: DrafterFiles) -> Iterator[Finding]:
+def check_values(files: DrafterFiles, layout: Layout) -> Iterator[Finding]:
     """Yield the faults of the tensors' values and dtypes, whatever the tensors are."""
     names_by_dtype: dict[torch.dtype, str] = {}
     for name, tensor in files.tensors.items():
@@ -105,7 +105,7 @@ def check_values(files: DrafterFiles) -> Iterator[Finding]:
                 "all-zero", "error", f"{name} is zero throughout", "a loader filled in a tensor that it did not find",
                 "convert again from the original files",
             )  # fmt: skip
-    if len(names_by_dtype) > 1:
+    if len(names_by_dtype) > 1 and not layout.mixes_dtypes:
         dtypes = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in names_by_dtype.items())
         yield Finding(
             "mixed-dtype", "warning", f"weights are of several types: {dtypes}", "engines cast them to one, which rounds",

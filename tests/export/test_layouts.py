@@ -76,6 +76,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "eagle3": {"vocab_size": 256}, "peagle": {"vocab_size": 256, "num_layers": 1}, "medusa": {"vocab_size": 2048},
     "dflash": DFLASH, "dflash2": DFLASH2, "dspark": DSPARK, "causal": {"num_layers": 1},
     "gated_lora": {"num_masks": 2, "rank": 4}, "uno.UnoLayout": UNO,
+    "gguf_dflash.GgufDFlash2": {**DFLASH2, "selector_top_k": 8},
 }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from spectrain.export.layout import DrafterFiles, Finding
 from spectrain.export.layouts import detect_layout
 from spectrain.export.linter import check_files, lint
 from spectrain.export.measure import find_misinterpretation
+from spectrain.export.native import NativeLayout
 from spectrain.export.targets import TargetFiles
 from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
@@ -350,4 +351,5 @@ def test_nothing_is_measured_for_other_families(tiny: Target, tmp_path: Path) ->
     """A draft model has no other reading: the linter does not decode."""
     from spectrain.export.converter import read_drafter
 
-    assert find_misinterpretation(read_drafter(ours(tmp_path / "start", tiny, "causal", num_layers=2)), TINY) == []
+    drafter = read_drafter(ours(tmp_path / "start", tiny, "causal", num_layers=2))
+    assert find_misinterpretation(drafter, TINY, NativeLayout()) == []
