@@ -1,10 +1,13 @@
-"""Cached features of the `speculators` project.
+"""Cached features of the `speculators` project, and of the connectors by which vLLM writes them.
 
 Each sequence has a file hidden_states/hs_{i}.safetensors with token_ids [T] and hidden_states [T, A + 1, D]: the residual
-streams that enter A layers, then the un-normed output of the last layer. No file names these layers, so the cache runs the
-target to identify them. Shapes: T tokens, A captured layers, D width.
+streams that enter A layers, then the un-normed output of the last layer. The FP8HiddenStatesConnector of hs-connectors stores
+them as float8_e4m3fn, with one factor per token in hidden_states_scales [T, 1, 1]. The cache runs the target to identify the
+layers, unless the files' metadata names them all, as in layers=2,15,27,30. Shapes: T tokens, A captured layers, D width.
 """
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,17 +20,54 @@ from spectrain.models.features import Layer
 from spectrain.models.target import Target
 
 from .base import FeatureCache
-from .store_contents import format_layers
+from .store_contents import dequantize, format_layers
 
 MAX_STATE_ERROR = 0.1
 """Largest relative distance of stored states from the target's own at the median token. Measured on tiny and SmolLM2: bfloat16
-instead of float32 causes at most 0.02, and neighbouring layers differ by at least 0.2."""
+instead of float32 causes at most 0.02, float8 0.03, and neighbouring layers differ by at least 0.19."""
+SCALES = "hidden_states_scales"
+SAMPLE_TOKENS = 256  # tokens by which layers and target are compared
 
 
 def find_hidden_states(path: Path) -> Path | None:
     """Return the folder of hs_*.safetensors files, `path` itself or a folder in it; None if there is none."""
     folders = (folder for folder in (path / "hidden_states", path) if any(folder.glob("hs_*.safetensors")))
     return next(folders, None)
+
+
+@dataclass(frozen=True)
+class FileContents:
+    """What a file of the cache holds."""
+
+    tokens: Tensor  # [T]
+    num_states: int
+    # The layers that its metadata names; None if it names none.
+    layers: tuple[int, ...] | None
+
+
+def read_contents(file: Path, width: int) -> FileContents:
+    """Read all of a file but its states; raise UserError where its tensors or its layers do not fit each other."""
+    with safe_open(file, "pt") as tensors:
+        tokens, names = tensors.get_tensor("token_ids"), tensors.keys()
+        states = tensors.get_slice("hidden_states")
+        shape, named = states.get_shape(), (tensors.metadata() or {}).get("layers")
+    if len(shape) != 3 or shape[0] != len(tokens) or shape[2] != width or shape[1] < 1:
+        raise UserError(f"{file}: hidden_states is {shape}; expected [{len(tokens)}, layers, {width}]")
+    if states.get_dtype() == "F8_E4M3" and SCALES not in names:
+        raise UserError(f"{file}: its states are float8 and {SCALES} is missing; capture it again")
+    layers = tuple(map(int, re.findall(r"\d+", named))) if named else None
+    if layers is not None and len(layers) != shape[1]:
+        raise UserError(f"{file}: its metadata names {len(layers)} layers, and it holds {shape[1]}; capture it again")
+    return FileContents(tokens, shape[1], layers)
+
+
+def read_states_file(file: Path, count: int | None = None) -> Tensor:
+    """Return the states [T, L, D] of a file or of its first `count` tokens, dequantized to float32 where they are float8."""
+    with safe_open(file, "pt") as tensors:
+        states: Tensor = tensors.get_slice("hidden_states")[:count]
+        if states.dtype != torch.float8_e4m3fn:
+            return states
+        return dequantize(states, tensors.get_tensor(SCALES)[:count, :, 0], torch.float32)
 
 
 class SpeculatorsCache(FeatureCache):
@@ -39,34 +79,48 @@ class SpeculatorsCache(FeatureCache):
         self.path, self.folder, self.target = path, folder, target
         self.files: dict[str, Path] = {}
         self.damaged_files: dict[str, str] = {}  # name -> reason
-        first: tuple[int, Tensor, Tensor] | None = None
+        first: FileContents | None = None
         for file in sorted(folder.glob("hs_*.safetensors")):
             try:
-                with safe_open(file, "pt") as tensors:
-                    tokens = tensors.get_tensor("token_ids")
-                    shape = tensors.get_slice("hidden_states").get_shape()
-                    if len(shape) != 3 or shape[0] != len(tokens) or shape[2] != target.width or shape[1] < 1:
-                        raise UserError(f"{file}: hidden_states is {shape}; expected [{len(tokens)}, layers, {target.width}]")
-                    if first is None or len(first[1]) < 32 < len(tokens):
-                        first = (shape[1], tokens, tensors.get_slice("hidden_states")[:256])
-                    elif shape[1] != first[0]:
-                        raise UserError(f"{file}: it holds {shape[1]} layers, the files before it {first[0]}; recreate it")
+                contents = read_contents(file, target.width)
             except (OSError, SafetensorError) as error:
                 self.damaged_files[file.name] = str(error)
                 continue
-            self.files[Example(tokens.tolist(), []).content_hash] = file
+            if first is not None and (contents.num_states, contents.layers) != (first.num_states, first.layers):
+                raise UserError(f"{file}: it holds other layers than the files before it; recreate it")
+            if first is None or len(first.tokens) < 32 < len(contents.tokens):
+                first, first_file = contents, file
+            self.files[Example(contents.tokens.tolist(), []).content_hash] = file
         if first is None:
             raise UserError(f"{folder}: none of its hs_*.safetensors can be read; capture them again")
-        self.stored_layers: tuple[Layer, ...] = (*self._identify_layers(first[1][:256], first[2]), target.num_layers)
+        tokens, states = first.tokens[:SAMPLE_TOKENS], read_states_file(first_file, SAMPLE_TOKENS)
+        self.stored_layers = first.layers or self._identify_layers(tokens, states)
+        if not {*self.stored_layers} <= {*range(target.num_layers + 1)}:
+            raise UserError(
+                f"{first_file}: it names layers {format_layers(self.stored_layers)}, and {target.name} has "
+                f"{target.num_layers}; use the target it was made with"
+            )
+        self.next_token_rate = self._measure_next_token_rate(tokens, states) if first.layers is not None else None
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """The layers that can be read: the stored ones, and "final" by the target's final norm."""
-        return (*dict.fromkeys(self.stored_layers), "final")
+        """The layers that can be read: the stored ones, and "final" by the target's final norm, if the last one is stored."""
+        final: tuple[Layer, ...] = ("final",) if self.target.num_layers in self.stored_layers else ()
+        return (*dict.fromkeys(self.stored_layers), *final)
 
-    def _identify_layers(self, tokens: Tensor, stored: Tensor) -> list[int]:
-        """Return the layers whose states of one sequence match the stored ones, the last stored state left out."""
+    def _measure_next_token_rate(self, tokens: Tensor, stored: Tensor) -> float | None:
+        """Return how often the last layer's states [T, L, D] predict the next token [T] through the target's norm and output
+        layer, which is next to never for another target. None if that layer is not stored."""
+        if self.target.num_layers not in self.stored_layers:
+            return None
+        last = stored[:-1, self.stored_layers.index(self.target.num_layers)].to(self.target.device, self.target.dtype)
+        predictions = self.target.head.logits(self.target.apply_final_norm(last[None])).argmax(-1)[0]
+        return float((predictions.cpu() == tokens[1:]).float().mean())
+
+    def _identify_layers(self, tokens: Tensor, stored: Tensor) -> tuple[int, ...]:
+        """Return the layers whose states of one sequence match the stored ones, the last of which must be the last layer's."""
         target = self.target
+        target.require_layers(f"{self.folder}, whose files do not name their layers,")
         every = (*range(target.num_layers + 1),)
         target_states = target.features(tokens[None].to(target.device), every).hidden[0].float().cpu()
         layers = []
@@ -81,7 +135,7 @@ class SpeculatorsCache(FeatureCache):
                     f"{float(errors.min()):.0%}; the last must be the last layer's, un-normed); use the target it was made with"
                 )
             layers.append(layer)
-        return layers[:-1]
+        return tuple(layers)
 
     def describe_capture(self, distinct: list[Example], missing: list[Example]) -> str:
         """Describe how many of these sequences are cached; raise `UserError` if none is."""
@@ -93,6 +147,8 @@ class SpeculatorsCache(FeatureCache):
         description = (
             f"{self.path}: layers {format_layers(self.layers)}, {len(distinct) - len(missing)} of {len(distinct)} sequences"
         )
+        if self.next_token_rate is not None:
+            description += f", whose last states predict {self.next_token_rate:.0%} of the next tokens"
         for name, reason in self.damaged_files.items():
             description += f"; {name} cannot be read ({reason})"
         return description + (f"; the target runs for the other {len(missing)}" if missing else "")
@@ -105,13 +161,15 @@ class SpeculatorsCache(FeatureCache):
         if file is None:
             return None
         try:
-            with safe_open(file, "pt") as tensors:
-                states = tensors.get_tensor("hidden_states").to(like.device, like.dtype)
+            states = read_states_file(file).to(like.device, like.dtype)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{file}: it cannot be read ({error}); delete it, and the target runs instead") from error
-        final = self.target.apply_final_norm(states[None, :, -1])[0] if "final" in layers else None
-        selected = [states[:, self.stored_layers.index(layer)] if layer != "final" else final for layer in layers]
-        return torch.stack([part for part in selected if part is not None], dim=1)
+        numbers = [self.stored_layers.index(self.target.num_layers if layer == "final" else layer) for layer in layers]
+        selected = [states[:, number] for number in numbers]
+        if "final" in layers:
+            at = layers.index("final")
+            selected[at] = self.target.apply_final_norm(selected[at][None])[0]
+        return torch.stack(selected, dim=1)
 
     def put_states(self, example: Example, states: Tensor, layers: tuple[Layer, ...]) -> Tensor:
         """Select `layers` of live states [T, L, D] of all cached layers; the cache stores nothing."""

@@ -5,7 +5,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from spectrain.data.chat import Example
 from spectrain.data.tokens import PreparedReader
@@ -16,6 +16,7 @@ from spectrain.features.base import BatchRequest, Source
 from spectrain.features.live_source import LiveSource
 from spectrain.features.speculators import SpeculatorsCache, find_hidden_states
 from spectrain.features.stored_source import StoredSource
+from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer
 
@@ -40,6 +41,21 @@ def cached(
         states = states + noise * states.norm(dim=-1, keepdim=True) * torch.randn_like(states) / states.shape[-1] ** 0.5
         save_file({"hidden_states": states.contiguous(), "token_ids": tokens}, hidden_states / f"hs_{number}.safetensors")
     return folder
+
+
+def as_float8(folder: Path) -> None:
+    """Rewrite the files as hs-connectors' FP8HiddenStatesConnector does: one scale per token, over all of its layers."""
+    for file in folder.rglob("hs_*.safetensors"):
+        tensors = load_file(file)
+        states = tensors["hidden_states"].float()
+        scales = (states.abs().amax((1, 2), keepdim=True) / 448).clamp(min=1e-12)
+        save_file(tensors | {"hidden_states": (states / scales).to(torch.float8_e4m3fn), "hidden_states_scales": scales}, file)
+
+
+def name_layers(folder: Path, layers: tuple[int, ...] = (*AUX, 8)) -> None:
+    """Name the layers in the metadata of the files."""
+    for file in folder.rglob("hs_*.safetensors"):
+        save_file(load_file(file), file, metadata={"layers": ",".join(map(str, layers))})
 
 
 def drafter(tiny: Target, layers: tuple[int, ...] = AUX) -> Eagle3:
@@ -106,6 +122,53 @@ def test_layers_are_identified_through_noise(tiny: Target, tmp_path: Path) -> No
         assert cache.stored_layers == (*aux, 8) and cache.layers[-1] == "final"
 
 
+def test_float8_states_are_read(tiny: Target, tmp_path: Path) -> None:
+    """Their layers are identified, and the states are the target's to the rounding of three bits."""
+    rows, layers = examples(1), (*AUX, "final")
+    as_float8(cached(tmp_path, tiny, rows))
+    cache = SpeculatorsCache(tmp_path, tiny)
+    assert cache.stored_layers == (*AUX, 8)
+    states, exact = cache.read_states(rows[0], layers, tiny), tiny.features(torch.tensor([rows[0].tokens]), layers).hidden[0]
+    assert states is not None and states.dtype == tiny.dtype
+    assert ((states - exact).norm(dim=-1) / exact.norm(dim=-1)).max() < 0.05
+    tensors = load_file(tmp_path / "hidden_states" / "hs_0.safetensors")
+    del tensors["hidden_states_scales"]
+    save_file(tensors, tmp_path / "hidden_states" / "hs_0.safetensors")
+    with pytest.raises(UserError, match="hs_0.*float8 and hidden_states_scales is missing"):
+        SpeculatorsCache(tmp_path, tiny)
+
+
+def test_layers_that_files_name_need_no_forward(tiny: Target, tmp_path: Path) -> None:
+    """A target without layers reads such files, as the whole target does; it refuses files that name none."""
+    rows, layers, head = examples(), (*AUX, "final"), load_tiny("float32", parts="head")
+    cached(tmp_path, tiny, rows)
+    read = SpeculatorsCache(tmp_path, tiny).read_states(rows[1], layers, tiny)
+    with pytest.raises(UserError, match="whose files do not name their layers, needs the layers of tiny"):
+        SpeculatorsCache(tmp_path, head)
+    name_layers(tmp_path)
+    cache = SpeculatorsCache(tmp_path, head)
+    named = cache.read_states(rows[1], layers, head)
+    assert read is not None and named is not None and torch.equal(named, read)
+    assert "of 4 sequences, whose last states predict" in prepare(StoredSource(str(tmp_path)), drafter(head), head, rows)
+    with pytest.raises(UserError, match="lacks 1 of 5 sequences, whose capture needs the layers of tiny"):
+        prepare(StoredSource(str(tmp_path)), drafter(head), head, [*rows, Example([5, 6, 7], [False, True, True])])
+
+
+def test_names_of_other_layers_are_refused(tiny: Target, tmp_path: Path) -> None:
+    """So are names that are too few, too large, or not the same in all files; without the last layer there is no final."""
+    cached(tmp_path, tiny, examples())
+    for layers, reason in (((2, 4), "names 2 layers, and it holds 4"), ((2, 4, 5, 9), "9, and tiny has 8")):
+        name_layers(tmp_path, layers)
+        with pytest.raises(UserError, match=reason):
+            SpeculatorsCache(tmp_path, tiny)
+    name_layers(tmp_path, (1, 2, 4, 5))
+    assert SpeculatorsCache(tmp_path, tiny).layers == (1, 2, 4, 5)
+    file = tmp_path / "hidden_states" / "hs_3.safetensors"
+    save_file(load_file(file), file)
+    with pytest.raises(UserError, match="hs_3.*other layers than the files before it"):
+        SpeculatorsCache(tmp_path, tiny)
+
+
 def test_other_layers_are_refused(tiny: Target, tmp_path: Path) -> None:
     """A drafter that reads another layer hears which there are."""
     source = StoredSource(str(cached(tmp_path, tiny, examples())))
@@ -149,7 +212,11 @@ def test_missing_sequences_run_live(tiny: Target, tmp_path: Path) -> None:
 def test_files_of_another_shape_are_refused(tiny: Target, tmp_path: Path) -> None:
     """A width that is not the target's, or fewer layers than the other files hold, names the file."""
     folder = cached(tmp_path, tiny, examples()) / "hidden_states"
-    for shape, reason in (((5, 4, 7), "expected"), ((6, 4, 128), "expected"), ((5, 3, 128), "holds 3 layers")):
+    for shape, reason in (
+        ((5, 4, 7), "expected"),
+        ((6, 4, 128), "expected"),
+        ((5, 3, 128), "other layers than the files before it"),
+    ):
         wrong = {"hidden_states": torch.zeros(shape), "token_ids": torch.arange(5)}
         save_file(wrong, folder / "hs_7.safetensors")
         with pytest.raises(UserError, match=f"hs_7.*{reason}"):
