@@ -53,6 +53,11 @@ def format_identical(lossless: Entry) -> str:
     return "by rule" if lossless["lossless"] else ""
 
 
+def format_milliseconds(value: float) -> str:
+    """Format milliseconds with three digits or fewer after the point."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def format_bytes(count: float) -> str:
     """Format bytes as megabytes."""
     return f"{count / 1e6:.1f} MB"
@@ -172,6 +177,40 @@ POSITION_COLUMNS = tuple(
 )
 """Tokens per forward by position in the answer."""
 
+
+def percentile_column(key: str, title: str, description: str) -> Column:
+    """Return the column of the percentiles of a time."""
+    names = ("p50", "p95", "p99")
+    return Column(
+        f"serving.drafted.{key}",
+        title,
+        lambda times: " / ".join(format_milliseconds(times[name]) for name in names),
+        f"{description}: percentiles 50, 95 and 99.",
+        logged={f"{key}/{name}": f"serving.drafted.{key}.{name}" for name in names},
+    )
+
+
+SERVING_COLUMNS = (
+    percentile_column("first_token_ms", "ms to the first token", "Milliseconds to the first token, waiting included"),
+    percentile_column("per_token_ms", "ms per token", "Milliseconds per later token, the mean of an answer"),
+    Column(
+        "serving.drafted.tokens_per_second",
+        "tokens/s of all",
+        lambda rate: f"{rate:.1f}",
+        "Tokens of all answers over the time from the first request to the last answer.",
+    ),
+    Column(
+        "serving.drafted.requests_per_second", "requests/s", format_number, "Answers over the time of all of them together."
+    ),
+    Column(
+        "serving.drafted.within_slo",
+        "within eval.slo",
+        lambda share: f"{share:.0%}",
+        "Share of the requests whose times are within eval.slo.",
+    ),
+)
+"""Columns of a server's answers at one level of concurrency."""
+
 RUN_COLUMNS = (
     Column(
         "batched",
@@ -227,19 +266,20 @@ def get_value(entry: Entry, key: str) -> Any:
 # Rows
 
 
-def autoregressive_entry(summary: Entry) -> Row:
-    """Return the entry of autoregressive decoding, the baseline of a summary.
+def autoregressive_entries(summary: Entry) -> list[Row]:
+    """Return the entry of autoregressive decoding, the baseline of a summary, if there is one.
 
     It holds the values that are known without a drafter; the cell of any other column is empty. A metric that autoregressive
     decoding has too needs its key here.
     """
     rate = get_value(summary, "tokens_per_second.autoregressive")
-    return {
+    entry = {
         "label": "autoregressive",
         "acceptance_length": {"pooled": 1.0},
         "tokens_per_second": {"drafted": rate},
         "speedup": {"ratio": 1.0},
     }
+    return [] if rate is None else [entry]
 
 
 def order_systems(names: Sequence[str]) -> list[str]:
@@ -254,6 +294,17 @@ def list_systems(summary: Entry) -> dict[str, Entry]:
     return {name: entries[name] for name in order_systems([*entries]) if not sweep or not name.startswith(f"{sweep['over']}-")}
 
 
+def list_serving_rows(summary: Entry) -> list[tuple[str, Entry]]:
+    """Return the labels and entries of a server's times by concurrency, with the drafter and, if measured, without."""
+    rows: list[tuple[str, Entry]] = []
+    for entry in list_systems(summary).values():
+        serving = entry.get("serving") or {}
+        label = f"{serving.get('concurrency')} at once"
+        rows += [(label, entry)] if "drafted" in serving else []
+        rows += [(f"{label}, without", {"serving": {"drafted": serving["plain"]}})] if "plain" in serving else []
+    return rows
+
+
 def list_groups(columns: Sequence[Column], entries: Sequence[Entry]) -> list[Column]:
     """Return the columns, of kinds or of positions, that some entry has; none if there is content alone or the first range."""
     present = [column for column in columns if any(column.cell(entry) for entry in entries)]
@@ -263,7 +314,7 @@ def list_groups(columns: Sequence[Column], entries: Sequence[Entry]) -> list[Col
 def tracked_values(entry: Entry) -> Row:
     """Return what trackers log of a system, by name."""
     groups = (column for columns in (KIND_COLUMNS, POSITION_COLUMNS) for column in list_groups(columns, [entry]))
-    columns = (*SYSTEM_COLUMNS, *groups)
+    columns = (*SYSTEM_COLUMNS, *SERVING_COLUMNS, *groups)
     values = {name: value for column in columns for name, value in column.values(entry).items()}
     depths = enumerate(entry.get("acceptance_by_depth") or [], 1)
     return values | {f"acceptance_at_depth/{depth}": rate for depth, rate in depths}

@@ -32,6 +32,12 @@ DIFFERENT = {
     "commit": "commits",
     "versions": "versions of packages",
 }
+UNKNOWN_DTYPE = "the server's"  # of a score on a server, which does not say it
+OTHER_ENGINES = {
+    "eager": "Decoded in the eager loop, with a slower baseline than captured rounds have",
+    "server": "Scored on a server",
+}
+"""What is said of runs that another engine decoded than the one that drafters are ranked by."""
 SAME_DRAFTER = ("own", "auto", RECOMMENDED, "chain")  # systems that are the drafter itself
 SETTING = ("prompts", "max_new_tokens", "batch_size", "dtype", "device", "threads", "rule")
 PROVENANCE = ("commit", "versions", "hardware", "date")
@@ -99,7 +105,7 @@ class ScoredRun:
     @property
     def is_noisy(self) -> bool:
         """Whether its speedup is not to be quoted."""
-        return not self.summary["speedup"].get("quotable", True)
+        return not (self.summary["speedup"] or {}).get("quotable", True)
 
     @property
     def forwards(self) -> int:
@@ -143,7 +149,7 @@ def check_same(runs: Sequence[ScoredRun]) -> None:
     for other in runs[1:]:
         for key in ("target", *SAME, "acceptance"):
             expected, actual = (run.compared_setting(key) for run in (first, other))
-            if expected != actual:
+            if expected != actual and UNKNOWN_DTYPE not in (expected, actual):
                 raise UserError(
                     f"{other.folder}: it was scored with {key} {actual}, and {first.folder} with {expected}; score both alike "
                     "with spectrain eval"
@@ -164,12 +170,10 @@ def list_differences(runs: Sequence[ScoredRun]) -> list[str]:
     ]
     if len({run.facts["data"]["fingerprint"] for run in runs if run.facts.get("data")}) > 1:
         caveats.append("Trained on different data.")
-    eager = [run.name for run in runs if run.engine != ranking_engine(runs)]
-    if eager:
-        caveats.append(
-            f"Decoded in the eager loop, with a slower baseline than captured rounds have: {', '.join(eager)}; not ranked with "
-            "the others."
-        )
+    others = [run for run in runs if run.engine != ranking_engine(runs)]
+    for engine, what in OTHER_ENGINES.items():
+        if names := ", ".join(run.name for run in others if run.engine == engine):
+            caveats.append(f"{what}: {names}; not ranked with the others.")
     for run in runs:
         lossless = run.summary["lossless"]
         if lossless and lossless["differences"] and run.eval_setting["dtype"] != "float32":
@@ -188,8 +192,8 @@ def list_differences(runs: Sequence[ScoredRun]) -> list[str]:
 
 
 def ranking_engine(runs: Sequence[ScoredRun]) -> str:
-    """Return the engine that drafters are ranked by: captured rounds if any run used them."""
-    return "captured" if any(run.engine == "captured" for run in runs) else "eager"
+    """Return the engine that drafters are ranked by: captured rounds if any run used them, else our loop, else a server."""
+    return next(engine for engine in ("captured", "eager", "server") if any(run.engine == engine for run in runs))
 
 
 def describe_data(runs: Sequence[ScoredRun]) -> str | None:
@@ -255,6 +259,7 @@ def make_row(run: ScoredRun, folder: Path) -> Entry:
 def summarize_batched(summary: Entry) -> Entry:
     """Return the fastest system of an evaluation of several prompts at once."""
     entries = list(list_same_drafter(summary).values())
+    entries = [entry for entry in entries if entry["speedup"] is not None]
     possible = [entry for entry in entries if is_possible(entry["speedup"])]
     best = max(possible or entries, key=lambda entry: entry["speedup"]["ratio"])
     return {

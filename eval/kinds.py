@@ -35,9 +35,12 @@ def position_range(position: int) -> str:
 
 
 def round_starts(generation: Generation) -> list[tuple[int, int]]:
-    """Return the position of the first token of each complete round, after the prefill's token, and its number of tokens."""
-    lengths = generation.complete_round_lengths
-    return [(1 + start, length) for start, length in zip(accumulate(lengths, initial=0), lengths)]
+    """Return the position of the first token of each complete round, after the prefill's token, and its number of tokens.
+
+    Rounds that begin after the answer are those of other answers, where a server only counts all of them together.
+    """
+    lengths, end = generation.complete_round_lengths, len(generation.output)
+    return [(1 + start, length) for start, length in zip(accumulate(lengths, initial=0), lengths) if 1 + start < end]
 
 
 def average_rounds(names: Iterable[str], rounds: Iterable[tuple[str, int]]) -> dict[str, RoundNumbers]:

@@ -66,7 +66,8 @@ class Speedup:
 
     ratio: float
     ci95: Interval
-    predicted: float
+    # None where the parts of a round were not timed.
+    predicted: float | None
     # Relative difference between the measured and the predicted ratio.
     unexplained: float | None
 
@@ -178,7 +179,7 @@ def measure_speedup(turns: Sequence[Turn]) -> Speedup:
     """Measure the speedup with its interval and what predicts it."""
     ratio, predicted = speedup(turns), predicted_speedup(turns)
     unexplained = round(ratio / predicted - 1, 4) if predicted else None
-    return Speedup(round(ratio, 4), speedup_interval(turns), round(predicted, 4), unexplained)
+    return Speedup(round(ratio, 4), speedup_interval(turns), None if predicted is None else round(predicted, 4), unexplained)
 
 
 def pooled_acceptance(turns: Sequence[Turn]) -> float:
@@ -273,15 +274,18 @@ def speedup(turns: Sequence[Turn]) -> float:
     return tokens_per_second([turn.drafted for turn in turns]) / base if base else 0.0
 
 
-def predicted_speedup(turns: Sequence[Turn]) -> float:
-    """Multiply acceptance length by a row's share of an autoregressive step over that of a round's draft, verify and accept."""
+def predicted_speedup(turns: Sequence[Turn]) -> float | None:
+    """Multiply acceptance length by a row's share of an autoregressive step over that of a round's draft, verify and accept.
+
+    None where the parts of a round were not timed, as by a server.
+    """
     steps = sum(len(turn.autoregressive.round_lengths) for turn in turns)
     rounds = sum(len(turn.drafted.round_lengths) for turn in turns)
     if not steps or not rounds:
         return 0.0
     step = sum(_decode_share(turn.autoregressive) for turn in turns) / steps
     cycle = sum(_share(turn.drafted, part) for turn in turns for part in ("draft", "verify", "accept")) / rounds
-    return pooled_acceptance(turns) * step / cycle
+    return pooled_acceptance(turns) * step / cycle if cycle else None
 
 
 def time_share(turns: Sequence[Turn]) -> dict[str, float]:

@@ -22,8 +22,9 @@ EXTENSION_NOTES: dict[str, Callable[[Any], Iterator[str]]] = {}
 
 def name_fastest(summary: Summary) -> Iterator[str]:
     """Say which system is fastest, if any is faster than decoding without a drafter."""
-    possible = [entry for entry in list_systems(summary).values() if is_possible(entry["speedup"])]
-    if len(possible) < 2:
+    measured = [entry for entry in list_systems(summary).values() if entry["speedup"] is not None]
+    possible = [entry for entry in measured if is_possible(entry["speedup"])]
+    if len(possible) < 2 or summary.get("server"):
         return
     best = max(possible, key=lambda entry: entry["speedup"]["ratio"])
     speedup = best["speedup"]
@@ -40,7 +41,8 @@ def explain_numbers(summary: Summary) -> Iterator[str]:
     shares = ", ".join(f"{part} {value:.0%}" for part, value in summary["time_share"].items())
     batch = f" Tokens/s are of {setting['batch_size']} prompts at once." if setting["batch_size"] > 1 else ""
     # The numbers at the top of the summary are the drafter's, without retrieval.
-    yield f"Time of the drafter's rounds: {shares}.{batch}"
+    if shares:
+        yield f"Time of the drafter's rounds: {shares}.{batch}"
     yield (
         f"Drafts of the drafter accepted by depth: {format_rates(summary['acceptance_by_depth'])}. Device {setting['device']}, "
         f"{setting['dtype']}."
@@ -128,7 +130,7 @@ def list_caveats(summary: Summary) -> Iterator[str]:
 
 def describe_noise(summary: Summary) -> Iterator[str]:
     """Say why speedups cannot be quoted, and what was done about unsteady times."""
-    entries = [summary, *summary["compared"].values()]
+    entries = [entry for entry in (summary, *summary["compared"].values()) if entry["speedup"] is not None]
     if summary.get("noise", {}).get("repeats", 1) > 1:
         yield "Times were unsteady, so every pair of runs was decoded again, alternating round by round, and that counts."
     doubtful = [entry for entry in entries if not entry["speedup"].get("quotable", True)]

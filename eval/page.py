@@ -19,12 +19,15 @@ from spectrain.eval.columns import (
     KIND_COLUMNS,
     POSITION_COLUMNS,
     RUN_COLUMNS,
+    SERVING_COLUMNS,
     SYSTEM_COLUMNS,
-    autoregressive_entry,
+    autoregressive_entries,
     format_interval,
     format_speedup,
     format_speedup_interval,
+    get_value,
     list_groups,
+    list_serving_rows,
     list_systems,
 )
 from spectrain.eval.notes import explain_numbers, list_caveats
@@ -64,6 +67,7 @@ def write_report(path: Path, evaluations: Sequence[Path], comparison: dict[str, 
         chart=comparison_chart(rows),
         parts=ROUND_PARTS,
         system_columns=SYSTEM_COLUMNS,
+        serving_columns=SERVING_COLUMNS,
         run_columns=RUN_COLUMNS,
     )
     write_text(path, page.strip() + "\n")
@@ -74,6 +78,9 @@ def read_section(folder: Path, id: str, prompts: int | None) -> dict[str, Any]:
     run = folder.parent.parent if folder.parent.name == "eval" else None
     missing = [name for name in ("summary.json", "samples.jsonl", "drafts.jsonl") if not (folder / name).exists()]
     summary = json.loads((folder / "summary.json").read_text()) if "summary.json" not in missing else {}
+    if "server" in summary:
+        # A server does not say what it drafted.
+        missing = [name for name in missing if name != "drafts.jsonl"]
     lines = read_lines(folder / "drafts.jsonl")
     metrics = [] if run is None else read_lines(run / "metrics.jsonl")
     setting = summary.get("setting", {})
@@ -85,7 +92,9 @@ def read_section(folder: Path, id: str, prompts: int | None) -> dict[str, Any]:
         "summary": summary,
         "setting": setting,
         "answers": len(read_lines(folder / "samples.jsonl")),
-        "autoregressive": autoregressive_entry(summary),
+        "autoregressive": autoregressive_entries(summary),
+        "serving": list_serving_rows(summary) if summary else [],
+        "speedups": speedup_chart(get_value(summary, "server.speedups") or [], id),
         "systems": systems,
         "groups": [column for columns in (KIND_COLUMNS, POSITION_COLUMNS) for column in list_groups(columns, systems)],
         "notes": [*explain_numbers(summary), *list_caveats(summary)] if summary else [],
@@ -193,6 +202,27 @@ def training_curves(metrics: list[dict[str, Any]], id: str) -> Markup:
     return render_svg(
         draw, (4.5 * columns, 3.2), f"{id}-training", "Training curves: loss and agreement by depth over the steps"
     )
+
+
+def speedup_chart(speedups: list[dict[str, Any]], id: str) -> Markup | None:
+    """Plot a server's speedup over the same server without a drafter, with intervals, by concurrency."""
+    if not speedups:
+        return None
+
+    def draw(figure: Any) -> None:
+        axes = figure.add_subplot()
+        points = sorted(speedups, key=lambda point: int(point["concurrency"]))
+        levels, ratios = [point["concurrency"] for point in points], [point["ratio"] for point in points]
+        ends = [point["ci95"] or [point["ratio"]] * 2 for point in points]
+        below = [ratio - low for ratio, (low, _) in zip(ratios, ends)]
+        above = [high - ratio for ratio, (_, high) in zip(ratios, ends)]
+        axes.errorbar(levels, ratios, yerr=[below, above], fmt="o-", capsize=3, color=COLORS[0])
+        axes.axhline(1, color="0.6", linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(levels, list(map(str, levels)))
+        axes.set(xlabel="requests at once", ylabel="speedup, with 95 % interval")
+
+    return render_svg(draw, (5, 3.2), f"{id}-speedups", "Speedup by the number of requests at once")
 
 
 def comparison_chart(rows: list[dict[str, Any]]) -> Markup | None:

@@ -78,6 +78,9 @@ def recommend(variants: Sequence[Variant]) -> list[dict[str, str]]:
     untrained = [variant for variant in variants if variant.row["lossless_to"] == "target" and not variant.row["trained"]]
     variants = [variant for variant in variants if variant.run.engine == engine]
     exact = [variant for variant in variants if variant.row["lossless_to"] == "target"]
+    if exact and not any(variant.entry["speedup"] for variant in exact):
+        return [make_advice("tokens per forward", advise_length(exact))]
+    variants, exact = ([each for each in part if each.entry["speedup"]] for part in (variants, exact))
     if not exact:
         return [make_advice("any", ("none", "No drafter leaves the target's output unchanged under this rule."))]
     advice = [make_advice("latency at batch 1", advise_latency(exact, variants))]
@@ -126,7 +129,7 @@ def advise_latency(exact: Sequence[Variant], variants: Sequence[Variant]) -> tup
         )
     ends = best.entry["speedup"]["ci95"]
     text = (
-        f"{best.speedup:.2f}x measured{_interval_text(ends)}, {best.entry['speedup']['predicted']:.2f}x predicted, "
+        f"{best.speedup:.2f}x measured{_interval_text(ends)}, {_prediction_text(best.entry['speedup']['predicted'])}"
         f"{best.length:.2f} tokens per forward."
     )
     if (ends or [0.0])[0] <= 1:
@@ -139,6 +142,12 @@ def advise_latency(exact: Sequence[Variant], variants: Sequence[Variant]) -> tup
     if fastest is not None and fastest.speedup > best.speedup and fastest.differs_from(best):
         text += f" {fastest.name} is faster still, {fastest.speedup:.2f}x, but changes the target's output."
     return best.name, text
+
+
+def advise_length(exact: Sequence[Variant]) -> tuple[str, str]:
+    """Choose the drafter with most tokens per forward, where no speedup was measured."""
+    longest = max(exact, key=lambda variant: variant.length)
+    return longest.name, f"{longest.length:.2f} tokens per forward; nothing was measured without a drafter."
 
 
 def advise_throughput(exact: Sequence[Variant]) -> tuple[str, str]:
@@ -170,3 +179,7 @@ def advise_memory(exact: Sequence[Variant]) -> tuple[str, str]:
 
 def _interval_text(ends: Interval) -> str:
     return "" if ends is None else f" (95 % {ends[0]:.2f} to {ends[1]:.2f})"
+
+
+def _prediction_text(predicted: float | None) -> str:
+    return "" if predicted is None else f"{predicted:.2f}x predicted, "

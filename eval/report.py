@@ -13,7 +13,7 @@ from spectrain.eval.columns import (
     SYSTEM_COLUMNS,
     Column,
     ComparisonTable,
-    autoregressive_entry,
+    autoregressive_entries,
     list_systems,
 )
 from spectrain.eval.extensions import EvalExtension
@@ -42,7 +42,7 @@ def print_table(summary: dict[str, Any], extensions: Sequence[EvalExtension] = (
     for column in SYSTEM_COLUMNS:
         for title in (column.title.replace(" per ", " per\n"), *(["95 %"] if column.interval else [])):
             table.add_column(title, justify="right", no_wrap=True)
-    for entry in (autoregressive_entry(summary), *list_systems(summary).values()):
+    for entry in (*autoregressive_entries(summary), *list_systems(summary).values()):
         cells = [
             text
             for column in SYSTEM_COLUMNS
@@ -117,7 +117,7 @@ def explain_marks(comparison: dict[str, Any]) -> Iterator[str]:
         yield "* The drafter's training changes the target: outputs are identical to those of the trained one."
     if "nothing" in references:
         yield "! Lossy: the output is not the target's."
-    if any(not entry["speedup"].get("quotable", True) for row in comparison["rows"] for entry in row["systems"]):
+    if any(not (entry["speedup"] or {}).get("quotable", True) for row in comparison["rows"] for entry in row["systems"]):
         yield "? Not to be quoted: the machine was busy, or the speedup is above the tokens per forward."
 
 

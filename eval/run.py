@@ -5,7 +5,6 @@ kernels, same cache, same stop handling. The reference of the lossless check is 
 """
 
 import json
-from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from spectrain.eval.oracle import Oracle
 from spectrain.eval.page import write_report
 from spectrain.eval.prompts import read_prompts
 from spectrain.eval.report import print_table
-from spectrain.eval.settings import EvalSettings
+from spectrain.eval.selection import PromptedEvaluation
 from spectrain.eval.summary import (
     EvaluationSummary,
     sample_line,
@@ -57,32 +56,20 @@ MIN_ROOM = 64  # tokens that a calibration prompt leaves free in the context
 
 
 @dataclass
-class Evaluation(EvalSettings):
+class Evaluation(PromptedEvaluation):
     """Scores drafters as the settings say. A subclass adds settings and extensions."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        prompts = read_prompts(self.prompts, self.limit, self.categories)
-        self.chosen, self.skipped = prompts.prompts, Counter(prompts.skipped)
+        for key, is_given in (("concurrency", self.concurrency != (1,)), ("slo", self.slo is not None)):
+            if is_given:
+                raise UserError(f"eval.{key}: it is about a running server; add server=vllm server.url=.., or leave it out")
         if self.execute:
             check_execution(list(self._references.values()))
 
     def check_prompts(self, target: Target) -> None:
-        """Leave out prompts that do not fit the target's context with their answer; raise UserError if none fits."""
         target.require_layers("scoring with this engine")
-        lengths = [len(prompt.tokenize_for(target)) for prompt in self.chosen]
-        room = target.max_length - self.max_new_tokens
-        fitting = [prompt for prompt, length in zip(self.chosen, lengths) if length <= room]
-        if not fitting:
-            raise UserError(
-                f"eval.prompts: the shortest prompt has {min(lengths)} tokens and, with "
-                f"eval.max_new_tokens={self.max_new_tokens}, none fits the context of {target.name} ({target.max_length} "
-                "tokens); shorten one of them"
-            )
-        if len(fitting) < len(self.chosen):
-            self.skipped["too long"] = len(self.chosen) - len(fitting)
-            self.chosen = fitting
-        self.skipped |= Counter(reason for prompt in self.chosen for reason in prompt.list_unrendered(target))
+        super().check_prompts(target)
 
     def extensions(self) -> list[EvalExtension]:
         """Return what is decoded, checked and written in addition to the drafter."""

@@ -57,11 +57,18 @@ class EvalSettings:
     assistant: str | None = None
     # Number of layers that the early_exit baseline drafts with; null uses the drafter's own exit layer.
     exit_layer: int | None = None
+    # With a server: numbers of requests at the same time, each of which is measured with every prompt.
+    concurrency: tuple[int, ...] = (1,)
+    # With a server: limits of the time to the first token and of the time per later token, as in {ttft: 500ms, itl: 50ms}.
+    # The share of requests within them is reported. Null reports none.
+    slo: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
         for key in ("limit", "batch_size", "calibration_limit", "exit_layer", "repeats"):
             refuse_below(key, getattr(self, key), 1)
         refuse_below("max_new_tokens", self.max_new_tokens, 2)
+        for level in self.concurrency:
+            refuse_below("concurrency", level, 1)
         if self.engine not in get_args(EngineChoice):
             raise UserError(f"eval.engine={self.engine}: choose from {', '.join(get_args(EngineChoice))}")
         refuse_unknown("baselines", self.baselines, (*OURS, *TRANSFORMERS))

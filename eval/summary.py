@@ -87,8 +87,8 @@ def speedup_limits(target: Target, drafter: Drafter, turns: Sequence[Turn], orac
     }
 
 
-def sample_line(turn: Turn, template: ChatTemplate) -> dict[str, Any]:
-    """Return a line of samples.jsonl."""
+def sample_line(turn: Turn, template: ChatTemplate | None) -> dict[str, Any]:
+    """Return a line of samples.jsonl; without a chat template it has no kinds of tokens."""
     drafted = turn.drafted
     return {
         "id": turn.id,
@@ -98,7 +98,7 @@ def sample_line(turn: Turn, template: ChatTemplate) -> dict[str, Any]:
         "output_tokens": drafted.output,
         "rounds": len(drafted.round_lengths),
         "accepted": drafted.round_lengths,
-        "kinds": kind_runs(token_kinds(template, drafted.output, turn.first_kind)),
+        "kinds": [] if template is None else kind_runs(token_kinds(template, drafted.output, turn.first_kind)),
     }
 
 

@@ -144,6 +144,9 @@ def plan_command(config: Any) -> None:
 
 
 def evaluate_command(config: Any) -> None:
+    if "server" in config or config.serve:
+        lazy_import("eval.serving.command.score_server")(config)
+        return
     lazy_import("runs.score.evaluate")(*lazy_import("runs.defaults.resolve_eval_spec")(config))
 
 

@@ -58,7 +58,9 @@ def base_model_name(target: TargetFiles, drafter: DrafterCheckpoint, run: Path) 
 
 def measured_section(run: Path) -> list[str]:
     """Return a table of the run's evaluations, then the setting of each."""
-    summaries = {path.parent.name: read_json_object(path) for path in sorted(run.glob("eval/*/summary.json"))}
+    scores = {path.parent.name: read_json_object(path) for path in sorted(run.glob("eval/*/summary.json"))}
+    # A server's score is not one of this engine.
+    summaries = {name: summary for name, summary in scores.items() if "server" not in summary}
     if not summaries:
         return ["## Measured", "", "This drafter was not scored. `spectrain eval run=DIR target=TARGET` scores it."]
     lines = [

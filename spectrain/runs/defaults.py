@@ -23,6 +23,7 @@ def resolve_eval_spec(config: Mapping[str, Any]) -> tuple[RunSpec, Path]:
     A group that the command chooses (tree=chain) replaces the run's group; a single key (tree.depth=4) changes it.
     """
     requested = to_containers(config)
+    requested.pop("serve", None)
     template_arguments = read_template_arguments(requested.pop("data", None) or {})
     has_choice = "_target_" in (requested.get("drafter") or {})
     if requested["run"] is None and not has_choice:

@@ -121,7 +121,27 @@ def make_candidate(
 ) -> Candidate:
     """Return the candidate to score, with everything that the run knows about it."""
     trained, training = find_trained_target(run), drafter.capabilities.target_training
-    setting = {
+    began = RunSpec.load(run / "config.yaml") if (run / "config.yaml").exists() else spec
+    trainable = dataset is not None and has_weights(drafter) and not training
+    # The saved settings no longer describe the initial drafter.
+    trainable = trainable and (began is not spec or not drafter.saved.settings)
+    return Candidate(
+        target,
+        drafter,
+        spec.tree.build(),
+        spec.acceptance.build(),
+        describe_run(spec, run, target, drafter),
+        (lambda: init_drafter(began, target, dataset)) if dataset is not None and trainable else None,
+        (spec.target.build) if training and trained is not None else None,
+        lambda: open_answer_store(spec, run, target, dataset),
+        lambda learnt: save_drafter(folder / "drafter", learnt, spec),
+    )
+
+
+def describe_run(spec: RunSpec, run: Path, target: Target, drafter: Drafter) -> dict[str, Any]:
+    """Return what the results of a run's score depend on."""
+    trained, training = find_trained_target(run), drafter.capabilities.target_training
+    return {
         "target": target.name,
         "target_path": str(trained.resolve()) if training and trained is not None else target.path,
         "recipe": spec.name,
@@ -134,21 +154,6 @@ def make_candidate(
         "device": torch.cuda.get_device_name() if target.device.type == "cuda" else processor_name(),
         **collect_provenance(),
     }
-    began = RunSpec.load(run / "config.yaml") if (run / "config.yaml").exists() else spec
-    trainable = dataset is not None and has_weights(drafter) and not training
-    # The saved settings no longer describe the initial drafter.
-    trainable = trainable and (began is not spec or not drafter.saved.settings)
-    return Candidate(
-        target,
-        drafter,
-        spec.tree.build(),
-        spec.acceptance.build(),
-        setting,
-        (lambda: init_drafter(began, target, dataset)) if dataset is not None and trainable else None,
-        (spec.target.build) if training and trained is not None else None,
-        lambda: open_answer_store(spec, run, target, dataset),
-        lambda learnt: save_drafter(folder / "drafter", learnt, spec),
-    )
 
 
 def open_answer_store(spec: RunSpec, run: Path, target: Target, dataset: Dataset | None) -> Datastore | None:

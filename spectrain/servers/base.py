@@ -65,6 +65,8 @@ class CompletionRequest:
     streams: bool = False
     # Whether the hidden states come too: of the prompt and, beyond one new token, of all of the answer but its last token.
     captures_states: bool = False
+    # Prompts with different keys share no cached prefix, where the engine knows such keys; None shares them with all.
+    cache_key: str | None = None
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,15 @@ class ClientSettings:
     timeout: float = 300.0
     # Number of times that a request is repeated after a temporary failure.
     retries: int = 6
+    # In scoring: address of the same engine with the same target, without a drafter; null compares with none.
+    baseline_url: str | None = None
     # Entries that are added to the body of every request, as in {repetition_penalty:1.0}; null adds none.
     extra: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        for url in self.urls:
-            if not is_http_url(url):
-                raise UserError(f"server.url={url}: give an address, as in http://127.0.0.1:8000/v1")
+        for key, url in (*(("url", url) for url in self.urls), ("baseline_url", self.baseline_url)):
+            if url is not None and not is_http_url(url):
+                raise UserError(f"server.{key}={url}: give an address, as in http://127.0.0.1:8000/v1")
         for key, value, least in (("concurrency", self.concurrency, 1), ("retries", self.retries, 0)):
             if value < least:
                 raise UserError(f"server.{key}={value}: use {least} or more")

@@ -150,6 +150,8 @@ class VllmServer(OpenAIServer):
 
     def request_body(self, request: CompletionRequest) -> dict[str, Any]:
         body = super().request_body(request) | {"return_token_ids": True}
+        if request.cache_key is not None:
+            body["cache_salt"] = request.cache_key
         if request.captures_states:
             body["kv_transfer_params"] = {"include_output_tokens": request.max_new_tokens > 1}
         return body
@@ -159,7 +161,8 @@ class VllmServer(OpenAIServer):
 
     def parse_rounds(self, response: dict[str, Any]) -> DraftedRounds | None:
         counts = (response.get("metrics") or {}).get("speculative_decoding") or {}
-        if "per_step_accepted" not in counts:
+        # Null where the server counts sums alone, and for an answer of one token.
+        if counts.get("per_step_accepted") is None:
             return None
         return DraftedRounds(tuple(counts["per_step_accepted"]), tuple(counts["per_step_drafted"]))
 

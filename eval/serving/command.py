@@ -1,0 +1,149 @@
+"""`spectrain eval server=..`: from the settings of the command to the score of a running server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from hydra import compose
+from omegaconf import OmegaConf
+
+from spectrain.config.build import check_node, to_containers
+from spectrain.config.spec import RunSpec
+from spectrain.errors import UserError
+from spectrain.eval.columns import tracked_systems
+from spectrain.eval.comparison import UNKNOWN_DTYPE
+from spectrain.eval.serving.agreement import Cause, OwnChain
+from spectrain.eval.serving.causes import CauseFinder
+from spectrain.eval.serving.score import DRAFTED, PLAIN, ServedSubject, ServerEvaluation, ServerGroup
+from spectrain.export.converter import read_drafter
+from spectrain.export.targets import TargetFiles
+from spectrain.files import atomic_write
+from spectrain.models.loading import TINY_DIRECTORY, build_meta_network
+from spectrain.models.target import Target
+from spectrain.provenance import collect_provenance
+from spectrain.runs.defaults import complete_evaluation, resolve_eval_spec
+from spectrain.runs.drafters import load_drafter
+from spectrain.runs.folder import archive_earlier, find_drafter_directory
+from spectrain.runs.score import describe_run, load_target
+from spectrain.servers.base import Server
+from spectrain.training.metrics import track_run
+
+APPLICABLE = ("name", "prompts", "categories", "limit", "max_new_tokens", "concurrency", "slo", "check", "report")
+"""Keys of `eval` that a server's score reads."""
+FIXED_GROUPS = {
+    "tree": "the server drafts a chain of the length that it was started with",
+    "acceptance": "a server is scored with greedy decoding",
+    "drafter": "the server drafts with its own drafter",
+}
+"""Groups that a server's score takes no settings of, and why."""
+
+
+def score_server(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Score the server that the settings of `spectrain eval` name; return the content of summary.json."""
+    requested = to_containers(config)
+    refuse_inapplicable(requested)
+    spec, folder = resolve_server_spec(requested)
+    evaluation = make_evaluation(spec)
+    groups = connect_servers(spec)
+    subject = describe_subject(spec, Path(str(spec.run)), groups) if requested["run"] else describe_server(spec, groups)
+    if subject.target is not None:
+        evaluation.check_prompts(subject.target)
+    folder = folder / "eval" / evaluation.name
+    with track_run(spec.tracker.build(), folder, spec.to_nodes(), "eval") as tracker:
+        # A folder that cannot be written raises an error before anything is requested.
+        with atomic_write(folder, folder=True) as scratch:
+            summary = evaluation.score(subject, scratch)
+            archive_earlier(folder)
+        print(f"written to {folder}")
+        tracker.log_evaluation(summary, tracked_systems(summary), folder)
+    return summary
+
+
+def refuse_inapplicable(requested: Mapping[str, Any]) -> None:
+    """Raise a UserError for a setting that means nothing for a server."""
+    if not requested.get("server"):
+        raise UserError("serve=true: say which engine to start, as in server=vllm")
+    for group, reason in FIXED_GROUPS.items():
+        if requested.get(group):
+            raise UserError(f"{group}: {reason}; leave it out")
+    for key in requested.get("eval") or {}:
+        if key not in (*APPLICABLE, "_target_"):
+            raise UserError(f"eval.{key}: it means nothing for a server; of this group it takes {', '.join(APPLICABLE)}")
+
+
+def resolve_server_spec(requested: dict[str, Any]) -> tuple[RunSpec, Path]:
+    """Return the complete settings of a server's score, and the folder that its results belong to."""
+    settings, evaluation = dict(requested), dict(requested.get("eval") or {})
+    settings.pop("serve", None)
+    name = Path(str(evaluation.get("prompts") or "heldout")).stem
+    evaluation.setdefault("name", f"{RunSpec.from_nodes({'server': requested['server']}).server.choice}-{name}")
+    settings["eval"] = evaluation
+    if settings["run"] is not None:
+        return resolve_eval_spec(settings)
+    defaults = to_containers(compose("train", overrides=["drafter=ngram"]).eval)
+    settings["eval"] = to_containers(OmegaConf.merge(defaults, evaluation))
+    complete_evaluation(settings["eval"], evaluation, has_tree=True)
+    if settings.pop("data", None):
+        raise UserError("data: a server's score reads no data; give arguments of the chat template as target.template_kwargs")
+    return RunSpec.from_config({**settings, "run": "runs"}), Path("runs")
+
+
+def make_evaluation(spec: RunSpec) -> ServerEvaluation:
+    """Construct the evaluation from those of the settings of `eval` that apply."""
+    checked = check_node("eval", spec.eval.node)
+    return ServerEvaluation(**{key: value for key, value in checked.items() if key in APPLICABLE})
+
+
+def connect_servers(spec: RunSpec) -> list[ServerGroup]:
+    """Return the running servers: the one to score and, if the settings name it, the one without a drafter."""
+    server: Server = spec.server.build()
+    group: dict[str, AbstractContextManager[Server]] = {DRAFTED: nullcontext(server)}
+    if server.settings.baseline_url is not None:
+        changed = spec.server.with_settings(url=server.settings.baseline_url, baseline_url=None)
+        group[PLAIN] = nullcontext(changed.build())
+    return [group]
+
+
+def describe_server(spec: RunSpec, groups: list[ServerGroup]) -> ServedSubject:
+    """Return a server of which no run is known; with `target=`, that model's tokenizer renders the prompts."""
+    target = None if not spec.target else load_tokenizing_target(spec)
+    setting = {**({} if target is None else {"chat_template": target.template.facts()}), **collect_provenance()}
+    return ServedSubject(groups, target, setting)
+
+
+def load_tokenizing_target(spec: RunSpec) -> Target:
+    """Return the target without its weights, which renders prompts."""
+    target: Target = spec.target.build(network=build_meta_network)
+    is_substitute = Path(str(target.tokenizer.name_or_path)).resolve() == TINY_DIRECTORY.resolve()
+    if is_substitute and Path(target.path).resolve() != TINY_DIRECTORY.resolve():
+        raise UserError(f"target {target.name}: it has no tokenizer, which renders prompts; leave out target")
+    return target
+
+
+def describe_subject(spec: RunSpec, run: Path, groups: list[ServerGroup]) -> ServedSubject:
+    """Return a server with the drafter of a run, which our own chain decodes with, too."""
+    target = load_target(spec, run)
+    target.pack_weights()
+    drafter = load_drafter(spec, run, target)
+    setting = describe_run(spec, run, target, drafter)
+    own = OwnChain(target, drafter.to(target.device, target.dtype).eval(), find_causes(spec, run, target))
+    return ServedSubject(groups, target, {**setting, "acceptance": {"choice": "greedy"}, "dtype": UNKNOWN_DTYPE}, own)
+
+
+def find_causes(spec: RunSpec, run: Path, target: Target) -> Any:
+    """Return what lists the causes of a disagreement; for a drafter that no layout holds it lists none."""
+    files, directory = TargetFiles.from_settings(spec.target.node), find_drafter_directory(run)
+    try:
+        checkpoint = None if directory is None else read_drafter(directory, files)
+    except UserError:
+        checkpoint = None
+    if checkpoint is None:
+
+        def list_none(position: int) -> Iterator[Cause]:
+            yield from ()
+
+        return list_none
+    return CauseFinder(checkpoint, files, target, spec.target).list_causes

@@ -1,0 +1,216 @@
+"""The score of a server: our own chain is the server here, so that every number has another computation to agree with."""
+
+import json
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spectrain.decoding.generation import Generation
+from spectrain.drafters.base import Drafter
+from spectrain.drafters.causal import Causal
+from spectrain.drafters.ngram import Ngram
+from spectrain.errors import RunError, UserError
+from spectrain.eval.comparison import ScoredRun
+from spectrain.eval.recommendations import compare_runs
+from spectrain.eval.run import Evaluation
+from spectrain.eval.serving.agreement import Cause, OwnChain, compare_rounds
+from spectrain.eval.serving.causes import permute_rows
+from spectrain.eval.serving.command import refuse_inapplicable
+from spectrain.eval.serving.latency import LatencyLimits
+from spectrain.eval.serving.notes import describe_server
+from spectrain.eval.serving.rounds import expand_counters
+from spectrain.eval.serving.score import DRAFTED, PLAIN, ServedSubject, ServerEvaluation
+from spectrain.models.chat_template import ChatTemplate
+from spectrain.models.target import Target
+from spectrain.servers.base import DraftedRounds
+from tests.servers.in_process import OwnServer, count_rounds
+
+ROWS = [
+    {"id": "count", "category": "math", "turns": ["Count: one two three one two three one two", "Go on."]},
+    {"id": "why", "category": "talk", "turns": ["Why is the sky blue? Why is the sky blue?"]},
+    {"id": "name", "category": "talk", "turns": ["Name a color."]},
+]
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def drafter(shallow: Target) -> Drafter:
+    """Two of the target's three layers: they draft something in every round, and some of it is right."""
+    return Causal(shallow, num_layers=2).eval()
+
+
+def no_causes(position: int) -> Iterator[Cause]:
+    yield from ()
+
+
+def score(
+    folder: Path, server: OwnServer, plain: OwnServer | None, prompts: str, own: OwnChain | None = None, **settings: Any
+) -> dict[str, Any]:
+    """Score servers in this process."""
+    servers = {DRAFTED: server} | ({} if plain is None else {PLAIN: plain})
+    evaluation = ServerEvaluation(prompts=prompts, max_new_tokens=24, **settings)
+    target = server.target if own is not None or settings.get("report") else None
+    subject = ServedSubject([{name: nullcontext(each) for name, each in servers.items()}], target, {}, own)
+    return evaluation.score(subject, folder)
+
+
+def test_the_score_of_a_server_is_our_chains(shallow: Target, drafter: Drafter, prompts: str, tmp_path: Path) -> None:
+    """Tokens per forward by level, counters, outputs and rounds equal our own evaluation's."""
+    chain = OwnChain(shallow, drafter, no_causes)
+    servers = OwnServer(shallow, drafter), OwnServer(shallow, None)
+    summary = score(tmp_path / "eval" / "a", *servers, prompts, chain, concurrency=(1, 2), slo={"itl": "20ms", "ttft": "5ms"})
+    own = summary["server"]["own_chain"]
+    assert own["equal"] == own["checked"] == 4 and own["same_outputs"] == 4
+    assert summary["acceptance_length"]["pooled"] == own["acceptance_length"] > 1
+    assert summary["server"]["requests_counted"] == summary["server"]["totals_counted"]
+    second = summary["compared"]["concurrency-2"]
+    assert second["acceptance_length"] == summary["acceptance_length"]
+    assert second["acceptance_by_depth"] == summary["acceptance_by_depth"]
+    assert summary["lossless"]["identical"] == summary["lossless"]["checked"] == 4
+    assert summary["speedup"]["ratio"] == pytest.approx(1, abs=1e-3)
+    # The server's clock ticks 10 ms a token.
+    times = summary["serving"]["drafted"]
+    assert times["first_token_ms"]["p99"] == times["per_token_ms"]["p50"] == pytest.approx(10)
+    assert times["within_slo"] == 0 and times["clock"] == "client"
+    assert {path.name for path in (tmp_path / "eval" / "a").iterdir()} == {
+        "summary.json", "samples.jsonl", "rounds.parquet", "prompts.parquet", "report.html",
+    }  # fmt: skip
+    page = (tmp_path / "eval" / "a" / "report.html").read_text()
+    assert "Times by concurrency" in page and "Speedup by the number of requests" in page and "drafts.jsonl" not in page
+
+
+@pytest.mark.parametrize("concurrency", [1, 2])
+def test_totals_give_the_same_rounds_untrimmed(
+    shallow: Target, drafter: Drafter, prompts: str, tmp_path: Path, concurrency: int
+) -> None:
+    """Counters around every prompt, or around all of them, give the tokens per forward of all rounds."""
+    server = OwnServer(shallow, drafter, counts="totals")
+    totals = score(tmp_path / "totals", server, None, prompts, concurrency=(concurrency,), report=False)
+    each = score(tmp_path / "each", OwnServer(shallow, drafter), None, prompts, report=False)
+    assert totals["server"]["counts"] == "totals" and each["server"]["counts"] == "requests"
+    assert totals["server"]["totals_counted"] == each["server"]["totals_counted"]
+    assert totals["speedup"] is None and totals["tokens_per_second"]["autoregressive"] is None
+    untrimmed = each["acceptance_length"]["by_convention"]["spec_bench"]
+    assert totals["acceptance_length"]["pooled"] == totals["acceptance_length"]["by_convention"]["spec_bench"] == untrimmed > 1
+    # An interval needs counts of each prompt.
+    assert (totals["acceptance_length"]["ci95"] is None) == (concurrency > 1)
+
+
+def test_failed_requests_are_left_out(shallow: Target, prompts: str, tmp_path: Path) -> None:
+    """A request that fails on one server is left out of both, and named; if all fail, the run fails."""
+    server, plain = OwnServer(shallow, Ngram(shallow)), OwnServer(shallow, None)
+    lines = [json.loads(line) for line in Path(prompts).read_text().splitlines()]
+    assert lines[2]["id"] == "name"
+    summary = score(tmp_path / "a", server, plain, prompts, OwnChain(shallow, Ngram(shallow), no_causes), report=False)
+    samples = [json.loads(line) for line in (tmp_path / "a" / "samples.jsonl").read_text().splitlines()]
+    server.failing_length = len(next(line["prompt_tokens"] for line in samples if line["id"] == "name"))
+    failed = score(tmp_path / "b", server, plain, prompts, OwnChain(shallow, Ngram(shallow), no_causes), report=False)
+    assert list(failed["server"]["failed"]) == ["name"] and failed["lossless"]["checked"] == summary["lossless"]["checked"] - 1
+    assert failed["serving"]["drafted"]["failed"] == 1
+
+
+def test_scores_of_servers_are_compared(shallow: Target, prompts: str, tmp_path: Path) -> None:
+    """`spectrain compare` reads them as any other score, with and without a baseline."""
+    for name, plain in (("a", OwnServer(shallow, None)), ("b", OwnServer(shallow, None))):
+        score(tmp_path / name / "eval" / "x", OwnServer(shallow, Ngram(shallow)), plain, prompts)
+    runs = [ScoredRun.read(name, tmp_path / name / "eval" / "x") for name in "ab"]
+    result = compare_runs(runs, tmp_path)
+    assert result["recommendations"][0]["goal"] == "latency at batch 1" and len(result["rows"]) == 2
+    score(tmp_path / "c" / "eval" / "x", OwnServer(shallow, Ngram(shallow)), None, prompts)
+    result = compare_runs([ScoredRun.read("c", tmp_path / "c" / "eval" / "x")], tmp_path)
+    assert result["recommendations"][0]["goal"] == "tokens per forward"
+
+
+def test_the_template_of_the_server(shallow: Target, prompts: str, tmp_path: Path) -> None:
+    """Messages that the server renders with another template are named, with the first token that differs."""
+    server = OwnServer(shallow, Ngram(shallow))
+    tokenizer = type(shallow.tokenizer).from_pretrained(shallow.path)
+    tokenizer.chat_template = "Answer briefly. " + str(tokenizer.chat_template)
+    server.template = ChatTemplate(tokenizer)
+    summary = score(tmp_path / "a", server, None, prompts, OwnChain(shallow, Ngram(shallow), no_causes), report=False)
+    assert summary["server"]["template"]["equal"] == 0 and summary["server"]["template"]["first_difference"] is not None
+    assert "chat template" in " ".join(describe_server(summary["server"]))
+
+
+def generation(prompt: int, lengths: list[int], output: list[int]) -> Generation:
+    return Generation([0] * prompt, output, round_lengths=lengths, depths=[3] * len(lengths))
+
+
+def test_rounds_are_compared_up_to_the_first_other_token() -> None:
+    """Equal rounds count; the first round that differs has a position in the sequence."""
+    one = generation(5, [2, 2, 1], [1, 2, 3, 4, 5, 6])
+    other = generation(5, [2, 1, 2], [1, 2, 3, 4, 5, 6])
+    agreement = compare_rounds([one, one], [one, other])
+    assert (agreement.equal, agreement.checked, agreement.shared_rounds, agreement.rounds) == (1, 2, 4, 6)
+    assert agreement.first_difference == 5 + 3
+    # After another token, nothing is compared.
+    parted = generation(5, [2, 3], [1, 2, 3, 9, 9, 9])
+    assert compare_rounds([one], [parted]).equal == 1
+
+
+def test_counters_expand_to_rounds_that_count_so() -> None:
+    """Rounds from counters have the same counters."""
+    rounds = DraftedRounds((0, 3, 1, 1, 0, 2), (3,) * 6)
+    counted = count_rounds(rounds)
+    expanded = expand_counters(counted)
+    assert sorted(expanded.accepted) == sorted(rounds.accepted) and count_rounds(expanded) == counted
+
+
+def test_permuting_rows_and_back() -> None:
+    """The two orders of rotary dimensions are each other's inverse."""
+    weight = torch.arange(24.0).reshape(8, 3)
+    permuted = permute_rows(weight, (2, 2))
+    assert not torch.equal(permuted, weight)
+    assert torch.equal(permute_rows(permute_rows(weight, (2, 2)), (2, 2)), weight)
+    assert permuted[:4, 0].tolist() == [0, 6, 3, 9]
+
+
+def test_limits_of_latency() -> None:
+    """Times have units; anything else is refused in one sentence."""
+    assert LatencyLimits.parse({"ttft": "500ms", "itl": "0.05s"}) == LatencyLimits(0.5, 0.05)
+    for slo, key in (({"ttft": "5"}, "eval.slo.ttft"), ({"tpot": "5ms"}, "eval.slo.tpot")):
+        with pytest.raises(UserError, match=key):
+            LatencyLimits.parse(slo)
+
+
+def test_keys_that_do_not_apply_are_refused() -> None:
+    """What means nothing for a server, or nothing without one, is refused."""
+    server = {"_target_": "spectrain.servers.vllm.VllmServer"}
+    for given in ({"eval": {"sweep": "tree"}}, {"tree": {"depth": 3}}, {"acceptance": {"temperature": 1.0}}):
+        with pytest.raises(UserError, match=next(iter(given))):
+            refuse_inapplicable({"server": server, **given})
+    with pytest.raises(UserError, match="serve=true"):
+        refuse_inapplicable({"server": None})
+    for settings in ({"concurrency": (1, 2)}, {"slo": {"ttft": "1s"}}):
+        with pytest.raises(UserError, match="server=vllm"):
+            Evaluation(**settings)  # type: ignore[arg-type]
+
+
+def test_where_drafting_stops_paying() -> None:
+    """Intervals decide: above 1 it pays, below 1 it does not, around 1 nobody knows."""
+    speedups = [
+        {"concurrency": level, "ratio": ratio, "ci95": [ratio - 0.1, ratio + 0.1]}
+        for level, ratio in ((1, 1.5), (4, 1.05), (8, 0.8))
+    ]
+    server = {"counts": "requests", "requests_counted": None, "totals_counted": None, "speedups": speedups, "failed": {}}
+    text = " ".join(describe_server(server))
+    assert "pays at 1 (1.50 times" in text and "costs more than it gains at 8" in text and "undecided at 4" in text
+    assert "stops paying at 8" in text
+
+
+def test_a_server_that_answers_nothing(shallow: Target, prompts: str, tmp_path: Path) -> None:
+    """If no prompt can be given to it, the run fails with the reason."""
+    path = tmp_path / "text.jsonl"
+    path.write_text('{"text": "Once upon a time"}\n')
+    with pytest.raises(RunError, match="plain text"):
+        score(tmp_path / "a", OwnServer(shallow, Ngram(shallow)), None, str(path), report=False)
