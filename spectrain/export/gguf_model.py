@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,6 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from spectrain.errors import UserError, first_line
+from spectrain.files import atomic_write
+from spectrain.models.loading import cache_directory
 from spectrain.servers.commands import DrafterLaunch
 from spectrain.servers.llamacpp_command import DRAFTER_FILE, TARGET_FILE
 
@@ -33,7 +37,7 @@ from .gguf_layout import (
 from .gguf_tokenizer import tokenizer_keys
 from .huggingface import CAUSAL_CLASS, MODEL_PREFIX, STOP_HEAD_PREFIX
 from .layout import CHAIN_TOKENS, DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, Interpretation, require_target
-from .targets import TargetFiles
+from .targets import LOADERS, TargetFiles
 
 MODEL_ARCHITECTURES = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
 """Model type, in transformers and in GGUF -> the name of its tensors' table in the package gguf."""
@@ -110,6 +114,24 @@ def write_target(target: TargetFiles, directory: Path, dtype: str | None) -> Pat
     keys = {"general.name": target.name} | tokenizer_keys(target)
     write_model(directory / TARGET_FILE, config, list_weights(target.directory), keys, layout.dtype)
     return directory / TARGET_FILE
+
+
+def find_target_file(target: TargetFiles, dtype: str, requested: str | None) -> Path:
+    """Return a target as a GGUF file: its own where no type is requested, or else one that is written once into the cache.
+
+    `dtype` is the type of the target in this project, which applies without a requested one.
+    """
+    if target.gguf_file is not None and target.reference not in LOADERS and requested is None:
+        return target.gguf_file
+    chosen = requested or dtype
+    files = sorted(target.directory.glob("*.safetensors"))
+    state = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    digest = hashlib.sha256(json.dumps([state, chosen]).encode()).hexdigest()[:16]
+    folder = cache_directory() / f"target-gguf-{digest}"
+    if not (folder / TARGET_FILE).exists():
+        with atomic_write(folder, folder=True) as scratch:
+            write_target(target, scratch, chosen)
+    return folder / TARGET_FILE
 
 
 def list_weights(directory: Path) -> dict[str, TensorSource]:

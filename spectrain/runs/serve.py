@@ -34,7 +34,7 @@ def serve_command(spec: RunSpec, capture: bool, print_only: bool, out: str | Non
     with TemporaryDirectory(prefix="spectrain-serve-") as scratch, interrupt_on_sigterm():
         lines, launch = [], None
         if spec.run is None:
-            launch = make_target_launch(spec, capture)
+            launch = make_target_launch(spec, server, capture)
         else:
             drafter = find_served_drafter(spec, server.name, capture)
             default = Path(f"{spec.run.rstrip('/')}-{server.name}") if print_only else Path(scratch) / "drafter"
@@ -43,7 +43,7 @@ def serve_command(spec: RunSpec, capture: bool, print_only: bool, out: str | Non
                 lines.append(drafter.export_line(folder))
             if not drafter.is_exported and not print_only:
                 drafter.write(folder)
-            launch = drafter.make_launch(server.name, folder)
+            launch = drafter.make_launch(server, folder)
         if print_only:
             print("\n".join([*lines, server.make_command(launch).format_shell()]))
         else:
@@ -80,7 +80,7 @@ def interrupt_on_sigterm() -> Iterator[None]:
 # The target
 
 
-def make_target_launch(spec: RunSpec, capture: bool) -> EngineLaunch:
+def make_target_launch(spec: RunSpec, server: Server, capture: bool) -> EngineLaunch:
     """Return the launch of a target without a drafter, for its answers or for its hidden states."""
     if not capture and spec.recipe_name is not None:
         raise UserError(
@@ -89,18 +89,26 @@ def make_target_launch(spec: RunSpec, capture: bool) -> EngineLaunch:
         )
     if capture and spec.recipe_name is None and not spec.overrides_key("drafter"):
         raise UserError("capture=true: say which drafter the hidden states are for, as in recipe=eagle3")
-    launch = launch_target(TargetFiles.from_settings(spec.target.node))
+    launch = launch_target(TargetFiles.from_settings(spec.target.node), server)
     return replace(launch, capture_layers=find_captured_layers(spec)) if capture else launch
 
 
-def launch_target(files: TargetFiles) -> EngineLaunch:
-    """Return the launch of a target alone, in the weight type that it has in this project too."""
+def launch_target(files: TargetFiles, server: Server) -> EngineLaunch:
+    """Return the launch of a target alone, in the weight type that it has in this project too.
+
+    An engine that reads other files than transformers' gets the target in those, which are written once.
+    """
     name = Path(files.reference).name if Path(files.reference).expanduser().is_dir() else files.reference
     dtype = str(files.settings.get("dtype", "auto"))
     # A quantized checkpoint says itself in what its engine computes.
     if dtype != "auto" or not getattr(files.full_config, "quantization_config", None):
         dtype = str(resolve_dtype(resolve_device(), files.full_config, dtype)).removeprefix("torch.")
-    return EngineLaunch(files.engine_path, name, dtype)
+    path = files.engine_path
+    if server.target_format == "gguf":
+        from spectrain.export.gguf_model import find_target_file
+
+        path = str(find_target_file(files, dtype, getattr(server.settings, "dtype", None)))
+    return EngineLaunch(path, name, dtype)
 
 
 def find_captured_layers(spec: RunSpec) -> tuple[int, ...]:
@@ -138,10 +146,10 @@ class ServedDrafter:
         formats = next(row.formats.split() for row in LAYOUTS if load_layout(row) is self.layout)
         return shlex.join(["spectrain", "export", f"run={self.run}", f"format={formats[0]}", f"out={folder}"])
 
-    def make_launch(self, engine: str, folder: Path) -> EngineLaunch:
+    def make_launch(self, server: Server, folder: Path) -> EngineLaunch:
         """Return the launch of an engine with the drafter in a folder."""
-        launch = launch_target(self.target)
-        drafter = self.layout.drafter_launches(self.checkpoint, self.target, str(folder))[engine]
+        launch = launch_target(self.target, server)
+        drafter = self.layout.drafter_launches(self.checkpoint, self.target, str(folder))[server.name]
         return replace(launch, target=str(folder) if self.layout.holds_target else launch.target, drafter=drafter)
 
 

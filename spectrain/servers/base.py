@@ -145,6 +145,8 @@ class Server(ABC):
     # Name of the choice in conf/server.
     name: ClassVar[str]
     capabilities: ClassVar[ServerCapabilities]
+    # Format in which the target has to be exported to be started; None for an engine that reads transformers' files.
+    target_format: ClassVar[str | None] = None
 
     def __init__(self, config: ClientSettings) -> None:
         self.settings = config

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-import re
 import tempfile
 import time
 from contextlib import suppress
@@ -34,14 +33,12 @@ from .base import (
 )
 from .client import HttpClient, ServerError
 from .commands import EngineCommand, EngineLaunch
+from .counters import read_settled_counters
 from .environments import EngineEnvironment, read_environment
 from .openai import OpenAIServer
 from .settings import EngineSettings
 from .vllm_command import PACKAGES, start_vllm
 
-COUNTER_LINE = re.compile(r"^vllm:spec_decode_num_(\w+)_total\{(.*)\} (\S+)$", re.MULTILINE)
-# Seconds between two readings of counters, which lag behind the answers.
-SETTLE_SECONDS = 0.3
 # Seconds between two attempts at a lock.
 LOCK_POLL_SECONDS = 0.005
 
@@ -168,18 +165,9 @@ class VllmServer(OpenAIServer):
 
     async def read_counters(self) -> DraftCounters | None:
         """Return what all servers have counted, once it stands still; None without a drafter."""
-        parts = [await self._read_settled(client) for client in self.clients]
+        parts = [await read_settled_counters(client, "vllm") for client in self.clients]
         counted = [part for part in parts if part is not None]
         return add_counters(counted) if counted else None
-
-    async def _read_settled(self, client: HttpClient) -> DraftCounters | None:
-        before = None
-        while True:
-            counters = parse_counters(await client.get(f"{client.root}/metrics"))
-            if counters is None or counters == before:
-                return counters
-            before = counters
-            await asyncio.sleep(SETTLE_SECONDS)
 
 
 def prepare_states_folder(folder: Path) -> None:
@@ -245,18 +233,3 @@ def add_engine_clock(times: RequestTimes, metrics: dict[str, Any]) -> RequestTim
         engine_first_token=None if first is None else (first + (metrics.get("queue_time_ms") or 0.0)) / 1000,
         engine_per_token=None if not per_token else per_token / 1000,
     )
-
-
-def parse_counters(text: str) -> DraftCounters | None:
-    """Return the counters of drafts in the text of /metrics, added over the engines; None if there are none."""
-    totals: dict[str, float] = {}
-    by_position: dict[int, float] = {}
-    for name, labels, number in COUNTER_LINE.findall(text):
-        if position := re.search(r'position="(\d+)"', labels):
-            by_position[int(position[1])] = by_position.get(int(position[1]), 0.0) + float(number)
-        else:
-            totals[name] = totals.get(name, 0.0) + float(number)
-    if "drafts" not in totals:
-        return None
-    accepted = tuple(int(by_position.get(position, 0)) for position in range(max(by_position, default=-1) + 1))
-    return DraftCounters(int(totals["drafts"]), int(totals["draft_tokens"]), accepted)

@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 
 from spectrain.servers.base import DraftCounters, RequestTimes, add_counters
 from spectrain.servers.client import ServerError
+from spectrain.servers.counters import parse_counters
 from spectrain.servers.openai import count_new_tokens, join_parts
-from spectrain.servers.vllm import add_engine_clock, parse_counters, read_states_file, wait_for_writer
+from spectrain.servers.vllm import add_engine_clock, read_states_file, wait_for_writer
 
 METRICS = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
 vllm:spec_decode_num_drafts_total{engine="0",model_name="tiny"} 403.0
@@ -27,14 +28,14 @@ vllm:generation_tokens_total{engine="0",model_name="tiny"} 700.0
 
 def test_counters_are_added_over_engines() -> None:
     """Positions stand in any order, and each data-parallel engine has lines of its own."""
-    counters = parse_counters(METRICS)
+    counters = parse_counters(METRICS, "vllm")
     assert counters == DraftCounters(403, 1209, (191, 90, 37))
-    assert parse_counters(METRICS + METRICS.replace('engine="0"', 'engine="1"')) == add_counters([counters, counters])
+    assert parse_counters(METRICS + METRICS.replace('engine="0"', 'engine="1"'), "vllm") == add_counters([counters, counters])
     assert counters is not None and counters.num_accepted == 318
 
 
 def test_server_without_drafter_has_no_counters() -> None:
-    assert parse_counters('vllm:generation_tokens_total{engine="0"} 700.0\n') is None
+    assert parse_counters('vllm:generation_tokens_total{engine="0"} 700.0\n', "vllm") is None
 
 
 def test_difference_of_counters_is_what_came_between() -> None:

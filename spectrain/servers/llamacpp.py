@@ -1,0 +1,131 @@
+"""llama.cpp's server: answers prompts of token ids, and tells the rounds of each answer by its stream.
+
+A part of the stream has one token and the counts of drafted and accepted tokens so far, which rise at the first token of each
+round. Rounds near the limit draft no more tokens than fit.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from spectrain.data.messages import Conversation
+from spectrain.errors import UserError
+
+from .base import (
+    Completion,
+    CompletionRequest,
+    DraftCounters,
+    DraftedRounds,
+    RequestTimes,
+    ServedModel,
+    ServerCapabilities,
+    add_counters,
+)
+from .client import MALFORMED, HttpClient, ServerError, error_text
+from .commands import EngineCommand, EngineLaunch
+from .counters import read_settled_counters
+from .llamacpp_command import LlamaCppSettings, find_program, start_llamacpp
+from .openai import OpenAIServer
+
+# Its reasons for the end of an answer -> OpenAI's.
+FINISH_REASONS = {"eos": "stop", "word": "stop", "limit": "length"}
+
+
+class LlamaCppServer(OpenAIServer):
+    """A server of llama.cpp (llama-server)."""
+
+    name = "llamacpp"
+    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(takes_tokens=True, counts_drafts=True, can_be_started=True)
+    target_format = "gguf"
+    settings: LlamaCppSettings
+
+    def __init__(self, config: LlamaCppSettings) -> None:
+        super().__init__(config)
+
+    def check_installed(self) -> None:
+        if find_program(self.settings.program) is None:
+            raise UserError(
+                f"server.program={self.settings.program}: llama.cpp's server is not installed; run make llama-cpp in the "
+                "folder of this project, or give the path of llama-server"
+            )
+
+    def make_command(self, launch: EngineLaunch) -> EngineCommand:
+        settings, drafter = self.settings, launch.drafter
+        if drafter is not None:
+            drafter = replace(drafter, num_tokens=settings.draft_tokens or drafter.num_tokens)
+        launch = replace(
+            launch,
+            drafter=drafter,
+            served_name=settings.model or launch.served_name,
+            dtype=settings.dtype or launch.dtype,
+        )
+        return start_llamacpp(launch, settings, find_program(settings.program) or "llama-server")
+
+    def _describe(self, client: HttpClient) -> ServedModel:
+        served = super()._describe(client)
+        models = {model["id"]: model.get("meta") or {} for model in client.list_models() or ()}
+        return replace(served, max_length=models.get(served.name, {}).get("n_ctx"))
+
+    async def request_completion(self, client: HttpClient, request: CompletionRequest) -> Completion:
+        if isinstance(request.prompt, Conversation):
+            return await super().request_completion(client, request)
+        parts, arrivals, began = [], [], time.perf_counter()
+        async for part in client.stream(f"{client.root}/completion", self.request_body(request)):
+            parts.append(part)
+            if part.get("tokens"):
+                arrivals.append((time.perf_counter() - began, len(part["tokens"])))
+        try:
+            return parse_stream(parts, RequestTimes(time.perf_counter() - began, tuple(arrivals)))
+        except MALFORMED as error:
+            raise ServerError("failed", f"the streamed answer is malformed ({error_text(error)})") from error
+
+    def request_body(self, request: CompletionRequest) -> dict[str, Any]:
+        if isinstance(request.prompt, Conversation):
+            return super().request_body(request)
+        body: dict[str, Any] = {
+            "prompt": [*request.prompt], "n_predict": request.max_new_tokens, "temperature": request.temperature,
+            "top_p": request.top_p, "top_k": request.top_k, "min_p": 0.0, "return_tokens": True, "timings_per_token": True,
+            "cache_prompt": False,
+        }  # fmt: skip
+        return {**body, **({} if request.seed is None else {"seed": request.seed}), **(self.settings.extra or {})}
+
+    async def read_counters(self) -> DraftCounters | None:
+        """Return what all servers have counted; None from servers that were started without --metrics."""
+        try:
+            parts = [await read_settled_counters(client, self.name) for client in self.clients]
+        except ServerError:
+            return None
+        counted = [part for part in parts if part is not None]
+        return add_counters(counted) if counted else None
+
+
+def parse_stream(parts: list[dict[str, Any]], times: RequestTimes) -> Completion:
+    """Return the answer that the parts of a stream make up; raise a KeyError or IndexError for a stream without its end."""
+    last = parts[-1]
+    if not last["stop"]:
+        raise ValueError("its end is missing")
+    tokens = [token for part in parts for token in part.get("tokens") or ()]
+    timings, count = last["timings"], int(last["tokens_predicted"])
+    # The engine's clock of later tokens starts at the first one.
+    per_token = timings["predicted_ms"] / 1000 / (count - 1) if count > 1 else None
+    return Completion(
+        {"role": "assistant", "content": "".join(part.get("content", "") for part in parts)},
+        FINISH_REASONS.get(str(last.get("stop_type")), str(last.get("stop_type"))),
+        count,
+        replace(times, engine_per_token=per_token),
+        token_ids=tokens,
+        rounds=parse_rounds([part["timings"] for part in parts if part.get("tokens")]),
+    )
+
+
+def parse_rounds(timings: list[dict[str, Any]]) -> DraftedRounds | None:
+    """Return the rounds of an answer from the counts beside its tokens; None if nothing was drafted."""
+    rounds, before = [], (0, 0)
+    for counts in timings:
+        now = (int(counts.get("draft_n_accepted", 0)), int(counts.get("draft_n", 0)))
+        if now[1] > before[1]:
+            rounds.append((now[0] - before[0], now[1] - before[1]))
+            before = now
+    return DraftedRounds(*map(tuple, zip(*rounds))) if rounds else None

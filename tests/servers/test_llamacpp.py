@@ -1,0 +1,142 @@
+"""llama.cpp's server: the command that starts it, and the rounds in the stream of an answer, by a stand-in."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spectrain.data.messages import Conversation
+from spectrain.errors import UserError
+from spectrain.servers.base import Completion, CompletionRequest, DraftCounters, DraftedRounds
+from spectrain.servers.client import ServerError
+from spectrain.servers.commands import DrafterLaunch, EngineLaunch
+from spectrain.servers.llamacpp import LlamaCppServer, parse_rounds
+from spectrain.servers.llamacpp_command import INSTALLED, LlamaCppSettings, find_program, serve_llamacpp, start_llamacpp
+
+from .stand_in import Reply, StandIn
+
+ROUNDS = DraftedRounds((2, 0, 1), (3, 3, 1))
+TOKENS = [11, 12, 13, 14, 15, 16, 2]
+METRICS = """\
+# TYPE llamacpp:spec_decode_num_drafts_total counter
+llamacpp:spec_decode_num_drafts_total 38
+llamacpp:spec_decode_num_draft_tokens_total 114
+llamacpp:spec_decode_num_accepted_tokens_total 22
+llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 17
+llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 5
+vllm:spec_decode_num_drafts_total{engine="0"} 7
+"""
+
+
+def stream_parts() -> Iterator[dict[str, Any]]:
+    """The parts of an answer of one token, then rounds of 3, 1 and 2 tokens."""
+    sizes, accepted, drafted, round_ends = [0, 3, 1, 2], 0, 0, [1, 4, 5, 7]
+    for number, token in enumerate(TOKENS, 1):
+        index = next(index for index, end in enumerate(round_ends) if number <= end)
+        if index and number == round_ends[index] - sizes[index] + 1:
+            accepted, drafted = accepted + ROUNDS.accepted[index - 1], drafted + ROUNDS.drafted[index - 1]
+        counts = {"draft_n": drafted, "draft_n_accepted": accepted} if drafted else {}
+        yield {"content": f"<{token}>", "tokens": [token], "stop": False, "timings": counts}
+    yield {"content": "", "tokens": [], "stop": True, "stop_type": "eos", "tokens_predicted": 7,
+           "timings": {"predicted_ms": 60.0, "draft_n": 7, "draft_n_accepted": 3}}  # fmt: skip
+
+
+class LlamaStandIn(StandIn):
+    """A server that answers every prompt with the same stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = [*stream_parts()]
+        self.models = (200, {"data": [{"id": "little", "meta": {"n_ctx": 512}}]}, {})
+
+    def reply_to_get(self, path: str) -> Reply:
+        return (200, METRICS, {}) if path == "/metrics" else super().reply_to_get(path)
+
+    def reply_to_post(self, path: str, body: dict[str, Any]) -> Reply:
+        if path == "/v1/chat/completions":
+            return 200, {"choices": [{"message": {"content": "hello"}, "finish_reason": "stop"}], "usage": {}}, {}
+        assert path == "/completion"
+        text = "".join(f"data: {json.dumps(part)}\n\n" for part in self.parts)
+        return 200, text, {"Content-Type": "text/event-stream"}
+
+
+@pytest.fixture
+def stand_in() -> Iterator[LlamaStandIn]:
+    server = LlamaStandIn()
+    yield server
+    server.stop()
+
+
+def complete(stand_in: StandIn, request: CompletionRequest) -> tuple[Completion, DraftCounters | None]:
+    """Return an answer of a server, and its counters."""
+
+    async def run() -> tuple[Completion, DraftCounters | None]:
+        async with LlamaCppServer(LlamaCppSettings(url=stand_in.url, model="little", retries=0)) as server:
+            return await server.complete(request), await server.read_counters()
+
+    return asyncio.run(run())
+
+
+def test_an_answer_has_tokens_and_rounds(stand_in: LlamaStandIn) -> None:
+    """The stream of an answer tells its rounds, one by one; the server's counters are its own alone."""
+    completion, counters = complete(stand_in, CompletionRequest([5, 6], 7, seed=3))
+    assert completion.token_ids == TOKENS and completion.rounds == ROUNDS
+    assert (completion.finish_reason, completion.num_tokens, completion.message["content"][:4]) == ("stop", 7, "<11>")
+    assert [count for _, count in completion.times.arrivals] == [1] * 7
+    assert completion.times.engine_per_token == pytest.approx(0.01)
+    assert counters == DraftCounters(38, 114, (17, 5))
+    body = stand_in.bodies[-1]
+    assert (body["prompt"], body["n_predict"], body["temperature"], body["seed"], body["stream"]) == ([5, 6], 7, 0.0, 3, True)
+
+
+def test_messages_go_to_the_chat_interface(stand_in: LlamaStandIn) -> None:
+    completion, _ = complete(stand_in, CompletionRequest(Conversation([{"role": "user", "content": "Hi"}]), 7))
+    assert completion.message["content"] == "hello" and completion.token_ids is None
+
+
+def test_a_stream_without_its_end_is_an_error(stand_in: LlamaStandIn) -> None:
+    stand_in.parts = stand_in.parts[:-1]
+    with pytest.raises(ServerError, match="its end is missing"):
+        complete(stand_in, CompletionRequest([5, 6], 7))
+
+
+def test_a_server_tells_its_context(stand_in: LlamaStandIn) -> None:
+    served = LlamaCppServer(LlamaCppSettings(url=stand_in.url)).check_ready()
+    assert (served.name, served.max_length) == ("little", 512)
+
+
+def test_nothing_drafted_is_no_round() -> None:
+    assert parse_rounds([{}, {"draft_n": 0}]) is None
+
+
+def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files, method and number; float32 weights have float32 caches; the context of all slots together is given."""
+    drafter = DrafterLaunch("draft-eagle3", "D", 3)
+    launch = EngineLaunch("T", "tiny", "float32", drafter)
+    user = "llama-server -m T/target.gguf -md D/drafter.gguf --spec-type draft-eagle3 --spec-draft-n-max 3"
+    assert serve_llamacpp(launch).format_shell() == user
+    settings = LlamaCppSettings(max_length=512, slots=2, threads=1, draft_tokens=2, program="x", arguments=["--no-warmup"])
+    words = LlamaCppServer(settings).make_command(launch).format_shell()
+    assert "-np 2 -c 1024 -t 1" in words and "--spec-draft-n-max 2" in words and words.endswith("-td 1 --no-warmup")
+    assert all(f"{cache} f32" in words for cache in ("-ctk", "-ctv", "-ctkd", "-ctvd"))
+    plain = start_llamacpp(EngineLaunch("T.gguf", "tiny", "bfloat16"), LlamaCppSettings(), "x").format_shell()
+    assert "-ctk" not in plain and "-md" not in plain and "-m T.gguf" in plain
+    with pytest.raises(UserError, match=r"server\.slots=0: use 1 or more"):
+        LlamaCppSettings(slots=0)
+
+
+def test_where_the_program_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What make llama-cpp installed here comes before the PATH; without either, one sentence says what to do."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("spectrain.servers.llamacpp_command.INSTALLED", Path("missing"))
+    with pytest.raises(UserError, match="run make llama-cpp in the folder of this project"):
+        LlamaCppServer(LlamaCppSettings()).check_installed()
+    monkeypatch.setattr("spectrain.servers.llamacpp_command.INSTALLED", INSTALLED)
+    (tmp_path / INSTALLED).parent.mkdir()
+    (tmp_path / INSTALLED).touch()
+    assert find_program(None) == str(tmp_path / INSTALLED)
+    assert find_program(str(tmp_path / "nothing")) is None
