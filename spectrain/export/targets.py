@@ -90,8 +90,10 @@ class TargetFiles:
 
     @cached_property
     def full_config(self) -> Any:
+        """The configuration of the whole model; of a model on the hub, no weights are downloaded for it."""
+        is_on_hub = not self.is_local and not Path(self.reference).is_absolute() and not self.reference.startswith(".")
         try:
-            return AutoConfig.from_pretrained(self.directory, trust_remote_code=False)
+            return AutoConfig.from_pretrained(self.reference if is_on_hub else self.directory, trust_remote_code=False)
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise UserError(

@@ -7,6 +7,8 @@ assumed and printed as such.
 import json
 import math
 import os
+import re
+import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +20,9 @@ from spectrain.drafters.capabilities import adapts_layers
 from spectrain.errors import UserError
 from spectrain.features.store_contents import TORCH_DTYPES, count_state_bytes
 from spectrain.provenance import collect_provenance
+from spectrain.runs.serve import describe_launches
+from spectrain.servers.commands import is_decreasing, round_rates
+from spectrain.servers.engines import ENGINES, simulate_acceptance
 
 from .footprint import DiskSizes, Models, count_parameters, largest_piece_bytes, lent_bytes, peak_memory
 from .hours import Rate, estimate_hours
@@ -28,6 +33,8 @@ SHARDING_SETTINGS = {
     "drafter": "trainer.sharding=fsdp2",
     "drafter and target": "trainer.sharding=fsdp2 target.sharding=fsdp2",
 }
+# Share of the draft tokens after accepted ones that is accepted, unless the user knows better.
+ASSUMED_ACCEPTANCE = 0.7
 HALVED_SETTINGS = ("ttt_steps", "num_heads", "vocab_size", "num_masks", "num_drafts")
 """Settings of a drafter whose halves take less memory."""
 
@@ -52,6 +59,9 @@ class Plan:
     peak_tflops: float = 989.0
     # Share of the peak rate that is assumed to be reached, above 0.
     share: float = 0.4
+    # Share of rounds that accept all draft tokens up to each position, for the printed commands that simulate acceptance;
+    # null assumes that 0.7 of the tokens after accepted ones are accepted.
+    acceptance_rates: list[float] | None = None
     # Whether to print JSON instead of a table.
     json: bool = False
     # File that the JSON is written to; null writes none.
@@ -62,6 +72,9 @@ class Plan:
             value = getattr(self, key)
             if value is not None and value <= 0:
                 raise UserError(f"plan.{key}={value}: use a number above 0")
+        rates = self.acceptance_rates
+        if rates is not None and not is_decreasing(rates):
+            raise UserError(f"plan.acceptance_rates={rates}: use rates from 0 to 1, none above the one before it")
 
     @property
     def torch_device(self) -> torch.device:
@@ -129,6 +142,7 @@ def plan(spec: RunSpec, options: Plan) -> dict[str, Any]:
         },
         "hours": estimate_hours(spec, options.rate, models, work, operations),
         "notes": list_notes(spec, options, work),
+        "simulation": plan_simulation(spec, models, options.acceptance_rates),
     }  # fmt: skip
     if limit is not None:
         summary["fits"] = peak <= limit * (1 - RESERVE)
@@ -155,6 +169,24 @@ def list_notes(spec: RunSpec, options: Plan, work: Workload) -> list[str]:
             "attention is taken to run in fused kernels, masked too, as on an H100; elsewhere it may store every score"
         )
     return notes
+
+
+def plan_simulation(spec: RunSpec, models: Models, rates: list[float] | None) -> dict[str, Any] | None:
+    """Return the commands that show what an acceptance is worth before there is a drafter; None if no engine serves it."""
+    launches = {
+        name: launch for name, launch in describe_launches(spec, models.drafter, "DRAFTER").items() if ENGINES[name].simulates
+    }
+    if not launches:
+        return None
+    count = max(launch.drafter.num_tokens for launch in launches.values() if launch.drafter is not None)
+    chosen = round_rates(rates or [ASSUMED_ACCEPTANCE**position for position in range(1, count + 1)])
+    simulated = simulate_acceptance(launches, chosen).items()
+    commands = {ENGINES[name].title: ENGINES[name].make_command(launch).format_shell() for name, launch in simulated}
+    words = [word.lstrip("+") for word in spec.overrides]
+    words = ["spectrain", "serve", *(word for word in words if re.match(r"(recipe|target|drafter)[.=]", word))]
+    if "vllm" in launches:
+        commands["spectrain"] = shlex.join([*words, "server=vllm", f"server.acceptance_rates={chosen}".replace(" ", "")])
+    return {"rates": chosen, "assumed": rates is None, "commands": commands}
 
 
 def plan_disk(models: Models, work: Workload) -> dict[str, Any]:

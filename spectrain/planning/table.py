@@ -44,6 +44,7 @@ def print_plan(summary: dict[str, Any]) -> None:
     console.print(table)
     for note in summary["notes"]:
         console.print(note, highlight=False)
+    print_simulation(console, summary["simulation"])
     if memory["limit_bytes"] is None:
         console.print("plan.device_gb=80 says whether it fits, and what to change if not", highlight=False)
         return
@@ -55,6 +56,21 @@ def print_plan(summary: dict[str, Any]) -> None:
             fits = "yes" if entry["fits"] else "no"
             table.add_row(entry["change"], format_bytes(entry["peak_bytes"]), format_bytes(entry["saves_bytes"]), fits)
         console.print(table)
+
+
+def print_simulation(console: Console, simulation: dict[str, Any] | None) -> None:
+    """Print the commands that simulate acceptance."""
+    if simulation is None:
+        return
+    rates = " ".join(f"{rate:g}" for rate in simulation["rates"])
+    how = "assumed; plan.acceptance_rates sets others" if simulation["assumed"] else "plan.acceptance_rates"
+    console.print(
+        f"These commands serve with simulated acceptance, at the rates {rates} by position ({how}), and show what it is worth "
+        "on this hardware. DRAFTER is any drafter of this shape; spectrain serve takes an untrained one.",
+        highlight=False,
+    )
+    for engine, command in simulation["commands"].items():
+        console.print(f"  {engine}: {command}", highlight=False, markup=False)
 
 
 def format_bytes(size: float) -> str:

@@ -12,27 +12,39 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
+import torch
+
 from spectrain.config.spec import RunSpec
+from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
+from spectrain.export.card import make_launches
 from spectrain.export.converter import read_drafter, resolve_target, write_checked
 from spectrain.export.layout import DrafterCheckpoint, Layout
 from spectrain.export.layouts import LAYOUTS, detect_layout, load_layout, read_files
 from spectrain.export.targets import TargetFiles
 from spectrain.files import atomic_write
 from spectrain.models.loading import resolve_device, resolve_dtype
+from spectrain.models.target import Target
 from spectrain.servers.base import Server
 from spectrain.servers.commands import EngineLaunch
+from spectrain.servers.engines import ENGINES
 from spectrain.servers.launch import start_engine
 
-from .drafters import build_without_weights
+from .drafters import build_drafter, build_without_weights, save_drafter
 from .folder import require_drafter_directory
 
 
 def serve_command(spec: RunSpec, capture: bool, print_only: bool, out: str | None) -> None:
     """Start an engine and wait until a signal stops it, or print its command."""
     server: Server = spec.server.build()
-    with TemporaryDirectory(prefix="spectrain-serve-") as scratch, interrupt_on_sigterm():
-        lines, launch = [], None
+    with TemporaryDirectory(prefix="spectrain-serve-") as scratch, interrupt_on_signals():
+        lines: list[str] = []
+        if spec.run is None and spec.recipe_name is not None and spec.server.get("acceptance_rates") and not capture:
+            if print_only:
+                raise UserError(
+                    "--print: an untrained drafter is written only to be started; leave --print out, or give run=DIR"
+                )
+            spec = write_untrained(spec, Path(scratch) / "untrained")
         if spec.run is None:
             launch = make_target_launch(spec, server, capture)
         else:
@@ -61,8 +73,11 @@ def run_engine(server: Server, launch: EngineLaunch) -> None:
 
 
 @contextmanager
-def interrupt_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM raise KeyboardInterrupt, as SIGINT does, so that what was started is stopped."""
+def interrupt_on_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGINT raise KeyboardInterrupt, so that what was started is stopped.
+
+    A shell lets a command in the background ignore SIGINT.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -70,11 +85,12 @@ def interrupt_on_sigterm() -> Iterator[None]:
     def interrupt(number: int, frame: Any) -> NoReturn:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 # The target
@@ -84,11 +100,9 @@ def make_target_launch(spec: RunSpec, server: Server, capture: bool) -> EngineLa
     """Return the launch of a target without a drafter, for its answers or for its hidden states."""
     if not capture and spec.recipe_name is not None:
         raise UserError(
-            f"recipe={spec.recipe_name}: it has no drafter to serve; serve a trained one with run=DIR, or capture what the "
-            "recipe reads with capture=true"
+            f"recipe={spec.recipe_name}: it has no drafter to serve; serve a trained one with run=DIR, capture what the recipe "
+            "reads with capture=true, or simulate acceptance with server.acceptance_rates=[0.7,0.4,0.2]"
         )
-    if capture and spec.recipe_name is None and not spec.overrides_key("drafter"):
-        raise UserError("capture=true: say which drafter the hidden states are for, as in recipe=eagle3")
     launch = launch_target(TargetFiles.from_settings(spec.target.node), server)
     return replace(launch, capture_layers=find_captured_layers(spec)) if capture else launch
 
@@ -118,10 +132,25 @@ def find_captured_layers(spec: RunSpec) -> tuple[int, ...]:
     """
     target, drafter = build_without_weights(spec)
     layers = {layer for stage in drafter.stages for layer in stage.layers}
+    if not layers:
+        raise UserError(
+            f"capture=true: drafter={spec.drafter.choice} reads no hidden states; say which drafter they are for, as in "
+            "recipe=eagle3"
+        )
     return tuple(sorted({layer for layer in layers if layer != "final"} | {target.num_layers}))
 
 
 # The drafter
+
+
+def write_untrained(spec: RunSpec, folder: Path) -> RunSpec:
+    """Write an untrained drafter of a recipe, of which simulated acceptance needs only the cost, and return the spec that
+    serves it."""
+    target: Target = spec.target.build()
+    drafter = build_drafter(spec.drafter, target)
+    drafter.prepare(target, torch.ones(target.head.vocab_size, dtype=torch.long))
+    save_drafter(folder, drafter, spec)
+    return replace(spec, run=str(folder))
 
 
 @dataclass(frozen=True)
@@ -163,9 +192,29 @@ def find_served_drafter(spec: RunSpec, engine: str, capture: bool = False) -> Se
     checkpoint = read_drafter(directory, requested)
     target = requested or resolve_target(checkpoint)
     own = detect_layout(read_files(directory))
+    is_exported = engine in own.drafter_launches(checkpoint, target, "")
+    layout = own if is_exported else find_engine_layout(checkpoint, target, engine)
+    if layout is None:
+        raise UserError(
+            f"run={run}: {engine} does not serve drafter={checkpoint.family}; docs/serving.md lists what engines serve"
+        )
+    return ServedDrafter(run, directory, is_exported, checkpoint, layout, target)
+
+
+def find_engine_layout(checkpoint: DrafterCheckpoint, target: TargetFiles, engine: str) -> Layout | None:
+    """Return the layout in which an engine reads a drafter, that of the engine's own format first; None if it reads none."""
     rows = [row for row in LAYOUTS if checkpoint.family in row.families.split()]
     rows.sort(key=lambda row: engine not in row.formats.split())
-    for layout in (own, *map(load_layout, rows)):
-        if engine in layout.drafter_launches(checkpoint, target, ""):
-            return ServedDrafter(run, directory, layout is own, checkpoint, layout, target)
-    raise UserError(f"run={run}: {engine} does not serve drafter={checkpoint.family}; docs/serving.md lists what engines serve")
+    layouts = map(load_layout, rows)
+    return next((layout for layout in layouts if engine in layout.drafter_launches(checkpoint, target, "")), None)
+
+
+def describe_launches(spec: RunSpec, drafter: Drafter, folder: str) -> dict[str, EngineLaunch]:
+    """Return, by engine, its launch with a recipe's drafter, which exists without weights, in a folder that is to be."""
+    target = TargetFiles.from_settings(spec.target.node)
+    settings = {"_target_": spec.drafter.path, **spec.drafter.with_defaults(), **drafter.saved.settings}
+    checkpoint = DrafterCheckpoint(settings, dict(drafter.state_dict()))
+    layouts = {name: find_engine_layout(checkpoint, target, name) for name in ENGINES}
+    return {
+        name: make_launches(checkpoint, layout, target, folder)[name] for name, layout in layouts.items() if layout is not None
+    }

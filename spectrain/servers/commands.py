@@ -50,6 +50,11 @@ class EngineCommand:
         return " ".join([*variables, *map(shlex.quote, self.arguments)])
 
 
+def is_decreasing(rates: Sequence[float]) -> bool:
+    """Tell whether these are rates from 0 to 1 of which none is above the one before it."""
+    return bool(rates) and all(0 <= later <= earlier for earlier, later in zip([1.0, *rates], rates))
+
+
 def round_rates(rates: Sequence[float]) -> list[float]:
     """Return rates with three digits, none above the one before it, as engines require."""
     rounded: list[float] = []

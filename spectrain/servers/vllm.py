@@ -32,7 +32,7 @@ from .base import (
     add_counters,
 )
 from .client import HttpClient, ServerError
-from .commands import EngineCommand, EngineLaunch
+from .commands import EngineCommand, EngineLaunch, is_decreasing
 from .counters import read_settled_counters
 from .environments import EngineEnvironment, read_environment
 from .openai import OpenAIServer
@@ -61,7 +61,7 @@ class VllmSettings(EngineSettings):
         rates = self.acceptance_rates
         if rates is None:
             return
-        if not rates or not all(0 <= later <= earlier for earlier, later in zip([1.0, *rates], rates)):
+        if not is_decreasing(rates):
             raise UserError(f"server.acceptance_rates={rates}: use rates from 0 to 1, none above the one before it")
         if self.draft_tokens not in (None, len(rates)):
             raise UserError(

@@ -87,6 +87,18 @@ def test_card_promises_no_more_than_the_table(tiny: Target, tmp_path: Path) -> N
     assert "not to be quoted" in card and "7.31" not in card and "9.50" not in card
 
 
+def test_card_simulates_the_measured_acceptance(tiny: Target, tmp_path: Path) -> None:
+    """Rates by position are products of the chain's rates by depth, and their number is that of the drafted tokens."""
+    run = run_of(tmp_path / "run", tiny, "eagle3", vocab_size=256)
+    (run / "eval" / "heldout").mkdir(parents=True)
+    chain = {**SUMMARY, "tree": {"name": "chain", "depth": 2}, "acceptance_by_depth": [0.5, 0.25]}
+    (run / "eval" / "heldout" / "summary.json").write_text(json.dumps({**SUMMARY, "compared": {"chain": chain}}))
+    card = (exported(run, "sglang", tmp_path / "out") / "README.md").read_text()
+    assert '"synthetic_acceptance_rates": [0.5, 0.125, 0.0]' in card and "SGLANG_SIMULATE_ACC_LEN=1.625" in card
+    (run / "eval" / "heldout" / "summary.json").write_text(json.dumps(SUMMARY))
+    assert "Simulated" not in (exported(run, "sglang", tmp_path / "other") / "README.md").read_text()
+
+
 def test_card_without_a_score_says_so(tiny: Target, tmp_path: Path) -> None:
     """A drafter that was never scored has no number on its card."""
     run = run_of(tmp_path / "run", tiny, "eagle3", vocab_size=256)
