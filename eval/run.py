@@ -68,7 +68,7 @@ class Evaluation(PromptedEvaluation):
             check_execution(list(self._references.values()))
 
     def check_prompts(self, target: Target) -> None:
-        target.require_layers("scoring with this engine")
+        target.require_layers("scoring with this engine (eval=none leaves it out of a training)")
         super().check_prompts(target)
 
     def extensions(self) -> list[EvalExtension]:

@@ -84,6 +84,11 @@ class Models:
         return [p for p in self.target.parameters() if id(p) not in self.own_ids]
 
     @property
+    def loaded_parameters(self) -> list[Tensor]:
+        """The target's parameters that a training holds: with target.parts=head, those that drafters read."""
+        return self.target_parameters if self.target.has_layers else lent_parameters(self.target)
+
+    @property
     def features(self) -> tuple[Any, ...]:
         """The layers whose states are captured of every token."""
         return tuple(self.drafter.stages[0].layers)
@@ -132,7 +137,7 @@ def step_moments(models: Models, stage: Stage, batch: BatchShape) -> list[dict[s
     head = FLOAT_BYTES * judged.vocab_size * (judged.width or models.target.width)  # the gradient of an output layer
     after = stored + judged.layers * head + cost.backward_values * FLOAT_BYTES
     scratch = max((FLOAT_BYTES * p.numel() for p in trained), default=0)
-    forward_rows = max(cost.forward_rows, batch.tokens if stage.layers else 0)
+    forward_rows = max(cost.forward_rows, batch.tokens if stage.layers and models.target.has_layers else 0)
     return [
         features | {"activations": stored + (judged.layers - 1) * head, "logits": logits_bytes(models, judged)},
         features | {"activations": after},
@@ -156,7 +161,7 @@ def resident_bytes(models: Models, stage: Stage) -> dict[str, float]:
     frozen = models.target if original is None else original
     copy = [] if original is None else [*original.parameters()]
     return {
-        "target weights": bytes_of(models.target_parameters),
+        "target weights": bytes_of(models.loaded_parameters),
         "drafter weights": bytes_of([*models.drafter.parameters(), *models.drafter.buffers(), *copy]),
         "packed copies of weights": packed_bytes(frozen, {id(p) for p in trained}) if models.is_cpu else 0,
         "optimiser state": 2 * bytes_of(trained),
@@ -166,7 +171,7 @@ def resident_bytes(models: Models, stage: Stage) -> dict[str, float]:
 def packed_bytes(target: Target, trained: set[int]) -> int:
     """Return the bytes of the copies that make frozen linears of a CPU faster: joined ones, and reordered large ones."""
     copied: list[Tensor] = []
-    for module in target.model.modules():
+    for module in (target.model if target.has_layers else target.head.output).modules():
         for names in SHARED_INPUT_NAMES:
             linears = [part for name in names if isinstance(part := getattr(module, name, None), nn.Linear)]
             copied += [linear.weight for linear in linears] if len(linears) == len(names) else []
@@ -308,6 +313,6 @@ def largest_piece_bytes(target: Target) -> int:
     return max(bytes_of(piece.parameters()) for piece in pieces)
 
 
-def lent_bytes(target: Target) -> int:
-    """Return the bytes of the target's embedding and output layer, which drafters read."""
-    return bytes_of([*target.head.embedding.parameters(), *target.head.output.parameters()])
+def lent_parameters(target: Target) -> list[Tensor]:
+    """Return the parameters of the target's embedding and output layer, which drafters read."""
+    return [*target.head.embedding.parameters(), *target.head.output.parameters()]

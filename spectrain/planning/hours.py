@@ -58,6 +58,10 @@ def should_calibrate(spec: RunSpec, rate: Rate, models: Models, work: Workload) 
     can_run = rate.is_here and work.is_counted
     if rate.calibrate and not can_run:
         raise UserError("plan.calibrate=true: it runs steps on this machine; leave out plan.tokens and a plan.device not here")
+    if not models.target.has_layers:
+        if rate.calibrate:
+            models.target.require_layers("plan.calibrate=true")
+        return False
     if rate.calibrate is not None:
         return rate.calibrate
     model = spec.target.get("model")

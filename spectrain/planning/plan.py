@@ -24,7 +24,7 @@ from spectrain.runs.serve import describe_launches
 from spectrain.servers.commands import is_decreasing, round_rates
 from spectrain.servers.engines import ENGINES, simulate_acceptance
 
-from .footprint import DiskSizes, Models, count_parameters, largest_piece_bytes, lent_bytes, peak_memory
+from .footprint import DiskSizes, Models, bytes_of, count_parameters, largest_piece_bytes, lent_parameters, peak_memory
 from .hours import Rate, estimate_hours
 from .table import RESERVE, print_plan
 from .workload import Workload, cached_features, count_operations, read_tokenizer, read_workload
@@ -221,7 +221,7 @@ def list_changes(spec: RunSpec, options: Plan, models: Models, memory: dict[str,
     peaks = {f"{SHARDING_SETTINGS[what]} on {options.devices} devices": size for what, size in sharded.items()}
     if models.features and not spec.source.build().stores_features:
         weights = memory.get("target weights", 0) + memory.get("packed copies of weights", 0)
-        peaks["source=store"] = peak - max(0, weights - lent_bytes(models.target))
+        peaks["source=store target.parts=head"] = peak - max(0, weights - bytes_of(lent_parameters(models.target)))
     for settings in cheaper_settings(spec, models):
         changed = spec
         for key, value in settings.items():

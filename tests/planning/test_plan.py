@@ -22,6 +22,7 @@ from spectrain.config.spec import RunSpec, read_run
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.eagle3 import Eagle3
+from spectrain.errors import UserError
 from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
 from spectrain.planning.footprint import Models, bytes_of
@@ -206,7 +207,18 @@ def test_a_large_target_is_planned_from_its_configuration_alone() -> None:
     assert not found["fits"] and found["changes"]
     saved = [change["saves_bytes"] for change in found["changes"]]
     assert saved == sorted(saved, reverse=True) and saved[-1] > 0
-    assert {"source=store", "drafter.vocab_size=16000"} <= {change["change"] for change in found["changes"]}
+    assert {"source=store target.parts=head", "drafter.vocab_size=16000"} <= {change["change"] for change in found["changes"]}
+
+
+def test_a_target_without_layers_takes_the_memory_of_its_head(little: tuple[str, str]) -> None:
+    """Its weights are embedding and output layer, no step is timed, and a calibration is refused."""
+    settings = ("recipe=eagle3", *little, "source=store", "source.path=none")
+    whole, head = planned(*settings), planned(*settings, "+target.parts=head")
+    parts = head["memory"]["parts"]
+    assert parts["target weights"] < whole["memory"]["parts"]["target weights"] and "target activations" not in parts
+    assert parts["drafter weights"] == whole["memory"]["parts"]["drafter weights"] and "assumed" in head["hours"]["basis"]
+    with pytest.raises(UserError, match="plan.calibrate=true needs the layers"):
+        planned(*settings, "+target.parts=head", "plan.calibrate=true")
 
 
 MOE = {
