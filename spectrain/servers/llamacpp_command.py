@@ -54,7 +54,7 @@ def start_llamacpp(launch: EngineLaunch, settings: LlamaCppSettings, program: st
     options |= dict.fromkeys(caches, "f32" if launch.dtype == "float32" else None)
     if launch.drafter is not None:
         options["-td"] = settings.threads
-    return EngineCommand([program, *to_options(options), *settings.arguments])
+    return EngineCommand([program, *to_options(options), *map(str, settings.arguments)])
 
 
 def find_program(program: str | None) -> str | None:

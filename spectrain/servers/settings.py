@@ -71,7 +71,7 @@ class EngineSettings(ClientSettings):
     # Number of tokens that a started engine drafts in a round; null takes what the drafter was made for.
     draft_tokens: int | None = None
     # Further arguments of a started engine, as in [--max-num-seqs,8].
-    arguments: list[str] = field(default_factory=list)
+    arguments: list[str | int | float] = field(default_factory=list)
     # Seconds that a started engine may take until it answers.
     start_seconds: float = 900.0
 

