@@ -67,10 +67,16 @@ def compare_rounds(served: Sequence[Generation], own: Sequence[Generation]) -> R
 
 
 def list_rounds(served: Generation, own: Generation) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
-    """Return (start, length) of the complete rounds of both, before the first token that differs."""
+    """Return (start, length) of the complete rounds of both, before the first token that differs.
+
+    Without those at the end, in which some engines draft only as many tokens as fit.
+    """
     end = first_difference(served.output, own.output)
     shared = len(served.output) if end is None else end
-    left, right = ({(start, n) for start, n in round_starts(each) if start + n <= shared} for each in (served, own))
+    last = len(served.output) - max(served.depths, default=0)
+    left, right = (
+        {(start, n) for start, n in round_starts(each) if start + n <= shared and start < last} for each in (served, own)
+    )
     return left, right
 
 
@@ -136,7 +142,7 @@ class OwnChain:
     def test_causes(
         self, served: Sequence[Generation], own: Sequence[Generation], depth: int, max_new_tokens: int
     ) -> list[TestedCause]:
-        """Decode the prompts that agree least with every cause."""
+        """Decode the prompts that agree least with one cause after the other, up to one that explains every round."""
         worst, _ = select_worst(served, own)
         position = compare_rounds(served, own).first_difference
         tested = []
@@ -144,6 +150,8 @@ class OwnChain:
             generations = decode_prompts(*cause.load(), depth, worst, max_new_tokens)
             agreement = compare_rounds(worst, generations)
             tested.append(TestedCause(cause.name, cause.description, cause.remedy, agreement))
+            if agreement.equal == agreement.checked:
+                break
         return tested
 
 

@@ -2,7 +2,7 @@
 
 A fault of an export or of an engine is another interpretation of the same tensors (`spectrain.export.measure`): layers off by
 one, a flipped norm flag. Those here are faults of serving: number types, windows, the order of rotary dimensions, the draft
-vocabulary's map. Shapes: V draft vocabulary, H heads, D head dimension.
+vocabulary's map.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from spectrain.config.build import GroupSpec
 from spectrain.drafters.base import Drafter
 from spectrain.eval.serving.agreement import Cause
+from spectrain.export.gguf_layout import convert_heads
 from spectrain.export.layout import DrafterCheckpoint, Interpretation
 from spectrain.export.measure import (
     INTERPRETATIONS,
@@ -70,34 +70,18 @@ class CauseFinder:
 
 
 def permuted_interpretations(drafter: DrafterCheckpoint) -> Iterator[Interpretation]:
-    """Yield queries and keys whose rotary dimensions are in pairs instead of halves, and the reverse."""
-    names = [name for name in drafter.tensors if name.endswith(("q_proj.weight", "k_proj.weight"))]
-    head_dim = read_head_dim(drafter)
-    if not names or head_dim is None:
+    """Yield queries and keys whose rotary dimensions are neighbours instead of halves, and the reverse."""
+    architecture: dict[str, Any] = drafter.drafter.get("architecture") or {}
+    if "num_attention_heads" not in architecture:
         return
-    for description, shape in (("pairs", (2, head_dim // 2)), ("halves", (head_dim // 2, 2))):
-        permuted = {name: permute_rows(drafter.tensors[name], shape) for name in names}
+    for description, to_file in (("neighbours", True), ("halves", False)):
+        permuted = convert_heads(drafter.tensors, architecture, to_file=to_file)
         yield Interpretation(
-            "queries-permuted",
-            f"the rows of queries and keys permuted, as for rotary {description}",
+            "heads-permuted",
+            f"the rows of queries and keys permuted, as if rotary dimensions were {description}",
             "write q_proj and k_proj in transformers' order",
             with_changes(drafter, {}, permuted),
         )
-
-
-def permute_rows(weight: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Return a weight [H D, in] with the rows of each head, seen as `shape`, transposed."""
-    rows = weight.reshape(-1, *shape, weight.shape[-1]).transpose(1, 2)
-    return rows.reshape(weight.shape).contiguous()
-
-
-def read_head_dim(drafter: DrafterCheckpoint) -> int | None:
-    """Return the width of an attention head; None for a drafter without attention of its own."""
-    architecture = drafter.drafter.get("architecture") or {}
-    if architecture.get("head_dim"):
-        return int(architecture["head_dim"])
-    heads, width = architecture.get("num_attention_heads"), architecture.get("hidden_size")
-    return int(width) // int(heads) if heads and width else None
 
 
 def vocabulary_interpretations(drafter: DrafterCheckpoint) -> Iterator[Interpretation]:
@@ -136,6 +120,9 @@ def window_interpretations(drafter: DrafterCheckpoint, position: int) -> Iterato
         changed = with_changes(drafter, {"window": None}, {})
         yield Interpretation("context-window", "no sliding window", "write the sliding window", changed)
         return
-    for window in sorted({1 << (position.bit_length() - 1), position}) if position > 1 else []:
-        changed = with_changes(drafter, {"window": window}, {})
-        yield Interpretation("context-window", f"a window of {window} positions", "write no sliding window", changed)
+    # A window shows where it first matters, which may be later than where it begins; most sizes are powers of two.
+    power = 1 << max(0, position.bit_length() - 1)
+    for window in sorted({position, power * 3 // 2, power, power * 3 // 4, power // 2}, reverse=True):
+        if 1 < window <= position:
+            changed = with_changes(drafter, {"window": window}, {})
+            yield Interpretation("context-window", f"a window of {window} positions", "write no sliding window", changed)

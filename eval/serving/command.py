@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from hydra import compose
@@ -28,7 +30,10 @@ from spectrain.runs.defaults import complete_evaluation, resolve_eval_spec
 from spectrain.runs.drafters import load_drafter
 from spectrain.runs.folder import archive_earlier, find_drafter_directory
 from spectrain.runs.score import describe_run, load_target
+from spectrain.runs.serve import find_served_drafter, interrupt_on_signals
 from spectrain.servers.base import Server
+from spectrain.servers.commands import EngineLaunch
+from spectrain.servers.launch import start_engine
 from spectrain.training.metrics import track_run
 
 APPLICABLE = ("name", "prompts", "categories", "limit", "max_new_tokens", "concurrency", "slo", "check", "report")
@@ -47,12 +52,13 @@ def score_server(config: Mapping[str, Any]) -> dict[str, Any]:
     refuse_inapplicable(requested)
     spec, folder = resolve_server_spec(requested)
     evaluation = make_evaluation(spec)
-    groups = connect_servers(spec)
-    subject = describe_subject(spec, Path(str(spec.run)), groups) if requested["run"] else describe_server(spec, groups)
-    if subject.target is not None:
-        evaluation.check_prompts(subject.target)
     folder = folder / "eval" / evaluation.name
-    with track_run(spec.tracker.build(), folder, spec.to_nodes(), "eval") as tracker:
+    with ExitStack() as stack:
+        groups = start_servers(spec, stack) if requested["serve"] else connect_servers(spec)
+        subject = describe_subject(spec, Path(str(spec.run)), groups) if requested["run"] else describe_server(spec, groups)
+        if subject.target is not None:
+            evaluation.check_prompts(subject.target)
+        tracker = stack.enter_context(track_run(spec.tracker.build(), folder, spec.to_nodes(), "eval"))
         # A folder that cannot be written raises an error before anything is requested.
         with atomic_write(folder, folder=True) as scratch:
             summary = evaluation.score(subject, scratch)
@@ -66,6 +72,11 @@ def refuse_inapplicable(requested: Mapping[str, Any]) -> None:
     """Raise a UserError for a setting that means nothing for a server."""
     if not requested.get("server"):
         raise UserError("serve=true: say which engine to start, as in server=vllm")
+    if requested.get("serve"):
+        if requested.get("run") is None:
+            raise UserError("serve=true: say with which drafter to start the engine, as in run=runs/NAME")
+        for key in {"url", "baseline_url"} & requested["server"].keys():
+            raise UserError(f"server.{key}: serve=true starts the servers itself; leave it out, or leave out serve=true")
     for group, reason in FIXED_GROUPS.items():
         if requested.get(group):
             raise UserError(f"{group}: {reason}; leave it out")
@@ -82,7 +93,8 @@ def resolve_server_spec(requested: dict[str, Any]) -> tuple[RunSpec, Path]:
     evaluation.setdefault("name", f"{RunSpec.from_nodes({'server': requested['server']}).server.choice}-{name}")
     settings["eval"] = evaluation
     if settings["run"] is not None:
-        return resolve_eval_spec(settings)
+        spec, folder = resolve_eval_spec(settings)
+        return replace(spec, overrides=("target=",) if settings.get("target") else ()), folder
     defaults = to_containers(compose("train", overrides=["drafter=ngram"]).eval)
     settings["eval"] = to_containers(OmegaConf.merge(defaults, evaluation))
     complete_evaluation(settings["eval"], evaluation, has_tree=True)
@@ -105,6 +117,29 @@ def connect_servers(spec: RunSpec) -> list[ServerGroup]:
         changed = spec.server.with_settings(url=server.settings.baseline_url, baseline_url=None)
         group[PLAIN] = nullcontext(changed.build())
     return [group]
+
+
+def start_servers(spec: RunSpec, stack: ExitStack) -> list[ServerGroup]:
+    """Return the servers that start when they are entered: the engine with the run's drafter, then without a drafter.
+
+    The drafter's files are there until `stack` is closed.
+    """
+    server: Server = spec.server.build()
+    drafter = find_served_drafter(spec, server.name)
+    folder = drafter.directory
+    if not drafter.is_exported:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="spectrain-serve-"))) / "drafter"
+        drafter.write(folder)
+    stack.enter_context(interrupt_on_signals())
+    launch = drafter.make_launch(server, folder)
+    return [{DRAFTED: start_server(server, launch)}, {PLAIN: start_server(server, replace(launch, drafter=None))}]
+
+
+@contextmanager
+def start_server(server: Server, launch: EngineLaunch) -> Iterator[Server]:
+    """Start an engine, and yield a client of it; it ends with the block."""
+    with start_engine(server, launch) as engine:
+        yield engine.server
 
 
 def describe_server(spec: RunSpec, groups: list[ServerGroup]) -> ServedSubject:

@@ -28,7 +28,7 @@ CAUSES = {
     "fc_norm-dropped": "norm flag",
     "norms-swapped": "input norms exchanged",
     "halves-swapped": "order of the inputs",
-    "queries-permuted": "permuted queries and keys",
+    "heads-permuted": "permuted queries and keys",
     "d2t-as-ids": "map of the draft vocabulary",
     "context-window": "context window",
     "transposed-tensor": "transposed tensor",
@@ -136,7 +136,10 @@ def _describe_own_chain(own: dict[str, Any]) -> Iterator[str]:
         )
         return
     tested = ", ".join(dict.fromkeys(CAUSES.get(entry["name"], entry["name"]) for entry in own.get("tested", [])))
-    yield f"No tested cause explains the difference ({tested or 'none is known for this family'})."
+    yield (
+        f"No tested cause explains the difference ({tested or 'none is known for this family'}); the first round that differs "
+        f"is at position {own['first_difference']}."
+    )
 
 
 def _describe_template(template: dict[str, Any]) -> Iterator[str]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from spectrain.decoding.generation import Generation
 from spectrain.drafters.base import Drafter
@@ -18,7 +17,6 @@ from spectrain.eval.comparison import ScoredRun
 from spectrain.eval.recommendations import compare_runs
 from spectrain.eval.run import Evaluation
 from spectrain.eval.serving.agreement import Cause, OwnChain, compare_rounds
-from spectrain.eval.serving.causes import permute_rows
 from spectrain.eval.serving.command import refuse_inapplicable
 from spectrain.eval.serving.latency import LatencyLimits
 from spectrain.eval.serving.notes import describe_server
@@ -147,14 +145,15 @@ def generation(prompt: int, lengths: list[int], output: list[int]) -> Generation
 
 
 def test_rounds_are_compared_up_to_the_first_other_token() -> None:
-    """Equal rounds count; the first round that differs has a position in the sequence."""
-    one = generation(5, [2, 2, 1], [1, 2, 3, 4, 5, 6])
-    other = generation(5, [2, 1, 2], [1, 2, 3, 4, 5, 6])
+    """Equal rounds count; the first round that differs has a position in the sequence. Rounds at the end are left out."""
+    output = list(range(12))
+    one, other = generation(5, [2, 2, 1, 3, 3], output), generation(5, [2, 1, 2, 4, 2], output)
     agreement = compare_rounds([one, one], [one, other])
-    assert (agreement.equal, agreement.checked, agreement.shared_rounds, agreement.rounds) == (1, 2, 4, 6)
+    # Before position 9, rounds begin at 1, 3, 5 and 6, and at 1, 3, 4 and 6.
+    assert (agreement.equal, agreement.checked, agreement.shared_rounds, agreement.rounds) == (1, 2, 5, 8)
     assert agreement.first_difference == 5 + 3
     # After another token, nothing is compared.
-    parted = generation(5, [2, 3], [1, 2, 3, 9, 9, 9])
+    parted = generation(5, [2, 3, 3, 3], [0, 1, 2, *[99] * 9])
     assert compare_rounds([one], [parted]).equal == 1
 
 
@@ -164,15 +163,6 @@ def test_counters_expand_to_rounds_that_count_so() -> None:
     counted = count_rounds(rounds)
     expanded = expand_counters(counted)
     assert sorted(expanded.accepted) == sorted(rounds.accepted) and count_rounds(expanded) == counted
-
-
-def test_permuting_rows_and_back() -> None:
-    """The two orders of rotary dimensions are each other's inverse."""
-    weight = torch.arange(24.0).reshape(8, 3)
-    permuted = permute_rows(weight, (2, 2))
-    assert not torch.equal(permuted, weight)
-    assert torch.equal(permute_rows(permute_rows(weight, (2, 2)), (2, 2)), weight)
-    assert permuted[:4, 0].tolist() == [0, 6, 3, 9]
 
 
 def test_limits_of_latency() -> None:
