@@ -5,13 +5,15 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
 ENGINES := .venv-engines
 ENGINES_PIP := $(ENGINES)/bin/pip install --quiet --disable-pip-version-check -c constraints-engines.txt
+OPENVINO := .venv-openvino
+OPENVINO_PIP := $(OPENVINO)/bin/pip install --quiet --disable-pip-version-check -c constraints-openvino.txt
 # Folder of the drafters that make test-engines serves (engines-eagle3 and others); missing ones are trained.
 ENGINES_RUNS ?= runs
 
 # Dozens of test processes share compiled modules.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test test-full test-engines llama-cpp lint docs clean
+.PHONY: help install demo test test-full test-engines llama-cpp openvino lint docs clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -32,6 +34,8 @@ test-engines: $(ENGINES)/installed $(patsubst %,$(ENGINES_RUNS)/engines-%/drafte
 
 llama-cpp: .llama-cpp/llama-server  ## install llama.cpp's server in .llama-cpp: a minute; needs npm, git and g++
 
+openvino: $(OPENVINO)/installed  ## install OpenVINO and its converter, for format=openvino and server=openvino
+
 lint: install  ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -41,7 +45,7 @@ docs: install  ## build docs/ as a site, in site/; a broken link fails
 	$(BIN)/mkdocs build --strict
 
 clean:  ## delete the environment and every cache, but not runs/
-	rm -rf .venv $(ENGINES) .llama-cpp build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv $(ENGINES) .llama-cpp $(OPENVINO) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
 # A GPU machine has its own torch (with triton): create its environment by hand there and use pip install -e .[dev].
 .venv/installed: pyproject.toml constraints.txt
@@ -68,6 +72,14 @@ $(ENGINES)/installed: pyproject.toml constraints-engines.txt
 
 .llama-cpp/llama-server: scripts/install_llama_cpp.sh
 	sh $< .llama-cpp
+
+# optimum-intel also requires torchvision, which text models do not need and whose build may not match torch; then transformers
+# cannot be imported. Its converter of EAGLE-3 imports diffusers and einops.
+$(OPENVINO)/installed: constraints-openvino.txt
+	test -x $(OPENVINO)/bin/python || $(PYTHON) -m venv $(OPENVINO)
+	$(OPENVINO_PIP) torch optimum-intel openvino openvino-genai diffusers einops
+	$(OPENVINO)/bin/pip uninstall --quiet --yes torchvision
+	touch $@
 
 # vLLM's build for CPUs normalises the context keys of every layer of a DFlash by the first layer's k_norm, so it gets one layer.
 ENGINES_dflash := drafter.num_layers=1 drafter.layers=[2,4,6]

@@ -18,6 +18,10 @@ from spectrain.export.linter import lint
 from spectrain.export.targets import TargetFiles
 from spectrain.files import atomic_write
 from spectrain.runs.folder import find_drafter_directory, require_drafter_directory
+from spectrain.servers.openvino_ir import IR_NAME, IrConverter
+
+TARGET_FORMATS = {"gguf": "GGUF", "openvino": "OpenVINO"}
+"""Formats in which a target can be written, and their titles."""
 
 
 def export_command(
@@ -29,18 +33,21 @@ def export_command(
     private: bool = True,
     target: GroupSpec | None = None,
     dtype: str | None = None,
+    engine_python: str | None = None,
 ) -> Path:
     """Write the drafter of a run for an engine, with a model card; with `push`, a repository's name, upload it too.
 
-    Without a run, write the target itself, which `format=gguf` can.
+    Without a run, write the target itself, which the formats of `TARGET_FORMATS` can.
     """
-    if run is None and format == "gguf" and target is not None:
-        return export_target(TargetFiles.from_settings(target.node), out, dtype)
+    if run is None and format in TARGET_FORMATS and target is not None:
+        require_keys(f"spectrain export target=tiny format={format} out=DIR", out=out)
+        return export_target(TargetFiles.from_settings(target.node), str(format), Path(str(out)), dtype, engine_python)
     require_keys("spectrain export run=runs/NAME format=vllm out=DIR", run=run, format=format, out=out)
     folder = Path(str(out))
     requested = requested_target(target)
     drafter = read_drafter(require_drafter_directory("run", str(run)), requested)
     layout = select_layout(drafter.family, str(format), dtype)
+    layout = layout if engine_python is None else layout.with_engine(engine_python)
     files_of_target = requested or resolve_target(drafter)
     refuse_nonempty(folder)
     with atomic_write(folder, folder=True) as scratch:
@@ -54,16 +61,18 @@ def export_command(
     return folder
 
 
-def export_target(target: TargetFiles, out: str | None, dtype: str | None) -> Path:
-    """Write a target as a GGUF file into a new folder; return the folder."""
-    require_keys("spectrain export target=tiny format=gguf out=DIR", out=out)
-    from spectrain.export.gguf_model import write_target
-
-    folder = Path(str(out))
+def export_target(target: TargetFiles, format_name: str, folder: Path, dtype: str | None, engine_python: str | None) -> Path:
+    """Write a target in an engine's format into a new folder; return the folder."""
     refuse_nonempty(folder)
     with atomic_write(folder, folder=True) as scratch:
-        name = write_target(target, scratch, dtype).name
-    print(f"{target.name}, GGUF: written to {folder / name}")
+        if format_name == "gguf":
+            from spectrain.export.gguf_model import write_target
+
+            name = write_target(target, scratch, dtype).name
+        else:
+            IrConverter(engine_python, dtype or "float32").convert(target.engine_path, scratch)
+            name = f"{IR_NAME}.xml"
+    print(f"{target.name}, {TARGET_FORMATS[format_name]}: written to {folder / name}")
     return folder
 
 

@@ -195,7 +195,9 @@ COMMAND_TASKS: Mapping[str, Task] = {
     "serve": call_with_spec("runs.serve.serve_command", "capture", "print_only", "out"),
     "bench decode": call_with_spec("bench.throughput.decode_table"),
     "bench train": call_with_spec("bench.throughput.training_throughput"),
-    "export": call_with_keys("cli.export.export_command", "run", "format", "out", "push", "private", "target", "dtype"),
+    "export": call_with_keys(
+        "cli.export.export_command", "run", "format", "out", "push", "private", "target", "dtype", "engine_python"
+    ),
     "convert": call_with_keys("cli.export.convert_command", "run", "format", "out", "target", "dtype"),
     "lint": call_with_keys("cli.export.lint_command", "run", "target"),
     "recipes": lambda words: print(lazy_import("cli.help.describe_recipes")(words)),

@@ -31,6 +31,7 @@ class FlatDFlash(DFlashLayout):
     """
 
     title = "DFlash, flat layout"
+    engine: ClassVar[str] = "SGLang"  # that refusals name
     layer_id_offset = 1
     architectures: ClassVar[tuple[str, ...]] = ("DFlashDraftModel", DEEPSPEC_ARCHITECTURE)
 
@@ -97,10 +98,12 @@ class FlatDFlash(DFlashLayout):
     def check_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
         super().check_writable(drafter, target)
         settings = drafter.drafter
-        refuse_draft_vocabulary(drafter, "SGLang uses the target's full output layer; use --to vllm, or train")
+        refuse_draft_vocabulary(drafter, f"{self.engine} uses the target's full output layer; use --to vllm, or train")
         embedding = drafter.tensors.get(EMBEDDING)
         if embedding is not None and (target is None or not equal_when_rounded(embedding, target.load_embedding())):
-            raise UserError(f"{EMBEDDING}: SGLang uses the target's embedding, and this drafter has its own; use --to vllm")
+            raise UserError(
+                f"{EMBEDDING}: {self.engine} uses the target's embedding, and this drafter has its own; use --to vllm"
+            )
         if settings["causal"] != (settings["window"] is not None):
             raise UserError(
                 f"drafter.causal={str(settings['causal']).lower()}, drafter.window={settings['window']}: SGLang treats "

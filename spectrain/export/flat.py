@@ -31,9 +31,11 @@ class FlatEagle3(Eagle3Layout):
     """
 
     title = "EAGLE-3, flat layout"
+    engine: ClassVar[str] = "SGLang"  # that refusals name
     prefix = "midlayer."
     architectures = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM")
     layer_id_offset: ClassVar[int] = 1  # spectrain's layer ids minus the layout's
+    keeps_full_maps: ClassVar[bool] = False  # whether d2t and t2d are written for a full draft vocabulary, too
 
     def matches_files(self, files: DrafterFiles) -> bool:
         has_tensors = "fc.weight" in files.tensors or any("hidden_norm" in name for name in files.tensors)
@@ -104,7 +106,8 @@ class FlatEagle3(Eagle3Layout):
         if target is not None:
             config |= target.special_token_ids
         write_json(directory / "config.json", config | self.extra_config(drafter, target))
-        write_tensors(directory / "model.safetensors", self.layout_tensors(drop_full_maps(tensors)))
+        tensors = tensors if self.keeps_full_maps else drop_full_maps(tensors)
+        write_tensors(directory / "model.safetensors", self.layout_tensors(tensors))
 
     def file_tensors(self, drafter: DrafterCheckpoint) -> dict[str, Tensor]:
         """Return the tensors that the files hold."""
@@ -130,16 +133,16 @@ class FlatEagle3(Eagle3Layout):
         for key, is_used in (unsupported | {"qk_norm": variants["qk_norm"]}).items():
             if is_used:
                 raise UserError(
-                    f"drafter.{key}: SGLang's EAGLE-3 is one full-attention layer without head norms; use --to vllm"
+                    f"drafter.{key}: {self.engine}'s EAGLE-3 is one full-attention layer without head norms; use --to vllm"
                 )
         embedding = drafter.tensors.get(EMBEDDING)
         if embedding is not None and (target is None or not equal_when_rounded(embedding, target.load_embedding())):
             raise UserError(
-                "embed_tokens.weight: SGLang uses the target's embedding, and this drafter has its own"
+                f"embed_tokens.weight: {self.engine} uses the target's embedding, and this drafter has its own"
                 + ("; if they are equal, give --target" if target is None else "; use --to vllm")
             )
         if min(drafter.drafter.get("layers") or [1]) < 1 and self.extra_config(drafter, target):
-            raise UserError("layers: SGLang cannot fuse the stream that enters layer 0; use --to vllm")
+            raise UserError(f"layers: {self.engine} cannot fuse the stream that enters layer 0; use --to vllm")
 
     def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
         launches = {"sglang": DrafterLaunch("EAGLE3", path, CHAIN_TOKENS)}

@@ -185,6 +185,7 @@ class Layout(ABC):
     # Whether config.json holds every setting of the drafter and its description, so that no spectrain.json is written.
     covers_all: ClassVar[bool] = False
     holds_target: ClassVar[bool] = False  # its directory is a target that contains the drafter
+    needs_engine: ClassVar[bool] = False  # its files are written in the environment of its engine
     mixes_dtypes: ClassVar[bool] = False  # its readers expect some tensors in float32, whatever type the others have
 
     @property
@@ -231,8 +232,13 @@ class Layout(ABC):
     def with_dtype(self, dtype: str) -> Layout:
         """Return this layout with another type for the matrices that it writes; raise UserError where it has only their own."""
         raise UserError(
-            f"dtype={dtype}: in this format, {self.title}, weights keep the drafter's type; leave it out, or use format=gguf"
+            f"dtype={dtype}: in this format, {self.title}, weights keep the drafter's type; leave it out, or use format=gguf "
+            "or openvino"
         )
+
+    def with_engine(self, python: str) -> Layout:
+        """Return this layout with another environment for the engine's own converter; raise UserError where it needs none."""
+        raise UserError(f"engine_python={python}: this format, {self.title}, is written without an engine; leave it out")
 
     @abstractmethod
     def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:

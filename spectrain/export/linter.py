@@ -119,7 +119,12 @@ def check_values(files: DrafterFiles, layout: Layout) -> Iterator[Finding]:
             "no engine computes in it",
             "save it as float32 or bfloat16",
         )
-    pickled = sorted(path.name for path in files.directory.iterdir() if path.suffix in PICKLE_SUFFIXES)
+    pickled = sorted(
+        path.name
+        for path in files.directory.iterdir()
+        # The .bin of an OpenVINO model holds plain numbers.
+        if path.suffix in PICKLE_SUFFIXES and not path.with_suffix(".xml").exists()
+    )
     if pickled:
         yield Finding(
             "pickled-file", "warning", f"the directory also holds {pickled[0]}",

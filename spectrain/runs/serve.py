@@ -54,7 +54,7 @@ def serve_command(spec: RunSpec, capture: bool, print_only: bool, out: str | Non
             if not drafter.is_exported:
                 lines.append(drafter.export_line(folder))
             if not drafter.is_exported and not print_only:
-                drafter.write(folder)
+                drafter.write(folder, getattr(server.settings, "python", None))
             launch = drafter.make_launch(server, folder)
         if print_only:
             print("\n".join([*lines, server.make_command(launch).format_shell()]))
@@ -165,10 +165,11 @@ class ServedDrafter:
     layout: Layout
     target: TargetFiles
 
-    def write(self, folder: Path) -> None:
-        """Write it in the layout into a new folder."""
+    def write(self, folder: Path, python: str | None = None) -> None:
+        """Write it in the layout into a new folder, with the engine of an interpreter if the layout needs the engine."""
+        layout = self.layout.with_engine(python) if python is not None and self.layout.needs_engine else self.layout
         with atomic_write(folder, folder=True) as scratch:
-            write_checked(self.checkpoint, self.layout, self.target, scratch)
+            write_checked(self.checkpoint, layout, self.target, scratch)
 
     def export_line(self, folder: Path) -> str:
         """Return the command that writes it in the layout."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from .commands import EngineCommand, EngineLaunch
 from .llamacpp_command import serve_llamacpp
+from .openvino_command import serve_openvino
 from .sglang_command import serve_sglang
 from .vllm_command import serve_vllm
 
@@ -25,6 +26,7 @@ ENGINES = {
     "vllm": Engine("vLLM", serve_vllm, simulates=True),
     "sglang": Engine("SGLang", serve_sglang, simulates=True),
     "llamacpp": Engine("llama.cpp", serve_llamacpp, "gguf"),
+    "openvino": Engine("OpenVINO", serve_openvino),
 }
 
 
