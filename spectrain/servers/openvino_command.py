@@ -73,4 +73,4 @@ def start_openvino(launch: EngineLaunch, settings: OpenVinoSettings, environment
             "--branching-factor": settings.branching_factor,
             "--tree-depth": settings.tree_depth,
         }
-    return EngineCommand([environment.python, "-I", str(SCRIPT), *to_options(options), *settings.arguments])
+    return EngineCommand([environment.python, "-I", str(SCRIPT), *to_options(options), *map(str, settings.arguments)])
