@@ -2,7 +2,7 @@
 
 Written for SGLang 0.5.23 from its source, and tested against a stand-in only, because SGLang does not run without a GPU. Token
 prompts go to its own interface, /generate. Its layer k is what comes out of layer k, so it is our layer k + 1: the embedding
-cannot be captured, and many of its models cannot return the last layer's state either.
+cannot be captured, and most of its models, Llama and Qwen3 among them, cannot return the last layer's state either.
 """
 
 from __future__ import annotations
@@ -182,13 +182,20 @@ def parse_counters(facts: dict[str, Any]) -> DraftCounters | None:
 
 def parse_layers(text: str) -> tuple[int, ...]:
     """Return the layers that a server captures, in our numbers, from the text of /server_info."""
-    numbers = json.loads(text).get("return_aux_hidden_state_layer_ids")
+    facts = json.loads(text)
+    numbers = sorted(facts.get("return_aux_hidden_state_layer_ids") or ())
     if not numbers:
         raise UserError(
             "server=sglang: the server does not say which layers it captures; start it with "
             "--enable-return-aux-hidden-states --return-aux-hidden-state-layer-ids"
         )
-    return tuple(sorted(number + 1 for number in numbers))
+    # DeepSeek and GLM read numbers of the EAGLE3 algorithm that do not begin with 1 as one layer earlier.
+    if numbers[0] != 1 and facts.get("aux_hidden_state_capture") not in ("dflash", "dspark"):
+        raise UserError(
+            "server=sglang: by --speculative-algorithm EAGLE3, layers that do not begin with 1 have other numbers in some "
+            "models; start the server with --speculative-algorithm DFLASH"
+        )
+    return tuple(number + 1 for number in numbers)
 
 
 def parse_states(parts: list[Any], num_layers: int) -> Tensor:

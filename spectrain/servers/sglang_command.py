@@ -30,7 +30,8 @@ def start_sglang(launch: EngineLaunch, settings: EngineSettings, python: str) ->
 def capture_words(layers: tuple[int, ...] | None) -> list[str]:
     """Return the arguments that capture layers, whose numbers name what comes out of a layer and so are ours less one.
 
-    The algorithm only names this numbering: nothing is drafted. Cached prefixes would be missing from the states.
+    The algorithm only names this numbering: nothing is drafted. Cached prefixes would be missing from the states. DFLASH has
+    this numbering everywhere, but fewer models have it; EAGLE3 has it in DeepSeek and GLM only if the first number is 1.
     """
     if layers is None:
         return []
@@ -38,8 +39,8 @@ def capture_words(layers: tuple[int, ...] | None) -> list[str]:
         raise UserError("server=sglang: it cannot return the embeddings, which are layer 0; use server=vllm or other layers")
     numbers = [str(layer - 1) for layer in layers]
     return [
-        "--speculative-algorithm", "EAGLE3", "--enable-return-aux-hidden-states", "--return-aux-hidden-state-layer-ids",
-        *numbers, "--disable-radix-cache",
+        "--speculative-algorithm", "EAGLE3" if numbers[0] == "1" else "DFLASH", "--enable-return-aux-hidden-states",
+        "--return-aux-hidden-state-layer-ids", *numbers, "--disable-radix-cache",
     ]  # fmt: skip
 
 

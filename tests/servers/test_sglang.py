@@ -30,6 +30,7 @@ class SglangStandIn(ModelStandIn):
     # Tokens of the prompt that are prefilled at once.
     chunk = 4
     cached = 0
+    convention = "eagle3"
     is_incremental = False
     # Entry k: rounds that accepted k drafts.
     histogram: tuple[int, ...] = ()
@@ -37,7 +38,8 @@ class SglangStandIn(ModelStandIn):
     def reply_to_get(self, path: str) -> Reply:
         if path == "/server_info":
             numbers = None if self.layers is None else [layer - 1 for layer in self.layers]
-            return 200, {"return_aux_hidden_state_layer_ids": numbers, "internal_states": [{}]}, {}
+            facts = {"return_aux_hidden_state_layer_ids": numbers, "aux_hidden_state_capture": self.convention}
+            return 200, facts | {"internal_states": [{}]}, {}
         return super().reply_to_get(path)
 
     def reply_to_post(self, path: str, body: dict[str, Any]) -> Reply:
@@ -155,7 +157,12 @@ def test_states_that_are_missing_or_malformed_are_refused(stand_in: SglangStandI
     stand_in.cached = 4
     with pytest.raises(ServerError, match="states of 4 cached tokens are missing; start the server with --disable-radix-cache"):
         complete(stand_in, request)
-    stand_in.cached, stand_in.layers = 0, None
+    stand_in.cached, stand_in.layers = 0, (3, 4)
+    with pytest.raises(UserError, match="start the server with --speculative-algorithm DFLASH"):
+        complete(stand_in, request)
+    stand_in.convention = "dflash"
+    assert complete(stand_in, request)[0][0].state_layers == (3, 4)
+    stand_in.layers = None
     with pytest.raises(UserError, match="does not say which layers it captures"):
         complete(stand_in, request)
     with pytest.raises(UserError, match="states of token prompts only"):
@@ -202,6 +209,8 @@ def test_command_of_a_started_server(tmp_path: Path) -> None:
         "--dtype bfloat16 --context-length 512 --speculative-algorithm EAGLE3 --enable-return-aux-hidden-states "
         "--return-aux-hidden-state-layer-ids 1 3 6 --disable-radix-cache --tp 2"
     )
+    other = server.make_command(EngineLaunch("TARGET", capture_layers=(3, 8))).format_shell()
+    assert "--speculative-algorithm DFLASH" in other and "--return-aux-hidden-state-layer-ids 2 7 " in other
     drafter = EngineLaunch("TARGET", "name", drafter=DrafterLaunch("EAGLE3", "D", 3))
     settings.draft_tokens = 5
     assert "--speculative-num-steps 5" in server.make_command(drafter).format_shell()
