@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 import subprocess
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
 import httpx
 
@@ -71,16 +71,29 @@ def start_engine(server: Server, launch: EngineLaunch) -> Iterator[RunningEngine
     check_port(server.settings)
     command = server.make_command(launch)
     server.prepare_start(launch)
-    descriptor, name = tempfile.mkstemp(prefix=f"spectrain-{server.name}-", suffix=".log")
-    log = Path(name)
-    print(f"{server.name} starts; its log is {log}", file=sys.stderr, flush=True)
-    with os.fdopen(descriptor, "wb") as output, run_group(command.arguments, command.environment, output) as process:
+    with open_log(server.name) as output, run_group(command.arguments, command.environment, output) as process:
+        log = Path(output.name)
+        print(f"{server.name} starts; its log is {log}", file=sys.stderr, flush=True)
         client = type(server)(replace(server.settings, url=server.settings.started_url))
         engine = RunningEngine(client, command, process, log)
         wait_until_ready(engine, server.settings)
         yield engine
         engine.check_running()
-    log.unlink(missing_ok=True)
+
+
+@contextmanager
+def open_log(name: str) -> Iterator[IO[bytes]]:
+    """Yield a new file for what an engine prints. It stays only if a RunError ends the block, which names it."""
+    with tempfile.NamedTemporaryFile(prefix=f"spectrain-{name}-", suffix=".log", delete=False) as output:
+        keeps_log = False
+        try:
+            yield output
+        except RunError:
+            keeps_log = True
+            raise
+        finally:
+            if not keeps_log:
+                Path(output.name).unlink(missing_ok=True)
 
 
 def check_port(settings: EngineSettings) -> None:
@@ -122,7 +135,7 @@ def describe_end(name: str, process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def explain_log(text: str) -> str:
-    """Return the last error in a log with the line after it, or else the last lines."""
+    """Return the last error in a log, or else its last lines."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         return "it printed nothing"
@@ -130,7 +143,9 @@ def explain_log(text: str) -> str:
     if failures:
         match = FAILURE_LINE.search(lines[failures[-1]])
         assert match is not None
-        shown = [match[0], *lines[failures[-1] + 1 : failures[-1] + 2]]
+        # A validation error is explained in the line after it.
+        count = 1 if "validation error" in match[0] else 0
+        shown = [match[0], *lines[failures[-1] + 1 : failures[-1] + 1 + count]]
     else:
         shown = lines[-3:]
     explanation = " ".join(shown)

@@ -119,7 +119,7 @@ class VllmServer(OpenAIServer):
 
     def prepare_start(self, launch: EngineLaunch) -> None:
         if launch.capture_layers is not None:
-            prepare_states_folder(self.settings.states_path)
+            prepare_states_folder(self.settings.states_path, is_ours=self.settings.states_folder is None)
 
     async def request_completion(self, client: HttpClient, request: CompletionRequest) -> Completion:
         response, times = await self.request_response(client, request)
@@ -170,15 +170,17 @@ class VllmServer(OpenAIServer):
         return add_counters(counted) if counted else None
 
 
-def prepare_states_folder(folder: Path) -> None:
-    """Create the folder of captured states, and remove what a killed server left: locks and unfinished files."""
+def prepare_states_folder(folder: Path, is_ours: bool = False) -> None:
+    """Create the folder of captured states, and remove what a killed server left: locks, unfinished files, and from a folder
+    that is for this alone, complete ones too."""
+    patterns = ("*.partial", "*.safetensors") if is_ours else ("*.partial",)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in folder.glob("*.lock"):
             with path.open("r+") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
-        for path in folder.glob("*.partial"):
+        for path in (path for pattern in patterns for path in folder.glob(pattern)):
             path.unlink()
     except BlockingIOError as error:
         raise UserError(f"server.states_folder={folder}: another server writes into it; give another folder") from error

@@ -148,11 +148,13 @@ def test_wrong_settings_are_refused() -> None:
 
 
 def test_what_a_killed_server_left_is_removed(tmp_path: Path) -> None:
-    """Locks and unfinished files go, complete states stay, and a folder with a held lock is another server's."""
+    """Locks and unfinished files go, complete states stay in a folder of the user's, and a held lock is another server's."""
     for name in ("a.safetensors", "a.safetensors.lock", "b.safetensors.lock", "b.safetensors.partial"):
         (tmp_path / name).touch()
     prepare_states_folder(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
+    prepare_states_folder(tmp_path, is_ours=True)
+    assert not list(tmp_path.iterdir())
     with (tmp_path / "c.safetensors.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="another server writes into it"):

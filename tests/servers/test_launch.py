@@ -127,5 +127,6 @@ def test_a_log_is_explained_by_its_last_error_or_its_end() -> None:
     assert explain_log("") == "it printed nothing"
     assert explain_log("a\nb\n\nc\nd\n") == "b c d"
     assert explain_log("x\nserver.py: error: unrecognized arguments: --foo\n") == "error: unrecognized arguments: --foo"
+    assert explain_log("RuntimeError: no memory\nTraceback (most recent call last):\n") == "RuntimeError: no memory"
     validation = "pydantic.ValidationError: 1 validation error for ModelConfig\n  Value error, no such folder\n more\n"
     assert explain_log(validation) == "ValidationError: 1 validation error for ModelConfig Value error, no such folder"
