@@ -129,7 +129,7 @@ def start_servers(spec: RunSpec, stack: ExitStack) -> list[ServerGroup]:
     folder = drafter.directory
     if not drafter.is_exported:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="spectrain-serve-"))) / "drafter"
-        drafter.write(folder)
+        drafter.write(folder, getattr(server.settings, "python", None))
     stack.enter_context(interrupt_on_signals())
     launch = drafter.make_launch(server, folder)
     return [{DRAFTED: start_server(server, launch)}, {PLAIN: start_server(server, replace(launch, drafter=None))}]

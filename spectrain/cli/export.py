@@ -41,7 +41,7 @@ def export_command(
     """
     if run is None and format in TARGET_FORMATS and target is not None:
         require_keys(f"spectrain export target=tiny format={format} out=DIR", out=out)
-        return export_target(TargetFiles.from_settings(target.node), str(format), Path(str(out)), dtype, engine_python)
+        return export_target(TargetFiles.from_settings(target.node), str(out), dtype, str(format), engine_python)
     require_keys("spectrain export run=runs/NAME format=vllm out=DIR", run=run, format=format, out=out)
     folder = Path(str(out))
     requested = requested_target(target)
@@ -61,8 +61,11 @@ def export_command(
     return folder
 
 
-def export_target(target: TargetFiles, format_name: str, folder: Path, dtype: str | None, engine_python: str | None) -> Path:
+def export_target(
+    target: TargetFiles, out: str, dtype: str | None, format_name: str = "gguf", engine_python: str | None = None
+) -> Path:
     """Write a target in an engine's format into a new folder; return the folder."""
+    folder = Path(out)
     refuse_nonempty(folder)
     with atomic_write(folder, folder=True) as scratch:
         if format_name == "gguf":
