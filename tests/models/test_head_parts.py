@@ -72,6 +72,14 @@ def test_only_the_heads_tensors_are_read(tmp_path: Path, monkeypatch: pytest.Mon
     check_equal(head, load_hf(str(folder), dtype="float32"))
 
 
+def test_files_of_the_layers_may_be_absent(tmp_path: Path) -> None:
+    folder = save_sharded(tmp_path)
+    full, files = load_hf(str(folder), dtype="float32"), CheckpointFiles(folder).tensor_files
+    for file in {*files.values()} - {files[name] for name in HEAD_TENSORS}:
+        (folder / file).unlink()
+    check_equal(load_hf(str(folder), parts="head", dtype="float32"), full)
+
+
 def test_layers_may_be_quantized(tmp_path: Path) -> None:
     save_fp8(tmp_path)
     check_equal(load_hf(str(tmp_path), parts="head"), load_hf(str(tmp_path)))
