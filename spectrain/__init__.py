@@ -1,6 +1,7 @@
 """Train drafters for speculative decoding, and measure their speedup.
 
-The Python interface loads on first use: `Target`, `Drafter`, `Answer`, `train`, `generate` and `evaluate`.
+The Python interface loads on first use: `Target`, `Drafter`, `Answer`, `train`, `generate`, `evaluate` and
+`evaluate_server`.
 """
 
 from __future__ import annotations
@@ -9,16 +10,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .cli.interface import Answer, evaluate, generate, train
+    from .cli.interface import Answer, evaluate, evaluate_server, generate, train
     from .cli.interface import PretrainedDrafter as Drafter
     from .models.target import Target
 
-__all__ = ["Answer", "Drafter", "Target", "evaluate", "generate", "train"]
+__all__ = ["Answer", "Drafter", "Target", "evaluate", "evaluate_server", "generate", "train"]
 
 _LAZY_EXPORTS = {
     "Target": ("models.target", "Target"),
     "Drafter": ("cli.interface", "PretrainedDrafter"),
-    **{name: ("cli.interface", name) for name in ("Answer", "evaluate", "generate", "train")},
+    **{name: ("cli.interface", name) for name in ("Answer", "evaluate", "evaluate_server", "generate", "train")},
 }
 
 

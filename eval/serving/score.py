@@ -29,7 +29,7 @@ from spectrain.eval.summary import EvaluationSummary, sample_line, write_lines, 
 from spectrain.files import write_text
 from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.target import Target
-from spectrain.servers.base import ServedModel, Server
+from spectrain.servers.base import DraftCounters, ServedModel, Server
 
 DRAFTED, PLAIN = "with the drafter", "without"
 """Names of the two servers of a score."""
@@ -173,8 +173,8 @@ class ServerEvaluation(PromptedEvaluation):
         ]
         return {
             "counts": source,
-            "requests_counted": asdict(counted) if source == "requests" else None,
-            "totals_counted": None if totals is None else asdict(totals),
+            "requests_counted": describe_counters(counted) if source == "requests" else None,
+            "totals_counted": None if totals is None else describe_counters(totals),
             "speedups": speedups,
             "failed": failed,
             "template": None if measured.template is None else asdict(measured.template),
@@ -210,6 +210,12 @@ class ServerEvaluation(PromptedEvaluation):
                 "prompts_as": "messages" if subject.target is None else "token ids",
             },
         }
+
+
+def describe_counters(counters: DraftCounters) -> dict[str, Any]:
+    """Return counters as summary.json has them: without positions at which nothing was accepted."""
+    accepted = [count for count in counters.accepted_by_position if count]
+    return {"num_rounds": counters.num_rounds, "num_drafted": counters.num_drafted, "accepted_by_position": accepted}
 
 
 @dataclass(kw_only=True)

@@ -23,6 +23,7 @@ from spectrain.decoding.generation import Generation
 from spectrain.decoding.session import Session
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
+from spectrain.eval.serving.command import score_server
 from spectrain.export.hub import push
 from spectrain.models.target import Target
 from spectrain.runs import train as training
@@ -205,3 +206,15 @@ def evaluate(target: Target, drafter: PretrainedDrafter, out: str | Path | None 
         candidate = Candidate(target, drafter.module, drafter.builder, drafter.rule, setting)
         summary: dict[str, Any] = evaluation.score(candidate, Path(scratch) if out is None else Path(out))
         return summary
+
+
+def evaluate_server(server: str, url: str | None = None, run: str | Path | None = None, **settings: Any) -> dict[str, Any]:
+    """Score a running server, as `spectrain eval server=NAME server.url=URL` does; return the content of summary.json.
+
+    With `run`, the drafter of a run folder, the server's rounds are compared with our own chain's. Settings are those of the
+    command, as in target="tiny" and **{"eval.concurrency": [1, 4]}.
+    """
+    requested = {"server": server, **({} if url is None else {"server.url": url}), **({} if run is None else {"run": run})}
+    with hydra_context():
+        config, _ = compose_config("eval", {**requested, **settings})
+        return score_server(config)

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+import spectrain
+from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.ngram import Ngram
@@ -25,7 +28,9 @@ from spectrain.eval.serving.score import DRAFTED, PLAIN, ServedSubject, ServerEv
 from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.target import Target
 from spectrain.servers.base import DraftedRounds
+from spectrain.trees import Chain
 from tests.servers.in_process import OwnServer, count_rounds
+from tests.servers.stand_in import ModelStandIn, Rounds
 
 ROWS = [
     {"id": "count", "category": "math", "turns": ["Count: one two three one two three one two", "Go on."]},
@@ -204,3 +209,42 @@ def test_a_server_that_answers_nothing(shallow: Target, prompts: str, tmp_path: 
     path.write_text('{"text": "Once upon a time"}\n')
     with pytest.raises(RunError, match="plain text"):
         score(tmp_path / "a", OwnServer(shallow, Ngram(shallow)), None, str(path), report=False)
+
+
+@pytest.fixture(scope="module")
+def served(shallow: Target, drafter: Drafter) -> Iterator[ModelStandIn]:
+    """A stand-in for vLLM whose answers have the rounds of our own chain."""
+
+    def count_own_rounds(prompt: list[int], answer: list[int]) -> Rounds:
+        own = decode(shallow, [prompt], Greedy(), len(answer), drafter, Chain(3))[0]
+        return [length - 1 for length in own.round_lengths], own.depths
+
+    stand_in = ModelStandIn(shallow)
+    stand_in.count_rounds = count_own_rounds
+    yield stand_in
+    stand_in.stop()
+
+
+def test_a_server_without_a_run(
+    served: ModelStandIn, shallow_folder: Path, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`spectrain eval server=vllm` scores what is served: with a target's token ids, and with messages, it is the same."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("spectrain.servers.counters.SETTLE_SECONDS", 0)
+    settings = {"eval.prompts": prompts, "eval.max_new_tokens": 16, "eval.concurrency": [1, 2], "eval.limit": 2}
+    target = {"target": "hf", "target.model": str(shallow_folder)}
+    with_tokens = spectrain.evaluate_server("vllm", served.url, **{**settings, **target})
+    assert with_tokens["setting"]["server"]["prompts_as"] == "token ids"
+    assert with_tokens["server"]["counts"] == "requests" and with_tokens["server"]["template"]["equal"] > 0
+    assert (
+        with_tokens["serving"]["drafted"]["per_token_ms"]["p50"] == 2 and with_tokens["serving"]["drafted"]["clock"] == "engine"
+    )
+    assert with_tokens["serving"]["drafted"]["first_token_ms"]["p50"] == 6
+    messages = spectrain.evaluate_server("vllm", served.url, **settings, **{"eval.name": "messages"})
+    assert messages["setting"]["server"]["prompts_as"] == "messages" and messages["setting"]["target"] == "served"
+    for key in ("acceptance_length", "acceptance_by_depth", "tokens_by_round"):
+        assert messages[key] == with_tokens[key]
+    assert {path.name for path in (tmp_path / "runs" / "eval").iterdir()} == {"vllm-prompts", "messages"}
+    # Requests of one level share prefixes, and none with another level.
+    salts = {body.get("cache_salt") for body in served.bodies if body.get("stream")}
+    assert len(salts) == 4
