@@ -3,23 +3,31 @@
 import time
 from pathlib import Path
 
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
 from spectrain.config.spec import RunSpec
+from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.errors import RunError, UserError
 from spectrain.models.target import Target
 
 from .base import BatchRequest, Source
+from .server_capture import FAILURE_FILE, StoreFiller, record_failures
+from .server_states import StateRequester
 from .store import FeatureStore
 from .store_contents import format_layers
+from .stored_source import StoredSource
 
 
 def capture_features(spec: RunSpec) -> None:
     """Store the features that the recipe's drafter reads, for all its data; continue where an earlier capture stopped.
 
-    The target runs the batches of the first epoch, so that a training reads, bit for bit, what it would have computed.
+    The target runs the batches of the first epoch, so that a training reads, bit for bit, what it would have computed. With a
+    server, the states are requested from it, one sequence at a time, and checked.
     """
-    source: Source = spec.source.build()
-    if not source.stores_features:
+    source = spec.source.build()
+    if not isinstance(source, StoredSource):
         raise UserError("source: data store writes a feature store; set source=store source.path=DIR")
     trainer = spec.trainer.build()
     accelerator = trainer.make_accelerator()
@@ -36,6 +44,10 @@ def capture_features(spec: RunSpec) -> None:
         )
     drafter = spec.drafter.build(target=target)
     layers = drafter.stages[0].layers
+    requester = None
+    if spec.server:
+        requester = StateRequester(spec.server.build(), target, layers)
+        source.engine = requester.connect(dataset.examples)
     message = source.prepare(target, layers, drafter.stages[0].final_reach, dataset.examples)
     store = source.writable_store()
     if store is None:
@@ -43,21 +55,47 @@ def capture_features(spec: RunSpec) -> None:
             f"source.path={spec.source.get('path')}: this cache is another project's and is never written; choose another "
             f"folder"
         )
-    batches = [dataset[batch] for batch in dataset.make_batches(0, trainer.batch_settings)]
-    remaining = [batch for batch in batches if not all(example in store for example in batch)]
     if accelerator.is_main_process:
         print(message, flush=True)
-    # Every process must list the remaining batches before any process adds to the store.
-    accelerator.wait_for_everyone()
-    target.pack_weights()
-    own_batches = remaining[accelerator.process_index :: accelerator.num_processes]
-    requests = [BatchRequest(examples, target, layers, trainer.packing) for examples in own_batches]
-    fill_store(source, requests, shows_progress=accelerator.is_main_process)
+    if requester is None:
+        batches = [dataset[batch] for batch in dataset.make_batches(0, trainer.batch_settings)]
+        run_batches(source, store, accelerator, [BatchRequest(batch, target, layers, trainer.packing) for batch in batches])
+    else:
+        request_sequences(requester, store, accelerator, dataset.examples)
     accelerator.wait_for_everyone()
     if missing := sum(example not in store for example in dataset.examples):
-        raise RunError(f"source.path={store.path}: {missing} sequences are still missing; run the same command again")
+        reasons = f"; {store.path / FAILURE_FILE} has the reasons" if requester is not None else ""
+        raise RunError(f"source.path={store.path}: {missing} sequences are still missing{reasons}; run the same command again")
     if accelerator.is_main_process:
         print(f"{store.path}: complete; train with source=store source.path={store.path}")
+
+
+def run_batches(source: Source, store: FeatureStore, accelerator: Accelerator, requests: list[BatchRequest]) -> None:
+    """Let the target run this process's share of the batches that hold a missing sequence."""
+    remaining = [request for request in requests if not all(example in store for example in request.examples)]
+    # Every process must list the remaining batches before any process adds to the store.
+    accelerator.wait_for_everyone()
+    if remaining:
+        remaining[0].target.pack_weights()
+    own_requests = remaining[accelerator.process_index :: accelerator.num_processes]
+    fill_store(source, own_requests, shows_progress=accelerator.is_main_process)
+
+
+def request_sequences(
+    requester: StateRequester, store: FeatureStore, accelerator: Accelerator, examples: list[Example]
+) -> None:
+    """Capture this process's share of the missing sequences from the server, and record those that fail."""
+    distinct = {store.sequence_key(example): example for example in examples}
+    missing = [example for example in distinct.values() if example not in store]
+    accelerator.wait_for_everyone()
+    filler = StoreFiller(requester, store, shows_progress=accelerator.is_main_process)
+    try:
+        filler.fill_store(missing[accelerator.process_index :: accelerator.num_processes])
+    finally:
+        print(filler.summary_line, flush=True)
+    gathered: list[dict[str, str]] = gather_object([filler.failed])
+    if accelerator.is_main_process:
+        record_failures({key: reason for failed in gathered for key, reason in failed.items()}, examples, store)
 
 
 def fill_store(source: Source, requests: list[BatchRequest], shows_progress: bool) -> None:

@@ -104,6 +104,8 @@ class StoreContents:
     final_reach: int | None
     # Hash of the weights outside of the layers; None in older stores.
     head: str | None = None
+    # The server that captured the states; None for this project's own forward.
+    engine: str | None = None
 
     @property
     def dense_layers(self) -> tuple[Layer, ...]:
@@ -131,7 +133,11 @@ class StoreContents:
         return int(count_state_bytes(rows, self.width, self.dtype))
 
     def encode_states(self, example: Example, states: Tensor) -> dict[str, Tensor]:
-        """Convert states [T, L, D] to the tensors that are stored, on the CPU."""
+        """Convert states [T, L, D] to the tensors that are stored, on the CPU.
+
+        The last states may be missing where no later token carries loss: no loss reads them, as it reads no padding.
+        """
+        assert not any(example.mask[len(states) + 1 :]), "a loss reads states that are missing"
         parts = {}
         if self.dense_layers:
             parts["hidden"] = states[:, [self.layers.index(layer) for layer in self.dense_layers]]
@@ -152,6 +158,8 @@ class StoreContents:
         dense, device = self.dense_layers, next(iter(tensors.values())).device
         if dense:
             hidden = dequantize(tensors["hidden"], tensors.get("hidden.scale"), dtype)
+            # States that are missing at the end read as padding.
+            hidden = torch.nn.functional.pad(hidden, (0, 0, 0, 0, 0, len(example.tokens) - len(hidden)))
             if layers == dense:
                 return hidden
         states = torch.full((len(example.tokens), len(layers), self.width), torch.nan, dtype=dtype, device=device)

@@ -52,6 +52,8 @@ class StoredSource(FeatureSource):
         self.max_gb, self.shard_mb, self.capture = max_gb, shard_mb, capture
         self.store: FeatureCache | None = None
         self.own_store: FeatureStore | None = None  # None where the store is another project's cache
+        # The server that fills the store, as the manifest names it; None where the target runs here.
+        self.engine: str | None = None
 
     def prepare(
         self, target: Target, layers: tuple[Layer, ...], final_reach: int | None, examples: list[Example] | None
@@ -67,9 +69,9 @@ class StoredSource(FeatureSource):
             )
         distinct = list({store.sequence_key(example): example for example in examples}.values())
         missing = [example for example in distinct if example not in store]
-        if missing and self.capture:
+        if missing and self.capture and self.engine is None:
             target.require_layers(f"source.path={self.path} lacks {len(missing)} of {len(distinct)} sequences, whose capture")
-        elif missing:
+        elif missing and self.engine is None:
             raise UserError(
                 f"source.path={self.path}: {len(missing)} of {len(distinct)} sequences are not in it; capture them first with "
                 "spectrain data store, or set source.capture=true"
@@ -104,6 +106,8 @@ class StoredSource(FeatureSource):
         requested = self._requested_contents(target, layers, final_reach, stored)
         if stored is not None:
             stored.check_serves(requested, self.path)
+            if self.engine and not stored.engine:
+                raise UserError(f"source.path={self.path}: the target itself stored its features; choose another folder")
         self.store = self.own_store = FeatureStore(
             self.path, requested, self.max_gb * 1e9, self.shard_mb * 1e6, repair=self.capture
         )
@@ -125,10 +129,11 @@ class StoredSource(FeatureSource):
         if dtype == "auto":
             dtype = str(target.dtype).removeprefix("torch.") if stored is None else stored.dtype
         template = hashlib.sha256(str(target.tokenizer.chat_template).encode()).hexdigest()[:16]
-        weights = hash_weights(target.model) if target.has_layers else None
+        # A server may hold the layers in other types, so only the weights outside of them are known.
+        weights = hash_weights(target.model) if target.has_layers and self.engine is None else None
         reach = final_reach if stores_supervised_only else None
         identity = target.name, target.path, weights, template
-        return StoreContents(*identity, layers, target.width, dtype, reach, hash_head(target))
+        return StoreContents(*identity, layers, target.width, dtype, reach, hash_head(target), self.engine)
 
     def get_states(self, batch: Batch, request: BatchRequest) -> Tensor:
         target, layers, examples = request.target, request.layers, request.examples
