@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -268,6 +268,28 @@ class BatchStream(ABC, Iterator[list[Example]]):
     def data_metrics(state: StreamState) -> dict[str, int]:
         """Return the metrics of the data read so far, from the merged state of all processes."""
         return {}
+
+
+class BatchQueue(Iterator[list[Example]]):
+    """The batches of a stream, each of which `on_batch` receives `count` batches before it is taken."""
+
+    def __init__(self, stream: BatchStream, count: int, on_batch: Callable[[list[Example]], None]) -> None:
+        self.stream, self.count, self.on_batch = stream, count, on_batch
+        # Coming batches, each with the position behind it.
+        self.coming: deque[tuple[list[Example], StreamState]] = deque()
+        self.position = stream.state_dict()
+
+    def __next__(self) -> list[Example]:
+        while len(self.coming) <= self.count:
+            batch = next(self.stream)
+            self.on_batch(batch)
+            self.coming.append((batch, self.stream.state_dict()))
+        batch, self.position = self.coming.popleft()
+        return batch
+
+    def state_dict(self) -> StreamState:
+        """Return the position behind the last batch that was taken."""
+        return self.position
 
 
 class EpochBatchStream(BatchStream):

@@ -7,11 +7,17 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from spectrain.data.chat import Example
+from spectrain.errors import RunError
 from spectrain.models.features import Features, Layer
 from spectrain.models.images import refuse_images
 from spectrain.models.target import Target
+from spectrain.servers.base import Server
 
 from .batch import Batch, collate
+
+
+class SourceError(RunError):
+    """A source that cannot give the features of a batch for now; the training saves itself and stops."""
 
 
 class FeatureCache(ABC):
@@ -77,6 +83,10 @@ class Source(ABC):
     generates_text = False
     # Whether features are stored on disk, so that the target runs at most once over a sequence.
     stores_features = False
+    # Whether a server computes the features.
+    needs_server = False
+    # Number of batches that the trainer passes to `request_ahead` before it takes them.
+    num_ahead = 0
     # Largest number of bytes of features held in memory.
     max_cached_bytes = 0
 
@@ -94,6 +104,16 @@ class Source(ABC):
         """
         return None
 
+    def use_server(self, server: Server) -> None:
+        """Receive the server, if the source needs one."""
+
+    def request_ahead(self, examples: list[Example]) -> None:
+        """Receive a coming batch, of which the trainer takes `num_ahead` others first."""
+
+    def take_waited_seconds(self) -> float:
+        """Return the seconds that batches have waited for a server since the last call."""
+        return 0.0
+
     def begin(self, drafter: nn.Module) -> None:
         """Receive the drafter in its state before the first step of the training, resumed or not."""
 
@@ -103,6 +123,11 @@ class Source(ABC):
 
     def flush(self) -> None:
         """Write pending features to disk. The trainer calls this before every checkpoint and at the end."""
+
+    def close(self) -> str | None:
+        """Write pending features and release what the source holds; return a message for the user, if there is one."""
+        self.flush()
+        return None
 
 
 class FeatureSource(Source):

@@ -95,7 +95,9 @@ def train(spec: RunSpec, stack: ExitStack, target: Target | None, dataset: Datas
     try:
         result = trainer.fit(inputs.drafter, inputs.target, inputs.dataset, inputs.source, run, tracker)
     finally:
-        inputs.source.flush()
+        message = inputs.source.close()
+        if message is not None and accelerator.is_main_process:
+            print(message, flush=True)
     if accelerator.is_main_process:
         save_trained(inputs, spec, run, result)
         tracker.log_drafter(run / "drafter")
@@ -118,7 +120,7 @@ def load_inputs(spec: RunSpec, trainer: Trainer, target: Target | None, dataset:
     drafter = init_drafter(spec, target, dataset)
     if not all(stage.layers for stage in drafter.stages):
         target.require_layers(f"drafter={spec.drafter.choice}, whose loss runs the target,")
-    source: Source = spec.source.build()
+    source = make_source(spec)
     source.begin(drafter)
     examples = None if dataset.is_sample else dataset.examples
     report = source.prepare(target, drafter.stages[0].layers, drafter.stages[0].final_reach, examples)
@@ -128,6 +130,23 @@ def load_inputs(spec: RunSpec, trainer: Trainer, target: Target | None, dataset:
         report_lines.append("validation on held-out conversations is left out: it decodes with the target (target.parts=head)")
     target.pack_weights()
     return TrainingInputs(trainer, target, dataset, drafter, source, evaluation, report_lines)
+
+
+def make_source(spec: RunSpec) -> Source:
+    """Return the source of a training, with the server that it needs."""
+    source: Source = spec.source.build()
+    if source.needs_server:
+        if not spec.server:
+            raise UserError(
+                f"source={spec.source.choice}: name the server, as in server=vllm server.url=http://127.0.0.1:8000/v1"
+            )
+        source.use_server(spec.server.build())
+    elif spec.server:
+        raise UserError(
+            f"server={spec.server.choice}: source={spec.source.choice} requests nothing of a server; use source=server, or "
+            "leave server out"
+        )
+    return source
 
 
 def choose_folder(spec: RunSpec, accelerator: Any) -> Path:

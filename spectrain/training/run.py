@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from spectrain.data.chat import Example
-from spectrain.data.dataset import BatchStream, Dataset
+from spectrain.data.dataset import BatchQueue, BatchStream, Dataset
 from spectrain.drafters.base import Drafter, TrainingState, stage_at
 from spectrain.errors import RunError, RunInterrupted, UserError
-from spectrain.features.base import BatchRequest, Source
+from spectrain.features.base import BatchRequest, Source, SourceError
 from spectrain.features.batch import Batch
 from spectrain.models.fast import pack_linears
 from spectrain.models.target import Target
@@ -47,6 +47,7 @@ class TrainingRun:
 
     run: Path
     stream: BatchStream  # of the data, on this process
+    batches: BatchQueue  # of this stream, as the source receives them ahead
 
     def __init__(
         self,
@@ -70,6 +71,7 @@ class TrainingRun:
         self.tally = Tally()  # since the last line of metrics
         self.tokens, self.seconds = 0, 0.0  # up to there, on all processes
         self.data_position: dict[str, Any] | None = None  # where this process stands in the data
+        self.source_failure: str | None = None  # why the source gives no more batches
         self.trained_ids: set[int] = set()  # parameters of this stage and those before it,
         self.num_trained = 0  # and their numbers
 
@@ -107,7 +109,8 @@ class TrainingRun:
         self.stream = dataset.stream_batches(
             self.trainer.batch_settings, self.parallel.data_rank, self.parallel.num_data_ranks, self.data_position
         )
-        self.data_position = self.stream.state_dict()
+        self.batches = BatchQueue(self.stream, self.source.num_ahead, self.source.request_ahead)
+        self.data_position = self.batches.state_dict()
         return checkpoint
 
     def _restore_progress(self, progress: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -152,11 +155,11 @@ class TrainingRun:
         """One optimiser step over this process's share of batches; False, and no step, where a process was asked to stop."""
         self._prepare_step()
         now, began = Tally(steps=1), time.perf_counter()
-        batches = [self._make_batch(examples) for examples in example_batches]
+        batches = self._make_batches(example_batches)
         now.target_seconds = time.perf_counter() - began
         self.monitor.report_status(self.step, WAITING)
         supervised, stops = self.parallel.all_reduce(
-            sum(batch.num_supervised for batch in batches), float(stop_signal is not None)
+            sum(batch.num_supervised for batch in batches), float(stop_signal is not None or self.source_failure is not None)
         )
         if stops:
             return False
@@ -192,6 +195,14 @@ class TrainingRun:
         self.lr = self.trainer.lr_at(self.step, self.num_steps, self.stage_start)
         for group in self.parallel.optimizer.param_groups:
             group["lr"] = self.lr * group["lr_scale"]
+
+    def _make_batches(self, example_batches: list[list[Example]]) -> list[Batch]:
+        """Return the batches of a step; none where the source fails, which stops the training on all processes."""
+        try:
+            return [self._make_batch(examples) for examples in example_batches]
+        except SourceError as error:
+            self.source_failure = str(error)
+            return []
 
     def _make_batch(self, examples: list[Example]) -> Batch:
         layers = self.drafter.stages[self.stage].layers
@@ -256,8 +267,9 @@ class TrainingRun:
         self.tally = Tally()
         names, depths = sorted(tally.terms), len(tally.hits)
         own = tally.target_seconds + tally.drafter_seconds
-        values = [tally.loss, tally.tokens, own, tally.target_seconds, *(tally.terms[name] for name in names), *tally.hits]
-        loss, tokens, busy, target_busy, *rest = shared.all_reduce(*values, *tally.counts)
+        values = [tally.loss, tally.tokens, own, tally.target_seconds, self.source.take_waited_seconds()]
+        values += [*(tally.terms[name] for name in names), *tally.hits]
+        loss, tokens, busy, target_busy, waited, *rest = shared.all_reduce(*values, *tally.counts)
         hits, counts = rest[len(names) : len(names) + depths], rest[len(names) + depths :]
         if tally.steps and counts and not any(counts) and shared.is_main:
             print(f"spectrain: training: no supervised draft position up to step {self.step}; use longer answers or "
@@ -280,6 +292,8 @@ class TrainingRun:
             "supervised_per_second": tally.supervised / seconds,
             "time_share": {
                 "target": round(target, 3), "drafter": round(drafter, 3), "rest": round(max(0.0, 1 - target - drafter), 3),
+                # This is a part of the target's share.
+                **({"server": round(waited / shared.num_data_ranks / seconds, 3)} if self.source.needs_server else {}),
             },
             **self.stream.data_metrics(self._merge_positions()),
         }  # fmt: skip
@@ -317,9 +331,13 @@ class TrainingRun:
         shared.wait_for_all()
 
     def save_and_stop(self, stop_signal: int | None) -> NoReturn:
-        """Save and raise RunInterrupted, after a stop signal to this process or another."""
+        """Save and raise RunInterrupted, after a stop signal to this process or another, or RunError if a source failed."""
         if self.step > self.saved_step:
             self.save()
+        failures = [failure for failure in self.parallel.all_gather(self.source_failure) if failure is not None]
+        if failures:
+            where = f"step {self.step} is saved" if self.step else "no step was finished"
+            raise RunError(f"{failures[0]}; {where}; go on with the same command, trainer.resume=auto run={self.run}")
         signals = [number for number in self.parallel.all_gather(stop_signal) if number is not None]
         name = signal.Signals(signals[0]).name
         after = f"after step {self.step}, which is saved" if self.step else "in the first step"

@@ -167,14 +167,14 @@ class Trainer(TrainerSettings):
         """Run one step on this process's share of the data. On a stop signal to any process, save and exit."""
         began = time.perf_counter()
         job.monitor.report_status(job.step, "reading data")
-        share = list(islice(job.stream, job.accumulate))
+        share = list(islice(job.batches, job.accumulate))
         try:
             done = job.train_step(share, stop.stop_signal)
         except RuntimeError as error:
             raise job.monitor.explain_failure(error, job.run) from error
         if not done:
             job.save_and_stop(stop.stop_signal)
-        job.data_position = job.stream.state_dict()
+        job.data_position = job.batches.state_dict()
         job.tally.seconds += time.perf_counter() - began
         job.budget.record_time(job.parallel)
         if job.skipped_in_a_row >= self.max_skipped:
