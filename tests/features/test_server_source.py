@@ -89,7 +89,7 @@ def test_a_server_that_goes_away_stops_the_training_at_a_checkpoint(tmp_path: Pa
     assert latest_checkpoint(tmp_path / "stopped") is not None
     server.alter_file = lambda path, number: None
     server.start()
-    assert train(tmp_path / "stopped", server, "trainer.resume=auto") == pytest.approx(uninterrupted, rel=1e-6)
+    assert train(tmp_path / "stopped", server, "+trainer.resume=auto") == pytest.approx(uninterrupted, rel=1e-6)
 
 
 def test_wrong_states_are_requested_again_or_stop_the_training(tmp_path: Path, server: ModelStandIn) -> None:
