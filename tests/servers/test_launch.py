@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import httpx
@@ -19,6 +20,12 @@ from spectrain.servers.vllm import VllmServer, VllmSettings
 from .engines import becomes_true, fake_python, free_port, is_running, package_path
 
 LAUNCH = EngineLaunch("TARGET", "tiny")
+
+
+@pytest.fixture(autouse=True)
+def own_logs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Let logs that stay be the test's own."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 def make_server(folder: Path, *arguments: str, seconds: float = 30.0) -> VllmServer:
