@@ -152,7 +152,8 @@ def join_parts(parts: list[dict[str, Any]], is_chat: bool) -> dict[str, Any]:
     response: dict[str, Any] = {"choices": [joined]}
     for part in parts:
         first: dict[str, Any] = next(iter(part.get("choices") or ()), {})
-        for source, key in ((part, "usage"), (part, "metrics"), (part, "prompt_token_ids"), (first, "prompt_token_ids")):
+        named = [(part, key) for key in ("usage", "metrics", "sglext", "prompt_token_ids")]
+        for source, key in (*named, (first, "prompt_token_ids")):
             if source.get(key):
                 response[key] = source[key]
     return response

@@ -100,17 +100,21 @@ class SglangServer(OpenAIServer):
         return {
             "input_ids": [*request.prompt], "sampling_params": {**sampling, **(self.settings.extra or {})},
             "stream": request.streams, "return_prompt_token_ids": True, "return_hidden_states": request.captures_states,
+            "cache_salt": request.cache_key,
         }  # fmt: skip
 
     def request_body(self, request: CompletionRequest) -> dict[str, Any]:
-        """Return the body of a request for messages. Streams of SGLang carry neither token ids nor counts of drafts."""
-        details = {} if request.streams else {"return_token_ids": True, "return_meta_info": True}
+        """Return the body of a request for messages."""
+        details: dict[str, Any] = {"return_spec_tokens_details": True, "cache_salt": request.cache_key}
+        # A stream has the ids of the answer in its last part, and refuses the other way to request them.
+        details["return_output_ids_in_sglext" if request.streams else "return_token_ids"] = True
         return super().request_body(request) | details
 
     def parse_response(self, response: dict[str, Any], is_chat: bool, times: RequestTimes) -> Completion:
-        choice = response["choices"][0]
-        self._count_drafts(choice.get("meta_info") or {})
-        return replace(super().parse_response(response, is_chat, times), token_ids=choice.get("response_token_ids"))
+        choice, more = response["choices"][0], response.get("sglext") or {}
+        self._count_drafts(more.get("spec_tokens_details") or {})
+        ids = choice.get("response_token_ids") or next(iter(more.get("output_ids") or ()), None)
+        return replace(super().parse_response(response, is_chat, times), token_ids=ids)
 
     def parse_answer(self, response: dict[str, Any], times: RequestTimes) -> Completion:
         """Return the answer in a response of /generate."""

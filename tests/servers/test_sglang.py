@@ -94,12 +94,20 @@ class SglangStandIn(ModelStandIn):
                 {"input_ids": prompt, "sampling_params": {"max_new_tokens": body["max_tokens"], "temperature": 0.0},
                  "return_hidden_states": False}
             )  # fmt: skip
-        choice = {"message": {"role": "assistant", "content": answer["text"]}, "finish_reason": "length"}
-        if body.get("return_token_ids"):
-            choice |= {"response_token_ids": answer["output_ids"], "prompt_token_ids": prompt}
-        if body.get("return_meta_info"):
-            choice |= {"meta_info": answer["meta_info"]}
-        return 200, {"choices": [choice], "usage": {"completion_tokens": len(answer["output_ids"])}}, {}
+        usage, more = {"completion_tokens": len(answer["output_ids"])}, dict[str, Any]()
+        if body["return_spec_tokens_details"] and self.histogram:
+            more["spec_tokens_details"] = {key: value for key, value in answer["meta_info"].items() if key.startswith("spec_")}
+        if body.get("stream"):
+            if "return_token_ids" in body:
+                return 400, {"message": "return_token_ids is not supported with streaming"}, {}
+            more |= {"output_ids": [answer["output_ids"]]} if body["return_output_ids_in_sglext"] else {}
+            delta = {"delta": {"content": answer["text"]}, "finish_reason": "length"}
+            parts = [{"choices": [delta]}, {"choices": [], "sglext": more}, {"choices": [], "usage": usage}]
+            text = "".join(f"data: {json.dumps(part)}\n\n" for part in parts)
+            return 200, text + "data: [DONE]\n\n", {"Content-Type": "text/event-stream"}
+        choice: dict[str, Any] = {"message": {"role": "assistant", "content": answer["text"]}, "finish_reason": "length"}
+        choice |= {"response_token_ids": answer["output_ids"], "prompt_token_ids": prompt} if body["return_token_ids"] else {}
+        return 200, {"choices": [choice], "usage": usage, "sglext": more}, {}
 
 
 @pytest.fixture
@@ -182,11 +190,15 @@ def test_streams_carry_all_tokens_or_the_new_ones(stand_in: SglangStandIn, is_in
 
 
 def test_messages_are_answered_with_ids_and_counts(stand_in: SglangStandIn) -> None:
+    """Streams have both in a part of their own."""
     stand_in.histogram = (1, 2)
     conversation = Conversation([{"role": "user", "content": "Where does the river end?"}])
-    (answer,), counters = complete(stand_in, CompletionRequest(conversation, 4))
-    assert answer.token_ids and answer.prompt_ids and answer.message["content"] is not None
-    assert counters == DraftCounters(3, 9, (2,))
+    whole, streamed = CompletionRequest(conversation, 4), CompletionRequest(conversation, 4, streams=True, cache_key="salt")
+    answers, counters = complete(stand_in, whole, streamed)
+    assert answers[0].token_ids == answers[1].token_ids and answers[0].prompt_ids
+    assert len(answers[0].token_ids or ()) == answers[1].num_tokens and stand_in.bodies[1]["cache_salt"] == "salt"
+    assert answers[0].message["content"] == answers[1].message["content"]
+    assert counters == DraftCounters(6, 18, (4,))
 
 
 def test_errors_of_the_server(stand_in: SglangStandIn) -> None:
