@@ -29,7 +29,9 @@ test: install lint  ## run the linters, the type checker and every quick test
 test-full: install lint  ## also run the slow proofs
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "slow or not slow"
 
-test-engines: $(ENGINES)/installed $(patsubst %,$(ENGINES_RUNS)/engines-%/drafter/config.json,eagle3 medusa1 gkd tiny-dflash tiny-peagle)  ## vLLM on a CPU serves what we export
+ENGINES_DRAFTERS := eagle3 medusa1 gkd tiny-dflash tiny-peagle tiny-eagle3 tiny-gkd tiny-dflash2 tiny-dspark
+
+test-engines: $(ENGINES)/installed .llama-cpp/llama-server $(ENGINES_DRAFTERS:%=$(ENGINES_RUNS)/engines-%/drafter/config.json)  ## vLLM and llama.cpp on a CPU serve what we export
 	SPECTRAIN_ENGINES_RUNS=$(ENGINES_RUNS) $(ENGINES)/bin/python -m pytest -q tests/engines
 
 llama-cpp: .llama-cpp/llama-server  ## install llama.cpp's server in .llama-cpp: a minute; needs npm, git and g++
@@ -83,6 +85,9 @@ $(OPENVINO)/installed: constraints-openvino.txt
 
 # vLLM's build for CPUs normalises the context keys of every layer of a DFlash by the first layer's k_norm, so it gets one layer.
 ENGINES_dflash := drafter.num_layers=1 drafter.layers=[2,4,6]
+# What llama.cpp reads of these at the tiny target's width.
+ENGINES_dflash2 := drafter.selector_top_k=8
+ENGINES_dspark := drafter.markov_head=vanilla
 
 $(ENGINES_RUNS)/engines-tiny-%/drafter/config.json:
 	$(MAKE) install

@@ -5,7 +5,7 @@ server is given for a prompt is one token behind the end of our last complete ro
 nothing for a last token. The server streams its answers, and the counts beside each token give its rounds. Prompts are token
 ids; weights and caches are float32.
 
-`make llama-cpp` installs the engine. The drafters are the shipped one and those of runs/engines-gkd, -tiny-eagle3, -tiny-gkd,
+`make llama-cpp` installs the engine. The drafters are the shipped one and those of runs/engines-tiny-eagle3, -tiny-gkd,
 -tiny-dflash, -tiny-dflash2 and -tiny-dspark, or of the folder that SPECTRAIN_ENGINES_RUNS names; a missing run skips its case.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 import pytest
 
-from spectrain.cli.export import export_command, export_target
+from spectrain.cli.export import export_command
 from spectrain.data.chat import tokenize_prompt
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
@@ -30,6 +30,7 @@ from spectrain.decoding.loop import decode
 from spectrain.eval.identity import first_difference, logit_gap
 from spectrain.eval.prompts import read_prompts
 from spectrain.export.converter import read_drafter
+from spectrain.export.gguf_model import write_target
 from spectrain.export.layouts import detect_layout, read_files
 from spectrain.export.measure import load_drafter
 from spectrain.export.targets import TargetFiles
@@ -53,8 +54,7 @@ LOADERS = {"smollm2": load_smollm2, "tiny": load_tiny}
 CASES = {
     "EAGLE-3, shipped": ("smollm2", "smollm2-eagle3"),
     "EAGLE-3, tiny": ("tiny", "engines-tiny-eagle3"),
-    "GKD draft": ("smollm2", "engines-gkd"),
-    "GKD draft, tiny": ("tiny", "engines-tiny-gkd"),
+    "GKD draft": ("tiny", "engines-tiny-gkd"),
     "DFlash": ("tiny", "engines-tiny-dflash"),
     "DFlash2": ("tiny", "engines-tiny-dflash2"),
     "DSpark": ("tiny", "engines-tiny-dspark"),
@@ -120,8 +120,7 @@ def target_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
     @cache
     def write(name: str, dtype: str = "float32") -> str:
-        folder = tmp_path_factory.mktemp("targets") / f"{name}-{dtype}"
-        return str(export_target(TargetFiles(name), str(folder), dtype) / "target.gguf")
+        return str(write_target(TargetFiles(name), tmp_path_factory.mktemp(f"{name}-{dtype}"), dtype))
 
     return write
 

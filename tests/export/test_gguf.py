@@ -126,7 +126,7 @@ def test_transformers_reads_our_targets(kind: str, tmp_path: Path, monkeypatch: 
     """
     monkeypatch.setenv("SPECTRAIN_CACHE", str(tmp_path / "cache"))
     target = save_model(tmp_path / "model", kind)
-    export_target(TargetFiles(str(tmp_path / "model")), str(tmp_path / "out"), "float32")
+    export_target(TargetFiles(str(tmp_path / "model")), "gguf", tmp_path / "out", "float32", None)
     again = load_hf(str(tmp_path / "out" / "target.gguf"), dtype="float32")
     tokens = torch.randint(3, 2000, (1, 24))
     assert torch.equal(again.model(tokens).logits, target.model(tokens).logits)
@@ -316,7 +316,7 @@ def test_the_tokenizer_of_a_targets_own_file_is_copied(tmp_path: Path, monkeypat
     """A target that is a GGUF file gives its own keys, as its maker wrote them."""
     monkeypatch.setenv("SPECTRAIN_CACHE", str(tmp_path / "cache"))
     save_model(tmp_path / "model", "llama")
-    out = export_target(TargetFiles(str(tmp_path / "model")), str(tmp_path / "out"), None)
+    out = export_target(TargetFiles(str(tmp_path / "model")), "gguf", tmp_path / "out", None, None)
     change_gguf(out, lambda keys, tensors: keys.update({"tokenizer.ggml.pre": "smollm"}))
     target = TargetFiles(str(out / "target.gguf"))
     written = read_keys(open_gguf(out / "target.gguf"), with_vocabulary=True)
