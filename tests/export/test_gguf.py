@@ -14,12 +14,13 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from spectrain.cli.export import export_command, export_target
+from spectrain.cli.export import export_command
 from spectrain.errors import UserError
 from spectrain.export.card import engine_commands
 from spectrain.export.converter import convert, read_drafter
 from spectrain.export.gguf_file import TensorSource, open_gguf, read_keys, read_tensors, write_gguf
 from spectrain.export.gguf_layout import interleave_heads, rope_tensors, scaling_keys, separate_heads
+from spectrain.export.gguf_model import complete_config, write_model, write_target
 from spectrain.export.gguf_tokenizer import find_pre_tokenizer, tokenizer_keys
 from spectrain.export.layouts import detect_layout, read_files
 from spectrain.export.linter import check_files, lint
@@ -126,8 +127,8 @@ def test_transformers_reads_our_targets(kind: str, tmp_path: Path, monkeypatch: 
     """
     monkeypatch.setenv("SPECTRAIN_CACHE", str(tmp_path / "cache"))
     target = save_model(tmp_path / "model", kind)
-    export_target(TargetFiles(str(tmp_path / "model")), "gguf", tmp_path / "out", "float32", None)
-    again = load_hf(str(tmp_path / "out" / "target.gguf"), dtype="float32")
+    file = write_target(TargetFiles(str(tmp_path / "model")), tmp_path, "float32")
+    again = load_hf(str(file), dtype="float32")
     tokens = torch.randint(3, 2000, (1, 24))
     assert torch.equal(again.model(tokens).logits, target.model(tokens).logits)
     text = "Once upon a time, 12 bees flew  home.\n"
@@ -316,18 +317,16 @@ def test_the_tokenizer_of_a_targets_own_file_is_copied(tmp_path: Path, monkeypat
     """A target that is a GGUF file gives its own keys, as its maker wrote them."""
     monkeypatch.setenv("SPECTRAIN_CACHE", str(tmp_path / "cache"))
     save_model(tmp_path / "model", "llama")
-    out = export_target(TargetFiles(str(tmp_path / "model")), "gguf", tmp_path / "out", None, None)
-    change_gguf(out, lambda keys, tensors: keys.update({"tokenizer.ggml.pre": "smollm"}))
-    target = TargetFiles(str(out / "target.gguf"))
-    written = read_keys(open_gguf(out / "target.gguf"), with_vocabulary=True)
+    file = write_target(TargetFiles(str(tmp_path / "model")), tmp_path, None)
+    change_gguf(tmp_path, lambda keys, tensors: keys.update({"tokenizer.ggml.pre": "smollm"}))
+    target = TargetFiles(str(file))
+    written = read_keys(open_gguf(file), with_vocabulary=True)
     assert tokenizer_keys(target) == {key: value for key, value in written.items() if key.startswith("tokenizer.")}
     assert target.vocab_size == 2048 and target.num_layers == 2
 
 
 def test_unknown_models_are_refused(tmp_path: Path) -> None:
     """A model type, a setting or a tensor that llama.cpp's classes lack is named."""
-    from spectrain.export.gguf_model import complete_config, write_model
-
     with pytest.raises(UserError, match="model_type=gpt2"):
         complete_config({"model_type": "gpt2"})
     with pytest.raises(UserError, match="mlp_bias=True"):
