@@ -30,6 +30,7 @@ from spectrain.eval.columns import (
     list_serving_rows,
     list_systems,
 )
+from spectrain.eval.noise import is_possible
 from spectrain.eval.notes import explain_numbers, list_caveats
 from spectrain.files import write_text
 
@@ -206,6 +207,7 @@ def training_curves(metrics: list[dict[str, Any]], id: str) -> Markup:
 
 def speedup_chart(speedups: list[dict[str, Any]], id: str) -> Markup | None:
     """Plot a server's speedup over the same server without a drafter, with intervals, by concurrency."""
+    speedups = [point for point in speedups if is_possible(point)]
     if not speedups:
         return None
 

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from spectrain.eval.columns import SERVING_COLUMNS, format_interval, list_serving_rows
 from spectrain.eval.extensions import EvalExtension
+from spectrain.eval.noise import is_possible
 from spectrain.eval.notes import EXTENSION_NOTES
 
 SOURCES = {
@@ -90,7 +91,10 @@ def _describe_speedups(speedups: list[dict[str, Any]]) -> Iterator[str]:
     if not speedups:
         yield "Without a server to compare with, the speedup is unknown; give server.baseline_url, or serve=true."
         return
-    entries = sorted(speedups, key=lambda entry: int(entry["concurrency"]))
+    entries = [entry for entry in sorted(speedups, key=lambda entry: int(entry["concurrency"])) if is_possible(entry)]
+    if not entries:
+        yield "No speedup can be quoted: something else slowed the server without a drafter."
+        return
     ends = [entry["ci95"] or [entry["ratio"]] * 2 for entry in entries]
     gaining = [entry for entry, (low, _) in zip(entries, ends) if low > 1]
     losing = [entry for entry, (_, high) in zip(entries, ends) if high < 1]

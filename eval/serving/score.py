@@ -151,7 +151,7 @@ class ServerEvaluation(PromptedEvaluation):
         times = {name: asdict(measure_latency(result, self.limits)) for name, result in results.items()}
         return ServedSummary(
             **numbers,
-            label=f"drafter, {drafted.concurrency} at once",
+            label=f"{drafted.concurrency} at once",
             tree={"name": "chain", "depth": depth},
             engine="server",
             serving={"concurrency": drafted.concurrency, **times},
@@ -167,7 +167,7 @@ class ServerEvaluation(PromptedEvaluation):
         totals = results[0].counters
         failed = {name: reason for result in results for name, reason in result.failures.items()}
         speedups = [
-            {"concurrency": result.concurrency, "ratio": summary.speedup.ratio, "ci95": summary.speedup.ci95}
+            {"concurrency": result.concurrency, **asdict(summary.speedup)}
             for result, summary in zip(results, summaries.values())
             if "speedup" not in summary.unknown
         ]

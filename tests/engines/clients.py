@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shlex
 import signal
 import socket
@@ -19,6 +18,8 @@ from typing import Any
 import httpx
 
 from spectrain.decoding.generation import Generation
+from spectrain.servers.base import DraftCounters
+from spectrain.servers.counters import parse_counters
 
 ROWS = 4  # prompts decoded together
 MAX_LENGTH = 512
@@ -27,35 +28,25 @@ COUNTERS = "vllm:spec_decode_num_"
 
 
 @dataclass(frozen=True)
-class Counts:
-    """Rounds, tokens drafted in them, and in how many of them the token at each position of the chain was kept."""
-
-    rounds: int
-    drafted: int
-    kept: list[int]
-
-    @property
-    def rates(self) -> list[float]:
-        """Entry k: of all rounds, the share that kept drafted token k + 1."""
-        return [kept / self.rounds for kept in self.kept]
-
-
-@dataclass(frozen=True)
 class Answers:
     """Every prompt's answer, and what was counted of all of them."""
 
     tokens: list[list[int]]
     texts: list[str]
-    counts: Counts | None
+    counts: DraftCounters | None
 
 
-def counted(generations: Sequence[Generation]) -> Counts:
+def counted(generations: Sequence[Generation]) -> DraftCounters:
     """Our whole rounds under vLLM's definitions: a round's tokens less the bonus, over all rounds at every position."""
     rounds = [tokens for generation in generations for tokens in generation.complete_round_lengths]
     depths = [depth for generation in generations for depth in generation.depths[: len(generation.complete_round_lengths)]]
-    return Counts(
-        len(rounds), sum(depths), [sum(tokens > position for tokens in rounds) for position in range(1, max(depths) + 1)]
-    )
+    kept = tuple(sum(tokens > position for tokens in rounds) for position in range(1, max(depths) + 1))
+    return DraftCounters(len(rounds), sum(depths), kept)
+
+
+def rates(counts: DraftCounters) -> list[float]:
+    """Entry k: of all rounds, the share that kept drafted token k + 1."""
+    return [kept / counts.num_rounds for kept in counts.accepted_by_position]
 
 
 def environment() -> dict[str, str]:
@@ -96,11 +87,11 @@ def offline(
     return Answers(found["answers"], found["texts"], counts_of(found["counters"]) if drafting else None)
 
 
-def counts_of(counters: dict[str, Any]) -> Counts:
-    return Counts(
+def counts_of(counters: dict[str, Any]) -> DraftCounters:
+    return DraftCounters(
         int(counters[f"{COUNTERS}drafts"]),
         int(counters[f"{COUNTERS}draft_tokens"]),
-        [int(kept) for kept in counters[f"{COUNTERS}accepted_tokens_per_pos"]],
+        tuple(int(kept) for kept in counters[f"{COUNTERS}accepted_tokens_per_pos"]),
     )
 
 
@@ -165,29 +156,13 @@ def wait_until_healthy(client: httpx.Client, process: subprocess.Popen[bytes], l
     raise AssertionError(f"no answer in {PATIENCE:.0f} seconds; {last_lines(log)}")
 
 
-def settled_counts(client: httpx.Client) -> Counts:
+def settled_counts(client: httpx.Client) -> DraftCounters | None:
     """The counters of /metrics once they stand still: an answer may leave a moment before it is counted."""
     found = None
-    while (now := read_metrics(client.get("/metrics").text)) != found:
+    while (now := parse_counters(client.get("/metrics").text, "vllm")) != found:
         found = now
         time.sleep(1)
     return now
-
-
-def read_metrics(text: str) -> Counts:
-    """The counters, of Prometheus' text format: name{label="value",...} number."""
-
-    def values(name: str) -> list[tuple[str, float]]:
-        lines = re.findall(rf"^{re.escape(COUNTERS + name)}_total{{(.*)}} (\S+)$", text, re.MULTILINE)
-        return [(labels, float(number)) for labels, number in lines]
-
-    kept = {
-        int(match[1]): int(number)
-        for labels, number in values("accepted_tokens_per_pos")
-        if (match := re.search(r'position="(\d+)"', labels))
-    }
-    ((_, rounds),), ((_, drafted),) = values("drafts"), values("draft_tokens")
-    return Counts(int(rounds), int(drafted), [kept[position] for position in sorted(kept)])
 
 
 def last_lines(log: Path, count: int = 30) -> str:

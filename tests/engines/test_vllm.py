@@ -41,9 +41,10 @@ from spectrain.files import write_text
 from spectrain.models.loading import load_smollm2, load_tiny
 from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance
+from spectrain.servers.base import DraftCounters
 from spectrain.trees import Chain
 
-from .clients import ROWS, Answers, Counts, counted, offline, served
+from .clients import ROWS, Answers, counted, offline, rates, served
 
 RUNS = Path(os.environ.get("SPECTRAIN_ENGINES_RUNS", "runs"))
 PROMPTS, TOKENS = 24, 80
@@ -90,7 +91,7 @@ class Case:
         return found
 
     @property
-    def ours(self) -> Counts:
+    def ours(self) -> DraftCounters:
         return counted(self.generations)
 
 
@@ -170,11 +171,11 @@ def assert_same(asked: Asked, found: list[list[int]], wanted: list[list[int]]) -
     return len(asked.prompts) - differing
 
 
-def assert_close(theirs: Counts, ours: Counts) -> None:
+def assert_close(theirs: DraftCounters, ours: DraftCounters) -> None:
     """Enough was drafted, and kept, for a rate to mean something, and at every position the rates agree within 3 %."""
-    assert min(theirs.drafted, ours.drafted) >= ENOUGH
-    assert ours.rates[0] > 0.05
-    for their, our in zip(theirs.rates, ours.rates, strict=True):
+    assert min(theirs.num_drafted, ours.num_drafted) >= ENOUGH
+    assert rates(ours)[0] > 0.05
+    for their, our in zip(rates(theirs), rates(ours), strict=True):
         assert abs(their - our) <= TOLERANCE * our, (theirs, ours)
 
 
@@ -214,7 +215,7 @@ def test_the_server_accepts_as_we_do(case: Case, from_server: Answers, record: d
     assert_close(from_server.counts, case.ours)
 
 
-def row(counts: Counts) -> dict[str, Any]:
+def row(counts: DraftCounters) -> dict[str, Any]:
     """As engines.json holds it."""
-    return {"rounds": counts.rounds, "drafted": counts.drafted, "kept": counts.kept,
-            "by_position": [round(rate, 4) for rate in counts.rates]}  # fmt: skip
+    return {"rounds": counts.num_rounds, "drafted": counts.num_drafted, "kept": [*counts.accepted_by_position],
+            "by_position": [round(rate, 4) for rate in rates(counts)]}  # fmt: skip
