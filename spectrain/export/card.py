@@ -60,11 +60,17 @@ def base_model_name(target: TargetFiles, drafter: DrafterCheckpoint, run: Path) 
     return target.name
 
 
+def read_scores(run: Path) -> dict[str, dict[str, Any]]:
+    """Return the summaries of a run's evaluations in this project's own engine, by name, the held-out prompts first."""
+    paths = sorted(run.glob("eval/*/summary.json"), key=lambda path: (path.parent.name != "heldout", path))
+    scores = {path.parent.name: read_json_object(path) for path in paths}
+    # A server may have scored another export, or simulated acceptance.
+    return {name: summary for name, summary in scores.items() if "server" not in summary}
+
+
 def measured_section(run: Path) -> list[str]:
     """Return a table of the run's evaluations, then the setting of each."""
-    scores = {path.parent.name: read_json_object(path) for path in sorted(run.glob("eval/*/summary.json"))}
-    # A server's score is not one of this engine.
-    summaries = {name: summary for name, summary in scores.items() if "server" not in summary}
+    summaries = read_scores(run)
     if not summaries:
         return ["## Measured", "", "This drafter was not scored. `spectrain eval run=DIR target=TARGET` scores it."]
     lines = [
@@ -122,14 +128,13 @@ def simulation_section(drafter: DrafterCheckpoint, layout: Layout, target: Targe
 
 def measured_rates(run: Path) -> tuple[str, list[float]] | None:
     """Return an evaluation's name, and the share of its chain's rounds that accept all draft tokens up to each position."""
-    for path in sorted(run.glob("eval/*/summary.json")):
-        summary = read_json_object(path)
+    for name, summary in read_scores(run).items():
         chain = summary.get("compared", {}).get("chain") or {}
         if (summary.get("tree") or {}).get("name") == "chain":
             chain = summary
         if rates := chain.get("acceptance_by_depth"):
             # These are shares of the rounds that accepted all tokens before.
-            return path.parent.name, [*accumulate(rates, mul)]
+            return name, [*accumulate(rates, mul)]
     return None
 
 
