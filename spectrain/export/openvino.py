@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 LAYERS_KEY = "hidden_layers_list"
 NUM_FUSED = 3
+# For drafters that read the target's states. optimum-intel's own classes of them are loaded as if they came with the files, and
+# the tokenizer is the target's.
+HEAD_OPTIONS = ("--trust-remote-code", "--disable-convert-tokenizer")
 
 
 def add_ir(converter: IrConverter, directory: Path, layers: list[int] | None, options: tuple[str, ...] = ()) -> None:
@@ -48,9 +51,10 @@ def add_ir(converter: IrConverter, directory: Path, layers: list[int] | None, op
         for path in directory.iterdir():
             if path.is_file():
                 (source / path.name).symlink_to(path.absolute())
-        converter.convert(source, out, (*options, "--disable-convert-tokenizer"))
-        for suffix in (".xml", ".bin"):
-            shutil.move(out / f"{IR_NAME}{suffix}", directory / f"{IR_NAME}{suffix}")
+        converter.convert(source, out, options)
+        # The model and, of a draft model, its tokenizer.
+        for path in out.glob("openvino_*"):
+            shutil.move(path, directory / path.name)
     if layers is not None:
         write_fused_layers(directory, layers)
 
@@ -171,7 +175,7 @@ class OpenVinoEagle3(IrLayout, FlatEagle3):
                 raise UserError("--target: the default of the fused layers depends on the target; say which one it is")
             layers = default_layers(target.num_layers)
         super().write(drafter, target, directory)
-        add_ir(self.converter, directory, layers, ("--trust-remote-code",))
+        add_ir(self.converter, directory, layers, HEAD_OPTIONS)
 
     def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
         return {"openvino": DrafterLaunch("eagle3", path, CHAIN_TOKENS)}
@@ -204,7 +208,7 @@ class OpenVinoDFlash(IrLayout, FlatDFlash):
 
     def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
         super().write(drafter, target, directory)
-        add_ir(self.converter, directory, None, ("--trust-remote-code",))
+        add_ir(self.converter, directory, None, HEAD_OPTIONS)
 
     def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
         return {"openvino": DrafterLaunch("dflash", path, num_drafts(drafter))}

@@ -16,6 +16,8 @@ from .settings import EngineSettings
 SCRIPT = Path(__file__).parent / "plugins" / "spectrain_openvino.py"
 PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "auto": None}
 """Types in which OpenVINO computes, and its names for them; None leaves the choice to OpenVINO."""
+SEQUENTIAL_METHODS = ("dflash",)
+"""Methods with which OpenVINO decodes one request at a time; the others wait."""
 
 
 @dataclass
@@ -72,5 +74,6 @@ def start_openvino(launch: EngineLaunch, settings: OpenVinoSettings, environment
             "--num-assistant-tokens": launch.drafter.num_tokens,
             "--branching-factor": settings.branching_factor,
             "--tree-depth": settings.tree_depth,
+            "--max-requests": 1 if launch.drafter.method in SEQUENTIAL_METHODS else None,
         }
     return EngineCommand([environment.python, "-I", str(SCRIPT), *to_options(options), *map(str, settings.arguments)])

@@ -58,6 +58,7 @@ class FakePipeline:
 
     def __init__(self, target: str, scheduler: Any, device: str, properties: dict[str, Any]) -> None:
         self.properties, self.configs, self.open = properties, list[Any](), list[FakeHandle]()
+        self.most_open = 0
 
     def get_tokenizer(self) -> Any:
         return SimpleNamespace(
@@ -74,6 +75,7 @@ class FakePipeline:
         return self.open[-1]
 
     def step(self) -> None:
+        self.most_open = max(self.most_open, sum(not handle.is_done() for handle in self.open))
         for handle in self.open:
             handle.advance()
 
@@ -139,6 +141,14 @@ def test_a_step_is_a_round(tmp_path: Path, streams: bool) -> None:
         assert counters == DraftCounters(6, 18, (4, 2))
         described = server.check_ready()
         assert (described.name, described.max_length, described.weights) == ("tiny", 64, str(tmp_path))
+
+
+def test_requests_wait_where_only_one_is_decoded(tmp_path: Path) -> None:
+    """As with DFlash: no two requests are open at the same time, and all are answered."""
+    with serve(tmp_path, *DRAFTING, "--max-requests", "1") as (server, pipeline):
+        answers, counters = complete(server, *[CompletionRequest([4, 5], 20)] * 3)
+        assert [answer.num_tokens for answer in answers] == [7, 7, 7] and counters == DraftCounters(9, 27, (6, 3))
+        assert pipeline.most_open == 1
 
 
 def test_a_limit_cuts_and_no_drafter_counts_nothing(tmp_path: Path) -> None:

@@ -119,7 +119,8 @@ class PipelineThread:
             with self._lock:
                 while not self._added and not self._open:
                     self._lock.wait()
-                added, self._added = self._added, []
+                room = (self.options.max_requests or sys.maxsize) - len(self._open)
+                added, self._added = self._added[:room], self._added[room:]
             try:
                 for request in added:
                     self._open.append(request)
@@ -308,7 +309,7 @@ def parse_options(words: list[str]) -> argparse.Namespace:
         parser.add_argument(f"--{name}", required=True)
     for name in ("drafter", "precision"):
         parser.add_argument(f"--{name}")
-    for name in (*DRAFTING, "threads", "max-length"):
+    for name in (*DRAFTING, "threads", "max-length", "max-requests"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
     parser.add_argument("--device", default="CPU")
     parser.add_argument("--host", default="127.0.0.1")
