@@ -188,7 +188,7 @@ COMMAND_TASKS: Mapping[str, Task] = {
     "data audit": audit_command,
     "data index": call_with_keys("data.index.index_command", "target", "data", "out"),
     "data regenerate": call_with_spec(
-        "regeneration.regenerate.regenerate_command", "writer", "sampling", "regenerate", "out", "check"
+        "regeneration.command.regenerate_command", "writer", "sampling", "regenerate", "out", "check", "capture"
     ),
     "data store": call_with_spec("features.capture.capture_features"),
     "data verify": call_with_keys("features.capture.verify_store", "path", "drop"),

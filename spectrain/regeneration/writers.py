@@ -148,7 +148,8 @@ class EngineWriter(AnswerWriter):
             chats = []
             for (chat, prompt), generation in zip(ready, self._decode_prompts(ready) if ready else []):
                 try:
-                    chat.add_answer(self._parse_generation(generation, prompt, chat))
+                    tools = chat.pending.conversation.tools
+                    chat.add_answer(parse_generation(self.target, generation.output, prompt, tools))
                     chats.append(chat)
                 except AnswerError as given_up:
                     yield given_up.to_failed_row(chat.pending)
@@ -157,20 +158,18 @@ class EngineWriter(AnswerWriter):
         prompts, keys = [tokens for _, tokens in chats_with_prompts], [chat.pending.key for chat, _ in chats_with_prompts]
         return self.session.decode(prompts, self.sampling.max_new_tokens, keys)
 
-    def _parse_generation(self, generation: Generation, prompt: list[int], chat: ChatProgress) -> GeneratedAnswer:
-        """Return the answer with its token ids, of which the last is the stop token where the model wrote one."""
-        output, tokenizer = generation.output, self.target.tokenizer
-        stopped = output[-1] in self.target.stop_ids
-        written = tokenizer.decode(
-            output[:-1] if stopped else output, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        opening = str(tokenizer.decode(prompt[-64:]))
-        message = parse_answer(self.target.template, str(written), opening, chat.pending.conversation.tools)
-        if message.keys() == {"role", "content"}:
-            message["content"] = tokenizer.decode(
-                output[:-1] if stopped else output, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        return GeneratedAnswer(message, "stop" if stopped else "length", len(output), output)
+
+def parse_generation(
+    target: Target, output: list[int], prompt: list[int], tools: list[dict[str, Any]] | None
+) -> GeneratedAnswer:
+    """Return the answer with its token ids, of which the last is the stop token where the model wrote one."""
+    tokenizer, stopped = target.tokenizer, output[-1] in target.stop_ids
+    text = output[:-1] if stopped else output
+    written = tokenizer.decode(text, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    message = parse_answer(target.template, str(written), str(tokenizer.decode(prompt[-64:])), tools)
+    if message.keys() == {"role", "content"}:
+        message["content"] = tokenizer.decode(text, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return GeneratedAnswer(message, "stop" if stopped else "length", len(output), output)
 
 
 def collect_prompts(writer: EngineWriter, conversations: list[PendingRow], count: int = 8) -> list[list[int]]:

@@ -185,7 +185,7 @@ def test_audit_composes() -> None:
 def test_regenerate_composes() -> None:
     """The configuration of `data regenerate` passes its check and names its settings."""
     config = composed("regenerate", "target=tiny", "out=DIR", "++sampling.temperature=0", "++regenerate.turns=first")
-    _, checked = read_run(config, ("writer", "sampling", "regenerate", "out", "check"))
+    _, checked = read_run(config, ("writer", "sampling", "regenerate", "out", "check", "capture"))
     assert checked["sampling"].build().temperature == 0 and checked["regenerate"].build().turns == "first"
 
 

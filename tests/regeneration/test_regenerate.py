@@ -26,7 +26,8 @@ from spectrain.decoding.session import Session
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import RunError, UserError
 from spectrain.models.target import Target
-from spectrain.regeneration.regenerate import Regeneration, regenerate_command
+from spectrain.regeneration.command import regenerate_command
+from spectrain.regeneration.regenerate import Regeneration
 from spectrain.regeneration.sampling import Sampling
 from spectrain.regeneration.writers import AnswerWriter, EngineWriter, OutcomeCallback
 from spectrain.runs.drafters import save_drafter
@@ -161,7 +162,7 @@ def command(*overrides: str) -> None:
     """`spectrain data regenerate` in this process."""
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         config = compose("regenerate", overrides=list(overrides))
-        spec, settings = read_run(config, ("writer", "sampling", "regenerate", "out", "check"))
+        spec, settings = read_run(config, ("writer", "sampling", "regenerate", "out", "check", "capture"))
         regenerate_command(spec, **settings)
 
 
@@ -465,7 +466,7 @@ def test_the_command_answers_questions_alone(tmp_path: Path) -> None:
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         words = ["target=tiny", "data=mix", sources, f"out={tmp_path / 'out'}", "++sampling.max_new_tokens=6"]
         config = compose("regenerate", overrides=words)
-        spec, settings = read_run(config, ("writer", "sampling", "regenerate", "out", "check"))
+        spec, settings = read_run(config, ("writer", "sampling", "regenerate", "out", "check", "capture"))
         regenerate_command(spec, **settings)
     chats = JsonlReader(str(tmp_path / "out")).load_conversations()
     assert len(chats) == 2 and chats[0].messages[0]["content"] == "What is a bee?" and chats[0].messages[1]["content"]

@@ -1,0 +1,189 @@
+"""Answers and their states from one request: a stand-in gives the tiny target's, and training reads them without another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+
+from spectrain.cli.overrides import allow_new_keys, list_config_groups
+from spectrain.config.spec import read_run
+from spectrain.data.readers import JsonlReader
+from spectrain.drafters.base import Drafter, TrainingState
+from spectrain.errors import RunError, UserError
+from spectrain.features.batch import Batch
+from spectrain.features.store import FeatureStore
+from spectrain.models.loading import load_tiny
+from spectrain.models.target import Target
+from spectrain.regeneration.command import regenerate_command
+from spectrain.runs.train import train_and_score
+from spectrain.servers import client
+from tests.factories import random_batch
+from tests.features.test_capture import SETTINGS, composed, losses
+from tests.features.test_server_capture import LAYERS, negate
+from tests.servers.stand_in import ModelStandIn
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelStandIn]:
+    monkeypatch.setattr(client, "RETRY_PAUSE", 0.01)
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.001)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    (tmp_path / "states").mkdir()
+    standing = ModelStandIn(load_tiny(), LAYERS, tmp_path / "states")
+    yield standing
+    standing.stop()
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    """Conversations of one or two questions."""
+    rows, blank = [], {"role": "assistant", "content": "?"}
+    for number in range(6):
+        turns = [f"Tell me about {number}."] + ["And then?"] * (number % 2)
+        rows.append([part for turn in turns for part in ({"role": "user", "content": turn}, blank)])
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
+    return path
+
+
+def regenerate(out: Path, server: ModelStandIn, chats: Path, *more: str) -> None:
+    words = ["target=tiny", "server=vllm", f"server.url={server.url}", "capture=true", "recipe=eagle3", f"out={out}",
+             "data=jsonl", f"data.path={chats}", "sampling.max_new_tokens=12", "server.retries=1", *more]  # fmt: skip
+    # A key alone leaves the setting out.
+    dropped = {word for word in more if "=" not in word}
+    words = [word for word in words if word.partition("=")[0] not in dropped]
+    groups = list_config_groups(words)
+    with initialize_config_module("spectrain.conf", version_base="1.3"):
+        config = compose("regenerate", overrides=[allow_new_keys(word, groups) for word in words])
+    spec, settings = read_run(config, ("writer", "sampling", "regenerate", "out", "check", "capture"), words)
+    regenerate_command(spec, **settings)
+
+
+def training(out: Path, run: Path, *more: str) -> list[float]:
+    settings = [word for word in SETTINGS if not word.startswith(("data.limit", "+data.max_length"))]
+    words = ("data=jsonl", f"+data.path={out}", f"run={run}", "+trainer.max_steps=4", "+trainer.log_every=1")
+    train_and_score(composed(*settings, *words, *more))
+    return losses(run)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_answers_and_states_come_from_one_request(
+    temperature: float, tmp_path: Path, server: ModelStandIn, chats: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each turn takes one request; the store holds the sequences of a training on the answers, with the target's own states,
+    and a training that may not capture has the losses of one that runs the target."""
+    out = tmp_path / "out"
+    regenerate(out, server, chats, f"sampling.temperature={temperature}")
+    assert len([body for body in server.bodies if body["max_tokens"] == 12]) == 6 + 3
+    assert "6 sequences; 6 by the requests of their answers, 0 by requests of their own" in capsys.readouterr().out
+    dataset = JsonlReader(str(out)).make_dataset(server.target.template)
+    store = FeatureStore(out / "features")
+    assert {*store.shard_names} == {example.content_hash for example in dataset.examples}
+    for example in dataset.examples:
+        layers = (2, 4, 5, "final")
+        states = store.read_states(example, layers, server.target)
+        own = server.target.features(torch.tensor([example.tokens]), layers).hidden[0]
+        assert states is not None and states.shape == own.shape
+        last = max(number for number, supervised in enumerate(example.mask) if supervised)
+        torch.testing.assert_close(states[:last], own[:last], rtol=1e-4, atol=1e-4)
+    count = len(server.bodies)
+    stored = training(out, tmp_path / "stored", "source=store", f"source.path={out / 'features'}", "+source.capture=false")
+    assert stored == pytest.approx(training(out, tmp_path / "live", "source=live"), rel=1e-4)
+    assert len(server.bodies) == count
+
+
+def test_sequences_that_a_request_did_not_return_are_requested_once(
+    tmp_path: Path, server: ModelStandIn, chats: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A store that was lost after the answers is filled by one request for each sequence, and counted."""
+    out = tmp_path / "out"
+    regenerate(out, server, chats)
+    for file in (out / "features").glob("features-*"):
+        file.unlink()
+    capsys.readouterr()
+    count = server.num_captured
+    regenerate(out, server, chats)
+    assert "6 sequences; 0 by the requests of their answers, 6 by requests of their own" in capsys.readouterr().out
+    assert server.num_captured == count + 4 + 6
+
+
+def test_wrong_states_of_an_answer_are_requested_again(tmp_path: Path, server: ModelStandIn, chats: Path) -> None:
+    """Once, they cost another request; always, the conversation fails with the reason and nothing of it is stored."""
+    server.alter_states = lambda states, tokens, number: negate(states, tokens) if number == 6 else (states, tokens)
+    regenerate(tmp_path / "once", server, chats, "server.concurrency=1", "sampling.temperature=0")
+    assert len(FeatureStore(tmp_path / "once" / "features").shard_names) == 6
+    before = server.num_captured + 4
+    server.alter_states = lambda states, tokens, number: (
+        negate(states, tokens) if before + 2 < number <= before + 5 else (states, tokens)
+    )
+    regenerate(
+        tmp_path / "always", server, chats, "server.concurrency=1", "sampling.temperature=0", "regenerate.max_failed=0.5"
+    )
+    assert len(FeatureStore(tmp_path / "always" / "features").shard_names) == 5
+    assert "where its states give" in next((tmp_path / "always" / "failed").iterdir()).read_text()
+
+
+def test_a_server_killed_in_the_middle_costs_nothing_that_was_answered(
+    tmp_path: Path, server: ModelStandIn, chats: Path
+) -> None:
+    """The same command goes on, and the store is that of a run without a stop."""
+    server.alter_file = lambda path, number: server.stop() if number == 8 else None
+    with pytest.raises(RunError, match="one after another"):
+        regenerate(tmp_path / "out", server, chats, "server.concurrency=1", "regenerate.stop_after=2")
+    server.alter_file = lambda path, number: None
+    server.start()
+    regenerate(tmp_path / "out", server, chats)
+    examples = JsonlReader(str(tmp_path / "out")).make_dataset(server.target.template).examples
+    assert {*FeatureStore(tmp_path / "out" / "features").shard_names} == {example.content_hash for example in examples}
+
+
+def test_mistakes_are_named_before_anything_is_written(tmp_path: Path, server: ModelStandIn, chats: Path) -> None:
+    """Capturing takes a server that captures, a target and a recipe; without capture a recipe has no use."""
+    for words, message in (
+        (("recipe",), "capture=true: say recipe=NAME"),
+        (("server=openai",), "server=openai: this server captures no states"),
+        (("capture=false",), "drafter: it says which features are captured"),
+        (("server", "server.url", "server.retries"), "capture=true: name the server"),
+    ):
+        with pytest.raises(UserError, match=message):
+            regenerate(tmp_path / "out", server, chats, *words)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("recipe", ["eagle1", "eagle3", "hass", "dflash", "peagle", "medusa1", "pard", "gkd"])
+def test_no_loss_reads_states_after_the_last_that_precedes_loss(recipe: str, tiny: Target) -> None:
+    """Where the last token and the template's end have padding in place of states, loss and gradients are the same."""
+    drafter: Drafter = composed(f"recipe={recipe}", "target=tiny").drafter.build(target=tiny)
+    layers = drafter.stages[0].layers
+    batch = random_batch(tiny, layers, (2, 32), has_prompt=True)
+    batch.loss_mask[:, 27:] = False
+    assert batch.features is not None
+    results = []
+    for cut in (False, True):
+        hidden = batch.features.hidden.clone()
+        if cut:
+            hidden[:, 26:] = 0.0
+        results.append(loss_and_gradients(drafter, tiny, with_states(batch, hidden)))
+    assert results[0] == results[1]
+
+
+def with_states(batch: Batch, hidden: torch.Tensor) -> Batch:
+    assert batch.features is not None
+    return replace(batch, features=replace(batch.features, hidden=hidden))
+
+
+def loss_and_gradients(drafter: Drafter, target: Target, batch: Batch) -> tuple[float, list[float]]:
+    """Return the loss, and the norm of every parameter's gradient."""
+    torch.manual_seed(3)
+    drafter.zero_grad(set_to_none=True)
+    drafter.train()
+    losses: Any = drafter.loss(batch, target, TrainingState(0, 0.0, False))
+    losses.total.backward()
+    return float(losses.total.detach()), [float(p.grad.norm()) for p in drafter.parameters() if p.grad is not None]
