@@ -79,8 +79,8 @@ class StoredSource(FeatureSource):
         return store.describe_capture(distinct, missing) + self._describe_origin(target)
 
     def _describe_origin(self, target: Target) -> str:
-        """Return where the features come from, for a target without layers, of which only the head could be compared."""
-        if target.has_layers or self.own_store is None:
+        """Return where stored features come from, for a target without layers, of which only the head could be compared."""
+        if target.has_layers or self.own_store is None or not self.own_store.shards:
             return ""
         contents = self.own_store.contents
         return f"; from {contents.target} ({contents.path}), compared by embedding, norm and output layer"
