@@ -175,7 +175,7 @@ class HttpClient:
             self._raise_if_fatal(error)
             problem = status_text(error)
             if not is_transient(error):
-                is_long = "context" in problem.lower() and "length" in problem.lower()
+                is_long = "context" in problem.lower() and any(word in problem.lower() for word in ("length", "size"))
                 return ServerError("too_long" if is_long else "failed", problem)
         elif type(error.__cause__).__name__ == "ConnectError":
             kind, self.is_reachable = "unreachable", False

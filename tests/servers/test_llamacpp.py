@@ -103,6 +103,15 @@ def test_a_stream_without_its_end_is_an_error(stand_in: LlamaStandIn) -> None:
         complete(stand_in, CompletionRequest([5, 6], 7))
 
 
+def test_a_prompt_beyond_the_context_is_too_long(stand_in: LlamaStandIn) -> None:
+    """llama.cpp's own words for it."""
+    error = {"code": 400, "message": "request (300 tokens) exceeds the available context size (256 tokens)"}
+    stand_in.misbehave = lambda body, number: (400, {"error": error}, {})
+    with pytest.raises(ServerError) as caught:
+        complete(stand_in, CompletionRequest([5, 6], 7))
+    assert caught.value.kind == "too_long"
+
+
 def test_a_server_tells_its_context(stand_in: LlamaStandIn) -> None:
     served = LlamaCppServer(LlamaCppSettings(url=stand_in.url)).check_ready()
     assert (served.name, served.max_length) == ("little", 512)
