@@ -21,6 +21,7 @@ from spectrain.eval.kinds import round_starts
 from spectrain.eval.metrics import Turn
 from spectrain.models.target import Target
 from spectrain.trees import Chain
+from spectrain.trees.base import TreeBuilder
 
 # Prompts on which causes are tested, those that agree least.
 NUM_TESTED = 8
@@ -107,8 +108,14 @@ class TestedCause:
 class OwnChain:
     """Our own chain with a run's drafter as it was loaded, not packed to 8 bits."""
 
-    def __init__(self, target: Target, drafter: Drafter, causes: Callable[[int], Iterator[Cause]]) -> None:
-        self.target, self.drafter, self.causes = target, drafter, causes
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        causes: Callable[[int], Iterator[Cause]],
+        make_builder: Callable[[int], TreeBuilder] = Chain,
+    ) -> None:
+        self.target, self.drafter, self.causes, self.make_builder = target, drafter, causes, make_builder
         self.console = Console(stderr=True)
 
     def compare(self, turns: Sequence[Turn], max_new_tokens: int) -> dict[str, Any]:
@@ -117,7 +124,7 @@ class OwnChain:
         depth = max((depth for generation in served for depth in generation.depths), default=0)
         if not depth:
             return {"checked": 0}
-        own = decode_prompts(self.target, self.drafter, depth, served, max_new_tokens)
+        own = decode_prompts(self.target, self.drafter, self.make_builder(depth), served, max_new_tokens)
         agreement = compare_rounds(served, own)
         rounds = [length for generation in own for length in generation.complete_round_lengths]
         result = {
@@ -147,7 +154,7 @@ class OwnChain:
         position = compare_rounds(served, own).first_difference
         tested = []
         for cause in self.causes(position or 0):
-            generations = decode_prompts(*cause.load(), depth, worst, max_new_tokens)
+            generations = decode_prompts(*cause.load(), self.make_builder(depth), worst, max_new_tokens)
             agreement = compare_rounds(worst, generations)
             tested.append(TestedCause(cause.name, cause.description, cause.remedy, agreement))
             if agreement.equal == agreement.checked:
@@ -162,8 +169,8 @@ def select_worst(served: Sequence[Generation], own: Sequence[Generation]) -> tup
 
 
 def decode_prompts(
-    target: Target, drafter: Drafter, depth: int, served: Sequence[Generation], max_new_tokens: int
+    target: Target, drafter: Drafter, builder: TreeBuilder, served: Sequence[Generation], max_new_tokens: int
 ) -> list[Generation]:
-    """Decode the prompts of a server's answers as a greedy chain, one at a time."""
+    """Decode the prompts of a server's answers greedily, one at a time."""
     prompts = [generation.prompt for generation in served]
-    return [decode(target, [prompt], Greedy(), max_new_tokens, drafter, Chain(depth))[0] for prompt in prompts]
+    return [decode(target, [prompt], Greedy(), max_new_tokens, drafter, builder)[0] for prompt in prompts]

@@ -164,7 +164,8 @@ def describe_subject(spec: RunSpec, run: Path, groups: list[ServerGroup]) -> Ser
     target.pack_weights()
     drafter = load_drafter(spec, run, target)
     setting = describe_run(spec, run, target, drafter)
-    own = OwnChain(target, drafter.to(target.device, target.dtype).eval(), find_causes(spec, run, target))
+    server: Server = spec.server.build()
+    own = OwnChain(target, drafter.to(target.device, target.dtype).eval(), find_causes(spec, run, target), server.make_builder)
     return ServedSubject(groups, target, {**setting, "acceptance": {"choice": "greedy"}, "dtype": UNKNOWN_DTYPE}, own)
 
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from spectrain.data.messages import Conversation
 from spectrain.errors import UserError, suggest_nearest
 from spectrain.models.chat_template import Message
+from spectrain.trees import Chain
+from spectrain.trees.base import TreeBuilder
 
 from .client import HttpClient, ServerError
 from .commands import EngineCommand, EngineLaunch
@@ -231,6 +233,10 @@ class Server(ABC):
 
     def prepare_start(self, launch: EngineLaunch) -> None:
         """Prepare the folders that a started engine writes into."""
+
+    def make_builder(self, num_tokens: int) -> TreeBuilder:
+        """Return our own tree for what the server drafts, with so many tokens: a chain, unless the engine has trees."""
+        return Chain(num_tokens)
 
     async def read_counters(self) -> DraftCounters | None:
         """Return what the servers have counted of their drafts, added up; None if they count none."""

@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 from spectrain.errors import UserError
 from spectrain.files import atomic_write
 from spectrain.models.loading import cache_directory
+from spectrain.trees import Eagle2
+from spectrain.trees.base import TreeBuilder
 
 from .base import CompletionRequest, DraftCounters, DraftedRounds, ServerCapabilities, add_counters
 from .commands import EngineCommand, EngineLaunch
@@ -70,6 +72,10 @@ class OpenVinoServer(OpenAIServer):
             return source
         digest = hashlib.sha256(json.dumps([launch.target, self.settings.weights, list_files(source)]).encode())
         return cache_directory() / "openvino" / f"{source.name}-{self.settings.weights}-{digest.hexdigest()[:12]}"
+
+    def make_builder(self, num_tokens: int) -> TreeBuilder:
+        depth, branches = self.settings.tree_depth, self.settings.branching_factor
+        return super().make_builder(num_tokens) if not depth or not branches else Eagle2(depth, num_tokens + 1, branches)
 
     def request_body(self, request: CompletionRequest) -> dict[str, Any]:
         return super().request_body(request) | {"return_token_ids": True}

@@ -25,6 +25,7 @@ from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
 from spectrain.runs.drafters import save_drafter
 from spectrain.training.trainer import Trainer
+from spectrain.trees import Chain
 
 TINY = TargetFiles("tiny")
 OPTIONS = {"vocab_size": 1024, "ttt_steps": 3}
@@ -83,7 +84,7 @@ def test_faults_are_named(fault: str, checkpoint: DrafterCheckpoint, tiny: Targe
     finder = CauseFinder(checkpoint, TINY, tiny, GroupSpec.from_node("target", TINY.settings))
     own = OwnChain(tiny, load_drafter(checkpoint, tiny), finder.list_causes)
     prompts = [Generation(prompt.tokenize_for(tiny)) for prompt in read_prompts(None, NUM_PROMPTS).prompts]
-    served = decode_prompts(tiny, load_drafter(change(checkpoint), tiny), 3, prompts, NUM_TOKENS)
+    served = decode_prompts(tiny, load_drafter(change(checkpoint), tiny), Chain(3), prompts, NUM_TOKENS)
     turns = [Turn(str(row), 0, "all", Generation(each.prompt, [0]), each) for row, each in enumerate(served)]
     result = own.compare(turns, NUM_TOKENS)
     if name is None:

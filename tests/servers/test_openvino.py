@@ -143,9 +143,10 @@ def test_a_step_is_a_round(tmp_path: Path, streams: bool) -> None:
         assert (described.name, described.max_length, described.weights) == ("tiny", 64, str(tmp_path))
 
 
-def test_requests_wait_where_only_one_is_decoded(tmp_path: Path) -> None:
-    """As with DFlash: no two requests are open at the same time, and all are answered."""
-    with serve(tmp_path, *DRAFTING, "--max-requests", "1") as (server, pipeline):
+@pytest.mark.parametrize("words", [("--max-requests", "1"), ("--tree-depth", "2", "--branching-factor", "2")])
+def test_requests_wait_where_only_one_is_decoded(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """As with DFlash, or with trees: no two requests are open at the same time, and all are answered."""
+    with serve(tmp_path, *DRAFTING, *words) as (server, pipeline):
         answers, counters = complete(server, *[CompletionRequest([4, 5], 20)] * 3)
         assert [answer.num_tokens for answer in answers] == [7, 7, 7] and counters == DraftCounters(9, 27, (6, 3))
         assert pipeline.most_open == 1

@@ -119,11 +119,9 @@ class PipelineThread:
             with self._lock:
                 while not self._added and not self._open:
                     self._lock.wait()
-                room = (self.options.max_requests or sys.maxsize) - len(self._open)
-                added, self._added = self._added[:room], self._added[room:]
+                added = self._take_requests()
             try:
                 for request in added:
-                    self._open.append(request)
                     self._count += 1
                     prompt = openvino.Tensor(np.array([request.ids], dtype=np.int64))
                     request.handle = self.pipeline.add_request(self._count, prompt, request.config)
@@ -133,6 +131,18 @@ class PipelineThread:
                 for request in self._open:
                     request.steps.put(error)
                 self._open = []
+
+    def _take_requests(self) -> list[OpenRequest]:
+        """Open the requests that are decoded from now on. OpenVINO fails with a tree beside other requests, so it is alone."""
+        taken: list[OpenRequest] = []
+        while self._added:
+            together = [*self._open, self._added[0]]
+            has_tree = any(getattr(request.config, "tree_depth", 0) for request in together)
+            if len(together) > (1 if has_tree else self.options.max_requests or sys.maxsize):
+                break
+            taken.append(self._added.pop(0))
+            self._open.append(taken[-1])
+        return taken
 
     def _pass_on(self) -> None:
         """Give each request the tokens of the last step, and end those that are done."""
