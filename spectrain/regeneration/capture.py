@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,20 @@ from spectrain.data.messages import Conversation, parse_conversation
 from spectrain.data.readers import ConversationReader, JsonlReader
 from spectrain.errors import RunError, UserError
 from spectrain.features.server_capture import StoreFiller, record_failures
-from spectrain.features.server_states import CapturedStates, StateRequester, StatesError
+from spectrain.features.server_states import CapturedStates, OtherModelError, StateRequester, StatesError
 from spectrain.features.store import FeatureStore
 from spectrain.features.stored_source import StoredSource
 from spectrain.models.target import Target
+from spectrain.servers.base import CompletionRequest
+from spectrain.servers.client import ServerError
 
 from .chat_progress import AnswerError, ChatProgress, GeneratedAnswer
 from .sampling import Sampling
 from .server import ServerWriter
 from .writers import parse_generation
+
+PROBE_TOKENS = 24
+"""Longest of the answers that are written before the first conversation, to compare them with their states."""
 
 
 class CapturingWriter(ServerWriter):
@@ -48,18 +55,41 @@ class CapturingWriter(ServerWriter):
     def recorded_settings(self) -> dict[str, Any]:
         return super().recorded_settings() | {"target": self.target.name, "target.model": self.target.path}
 
+    def check_sampling(self, prompts: list[list[int]]) -> None:
+        """Raise a UserError if the server's answers do not follow from its states; call this before anything is written."""
+
+        async def answer_prompts() -> None:
+            async with self.server:
+                for prompt in prompts:
+                    sampling = self.sampling
+                    request = CompletionRequest(
+                        prompt, PROBE_TOKENS, sampling.temperature, sampling.top_p, sampling.top_k, 0, captures_states=True
+                    )
+                    await self.requester.repeat(partial(self._request_states, request))
+
+        try:
+            asyncio.run(answer_prompts())
+        except OtherModelError as error:
+            raise UserError(
+                f"sampling.temperature={self.sampling.temperature}: {error}, so the server samples wrongly while it captures; "
+                "use sampling.temperature=0, or regenerate without capture=true and store the features of the answers"
+            ) from error
+        except (StatesError, ServerError) as error:
+            raise UserError(f"server.url: a first answer and its states cannot be captured: {error}") from error
+
+    async def _request_states(self, request: CompletionRequest) -> tuple[CapturedStates, Tensor, str]:
+        """Return an answer with its states, checked, those that a training reads, and why the answer ended."""
+        completion = await self.server.complete(request)
+        assert not isinstance(request.prompt, Conversation)
+        tokens = [*request.prompt, *(completion.token_ids or [])[:-1]]
+        captured = self.requester.check_completion(completion, tokens, request.temperature)
+        return captured, self.requester.read_layers(captured), completion.finish_reason
+
     async def request_answer(self, chat: ChatProgress, conversation: Conversation) -> GeneratedAnswer:
         prompt = tokenize_prompt(self.target.template, conversation)
         request = replace(self.make_request(chat, prompt), captures_states=True)
-
-        async def request_states() -> tuple[CapturedStates, Tensor, str]:
-            completion = await self.server.complete(request)
-            tokens = prompt + (completion.token_ids or [])[:-1]
-            captured = self.requester.check_completion(completion, tokens, self.sampling.temperature)
-            return captured, self.requester.read_layers(captured), completion.finish_reason
-
         try:
-            captured, states, reason = await self.requester.repeat(request_states)
+            captured, states, reason = await self.requester.repeat(partial(self._request_states, request))
         except StatesError as error:
             raise AnswerError("failed", str(error)) from error
         self._add_states(chat.pending.id, captured.tokens, states)
@@ -139,4 +169,6 @@ def make_capturing_writer(spec: RunSpec, sampling: Sampling, data: ConversationR
     store = source.own_store
     if store is None:
         raise UserError(f"source.path={source.path}: this cache is another project's; choose another folder")
-    return CapturingWriter(sampling, requester, store, data, reads_tail=stage.final_reach is None)
+    writer = CapturingWriter(sampling, requester, store, data, reads_tail=stage.final_reach is None)
+    writer.check_sampling(prompts)
+    return writer

@@ -111,15 +111,15 @@ def test_sequences_that_a_request_did_not_return_are_requested_once(
     count = server.num_captured
     regenerate(out, server, chats)
     assert "6 sequences; 0 by the requests of their answers, 6 by requests of their own" in capsys.readouterr().out
-    assert server.num_captured == count + 4 + 6
+    assert server.num_captured == count + 8 + 6
 
 
 def test_wrong_states_of_an_answer_are_requested_again(tmp_path: Path, server: ModelStandIn, chats: Path) -> None:
     """Once, they cost another request; always, the conversation fails with the reason and nothing of it is stored."""
-    server.alter_states = lambda states, tokens, number: negate(states, tokens) if number == 6 else (states, tokens)
+    server.alter_states = lambda states, tokens, number: negate(states, tokens) if number == 10 else (states, tokens)
     regenerate(tmp_path / "once", server, chats, "server.concurrency=1", "sampling.temperature=0")
     assert len(FeatureStore(tmp_path / "once" / "features").shard_names) == 6
-    before = server.num_captured + 4
+    before = server.num_captured + 8
     server.alter_states = lambda states, tokens, number: (
         negate(states, tokens) if before + 2 < number <= before + 5 else (states, tokens)
     )
@@ -134,7 +134,7 @@ def test_a_server_killed_in_the_middle_costs_nothing_that_was_answered(
     tmp_path: Path, server: ModelStandIn, chats: Path
 ) -> None:
     """The same command goes on, and the store is that of a run without a stop."""
-    server.alter_file = lambda path, number: server.stop() if number == 8 else None
+    server.alter_file = lambda path, number: server.stop() if number == 12 else None
     with pytest.raises(RunError, match="one after another"):
         regenerate(tmp_path / "out", server, chats, "server.concurrency=1", "regenerate.stop_after=2")
     server.alter_file = lambda path, number: None
@@ -142,6 +142,15 @@ def test_a_server_killed_in_the_middle_costs_nothing_that_was_answered(
     regenerate(tmp_path / "out", server, chats)
     examples = JsonlReader(str(tmp_path / "out")).make_dataset(server.target.template).examples
     assert {*FeatureStore(tmp_path / "out" / "features").shard_names} == {example.content_hash for example in examples}
+
+
+def test_a_server_that_samples_wrongly_is_refused(tmp_path: Path, server: ModelStandIn, chats: Path) -> None:
+    """Answers that do not follow from their states are noticed before anything is written; greedy ones are not concerned."""
+    server.samples_wrongly = True
+    with pytest.raises(UserError, match=r"the server samples wrongly while it captures; use sampling\.temperature=0"):
+        regenerate(tmp_path / "out", server, chats, "sampling.temperature=0.7")
+    assert not (tmp_path / "out").exists()
+    regenerate(tmp_path / "out", server, chats, "sampling.temperature=0")
 
 
 def test_mistakes_are_named_before_anything_is_written(tmp_path: Path, server: ModelStandIn, chats: Path) -> None:

@@ -146,6 +146,8 @@ class ModelStandIn(StandIn):
         self.alter_file: Callable[[Path, int], None] = lambda path, number: None
         # The rounds of a prompt and its answer, for a server with a drafter.
         self.count_rounds: Callable[[list[int], list[int]], Rounds] | None = None
+        # Whether sampled answers ignore the target, as a server does whose sampling fails.
+        self.samples_wrongly = False
         # Seconds that each request takes beside its computation.
         self.delay = 0.0
         self.accepted: Counter[int] = Counter()
@@ -187,7 +189,9 @@ class ModelStandIn(StandIn):
         while len(answer) < min(body["max_tokens"], self.max_length - len(prompt)):
             last = self.target.features(torch.tensor([prompt + answer]), ("final",)).hidden[:, -1:, 0]
             logits = self.target.head.logits(last)[0, 0]
-            if temperature:
+            if temperature and self.samples_wrongly:
+                token = int(torch.randint(3, len(logits), (1,), generator=generator))
+            elif temperature:
                 token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
             else:
                 token = int(logits.argmax())
