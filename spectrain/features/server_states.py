@@ -28,8 +28,8 @@ ATTEMPTS = 3
 NUM_PROBES = 4
 """Number of sequences that are captured before anything is written."""
 LOGIT_TOLERANCE = 8.0
-"""Distance of the next token's logit from the largest one, in roundings of the larger type error times the largest logit.
-Measured with vLLM on a CPU: at most 0.5 on tiny and SmolLM2, in float32 and bfloat16."""
+"""Largest distance of the next token's logit from the largest one, in roundings: the epsilon of the coarser of both types times
+the largest logit. Measured with vLLM on a CPU: 0 for all of 3,812 tokens of tiny in float32."""
 NUM_CHECKED = 8
 """Number of generated tokens per answer that are compared with the output layer; each takes a product with the vocabulary."""
 SURPRISE_SLACK = 12.0
