@@ -168,6 +168,13 @@ def list_differences(runs: Sequence[ScoredRun]) -> list[str]:
         for key, name in DIFFERENT.items()
         if len({json.dumps(run.eval_setting.get(key), sort_keys=True) for run in runs}) > 1
     ]
+    by_dtype: dict[str, list[str]] = {}
+    for run in runs:
+        if dtype := run.eval_setting.get("drafter_dtype"):
+            by_dtype.setdefault(str(dtype), []).append(run.name)
+    if len(by_dtype) > 1:
+        listed = "; ".join(f"{', '.join(names)} in {dtype}" for dtype, names in sorted(by_dtype.items()))
+        caveats.append(f"Drafters compute in different types: {listed}; acceptance differs by that rounding, too.")
     if len({run.facts["data"]["fingerprint"] for run in runs if run.facts.get("data")}) > 1:
         caveats.append("Trained on different data.")
     others = [run for run in runs if run.engine != ranking_engine(runs)]

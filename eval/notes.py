@@ -47,6 +47,7 @@ def explain_numbers(summary: Summary) -> Iterator[str]:
         f"Drafts of the drafter accepted by depth: {format_rates(summary['acceptance_by_depth'])}. Device {setting['device']}, "
         f"{setting['dtype']}."
     )
+    yield from _describe_precision(setting)
     for subject, columns in (("kind of token", KIND_COLUMNS), ("position in the answer, in tokens", POSITION_COLUMNS)):
         if groups := list_groups(columns, [summary]):
             lengths = ", ".join(f"{column.title} {column.cell(summary)}" for column in groups if column.cell(summary))
@@ -66,6 +67,15 @@ def explain_numbers(summary: Summary) -> Iterator[str]:
     for key, describe in EXTENSION_NOTES.items():
         if summary.get(key):
             yield from describe(summary[key])
+
+
+def _describe_precision(setting: Summary) -> Iterator[str]:
+    """Say that the drafter computes in another type than it was loaded in."""
+    if setting.get("drafter_dtype") not in (None, setting["dtype"]):
+        yield (
+            f"The drafter's large weights are in {setting['drafter_dtype']}, so other drafts may be accepted than in another "
+            f"engine; eval.drafter_dtype={setting['dtype']} decodes with the drafter as it was loaded."
+        )
 
 
 def _explain_forced(forced: Summary | None) -> Iterator[str]:

@@ -34,8 +34,10 @@ def open_console() -> Console:
 def print_table(summary: dict[str, Any], extensions: Sequence[EvalExtension] = ()) -> None:
     """Print all systems, the recommended one first, then what extensions add and the sentences that explain the numbers."""
     setting, console = summary["setting"], open_console()
+    precision = f", drafter in {setting['drafter_dtype']}" if setting.get("drafter_dtype") else ""
     table = Table(
-        title=f"{setting['recipe']} on {setting['target']}: {setting['prompts']} prompts, {setting['max_new_tokens']} tokens",
+        title=f"{setting['recipe']} on {setting['target']}: {setting['prompts']} prompts, {setting['max_new_tokens']} tokens"
+        + precision,
         box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0,
     )  # fmt: skip
     table.add_column("", overflow="fold")

@@ -45,6 +45,7 @@ from spectrain.eval.systems import Decoder, System, describe_tree
 from spectrain.eval.tasks import Reference, check_execution, task_score
 from spectrain.eval.turns import ORACLE, Interleaving
 from spectrain.files import write_text
+from spectrain.models.fast import lowest_precision
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.trees import Auto
@@ -69,6 +70,11 @@ class Evaluation(PromptedEvaluation):
 
     def check_prompts(self, target: Target) -> None:
         target.require_layers("scoring with this engine (eval=none leaves it out of a training)")
+        if self.drafter_dtype not in ("auto", dtype := str(target.dtype).removeprefix("torch.")):
+            raise UserError(
+                f"eval.drafter_dtype={self.drafter_dtype}: a drafter computes in the target's type; use "
+                f"eval.drafter_dtype={dtype}, or add target.dtype={self.drafter_dtype}"
+            )
         super().check_prompts(target)
 
     def extensions(self) -> list[EvalExtension]:
@@ -157,7 +163,7 @@ class Evaluation(PromptedEvaluation):
             first = extension.adapt_system(candidate, first)
         systems = [first, *(system for extension in extensions for system in extension.systems(candidate, first))]
         for system in systems:
-            prepare_for_decoding(system.drafter, target)
+            prepare_for_decoding(system.drafter, target, low_precision=self.drafter_dtype == "auto")
         for extension in extensions:
             extension.prepare_systems(target, systems, lambda: self._calibration_prompts(target))
         return systems, self._calibrate(target, systems)
@@ -262,6 +268,7 @@ class Evaluation(PromptedEvaluation):
             "guard": results.systems[0].guard is not None,
             "threads": torch.get_num_threads(),
             "engine": summary.engine,
+            "drafter_dtype": lowest_precision(drafter),
             "drafter": {**candidate.setting.get("drafter", {}), **drafter.saved.settings},
         }
 

@@ -1,12 +1,15 @@
 """The settings of an evaluation, which are the keys of `eval`, and their validation."""
 
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from spectrain.config.values import FolderName
 from spectrain.decoding.session import EngineChoice
 from spectrain.errors import UserError
 from spectrain.eval.baselines import COPYING, DEFAULT_BASELINES, OURS, OWN_STORE, TRANSFORMERS
+
+DrafterDtype = Literal["auto", "float32", "bfloat16", "float16"]
+"""auto packs large weights of drafters into fewer bits on a CPU; a type computes with drafters as they were loaded."""
 
 
 @dataclass
@@ -46,6 +49,9 @@ class EvalSettings:
     report: bool = True
     # Engine of all systems: captured replays rounds as CUDA graphs, eager runs them one by one, and auto captures on a GPU.
     engine: EngineChoice = "auto"
+    # Type in which drafters compute. auto takes the target's type, except that a CPU multiplies large weights in 8 bits or in
+    # bfloat16 where it can. The name of the target's type computes with the drafters as they were loaded, as other engines do.
+    drafter_dtype: DrafterDtype = "auto"
     # Number of times to decode every pair of runs where times are unsteady; later repetitions interleave the two systems
     # round by round.
     repeats: int = 2
@@ -71,6 +77,8 @@ class EvalSettings:
             refuse_below("concurrency", level, 1)
         if self.engine not in get_args(EngineChoice):
             raise UserError(f"eval.engine={self.engine}: choose from {', '.join(get_args(EngineChoice))}")
+        if self.drafter_dtype not in get_args(DrafterDtype):
+            raise UserError(f"eval.drafter_dtype={self.drafter_dtype}: choose from {', '.join(get_args(DrafterDtype))}")
         refuse_unknown("baselines", self.baselines, (*OURS, *TRANSFORMERS))
         if "assistant" in self.baselines and self.assistant is None:
             raise UserError("eval.baselines: assistant needs a model, as in eval.assistant=DIR")

@@ -19,6 +19,7 @@ from spectrain.drafters.base import Drafter
 from spectrain.eval.identity import first_difference
 from spectrain.eval.kinds import round_starts
 from spectrain.eval.metrics import Turn
+from spectrain.models.fast import lowest_precision
 from spectrain.models.target import Target
 from spectrain.trees import Chain
 from spectrain.trees.base import TreeBuilder
@@ -132,6 +133,7 @@ class OwnChain:
             "share": round(agreement.share, 4),
             "acceptance_length": round(sum(rounds) / max(1, len(rounds)), 4),
             "depth": depth,
+            "drafter_dtype": lowest_precision(self.drafter),
         }
         if agreement.equal == agreement.checked:
             return result

@@ -124,10 +124,11 @@ def _describe_own_chain(own: dict[str, Any]) -> Iterator[str]:
     if not own["checked"]:
         yield "The server drafted nothing, so nothing is compared with our own chain."
         return
+    precision = f" in {own['drafter_dtype']}, as it was loaded" if own.get("drafter_dtype") else ""
     yield (
-        f"Our own chain of {own['depth']} with the run's drafter: {own['acceptance_length']:.2f} tokens per forward; all "
-        f"rounds equal in {own['equal']} of {own['checked']} prompts ({own['share']:.1%} of the rounds), outputs in "
-        f"{own['same_outputs']}."
+        f"Our own chain of {own['depth']} with the run's drafter{precision}: {own['acceptance_length']:.2f} tokens per "
+        f"forward; all rounds equal in {own['equal']} of {own['checked']} prompts ({own['share']:.1%} of the rounds), outputs "
+        f"in {own['same_outputs']}."
     )
     if own["equal"] == own["checked"]:
         return

@@ -189,6 +189,7 @@ class ServerEvaluation(PromptedEvaluation):
             "recipe": "drafter",
             "drafter": {"choice": "served"},
             "dtype": UNKNOWN_DTYPE,
+            "drafter_dtype": UNKNOWN_DTYPE,
             **subject.setting,
             "device": f"{measured.engine} at {', '.join(measured.urls[DRAFTED])}",
             "prompts": len({request.id for request in measured.requests}),

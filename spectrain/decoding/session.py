@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 from spectrain.drafters.base import Drafter, Drafts
 from spectrain.drafters.capabilities import TunableDrafter
 from spectrain.errors import UserError
-from spectrain.models.fast import pack_linears
+from spectrain.models.fast import pack_linears, unpack_linears
 from spectrain.models.images import have_images
 from spectrain.models.target import Target
 from spectrain.trees.base import TreeBuilder
@@ -223,10 +223,17 @@ def check_compatibility(drafter: Drafter, builder: TreeBuilder, rule: Acceptance
         rule.check_children(builder.children, builder.is_chain)
 
 
-def prepare_for_decoding(drafter: Drafter, target: Target) -> Drafter:
-    """Move the drafter to the target's device and dtype, set it to evaluation and pack its linear layers."""
+def prepare_for_decoding(drafter: Drafter, target: Target, low_precision: bool = True) -> Drafter:
+    """Move the drafter to the target's device and dtype, set it to evaluation and pack its linear layers.
+
+    On a CPU, large weights are packed into fewer bits, because the target checks all drafts. Without `low_precision` the
+    drafter computes as it was loaded.
+    """
     drafter = drafter.to(target.device, target.dtype).eval()
-    pack_linears(drafter, low_precision=True)  # its drafts are checked by the target, whatever they are
+    if low_precision:
+        pack_linears(drafter, low_precision=True)
+    else:
+        unpack_linears(drafter)
     return drafter
 
 

@@ -173,10 +173,11 @@ def format_interval(bounds: list[float | None] | None) -> str:
 
 def setting_line(setting: dict[str, Any]) -> str:
     versions, acceptance = setting.get("versions", {}), setting.get("rule", "greedy")
+    precision = f", drafter in {setting['drafter_dtype']}" if setting.get("drafter_dtype") else ""
     return (
         f"{setting.get('prompts')} prompts, {setting.get('max_new_tokens')} tokens, {acceptance}, batch "
-        f"{setting.get('batch_size')}, {setting.get('dtype')}, {setting.get('device')}; target {setting.get('target')}; "
-        f"{template_text(setting.get('chat_template'))}"
+        f"{setting.get('batch_size')}, {setting.get('dtype')}{precision}, {setting.get('device')}; "
+        f"target {setting.get('target')}; {template_text(setting.get('chat_template'))}"
         f"spectrain {versions.get('spectrain')} at {str(setting.get('commit'))[:12]}, torch {versions.get('torch')}, "
         f"transformers {versions.get('transformers')}; {str(setting.get('date'))[:10]}."
     )

@@ -17,16 +17,20 @@ from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match, OpenSam
 from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling
 from spectrain.decoding.acceptance.typical import TypicalAcceptance
 from spectrain.decoding.loop import decode
+from spectrain.drafters.causal import Causal
 from spectrain.drafters.context import Context
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval import identity
+from spectrain.eval.notes import explain_numbers
 from spectrain.eval.run import Evaluation
 from spectrain.experimental.dyspec.builder import DySpec
 from spectrain.experimental.evaluation import ExperimentalEvaluation
 from spectrain.experimental.traversal.rule import Traversal
+from spectrain.export.card import setting_line
 from spectrain.models.attention import ATTENTION_NAME
+from spectrain.models.fast import packed_linears
 from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_hf, load_tiny
@@ -76,6 +80,37 @@ def evaluation(folder: Path, baselines: tuple[str, ...] = (), check: bool = True
 def samples(folder: Path) -> list[dict[str, Any]]:
     """The lines of samples.jsonl."""
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def test_a_drafter_decodes_as_it_was_loaded(shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the target's type as eval.drafter_dtype, rounds are those of `decode` with the loaded drafter. It is stated."""
+    monkeypatch.setattr(packed_linears, "SMALL_WEIGHTS", 0)
+    # What is packed here is of no use to other tests.
+    target = copy.deepcopy(shallow)
+    loaded = Causal(target, num_layers=1)
+    summaries = {}
+    for dtype in ("auto", "float32"):
+        scored = evaluation(tmp_path, check=False, drafter_dtype=dtype)
+        candidate = Candidate(target, copy.deepcopy(loaded), Chain(4), Greedy(), SETTING)
+        summaries[dtype] = scored.score(candidate, tmp_path / dtype)
+    rounds = [
+        decode(target, [line["prompt_tokens"]], Greedy(), LIMIT, loaded, Chain(4))[0].round_lengths
+        for line in samples(tmp_path / "float32")
+    ]
+    assert [line["accepted"] for line in samples(tmp_path / "float32")] == rounds
+    assert max(max(lengths) for lengths in rounds) > 1
+    packed = "int8" if packed_linears.has_int8() else "bfloat16" if packed_linears.has_bfloat16() else "float32"
+    assert [summary["setting"]["drafter_dtype"] for summary in summaries.values()] == [packed, "float32"]
+    sentences = [" ".join(explain_numbers(summary)) for summary in summaries.values()]
+    assert [f"weights are in {packed}" in text for text in sentences] == [packed != "float32", False]
+    assert all(f"drafter in {each['setting']['drafter_dtype']}" in setting_line(each["setting"]) for each in summaries.values())
+
+
+def test_a_drafter_computes_in_the_targets_type(shallow: Target, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="use eval.drafter_dtype=float32, or add target.dtype=bfloat16"):
+        evaluation(tmp_path, drafter_dtype="bfloat16").check_prompts(shallow)
+    with pytest.raises(UserError, match="choose from auto"):
+        evaluation(tmp_path, drafter_dtype="int8")
 
 
 @pytest.mark.parametrize("rule", [Greedy(), Match(temperature=0.8, seed=2)], ids=lambda rule: rule.name)

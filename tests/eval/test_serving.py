@@ -74,6 +74,7 @@ def test_the_score_of_a_server_is_our_chains(shallow: Target, drafter: Drafter, 
     summary = score(tmp_path / "eval" / "a", *servers, prompts, chain, concurrency=(1, 2), slo={"itl": "20ms", "ttft": "5ms"})
     own = summary["server"]["own_chain"]
     assert own["equal"] == own["checked"] == 4 and own["same_outputs"] == 4
+    assert own["drafter_dtype"] == "float32"
     assert summary["acceptance_length"]["pooled"] == own["acceptance_length"] > 1
     assert summary["server"]["requests_counted"] == summary["server"]["totals_counted"]
     second = summary["compared"]["concurrency-2"]

@@ -125,12 +125,22 @@ class PackedWeights:
     def _pack_weights(self, weight: Tensor) -> None:
         """Store a weight [O, D] in the form in which it is multiplied."""
         self.packed, self.packed_int8 = weight, None
-        reads_features = any(isinstance(linear, FeatureLinear) for linear in self.linears)
-        if self.low_precision and is_large_weight(weight.numel()) and has_int8() and not reads_features:
+        dtype = self.packed_dtype
+        if dtype == torch.int8:
             self.packed, self.packed_int8 = weight[:0], pack_int8(weight)
         elif not self._is_small(weight):
-            weight = weight.bfloat16() if self.low_precision and weight.dtype == torch.float32 and has_bfloat16() else weight
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype))
+
+    @property
+    def packed_dtype(self) -> torch.dtype:
+        """Return the type in which the stacked weights are multiplied."""
+        dtype, size = self.linears[0].weight.dtype, sum(linear.weight.numel() for linear in self.linears)
+        if not self.low_precision or (dtype == torch.float32 and not is_large_weight(size)):
+            return dtype
+        reads_features = any(isinstance(linear, FeatureLinear) for linear in self.linears)
+        if is_large_weight(size) and has_int8() and not reads_features:
+            return torch.int8
+        return torch.bfloat16 if dtype == torch.float32 and has_bfloat16() else dtype
 
     @staticmethod
     def _bfloat16_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -306,6 +316,14 @@ def unpack_linears(module: nn.Module) -> None:
     for child in module.modules():
         if is_packed(child):
             set_forward(child, None)
+
+
+def lowest_precision(module: nn.Module) -> str | None:
+    """Return the type of the fewest bits in which weights of a module are multiplied, as in int8; None without weights."""
+    types = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+    packed: list[Any] = [child.forward for child in module.modules() if is_packed(child)]
+    types |= {(forward.shared or forward).weights.packed_dtype for forward in packed}
+    return str(min(types, key=lambda dtype: dtype.itemsize)).removeprefix("torch.") if types else None
 
 
 def is_packed(module: nn.Module) -> bool:
