@@ -230,10 +230,10 @@ def prepare_for_decoding(drafter: Drafter, target: Target, low_precision: bool =
     drafter computes as it was loaded.
     """
     drafter = drafter.to(target.device, target.dtype).eval()
+    # Training packs in full precision.
+    unpack_linears(drafter)
     if low_precision:
         pack_linears(drafter, low_precision=True)
-    else:
-        unpack_linears(drafter)
     return drafter
 
 

@@ -91,7 +91,10 @@ def test_a_drafter_decodes_as_it_was_loaded(shallow: Target, tmp_path: Path, mon
     summaries = {}
     for dtype in ("auto", "float32"):
         scored = evaluation(tmp_path, check=False, drafter_dtype=dtype)
-        candidate = Candidate(target, copy.deepcopy(loaded), Chain(4), Greedy(), SETTING)
+        drafter = copy.deepcopy(loaded)
+        # As after a training.
+        packed_linears.pack_linears(drafter)
+        candidate = Candidate(target, drafter, Chain(4), Greedy(), SETTING)
         summaries[dtype] = scored.score(candidate, tmp_path / dtype)
     rounds = [
         decode(target, [line["prompt_tokens"]], Greedy(), LIMIT, loaded, Chain(4))[0].round_lengths
