@@ -39,8 +39,6 @@ class ServerCapabilities:
     counts_drafts: bool = False
     # Takes other weights of its drafter while it runs.
     swaps_drafter: bool = False
-    # Is started by `spectrain serve`.
-    can_be_started: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -130,6 +131,8 @@ def wait_until_ready(engine: RunningEngine, settings: EngineSettings) -> None:
 def describe_end(name: str, process: subprocess.Popen[bytes], log: Path) -> str:
     """Return a sentence on an engine that has ended: its status, what its log says of the reason, and where the log is."""
     status = process.returncode
+    if -status in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
+        return f"{name} was ended by {signal.Signals(-status).name} from outside, as when memory runs out; its log is {log}"
     how = f"exit status {status}" if status >= 0 else f"signal {-status}"
     return f"{name} has ended ({how}): {explain_log(log.read_text(errors='replace'))}; its log is {log}"
 

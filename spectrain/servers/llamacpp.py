@@ -37,7 +37,7 @@ class LlamaCppServer(OpenAIServer):
     """A server of llama.cpp (llama-server)."""
 
     name = "llamacpp"
-    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(takes_tokens=True, counts_drafts=True, can_be_started=True)
+    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(takes_tokens=True, counts_drafts=True)
     target_format = "gguf"
     settings: LlamaCppSettings
 

@@ -26,7 +26,7 @@ class OpenVinoServer(OpenAIServer):
     """OpenVINO GenAI behind spectrain's own script, which serves many requests together."""
 
     name = "openvino"
-    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(takes_tokens=True, counts_drafts=True, can_be_started=True)
+    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(takes_tokens=True, counts_drafts=True)
     settings: OpenVinoSettings
 
     def __init__(self, config: OpenVinoSettings) -> None:

@@ -32,7 +32,7 @@ class SglangServer(OpenAIServer):
 
     name = "sglang"
     capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(
-        takes_tokens=True, captures_states=True, counts_drafts=True, can_be_started=True
+        takes_tokens=True, captures_states=True, counts_drafts=True
     )
     settings: EngineSettings
 

@@ -82,7 +82,7 @@ class VllmServer(OpenAIServer):
 
     name = "vllm"
     capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(
-        takes_tokens=True, captures_states=True, counts_drafts=True, swaps_drafter=True, can_be_started=True
+        takes_tokens=True, captures_states=True, counts_drafts=True, swaps_drafter=True
     )
     settings: VllmSettings
 
