@@ -20,6 +20,8 @@ from spectrain.servers.launch import start_engine
 from spectrain.servers.vllm import VllmServer, VllmSettings
 from tests.servers.engines import free_port
 
+pytest.importorskip("vllm")
+
 # Around the limits of vLLM's blocks of 128 tokens.
 LENGTHS = (5, 40, 127, 128, 129, 300)
 

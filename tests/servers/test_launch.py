@@ -63,12 +63,13 @@ def test_an_engine_that_never_answers_is_stopped(tmp_path: Path) -> None:
     server = make_server(tmp_path, "--silent", "--child-file", str(child_file), seconds=0.6)
     with pytest.raises(RunError, match="does not answer after 0.6 seconds"), start_engine(server, LAUNCH):
         pass
-    assert becomes_true(lambda: not is_running(int(child_file.read_text())))
+    # On a slow machine the engine may be stopped before it has started its child.
+    assert becomes_true(lambda: not child_file.exists() or not is_running(int(child_file.read_text())))
 
 
 def test_an_engine_that_dies_while_it_is_used_ends_the_block(tmp_path: Path) -> None:
     with (
-        pytest.raises(RunError, match="has ended \\(signal 9\\): it printed nothing"),
+        pytest.raises(RunError, match="was ended by SIGKILL from outside"),
         start_engine(make_server(tmp_path), LAUNCH) as engine,
     ):
         engine.process.kill()

@@ -89,7 +89,7 @@ def test_muon_is_refused_where_weights_are_in_parts(way: str, tmp_path: Path) ->
 def test_averages_are_refused_where_weights_are_in_parts() -> None:
     shared: Any = SimpleNamespace(full_parameters=False, unsharded=True, name="zero2")
     with pytest.raises(UserError, match=r"trainer.ema=0.9: .*sharding=zero2.*use ddp"):
-        Trainer(ema=0.9)._validate_held_out(shared, Dataset([], 0, 0, 0))
+        Trainer(ema=0.9)._validate_held_out(shared, Dataset([], 0, 0, 0), cast(Any, SimpleNamespace(has_layers=True)))
 
 
 @pytest.mark.parametrize(("schedule", "expected"), [
