@@ -85,7 +85,9 @@ def test_a_group_that_ignores_the_signal_is_killed() -> None:
 
 
 OWNER = """
-import sys
+import signal, sys
+# Commands in the background of a shell begin with SIGINT ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from spectrain.servers.process_group import run_group
 python, port, child = sys.argv[1:]
 with run_group([python, "--port", port, "--child-file", child], {}, sys.stderr) as process:
