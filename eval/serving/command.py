@@ -28,7 +28,7 @@ from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance
 from spectrain.runs.defaults import complete_evaluation, resolve_eval_spec
 from spectrain.runs.drafters import load_drafter
-from spectrain.runs.folder import archive_earlier, find_drafter_directory
+from spectrain.runs.folder import archive_earlier, find_drafter_directory, find_results_folder
 from spectrain.runs.score import describe_run, load_target
 from spectrain.runs.serve import find_served_drafter, interrupt_on_signals
 from spectrain.servers.base import Server
@@ -52,7 +52,7 @@ def score_server(config: Mapping[str, Any]) -> dict[str, Any]:
     refuse_inapplicable(requested)
     spec, folder = resolve_server_spec(requested)
     evaluation = make_evaluation(spec)
-    folder = folder / "eval" / evaluation.name
+    folder = find_results_folder(folder) / "eval" / evaluation.name
     with ExitStack() as stack:
         groups = start_servers(spec, stack) if requested["serve"] else connect_servers(spec)
         subject = describe_subject(spec, Path(str(spec.run)), groups) if requested["run"] else describe_server(spec, groups)

@@ -40,6 +40,12 @@ def find_trained_target(run: Path) -> Path | None:
     return next((directory for directory in (run / "target", run.parent / "target") if directory.is_dir()), None)
 
 
+def find_results_folder(run: Path) -> Path:
+    """Return the folder that receives the scores of a run: its own, or runs/NAME for a drafter that ships by name."""
+    is_shipped_name = run.name == str(run) and not run.is_dir() and (SHIPPED_FOLDER / run).is_dir()
+    return Path("runs") / run if is_shipped_name else run
+
+
 def archive_earlier(folder: Path) -> None:
     """Rename an earlier score of the same name to NAME.1, NAME.2 and so on; the newest score has the plain name."""
     if not folder.exists():

@@ -24,7 +24,7 @@ from spectrain.training.metrics import Tracker, track_run
 
 from .candidate import Candidate
 from .drafters import init_drafter, is_shipped, load_drafter, load_training_facts, save_drafter
-from .folder import archive_earlier, find_drafter_directory, find_trained_target
+from .folder import archive_earlier, find_drafter_directory, find_results_folder, find_trained_target
 
 MAX_INDEXED_TOKENS = 20_000_000  # tokens
 CARRIED_SETTINGS = ("dtype", "device", "trust_remote_code", "chat_template", "template_kwargs")
@@ -87,7 +87,7 @@ def score(
     output_folder: Path | None = None,
 ) -> dict[str, Any]:
     """Run an evaluation and write its results below the run folder, or below `output_folder`."""
-    folder = (output_folder or run) / "eval" / evaluation.name
+    folder = (output_folder or find_results_folder(run)) / "eval" / evaluation.name
     trained_with = load_template_facts(run)
     if trained_with is not None and trained_with != target.template.facts():
         print(

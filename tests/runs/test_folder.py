@@ -1,4 +1,4 @@
-"""Resuming a run: only under the settings that it began with."""
+"""Run folders: resuming under the settings that a run began with, and where scores go."""
 
 from pathlib import Path
 
@@ -7,6 +7,7 @@ from hydra import compose, initialize_config_module
 
 from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
+from spectrain.runs.folder import find_results_folder
 from spectrain.runs.train import check_resumable
 
 
@@ -25,3 +26,12 @@ def test_a_run_goes_on_under_its_own_settings_only(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             check_resumable(tmp_path, specs[words])
+
+
+def test_scores_of_a_shipped_drafter_go_below_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name is no folder of the user's; a folder of that name is."""
+    monkeypatch.chdir(tmp_path)
+    assert find_results_folder(Path("smollm2-eagle3")) == Path("runs/smollm2-eagle3")
+    (tmp_path / "smollm2-eagle3").mkdir()
+    for run in (Path("smollm2-eagle3"), Path("runs/mine"), tmp_path / "other"):
+        assert find_results_folder(run) == run
