@@ -52,6 +52,14 @@ def read_all(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+@pytest.fixture(scope="module")
+def own_tensors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """What the target itself stores."""
+    path = tmp_path_factory.mktemp("own")
+    capture_features(composed(*SETTINGS, "source=store", f"source.path={path}"))
+    return read_all(path)
+
+
 def test_a_store_from_a_server_is_that_of_the_target(tmp_path: Path, server: ModelStandIn) -> None:
     """Every sequence is stored once, equal to what the target itself stores up to rounding; nothing is left in the folder of
     states, and a training reads the store without a request."""
@@ -115,7 +123,7 @@ ALTERED = {
 
 @pytest.mark.parametrize("kind", ALTERED)
 def test_wrong_states_are_requested_again_and_never_stored(
-    kind: str, tmp_path: Path, server: ModelStandIn, capsys: pytest.CaptureFixture[str]
+    kind: str, tmp_path: Path, server: ModelStandIn, own_tensors: dict[str, torch.Tensor], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A sequence whose states are wrong once is captured by its second request. One whose states are always wrong is named with
     its reason in the store's folder and not stored; the same command then captures it and nothing else."""
@@ -134,9 +142,10 @@ def test_wrong_states_are_requested_again_and_never_stored(
     capture(tmp_path / "store", server)
     assert len(server.bodies) == count + server_states.NUM_PROBES + 1
     assert not (tmp_path / "store" / "failed.jsonl").exists()
-    capture_features(composed(*SETTINGS, "source=store", f"source.path={tmp_path / 'own'}"))
-    for name, tensor in read_all(tmp_path / "own").items():
-        torch.testing.assert_close(read_all(tmp_path / "store")[name], tensor, rtol=1e-4, atol=1e-4)
+    stored = read_all(tmp_path / "store")
+    assert stored.keys() == own_tensors.keys()
+    for name, tensor in own_tensors.items():
+        torch.testing.assert_close(stored[name], tensor, rtol=1e-4, atol=1e-4)
 
 
 def cut_file(path: Path) -> None:
