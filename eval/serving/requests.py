@@ -19,6 +19,7 @@ from spectrain.models.images import have_images
 from spectrain.models.target import Target
 from spectrain.servers.base import Completion, CompletionRequest, DraftCounters, Server
 from spectrain.servers.client import ServerError
+from spectrain.servers.workers import run_workers
 
 # Tokens of an answer that only warms the server up.
 WARM_UP_TOKENS = 8
@@ -177,28 +178,26 @@ class LoadGenerator:
     ) -> LevelResult:
         """Request answers with so many workers; with `reads_counters`, read the server's counters around every answer."""
         result = LevelResult(concurrency, [None] * len(requests))
-        waiting = iter(enumerate(requests))
 
-        async def work() -> None:
-            # The workers share this iterator, so each takes the next request.
-            for index, request in waiting:
-                began = time.perf_counter()
-                try:
-                    completion = await server.complete(
-                        CompletionRequest(request.prompt, self.max_new_tokens, streams=True, cache_key=key)
-                    )
-                except ServerError as error:
-                    result.failures[request.name] = str(error)
-                    continue
-                finally:
-                    spent = time.perf_counter() - began
-                    result.seconds += spent if reads_counters else 0.0
-                counters = await server.read_counters() if reads_counters else None
-                result.answers[index] = ServedAnswer(request, completion, counters)
+        async def request_answer(entry: tuple[int, ServedRequest]) -> None:
+            index, request = entry
+            began = time.perf_counter()
+            try:
+                completion = await server.complete(
+                    CompletionRequest(request.prompt, self.max_new_tokens, streams=True, cache_key=key)
+                )
+            except ServerError as error:
+                result.failures[request.name] = str(error)
+                return
+            finally:
+                spent = time.perf_counter() - began
+                result.seconds += spent if reads_counters else 0.0
+            counters = await server.read_counters() if reads_counters else None
+            result.answers[index] = ServedAnswer(request, completion, counters)
 
         earlier = await server.read_counters() if reads_counters else None
         began = time.perf_counter()
-        await asyncio.gather(*(work() for _ in range(min(concurrency, len(requests)))))
+        await run_workers(request_answer, enumerate(requests), concurrency)
         result.seconds = result.seconds if reads_counters else time.perf_counter() - began
         return result if earlier is None else subtract_earlier(result, earlier)
 

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
 
 from spectrain.errors import UserError
 from spectrain.servers.commands import DrafterLaunch
@@ -17,17 +13,16 @@ from .dflash import DFLASH2, DSPARK, DFlashLayout, num_drafts, qwen3_layer
 from .fused import EMBEDDING, HEAD, FusedConfig
 from .gguf_layout import (
     LAYER_NAMES,
-    ROPE_FACTORS,
-    GgufLayout,
+    GgufFusedLayout,
     find_unnamed_scaling,
     layer_config,
     rope_tensors,
     size_keys,
     unpermuted_interpretation,
 )
-from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Interpretation, require_target
+from .layout import DrafterCheckpoint, DrafterFiles, Interpretation, require_target
 from .targets import TargetFiles
-from .vocabulary import drop_full_maps, target_ids
+from .vocabulary import drop_full_maps
 
 TENSOR_NAMES = {
     "fc.weight": "fc.weight", "hidden_norm.weight": "enc.output_norm.weight", "norm.weight": "output_norm.weight",
@@ -47,7 +42,7 @@ BLOCK_NAMES = {
 NATIVE_NAMES = {name: ours for ours, name in (TENSOR_NAMES | BLOCK_NAMES).items()}
 
 
-class GgufDFlash(GgufLayout, DFlashLayout):
+class GgufDFlash(GgufFusedLayout, DFlashLayout):
     """DFlash as llama.cpp reads it. Queries and keys stay in transformers' order, which this model rotates."""
 
     title = "DFlash, GGUF"
@@ -100,16 +95,6 @@ class GgufDFlash(GgufLayout, DFlashLayout):
         keys = {key: f"dflash.{key}" for key in self.family.config_keys.values()}
         return self.family.read_settings({key: files.config.get(name) for key, name in keys.items()})
 
-    def native_tensors(self, files: DrafterFiles) -> dict[str, Tensor]:
-        tensors = super().native_tensors(files)
-        if "d2t" in tensors:
-            tensors["d2t"] = tensors["d2t"].long() - torch.arange(len(tensors["d2t"]))
-        return tensors
-
-    def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
-        expected = super().expected_tensors(files)
-        return replace(expected, ignored=(*expected.ignored, ROPE_FACTORS))
-
     def find_unsupported(self, files: DrafterFiles) -> str | None:
         windowed = files.config.get("dflash.attention.sliding_window_pattern") or []
         if len(set(windowed)) > 1:
@@ -153,9 +138,6 @@ class GgufDFlash(GgufLayout, DFlashLayout):
             "tokenizer.ggml.mask_token_id": settings["mask_token_id"],
         }
         tensors = drop_full_maps(drafter.tensors)
-        tensors.pop("t2d", None)
-        if "d2t" in tensors:
-            tensors["d2t"] = target_ids(tensors["d2t"])
         self.write_file(directory, keys, self.layout_tensors(tensors) | rope_tensors(config), target)
 
     def family_keys(self, drafter: DrafterCheckpoint) -> dict[str, Any]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from spectrain.drafters.layers.eagle_layers import default_layers
@@ -17,8 +15,7 @@ from .eagle3 import Eagle3Layout, drafter_layer_config, variant_flags
 from .fused import EMBEDDING, HEAD, FusedConfig
 from .gguf_layout import (
     LAYER_NAMES,
-    ROPE_FACTORS,
-    GgufLayout,
+    GgufFusedLayout,
     convert_heads,
     find_unnamed_scaling,
     layer_config,
@@ -26,7 +23,7 @@ from .gguf_layout import (
     size_keys,
     unpermuted_interpretation,
 )
-from .layout import CHAIN_TOKENS, DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, Interpretation, require_target
+from .layout import CHAIN_TOKENS, DrafterCheckpoint, DrafterFiles, Finding, Interpretation, require_target
 from .targets import TargetFiles
 from .vocabulary import drop_full_maps, target_ids
 
@@ -39,7 +36,7 @@ NATIVE_NAMES = {name: ours for ours, name in TENSOR_NAMES.items()}
 NUM_FUSED_LAYERS = 3
 
 
-class GgufEagle3(GgufLayout, Eagle3Layout):
+class GgufEagle3(GgufFusedLayout, Eagle3Layout):
     """EAGLE-3 as llama.cpp reads it: layer ids name the layer that a stream enters, and d2t holds ids of the target."""
 
     title = "EAGLE-3, GGUF"
@@ -60,14 +57,7 @@ class GgufEagle3(GgufLayout, Eagle3Layout):
         return FusedConfig(layer_config(keys), list(keys["eagle3.target_layers"]), variants, rows)
 
     def native_tensors(self, files: DrafterFiles) -> dict[str, Tensor]:
-        tensors = convert_heads(super().native_tensors(files), layer_config(files.config), to_file=False)
-        if "d2t" in tensors:
-            tensors["d2t"] = tensors["d2t"].long() - torch.arange(len(tensors["d2t"]))
-        return tensors
-
-    def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
-        expected = super().expected_tensors(files)
-        return replace(expected, ignored=(*expected.ignored, ROPE_FACTORS))
+        return convert_heads(super().native_tensors(files), layer_config(files.config), to_file=False)
 
     def find_unsupported(self, files: DrafterFiles) -> str | None:
         keys = files.config
@@ -145,9 +135,6 @@ class GgufEagle3(GgufLayout, Eagle3Layout):
             "eagle3.norm_before_fc": variants["norm_before_fc"],
         }
         tensors = convert_heads(drop_full_maps(drafter.tensors), config, to_file=True)
-        tensors.pop("t2d", None)
-        if "d2t" in tensors:
-            tensors["d2t"] = target_ids(tensors["d2t"])
         self.write_file(directory, keys, self.layout_tensors(tensors) | rope_tensors(config), target)
 
     def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:

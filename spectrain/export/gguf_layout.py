@@ -16,11 +16,12 @@ from torch import Tensor
 from spectrain.errors import UserError
 from spectrain.servers.llamacpp_command import DRAFTER_FILE
 
-from .fused import read_rope
+from .fused import FusedLayout, read_rope
 from .gguf_file import WEIGHT_TYPES, TensorSource, find_gguf, open_gguf, read_keys, read_tensors, write_gguf
 from .gguf_tokenizer import tokenizer_keys
-from .layout import DrafterCheckpoint, DrafterFiles, Finding, Interpretation, Layout
+from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, Interpretation, Layout
 from .targets import TargetFiles
+from .vocabulary import target_ids
 
 SIZE_KEYS = {
     "num_hidden_layers": "block_count", "max_position_embeddings": "context_length", "hidden_size": "embedding_length",
@@ -80,6 +81,26 @@ class GgufLayout(Layout):
                 "llama.cpp compares ids, so drafts are other tokens, and it stops where both differ in kind",
                 "write it again for this target: spectrain convert DIR OUT --to gguf --target TARGET",
             )  # fmt: skip
+
+
+class GgufFusedLayout(GgufLayout, FusedLayout):
+    """A drafter over fused target features, whose d2t holds ids of the target in the file and offsets here."""
+
+    def native_tensors(self, files: DrafterFiles) -> dict[str, Tensor]:
+        tensors = super().native_tensors(files)
+        if "d2t" in tensors:
+            tensors["d2t"] = tensors["d2t"].long() - torch.arange(len(tensors["d2t"]))
+        return tensors
+
+    def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
+        expected = super().expected_tensors(files)
+        return replace(expected, ignored=(*expected.ignored, ROPE_FACTORS))
+
+    def layout_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        kept = {name: tensor for name, tensor in tensors.items() if name != "t2d"}
+        if "d2t" in kept:
+            kept["d2t"] = target_ids(kept["d2t"])
+        return super().layout_tensors(kept)
 
 
 def size_keys(architecture: str, config: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +12,7 @@ from spectrain.data.chat import Example
 from spectrain.errors import RunError
 from spectrain.files import write_text
 from spectrain.servers.client import ServerError
+from spectrain.servers.workers import run_workers
 
 from .server_states import StateRequester, StatesError
 from .store import FeatureStore
@@ -46,22 +46,13 @@ class StoreFiller:
             self.store.flush()
 
     async def _capture_all(self, examples: list[Example]) -> None:
-        waiting = iter(examples)
-        async with self.requester.server as server:
-            workers = [asyncio.create_task(self._work(waiting, len(examples))) for _ in range(server.concurrency)]
-            try:
-                await asyncio.gather(*workers)
-            finally:
-                for worker in workers:
-                    worker.cancel()
-                await asyncio.gather(*workers, return_exceptions=True)
-
-    async def _work(self, waiting: Iterator[Example], total: int) -> None:
-        # The workers share this iterator.
-        for example in waiting:
+        async def capture(example: Example) -> None:
             await self._capture_example(example)
             self.num_done += 1
-            self._print_progress(total)
+            self._print_progress(len(examples))
+
+        async with self.requester.server as server:
+            await run_workers(capture, examples, server.concurrency)
 
     async def _capture_example(self, example: Example) -> None:
         try:

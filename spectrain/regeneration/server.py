@@ -9,6 +9,7 @@ from spectrain.data.messages import Conversation
 from spectrain.data.shards import FailedRow, PendingRow, Row, Shard
 from spectrain.servers.base import Completion, CompletionRequest, Server
 from spectrain.servers.client import ServerError
+from spectrain.servers.workers import run_workers
 
 from .chat_progress import AnswerError, ChatProgress, GeneratedAnswer
 from .sampling import Sampling
@@ -35,20 +36,14 @@ class ServerWriter(AnswerWriter):
 
     async def _write_concurrently(self, shards: Iterable[Shard], on_outcome: OutcomeCallback) -> None:
         async with self.server:
-            waiting = ((shard, wanted) for shard in shards for wanted in shard.unanswered_rows)
+            # Conversations of any shard are answered at the same time.
+            pending = ((shard, row) for shard in shards for row in shard.unanswered_rows)
 
-            async def work() -> None:
-                # The workers share this iterator, so each takes the next conversation of any shard.
-                for shard, wanted in waiting:
-                    on_outcome(shard, await self._answer_conversation(wanted))
+            async def answer(entry: tuple[Shard, PendingRow]) -> None:
+                shard, row = entry
+                on_outcome(shard, await self._answer_conversation(row))
 
-            workers = [asyncio.create_task(work()) for _ in range(self.server.concurrency)]
-            try:
-                await asyncio.gather(*workers)
-            finally:
-                for worker in workers:
-                    worker.cancel()
-                await asyncio.gather(*workers, return_exceptions=True)
+            await run_workers(answer, pending, self.server.concurrency)
 
     async def _answer_conversation(self, pending: PendingRow) -> Row | FailedRow:
         """Answer one conversation, turn by turn."""

@@ -7,8 +7,9 @@ Shapes: T tokens, L captured layers, D target width.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
@@ -193,7 +194,10 @@ class Server(ABC):
             raise UserError(f"server.model: the server at {client.url} serves {', '.join(names)}; name one of them")
         if wanted is not None and wanted not in names:
             raise UserError(f"server.model={wanted}: the server has no such model; {suggest_nearest(wanted, names)}")
-        model = models[0 if wanted is None else names.index(wanted)]
+        return self.describe_model(models[0 if wanted is None else names.index(wanted)])
+
+    def describe_model(self, model: Mapping[str, Any]) -> ServedModel:
+        """Return what an entry of the server's list of models says."""
         return ServedModel(str(model["id"]), model.get("max_model_len"), model.get("root"))
 
     def select_client(self) -> HttpClient:
@@ -245,11 +249,11 @@ CounterSource = Literal["requests", "totals", "none"]
 """Where the counts of a score come from: each answer, the server's totals before and after, or nowhere."""
 
 
-def add_counters(parts: Sequence[DraftCounters]) -> DraftCounters:
-    """Add the counters of several servers."""
-    length = max(len(part.accepted_by_position) for part in parts)
-    accepted = tuple(
-        sum(part.accepted_by_position[position] for part in parts if position < len(part.accepted_by_position))
-        for position in range(length)
-    )
-    return DraftCounters(sum(part.num_rounds for part in parts), sum(part.num_drafted for part in parts), accepted)
+def add_counters(parts: Iterable[DraftCounters | None]) -> DraftCounters | None:
+    """Add counters, those of several servers for example; None where nothing was counted."""
+    counted = [part for part in parts if part is not None]
+    if not counted:
+        return None
+    columns = zip_longest(*(part.accepted_by_position for part in counted), fillvalue=0)
+    accepted = tuple(map(sum, columns))
+    return DraftCounters(sum(part.num_rounds for part in counted), sum(part.num_drafted for part in counted), accepted)

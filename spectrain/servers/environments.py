@@ -35,6 +35,14 @@ class EngineEnvironment:
     # The installed versions of the packages in question.
     versions: Mapping[str, str]
 
+    def require_engine(self, title: str, package: str) -> None:
+        """Raise a UserError if none of the packages is installed; `package` is the one to install."""
+        if not self.versions:
+            raise UserError(
+                f"server.python={self.python}: {title} is not installed there; install it in an environment of its own "
+                f"(python -m venv ENV, ENV/bin/pip install {package}) and give server.python=ENV/bin/python"
+            )
+
 
 @cache
 def read_environment(python: str | None, packages: tuple[str, ...]) -> EngineEnvironment:

@@ -7,6 +7,7 @@ round. Rounds near the limit draft no more tokens than fit.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -52,21 +53,11 @@ class LlamaCppServer(OpenAIServer):
             )
 
     def make_command(self, launch: EngineLaunch) -> EngineCommand:
-        settings, drafter = self.settings, launch.drafter
-        if drafter is not None:
-            drafter = replace(drafter, num_tokens=settings.draft_tokens or drafter.num_tokens)
-        launch = replace(
-            launch,
-            drafter=drafter,
-            served_name=settings.model or launch.served_name,
-            dtype=settings.dtype or launch.dtype,
-        )
-        return start_llamacpp(launch, settings, find_program(settings.program) or "llama-server")
+        program = find_program(self.settings.program) or "llama-server"
+        return start_llamacpp(self.settings.complete_launch(launch), self.settings, program)
 
-    def _describe(self, client: HttpClient) -> ServedModel:
-        served = super()._describe(client)
-        models = {model["id"]: model.get("meta") or {} for model in client.list_models() or ()}
-        return replace(served, max_length=models.get(served.name, {}).get("n_ctx"))
+    def describe_model(self, model: Mapping[str, Any]) -> ServedModel:
+        return replace(super().describe_model(model), max_length=(model.get("meta") or {}).get("n_ctx"))
 
     async def request_completion(self, client: HttpClient, request: CompletionRequest) -> Completion:
         if isinstance(request.prompt, Conversation):
@@ -94,11 +85,9 @@ class LlamaCppServer(OpenAIServer):
     async def read_counters(self) -> DraftCounters | None:
         """Return what all servers have counted; None from servers that were started without --metrics."""
         try:
-            parts = [await read_settled_counters(client, self.name) for client in self.clients]
+            return add_counters([await read_settled_counters(client, self.name) for client in self.clients])
         except ServerError:
             return None
-        counted = [part for part in parts if part is not None]
-        return add_counters(counted) if counted else None
 
 
 def parse_stream(parts: list[dict[str, Any]], times: RequestTimes) -> Completion:

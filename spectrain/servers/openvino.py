@@ -42,19 +42,10 @@ class OpenVinoServer(OpenAIServer):
         assert self.environment.versions
 
     def make_command(self, launch: EngineLaunch) -> EngineCommand:
-        settings, drafter = self.settings, launch.drafter
         if launch.capture_layers is not None:
             raise UserError("capture=true: OpenVINO gives no hidden states; capture with server=vllm")
-        if drafter is not None:
-            drafter = replace(drafter, num_tokens=settings.draft_tokens or drafter.num_tokens)
-        launch = replace(
-            launch,
-            target=str(self._target_folder(launch)),
-            drafter=drafter,
-            served_name=settings.model or launch.served_name,
-            dtype=settings.dtype or launch.dtype,
-        )
-        return start_openvino(launch, settings, self.environment)
+        launch = self.settings.complete_launch(replace(launch, target=str(self._target_folder(launch))))
+        return start_openvino(launch, self.settings, self.environment)
 
     def prepare_start(self, launch: EngineLaunch) -> None:
         """Convert the target to OpenVINO's format, once for all starts."""
@@ -87,12 +78,12 @@ class OpenVinoServer(OpenAIServer):
     async def read_counters(self) -> DraftCounters | None:
         """Return what all servers have counted; None without a drafter."""
         parts = [json.loads(await client.get(f"{client.root}/counters")) for client in self.clients]
-        counters = [
-            DraftCounters(part["num_rounds"], part["num_drafted"], tuple(part["accepted_by_position"]))
+        return add_counters(
+            None
+            if part is None
+            else DraftCounters(part["num_rounds"], part["num_drafted"], tuple(part["accepted_by_position"]))
             for part in parts
-            if part is not None
-        ]
-        return add_counters(counters) if counters else None
+        )
 
 
 def list_files(folder: Path) -> list[tuple[str, int, int]]:

@@ -1,11 +1,13 @@
 """The settings that all servers share, which are keys of `server`."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
 from spectrain.errors import UserError
+
+from .commands import EngineLaunch
 
 
 @dataclass
@@ -85,6 +87,13 @@ class EngineSettings(ClientSettings):
             raise UserError(f"server.port={self.port}: use 1 to 65535")
         if not self.start_seconds > 0:
             raise UserError(f"server.start_seconds={self.start_seconds}: use more than 0 seconds")
+
+    def complete_launch(self, launch: EngineLaunch) -> EngineLaunch:
+        """Return a launch with what these settings say of the number of draft tokens, the served name and the weight type."""
+        drafter = launch.drafter
+        if drafter is not None:
+            drafter = replace(drafter, num_tokens=self.draft_tokens or drafter.num_tokens)
+        return replace(launch, drafter=drafter, served_name=self.model or launch.served_name, dtype=self.dtype or launch.dtype)
 
     @property
     def started_url(self) -> str:

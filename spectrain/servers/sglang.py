@@ -47,18 +47,10 @@ class SglangServer(OpenAIServer):
         return read_environment(self.settings.python, PACKAGES)
 
     def check_installed(self) -> None:
-        if not self.environment.versions:
-            raise UserError(
-                f"server.python={self.environment.python}: SGLang is not installed there; install it in an environment of its "
-                "own (python -m venv ENV, ENV/bin/pip install sglang) and give server.python=ENV/bin/python"
-            )
+        self.environment.require_engine("SGLang", "sglang")
 
     def make_command(self, launch: EngineLaunch) -> EngineCommand:
-        settings, drafter = self.settings, launch.drafter
-        if drafter is not None and settings.draft_tokens is not None:
-            drafter = replace(drafter, num_tokens=settings.draft_tokens)
-        name, dtype = settings.model or launch.served_name, settings.dtype or launch.dtype
-        return start_sglang(replace(launch, drafter=drafter, served_name=name, dtype=dtype), settings, self.environment.python)
+        return start_sglang(self.settings.complete_launch(launch), self.settings, self.environment.python)
 
     async def request_completion(self, client: HttpClient, request: CompletionRequest) -> Completion:
         if isinstance(request.prompt, Conversation):
@@ -128,9 +120,7 @@ class SglangServer(OpenAIServer):
         )
 
     def _count_drafts(self, facts: dict[str, Any]) -> None:
-        counters = parse_counters(facts)
-        if counters is not None:
-            self.counters = counters if self.counters is None else add_counters([self.counters, counters])
+        self.counters = add_counters([self.counters, parse_counters(facts)])
 
     async def read_counters(self) -> DraftCounters | None:
         """Return what the answers to this client have counted, the only counts that SGLang gives; None without a drafter."""

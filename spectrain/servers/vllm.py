@@ -95,26 +95,16 @@ class VllmServer(OpenAIServer):
         return read_environment(self.settings.python, PACKAGES)
 
     def check_installed(self) -> None:
-        if not self.environment.versions:
-            raise UserError(
-                f"server.python={self.environment.python}: vLLM is not installed there; install it in an environment of its "
-                "own (python -m venv ENV, ENV/bin/pip install vllm) and give server.python=ENV/bin/python"
-            )
+        self.environment.require_engine("vLLM", "vllm")
 
     def make_command(self, launch: EngineLaunch) -> EngineCommand:
         settings, drafter = self.settings, launch.drafter
         rates = launch.acceptance_rates or tuple(settings.acceptance_rates or ()) or None
         if rates and launch.capture_layers is not None:
             raise UserError("server.acceptance_rates: an engine that captures states drafts nothing; leave one of them out")
-        if drafter is not None:
-            drafter = replace(drafter, num_tokens=settings.draft_tokens or len(rates or ()) or drafter.num_tokens)
-        launch = replace(
-            launch,
-            drafter=drafter,
-            acceptance_rates=rates,
-            served_name=settings.model or launch.served_name,
-            dtype=settings.dtype or launch.dtype,
-        )
+        if drafter is not None and rates:
+            drafter = replace(drafter, num_tokens=len(rates))
+        launch = settings.complete_launch(replace(launch, drafter=drafter, acceptance_rates=rates))
         return start_vllm(launch, settings, self.environment, settings.states_path)
 
     def prepare_start(self, launch: EngineLaunch) -> None:
@@ -165,9 +155,7 @@ class VllmServer(OpenAIServer):
 
     async def read_counters(self) -> DraftCounters | None:
         """Return what all servers have counted, once it stands still; None without a drafter."""
-        parts = [await read_settled_counters(client, "vllm") for client in self.clients]
-        counted = [part for part in parts if part is not None]
-        return add_counters(counted) if counted else None
+        return add_counters([await read_settled_counters(client, self.name) for client in self.clients])
 
 
 def prepare_states_folder(folder: Path, is_ours: bool = False) -> None:

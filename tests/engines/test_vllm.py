@@ -91,7 +91,7 @@ class Case:
         return found
 
     @property
-    def ours(self) -> DraftCounters:
+    def own_counts(self) -> DraftCounters:
         return counted(self.generations)
 
 
@@ -193,8 +193,8 @@ def test_the_offline_class_answers_as_without(case: Case, from_class: Answers, r
 def test_the_offline_class_accepts_as_we_do(case: Case, from_class: Answers, record: dict[str, Any]) -> None:
     """get_metrics() of vllm.LLM: kept drafts by position within 3 % of our chain's, over 2,000 drafted tokens."""
     assert from_class.counts is not None
-    record.setdefault(case.name, {}).update(ours=row(case.ours), offline=row(from_class.counts))
-    assert_close(from_class.counts, case.ours)
+    record.setdefault(case.name, {}).update(ours=row(case.own_counts), offline=row(from_class.counts))
+    assert_close(from_class.counts, case.own_counts)
 
 
 def test_the_server_answers_as_the_offline_class(
@@ -212,7 +212,7 @@ def test_the_server_accepts_as_we_do(case: Case, from_server: Answers, record: d
     """/metrics of the server: kept drafts by position within 3 % of our chain's, over 2,000 drafted tokens."""
     assert from_server.counts is not None
     record.setdefault(case.name, {}).update(server=row(from_server.counts))
-    assert_close(from_server.counts, case.ours)
+    assert_close(from_server.counts, case.own_counts)
 
 
 def row(counts: DraftCounters) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +16,10 @@ from spectrain.features.capture import capture_features
 from spectrain.features.store import FeatureStore
 from spectrain.models.loading import load_tiny
 from spectrain.runs.train import train_and_score
-from spectrain.servers import client
 from tests.features.test_capture import SETTINGS, composed, losses
-from tests.servers.stand_in import ModelStandIn
+from tests.servers.stand_in import LAYERS, ModelStandIn, capturing_server  # noqa: F401
 
-# What recipe=eagle3 reads of the tiny target, and its last layer.
-LAYERS = (2, 4, 5, 8)
 CONVERSATIONS = 12
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelStandIn]:
-    monkeypatch.setattr(client, "RETRY_PAUSE", 0.01)
-    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.001)
-    monkeypatch.setattr("openai._base_client.MAX_RETRY_DELAY", 0.01)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    (tmp_path / "states").mkdir()
-    standing = ModelStandIn(load_tiny(), LAYERS, tmp_path / "states")
-    yield standing
-    standing.stop()
 
 
 def capture(path: Path, server: ModelStandIn, *more: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,27 +11,13 @@ from spectrain.data.chat import Example
 from spectrain.data.dataset import Batching, BatchQueue, Dataset
 from spectrain.errors import RunError, UserError
 from spectrain.features.server_source import describe_waiting
-from spectrain.models.loading import load_tiny
 from spectrain.runs.train import train_and_score
-from spectrain.servers import client
 from spectrain.training.checkpoints import latest_checkpoint
 from tests.features.test_capture import SETTINGS, composed, losses
-from tests.features.test_server_capture import LAYERS, negate
-from tests.servers.stand_in import ModelStandIn
+from tests.features.test_server_capture import negate
+from tests.servers.stand_in import LAYERS, ModelStandIn, capturing_server  # noqa: F401
 
 TRAINING = ("+trainer.max_steps=8", "+trainer.log_every=1", "+trainer.batch_tokens=256", "+trainer.save_every=2")
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelStandIn]:
-    monkeypatch.setattr(client, "RETRY_PAUSE", 0.01)
-    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.001)
-    monkeypatch.setattr("openai._base_client.MAX_RETRY_DELAY", 0.01)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    (tmp_path / "states").mkdir()
-    standing = ModelStandIn(load_tiny(), LAYERS, tmp_path / "states")
-    yield standing
-    standing.stop()
 
 
 def train(run: Path, server: ModelStandIn, *more: str) -> list[float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,26 +18,13 @@ from spectrain.drafters.base import Drafter, TrainingState
 from spectrain.errors import RunError, UserError
 from spectrain.features.batch import Batch
 from spectrain.features.store import FeatureStore
-from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.regeneration.command import regenerate_command
 from spectrain.runs.train import train_and_score
-from spectrain.servers import client
 from tests.factories import random_batch
 from tests.features.test_capture import SETTINGS, composed, losses
-from tests.features.test_server_capture import LAYERS, negate
-from tests.servers.stand_in import ModelStandIn
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelStandIn]:
-    monkeypatch.setattr(client, "RETRY_PAUSE", 0.01)
-    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.001)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    (tmp_path / "states").mkdir()
-    standing = ModelStandIn(load_tiny(), LAYERS, tmp_path / "states")
-    yield standing
-    standing.stop()
+from tests.features.test_server_capture import negate
+from tests.servers.stand_in import LAYERS, ModelStandIn, capturing_server  # noqa: F401
 
 
 @pytest.fixture

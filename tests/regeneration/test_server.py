@@ -16,10 +16,9 @@ from spectrain.errors import RunError, UserError
 from spectrain.regeneration.regenerate import Regeneration
 from spectrain.regeneration.sampling import Sampling
 from spectrain.regeneration.server import ServerWriter
-from spectrain.servers import client
 from spectrain.servers.openai import OpenAIServer
 from spectrain.servers.settings import ClientSettings
-from tests.servers.stand_in import Reply, StandIn
+from tests.servers.stand_in import Reply, StandIn, hasten_retries
 
 LIMIT = 12
 
@@ -46,9 +45,7 @@ class EchoStandIn(StandIn):
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[EchoStandIn]:
-    monkeypatch.setattr(client, "RETRY_PAUSE", 0.01)
-    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.001)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    hasten_retries(monkeypatch)
     monkeypatch.setenv("OPENAI_API_KEY", "not-for-this-server")
     standing = EchoStandIn()
     yield standing

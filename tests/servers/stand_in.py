@@ -15,14 +15,19 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from spectrain.data.chat import tokenize_prompt
 from spectrain.data.messages import Conversation
+from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
+from spectrain.servers import client
 
+# What recipe=eagle3 reads of the tiny target, and its last layer.
+LAYERS = (2, 4, 5, 8)
 # Status, content (text or JSON) and headers of an answer.
 Reply = tuple[int, Any, dict[str, str]]
 # Accepted and drafted tokens of each round of an answer.
@@ -268,3 +273,21 @@ class ModelStandIn(StandIn):
         last = {key: value for key, value in response.items() if key not in ("choices", "model")}
         yield f"data: {json.dumps({'choices': [], **last})}\n\n"
         yield "data: [DONE]\n\n"
+
+
+@pytest.fixture(name="server")
+def capturing_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelStandIn]:
+    """A stand-in that captures what recipe=eagle3 reads of the tiny target."""
+    hasten_retries(monkeypatch)
+    (tmp_path / "states").mkdir()
+    standing = ModelStandIn(load_tiny(), LAYERS, tmp_path / "states")
+    yield standing
+    standing.stop()
+
+
+def hasten_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let clients repeat failed requests at once, and reach this machine without a proxy."""
+    monkeypatch.setattr(client, "RETRY_PAUSE", 0.01)
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.001)
+    monkeypatch.setattr("openai._base_client.MAX_RETRY_DELAY", 0.01)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
