@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from spectrain.eval.kinds import POSITIONS
+from spectrain.eval.kinds import POSITIONS, TEXT_POSITIONS
 from spectrain.eval.noise import is_possible
 
 WIDE = 10  # ratio of the ends above which an interval is too wide to show: there were too few prompts
@@ -153,29 +153,48 @@ SYSTEM_COLUMNS = (
 )
 """Columns of every system of an evaluation."""
 
-KIND_COLUMNS = tuple(
-    Column(
-        f"by_kind.{kind}.acceptance_length",
-        kind.replace("_", " "),
-        format_number,
-        f"Mean number of tokens per forward of rounds that begin with {kind.replace('_', ' ')}.",
-        logged={f"acceptance_of/{kind}": f"by_kind.{kind}.acceptance_length"},
+
+def group_column(key: str, title: str, rounds: str, logged: str) -> Column:
+    """Return the column of the tokens per forward of one group of rounds, a kind or a range of positions."""
+    return Column(
+        key,
+        title,
+        lambda group: format_number(group["acceptance_length"]),
+        f"Mean number of tokens per forward of rounds that begin {rounds}.",
+        interval=lambda group: format_interval(group.get("ci95")),
+        logged={logged: f"{key}.acceptance_length"},
     )
+
+
+KIND_COLUMNS = tuple(
+    group_column(f"by_kind.{kind}", kind.replace("_", " "), f"with {kind.replace('_', ' ')}", f"acceptance_of/{kind}")
     for kind in ("reasoning", "content", "tool_calls")
 )
 """Tokens per forward by kind of token, in the order of an answer."""
 
 POSITION_COLUMNS = tuple(
-    Column(
-        f"by_position.{name}.acceptance_length",
-        name,
-        format_number,
-        f"Mean number of tokens per forward of rounds that begin in the range {name} of the answer's tokens.",
-        logged={f"acceptance_at_position/{name}": f"by_position.{name}.acceptance_length"},
-    )
+    group_column(f"by_position.{name}", name, f"in the range {name} of the answer's tokens", f"acceptance_at_position/{name}")
     for name in POSITIONS
 )
 """Tokens per forward by position in the answer."""
+
+TEXT_POSITION_COLUMNS = tuple(
+    group_column(
+        f"by_text_position.{name}",
+        f"text {name}",
+        f"in the range {name} of the text's tokens, prompt included",
+        f"acceptance_at_text_position/{name}",
+    )
+    for name in TEXT_POSITIONS
+)
+"""Tokens per forward by position in the text."""
+
+GROUP_COLUMNS = (
+    ("kind of token", KIND_COLUMNS),
+    ("position in the answer, in tokens", POSITION_COLUMNS),
+    ("position in the text, in tokens", TEXT_POSITION_COLUMNS),
+)
+"""What rounds are grouped by -> the columns of the groups."""
 
 
 def percentile_column(key: str, title: str, description: str) -> Column:
@@ -308,12 +327,12 @@ def list_serving_rows(summary: Entry) -> list[tuple[str, Entry]]:
 def list_groups(columns: Sequence[Column], entries: Sequence[Entry]) -> list[Column]:
     """Return the columns, of kinds or of positions, that some entry has; none if there is content alone or the first range."""
     present = [column for column in columns if any(column.cell(entry) for entry in entries)]
-    return [] if [column.title for column in present] in (["content"], [*POSITIONS][:1]) else present
+    return [] if present in ([KIND_COLUMNS[1]], [POSITION_COLUMNS[0]], [TEXT_POSITION_COLUMNS[0]]) else present
 
 
 def tracked_values(entry: Entry) -> Row:
     """Return what trackers log of a system, by name."""
-    groups = (column for columns in (KIND_COLUMNS, POSITION_COLUMNS) for column in list_groups(columns, [entry]))
+    groups = (column for _, columns in GROUP_COLUMNS for column in list_groups(columns, [entry]))
     columns = (*SYSTEM_COLUMNS, *SERVING_COLUMNS, *groups)
     values = {name: value for column in columns for name, value in column.values(entry).items()}
     depths = enumerate(entry.get("acceptance_by_depth") or [], 1)

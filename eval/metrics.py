@@ -16,7 +16,15 @@ import numpy as np
 from spectrain.data.chat import token_kinds
 from spectrain.decoding.generation import ROUND_PARTS, Generation
 from spectrain.eval.intervals import Floats, Interval, interval
-from spectrain.eval.kinds import POSITIONS, RoundNumbers, average_rounds, position_range, round_starts
+from spectrain.eval.kinds import (
+    POSITIONS,
+    TEXT_POSITIONS,
+    GroupedRound,
+    RoundNumbers,
+    average_rounds,
+    position_range,
+    round_starts,
+)
 from spectrain.models.chat_template import KINDS, ChatTemplate, Kind
 
 
@@ -107,9 +115,11 @@ class SystemNumbers:
     # Share of the drafted decoding time that each part of a round took.
     time_share: dict[str, float]
     by_category: dict[str, CategoryNumbers]
-    # Rounds by the kind and by the position of their first token; what does not occur is left out.
+    # Rounds by the kind of their first token, and by its position in the answer and in the text; what does not occur is left
+    # out.
     by_kind: dict[str, RoundNumbers]
     by_position: dict[str, RoundNumbers]
+    by_text_position: dict[str, RoundNumbers]
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of summary.json."""
@@ -172,6 +182,7 @@ def measure_system(turns: Sequence[Turn], is_chain: bool, template: ChatTemplate
         },
         "by_kind": acceptance_by_kind(turns, template),
         "by_position": acceptance_by_position(turns),
+        "by_text_position": acceptance_by_text_position(turns),
     }
 
 
@@ -217,19 +228,32 @@ def acceptance_by_depth(turns: Sequence[Turn]) -> list[float]:
 
 def acceptance_by_kind(turns: Sequence[Turn], template: ChatTemplate | None) -> dict[str, RoundNumbers]:
     """Average complete rounds by the kind of their first token."""
-    rounds: list[tuple[str, int]] = []
+    rounds: list[GroupedRound] = []
     for turn in turns:
         output = turn.drafted.output
         kinds = ["content"] * len(output) if template is None else token_kinds(template, output, turn.first_kind)
-        rounds += [(kinds[start], length) for start, length in round_starts(turn.drafted)]
+        rounds += [GroupedRound(kinds[start], turn.id, length) for start, length in round_starts(turn.drafted)]
     return average_rounds(KINDS, rounds)
 
 
 def acceptance_by_position(turns: Sequence[Turn]) -> dict[str, RoundNumbers]:
     """Average complete rounds by the position of their first token in the answer."""
-    return average_rounds(
-        POSITIONS, [(position_range(start), length) for turn in turns for start, length in round_starts(turn.drafted)]
-    )
+    rounds = [
+        GroupedRound(position_range(start), turn.id, length) for turn in turns for start, length in round_starts(turn.drafted)
+    ]
+    return average_rounds(POSITIONS, rounds)
+
+
+def acceptance_by_text_position(turns: Sequence[Turn]) -> dict[str, RoundNumbers]:
+    """Average complete rounds by the position of their first token in the text; without the prompt's tokens, as from some
+    servers, a position is not known and its round is left out."""
+    rounds = [
+        GroupedRound(position_range(len(turn.drafted.prompt) + start, TEXT_POSITIONS), turn.id, length)
+        for turn in turns
+        if turn.drafted.prompt
+        for start, length in round_starts(turn.drafted)
+    ]
+    return average_rounds(TEXT_POSITIONS, rounds)
 
 
 def tau_by_convention(turns: Sequence[Turn], chain: bool) -> dict[str, float | None]:

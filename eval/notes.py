@@ -1,17 +1,18 @@
 """The sentences below an evaluation's table: what explains its numbers, and what limits them. All are made of summary.json."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from spectrain.decoding.acceptance.typical import lossy_warning
 from spectrain.eval.columns import (
-    KIND_COLUMNS,
-    POSITION_COLUMNS,
+    GROUP_COLUMNS,
+    Column,
     format_speedup,
     format_speedup_interval,
     list_groups,
     list_systems,
 )
+from spectrain.eval.context import format_length
 from spectrain.eval.noise import is_possible
 
 Summary = dict[str, Any]
@@ -48,10 +49,12 @@ def explain_numbers(summary: Summary) -> Iterator[str]:
         f"{setting['dtype']}."
     )
     yield from _describe_precision(setting)
-    for subject, columns in (("kind of token", KIND_COLUMNS), ("position in the answer, in tokens", POSITION_COLUMNS)):
+    if context := setting.get("context"):
+        lengths = ", ".join(map(format_length, context["lengths"]))
+        yield f"Prompts of {lengths} tokens: {context['description']}, from {context['documents']}."
+    for subject, columns in GROUP_COLUMNS:
         if groups := list_groups(columns, [summary]):
-            lengths = ", ".join(f"{column.title} {column.cell(summary)}" for column in groups if column.cell(summary))
-            yield f"Tokens per forward of the drafter by {subject}: {lengths}."
+            yield f"Tokens per forward of the drafter by {subject}: {list_lengths(groups, summary)}."
     if (forwards := limits.get("forwards_per_round", 1)) > 1:
         length = summary["acceptance_length"]["pooled"]
         yield f"A round takes {forwards} forwards of the target, so each gives {length / forwards:.2f} tokens."
@@ -67,6 +70,16 @@ def explain_numbers(summary: Summary) -> Iterator[str]:
     for key, describe in EXTENSION_NOTES.items():
         if summary.get(key):
             yield from describe(summary[key])
+
+
+def list_lengths(columns: Sequence[Column], entry: Summary) -> str:
+    """List the tokens per forward of groups of rounds, with the intervals that there are."""
+    texts = []
+    for column in columns:
+        if value := column.cell(entry):
+            ends = column.interval_cell(entry)
+            texts.append(f"{column.title.removeprefix('text ')} {value}{f' [{ends}]' if ends else ''}")
+    return ", ".join(texts)
 
 
 def _describe_precision(setting: Summary) -> Iterator[str]:

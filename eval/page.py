@@ -16,8 +16,7 @@ from markupsafe import Markup
 
 from spectrain.decoding.generation import ROUND_PARTS
 from spectrain.eval.columns import (
-    KIND_COLUMNS,
-    POSITION_COLUMNS,
+    GROUP_COLUMNS,
     RUN_COLUMNS,
     SERVING_COLUMNS,
     SYSTEM_COLUMNS,
@@ -97,7 +96,7 @@ def read_section(folder: Path, id: str, prompts: int | None) -> dict[str, Any]:
         "serving": list_serving_rows(summary) if summary else [],
         "speedups": speedup_chart(get_value(summary, "server.speedups") or [], id),
         "systems": systems,
-        "groups": [column for columns in (KIND_COLUMNS, POSITION_COLUMNS) for column in list_groups(columns, systems)],
+        "groups": [column for _, columns in GROUP_COLUMNS for column in list_groups(columns, systems)],
         "notes": [*explain_numbers(summary), *list_caveats(summary)] if summary else [],
         "texts": [split_by_round(turn) for turn in turns[:prompts]],
         "tree": next((draw_tree(line["tree"]) for line in lines if "tree" in line), None),

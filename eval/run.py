@@ -260,6 +260,7 @@ class Evaluation(PromptedEvaluation):
         return {
             **candidate.setting,
             "prompts": len(self.chosen),
+            **self.describe_context(),
             "skipped": {**self.skipped, **decoding.left_out},
             "max_new_tokens": self.max_new_tokens,
             "batch_size": self.batch_size,

@@ -16,10 +16,16 @@ class PromptedEvaluation(EvalSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         prompts = read_prompts(self.prompts, self.limit, self.categories)
+        self.prompts_read = prompts
         self.chosen, self.skipped = prompts.prompts, Counter(prompts.skipped)
 
     def check_prompts(self, target: Target) -> None:
-        """Leave out prompts that do not fit the target's context with their answer; raise UserError if none fits."""
+        """Extend the prompts to the lengths of eval.context. Leave out those that do not fit the target's context with their
+        answer, and raise UserError if none fits."""
+        if self.context_filler is not None:
+            self.context_filler.check_fit(target, self.max_new_tokens)
+            self.chosen, omitted = self.context_filler.fill_prompts(self.prompts_read.prompts, target)
+            self.skipped = Counter(self.prompts_read.skipped) + Counter(omitted)
         lengths = [len(prompt.tokenize_for(target)) for prompt in self.chosen]
         room = target.max_length - self.max_new_tokens
         fitting = [prompt for prompt, length in zip(self.chosen, lengths) if length <= room]

@@ -7,6 +7,7 @@ from spectrain.config.values import FolderName
 from spectrain.decoding.session import EngineChoice
 from spectrain.errors import UserError
 from spectrain.eval.baselines import COPYING, DEFAULT_BASELINES, OURS, OWN_STORE, TRANSFORMERS
+from spectrain.eval.context import ContextFiller, ContextMethod
 
 DrafterDtype = Literal["auto", "float32", "bfloat16", "float16"]
 """auto packs large weights of drafters into fewer bits on a CPU; a type computes with drafters as they were loaded."""
@@ -24,6 +25,14 @@ class EvalSettings:
     categories: list[str] | None = None
     # Largest number of prompts, taken from all categories in turn; null scores every prompt.
     limit: int | None = None
+    # Lengths in tokens that every prompt is extended to by documents before its question, as in [1k,4k,16k], where k is 1,024.
+    # Null takes the prompts as they are.
+    context: tuple[int | str, ...] | None = None
+    # With eval.context, how documents precede the question: concatenated takes different ones, repeated repeats one, and needle
+    # takes different ones and asks for a sentence among them in place of the prompt's own question.
+    context_method: ContextMethod = "concatenated"
+    # With eval.context, a file or a folder of texts to take the documents from; null takes the embedded conversations.
+    documents: str | None = None
     # Largest number of tokens that one answer may have.
     max_new_tokens: int = 128
     # Number of prompts that are decoded together.
@@ -80,8 +89,13 @@ class EvalSettings:
         if self.drafter_dtype not in get_args(DrafterDtype):
             raise UserError(f"eval.drafter_dtype={self.drafter_dtype}: choose from {', '.join(get_args(DrafterDtype))}")
         refuse_unknown("baselines", self.baselines, (*OURS, *TRANSFORMERS))
+        self.context_filler = ContextFiller.parse(self.context, self.context_method, self.documents)
         if "assistant" in self.baselines and self.assistant is None:
             raise UserError("eval.baselines: assistant needs a model, as in eval.assistant=DIR")
+
+    def describe_context(self) -> dict[str, Any]:
+        """Return the entry of the setting that says how prompts were extended; an empty one if they were not."""
+        return {} if self.context_filler is None else {"context": self.context_filler.describe()}
 
     @property
     def uses_clock(self) -> bool:

@@ -58,6 +58,8 @@ def score_server(config: Mapping[str, Any]) -> dict[str, Any]:
         subject = describe_subject(spec, Path(str(spec.run)), groups) if requested["run"] else describe_server(spec, groups)
         if subject.target is not None:
             evaluation.check_prompts(subject.target)
+        elif evaluation.context is not None:
+            raise UserError("eval.context: name the model whose tokens are counted, as in target=hf target.model=DIR")
         tracker = stack.enter_context(track_run(spec.tracker.build(), folder, spec.to_nodes(), "eval"))
         # A folder that cannot be written raises an error before anything is requested.
         with atomic_write(folder, folder=True) as scratch:

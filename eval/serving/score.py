@@ -138,7 +138,8 @@ class ServerEvaluation(PromptedEvaluation):
     ) -> ServedSummary:
         """Compute the numbers of one level; what cannot be known is None or empty."""
         source, numbers = find_counter_source(drafted), measure_system(turns, True, template)
-        numbers |= {"time_share": {}} | ({} if source == "requests" else {"by_kind": {}, "by_position": {}, "by_category": {}})
+        by_answer = ("by_kind", "by_position", "by_text_position", "by_category")
+        numbers |= {"time_share": {}} | ({} if source == "requests" else {name: {} for name in by_answer})
         unknown = ["acceptance_length"] if source == "none" else []
         if plain is None:
             unknown += ["speedup", "tokens_per_second.autoregressive", "tokens_per_second.per_user.autoregressive"]
@@ -193,6 +194,7 @@ class ServerEvaluation(PromptedEvaluation):
             **subject.setting,
             "device": f"{measured.engine} at {', '.join(measured.urls[DRAFTED])}",
             "prompts": len({request.id for request in measured.requests}),
+            **self.describe_context(),
             "skipped": dict(self.skipped),
             "max_new_tokens": self.max_new_tokens,
             "batch_size": self.concurrency[0],

@@ -14,8 +14,14 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
 from spectrain.drafters.ngram import Ngram
 from spectrain.eval.columns import KIND_COLUMNS, tracked_values
-from spectrain.eval.kinds import kind_runs, opening_kind, position_range
-from spectrain.eval.metrics import Turn, acceptance_by_kind, acceptance_by_position
+from spectrain.eval.kinds import TEXT_POSITIONS, kind_runs, opening_kind, position_range
+from spectrain.eval.metrics import (
+    Turn,
+    acceptance_by_kind,
+    acceptance_by_position,
+    acceptance_by_text_position,
+    acceptance_interval,
+)
 from spectrain.eval.page import write_report
 from spectrain.eval.report import print_table
 from spectrain.eval.run import Evaluation
@@ -69,7 +75,8 @@ def test_every_template_counts_each_token_once(name: str) -> None:
     template = make_template(name)
     turns = [make_turn(template, text, {"reasoning": 2, "content": 3, "tool_calls": 4}) for text in (ANSWER, "Hi. " * 300)]
     rounds = [length for turn in turns for length in turn.drafted.complete_round_lengths]
-    for groups in (acceptance_by_kind(turns, template), acceptance_by_position(turns)):
+    groupings = (acceptance_by_kind(turns, template), acceptance_by_position(turns), acceptance_by_text_position(turns))
+    for groups in groupings:
         assert sum(group.tokens for group in groups.values()) == sum(rounds)
         assert sum(group.rounds for group in groups.values()) == len(rounds)
         for group in groups.values():
@@ -101,6 +108,23 @@ def test_a_generation_prompt_opens_the_reasoning() -> None:
 )
 def test_positions_have_ranges(position: int, name: str) -> None:
     assert position_range(position) == name
+
+
+@pytest.mark.parametrize("length, name", [(1, "0-1k"), (1022, "0-1k"), (1023, "1k-2k"), (4096, "4k-8k"), (40_000, "32k+")])
+def test_a_text_position_includes_the_prompt(length: int, name: str) -> None:
+    """The first round begins behind the prompt and the prefill's token; an unknown prompt has no position."""
+    turns = [Turn(str(n), 0, "all", answer, answer) for n, size in enumerate((2, 3)) for answer in [make_answer(length, size)]]
+    (group,) = acceptance_by_text_position(turns).items()
+    assert group[0] == name and (group[1].acceptance_length, group[1].rounds, group[1].tokens) == (2.5, 2, 5)
+    assert group[1].ci95 == acceptance_interval(turns)
+    unknown = make_answer(0, 2)
+    assert acceptance_by_text_position([Turn("a", 0, "all", unknown, unknown)]) == {}
+    assert position_range(4095, TEXT_POSITIONS) == "2k-4k"
+
+
+def make_answer(prompt_length: int, round_length: int) -> Generation:
+    """Return an answer of one round to a prompt of this length."""
+    return Generation([1] * prompt_length, [1] * (1 + round_length), round_lengths=[round_length])
 
 
 def test_scoring_writes_kinds_and_positions(shallow: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
