@@ -14,7 +14,7 @@ from rich.console import Console
 
 from spectrain.data.chat import tokenize_question
 from spectrain.decoding.calibration import calibrate_builders, resolve_rule
-from spectrain.decoding.session import check_compatibility, prepare_for_decoding, tune_drafter
+from spectrain.decoding.session import check_compatibility, choose_threads, prepare_for_decoding, tune_drafter
 from spectrain.drafters.capabilities import find_datastore
 from spectrain.errors import UserError
 from spectrain.eval.baselines import OWN_STORE, Baselines, supports_auto_tree
@@ -139,6 +139,7 @@ class Evaluation(PromptedEvaluation):
             check_no_leak(store, self.chosen, candidate.setting)
         drafter.to(target.device, target.dtype).eval()
         target.pack_weights()
+        choose_threads(target, lambda: self._calibration_prompts(target))
         tune_drafter(drafter, target, lambda: self._calibration_prompts(target), builder.depth)
         forecast = None
         if rule.is_unresolved and not self.varies_trees:
@@ -257,6 +258,7 @@ class Evaluation(PromptedEvaluation):
     def _describe_setting(self, results: Results, decoding: Interleaving) -> dict[str, Any]:
         """Return what the numbers depend on."""
         candidate, drafter, summary = results.candidate, results.candidate.drafter, results.summaries[DRAFTER]
+        choices = decoding.decoder.thread_choices()
         return {
             **candidate.setting,
             "prompts": len(self.chosen),
@@ -267,7 +269,8 @@ class Evaluation(PromptedEvaluation):
             "rule": candidate.rule.name,
             "tree": summary.tree,
             "guard": results.systems[0].guard is not None,
-            "threads": torch.get_num_threads(),
+            "threads": choices["plain"]["threads"] if choices else torch.get_num_threads(),
+            "thread_choices": choices or None,
             "engine": summary.engine,
             "drafter_dtype": lowest_precision(drafter),
             "drafter": {**candidate.setting.get("drafter", {}), **drafter.saved.settings},

@@ -1,6 +1,8 @@
 """The systems that an evaluation compares, and how each decodes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.decoding.generation import Generation, OnRound, interleave, no_callback
@@ -57,6 +59,20 @@ class Decoder:
             session.warm_up(prompts, limit, sequence_ids)
         plain, drafted = interleave([session.decode_steps(prompts, limit, sequence_ids) for session in sessions])
         return plain, drafted
+
+    def choose_threads(self, systems: Sequence[System], prompt: list[int], limit: int) -> None:
+        """Choose the number of threads of autoregressive steps and of each system's rounds, and print it in one line."""
+        sessions = {"plain": self.session(None), **{system.name: self.session(system) for system in systems}}
+        for session in sessions.values():
+            session.choose_threads(prompt, limit)
+        choices = [f"{name} {session.threads.describe()}" for name, session in sessions.items() if session.threads is not None]
+        if choices:
+            print(f"threads of a step, by measured times: {'; '.join(choices)}")
+
+    def thread_choices(self) -> dict[str, Any]:
+        """Return the number of threads of autoregressive steps and of each system's rounds, with the measured times."""
+        sessions = {name.split(" ")[0] or "plain": session for name, session in self.sessions.items()}
+        return {name: session.threads.summary() for name, session in sessions.items() if session.threads is not None}
 
     def session(self, system: System | None) -> Session:
         """Return the session of a system."""

@@ -67,6 +67,7 @@ class Interleaving:
         # Warm up outside every timer.
         for system in (None, *self.systems):
             self.decoder(system, [opening], min(8, self.max_new_tokens), [0])
+        self.decoder.choose_threads(self.systems, opening, self.max_new_tokens)
         for extension in self.extensions:
             extension.begin()
         starts = range(0, len(prompts), self.batch_size)

@@ -36,7 +36,7 @@ def collect_provenance() -> dict[str, Any]:
     return {
         "commit": commit,
         "versions": {"python": platform.python_version(), **package_versions()},
-        "hardware": {"machine": platform.machine(), "processor": processor_name(), "cores": torch.get_num_threads(),
+        "hardware": {"machine": platform.machine(), "processor": processor_name(), "cores": os.cpu_count(),
                      "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None},
         "command": " ".join(["spectrain", *sys.orig_argv[3 if sys.orig_argv[1:2] == ["-m"] else 2 :]]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

@@ -22,6 +22,7 @@ from spectrain.errors import UserError
 from spectrain.models.features import Features, Layer
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
+from spectrain.models.threads import ThreadTuner
 from spectrain.trees.base import Draft, RootOnlyBuilder, RoundResult, TreeBuilder
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
@@ -129,9 +130,16 @@ class EagerRunner:
     """Runs and times one round after the other, from Python."""
 
     def __init__(
-        self, target: Target, rule: AcceptanceRule, drafter: Drafter | None = None, builder: TreeBuilder | None = None
+        self,
+        target: Target,
+        rule: AcceptanceRule,
+        drafter: Drafter | None = None,
+        builder: TreeBuilder | None = None,
+        threads: ThreadTuner | None = None,
     ) -> None:
         self.target, self.rule, self.drafter = target, rule, drafter
+        # Chooses the number of threads of a round; null leaves it as it is.
+        self.threads = threads
         self.builder = RootOnlyBuilder() if drafter is None or builder is None else builder
         self.round_drafter: Drafts = NullDrafter() if drafter is None else drafter
         self.extra_slots = 0  # cache slots beyond those that a round needs
@@ -142,6 +150,8 @@ class EagerRunner:
 
     def run_rounds(self, tokens_left: int) -> list[tuple[list[RoundRecord], dict[str, float]]]:
         clock = PartTimer(self.target.device)
+        if self.threads is not None:
+            self.threads.set_threads()
         parts = run_round(self.context, self.round_drafter, self.builder, self.rule)
         for part in ROUND_PARTS[:-1]:
             with clock(part):
@@ -154,6 +164,8 @@ class EagerRunner:
         num_stats = 1 + stats.shape[1]
         records = [RoundRecord(row[num_stats : num_stats + row[0]], *row[1:num_stats]) for row in numbers]
         seconds = clock.finish_round()
+        if self.threads is not None:
+            self.threads.record_step(sum(seconds.values()))
         self.builder.observe(RoundResult(outcome.tree, outcome.logits, outcome.num_emitted, seconds, outcome.path))
         return [(records, seconds)]
 

@@ -13,6 +13,7 @@ from spectrain.errors import UserError
 from spectrain.models.fast import pack_linears, unpack_linears
 from spectrain.models.images import have_images
 from spectrain.models.target import Target
+from spectrain.models.threads import ThreadTuner, make_tuner
 from spectrain.trees.base import TreeBuilder
 
 from .acceptance import AcceptanceRule, Greedy
@@ -24,6 +25,9 @@ from .loop import EagerRunner, decode, decode_steps, make_request
 
 EngineChoice = Literal["auto", "captured", "eager"]
 """auto captures rounds on a GPU; captured does so also on a CPU, where it is slower and gives the same; eager never does."""
+
+TRIAL_TOKENS = 16  # tokens that a number of threads is chosen by
+MAX_WARM_UPS = 4  # answers of a drafter that a number of threads is chosen by, at most
 
 PromptLoader = Callable[[], list[list[int]]]
 """Loads prompts that are not scored, when they are needed."""
@@ -98,6 +102,7 @@ class Session:
         check_compatibility(drafter, builder, rule)
         target.pack_weights()
         prepare_for_decoding(drafter, target)
+        choose_threads(target, prompts)
         tune_drafter(drafter, target, prompts, builder.depth)
         rule, builder, _ = resolve_rule(target, drafter, builder, rule, prompts)
         if builder.requirements:
@@ -146,6 +151,18 @@ class Session:
                 self._captured_runner(mode).decode(prompts, max_new_tokens, sequence_ids, ignore_eos=True)
 
         self._shared_fallback.run(compile_and_capture)
+
+    @cached_property
+    def threads(self) -> ThreadTuner | None:
+        """What chooses the number of threads of this session's rounds; None where there is nothing to choose."""
+        return make_tuner(self.target.device)
+
+    def choose_threads(self, prompt: list[int], max_new_tokens: int) -> None:
+        """Decode a prompt until a number of threads is chosen, so that scored rounds begin with it."""
+        for _ in range(MAX_WARM_UPS):
+            if self.threads is None or self.threads.is_chosen or self.eager_reason is None or self.runner_source is not None:
+                return
+            self.decode([prompt], max_new_tokens, ignore_eos=True)
 
     @property
     def prefers_capture(self) -> bool:
@@ -196,7 +213,7 @@ class Session:
                 name = self.runner_source.setting_name
                 raise UserError(f"{name}: it cannot be combined with eval.guard or eval.prune_layer; leave those out")
             return self._make_runner()
-        runner = EagerRunner(self.target, self.rule, self.drafter, self.builder)
+        runner = EagerRunner(self.target, self.rule, self.drafter, self.builder, self.threads)
         if self.pruning is not None:
             self.pruning.check_settings(self.rule, self.target)
             runner.round_drafter = self.pruning.wrap_drafter(runner.round_drafter)
@@ -221,6 +238,13 @@ def check_compatibility(drafter: Drafter, builder: TreeBuilder, rule: Acceptance
         raise UserError(f"tree.children={builder.children}: copied tokens are not drawn; use tree.children=deterministic")
     if not drafter.capabilities.is_copier:  # otherwise nothing is drawn, whatever the builder is made for
         rule.check_children(builder.children, builder.is_chain)
+
+
+def choose_threads(target: Target, prompts: PromptLoader) -> None:
+    """Set the number of threads that suits autoregressive steps, for calibrations that follow."""
+    session = Session(target, Greedy(), engine="eager")
+    if session.threads is not None:
+        session.choose_threads(prompts()[0], TRIAL_TOKENS)
 
 
 def prepare_for_decoding(drafter: Drafter, target: Target, low_precision: bool = True) -> Drafter:

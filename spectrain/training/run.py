@@ -18,6 +18,7 @@ from spectrain.features.base import BatchRequest, Source, SourceError
 from spectrain.features.batch import Batch
 from spectrain.models.fast import pack_linears
 from spectrain.models.target import Target
+from spectrain.models.threads import make_tuner
 
 from .checkpoints import (
     Tally,
@@ -40,6 +41,8 @@ from .checkpoints import (
 from .parallel import WAITING, ParallelStrategy, ProcessMonitor
 from .settings import Budget, TimeSpent, TrainerSettings
 from .validation import measure_acceptance
+
+TRIAL_STEPS = 2  # steps that each number of threads is timed by
 
 
 class TrainingRun:
@@ -71,6 +74,7 @@ class TrainingRun:
         self.tally = Tally()  # since the last line of metrics
         self.tokens, self.seconds = 0, 0.0  # up to there, on all processes
         self.data_position: dict[str, Any] | None = None  # where this process stands in the data
+        self.threads = make_tuner(parallel.device, TRIAL_STEPS) if parallel.num_processes == 1 else None
         self.source_failure: str | None = None  # why the source gives no more batches
         self.trained_ids: set[int] = set()  # parameters of this stage and those before it,
         self.num_trained = 0  # and their numbers
@@ -154,6 +158,8 @@ class TrainingRun:
     def train_step(self, example_batches: list[list[Example]], stop_signal: int | None = None) -> bool:
         """One optimiser step over this process's share of batches; False, and no step, where a process was asked to stop."""
         self._prepare_step()
+        if self.threads is not None:
+            self.threads.set_threads()
         now, began = Tally(steps=1), time.perf_counter()
         batches = self._make_batches(example_batches)
         now.target_seconds = time.perf_counter() - began
@@ -171,6 +177,8 @@ class TrainingRun:
             now.add_tally(self._add_gradients(batch, examples, scale, is_last=number == len(batches)))
         finite = self.parallel.step()
         now.drafter_seconds = time.perf_counter() - began
+        if self.threads is not None:
+            self.threads.record_step(now.target_seconds + now.drafter_seconds, max(1, now.tokens))
         now.supervised = int(supervised)
         self._finish_step(now, finite)
         return True

@@ -1,0 +1,161 @@
+"""The number of threads that a kind of step computes with on a CPU, chosen by timing real steps.
+
+No fixed number suits. SmolLM2-135M on two cores of an EPYC (bfloat16), milliseconds of a forward over one and over eight nodes:
+idle, two threads take 16.4 and 19.3 where one takes 19.7 and 25.7. Beside one process that takes a core, one thread takes as
+much as before, and two take 73 and 80, because each waits in every product for the one that shares a core.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from statistics import median
+from typing import Any
+
+import torch
+
+TRIAL_STEPS = 4  # steps of each count in a trial
+MARGIN = 0.95  # another count is chosen where its median time is below this fraction of the current count's
+HOPELESS = 2.0  # a count whose steps take this many times the best count's is timed no further
+WINDOW = 5  # last steps whose median is compared with the time in the last trial
+BAND = 1.4  # factor by which that median differs where times are unsteady
+UNSTEADY_PAUSE = 1.0  # seconds between two trials because of unsteady times
+SHORTEST_PAUSE, LONGEST_PAUSE = 4.0, 64.0  # seconds until a steady count is compared again
+PERSONAL_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # by which a person sets the number of threads
+
+
+@dataclass
+class TrialSchedule:
+    """When steady counts are compared again. The tuners of a process share it: the machine's load concerns all kinds of steps.
+
+    A core that becomes free does not show in the times of fewer threads, so trials recur: after four seconds, and after twice
+    the pause whenever a trial changed nothing.
+    """
+
+    pause: float = SHORTEST_PAUSE
+    due: float = math.inf
+    # Trials that chose another count than before.
+    changes: int = 0
+
+    def record_trial(self, changed: bool, now: float) -> None:
+        """Record the end of a trial and set when the next one is due."""
+        self.changes += changed
+        self.pause = SHORTEST_PAUSE if changed else min(2 * self.pause, LONGEST_PAUSE)
+        self.due = now + self.pause
+
+
+SCHEDULE = TrialSchedule()
+
+
+class ThreadTuner:
+    """Chooses the number of threads of one kind of step: call `set_threads` before a step and `record_step` after it.
+
+    A trial runs the next steps with each count in turn. One happens at the start, when the times leave the usual ones, when
+    another kind of step changed its count, and when the schedule says so.
+    """
+
+    def __init__(
+        self,
+        counts: Sequence[int],
+        trial_steps: int = TRIAL_STEPS,
+        schedule: TrialSchedule = SCHEDULE,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.counts, self.trial_steps, self.schedule, self.clock = sorted(counts), trial_steps, schedule, clock
+        # The count of the next step, and the chosen one, which differ during a trial.
+        self.count = self.chosen = torch.get_num_threads() if torch.get_num_threads() in counts else max(counts)
+        # Median seconds per unit of work of each count in the last trial.
+        self.seconds: dict[int, float] = {}
+        self.recent: deque[float] = deque(maxlen=WINDOW)
+        self.num_changes = self.seen_changes = 0
+        # Time of the last trial's end.
+        self.trial_end = 0.0
+        self._start_trial()
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether a first trial is complete."""
+        return bool(self.seconds)
+
+    def set_threads(self) -> None:
+        """Set the number of threads for the next step."""
+        if not self.trial and self._is_trial_due():
+            self._start_trial()
+        if torch.get_num_threads() != self.count:
+            torch.set_num_threads(self.count)
+
+    def record_step(self, seconds: float, work: float = 1.0) -> None:
+        """Record the seconds of the step since `set_threads`, and its amount of work where that differs between steps."""
+        if not self.trial:
+            self.recent.append(seconds / work)
+            return
+        self.trial[self.count].append(seconds / work)
+        best = min(median(times) for times in self.trial.values() if times)
+        open_counts = [
+            count
+            for count, times in self.trial.items()
+            if len(times) < self.trial_steps and (len(times) < 2 or median(times) < HOPELESS * best)
+        ]
+        if open_counts:
+            self.count = min(open_counts, key=lambda count: len(self.trial[count]))
+        else:
+            self._finish_trial()
+
+    def summary(self) -> dict[str, Any]:
+        """Return the choice with its measurements, for summary.json."""
+        seconds = {str(count): round(value, 6) for count, value in sorted(self.seconds.items())}
+        return {"threads": self.chosen, "seconds": seconds, "changes": self.num_changes}
+
+    def describe(self) -> str:
+        """Describe the choice with its measurements in a few words."""
+        times = ", ".join(f"{count}: {value * 1e3:.1f} ms" for count, value in sorted(self.seconds.items()))
+        return f"{self.chosen} ({times})"
+
+    def _is_trial_due(self) -> bool:
+        now = self.clock()
+        if self.schedule.changes != self.seen_changes or now >= self.schedule.due:
+            return True
+        if len(self.recent) < WINDOW or now < self.trial_end + UNSTEADY_PAUSE:
+            return False
+        return not 1 / BAND < median(self.recent) / self.seconds[self.chosen] < BAND
+
+    def _start_trial(self) -> None:
+        """Begin a trial with the chosen count."""
+        order = sorted(self.counts, key=lambda count: count != self.chosen)
+        self.trial: dict[int, list[float]] = {count: [] for count in order}
+        self.count = self.chosen
+
+    def _finish_trial(self) -> None:
+        """Choose the fastest count; the current one stays unless another is faster by the margin."""
+        before, was_chosen = self.chosen, self.is_chosen
+        self.seconds = {count: median(times) for count, times in self.trial.items()}
+        fastest = min(self.seconds, key=lambda count: self.seconds[count])
+        if self.seconds[fastest] < MARGIN * self.seconds[before]:
+            self.chosen = fastest
+        self.count, self.trial, self.trial_end = self.chosen, {}, self.clock()
+        self.recent.clear()
+        has_changed = was_chosen and self.chosen != before
+        self.num_changes += has_changed
+        self.schedule.record_trial(has_changed, self.trial_end)
+        self.seen_changes = self.schedule.changes
+
+
+@cache
+def candidate_counts() -> tuple[int, ...]:
+    """Return the numbers of threads to compare: the powers of two up to torch's own number, and that; only that one where the
+    environment sets it."""
+    most = torch.get_num_threads()
+    if any(os.environ.get(name) for name in PERSONAL_VARIABLES):
+        return (most,)
+    return tuple(sorted({most, *(1 << power for power in range(most.bit_length()))}))
+
+
+def make_tuner(device: torch.device, trial_steps: int = TRIAL_STEPS) -> ThreadTuner | None:
+    """Make a tuner for one kind of step; None on a GPU and where there is nothing to choose."""
+    counts = candidate_counts()
+    return ThreadTuner(counts, trial_steps) if device.type == "cpu" and len(counts) > 1 else None

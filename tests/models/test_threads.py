@@ -1,0 +1,116 @@
+"""The number of threads: the fastest count is chosen, kept against noise, and chosen again when times change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+
+import pytest
+import torch
+
+from spectrain.models import threads
+from spectrain.models.threads import ThreadTuner, TrialSchedule
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of threads that a tuner sets, instead of setting it."""
+    current = [2]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: current[0])
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: current.__setitem__(0, number))
+    return current
+
+
+def make_pair(clock: list[float]) -> tuple[ThreadTuner, ThreadTuner]:
+    schedule = TrialSchedule()
+    return ThreadTuner((1, 2), schedule=schedule, clock=lambda: clock[0]), ThreadTuner(
+        (1, 2), schedule=schedule, clock=lambda: clock[0]
+    )
+
+
+def run_steps(tuner: ThreadTuner, number: int, seconds: Callable[[int], float], clock: list[float]) -> list[int]:
+    """Run steps that take `seconds` of the count; return the counts."""
+    counts = []
+    for _ in range(number):
+        tuner.set_threads()
+        counts.append(torch.get_num_threads())
+        clock[0] += seconds(counts[-1])
+        tuner.record_step(seconds(counts[-1]))
+    return counts
+
+
+def idle(threads: int) -> float:
+    return {1: 0.0197, 2: 0.0164}[threads]
+
+
+def busy(threads: int) -> float:
+    return {1: 0.0197, 2: 0.073}[threads]
+
+
+def test_trial_alternates_and_chooses_the_fastest(settings: list[int]) -> None:
+    clock = [0.0]
+    tuner, _ = make_pair(clock)
+    assert run_steps(tuner, 8, idle, clock) == [2, 1] * 4
+    assert tuner.is_chosen and tuner.summary() == {"threads": 2, "seconds": {"1": 0.0197, "2": 0.0164}, "changes": 0}
+    assert run_steps(tuner, 20, idle, clock) == [2] * 20
+
+
+def test_margin_keeps_the_current_count(settings: list[int]) -> None:
+    """A count that is faster by less than the margin is not chosen."""
+    clock = [0.0]
+    tuner, _ = make_pair(clock)
+    run_steps(tuner, 9, lambda threads: 0.97 if threads == 1 else 1.0, clock)
+    assert tuner.chosen == 2
+
+
+def test_slow_count_is_abandoned(settings: list[int]) -> None:
+    clock = [0.0]
+    tuner, _ = make_pair(clock)
+    assert run_steps(tuner, 7, busy, clock) == [2, 1, 2, 1, 1, 1, 1] and tuner.chosen == 1
+
+
+def test_unsteady_times_start_a_trial_and_other_kinds_follow(settings: list[int]) -> None:
+    clock = [0.0]
+    plain, drafted = make_pair(clock)
+    for tuner in (plain, drafted):
+        run_steps(tuner, 100, idle, clock)
+        assert tuner.chosen == 2
+    slow = run_steps(plain, 12, busy, clock)
+    # Three of the last five steps are slow before the trial.
+    assert slow[:3] == [2] * 3 and 1 in slow[3:6] and plain.chosen == 1
+    assert run_steps(drafted, 6, busy, clock)[:2] == [2, 1] and drafted.chosen == 1
+
+
+def test_trials_recur_when_a_core_may_be_free(settings: list[int]) -> None:
+    """The pause doubles while nothing changes."""
+    clock = [0.0]
+    tuner, _ = make_pair(clock)
+    counts = run_steps(tuner, 2000, busy, clock)
+    trials = [step for step in range(10, 2000) if counts[step] == 2 and 2 not in counts[step - 2 : step]]
+    gaps = [later - earlier for earlier, later in zip(trials, trials[1:])]
+    assert tuner.chosen == 1 and len(gaps) >= 1 and all(later > 1.8 * earlier for earlier, later in zip(gaps, gaps[1:]))
+    clock[0] += threads.LONGEST_PAUSE
+    run_steps(tuner, 8, idle, clock)
+    assert tuner.chosen == 2
+
+
+def test_work_scales_the_time(settings: list[int]) -> None:
+    tuner = ThreadTuner((1, 2), schedule=TrialSchedule())
+    for work in count(1):
+        tuner.set_threads()
+        tuner.record_step(work * idle(torch.get_num_threads()), work)
+        if tuner.is_chosen:
+            break
+    assert tuner.seconds == pytest.approx({1: 0.0197, 2: 0.0164})
+
+
+@pytest.mark.parametrize(("variables", "expected"), [({}, (1, 2, 4, 6)), ({"OMP_NUM_THREADS": "6"}, (6,))])
+def test_environment_is_respected(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
+    for name in threads.PERSONAL_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert threads.candidate_counts.__wrapped__() == expected
