@@ -4,11 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.decoding.generation import Generation, OnRound, interleave, no_callback
 from spectrain.decoding.session import EngineChoice, RoundGuard, RunnerSource, Session, TreePruner, make_fallback
 from spectrain.drafters.base import Drafter
 from spectrain.models.target import Target
+from spectrain.models.threads import personal_variable
 from spectrain.trees import TreeBuilder
 
 
@@ -68,6 +71,8 @@ class Decoder:
         choices = [f"{name} {session.threads.describe()}" for name, session in sessions.items() if session.threads is not None]
         if choices:
             print(f"threads of a step, by measured times: {'; '.join(choices)}")
+        elif self.target.device.type == "cpu" and (variable := personal_variable()) is not None:
+            print(f"threads: {torch.get_num_threads()}, as {variable} says")
 
     def thread_choices(self) -> dict[str, Any]:
         """Return the number of threads of autoregressive steps and of each system's rounds, with the measured times."""

@@ -26,7 +26,7 @@ from .loop import EagerRunner, decode, decode_steps, make_request
 EngineChoice = Literal["auto", "captured", "eager"]
 """auto captures rounds on a GPU; captured does so also on a CPU, where it is slower and gives the same; eager never does."""
 
-TRIAL_TOKENS = 16  # tokens that a number of threads is chosen by
+TRIAL_TOKENS = 24  # tokens that a number of threads is chosen by
 MAX_WARM_UPS = 4  # answers of a drafter that a number of threads is chosen by, at most
 
 PromptLoader = Callable[[], list[list[int]]]

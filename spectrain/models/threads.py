@@ -7,7 +7,6 @@ much as before, and two take 73 and 80, because each waits in every product for 
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections import deque
@@ -20,7 +19,8 @@ from typing import Any
 import torch
 
 TRIAL_STEPS = 4  # steps of each count in a trial
-MARGIN = 0.95  # another count is chosen where its median time is below this fraction of the current count's
+FIRST_TRIAL = 2  # times as many steps in the first trial, whose choice has no predecessor
+MARGIN = 0.96  # another count is chosen where its median time is below this fraction of the current count's
 HOPELESS = 2.0  # a count whose steps take this many times the best count's is timed no further
 WINDOW = 5  # last steps whose median is compared with the time in the last trial
 BAND = 1.4  # factor by which that median differs where times are unsteady
@@ -30,51 +30,39 @@ PERSONAL_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # by which a person
 
 
 @dataclass
-class TrialSchedule:
-    """When steady counts are compared again. The tuners of a process share it: the machine's load concerns all kinds of steps.
+class ChangeCounter:
+    """Counts changed choices. The tuners of a process share one: a change of the machine's load concerns all kinds of steps."""
 
-    A core that becomes free does not show in the times of fewer threads, so trials recur: after four seconds, and after twice
-    the pause whenever a trial changed nothing.
-    """
-
-    pause: float = SHORTEST_PAUSE
-    due: float = math.inf
-    # Trials that chose another count than before.
     changes: int = 0
 
-    def record_trial(self, changed: bool, now: float) -> None:
-        """Record the end of a trial and set when the next one is due."""
-        self.changes += changed
-        self.pause = SHORTEST_PAUSE if changed else min(2 * self.pause, LONGEST_PAUSE)
-        self.due = now + self.pause
 
-
-SCHEDULE = TrialSchedule()
+COUNTER = ChangeCounter()
 
 
 class ThreadTuner:
     """Chooses the number of threads of one kind of step: call `set_threads` before a step and `record_step` after it.
 
-    A trial runs the next steps with each count in turn. One happens at the start, when the times leave the usual ones, when
-    another kind of step changed its count, and when the schedule says so.
+    A trial runs the next steps with each count in turn. One happens at the start, when the times leave the usual ones, and when
+    another kind of step changed its count. A core that becomes free does not show in the times of fewer threads, so trials
+    also recur: after four seconds, and after twice the pause whenever a trial changed nothing.
     """
 
     def __init__(
         self,
         counts: Sequence[int],
         trial_steps: int = TRIAL_STEPS,
-        schedule: TrialSchedule = SCHEDULE,
+        counter: ChangeCounter = COUNTER,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.counts, self.trial_steps, self.schedule, self.clock = sorted(counts), trial_steps, schedule, clock
+        self.counts, self.trial_steps, self.counter, self.clock = sorted(counts), trial_steps, counter, clock
         # The count of the next step, and the chosen one, which differ during a trial.
         self.count = self.chosen = torch.get_num_threads() if torch.get_num_threads() in counts else max(counts)
         # Median seconds per unit of work of each count in the last trial.
         self.seconds: dict[int, float] = {}
         self.recent: deque[float] = deque(maxlen=WINDOW)
         self.num_changes = self.seen_changes = 0
-        # Time of the last trial's end.
-        self.trial_end = 0.0
+        # Time of the last trial's end, and the pause after it.
+        self.trial_end, self.pause = 0.0, SHORTEST_PAUSE
         self._start_trial()
 
     @property
@@ -96,10 +84,11 @@ class ThreadTuner:
             return
         self.trial[self.count].append(seconds / work)
         best = min(median(times) for times in self.trial.values() if times)
+        steps = self.trial_steps if self.is_chosen else FIRST_TRIAL * self.trial_steps
         open_counts = [
             count
             for count, times in self.trial.items()
-            if len(times) < self.trial_steps and (len(times) < 2 or median(times) < HOPELESS * best)
+            if len(times) < steps and (len(times) < 2 or median(times) < HOPELESS * best)
         ]
         if open_counts:
             self.count = min(open_counts, key=lambda count: len(self.trial[count]))
@@ -113,12 +102,12 @@ class ThreadTuner:
 
     def describe(self) -> str:
         """Describe the choice with its measurements in a few words."""
-        times = ", ".join(f"{count}: {value * 1e3:.1f} ms" for count, value in sorted(self.seconds.items()))
+        times = ", ".join(f"{count}: {value * 1e3:.3g} ms" for count, value in sorted(self.seconds.items()))
         return f"{self.chosen} ({times})"
 
     def _is_trial_due(self) -> bool:
         now = self.clock()
-        if self.schedule.changes != self.seen_changes or now >= self.schedule.due:
+        if self.counter.changes != self.seen_changes or now >= self.trial_end + self.pause:
             return True
         if len(self.recent) < WINDOW or now < self.trial_end + UNSTEADY_PAUSE:
             return False
@@ -131,18 +120,19 @@ class ThreadTuner:
         self.count = self.chosen
 
     def _finish_trial(self) -> None:
-        """Choose the fastest count; the current one stays unless another is faster by the margin."""
-        before, was_chosen = self.chosen, self.is_chosen
+        """Choose the fastest count; after the first trial, the current one stays unless another is faster by the margin."""
+        before, is_first = self.chosen, not self.is_chosen
         self.seconds = {count: median(times) for count, times in self.trial.items()}
         fastest = min(self.seconds, key=lambda count: self.seconds[count])
-        if self.seconds[fastest] < MARGIN * self.seconds[before]:
+        if is_first or self.seconds[fastest] < MARGIN * self.seconds[before]:
             self.chosen = fastest
         self.count, self.trial, self.trial_end = self.chosen, {}, self.clock()
         self.recent.clear()
-        has_changed = was_chosen and self.chosen != before
+        has_changed = self.chosen != before and not is_first
         self.num_changes += has_changed
-        self.schedule.record_trial(has_changed, self.trial_end)
-        self.seen_changes = self.schedule.changes
+        self.counter.changes += has_changed
+        self.seen_changes = self.counter.changes
+        self.pause = SHORTEST_PAUSE if is_first or has_changed else min(2 * self.pause, LONGEST_PAUSE)
 
 
 @cache
@@ -150,9 +140,14 @@ def candidate_counts() -> tuple[int, ...]:
     """Return the numbers of threads to compare: the powers of two up to torch's own number, and that; only that one where the
     environment sets it."""
     most = torch.get_num_threads()
-    if any(os.environ.get(name) for name in PERSONAL_VARIABLES):
+    if personal_variable() is not None:
         return (most,)
     return tuple(sorted({most, *(1 << power for power in range(most.bit_length()))}))
+
+
+def personal_variable() -> str | None:
+    """Return the environment variable by which a person set the number of threads."""
+    return next((name for name in PERSONAL_VARIABLES if os.environ.get(name)), None)
 
 
 def make_tuner(device: torch.device, trial_steps: int = TRIAL_STEPS) -> ThreadTuner | None:

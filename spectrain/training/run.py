@@ -42,7 +42,7 @@ from .parallel import WAITING, ParallelStrategy, ProcessMonitor
 from .settings import Budget, TimeSpent, TrainerSettings
 from .validation import measure_acceptance
 
-TRIAL_STEPS = 2  # steps that each number of threads is timed by
+TRIAL_STEPS = 2  # steps that each number of threads is timed by, twice as many at the start
 
 
 class TrainingRun:
@@ -177,11 +177,19 @@ class TrainingRun:
             now.add_tally(self._add_gradients(batch, examples, scale, is_last=number == len(batches)))
         finite = self.parallel.step()
         now.drafter_seconds = time.perf_counter() - began
-        if self.threads is not None:
-            self.threads.record_step(now.target_seconds + now.drafter_seconds, max(1, now.tokens))
+        self._record_threads(now)
         now.supervised = int(supervised)
         self._finish_step(now, finite)
         return True
+
+    def _record_threads(self, step_tally: Tally) -> None:
+        """Record the time of a step by its tokens, and print the first choice of a number of threads."""
+        if self.threads is None:
+            return
+        was_chosen = self.threads.is_chosen
+        self.threads.record_step(step_tally.target_seconds + step_tally.drafter_seconds, max(1, step_tally.tokens))
+        if self.threads.is_chosen and not was_chosen:
+            print(f"threads of a training step, by measured times per token: {self.threads.describe()}", flush=True)
 
     def _stage_number(self, step: int) -> int:
         return stage_at(self.drafter.stages, step, self.num_steps)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import count
 
 import pytest
 import torch
 
 from spectrain.models import threads
-from spectrain.models.threads import ThreadTuner, TrialSchedule
+from spectrain.models.threads import ChangeCounter, ThreadTuner
 
 
 @pytest.fixture
@@ -22,9 +21,9 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def make_pair(clock: list[float]) -> tuple[ThreadTuner, ThreadTuner]:
-    schedule = TrialSchedule()
-    return ThreadTuner((1, 2), schedule=schedule, clock=lambda: clock[0]), ThreadTuner(
-        (1, 2), schedule=schedule, clock=lambda: clock[0]
+    counter = ChangeCounter()
+    return ThreadTuner((1, 2), counter=counter, clock=lambda: clock[0]), ThreadTuner(
+        (1, 2), counter=counter, clock=lambda: clock[0]
     )
 
 
@@ -50,23 +49,25 @@ def busy(threads: int) -> float:
 def test_trial_alternates_and_chooses_the_fastest(settings: list[int]) -> None:
     clock = [0.0]
     tuner, _ = make_pair(clock)
-    assert run_steps(tuner, 8, idle, clock) == [2, 1] * 4
+    assert run_steps(tuner, 16, idle, clock) == [2, 1] * 8
     assert tuner.is_chosen and tuner.summary() == {"threads": 2, "seconds": {"1": 0.0197, "2": 0.0164}, "changes": 0}
     assert run_steps(tuner, 20, idle, clock) == [2] * 20
 
 
 def test_margin_keeps_the_current_count(settings: list[int]) -> None:
-    """A count that is faster by less than the margin is not chosen."""
+    """A count that becomes faster by less than the margin is not chosen."""
     clock = [0.0]
     tuner, _ = make_pair(clock)
-    run_steps(tuner, 9, lambda threads: 0.97 if threads == 1 else 1.0, clock)
-    assert tuner.chosen == 2
+    run_steps(tuner, 16, idle, clock)
+    clock[0] += threads.LONGEST_PAUSE
+    run_steps(tuner, 8, lambda threads: 0.97 if threads == 1 else 1.0, clock)
+    assert tuner.chosen == 2 and tuner.seconds == {1: 0.97, 2: 1.0}
 
 
 def test_slow_count_is_abandoned(settings: list[int]) -> None:
     clock = [0.0]
     tuner, _ = make_pair(clock)
-    assert run_steps(tuner, 7, busy, clock) == [2, 1, 2, 1, 1, 1, 1] and tuner.chosen == 1
+    assert run_steps(tuner, 10, busy, clock) == [2, 1, 2, *[1] * 7] and tuner.chosen == 1
 
 
 def test_unsteady_times_start_a_trial_and_other_kinds_follow(settings: list[int]) -> None:
@@ -86,7 +87,9 @@ def test_trials_recur_when_a_core_may_be_free(settings: list[int]) -> None:
     clock = [0.0]
     tuner, _ = make_pair(clock)
     counts = run_steps(tuner, 2000, busy, clock)
-    trials = [step for step in range(10, 2000) if counts[step] == 2 and 2 not in counts[step - 2 : step]]
+    trials = [
+        step for step in range(10, 1999) if counts[step] == 1 and counts[step + 1] == 2 and 2 not in counts[step - 4 : step]
+    ]
     gaps = [later - earlier for earlier, later in zip(trials, trials[1:])]
     assert tuner.chosen == 1 and len(gaps) >= 1 and all(later > 1.8 * earlier for earlier, later in zip(gaps, gaps[1:]))
     clock[0] += threads.LONGEST_PAUSE
@@ -95,12 +98,10 @@ def test_trials_recur_when_a_core_may_be_free(settings: list[int]) -> None:
 
 
 def test_work_scales_the_time(settings: list[int]) -> None:
-    tuner = ThreadTuner((1, 2), schedule=TrialSchedule())
-    for work in count(1):
+    tuner = ThreadTuner((1, 2), counter=ChangeCounter())
+    for work in range(1, 20):
         tuner.set_threads()
         tuner.record_step(work * idle(torch.get_num_threads()), work)
-        if tuner.is_chosen:
-            break
     assert tuner.seconds == pytest.approx({1: 0.0197, 2: 0.0164})
 
 
