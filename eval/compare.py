@@ -29,9 +29,10 @@ from spectrain.drafters.base import Drafter
 from spectrain.errors import RunInterrupted, UserError, suggest_nearest
 from spectrain.eval.columns import tracked_comparison
 from spectrain.eval.comparison import ScoredRun
+from spectrain.eval.engines import compare_engines, read_scores
 from spectrain.eval.page import write_report
 from spectrain.eval.recommendations import compare_runs
-from spectrain.eval.report import print_comparison
+from spectrain.eval.report import print_comparison, print_engines
 from spectrain.files import write_text
 from spectrain.models.target import Target
 from spectrain.runs.score import evaluate
@@ -57,6 +58,9 @@ class Comparison:
     batch: int | None = 8
     # Number of conversations that every recipe trains on; null uses all of them.
     data_limit: int | None = None
+    # Names of the scores of one run to put side by side, as in [heldout,openvino-heldout], which engines made; all takes every
+    # score of the run. Null compares drafters.
+    scores: str | list[str] | None = None
 
     def __post_init__(self) -> None:
         for key, value in (("seconds", self.seconds), ("tokens", self.tokens), ("batch", self.batch)):
@@ -79,19 +83,26 @@ def compare(spec: RunSpec, compare: GroupSpec, recipes: Any, runs: Sequence[str]
             raise UserError(f"trainer.{key}: a comparison trains by compare.seconds or compare.tokens; use one of these")
     if not spec.eval:
         raise UserError("eval=none: a comparison is made of scores; leave it out")
+    if comparison.scores is not None and len(runs or ()) != 1:
+        raise UserError("compare.scores: it compares the scores of one run; name that run, as in spectrain compare runs/NAME")
     folder = choose_folder(spec, bool(runs))
-    if runs:
+    if runs and comparison.scores is not None:
+        scored = read_scores(Path(runs[0]), comparison.scores)
+    elif runs:
         scored = read_runs([Path(run) for run in runs], spec.evaluation_name, batched_name(comparison))
     else:
         scored = Contest(spec, compare, comparison, folder).run(recipes)
     folder.mkdir(parents=True, exist_ok=True)
-    result = compare_runs(scored, folder, None if runs else comparison.budget)
+    if comparison.scores is not None:
+        result = compare_engines(scored, folder)
+    else:
+        result = compare_runs(scored, folder, None if runs else comparison.budget)
     write_text(folder / "comparison.json", json.dumps(result, indent=2) + "\n")
     write_report(folder / "report.html", [run.folder for run in scored], result)
     settings = {**spec.to_nodes(), "compare": compare.node, "recipes": recipes, "runs": runs}
     with track_run(spec.tracker.build(), folder, settings, "compare") as tracker:
         tracker.log_comparison(result, tracked_comparison(result), folder)
-    print_comparison(result)
+    (print_comparison if comparison.scores is None else print_engines)(result)
     print(f"written to {folder}")
     return result
 

@@ -129,7 +129,7 @@ def advise_latency(exact: Sequence[Variant], variants: Sequence[Variant]) -> tup
         )
     ends = best.entry["speedup"]["ci95"]
     text = (
-        f"{best.speedup:.2f}x measured{_interval_text(ends)}, {_prediction_text(best.entry['speedup']['predicted'])}"
+        f"{best.speedup:.2f}x measured{format_ends(ends)}, {_prediction_text(best.entry['speedup']['predicted'])}"
         f"{best.length:.2f} tokens per forward."
     )
     if (ends or [0.0])[0] <= 1:
@@ -177,7 +177,8 @@ def advise_memory(exact: Sequence[Variant]) -> tuple[str, str]:
     )
 
 
-def _interval_text(ends: Interval) -> str:
+def format_ends(ends: Interval) -> str:
+    """Format the ends of an interval in parentheses; "" without one."""
     return "" if ends is None else f" (95 % {ends[0]:.2f} to {ends[1]:.2f})"
 
 

@@ -104,8 +104,55 @@ def print_comparison(comparison: dict[str, Any]) -> None:
     console.print(table)
     for sentence in [*explain_marks(comparison), *comparison["caveats"]]:
         console.print(sentence, markup=False)
+    print_advice(console, comparison)
+
+
+def print_advice(console: Console, comparison: dict[str, Any]) -> None:
+    """Print the recommendations of a comparison."""
     for advice in comparison["recommendations"]:
         console.print(f"[bold]{advice['goal']}[/]: {escape(advice['choice'])}. {escape(advice['because'])}")
+
+
+def print_engines(comparison: dict[str, Any]) -> None:
+    """Print one line for each engine and its drafts, then which of them to take."""
+    setting, console = comparison["setting"], open_console()
+    table = Table(
+        title=f"{setting['target']}: {setting['max_new_tokens']} tokens per prompt",
+        box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0),
+    )  # fmt: skip
+    for title in ("engine", "drafts", "types, threads"):
+        table.add_column(title, overflow="fold")
+    for title in ENGINE_TITLES:
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in comparison["rows"]:
+        for cells in engine_cells(row):
+            table.add_row(*map(escape, cells))
+    console.print(table)
+    for sentence in comparison["caveats"]:
+        console.print(sentence, markup=False)
+    print_advice(console, comparison)
+
+
+ENGINE_TITLES = ("tokens per\nforward", "tokens/s\nplain", "tokens/s\ndrafted", "speedup", "identical")
+
+
+def engine_cells(row: dict[str, Any]) -> Iterator[list[str]]:
+    """Return one line of cells for each system of an engine's row."""
+    columns = {column.title: column for column in SYSTEM_COLUMNS}
+    engine = row["engine"]
+    types = f"{engine['weights'] or 'unknown'}, drafter {engine['drafter_dtype'] or 'unknown'}, "
+    types += "its own threads" if engine["threads"] is None else f"{engine['threads']} threads"
+    for number, entry in enumerate(row["systems"]):
+        stacked = {name: f"{column.cell(entry)}\n{column.interval_cell(entry)}" for name, column in columns.items()}
+        plain = (entry["tokens_per_second"] or {}).get("autoregressive")
+        yield [
+            *([row["label"], entry["label"], types] if number == 0 else ["", entry["label"], ""]),
+            stacked["tokens per forward"],
+            "" if plain is None else f"{plain:.1f}",
+            columns["tokens/s"].cell(entry),
+            stacked["speedup"],
+            columns["identical"].cell(entry),
+        ]
 
 
 def explain_marks(comparison: dict[str, Any]) -> Iterator[str]:

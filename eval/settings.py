@@ -46,7 +46,7 @@ class EvalSettings:
     # Store that the baselines copies and retrieval copy from, in addition to the text: own is the answers in a run's training
     # data, any other value is a folder that spectrain data index wrote, and null is no store.
     store: str | None = OWN_STORE
-    # Compare every output with its reference.
+    # Compare every output with its reference and, of a server that serves a run, every round with our own chain's.
     check: bool = True
     # Measure perplexity, agreement and the task score for a lossless rule too; a lossy rule always reports them.
     quality: bool = False

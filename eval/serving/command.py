@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 from hydra import compose
 from omegaconf import OmegaConf
@@ -25,15 +25,16 @@ from spectrain.export.targets import TargetFiles
 from spectrain.files import atomic_write
 from spectrain.models.loading import TINY_DIRECTORY, build_meta_network
 from spectrain.models.target import Target
-from spectrain.provenance import collect_provenance
+from spectrain.provenance import collect_provenance, processor_name
 from spectrain.runs.defaults import complete_evaluation, resolve_eval_spec
 from spectrain.runs.drafters import load_drafter
 from spectrain.runs.folder import archive_earlier, find_drafter_directory, find_results_folder
 from spectrain.runs.score import describe_run, load_target
-from spectrain.runs.serve import find_served_drafter, interrupt_on_signals
+from spectrain.runs.serve import ServedDrafter, find_served_drafter, interrupt_on_signals
 from spectrain.servers.base import Server
 from spectrain.servers.commands import EngineLaunch
 from spectrain.servers.launch import start_engine
+from spectrain.servers.settings import EngineSettings
 from spectrain.training.metrics import track_run
 
 APPLICABLE = ("name", "prompts", "categories", "limit", "max_new_tokens", "concurrency", "slo", "check", "report")
@@ -54,8 +55,9 @@ def score_server(config: Mapping[str, Any]) -> dict[str, Any]:
     evaluation = make_evaluation(spec)
     folder = find_results_folder(folder) / "eval" / evaluation.name
     with ExitStack() as stack:
-        groups = start_servers(spec, stack) if requested["serve"] else connect_servers(spec)
+        groups, launched = start_servers(spec, stack) if requested["serve"] else (connect_servers(spec), {})
         subject = describe_subject(spec, Path(str(spec.run)), groups) if requested["run"] else describe_server(spec, groups)
+        subject = replace(subject, launched=launched)
         if subject.target is not None:
             evaluation.check_prompts(subject.target)
         elif evaluation.context is not None:
@@ -77,7 +79,7 @@ def refuse_inapplicable(requested: Mapping[str, Any]) -> None:
     if requested.get("serve"):
         if requested.get("run") is None:
             raise UserError("serve=true: say with which drafter to start the engine, as in run=runs/NAME")
-        for key in {"url", "baseline_url"} & requested["server"].keys():
+        for key in sorted({"url", "baseline_url"} & requested["server"].keys()):
             raise UserError(f"server.{key}: serve=true starts the servers itself; leave it out, or leave out serve=true")
     for group, reason in FIXED_GROUPS.items():
         if requested.get(group):
@@ -121,10 +123,10 @@ def connect_servers(spec: RunSpec) -> list[ServerGroup]:
     return [group]
 
 
-def start_servers(spec: RunSpec, stack: ExitStack) -> list[ServerGroup]:
-    """Return the servers that start when they are entered: the engine with the run's drafter, then without a drafter.
+def start_servers(spec: RunSpec, stack: ExitStack) -> tuple[list[ServerGroup], dict[str, Any]]:
+    """Return the servers that start when they are entered, and how: the engine with the run's drafter and without a drafter.
 
-    The drafter's files are there until `stack` is closed.
+    With server.baseline_port both run at the same time. The drafter's files are there until `stack` is closed.
     """
     server: Server = spec.server.build()
     drafter = find_served_drafter(spec, server.name)
@@ -134,7 +136,32 @@ def start_servers(spec: RunSpec, stack: ExitStack) -> list[ServerGroup]:
         drafter.write(folder, getattr(server.settings, "python", None))
     stack.enter_context(interrupt_on_signals())
     launch = drafter.make_launch(server, folder)
-    return [{DRAFTED: start_server(server, launch)}, {PLAIN: start_server(server, replace(launch, drafter=None))}]
+    settings = cast(EngineSettings, server.settings)
+    baseline = type(server)(replace(settings, port=settings.baseline_port or settings.port, baseline_port=None))
+    drafted: ServerGroup = {DRAFTED: start_server(server, launch)}
+    plain: ServerGroup = {PLAIN: start_server(baseline, replace(launch, drafter=None))}
+    groups: list[ServerGroup] = [drafted, plain] if settings.baseline_port is None else [{**drafted, **plain}]
+    return groups, describe_launch(server, launch, drafter)
+
+
+def describe_launch(server: Server, launch: EngineLaunch, drafter: ServedDrafter) -> dict[str, Any]:
+    """Return how an engine is started, as far as speed and drafts depend on it; of what is null the engine decides itself."""
+    settings = cast(EngineSettings, server.settings)
+    launch = settings.complete_launch(launch)
+    # A GGUF file keeps the types of the drafter's matrices; other engines convert a drafter to their own type.
+    matrices = [tensor.dtype for tensor in drafter.checkpoint.tensors.values() if tensor.ndim > 1]
+    types = {str(dtype).removeprefix("torch.") for dtype in matrices}
+    return {
+        "dtype": launch.dtype,
+        "weight_type": getattr(settings, "weights", None) or launch.dtype,
+        "drafter_dtype": ", ".join(sorted(types)) if server.target_format == "gguf" else launch.dtype,
+        "threads": getattr(settings, "threads", None),
+        "draft_tokens": None if launch.drafter is None else launch.drafter.num_tokens,
+        "tree_depth": getattr(settings, "tree_depth", None),
+        "branching_factor": getattr(settings, "branching_factor", None),
+        "alternates": settings.baseline_port is not None,
+        "machine": processor_name(),
+    }
 
 
 @contextmanager

@@ -50,6 +50,8 @@ class ServedSubject:
     setting: dict[str, Any]
     # Our own chain with the same drafter; None compares with none.
     own: OwnChain | None = None
+    # How the engine was started; empty for a server that ran already.
+    launched: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -86,7 +88,7 @@ class ServerEvaluation(PromptedEvaluation):
         turns, summaries = self._summarize_levels(measured, template)
         first = turns[DRAFTER]
         server = self._describe_server(measured, summaries, first)
-        if subject.own is not None and server["counts"] != "none":
+        if self.check and subject.own is not None and server["counts"] != "none":
             server["own_chain"] = subject.own.compare(first, self.max_new_tokens)
         setting = self._describe_setting(subject, measured, summaries[DRAFTER])
         summary = EvaluationSummary(DRAFTER, dict(summaries), {}, {"server": server}, setting).to_json()
@@ -211,6 +213,7 @@ class ServerEvaluation(PromptedEvaluation):
                 "concurrency": list(self.concurrency),
                 "baseline_url": measured.urls.get(PLAIN),
                 "prompts_as": "messages" if subject.target is None else "token ids",
+                **subject.launched,
             },
         }
 

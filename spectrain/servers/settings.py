@@ -66,6 +66,9 @@ class EngineSettings(ClientSettings):
     host: str = "127.0.0.1"
     # Port that a started engine listens at.
     port: int = 8000
+    # In scoring with serve=true: port of the same engine without a drafter, which then runs at the same time, so that prompts
+    # alternate between the two; null starts one after the other.
+    baseline_port: int | None = None
     # Weight type of a started engine, such as bfloat16; null takes that of target.dtype.
     dtype: str | None = None
     # Longest sequence of a started engine, in tokens; null takes the target's context.
@@ -83,8 +86,11 @@ class EngineSettings(ClientSettings):
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise UserError(f"server.{key}={value}: use 1 or more")
-        if not 0 < self.port < 65536:
-            raise UserError(f"server.port={self.port}: use 1 to 65535")
+        for key, port in (("port", self.port), ("baseline_port", self.baseline_port)):
+            if port is not None and not 0 < port < 65536:
+                raise UserError(f"server.{key}={port}: use 1 to 65535")
+        if self.baseline_port == self.port:
+            raise UserError(f"server.baseline_port={self.port}: this is server.port; use another one")
         if not self.start_seconds > 0:
             raise UserError(f"server.start_seconds={self.start_seconds}: use more than 0 seconds")
 
