@@ -21,19 +21,22 @@ EXTENSION_NOTES: dict[str, Callable[[Any], Iterator[str]]] = {}
 """Sentences of evaluation extensions: the key that an extension adds to summary.json -> the sentences about its value."""
 
 
-def name_fastest(summary: Summary) -> Iterator[str]:
-    """Say which system is fastest, if any is faster than decoding without a drafter."""
+def recommend_system(summary: Summary) -> Iterator[str]:
+    """Say what to decode with and what it gained: the fastest system, if it is faster than decoding without a drafter."""
     measured = [entry for entry in list_systems(summary).values() if entry["speedup"] is not None]
     possible = [entry for entry in measured if is_possible(entry["speedup"])]
     if len(possible) < 2 or summary.get("server"):
         return
     best = max(possible, key=lambda entry: entry["speedup"]["ratio"])
-    speedup = best["speedup"]
-    if speedup["ratio"] > 1:
-        interval = format_speedup_interval(speedup)
-        yield f"Fastest here: {best['label']}, {format_speedup(speedup)} [{interval}] times as fast as without a drafter."
-    else:
-        yield "No system is faster than decoding without a drafter here."
+    speedup, prompts = best["speedup"], summary["setting"]["prompts"]
+    if speedup["ratio"] <= 1:
+        yield f"Use no drafter here: no system was faster than decoding without one, on {prompts} prompts."
+        return
+    interval = format_speedup_interval(speedup)
+    yield (
+        f"Use {best['label']}: {format_speedup(speedup)} times as fast as without a drafter"
+        f"{f' (95 % {interval})' if interval else ''}, on {prompts} prompts."
+    )
 
 
 def explain_numbers(summary: Summary) -> Iterator[str]:

@@ -329,10 +329,16 @@ def _make_unique(name: str, used: Counter[str]) -> str:
 
 
 def _limit_by_category(prompts: list[Prompt], limit: int) -> list[Prompt]:
-    """Return the first `limit` prompts when categories take turns."""
+    """Return the first `limit` prompts when categories take turns, in the order of the source."""
+    chosen = {id(prompt) for prompt in take_turns(prompts)[:limit]}
+    return [prompt for prompt in prompts if id(prompt) in chosen]
+
+
+def take_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Return prompts in an order in which categories take turns, so that any first part covers them all."""
     counts: Counter[str] = Counter()
     ranks = []
     for index, prompt in enumerate(prompts):
         ranks.append((counts[prompt.category], index))
         counts[prompt.category] += 1
-    return [prompts[index] for _, index in sorted(sorted(ranks)[:limit], key=lambda pair: pair[1])]
+    return [prompts[index] for _, index in sorted(ranks)]

@@ -17,7 +17,7 @@ from spectrain.eval.columns import (
     list_systems,
 )
 from spectrain.eval.extensions import EvalExtension
-from spectrain.eval.notes import explain_numbers, list_caveats, name_fastest
+from spectrain.eval.notes import explain_numbers, list_caveats, recommend_system
 
 WIDTH = 100  # characters of a printed line
 MARKS = {"target": "", "trained target": "*", "nothing": "!"}  # after a run's name: lossless to what
@@ -32,8 +32,10 @@ def open_console() -> Console:
 
 
 def print_table(summary: dict[str, Any], extensions: Sequence[EvalExtension] = ()) -> None:
-    """Print all systems, the recommended one first, then what extensions add and the sentences that explain the numbers."""
+    """Print what to decode with, all systems, then what extensions add and the sentences that explain the numbers."""
     setting, console = summary["setting"], open_console()
+    for sentence in recommend_system(summary):
+        console.print(sentence, style="bold", markup=False, highlight=False)
     precision = f", drafter in {setting['drafter_dtype']}" if setting.get("drafter_dtype") else ""
     table = Table(
         title=f"{setting['recipe']} on {setting['target']}: {setting['prompts']} prompts, {setting['max_new_tokens']} tokens"
@@ -54,7 +56,7 @@ def print_table(summary: dict[str, Any], extensions: Sequence[EvalExtension] = (
     console.print(table)
     for extension in extensions:
         extension.print_results(console, summary)
-    for sentence in (*name_fastest(summary), *explain_numbers(summary), *list_caveats(summary)):
+    for sentence in (*explain_numbers(summary), *list_caveats(summary)):
         console.print(sentence, markup=False)
 
 

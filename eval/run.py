@@ -30,7 +30,7 @@ from spectrain.eval.metrics import SystemSummary, measure_system
 from spectrain.eval.noise import Noise, baseline_jitter, judge_speedup, machine_load
 from spectrain.eval.oracle import Oracle
 from spectrain.eval.page import write_report
-from spectrain.eval.prompts import read_prompts
+from spectrain.eval.prompts import read_prompts, take_turns
 from spectrain.eval.report import print_table
 from spectrain.eval.selection import PromptedEvaluation
 from spectrain.eval.summary import (
@@ -43,6 +43,7 @@ from spectrain.eval.summary import (
 )
 from spectrain.eval.systems import Decoder, System, describe_tree
 from spectrain.eval.tasks import Reference, check_execution, task_score
+from spectrain.eval.time_limit import TimeLimit
 from spectrain.eval.turns import ORACLE, Interleaving
 from spectrain.files import write_text
 from spectrain.models.fast import lowest_precision
@@ -94,7 +95,7 @@ class Evaluation(PromptedEvaluation):
 
     def score(self, candidate: Candidate, folder: Path) -> dict[str, Any]:
         """Decode every prompt with every system, write the results to `folder`, print the table, and return summary.json."""
-        extensions = self.extensions()
+        extensions, limit = self.extensions(), self._make_limit()
         changes_drafter = any(extension.changes_drafter for extension in extensions)
         requested_rule = candidate.rule.name
         candidate, rule_forecast = self._prepare(candidate, extensions)
@@ -103,8 +104,10 @@ class Evaluation(PromptedEvaluation):
         systems, calibration = self._make_systems(candidate, extensions)
         decoder = self._make_decoder(candidate.target, systems[0])
         oracle = Oracle(systems[0], decoder) if self.oracle else None
-        decoding = Interleaving(decoder, systems, extensions, oracle, self.max_new_tokens, self.batch_size)
+        decoding = Interleaving(decoder, systems, extensions, oracle, self.max_new_tokens, self.batch_size, limit)
         decoding.run(self.chosen)
+        if limit is not None:
+            self._leave_out(decoding.num_prompts, limit)
         decoding.repeat(1 if changes_drafter else self.repeats)
         results = self._measure(candidate, decoding, folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -123,6 +126,20 @@ class Evaluation(PromptedEvaluation):
         self._write(results, summary, calibration)
         print_table(summary, extensions)
         return summary
+
+    def _make_limit(self) -> TimeLimit | None:
+        """Start the clock of a score with a limit of time, and let the categories of its prompts take turns."""
+        if self.max_minutes is None:
+            return None
+        self.chosen = take_turns(self.chosen)
+        return TimeLimit(self.max_minutes, self.check, self.report, self.repeats)
+
+    def _leave_out(self, num_prompts: int, limit: TimeLimit) -> None:
+        """Count the prompts after the first `num_prompts` as left out for want of time."""
+        if num_prompts < len(self.chosen):
+            reason = f"prompts for which eval.max_minutes={limit.minutes:g} left no time"
+            self.skipped[reason] = len(self.chosen) - num_prompts
+            self.chosen = self.chosen[:num_prompts]
 
     def tabulate(self, summary: dict[str, Any]) -> list[dict[str, Any]]:
         """Return a row of values for each system of a summary, for trackers."""

@@ -33,6 +33,9 @@ class EvalSettings:
     context_method: ContextMethod = "concatenated"
     # With eval.context, a file or a folder of texts to take the documents from; null takes the embedded conversations.
     documents: str | None = None
+    # Minutes that a score may take, from the search for trees to the report: as many prompts are decoded as fit, at least four,
+    # and categories take turns. Null decodes all prompts.
+    max_minutes: float | None = None
     # Largest number of tokens that one answer may have.
     max_new_tokens: int = 128
     # Number of prompts that are decoded together.
@@ -82,6 +85,8 @@ class EvalSettings:
         for key in ("limit", "batch_size", "calibration_limit", "exit_layer", "repeats"):
             refuse_below(key, getattr(self, key), 1)
         refuse_below("max_new_tokens", self.max_new_tokens, 2)
+        if self.max_minutes is not None and not self.max_minutes > 0:
+            raise UserError(f"eval.max_minutes={self.max_minutes}: use more than 0")
         for level in self.concurrency:
             refuse_below("concurrency", level, 1)
         if self.engine not in get_args(EngineChoice):

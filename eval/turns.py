@@ -16,6 +16,7 @@ from spectrain.eval.noise import is_unsteady, median_pairs
 from spectrain.eval.oracle import Oracle
 from spectrain.eval.prompts import Prompt, TurnAnswer
 from spectrain.eval.systems import Decoder, System
+from spectrain.eval.time_limit import MIN_PROMPTS, TimeLimit
 from spectrain.models.chat_template import Kind
 from spectrain.training.metrics import Pace, format_duration
 
@@ -50,18 +51,19 @@ class Interleaving:
         oracle: Oracle | None,
         max_new_tokens: int,
         batch_size: int,
+        limit: TimeLimit | None = None,
     ) -> None:
         self.decoder, self.systems, self.extensions, self.oracle = decoder, list(systems), extensions, oracle
-        self.max_new_tokens, self.batch_size = max_new_tokens, batch_size
+        self.max_new_tokens, self.batch_size, self.limit = max_new_tokens, batch_size, limit
         self.turns: dict[str, list[Turn]] = {system.name: [] for system in systems}
         self.batches: list[list[TurnRequest]] = []
         self.left_out = Counter[str]()
         self.console, self.pace = Console(stderr=True), Pace(0)
-        # How often all is decoded, and how many seconds the first time took.
-        self.repeats, self.seconds = 1, 0.0
+        # How often all is decoded; how many prompts were decoded, and how many seconds the first time took.
+        self.repeats, self.num_prompts, self.seconds = 1, 0, 0.0
 
     def run(self, prompts: Sequence[Prompt]) -> None:
-        """Decode all turns of all prompts."""
+        """Decode all turns of all prompts or, with a limit of time, of as many as fit into it."""
         target = self.decoder.target
         opening = prompts[0].tokenize_for(target)
         # Warm up outside every timer.
@@ -76,9 +78,35 @@ class Interleaving:
             start = time.perf_counter()
             self._decode_conversations(prompts[first : first + self.batch_size])
             self.seconds += time.perf_counter() - start
-            done = min(first + self.batch_size, len(prompts))
+            done = self.num_prompts = min(first + self.batch_size, len(prompts))
+            if self._is_out_of_time():
+                break
             if done < len(prompts):
                 self._print_progress(f"scored {done} of {len(prompts)} prompts  {self.pace.time_left(done)}")
+
+    def _is_out_of_time(self) -> bool:
+        """Tell whether no time is left for another batch, or unsteady times could not be measured again after it."""
+        if self.limit is None or self.num_prompts < MIN_PROMPTS:
+            return False
+        prompt_seconds = self.seconds / self.num_prompts
+        after_next = self._seconds_left(self.num_prompts + self.batch_size) - self.batch_size * prompt_seconds
+        if after_next < 0:
+            return True
+        repeat_seconds = self._repeat_seconds(self.limit.repeats)
+        fits_now = repeat_seconds <= self._seconds_left(self.num_prompts)
+        fits_later = repeat_seconds * (1 + self.batch_size / self.num_prompts) <= after_next
+        return self.limit.repeats > 1 and fits_now and not fits_later and is_unsteady([*self.turns.values()])
+
+    def _seconds_left(self, num_prompts: int) -> float:
+        """Return the seconds left for decoding so many prompts; infinity without a limit."""
+        if self.limit is None:
+            return float("inf")
+        num_runs = 1 + len(self.systems) + (self.oracle is not None)
+        return self.limit.seconds_left(num_prompts, self.seconds / max(1, self.num_prompts) / num_runs)
+
+    def _repeat_seconds(self, times: int) -> float:
+        """Estimate the seconds that decoding every pair again takes; each system has an autoregressive run of its own."""
+        return (times - 1) * self.seconds * 2 * len(self.systems) / (1 + len(self.systems))
 
     def _print_progress(self, line: str) -> None:
         """Print a line now and then if there is no terminal for a progress bar."""
@@ -132,10 +160,9 @@ class Interleaving:
         names = [system.name for system in self.systems]
         if times < 2 or not is_unsteady([self.turns[name] for name in names]):
             return
-        # Each system has an autoregressive run of its own.
-        seconds = (times - 1) * self.seconds * 2 * len(names) / (1 + len(names))
+        seconds = self._repeat_seconds(times)
         duration = format_duration(seconds)
-        if seconds > PATIENCE:
+        if seconds > min(PATIENCE, self._seconds_left(self.num_prompts)):
             self.console.print(f"times are unsteady; decoding every pair again would take {duration} more, so it is not done")
             return
         self.console.print(f"times are unsteady: every pair is decoded again, round by round, which takes {duration} more")
