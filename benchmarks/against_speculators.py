@@ -1,146 +1,235 @@
-"""EAGLE-3 trained here and by the speculators library, on the same tokens in as many passes: acceptance, tokens a second.
+"""EAGLE-3 trained by spectrain and by the speculators library on the same tokens, with learning rates of one grid.
 
-    python -m benchmarks.against_speculators [--work DIR] [--out FILE] [--seeds 3] [--passes 1] [--prompts 16]
-    python -m benchmarks.against_speculators --pace 24 [--out FILE]
+    python -m benchmarks.against_speculators [--runs FILE] [--out FILE] [--target tiny] [--passes 1] [--seeds 3] [--prompts 24]
+    python -m benchmarks.against_speculators --pace 10 [--out FILE]
 
-Needs an environment with both (make .venv-engines/installed). The target is tiny, with embedded conversations up to --limit,
-batches of 512 packed tokens and three unrolled steps. The library has its defaults: Muon with AdamW beside it, its rates, its
-warm-up and linear decay, its norms; attention in torch's eager code, for its own wants a GPU. Both are scored by this project
-on the same held-out prompts, by chains of three and by trees. Seconds are of the processor, the target's features included.
+It needs an environment with both (make .venv-engines/installed). Both sides get the same conversations (--limit of the
+embedded ones), batches of 512 packed tokens, three unrolled steps, fused layers, draft vocabulary and features. Every rate of
+RATES is trained with seed 0; the best of either optimizer, by the chain, is trained with the other seeds too. --rates names
+single choices instead, as in muon:4e-3:2e-2. All other settings are the sides' own. Both are scored by this project: chains of
+three and trees of 16 nodes over held-out prompts, whose output must equal autoregressive decoding. FILE of --runs holds a line
+per finished run; a second start trains only what is missing.
 
 With --pace so many steps on SmolLM2 instead, a draft vocabulary of 8,192 in both, step by step in turn over the same batches,
 one thread: seconds of the processor from given features (as from a store), and of the target's forward that computes them.
-Beside a target in bfloat16 both compute their products in bfloat16.
 """
 
 import argparse
 import json
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import mean, median
-from types import SimpleNamespace
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from speculators.losses import resolve_loss_config
-from speculators.models.eagle3 import Eagle3DraftModel
-from speculators.train.optimizers import build_optimizers
-from torch import Tensor
-from transformers import LlamaConfig, get_linear_schedule_with_warmup
 
 import spectrain
+from benchmarks.pooled_lengths import pool_lengths
+from benchmarks.speculators_library import LibraryTraining, shift_batch
 from spectrain.cli.interface import compose_spec, hydra_context
+from spectrain.config.spec import RunSpec
+from spectrain.data.chat import Example
 from spectrain.data.dataset import Batching, Dataset
 from spectrain.data.readers import EmbeddedReader
+from spectrain.decoding.acceptance.matching import Greedy
+from spectrain.decoding.session import Session
+from spectrain.drafters.base import Drafter
+from spectrain.eval.prompts import read_prompts
 from spectrain.features.base import BatchRequest, Source
 from spectrain.features.batch import Batch, collate
 from spectrain.models.features import Features, Layer
-from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance
 from spectrain.runs.drafters import init_drafter
 from spectrain.training.parallel import make_strategy
 from spectrain.training.run import TrainingRun
 from spectrain.training.trainer import Trainer
+from spectrain.trees import Chain, Eagle2
 
-STEPS, BATCH, LAYERS = 3, 512, (2, 4, 5)
+UNROLLED, BATCH, NEW_TOKENS = 3, 512, 64
 CPU = torch.device("cpu")
-THEIR_OPTIMIZER = SimpleNamespace(
-    optimizer="muon", lr=1e-3, weight_decay=0.01, muon_lr=1e-3, muon_momentum=0.95, muon_weight_decay=0.1, muon_ns_steps=5,
-    muon_adjust_lr_fn="match_rms_adamw",
-)  # fmt: skip
-TREES: dict[str, dict[str, Any]] = {"chain": {"tree": "chain", "tree.depth": 3}, "tree": {"tree": "eagle2", "tree.depth": 5}}
+SIDES = ("spectrain", "speculators")
+TREES: dict[str, Callable[[], Any]] = {"chain": partial(Chain, depth=3), "tree": partial(Eagle2, depth=5, budget=16, top_k=4)}
+# Optimizer, rate of AdamW, rate of Muon's matrices. The first of Muon's is the library's default.
+RATES = ["adamw:2e-3", "adamw:4e-3", "adamw:8e-3", "muon:1e-3:1e-3", "muon:4e-3:1e-2", "muon:4e-3:2e-2", "muon:4e-3:4e-2",
+         "muon:8e-3:2e-2"]  # fmt: skip
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("--work", type=Path, default=Path("runs/against-speculators"))
+    arguments.add_argument("--runs", type=Path, default=Path("runs/against-speculators.jsonl"))
     arguments.add_argument("--out", type=Path, default=None)
-    for name, default in (("seeds", 3), ("passes", 1), ("prompts", 16), ("limit", 320), ("pace", 0)):
+    arguments.add_argument("--target", default="tiny")
+    arguments.add_argument("--rates", nargs="*", default=None)
+    arguments.add_argument("--override", nargs="*", default=[], help="settings of spectrain's side, as in trainer.ema=0.98")
+    for name, default in (("seeds", 3), ("passes", 1), ("prompts", 24), ("limit", 320), ("pace", 0)):
         arguments.add_argument(f"--{name}", type=int, default=default)
     settings = arguments.parse_args()
     torch.set_num_threads(1)
     if settings.pace:
-        write(pace(settings.pace, settings.limit), settings.out)
+        write_result(measure_pace(settings.pace, settings.limit), settings.out)
         return
-    rows: list[dict[str, Any]] = []
-    for seed in range(settings.seeds):
-        for train in (train_ours, train_theirs) if seed % 2 == 0 else (train_theirs, train_ours):
-            folder = settings.work / f"{train.__name__}-{settings.passes}-{seed}"
-            tokens, seconds = train(folder, seed, settings.passes, settings.limit)
-            row = {"by": train.__name__, "seed": seed, "tokens": tokens, "tokens_a_second": round(tokens / seconds)}
-            rows.append(row | {tree: scored(folder / "drafter", tree, settings.prompts) for tree in TREES})
-            print(json.dumps(rows[-1]), flush=True)
-    found: dict[str, Any] = {"setting": {key: value for key, value in vars(settings).items() if key not in ("work", "out")}}
-    for key in ("chain", "tree", "tokens_a_second"):
-        ours, theirs = (mean(row[key] for row in rows if row["by"] == by) for by in ("train_ours", "train_theirs"))
-        found[key] = {"ours": ours, "theirs": theirs, "ratio": ours / theirs}
-    print(json.dumps({key: found[key] for key in ("chain", "tree", "tokens_a_second")}, indent=1))
-    write(found | {"rows": rows, "provenance": collect_provenance()}, settings.out)
+    compare(Comparison(settings.target, settings.limit, settings.prompts), settings)
 
 
-def write(found: dict[str, Any], out: Path | None) -> None:
+def compare(comparison: "Comparison", settings: argparse.Namespace) -> None:
+    """Train what is missing, and write all runs of the file with the settings."""
+    runs = RunList(settings.runs, comparison, settings.passes)
+    for side in SIDES:
+        chosen = settings.rates or [runs.choose_best(side, optimizer) for optimizer in ("adamw", "muon")]
+        for rates in chosen:
+            for seed in range(settings.seeds):
+                runs.train(side, rates, seed)
+    setting = {"target": settings.target, "prompts": settings.prompts, "new_tokens": NEW_TOKENS, "batch_tokens": BATCH}
+    write_result({"setting": setting, "runs": runs.runs, "provenance": collect_provenance()}, settings.out)
+
+
+def write_result(result: dict[str, Any], out: Path | None) -> None:
     if out is not None:
-        out.write_text(json.dumps(found, indent=1) + "\n")
+        out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def train_ours(folder: Path, seed: int, passes: int, limit: int) -> tuple[int, float]:
-    """The recipe with the library's batches; tokens trained on, and seconds of the processor."""
-    began = time.process_time()
-    spectrain.train("eagle3", run=folder, target="tiny", eval="none", **{
-        "drafter.ttt_steps": STEPS, "data.limit": limit, "data.held_out": 0, "trainer.epochs": passes,
-        "trainer.batch_tokens": BATCH, "trainer.packing": True, "trainer.seed": seed,
-    })  # fmt: skip
-    seconds = time.process_time() - began
-    return json.loads((folder / "drafter" / "config.json").read_text())["training"]["tokens"], seconds
+class RunList:
+    """The finished runs of a file with a line for each, and what trains the missing ones."""
+
+    def __init__(self, path: Path, comparison: "Comparison", passes: int) -> None:
+        self.path, self.comparison, self.passes = path, comparison, passes
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.runs = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def train(self, side: str, rates: str, seed: int) -> dict[str, Any]:
+        """Return the run of these settings, which is trained where it is missing."""
+        key = {"target": self.comparison.name, "side": side, "rates": rates, "seed": seed, "passes": self.passes}
+        for run in self.runs:
+            if key.items() <= run.items():
+                return run
+        began = time.process_time()
+        drafter, tokens = self.comparison.train(side, rates, seed, self.passes)
+        seconds = time.process_time() - began
+        run = key | {"tokens": tokens, "cpu_seconds": round(seconds, 1)} | self.comparison.score(drafter)
+        self.runs.append(run)
+        with self.path.open("a") as file:
+            file.write(json.dumps(run) + "\n")
+        print(json.dumps({**run, "chain": pool_lengths([run], "chain"), "tree": pool_lengths([run], "tree")}), flush=True)
+        return run
+
+    def choose_best(self, side: str, optimizer: str) -> str:
+        """Return the rates of an optimizer with the most tokens per forward by the chain, of seed 0."""
+        candidates = [rates for rates in RATES if rates.startswith(optimizer)]
+        return max(candidates, key=lambda rates: pool_lengths([self.train(side, rates, 0)], "chain"))
 
 
-def train_theirs(folder: Path, seed: int, passes: int, limit: int) -> tuple[int, float]:
-    """The library's model, loss, optimisers and schedule over the same batches."""
-    began = time.process_time()
-    target = load_tiny()
-    target.pack_weights()
-    data: Dataset = EmbeddedReader(limit=limit, max_length=512).make_dataset(target.template)
-    batching = Batching(BATCH, seed, packed=True)
-    num_steps = passes * data.num_batches(batching)
-    torch.manual_seed(seed)
-    theirs = Theirs(target, torch.arange(target.head.vocab_size), LAYERS, num_steps)
-    tokens = 0
-    for examples in islice(data.stream_batches(batching), num_steps):
-        batch = collate(examples, packed=True)
-        tokens += batch.tokens.numel()
-        features = target.features(batch.tokens, (*LAYERS, target.num_layers), batch.lengths)
-        theirs.step(shifted(batch, features, LAYERS, target.num_layers))
-    seconds = time.process_time() - began
-    theirs.model.save_pretrained(folder / "drafter")
-    return tokens, seconds
+class Comparison:
+    """A target, its data with features and its prompts, on which both sides train and are scored."""
+
+    def __init__(self, target: str, limit: int, num_prompts: int) -> None:
+        self.name = target
+        with hydra_context():
+            self.target: Target = compose_spec({"recipe": "eagle3", "target": target}).target.build()
+        self.target.pack_weights()
+        self.data: Dataset = EmbeddedReader(limit=limit, max_length=512).make_dataset(self.target.template)
+        self.source = CachedSource()
+        prompts = read_prompts(None, num_prompts).prompts
+        self.prompts = [prompt.tokenize_for(self.target) for prompt in prompts]
+        self.answers = Session(self.target, Greedy()).decode
+        self.reference = [self.answers([prompt], NEW_TOKENS)[0].output for prompt in self.prompts]
+
+    def compose(self, rates: str, seed: int, **settings: Any) -> RunSpec:
+        """Compose spectrain's run with an optimizer and its rates."""
+        optimizer, lr, *matrices = rates.split(":")
+        if matrices:
+            settings["optimizer.lr_ratio"] = float(matrices[0]) / float(lr)
+        with hydra_context():
+            return compose_spec({
+                "recipe": "eagle3", "target": self.name, "optimizer": optimizer, "trainer.lr": float(lr), "trainer.seed": seed,
+                "trainer.packing": True, "trainer.batch_tokens": BATCH, "drafter.ttt_steps": UNROLLED, **settings,
+            })  # fmt: skip
+
+    def batches(self, seed: int, passes: int) -> Iterator[list[Example]]:
+        """Return the batches of a training, the same for both sides."""
+        batching = Batching(BATCH, seed, packed=True)
+        return islice(self.data.stream_batches(batching), passes * self.data.num_batches(batching))
+
+    def train(self, side: str, rates: str, seed: int, passes: int) -> tuple[Drafter, int]:
+        """Train a drafter; return it and the number of tokens."""
+        batches = [*self.batches(seed, passes)]
+        spec = self.compose(rates, seed)
+        drafter = init_drafter(spec, self.target, self.data)
+        train = self.train_ours if side == "spectrain" else self.train_library
+        drafter = train(spec, drafter, batches, rates)
+        return drafter, sum(len(example.tokens) for examples in batches for example in examples)
+
+    def train_ours(self, spec: RunSpec, drafter: Any, batches: list[list[Example]], rates: str) -> Drafter:
+        """Train spectrain's drafter."""
+        job = start_run(Trainer.from_spec(spec), drafter, self.target, self.source, len(batches))
+        for examples in batches:
+            job.train_step([examples])
+        job.finish()
+        return drafter
+
+    def train_library(self, spec: RunSpec, drafter: Any, batches: list[list[Example]], rates: str) -> Drafter:
+        """Train the library's drafter, with the fused layers and the draft vocabulary of spectrain's."""
+        optimizer, lr, *matrices = rates.split(":")
+        chosen = {"optimizer": optimizer, "lr": float(lr), "muon_lr": float((matrices or [lr])[0])}
+        layers, num_layers = drafter.fused_layers, self.target.num_layers
+        torch.manual_seed(spec.trainer.get("seed", 0))
+        library = LibraryTraining(self.target, drafter.draft_ids, layers, UNROLLED, len(batches), chosen)
+        for examples in batches:
+            request = BatchRequest(examples, self.target, (*layers, num_layers), packed=True)
+            batch = self.source.make_batch(request)
+            assert batch.features is not None
+            library.train_step(shift_batch(batch, batch.features, layers, num_layers))
+        with TemporaryDirectory() as folder:
+            library.model.save_pretrained(folder)
+            return spectrain.Drafter.from_pretrained(folder, self.target).module
+
+    def score(self, drafter: Drafter) -> dict[str, Any]:
+        """Decode the prompts; return tokens and complete rounds of each prompt, for a chain and a tree."""
+        rounds_by_tree: dict[str, Any] = {}
+        for name, make_tree in TREES.items():
+            session = Session.from_drafter(self.target, drafter, make_tree(), Greedy(), lambda: self.prompts[:8], "eager")
+            answers = [session.decode([prompt], NEW_TOKENS)[0] for prompt in self.prompts]
+            assert [answer.output for answer in answers] == self.reference, "the output is not the target's own"
+            lengths = [answer.complete_round_lengths for answer in answers]
+            rounds_by_tree[name] = [[sum(rounds), len(rounds)] for rounds in lengths]
+        return rounds_by_tree
 
 
-class Theirs:
-    """The library's model, loss, optimisers and schedule of a training."""
+@dataclass
+class CachedSource(Source):
+    """The target's features, computed once per conversation and set of layers, and kept in memory."""
 
-    def __init__(self, target: Target, draft_ids: Tensor, layers: tuple[int, ...], num_steps: int) -> None:
-        self.model = library_model(target, draft_ids, layers)
-        self.loss: Any = resolve_loss_config("kl_div", "eager")
-        self.optimizers = build_optimizers(self.model, THEIR_OPTIMIZER)
-        self.schedules = [get_linear_schedule_with_warmup(one, round(0.01 * num_steps), num_steps) for one in self.optimizers]
-        self.autocast = partial(torch.autocast, "cpu", torch.bfloat16, target.dtype == torch.bfloat16)
+    def __post_init__(self) -> None:
+        self.states: dict[tuple[Layer, ...], dict[str, Any]] = {}
 
-    def step(self, inputs: dict[str, Any]) -> None:
-        with self.autocast():
-            _, loss, _ = self.model(**inputs, ttt_steps=STEPS, loss_config=self.loss)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for one in (*self.optimizers, *self.schedules):
-            one.step()
-        self.model.zero_grad()
+    def make_batch(self, request: BatchRequest) -> Batch:
+        batch = collate(request.examples, packed=True)
+        cache = self.states.setdefault(request.layers, {})
+        for example in request.examples:
+            if example.content_hash not in cache:
+                tokens = torch.tensor([example.tokens])
+                cache[example.content_hash] = request.target.features(tokens, request.layers).hidden
+        hidden = torch.cat([cache[example.content_hash] for example in request.examples], 1)
+        return replace(batch, features=Features(batch.tokens, request.layers, hidden))
 
 
-class Given(Source):
+def start_run(trainer: Trainer, drafter: Drafter, target: Target, source: Source, num_steps: int) -> TrainingRun:
+    """Start a training whose steps are taken one by one."""
+    strategy = make_strategy(trainer.make_accelerator(), "auto", 1, trainer.autocast_dtype(target, CPU))
+    job = TrainingRun(trainer, drafter, target, source, strategy, num_steps)
+    job.start_training()
+    return job
+
+
+# Pace
+
+
+class GivenFeatures(Source):
     """One batch, whose features are there already."""
 
     given: Batch
@@ -149,103 +238,53 @@ class Given(Source):
         return self.given
 
 
-def pace(steps: int, limit: int) -> dict[str, Any]:
-    """Seconds of a step, ours and theirs, over the same batches of SmolLM2, in turn; the median of each."""
+def measure_pace(steps: int, limit: int) -> dict[str, Any]:
+    """Measure the processor's seconds of a step of both sides over the same batches of SmolLM2, in turn; return the medians."""
     with hydra_context():
-        spec = compose_spec({"recipe": "eagle3", "drafter.ttt_steps": STEPS, "trainer.packing": True})
+        spec = compose_spec({"recipe": "eagle3", "drafter.ttt_steps": UNROLLED, "trainer.packing": True})
     target: Target = spec.target.build()
     target.pack_weights()
     data: Dataset = EmbeddedReader(limit=limit, max_length=512).make_dataset(target.template)
     drafter: Any = init_drafter(spec, target, data)
-    trainer, given = Trainer.from_spec(spec), Given()
-    layers: tuple[int, ...] = drafter.fused
-    wanted: tuple[Layer, ...] = (*layers, "final", target.num_layers)
-    job = TrainingRun(
-        trainer,
-        drafter,
-        target,
-        given,
-        make_strategy(trainer.make_accelerator(), "auto", 1, trainer.autocast_dtype(target, CPU)),
-        steps,
-    )
-    job.start_training()
-    theirs = Theirs(target, drafter.draft_ids, layers, steps)
+    given, layers = GivenFeatures(), drafter.fused_layers
+    job = start_run(Trainer.from_spec(spec), drafter, target, given, steps)
+    library = LibraryTraining(target, drafter.draft_ids, layers, UNROLLED, steps)
     seconds: dict[str, list[float]] = {"target": [], "ours": [], "theirs": []}
     tokens = []
     for number, examples in enumerate(islice(data.stream_batches(Batching(BATCH, 0, packed=True)), steps)):
         batch = collate(examples, packed=True)
-        features = timed(seconds["target"], partial(target.features, batch.tokens, wanted, batch.lengths))
+        captured: tuple[Layer, ...] = (*layers, "final", target.num_layers)
+        features = measure_call(seconds["target"], partial(target.features, batch.tokens, captured, batch.lengths))
         given.given = replace(batch, features=features)
-        inputs = shifted(batch, features, layers, target.num_layers)
+        inputs = shift_batch(batch, features, layers, target.num_layers)
         both: list[tuple[str, Callable[[], Any]]] = [
             ("ours", partial(job.train_step, [examples])),
-            ("theirs", partial(theirs.step, inputs)),
+            ("theirs", partial(library.train_step, inputs)),
         ]
-        for by, step in both if number % 2 else both[::-1]:
-            timed(seconds[by], step)
+        for side, step in both if number % 2 else both[::-1]:
+            measure_call(seconds[side], step)
         tokens.append(batch.tokens.numel())
-    middle = {by: median(found[2:]) for by, found in seconds.items()}  # behind two that warm up
-    found = {
-        "setting": {"target": target.name, "dtype": str(target.dtype), "steps": steps, "tokens_a_step": mean(tokens),
-                    "draft_vocab": len(drafter.draft_ids), "unrolled": STEPS, "threads": 1},
+    # The first two steps warm up.
+    middle = {side: median(times[2:]) for side, times in seconds.items()}
+    setting = {"target": target.name, "dtype": str(target.dtype), "steps": steps, "tokens_a_step": mean(tokens),
+               "draft_vocab": len(drafter.draft_ids), "unrolled": UNROLLED, "threads": 1}  # fmt: skip
+    result = {
+        "setting": setting,
         "seconds_a_step": middle,
         "ratio_from_features": middle["theirs"] / middle["ours"],
         "ratio_with_the_target": (middle["theirs"] + middle["target"]) / (middle["ours"] + middle["target"]),
-        "tokens_a_second_from_features": {by: mean(tokens) / middle[by] for by in ("ours", "theirs")},
-    }  # fmt: skip
-    print(json.dumps(found, indent=1))
-    return found | {"seconds": seconds, "provenance": collect_provenance()}
+        "tokens_a_second_from_features": {side: mean(tokens) / middle[side] for side in ("ours", "theirs")},
+    }
+    print(json.dumps(result, indent=1))
+    return result | {"seconds": seconds, "provenance": collect_provenance()}
 
 
-def timed(seconds: list[float], work: Callable[[], Any]) -> Any:
-    """What `work` gives; its seconds of the processor are added."""
+def measure_call(seconds: list[float], work: Callable[[], Any]) -> Any:
+    """Return the result of `work`, and append the processor's seconds that it took."""
     began = time.process_time()
-    found = work()
+    result = work()
     seconds.append(time.process_time() - began)
-    return found
-
-
-def library_model(target: Target, draft_ids: Tensor, layers: tuple[int, ...]) -> Any:
-    """The library's EAGLE-3 for a target, over a draft vocabulary, with the defaults of its command line."""
-    config: Any = target.model.config
-    config = LlamaConfig(
-        **{key: value for key, value in config.to_diff_dict().items() if key not in ("model_type", "architectures")}
-    )
-    config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
-    drafted = torch.zeros(target.head.vocab_size, dtype=torch.bool)
-    drafted[draft_ids] = True
-    return Eagle3DraftModel.from_training_args(
-        config, t2d=drafted, d2t=draft_ids - torch.arange(len(draft_ids)), draft_vocab_size=len(draft_ids),
-        ttt_steps=STEPS, verifier_name_or_path=target.path, target_layer_ids=list(layers), draft_attn_impl="eager",
-        norm_before_residual=True, norm_before_fc=True, norm_output=True,
-    )  # fmt: skip
-
-
-def shifted(batch: Batch, features: Features, layers: tuple[int, ...], num_layers: int) -> dict[str, Any]:
-    """A batch as the library's trainer hands it in: features at t beside token t + 1, document by document."""
-    assert batch.lengths is not None
-    last = features.at_layer(num_layers)
-    ends = torch.tensor(batch.lengths).cumsum(0)
-    follows = torch.ones(batch.tokens.shape[1], dtype=torch.bool)  # the places that a place of the same document follows
-    follows[ends - 1] = False
-    here = follows.nonzero()[:, 0]
-    documents = torch.repeat_interleave(torch.arange(len(ends)), torch.tensor(batch.lengths))
-    return {
-        "hidden_states": features.fuse_layers(layers)[:, here], "input_ids": batch.tokens[:, here + 1],
-        "document_ids": documents[None, here], "loss_mask": batch.loss_mask[:, here + 1],
-        "position_ids": batch.positions[:, here + 1], "verifier_last_hidden_states": last[:, here + 1],
-    }  # fmt: skip
-
-
-def scored(drafter: Path, tree: str, prompts: int) -> float:
-    """Tokens a forward over held-out prompts."""
-    target = spectrain.Target.from_pretrained("tiny")
-    found = spectrain.Drafter.from_pretrained(drafter, target, **TREES[tree])
-    summary = spectrain.evaluate(
-        target, found, limit=prompts, max_new_tokens=64, baselines=[], oracle=False, report=False, repeats=1
-    )
-    assert summary["lossless"]["identical"] == summary["lossless"]["checked"]
-    return float(summary["acceptance_length"]["pooled"])
+    return result
 
 
 if __name__ == "__main__":

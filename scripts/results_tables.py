@@ -130,29 +130,6 @@ def store_table(result: dict[str, Any]) -> str:
     return format_table(titles, rows)
 
 
-def speculators_tables(result: dict[str, Any], pace: dict[str, Any]) -> str:
-    """Return the results of the same training by spectrain and by the speculators library, and the pace of both."""
-    rows = []
-    for label, by in (("spectrain", "train_ours"), ("speculators", "train_theirs")):
-        runs = [row for row in result["rows"] if row["by"] == by]
-        cells = [", ".join(f"{run[tree]:.2f}" for run in runs) for tree in ("chain", "tree")]
-        rows.append([label, *cells, f"{sum(run['tokens_a_second'] for run in runs) / len(runs):,.0f}"])
-    rows.append(["ratio of means", *(f"{result[key]['ratio']:.2f}" for key in ("chain", "tree", "tokens_a_second"))])
-    table = format_table(["trained by", "chain of 3", "16 nodes, 5 deep", "tokens per second of one thread"], rows)
-    seconds, speed = pace["seconds_a_step"], pace["tokens_a_second_from_features"]
-    paces = [
-        [label, f"{seconds[key]:.2f}", f"{speed[key]:,.0f}"]
-        for label, key in (("spectrain", "ours"), ("speculators", "theirs"))
-    ]
-    paces.append(
-        ["ratio", f"{pace['ratio_from_features']:.2f}", f"{pace['ratio_with_the_target']:.2f} with the target's forward"]
-    )
-    second = format_table(["trained by", "seconds per step from given features", "tokens per second"], paces)
-    target = f"The target's forward takes {seconds['target']:.2f} seconds in both."
-    heading = "## Pace at SmolLM2's size\n\n```sh\npython -m benchmarks.against_speculators --pace 10\n```"
-    return f"{table}\n\n{heading}\n\n{describe_setting(pace)}\n\n{second}\n\n{target}"
-
-
 def targets_table(result: dict[str, Any]) -> str:
     """Return acceptance lengths of three families on targets of unlike kinds."""
     rows = []

@@ -65,13 +65,16 @@ class Muon(UpdateRule):
         momentum: Below1 = 0.95,
         # Largest ratio of a matrix's longer side to its shorter one; AdamW updates matrices above it.
         longest: Positive = 8.0,
+        # Learning rate of matrices as a multiple of trainer.lr, which the other parameters have.
+        lr_ratio: Positive = 1.0,
     ) -> None:
-        self.momentum, self.longest = momentum, longest
+        self.momentum, self.longest, self.lr_ratio = momentum, longest, lr_ratio
 
     def make_optimizer(
         self, groups: ParameterGroups, lr: float, betas: tuple[float, float], weight_decay: float
     ) -> torch.optim.Optimizer:
         matrices, others = [self._select_groups(groups, matrices) for matrices in (True, False)]
+        matrices = [{**group, "lr_scale": self.lr_ratio * group.get("lr_scale", 1.0)} for group in matrices]
         parts: list[torch.optim.Optimizer] = []
         if matrices:
             parts.append(

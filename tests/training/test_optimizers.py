@@ -51,8 +51,10 @@ def test_muon_moves_matrices_and_adamw_all_else() -> None:
 
 
 def test_a_rate_that_is_changed_reaches_both_parts() -> None:
-    """Also after a state was loaded: with a rate of zero and no decay nothing moves."""
+    """Also after a state was loaded: with a rate of zero and no decay nothing moves. The matrices' rate is a multiple."""
     model = network()
+    faster = Trainer(optimizer=Muon(lr_ratio=5.0)).make_optimizer([{"params": [*model.parameters()], "lr_scale": 0.5}])
+    assert [group["lr_scale"] for group in faster.param_groups] == [2.5, 0.5]
     optimizer = muon(model)
     learn(model, [optimizer], range(2))
     for load in (False, True):
