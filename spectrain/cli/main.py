@@ -195,6 +195,7 @@ COMMAND_TASKS: Mapping[str, Task] = {
     "serve": call_with_spec("runs.serve.serve_command", "capture", "print_only", "out"),
     "bench decode": call_with_spec("bench.throughput.decode_table"),
     "bench train": call_with_spec("bench.throughput.training_throughput"),
+    "bench engine": call_with_spec("bench.engine.bench_engine", "bench", "out"),
     "export": call_with_keys(
         "cli.export.export_command", "run", "format", "out", "push", "private", "target", "dtype", "engine_python"
     ),

@@ -83,6 +83,11 @@ class TargetFiles:
         return "smollm2-135m-q4_1" if self.reference == "smollm2" else self.reference
 
     @property
+    def short_name(self) -> str:
+        """The name in reports: of a folder or a file, the last part of its path."""
+        return Path(self.name).name if Path(self.name).expanduser().exists() else self.name
+
+    @property
     def engine_path(self) -> str:
         """The name or path by which an engine loads it."""
         is_name = self.settings.get("model") == self.reference and self.gguf_file is None

@@ -40,6 +40,12 @@ class ServerCapabilities:
     counts_drafts: bool = False
     # Takes other weights of its drafter while it runs.
     swaps_drafter: bool = False
+    # Has a drafter of its own that copies from the text, which `spectrain.servers.commands.LOOKUP` names.
+    has_lookup: bool = False
+    # Each request may choose the number of tokens that its rounds draft, as num_assistant_tokens in its body.
+    chooses_draft_length: bool = False
+    # Starts in seconds, so that it can be started again for each setting of a measurement.
+    starts_quickly: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,18 @@ class DraftedRounds:
 
     accepted: tuple[int, ...]
     drafted: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """A forward of the target after the first token of an answer: draft tokens in it, those accepted, and its seconds.
+
+    The seconds are those from the end of the forward before it, so they include the drafting.
+    """
+
+    drafted: int
+    accepted: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -133,6 +151,8 @@ class Completion:
     prompt_ids: list[int] | None = None
     # The rounds of this answer; None if the server does not count per request.
     rounds: DraftedRounds | None = None
+    # The forwards of this answer, in order; () if the server does not tell their times.
+    timed_steps: tuple[TimedStep, ...] = ()
     # Hidden states [T, L, D] in the server's type and the tokens [T] that they belong to; None if none were requested.
     states: Tensor | None = None
     state_tokens: list[int] | None = None
@@ -226,6 +246,10 @@ class Server(ABC):
         raise UserError(
             f"server={self.name}: spectrain does not start it; start it yourself and give server.url, or take server=vllm"
         )
+
+    def read_version(self) -> str | None:
+        """Return the version of the engine that is installed; None if it does not tell."""
+        return None
 
     def make_command(self, launch: EngineLaunch) -> EngineCommand:
         """Return the command that starts this engine; raise a UserError for what the engine cannot do."""

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+LOOKUP = "ngram"
+"""Method of an engine's own drafter that copies what followed the last tokens earlier in the text. It has no files."""
+
 
 @dataclass(frozen=True)
 class DrafterLaunch:
@@ -14,7 +17,7 @@ class DrafterLaunch:
 
     # The engine's name of the drafting method, as in eagle3.
     method: str
-    # Folder of the drafter; None if the target contains it.
+    # Folder of the drafter; None if the target contains it, or for LOOKUP.
     path: str | None
     # Tokens that a round drafts.
     num_tokens: int

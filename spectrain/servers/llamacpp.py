@@ -6,6 +6,8 @@ round. Rounds near the limit draft no more tokens than fit.
 
 from __future__ import annotations
 
+import re
+import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,6 +24,7 @@ from .base import (
     RequestTimes,
     ServedModel,
     ServerCapabilities,
+    TimedStep,
     add_counters,
 )
 from .client import MALFORMED, HttpClient, ServerError, error_text
@@ -30,6 +33,8 @@ from .counters import read_settled_counters
 from .llamacpp_command import LlamaCppSettings, find_program, start_llamacpp
 from .openai import OpenAIServer
 
+VERSION_LINE = re.compile(r"^version: (.+)$", re.MULTILINE)
+VERSION_SECONDS = 30
 # Its reasons for the end of an answer -> OpenAI's.
 FINISH_REASONS = {"eos": "stop", "word": "stop", "limit": "length"}
 
@@ -38,7 +43,9 @@ class LlamaCppServer(OpenAIServer):
     """A server of llama.cpp (llama-server)."""
 
     name = "llamacpp"
-    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(takes_tokens=True, counts_drafts=True)
+    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(
+        takes_tokens=True, counts_drafts=True, has_lookup=True, starts_quickly=True
+    )
     target_format = "gguf"
     settings: LlamaCppSettings
 
@@ -51,6 +58,15 @@ class LlamaCppServer(OpenAIServer):
                 f"server.program={self.settings.program}: llama.cpp's server is not installed; run make llama-cpp in the "
                 "folder of this project, or give the path of llama-server"
             )
+
+    def read_version(self) -> str | None:
+        """Return the version and the commit that the program prints."""
+        program = find_program(self.settings.program)
+        if program is None:
+            return None
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False, timeout=VERSION_SECONDS)
+        match = VERSION_LINE.search(done.stdout + done.stderr)
+        return None if match is None else match[1]
 
     def make_command(self, launch: EngineLaunch) -> EngineCommand:
         program = find_program(self.settings.program) or "llama-server"
@@ -105,7 +121,8 @@ def parse_stream(parts: list[dict[str, Any]], times: RequestTimes) -> Completion
         count,
         replace(times, engine_per_token=per_token),
         token_ids=tokens,
-        rounds=parse_rounds([part["timings"] for part in parts if part.get("tokens")]),
+        rounds=parse_rounds(counts := [part["timings"] for part in parts if part.get("tokens")]),
+        timed_steps=parse_steps(counts),
     )
 
 
@@ -118,3 +135,16 @@ def parse_rounds(timings: list[dict[str, Any]]) -> DraftedRounds | None:
             rounds.append((now[0] - before[0], now[1] - before[1]))
             before = now
     return DraftedRounds(*map(tuple, zip(*rounds))) if rounds else None
+
+
+def parse_steps(timings: list[dict[str, Any]]) -> tuple[TimedStep, ...]:
+    """Return the forwards of an answer: all tokens of a forward carry the milliseconds at its end."""
+    steps, before = list[TimedStep](), dict[str, Any]()
+    for counts in timings:
+        if before and counts.get("predicted_ms", 0.0) > before.get("predicted_ms", 0.0):
+            drafted, accepted, milliseconds = (
+                counts.get(key, 0) - before.get(key, 0) for key in ("draft_n", "draft_n_accepted", "predicted_ms")
+            )
+            steps.append(TimedStep(int(drafted), int(accepted), milliseconds / 1000))
+        before = counts
+    return tuple(steps)

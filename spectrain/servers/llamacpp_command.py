@@ -9,11 +9,13 @@ from typing import Any
 
 from spectrain.errors import UserError
 
-from .commands import DrafterLaunch, EngineCommand, EngineLaunch, to_options
+from .commands import LOOKUP, DrafterLaunch, EngineCommand, EngineLaunch, to_options
 from .settings import EngineSettings
 
 # Names of the files that `spectrain export format=gguf` writes.
 DRAFTER_FILE, TARGET_FILE = "drafter.gguf", "target.gguf"
+# Tokens of the text that must match for the lookup to copy what followed them.
+LOOKUP_MATCH = 4
 # What make llama-cpp installs, below the project.
 INSTALLED = Path(".llama-cpp/llama-server")
 
@@ -50,9 +52,10 @@ def start_llamacpp(launch: EngineLaunch, settings: LlamaCppSettings, program: st
         "-np": settings.slots, "-c": None if length is None else length * settings.slots, "-t": settings.threads,
         **model_options(launch),
     }  # fmt: skip
-    caches = ("-ctk", "-ctv", *(() if launch.drafter is None else ("-ctkd", "-ctvd")))
+    has_model = launch.drafter is not None and launch.drafter.method != LOOKUP
+    caches = ("-ctk", "-ctv", *(("-ctkd", "-ctvd") if has_model else ()))
     options |= dict.fromkeys(caches, "f32" if launch.dtype == "float32" else None)
-    if launch.drafter is not None:
+    if has_model:
         options["-td"] = settings.threads
     return EngineCommand([program, *to_options(options), *map(str, settings.arguments)])
 
@@ -73,6 +76,10 @@ def model_options(launch: EngineLaunch) -> dict[str, Any]:
 
 
 def drafting_options(drafter: DrafterLaunch) -> dict[str, Any]:
+    """Return the options of a drafter, or of llama.cpp's own lookup, which drafts so many tokens or none."""
+    if drafter.method == LOOKUP:
+        lengths = dict.fromkeys(("--spec-ngram-mod-n-min", "--spec-ngram-mod-n-max"), drafter.num_tokens)
+        return {"--spec-type": "ngram-mod", "--spec-ngram-mod-n-match": LOOKUP_MATCH, **lengths}
     assert drafter.path is not None
     path = str(Path(drafter.path) / DRAFTER_FILE)
     return {"-md": path, "--spec-type": drafter.method, "--spec-draft-n-max": drafter.num_tokens}

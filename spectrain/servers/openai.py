@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from spectrain.data.messages import Conversation, parse_tool_calls
 from spectrain.models.chat_template import Message
 
-from .base import Completion, CompletionRequest, DraftedRounds, RequestTimes, Server, ServerCapabilities
+from .base import Completion, CompletionRequest, DraftedRounds, RequestTimes, Server, ServerCapabilities, TimedStep
 from .client import MALFORMED, HttpClient, ServerError, error_text
 from .settings import ClientSettings
 
@@ -78,11 +78,16 @@ class OpenAIServer(Server):
             token_ids=ids if isinstance(ids, list) else None,
             prompt_ids=prompt_ids if isinstance(prompt_ids, list) else None,
             rounds=self.parse_rounds(response),
+            timed_steps=self.parse_steps(response),
         )
 
     def parse_rounds(self, response: dict[str, Any]) -> DraftedRounds | None:
         """Return the rounds that a response counts; None if it counts none."""
         return None
+
+    def parse_steps(self, response: dict[str, Any]) -> tuple[TimedStep, ...]:
+        """Return the forwards that a response times; () if it times none."""
+        return ()
 
 
 def conversation_body(conversation: Conversation) -> dict[str, Any]:

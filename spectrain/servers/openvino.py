@@ -14,7 +14,7 @@ from spectrain.models.loading import cache_directory
 from spectrain.trees import Eagle2
 from spectrain.trees.base import TreeBuilder
 
-from .base import CompletionRequest, DraftCounters, DraftedRounds, ServerCapabilities, add_counters
+from .base import CompletionRequest, DraftCounters, DraftedRounds, ServerCapabilities, TimedStep, add_counters
 from .commands import EngineCommand, EngineLaunch
 from .environments import EngineEnvironment
 from .openai import OpenAIServer
@@ -26,7 +26,9 @@ class OpenVinoServer(OpenAIServer):
     """OpenVINO GenAI behind spectrain's own script, which serves many requests together."""
 
     name = "openvino"
-    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(takes_tokens=True, counts_drafts=True)
+    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(
+        takes_tokens=True, counts_drafts=True, has_lookup=True, chooses_draft_length=True, starts_quickly=True
+    )
     settings: OpenVinoSettings
 
     def __init__(self, config: OpenVinoSettings) -> None:
@@ -40,6 +42,9 @@ class OpenVinoServer(OpenAIServer):
     def check_installed(self) -> None:
         # Reading the environment raises where something is missing.
         assert self.environment.versions
+
+    def read_version(self) -> str | None:
+        return self.environment.versions.get("openvino-genai")
 
     def make_command(self, launch: EngineLaunch) -> EngineCommand:
         if launch.capture_layers is not None:
@@ -74,6 +79,13 @@ class OpenVinoServer(OpenAIServer):
     def parse_rounds(self, response: dict[str, Any]) -> DraftedRounds | None:
         rounds = (response.get("metrics") or {}).get("rounds")
         return None if rounds is None else DraftedRounds(tuple(rounds["accepted"]), tuple(rounds["drafted"]))
+
+    def parse_steps(self, response: dict[str, Any]) -> tuple[TimedStep, ...]:
+        seconds = (response.get("metrics") or {}).get("step_seconds") or ()
+        rounds = self.parse_rounds(response)
+        if rounds is None:
+            return tuple(TimedStep(0, 0, duration) for duration in seconds)
+        return tuple(map(TimedStep, rounds.drafted, rounds.accepted, seconds))
 
     async def read_counters(self) -> DraftCounters | None:
         """Return what all servers have counted; None without a drafter."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from spectrain.errors import UserError
 
-from .commands import EngineCommand, EngineLaunch, to_options
+from .commands import LOOKUP, EngineCommand, EngineLaunch, to_options
 from .environments import EngineEnvironment
 from .openvino_ir import WEIGHT_FORMATS
 from .settings import EngineSettings
@@ -18,6 +18,10 @@ PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "auto": No
 """Types in which OpenVINO computes, and its names for them; None leaves the choice to OpenVINO."""
 SEQUENTIAL_METHODS = ("dflash",)
 """Methods with which OpenVINO decodes one request at a time; the others wait."""
+
+
+# Most tokens of the text's end that the lookup searches for.
+LOOKUP_MATCH = 4
 
 
 @dataclass
@@ -68,7 +72,9 @@ def start_openvino(launch: EngineLaunch, settings: OpenVinoSettings, environment
         "--precision": PRECISIONS[launch.dtype], "--threads": settings.threads, "--device": settings.device,
         "--max-length": settings.max_length,
     }  # fmt: skip
-    if launch.drafter is not None:
+    if launch.drafter is not None and launch.drafter.method == LOOKUP:
+        options |= {"--lookup-match": LOOKUP_MATCH, "--num-assistant-tokens": launch.drafter.num_tokens}
+    elif launch.drafter is not None:
         options |= {
             "--drafter": launch.drafter.path,
             "--num-assistant-tokens": launch.drafter.num_tokens,

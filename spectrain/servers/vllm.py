@@ -29,6 +29,7 @@ from .base import (
     DraftedRounds,
     RequestTimes,
     ServerCapabilities,
+    TimedStep,
     add_counters,
 )
 from .client import HttpClient, ServerError
@@ -82,7 +83,7 @@ class VllmServer(OpenAIServer):
 
     name = "vllm"
     capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(
-        takes_tokens=True, captures_states=True, counts_drafts=True, swaps_drafter=True
+        takes_tokens=True, captures_states=True, counts_drafts=True, swaps_drafter=True, has_lookup=True
     )
     settings: VllmSettings
 
@@ -96,6 +97,9 @@ class VllmServer(OpenAIServer):
 
     def check_installed(self) -> None:
         self.environment.require_engine("vLLM", "vllm")
+
+    def read_version(self) -> str | None:
+        return next(iter(self.environment.versions.values()), None)
 
     def make_command(self, launch: EngineLaunch) -> EngineCommand:
         settings, drafter = self.settings, launch.drafter
@@ -144,7 +148,8 @@ class VllmServer(OpenAIServer):
         return body
 
     def parse_response(self, response: dict[str, Any], is_chat: bool, times: RequestTimes) -> Completion:
-        return super().parse_response(response, is_chat, add_engine_clock(times, response.get("metrics") or {}))
+        completion = super().parse_response(response, is_chat, add_engine_clock(times, response.get("metrics") or {}))
+        return replace(completion, timed_steps=time_steps(times, completion.rounds))
 
     def parse_rounds(self, response: dict[str, Any]) -> DraftedRounds | None:
         counts = (response.get("metrics") or {}).get("speculative_decoding") or {}
@@ -213,6 +218,17 @@ def read_states_file(path: Path) -> tuple[Tensor, list[int], tuple[int, ...] | N
         raise ServerError("failed", f"{path}: it cannot be read ({error})") from error
     layers = metadata.get("layers")
     return states, tokens.tolist(), None if not layers else tuple(map(int, layers.split(",")))
+
+
+def time_steps(times: RequestTimes, rounds: DraftedRounds | None) -> tuple[TimedStep, ...]:
+    """Return the forwards of a streamed answer, by the client's clock: each part of the stream holds the tokens of one forward.
+
+    If some forwards had no drafts, the counts do not tell which, and only accepted tokens count as drafted.
+    """
+    gaps = [(after[0] - before[0], after[1] - 1) for before, after in zip(times.arrivals, times.arrivals[1:])]
+    is_known = rounds is not None and len(rounds.drafted) == len(gaps)
+    drafted = rounds.drafted if rounds is not None and is_known else [accepted for _, accepted in gaps]
+    return tuple(TimedStep(count, accepted, seconds) for count, (seconds, accepted) in zip(drafted, gaps))
 
 
 def add_engine_clock(times: RequestTimes, metrics: dict[str, Any]) -> RequestTimes:

@@ -12,9 +12,16 @@ from spectrain.data.messages import Conversation
 from spectrain.errors import UserError
 from spectrain.servers.base import Completion, CompletionRequest, DraftCounters, DraftedRounds
 from spectrain.servers.client import ServerError
-from spectrain.servers.commands import DrafterLaunch, EngineLaunch
-from spectrain.servers.llamacpp import LlamaCppServer, parse_rounds
-from spectrain.servers.llamacpp_command import INSTALLED, LlamaCppSettings, find_program, serve_llamacpp, start_llamacpp
+from spectrain.servers.commands import LOOKUP, DrafterLaunch, EngineLaunch
+from spectrain.servers.llamacpp import LlamaCppServer, parse_rounds, parse_steps
+from spectrain.servers.llamacpp_command import (
+    INSTALLED,
+    LlamaCppSettings,
+    drafting_options,
+    find_program,
+    serve_llamacpp,
+    start_llamacpp,
+)
 
 from .stand_in import Reply, StandIn
 
@@ -115,6 +122,33 @@ def test_a_prompt_beyond_the_context_is_too_long(stand_in: LlamaStandIn) -> None
 def test_a_server_tells_its_context(stand_in: LlamaStandIn) -> None:
     served = LlamaCppServer(LlamaCppSettings(url=stand_in.url)).check_ready()
     assert (served.name, served.max_length) == ("little", 512)
+
+
+def test_tokens_of_a_forward_have_one_time() -> None:
+    """A rise of the milliseconds is a forward, with the drafts that were counted at it; a forward without drafts has none."""
+    assert parse_steps([{}, {"draft_n": 3}]) == ()
+    counts = [(0.001, 0, 0), (20.001, 3, 2), (20.001, 3, 2), (20.001, 3, 2), (30.001, 3, 2), (55.001, 6, 2)]
+    names = ("predicted_ms", "draft_n", "draft_n_accepted")
+    steps = parse_steps([dict(zip(names, values)) for values in counts])
+    assert [(step.drafted, step.accepted) for step in steps] == [(3, 2), (0, 0), (3, 0)]
+    assert [step.seconds for step in steps] == pytest.approx([0.02, 0.01, 0.025])
+
+
+def test_the_lookup_drafts_so_many_tokens_or_none() -> None:
+    options = drafting_options(DrafterLaunch(LOOKUP, None, 3))
+    assert options["--spec-type"] == "ngram-mod" and "-md" not in options
+    assert options["--spec-ngram-mod-n-min"] == options["--spec-ngram-mod-n-max"] == 3
+    launch = EngineLaunch("T", "tiny", "float32", DrafterLaunch(LOOKUP, None, 3))
+    words = start_llamacpp(launch, LlamaCppSettings(threads=1), "x").arguments
+    assert not {"-td", "-ctkd"} & {*words} and {"-t", "-ctk"} <= {*words}
+
+
+def test_the_version_is_what_the_program_prints(tmp_path: Path) -> None:
+    program = tmp_path / "llama-server"
+    program.write_text("#!/bin/sh\necho 'version: 0.5.0 (build 1)' >&2\n")
+    program.chmod(0o755)
+    assert LlamaCppServer(LlamaCppSettings(program=str(program))).read_version() == "0.5.0 (build 1)"
+    assert LlamaCppServer(LlamaCppSettings(program=str(tmp_path / "none"))).read_version() is None
 
 
 def test_nothing_drafted_is_no_round() -> None:

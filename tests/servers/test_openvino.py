@@ -16,7 +16,7 @@ import pytest
 from spectrain.errors import UserError
 from spectrain.servers.base import Completion, CompletionRequest, DraftCounters
 from spectrain.servers.client import ServerError
-from spectrain.servers.commands import DrafterLaunch, EngineLaunch
+from spectrain.servers.commands import LOOKUP, DrafterLaunch, EngineLaunch
 from spectrain.servers.environments import EngineEnvironment
 from spectrain.servers.openvino import OpenVinoServer
 from spectrain.servers.openvino_command import SCRIPT, OpenVinoSettings, serve_openvino, start_openvino
@@ -137,6 +137,8 @@ def test_a_step_is_a_round(tmp_path: Path, streams: bool) -> None:
             assert answer.message["content"] == "abcdefg" and answer.finish_reason == "stop" and answer.num_tokens == 7
             assert answer.rounds is not None
             assert answer.rounds.accepted == (2, 0, 1) and answer.rounds.drafted == (3, 3, 3)
+            assert [(step.drafted, step.accepted) for step in answer.timed_steps] == [(3, 2), (3, 0), (3, 1)]
+            assert all(step.seconds > 0 for step in answer.timed_steps)
             assert [count for _, count in answer.times.arrivals] == ([1, 3, 1, 2] if streams else [])
         assert counters == DraftCounters(6, 18, (4, 2))
         described = server.check_ready()
@@ -156,8 +158,18 @@ def test_a_limit_cuts_and_no_drafter_counts_nothing(tmp_path: Path) -> None:
     with serve(tmp_path) as (server, pipeline):
         (answer,), counters = complete(server, CompletionRequest([4], 3))
         assert answer.token_ids == [11, 12, 13] and answer.finish_reason == "length"
-        assert answer.rounds is None and counters is None
+        assert answer.rounds is None and counters is None and [step.drafted for step in answer.timed_steps] == [0]
         assert pipeline.configs[0].stop_token_ids == {2, 3} and not pipeline.configs[0].do_sample
+
+
+def test_a_lookup_counts_what_was_accepted(tmp_path: Path) -> None:
+    """OpenVINO does not tell how many tokens a lookup drafted. Each request may choose how many it drafts at most."""
+    with serve(tmp_path, "--lookup-match", "4", "--num-assistant-tokens", "7") as (server, pipeline):
+        server.settings.extra = {"num_assistant_tokens": 2}
+        (answer,), counters = complete(server, CompletionRequest([4], 20))
+        assert pipeline.properties["prompt_lookup"] and "draft_model" not in pipeline.properties
+        assert (pipeline.configs[0].num_assistant_tokens, pipeline.configs[0].max_ngram_size) == (2, 4)
+        assert [step.drafted for step in answer.timed_steps] == [2, 0, 1] and counters == DraftCounters(3, 3, (2, 1))
 
 
 def test_requests_choose_their_tree(tmp_path: Path) -> None:
@@ -192,6 +204,10 @@ def test_the_command_starts_the_script_with_the_tree(tmp_path: Path) -> None:
         "--branching-factor": "2", "--threads": "1", "--device": "CPU", "--port": "8000",
     }  # fmt: skip
     assert wanted.items() <= options_of(words).items()
+    lookup = options_of(
+        [*start_openvino(EngineLaunch("IR", drafter=DrafterLaunch(LOOKUP, None, 4)), settings, environment).arguments]
+    )
+    assert lookup["--lookup-match"] and lookup["--num-assistant-tokens"] == "4" and "--drafter" not in lookup
     plain = options_of([*start_openvino(EngineLaunch("IR", "tiny"), settings, environment).arguments])
     assert not plain.keys() & {"--drafter", "--tree-depth", "--precision"}
     assert serve_openvino(launch).format_shell() == "spectrain serve run=DIR server=openvino"

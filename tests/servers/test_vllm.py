@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from spectrain.servers.base import DraftCounters, RequestTimes, add_counters
+from spectrain.servers.base import DraftCounters, DraftedRounds, RequestTimes, add_counters
 from spectrain.servers.client import ServerError
 from spectrain.servers.counters import parse_counters
 from spectrain.servers.openai import count_new_tokens, join_parts
-from spectrain.servers.vllm import add_engine_clock, read_states_file, wait_for_writer
+from spectrain.servers.vllm import add_engine_clock, read_states_file, time_steps, wait_for_writer
 
 METRICS = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
 vllm:spec_decode_num_drafts_total{engine="0",model_name="tiny"} 403.0
@@ -124,3 +124,17 @@ def test_reader_waits_for_the_writer(tmp_path: Path) -> None:
 
 def test_servers_without_locks_are_read_at_once(tmp_path: Path) -> None:
     asyncio.run(wait_for_writer(tmp_path / "a.safetensors", 0.0))
+
+
+def test_parts_of_a_stream_are_forwards() -> None:
+    """If a forward had no drafts, the counts do not tell which, so that only accepted tokens count as drafted."""
+    times = RequestTimes(1.0, ((0.1, 1), (0.3, 4), (0.4, 1), (0.6, 3)))
+    seconds = [pytest.approx(0.2), pytest.approx(0.1), pytest.approx(0.2)]
+    for rounds, drafted in (
+        (None, [3, 0, 2]),
+        (DraftedRounds((3, 2), (3, 3)), [3, 0, 2]),
+        (DraftedRounds((3, 0, 2), (3, 3, 3)), [3, 3, 3]),
+    ):
+        steps = time_steps(times, rounds)
+        assert [step.drafted for step in steps] == drafted and [step.seconds for step in steps] == seconds
+        assert [step.accepted for step in steps] == [3, 0, 2]

@@ -38,6 +38,8 @@ class OpenRequest:
     handle: Any = None
     # Tokens of each step; an exception or None at the end.
     steps: queue.Queue[Any] = field(default_factory=queue.Queue)
+    # When each step ended, in seconds of a clock of this process.
+    step_ends: list[float] = field(default_factory=list)
     reason: str = "length"
 
 
@@ -71,6 +73,8 @@ class PipelineThread:
         scheduler.dynamic_split_fuse, scheduler.max_num_batched_tokens = False, sys.maxsize
         if options.drafter:
             properties["draft_model"] = genai.draft_model(options.drafter, options.device, **device_properties(options))
+        if options.lookup_match:
+            properties["prompt_lookup"] = True
         self.pipeline = genai.ContinuousBatchingPipeline(options.target, scheduler, options.device, properties)
         self.tokenizer = self.pipeline.get_tokenizer()
         self.stop_ids = read_stop_ids(Path(options.target))
@@ -81,6 +85,10 @@ class PipelineThread:
         self._open: list[OpenRequest] = []
         self._count = 0
         threading.Thread(target=self._run, daemon=True).start()
+
+    @property
+    def drafts(self) -> bool:
+        return bool(self.options.drafter or self.options.lookup_match)
 
     def make_config(self, body: dict[str, Any], num_prompt: int) -> Any:
         """Return the generation settings of a request; a ValueError says what is wrong with it."""
@@ -98,7 +106,9 @@ class PipelineThread:
             config.rng_seed = int(body.get("seed") or time.time_ns() % 2**31)
         if self.stop_ids and not body.get("ignore_eos"):
             config.eos_token_id, config.stop_token_ids = min(self.stop_ids), self.stop_ids
-        if self.options.drafter:
+        if self.options.lookup_match:
+            config.max_ngram_size = self.options.lookup_match
+        if self.drafts:
             for key in DRAFTING:
                 value = body.get(key, getattr(self.options, key))
                 if value is not None:
@@ -150,6 +160,7 @@ class PipelineThread:
             while request.handle.can_read():
                 for output in request.handle.read().values():
                     request.steps.put(list(output.generated_ids))
+                    request.step_ends.append(time.perf_counter())
                     request.reason = REASONS.get(output.finish_reason.name, request.reason)
         running = genai.GenerationStatus.RUNNING
         for request in [request for request in self._open if request.handle.get_status() != running]:
@@ -168,10 +179,11 @@ class PipelineThread:
 
         The last round has the tokens that it emitted; an end token or the limit may have cut it.
         """
-        if not self.options.drafter:
+        if not self.drafts:
             return None
         accepted = [len(step) - 1 for step in steps[1:]]
-        drafted = [int(request.config.num_assistant_tokens)] * len(accepted)
+        # A lookup may draft fewer tokens, or none; OpenVINO does not tell how many, so that only accepted ones are certain.
+        drafted = accepted if self.options.lookup_match else [int(request.config.num_assistant_tokens)] * len(accepted)
         with self._lock:
             self.counters.add(accepted, drafted)
         return {"accepted": accepted, "drafted": drafted}
@@ -218,7 +230,7 @@ class Handler(BaseHTTPRequestHandler):
             model = {"id": options.model_name, "root": options.target, "max_model_len": self.engine.max_length}
             self.reply(200, {"object": "list", "data": [{"object": "model", **model}]})
         elif self.path == "/counters":
-            self.reply(200, vars(self.engine.counters) if options.drafter else None)
+            self.reply(200, vars(self.engine.counters) if self.engine.drafts else None)
         elif self.path == "/health":
             self.reply(200, {})
         else:
@@ -276,7 +288,10 @@ class Handler(BaseHTTPRequestHandler):
         return {
             "usage": usage,
             "prompt_token_ids": request.ids,
-            "metrics": {"rounds": self.engine.count_rounds(request, steps)},
+            "metrics": {
+                "rounds": self.engine.count_rounds(request, steps),
+                "step_seconds": [after - before for before, after in zip(request.step_ends, request.step_ends[1:])],
+            },
         }
 
     def stream(self, request: OpenRequest, is_chat: bool) -> None:
@@ -319,7 +334,7 @@ def parse_options(words: list[str]) -> argparse.Namespace:
         parser.add_argument(f"--{name}", required=True)
     for name in ("drafter", "precision"):
         parser.add_argument(f"--{name}")
-    for name in (*DRAFTING, "threads", "max-length", "max-requests"):
+    for name in (*DRAFTING, "lookup-match", "threads", "max-length", "max-requests"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
     parser.add_argument("--device", default="CPU")
     parser.add_argument("--host", default="127.0.0.1")
