@@ -8,10 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+linear_pointwise = torch.ops.mkldnn._linear_pointwise.default
+"""oneDNN's linear, without the choice among overloads at every call."""
+
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute x weight^T + bias by oneDNN, without gradients; the weight may be packed."""
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return linear_pointwise(x, weight, bias, "none", [], "")
 
 
 def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

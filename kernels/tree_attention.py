@@ -54,6 +54,7 @@ class Visibility:
     _biases: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
     _words: Tensor | None = None
     _chunked: dict[int, Visibility] = field(default_factory=dict)
+    _row_masks: list[tuple[int, Tensor]] = field(default_factory=list)
 
     def attention_mask(self, window: int | None) -> Tensor | None:
         """Return [B, 1, N, T] bool, or None where every new node sees every slot; built once for all layers."""
@@ -74,10 +75,17 @@ class Visibility:
             self._words = pack_words(self.tree)
         return self._words
 
+    def row_masks(self) -> list[tuple[int, Tensor]]:
+        """Return, for each row on a CPU, its committed tokens and its contiguous [N, M] bool; built once for all layers."""
+        if not self._row_masks:
+            lengths = [self.longest] if self.is_exact and len(self.tree) == 1 else self.lengths.tolist()
+            self._row_masks.extend(zip(lengths, self.tree.contiguous()))
+        return self._row_masks
+
     def in_chunks(self, size: int) -> Visibility:
         """Return the visibility of layers that attend within chunks of `size` positions; built once."""
         if size not in self._chunked:
-            self._chunked[size] = replace(self, chunk_size=size, _masks={}, _biases={}, _chunked={})
+            self._chunked[size] = replace(self, chunk_size=size, _masks={}, _biases={}, _chunked={}, _row_masks=[])
         return self._chunked[size]
 
     def _build_mask(self, window: int | None) -> Tensor | None:

@@ -180,7 +180,7 @@ def layer_attention(  # transformers calls it, by these names
     if visibility is None:
         _check_keys(key.shape[2] == query.shape[2], layer)
         if tree_cache is not None:
-            tree_cache.append(layer, key, value)
+            tree_cache.write(layer, key, value)
         lengths = lengths if chunk is None else chunk_lengths(lengths or (query.shape[2],), chunk)
         return causal_attention(query, key, value, lengths, *options).transpose(1, 2).contiguous(), None
     if isinstance(visibility, list):
@@ -189,13 +189,14 @@ def layer_attention(  # transformers calls it, by these names
             lambda q, k, v: tree_attention(q, k, v, next(trees), *options), lengths, query, key, value
         )
         return attended.transpose(1, 2).contiguous(), None
-    if tree_cache is not None:
-        mark_layer_done(layer)
-        if tree_cache.query_observer is not None:
-            tree_cache.query_observer(layer, query, scale)
-        key, value = tree_cache.append(layer, key, value)
     visibility = visibility if chunk is None else visibility.in_chunks(chunk)
-    return tree_attention(query, key, value, visibility, *options).transpose(1, 2).contiguous(), None
+    if tree_cache is None:
+        return tree_attention(query, key, value, visibility, *options).transpose(1, 2).contiguous(), None
+    mark_layer_done(layer)
+    if tree_cache.query_observer is not None:
+        tree_cache.query_observer(layer, query, scale)
+    attended = tree_cache.attend(layer, query, key, value, visibility, AttentionOptions(*options))
+    return attended.transpose(1, 2).contiguous(), None
 
 
 def _check_keys(are_tokens: bool, layer: int) -> None:

@@ -19,10 +19,10 @@ from spectrain.trees.token_tree import TokenTree
 
 from .architectures.probe import explain_incompatibility
 from .architectures.recurrent_states import PathPolicy
+from .cache_layer import attention_dtype
 from .features import Layer
 from .forward_plan import ForwardPlan
 from .images import Images
-from .kv_cache import attention_dtype
 from .reference_model import reference_model
 from .target import Target
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spectrain.kernels.tree_attention import Visibility, tree_attention
+from spectrain.kernels.tree_attention import Visibility
 
 from .forward_override import override_forwards
 from .kv_cache import DEFAULT_OPTIONS, AttentionOptions, TreeCache, live_caches
@@ -67,8 +67,7 @@ def attend_layer(
 ) -> Tensor:
     """Append keys and values of the next layer and attend, [B, N, H, D]."""
     now = _contexts[-1]
-    keys_values = now.cache.append(next(now.layers), k, v)
-    attended = tree_attention(q, *keys_values, now.visibility, scale, window, softcap, sinks)
+    attended = now.cache.attend(next(now.layers), q, k, v, now.visibility, AttentionOptions(scale, window, softcap, sinks))
     return attended.transpose(1, 2).contiguous()
 
 

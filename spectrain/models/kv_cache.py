@@ -14,12 +14,15 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from spectrain.errors import UserError
+from spectrain.kernels.cpu_kernels import attend_cached, can_attend, has_cpu_kernels
 from spectrain.kernels.kv_append import kv_append
 from spectrain.kernels.kv_commit import kv_commit
 from spectrain.kernels.tree_attention import Visibility, tree_attention
+
+from .cache_layer import CacheLayer, attention_dtype, storage_dtype
 
 _cache_ids = count()
 live_caches: WeakValueDictionary[int, "TreeCache"] = WeakValueDictionary()
@@ -102,7 +105,7 @@ class TreeCache(Cache):
         self.query_observer: QueryObserver | None = None  # receives the queries of every uncompiled layer
         self.last_updated = -1  # layer index of the last call of `update`
         self.returns_all_keys = False  # whether layers compute attention themselves, over all keys
-        super().__init__(layers=[_CacheLayer(self) for _ in range(num_layers)])
+        super().__init__(layers=[CacheLayer(self) for _ in range(num_layers)])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TreeCache":
         """Return an empty cache: a copied drafter decodes for itself."""
@@ -173,14 +176,28 @@ class TreeCache(Cache):
         """Append keys and values [B, H, N, D] of a drafter's layer, and attend. The queries belong to the newest N appended
         nodes and see `visible` [B, N, M]. A window needs the `positions` [B, M] of the appended nodes."""
         query_positions = None if positions is None else positions[:, -queries.shape[2] :]
-        keys, values = self.append(layer, keys, values)
+        return self.attend(layer, queries, keys, values, self.visibility(visible, query_positions, positions), options)
+
+    def attend(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, visibility: Visibility, options: AttentionOptions
+    ) -> Tensor:
+        """Append keys and values [B, H, N, D] of a layer, and attend with as many queries, [B, H, N, D]."""
         scale = queries.shape[-1] ** -0.5 if options.scale is None else options.scale
-        visibility = self.visibility(visible, query_positions, positions)
-        return tree_attention(queries, keys, values, visibility, scale, options.window, options.softcap, options.sinks)
+        self.write(layer, keys, values)
+        if self.kv_transform is None and has_cpu_kernels(self.dtype, queries.device):
+            slots = self.keys_values(layer)
+            if can_attend(queries, *slots, visibility, *options[1:]):
+                return attend_cached(queries, *slots, visibility, scale)
+        return tree_attention(queries, *self.read(layer, keys.shape[2]), visibility, scale, *options[1:])
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write keys and values [B, H, N, D] after those of a layer, and return all its slots up to the newest, [B, H, T',
-        D]."""
+        """Write keys and values [B, H, N, D] after those of a layer, and return all its slots up to the newest, [B, H, T', D],
+        in the type in which they are attended to."""
+        self.write(layer, keys, values)
+        return self.read(layer, keys.shape[2])
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write keys and values [B, H, N, D] after those of a layer."""
         num_nodes = keys.shape[2]
         if self.storage is None:
             self.storage = self._allocate_storage(keys)
@@ -199,8 +216,29 @@ class TreeCache(Cache):
                 store[1, :, end - num_nodes : end] = values.transpose(1, 2)
             else:
                 kv_append(store, keys, values, self.lengths, self.uncommitted)
-        keys, values = (slots[:, :end].transpose(1, 2) for slots in self.keys_values(layer))
+
+    def read(self, layer: int, num_new: int) -> tuple[Tensor, Tensor]:
+        """Return all keys and values of a layer up to the `num_new` newest nodes, [B, H, T', D], as they are attended to."""
+        end = self.max_prefix_length(num_new) + self.uncommitted + num_new
+        dtype = attention_dtype(self.dtype, self.lengths.device)
+        keys, values = (slots[:, :end].transpose(1, 2).to(dtype) for slots in self.keys_values(layer))
         return (keys, values) if self.kv_transform is None else self.kv_transform(layer, keys, values)
+
+    @property
+    def can_lend_slots(self) -> bool:
+        """Return whether a kernel may write and read the slots of a layer itself."""
+        is_watched = self.kv_transform is not None or self.query_observer is not None
+        is_stored_alike = self.storage is None or self.storage.dtype == torch.bfloat16
+        is_text = self.position_offsets is None and not self.returns_all_keys
+        return not is_watched and is_stored_alike and self.shapes is None and is_text
+
+    def lend_slots(self, layer: int, num_new: int, num_heads: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return all slots of a layer, [B, T, H, D] each, for a kernel that appends the keys of `num_new` nodes."""
+        self.last_updated = layer
+        self.max_prefix_length(num_new)
+        if self.storage is None:
+            self.storage = self._allocate_storage(self.lengths.new_empty(len(self.lengths), num_heads, 0, size, dtype=dtype))
+        return self.keys_values(layer)
 
     def keys_values(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return views of the keys and values of all slots of a layer, [B, T, H, D] each."""
@@ -213,6 +251,12 @@ class TreeCache(Cache):
         return keys, values
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Return the type in which keys and values are stored."""
+        assert self.storage is not None
+        return self.storage.dtype
+
+    @property
     def attention_layers(self) -> list[int]:
         """Return the indices of the layers that attend."""
         return list(range(len(self.layers))) if self.shapes is None else list(self.shapes)
@@ -223,7 +267,7 @@ class TreeCache(Cache):
         count, slot = len(self.layers), (heads, size)
         if self.shapes is not None:
             count, slot = len(self.shapes), (1, max(shape.width for shape in self.shapes.values()))
-        dtype = attention_dtype(keys.dtype, keys.device)
+        dtype = storage_dtype(keys.dtype, keys.device)
         return torch.zeros((count, 2, batch, self.max_length, *slot), dtype=dtype, device=keys.device)
 
     def add_uncommitted(self, num_nodes: int) -> None:
@@ -306,34 +350,3 @@ class TreeCache(Cache):
             self.longest -= 0 if self.is_bounded else committed
         self.uncommitted = 0
         self.positions = None
-
-
-def attention_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the type in which keys are stored and attended to. On a CPU half precision becomes float64: the rounded sums over
-    keys are then the same in whatever order the keys lie, while in half precision one different bit changes the logits."""
-    return torch.float64 if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16) else dtype
-
-
-class _CacheLayer(CacheLayerMixin):
-    """One layer of the cache, with the interface of `transformers`."""
-
-    is_sliding = False
-
-    def __init__(self, owner: TreeCache) -> None:
-        super().__init__()
-        self.owner = owner
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return self.owner.update(key_states, value_states, self.owner.last_updated)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.owner.longest + self.owner.uncommitted
-
-    def get_max_length(self) -> int:
-        return self.owner.max_length

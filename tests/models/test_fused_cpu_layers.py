@@ -11,8 +11,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import spectrain.models.architectures.standard as standard
+from spectrain.kernels.cpu_kernels import has_cpu_kernels
 from spectrain.models.attention import layer_attention
-from spectrain.models.fast import fuse_cpu_layers, unpack_linears
+from spectrain.models.fast import unpack_linears
+from spectrain.models.fast.compiled_cpu_decoder import find_compiled
+from spectrain.models.fast.compiled_cpu_layers import fuse_cpu_layers
 from spectrain.models.fast.packed_linears import packable_dtypes
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan, Sublayer
 from spectrain.models.target import Target
@@ -30,6 +33,7 @@ CONFIGS: dict[str, Any] = {
     "qwen2": hf.Qwen2Config(**SIZE, use_sliding_window=True, sliding_window=5, max_window_layers=1),
     "qwen3": hf.Qwen3Config(**SIZE, head_dim=16),
     "qwen3 in bfloat16": hf.Qwen3Config(**SIZE, head_dim=16, dtype="bfloat16"),
+    "qwen2 in bfloat16": hf.Qwen2Config(**{**SIZE, "hidden_size": 64, "intermediate_size": 1056}, dtype="bfloat16"),
 }
 
 pytestmark = pytest.mark.skipif(not packable_dtypes(), reason="torch has no oneDNN here")
@@ -65,6 +69,18 @@ def prompt_and_tree(target: Target) -> list[Tensor]:
 
 
 @torch.inference_mode()
+def single_trees(target: Target) -> list[Tensor]:
+    """What a token and two levels of a tree behind one prompt give: states of every layer, and logits."""
+    cache, seen = target.new_cache(1, 64), []
+    target.prefill(torch.randint(3, 64, (1, 9)), torch.tensor([9]), cache, ())
+    for parents in ([-1], [-1, 0, 0, 1, 2], list(range(-1, 20))):
+        tree = TokenTree.from_parents(torch.randint(3, 64, (1, len(parents))), torch.tensor([parents]))
+        seen.append(target.verify(tree, cache, (0, 1, 3, "final")))
+        cache.commit(torch.tensor([[0]]), torch.tensor([1]))
+    return [part for features in seen for part in (features.hidden, features.logits) if part is not None]
+
+
+@torch.inference_mode()
 def packed_texts(target: Target) -> list[Tensor]:
     """The features of three texts in one row."""
     return [target.features(torch.randint(3, 64, (1, 20)), (2, "final"), (7, 4, 9)).hidden]
@@ -77,17 +93,43 @@ def halves_skipped(target: Target) -> list[Tensor]:
     return [target.run(torch.randint(3, 64, (2, 8)), ForwardPlan(layers=("final",), span=LayerSpan(skipped=skipped))).hidden]
 
 
-@pytest.mark.parametrize("ask", [prompt_and_tree, packed_texts, halves_skipped])
+@pytest.mark.parametrize("ask", [prompt_and_tree, single_trees, packed_texts, halves_skipped])
 def test_fused_layers_equal_transformers_layers_bit_by_bit(
     target: Target, ask: Callable[[Target], list[Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same with the layers' own forwards, to the last bit."""
     torch.manual_seed(1)
     lean = ask(target)
-    monkeypatch.setattr(standard, "fuse_cpu_layers", lambda layers, attend: [])
+    monkeypatch.setattr(standard, "fuse_cpu_forwards", lambda *args: [])
     torch.manual_seed(1)
     for one, other in zip(lean, ask(target), strict=True):
         assert one.isfinite().all() and one.std() > 0.1 and torch.equal(one, other)
+
+
+def test_compiled_decoder_is_made_anew_after_changes(target: Target) -> None:
+    """Written weights, hooks, overrides and unpacked linears end a compiled forward; only layers that are all compiled have
+    one."""
+
+    def find() -> object:
+        return find_compiled(target.decoder, target.layers, layer_attention)
+
+    first = find()
+    assert (first is not None) == (target.name == "qwen2 in bfloat16" and has_cpu_kernels(target.dtype, target.device))
+    if first is None:
+        return
+    assert find() is first
+    linear = target.layers[1].mlp.down_proj
+    with torch.no_grad():
+        linear.weight.add_(0)
+    second = find()
+    assert second is not first and find() is second
+    hook = linear.register_forward_hook(lambda *_: None)
+    assert find() is None
+    hook.remove()
+    unpack_linears(target.model)
+    assert find() is None
+    target.pack_weights()
+    assert find() is not None
 
 
 def test_layers_with_hooks_or_overrides_are_not_fused(target: Target) -> None:

@@ -81,7 +81,7 @@ def _apply_norm(norm: nn.RMSNorm, x: Tensor) -> Tensor:
 def _attend_cached(q: Tensor, k: Tensor, v: Tensor, cache: TreeCache, visible: Tensor | None) -> Tensor:
     """Compute `Attention.attend_cached` before its output projection: [B, H, F, d]."""
     if visible is None and cache.is_empty:
-        cache.append(0, k, v)
+        cache.write(0, k, v)
         return causal_attention(q, k, v)
     if visible is None:
         length = q.shape[2]

@@ -118,7 +118,7 @@ class Attention(nn.Module):
         """
         batch, _, length, _ = q.shape
         if visible is None and cache.is_empty:
-            cache.append(layer, k, v)
+            cache.write(layer, k, v)
             return self.attend_causal(q, k, v)
         if visible is None:
             visible = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().expand(batch, -1, -1)

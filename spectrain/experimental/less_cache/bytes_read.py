@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
+from spectrain.models.cache_layer import storage_dtype
 from spectrain.models.device import forward_weights
-from spectrain.models.kv_cache import attention_dtype
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -60,7 +60,7 @@ def weight_bytes(target: Target, coded: LinearCodes | None = None) -> int:
 
 def slot_bytes(target: Target) -> dict[int, int]:
     """Return the bytes of the keys and values of one token, by attention layer."""
-    size = attention_dtype(target.dtype, target.device).itemsize
+    size = storage_dtype(target.dtype, target.device).itemsize
     shapes = {layer: attention.shape for layer, attention in target.architecture.attention_layers.items()}
     return {layer: size * shape.num_heads * (shape.key_size + shape.value_size) for layer, shape in shapes.items()}
 

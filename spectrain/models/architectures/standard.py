@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from spectrain.errors import UserError
 from spectrain.models.attention import ATTENTION_NAME, AttentionRange, attn_implementation_for, layer_attention
 from spectrain.models.compiled_layers import set_forward_context
-from spectrain.models.fast import enforce_batch_invariance, fuse_cpu_layers
+from spectrain.models.fast import enforce_batch_invariance, fuse_cpu_forwards
 from spectrain.models.forward_override import (
     Forward,
     checkpoint_layer,
@@ -25,7 +25,7 @@ from spectrain.models.forward_override import (
     run_on_subset,
     zeros,
 )
-from spectrain.models.forward_plan import ForwardPlan, Sublayer
+from spectrain.models.forward_plan import ALL_LAYERS, ForwardPlan, Sublayer
 from spectrain.models.kv_cache import KeyValueShape
 from spectrain.models.limits import has_dynamic_rope
 from spectrain.models.model_parts import ModelParts
@@ -92,7 +92,10 @@ class Standard(Architecture):
             # The last layer, skipped, passes its input on to the final norm.
             yield feed_stream(parts.layers[min(plan.span.first, parts.num_layers - 1)], plan.span.hidden)
         if not plan.grad and parts.device.type == "cpu" and not self.output_tuple_size:
-            yield override_forwards(fuse_cpu_layers(parts.layers, layer_attention))
+            is_whole = plan.span is ALL_LAYERS and call.image_inputs is None
+            tokens = call.tokens if is_whole else None
+            forwards = fuse_cpu_forwards(parts.decoder, parts.layers, layer_attention, tokens, self.attention_arguments(call))
+            yield override_forwards(forwards)
         yield override_forwards(self._layer_overrides(call))
         if call.attention_visibility is not None:
             yield enforce_batch_invariance()

@@ -5,7 +5,8 @@
 
 from torch import nn
 
-from .fused_cpu_layers import CachedRotation, fuse_cpu_layers, shared_product
+from .compiled_cpu_decoder import fuse_cpu_forwards
+from .fused_cpu_layers import CachedRotation, shared_product
 from .merged_attention import is_mergeable, merged_attention
 from .merged_linears import merge_linears
 from .packed_linears import (
@@ -26,7 +27,7 @@ __all__ = [
     "CachedRotation",
     "FeatureLinear",
     "enforce_batch_invariance",
-    "fuse_cpu_layers",
+    "fuse_cpu_forwards",
     "has_batch_invariance",
     "is_large_weight",
     "is_mergeable",

@@ -7,15 +7,13 @@ N tokens or nodes, D width, H query heads, K key-value heads, d head size, I inn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-from spectrain.models.forward_override import Forward
 
 from .packed_linears import SharedInput, is_packed, packed_product, shared_input
 
@@ -26,17 +24,10 @@ AttentionFunction = Callable[..., tuple[Tensor, None]]
 """The attention of a layer, with the arguments of transformers' attention interface."""
 
 
-def fuse_cpu_layers(layers: Iterable[nn.Module], attend: AttentionFunction) -> Iterator[tuple[nn.Module, Forward]]:
-    """Yield the layers that can be fused, each with its fused forward: those on packed linears, without hooks inside. They
-    attend by `attend`, where their configuration chooses its implementation."""
-    rotation = CachedRotation()
-    for layer in layers:
-        if type(layer).__name__ in LLAMA_LIKE_LAYERS and _is_fusable(layer, attend):
-            yield layer, FusedLayer(layer, rotation, attend)
-
-
-def _is_fusable(layer: Any, attend: AttentionFunction) -> bool:
-    """Return whether a layer computes exactly what its class says, on packed weights."""
+def is_fusable(layer: Any, attend: AttentionFunction) -> bool:
+    """Return whether a layer is like Llama's and computes exactly what its class says, on packed weights."""
+    if type(layer).__name__ not in LLAMA_LIKE_LAYERS:
+        return False
     attention, mlp = layer.self_attn, layer.mlp
     norms = layer.input_layernorm, layer.post_attention_layernorm
     qkv = attention.q_proj, attention.k_proj, attention.v_proj

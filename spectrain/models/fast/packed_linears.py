@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spectrain.kernels.onednn import onednn_linear
+from spectrain.kernels.onednn import linear_pointwise, onednn_linear
 from spectrain.models.architectures.quantized import has_dense_weight
 from spectrain.models.forward_override import Forward, set_forward
 
@@ -99,17 +99,9 @@ class PackedWeights:
 
     def product(self, input: Tensor) -> Tensor:
         """Return the outputs of all linears side by side, [.., D] -> [.., O]."""
-        weights: list[Tensor] = [linear.weight for linear in self.linears]
-        is_current = len(self.packed_versions) == len(weights) and all(
-            copied() is weight and version == weight._version
-            for (copied, version), weight in zip(self.packed_versions, weights)
-        )
-        if self.packed is None or not is_current:
-            self._pack_weights(weights[0].detach() if len(weights) == 1 else torch.cat([weight.detach() for weight in weights]))
-            self.packed_versions = [(weakref.ref(weight), weight._version) for weight in weights]
+        self.refresh()
         assert self.packed is not None
-        biases: list[Tensor] = [linear.bias for linear in self.linears if linear.bias is not None]
-        bias = torch.cat(biases) if len(biases) > 1 else biases[0] if biases else None
+        bias = self.join_biases()
         if self.packed_int8 is not None:
             output = torch.ops.quantized.linear_dynamic(input.float(), self.packed_int8).to(input.dtype)
             return output if bias is None else output + bias
@@ -121,6 +113,22 @@ class PackedWeights:
             return onednn_linear(input, self.packed, bias)
         output = onednn_linear(input.to(self.packed.dtype), self.packed).to(input.dtype)
         return output if bias is None else output + bias
+
+    def refresh(self) -> None:
+        """Pack the weights where they are not packed, or were written to or replaced since."""
+        weights: list[Tensor] = [linear.weight for linear in self.linears]
+        is_current = len(self.packed_versions) == len(weights) and all(
+            copied() is weight and version == weight._version
+            for (copied, version), weight in zip(self.packed_versions, weights)
+        )
+        if self.packed is None or not is_current:
+            self._pack_weights(weights[0].detach() if len(weights) == 1 else torch.cat([weight.detach() for weight in weights]))
+            self.packed_versions = [(weakref.ref(weight), weight._version) for weight in weights]
+
+    def join_biases(self) -> Tensor | None:
+        """Return the biases of all linears side by side, [O]."""
+        biases: list[Tensor] = [linear.bias for linear in self.linears if linear.bias is not None]
+        return torch.cat(biases) if len(biases) > 1 else biases[0] if biases else None
 
     def _pack_weights(self, weight: Tensor) -> None:
         """Store a weight [O, D] in the form in which it is multiplied."""
@@ -154,6 +162,24 @@ class PackedWeights:
     @staticmethod
     def _is_small(weight: Tensor) -> bool:
         return weight.dtype == torch.float32 and not is_large_weight(weight.numel())
+
+
+class PackedProduct:
+    """The product of up to CONSISTENT_ROWS rows of bfloat16 with weights that stay as they are: the call of oneDNN alone."""
+
+    def __init__(self, weights: PackedWeights) -> None:
+        weights.refresh()
+        assert weights.packed is not None and weights.packed_int8 is None
+        self.source, self.weight, self.bias = weights, weights.packed, weights.join_biases()
+
+    @staticmethod
+    def is_paired(width: int) -> bool:
+        """Return whether a single row of this width has to be multiplied with a copy of itself (`multiply_paired`)."""
+        return not is_batch_invariant(width, 1)
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """Return the outputs of all linears side by side, [1, N, D] -> [1, N, O]."""
+        return linear_pointwise(input, self.weight, self.bias, "none", [], "")
 
 
 class SharedInput(SharedProduct):

@@ -1,0 +1,139 @@
+"""The door to the compiled kernels of a CPU: whether they can run, and calls that take tensors.
+
+Shapes: B batch, N query nodes, M appended nodes (the N new ones last), T key slots, H query heads, K key-value heads, d head
+size, D width, I inner width. Numba is imported at the first use. SPECTRAIN_KERNELS=reference switches the kernels off, as do a
+missing Numba and a machine where its code cannot be stored.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .tree_attention import Visibility
+
+HEAD_STEP = 16
+"""Divisor of the head sizes that attention takes."""
+MAX_WIDTH = 2048
+"""Widest row that norms sum in torch's order."""
+LANE_COUNTS = (8, 16, 4)
+"""Numbers in the vectors of float32 that torch may sum with."""
+PROBE_ROWS = 64
+
+_working_memory = threading.local()
+
+
+class CompiledKernels(NamedTuple):
+    """The modules with the compiled kernels."""
+
+    attention: Any
+    rows: Any
+
+
+def load_kernels() -> CompiledKernels:
+    """Return the compiled kernels where `has_cpu_kernels` is true."""
+    kernels = _import_kernels()
+    assert kernels is not None
+    return kernels
+
+
+@cache
+def _import_kernels() -> CompiledKernels | None:
+    """Import the compiled kernels; return None where they cannot run."""
+    try:
+        from . import cpu_attention, cpu_rows
+    # Numba raises RuntimeError where it can write to no cache folder.
+    except (ImportError, RuntimeError):
+        return None
+    return CompiledKernels(cpu_attention, cpu_rows)
+
+
+def has_cpu_kernels(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether compiled kernels serve tensors of this type."""
+    if device.type != "cpu" or dtype != torch.bfloat16 or os.environ.get("SPECTRAIN_KERNELS") == "reference":
+        return False
+    return _import_kernels() is not None
+
+
+def working_memory(size: int) -> int:
+    """Return the address of at least `size` float64 numbers, which the next call in this thread may overwrite."""
+    memory: Tensor | None = getattr(_working_memory, "memory", None)
+    if memory is None or len(memory) < size:
+        memory = _working_memory.memory = torch.empty(max(size, 1 << 16), dtype=torch.float64)
+    return memory.data_ptr()
+
+
+def attention_memory(visibility: Visibility, num_heads: int, num_key_heads: int, head_size: int) -> int:
+    """Return the address of the working memory of attention with this visibility."""
+    _, num_nodes, num_appended = visibility.tree.shape
+    padded = num_nodes * (num_heads // num_key_heads) + 8
+    return working_memory(padded * (2 * head_size + visibility.longest + num_appended + 2) + 32 * head_size)
+
+
+def can_attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visibility: Visibility,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> bool:
+    """Return whether `attend_cached` computes this attention: over everything that is visible, of heads with one even size."""
+    head_size, num_slots = keys.shape[-1], visibility.longest + visibility.tree.shape[2]
+    if (
+        softcap is not None
+        or sinks is not None
+        or visibility.chunk_size is not None
+        or (window is not None and num_slots > window)
+    ):
+        return False
+    return queries.dtype == keys.dtype and head_size % HEAD_STEP == 0 and values.shape == keys.shape
+
+
+def attend_cached(queries: Tensor, keys: Tensor, values: Tensor, visibility: Visibility, scale: float) -> Tensor:
+    """Compute softmax(q k^T * scale) v over the slots that each node sees, [B, H, N, d], laid out as [B, N, H, d]. Queries are
+    [B, H, N, d]; keys and values are [B, T, K, d] with the newest nodes in them."""
+    attention = load_kernels().attention
+    batch, num_heads, num_nodes, head_size = queries.shape
+    out = queries.new_empty(batch, num_nodes, num_heads, head_size)
+    queries = queries if queries.stride(-1) == 1 else queries.contiguous()
+    memory = attention_memory(visibility, num_heads, keys.shape[2], head_size)
+    for row, (length, mask) in enumerate(visibility.row_masks()):
+        attention.attend_half(
+            queries[row].data_ptr(), queries.stride(2), queries.stride(1), keys[row].data_ptr(), values[row].data_ptr(),
+            keys.stride(1), length, visibility.tree.shape[2], mask.data_ptr(), num_nodes, num_heads, keys.shape[2], head_size,
+            out[row].data_ptr(), scale, memory,
+        )  # fmt: skip
+    return out.transpose(1, 2)
+
+
+@cache
+def norm_lanes() -> int | None:
+    """Return the numbers per vector with which torch sums a row of float32 here, or None where no count gives its bits."""
+    rows = load_kernels().rows
+    source = torch.Generator().manual_seed(0)
+    for lanes in LANE_COUNTS:
+        if all(_sums_as_torch(rows, torch.randn(PROBE_ROWS, width, generator=source), lanes) for width in (576, 1000, 2048)):
+            return lanes
+    return None
+
+
+def _sums_as_torch(rows: Any, x: Tensor, lanes: int) -> bool:
+    """Return whether the kernel's mean squares of x [N, D] have the bits of torch's."""
+    width, memory = x.shape[1], working_memory(1 << 12)
+    means = [rows.mean_squares(row.data_ptr(), width, lanes, memory) for row in x]
+    return torch.tensor(means).equal(x.pow(2).mean(-1))
+
+
+@cache
+def silu_table() -> Tensor:
+    """Return torch's SiLU of every bfloat16, [65536], by its bits."""
+    with torch.inference_mode():
+        return F.silu(torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16))

@@ -1,0 +1,131 @@
+"""A whole decoder in bfloat16 on a CPU, from tokens to its final norm, in the calls of its compiled layers alone.
+
+It serves the forwards of decoding: the nodes of a tree or a single token over a cache. Shapes: N nodes, D width, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from spectrain.models.forward_override import Forward, override_forwards
+from spectrain.models.limits import has_dynamic_rope
+
+from .compiled_cpu_layers import (
+    CompiledLayer,
+    LayerKernels,
+    NodeBuffers,
+    add_norm,
+    fuse_cpu_layers,
+    is_compiled_call,
+    join_terms,
+)
+from .fused_cpu_layers import AttentionFunction, CachedRotation, is_fusable
+
+DECODERS = ("LlamaModel", "Qwen2Model")  # decoders that embed, run their layers, and norm
+ANGLES_STEP = 128
+"""Positions whose angles are computed together: few enough that torch computes all in vectors, on one thread."""
+
+_decoders: WeakKeyDictionary[nn.Module, CompiledDecoder] = WeakKeyDictionary()
+
+
+def fuse_cpu_forwards(
+    decoder: nn.Module, layers: nn.ModuleList, attend: AttentionFunction, tokens: Tensor | None, arguments: dict[str, Any]
+) -> Iterator[tuple[nn.Module, Forward]]:
+    """Yield the decoder with its compiled forward where that serves tokens [B, N] with these arguments of attention, else the
+    layers that can be fused, each with its fused forward. Without `tokens` not all layers run, or on other inputs."""
+    compiled = None
+    if tokens is not None and is_compiled_call(tokens, arguments):
+        compiled = find_compiled(decoder, layers, attend)
+    if compiled is not None:
+        yield decoder, compiled
+    else:
+        yield from fuse_cpu_layers(layers, attend)
+
+
+def find_compiled(decoder: Any, layers: nn.ModuleList, attend: AttentionFunction) -> CompiledDecoder | None:
+    """Return the compiled forward of a decoder, or None where kernels do not compute all its layers."""
+    compiled = _decoders.get(decoder)
+    if compiled is not None and compiled.is_current(attend):
+        return compiled
+    _decoders.pop(decoder, None)
+    if type(decoder).__name__ not in DECODERS or decoder.layers is not layers or has_dynamic_rope(decoder.config):
+        return None
+    outside = decoder.embed_tokens, decoder.norm, decoder.rotary_emb
+    if type(decoder.embed_tokens) is not nn.Embedding or any(_is_overridden(module) for module in (*outside, *layers)):
+        return None
+    if not all(is_fusable(layer, attend) and LayerKernels.supports(layer) for layer in layers):
+        return None
+    compiled = _decoders[decoder] = CompiledDecoder(decoder, attend)
+    return compiled
+
+
+def _is_overridden(module: nn.Module) -> bool:
+    return "forward" in vars(module)
+
+
+class CompiledDecoder:
+    """The forward of a decoder whose layers are all compiled."""
+
+    def __init__(self, decoder: Any, attend: AttentionFunction) -> None:
+        self.config, self.layers = decoder.config, list(decoder.layers)
+        self.embedding, self.norm, self.rotary = decoder.embed_tokens, decoder.norm, decoder.rotary_emb
+        rotation = CachedRotation()
+        self.forwards = [CompiledLayer(layer, rotation, attend) for layer in self.layers]
+        self.cos = self.sin = self.norm.weight.new_empty(0, 0)
+        # What must stay as it is: the forwards of modules, and the weights that were packed or whose addresses are used.
+        inner = [module for layer in self.layers for module in layer.modules() if module is not layer]
+        outside = [*self.layers, self.embedding, self.norm, self.rotary]
+        self.modules = [(module, vars(module).get("forward")) for module in (*inner, *outside)]
+        self.unhooked = [module for module in (*inner, self.embedding, self.norm, self.rotary)]
+        self.weights = [
+            (module._parameters, name, weight, weight._version)
+            for module in (*inner, self.embedding, self.norm)
+            for name, weight in module._parameters.items()
+            if weight is not None
+        ]
+        self.packed = [(product.source, product.weight) for run in self.forwards for product in run.layer_kernels.products]
+
+    def is_current(self, attend: AttentionFunction) -> bool:
+        """Return whether the layers still compute what was compiled."""
+        return (
+            ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation) is attend
+            and all(module.__dict__.get("forward") is forward for module, forward in self.modules)
+            and not any(module._forward_hooks or module._forward_pre_hooks for module in self.unhooked)
+            and all(table[name] is weight and weight._version == version for table, name, weight, version in self.weights)
+            and all(source.packed is weight for source, weight in self.packed)
+        )
+
+    def __call__(
+        self, input_ids: Tensor, position_ids: Tensor, tree_cache: Any = None, **kwargs: Any
+    ) -> BaseModelOutputWithPast:
+        """Run the decoder over tokens [1, N] with the arguments of its own forward."""
+        hidden: Tensor = F.embedding(input_ids, self.embedding.weight)
+        angles = self._angles(position_ids, tree_cache.max_length, hidden)
+        buffers = NodeBuffers.allocate(kwargs["visibility"], hidden, angles, self.forwards[0].layer_kernels)
+        added = None
+        for layer, forward in zip(self.layers, self.forwards):
+            if layer._forward_hooks or layer._forward_pre_hooks:
+                hidden, added = hidden if added is None else join_terms(hidden, added), None
+                with override_forwards([(layer, forward)]):
+                    hidden = layer(hidden, position_embeddings=angles, tree_cache=tree_cache, **kwargs)
+            else:
+                hidden, added = forward.layer_kernels.run(hidden, added, tree_cache, buffers)
+        final = torch.empty_like(hidden)
+        add_norm(hidden, added, self.norm.weight, self.norm.variance_epsilon, buffers.sums[0], final)
+        return BaseModelOutputWithPast(last_hidden_state=final)
+
+    def _angles(self, positions: Tensor, max_length: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines [1, N, d] at positions [1, N] below `max_length`."""
+        if len(self.cos) < max_length:
+            every = torch.arange(-(-max_length // ANGLES_STEP) * ANGLES_STEP)
+            parts = [self.rotary(hidden, part[None]) for part in every.split(ANGLES_STEP)]
+            self.cos, self.sin = (torch.cat(halves, dim=1)[0] for halves in zip(*parts))
+        return F.embedding(positions, self.cos), F.embedding(positions, self.sin)

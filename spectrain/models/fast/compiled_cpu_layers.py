@@ -1,0 +1,183 @@
+"""Fused decoder layers in bfloat16 on a CPU: four linears, and between them compiled kernels.
+
+They compute what `FusedLayer` computes, bit by bit, for the nodes of a tree or a single token. A layer keeps the addresses of
+its weights, so a forward has no other operations. Shapes: N nodes, D width, H query heads, K key-value heads, d head size, I
+inner width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spectrain.kernels import cpu_kernels
+from spectrain.kernels.tree_attention import Visibility
+from spectrain.models.compiled_layers import mark_layer_done
+from spectrain.models.forward_override import Forward
+
+from .fused_cpu_layers import AttentionFunction, CachedRotation, FusedLayer, is_fusable
+from .packed_linears import CONSISTENT_ROWS, PackedProduct, shared_input
+
+VECTOR_WIDTH = 32
+"""Divisor of the inner width, so that torch computes all activations in vectors: the last numbers of others have other bits."""
+
+
+@dataclass
+class NodeBuffers:
+    """What the layers of one forward over N nodes share: its tree, its angles, and the inputs of the linears."""
+
+    visibility: Visibility
+    cos: Tensor  # [1, N, d]
+    sin: Tensor
+    normed: Tensor  # [1, N, D]
+    attended: Tensor  # [1, N, H d]
+    inner: Tensor  # [1, N, I]; of a single node its pair
+    sums: tuple[Tensor, Tensor]  # [1, N, D] each
+
+    @classmethod
+    def allocate(
+        cls, visibility: Visibility, hidden: Tensor, angles: tuple[Tensor, Tensor], layer: LayerKernels
+    ) -> NodeBuffers:
+        """Allocate for layers like this one over hidden states [1, N, D]."""
+        num_nodes, copies = hidden.shape[1], layer.copies(hidden.shape[1])
+        cos, sin = (angle.contiguous() for angle in angles)
+        attended = hidden.new_empty(1, num_nodes, layer.num_heads * layer.head_size)
+        inner = hidden.new_empty(1, num_nodes * copies, layer.inner_width)
+        sums = torch.empty_like(hidden), torch.empty_like(hidden)
+        return cls(visibility, cos, sin, torch.empty_like(hidden), attended, inner, sums)
+
+
+class LayerKernels:
+    """The kernels and linears of one layer."""
+
+    def __init__(self, layer: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        norms = layer.input_layernorm, layer.post_attention_layernorm
+        qkv, gate_up = shared_input(attention.q_proj), shared_input(mlp.gate_proj)
+        assert qkv is not None and gate_up is not None
+        output, down = attention.o_proj.forward.weights, mlp.down_proj.forward.weights
+        self.products = [PackedProduct(weights) for weights in (qkv.weights, output, gate_up.weights, down)]
+        self.index, self.head_size, self.scale = attention.layer_idx, attention.head_dim, attention.scaling
+        self.num_heads, self.num_key_heads = (size // self.head_size for size in qkv.sizes[:2])
+        self.inner_width, self.eps = mlp.gate_proj.out_features, norms[0].variance_epsilon
+        self.norm_weights = [norm.weight for norm in norms]
+        self.kernels, self.lanes = cpu_kernels.load_kernels(), cpu_kernels.norm_lanes()
+        self.table = cpu_kernels.silu_table()
+
+    @staticmethod
+    def supports(layer: Any) -> bool:
+        """Return whether the kernels compute what a fusable layer computes."""
+        attention, mlp, weight = layer.self_attn, layer.mlp, layer.input_layernorm.weight
+        linears = attention.q_proj, attention.o_proj, mlp.gate_proj
+        if not cpu_kernels.has_cpu_kernels(weight.dtype, weight.device) or getattr(attention, "q_norm", None) is not None:
+            return False
+        if weight.shape[0] > cpu_kernels.MAX_WIDTH or attention.head_dim % cpu_kernels.HEAD_STEP:
+            return False
+        if mlp.gate_proj.out_features % VECTOR_WIDTH or any(PackedProduct.is_paired(linear.in_features) for linear in linears):
+            return False
+        is_silu = isinstance(mlp.act_fn, nn.SiLU) or type(mlp.act_fn).__name__ == "SiLUActivation"
+        return is_silu and getattr(attention, "sliding_window", None) is None and cpu_kernels.norm_lanes() is not None
+
+    def copies(self, num_nodes: int) -> int:
+        """Return how often the input of the last linear is stored: a single row may need a copy."""
+        return 2 if num_nodes == 1 and PackedProduct.is_paired(self.inner_width) else 1
+
+    def run(self, hidden: Tensor, added: Tensor | None, cache: Any, buffers: NodeBuffers) -> tuple[Tensor, Tensor]:
+        """Run the layer on hidden + added [1, N, D]. Return two terms of its output: one of the buffers, and
+        [1, N, D] that may be followed by copies."""
+        qkv, output, gate_up, down = self.products
+        first, second = buffers.sums
+        hidden = self.add_norm(0, hidden, added, first, buffers.normed)
+        self._attend(qkv(buffers.normed), cache, buffers)
+        hidden = self.add_norm(1, hidden, output(buffers.attended), second, buffers.normed)
+        inner, out = gate_up(buffers.normed), buffers.inner
+        num_nodes = hidden.shape[1]
+        self.kernels.rows.gate(
+            inner.data_ptr(), self.table.data_ptr(), out.data_ptr(), num_nodes, self.inner_width, self.copies(num_nodes)
+        )
+        return hidden, down(out)
+
+    def add_norm(self, index: int, hidden: Tensor, added: Tensor | None, summed: Tensor, normed: Tensor) -> Tensor:
+        """Compute one of the two norms of hidden + added [1, N, D], and return that sum, which lies in `summed`."""
+        add_norm(hidden, added, self.norm_weights[index], self.eps, summed, normed)
+        return hidden if added is None else summed
+
+    def _attend(self, heads: Tensor, cache: Any, buffers: NodeBuffers) -> None:
+        """Rotate heads [1, N, (H + 2 K) d], append keys and values to the cache, and attend."""
+        visibility, size = buffers.visibility, self.head_size
+        num_nodes = heads.shape[1]
+        mark_layer_done(self.index)
+        keys, values = cache.lend_slots(self.index, num_nodes, self.num_key_heads, size, heads.dtype)
+        ((length, mask),) = visibility.row_masks()
+        self.kernels.attention.rotate_attend_half(
+            heads.data_ptr(), buffers.cos.data_ptr(), buffers.sin.data_ptr(), keys.data_ptr(), values.data_ptr(),
+            keys.stride(1), length, visibility.tree.shape[2], mask.data_ptr(), num_nodes, self.num_heads, self.num_key_heads,
+            size, buffers.attended.data_ptr(), self.scale,
+            cpu_kernels.attention_memory(visibility, self.num_heads, self.num_key_heads, size),
+        )  # fmt: skip
+
+
+def add_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, eps: float, summed: Tensor, normed: Tensor) -> None:
+    """Store hidden + added [1, N, D] and its norm."""
+    width, other = hidden.shape[-1], (0, 0) if added is None else (added.data_ptr(), summed.data_ptr())
+    cpu_kernels.load_kernels().rows.add_norm(
+        hidden.data_ptr(), other[0], weight.data_ptr(), other[1], normed.data_ptr(), hidden.shape[1], width, eps,
+        cpu_kernels.norm_lanes(), cpu_kernels.working_memory(width + 256),
+    )  # fmt: skip
+
+
+def join_terms(hidden: Tensor, added: Tensor) -> Tensor:
+    """Return the sum [1, N, D] of what a layer returned; the second term may repeat its row."""
+    return hidden + added[:, : hidden.shape[1]]
+
+
+def is_compiled_call(hidden: Tensor, kwargs: dict[str, Any]) -> bool:
+    """Return whether a call of a layer or decoder over [B, N, D] is one that the kernels serve."""
+    cache, visibility = kwargs.get("tree_cache"), kwargs.get("visibility")
+    if not isinstance(visibility, Visibility) or cache is None or visibility.chunk_size is not None:
+        return False
+    is_plain = kwargs.get("ranges") is None and kwargs.get("layer_visibility") is None and kwargs.get("calls") is None
+    return is_plain and hidden.shape[0] == 1 and hidden.shape[1] <= CONSISTENT_ROWS and cache.can_lend_slots
+
+
+class CompiledLayer(FusedLayer):
+    """The forward of a layer: by kernels where they serve the call, else in torch's operations."""
+
+    def __init__(self, layer: Any, rotation: CachedRotation, attend: AttentionFunction) -> None:
+        super().__init__(layer, rotation, attend)
+        self.layer_kernels = LayerKernels(layer)
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Run the layer, [B, N, D] -> [B, N, D], with the arguments of its own forward."""
+        assert position_embeddings is not None
+        if not is_compiled_call(hidden_states, kwargs):
+            return super().__call__(
+                hidden_states, attention_mask, position_ids, past_key_values, use_cache, position_embeddings, **kwargs
+            )
+        hidden_states = hidden_states.contiguous()
+        buffers = NodeBuffers.allocate(kwargs["visibility"], hidden_states, position_embeddings, self.layer_kernels)
+        summed, added = self.layer_kernels.run(hidden_states, None, kwargs["tree_cache"], buffers)
+        return join_terms(summed, added)
+
+
+def fuse_cpu_layers(layers: Iterable[nn.Module], attend: AttentionFunction) -> Iterator[tuple[nn.Module, Forward]]:
+    """Yield the layers that can be fused, each with its fused forward: those on packed linears, without hooks inside. They
+    attend by `attend`, where their configuration chooses its implementation."""
+    rotation = CachedRotation()
+    for layer in layers:
+        if is_fusable(layer, attend):
+            kind = CompiledLayer if LayerKernels.supports(layer) else FusedLayer
+            yield layer, kind(layer, rotation, attend)

@@ -1,0 +1,66 @@
+"""Compiled kernels of a CPU equal torch's operations in bfloat16, and attention in float64, to the last bit."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from spectrain.kernels import cpu_kernels
+from spectrain.kernels.tree_attention import Visibility, tree_attention_reference
+from spectrain.trees.token_tree import TokenTree
+
+NUM_HEADS, NUM_KEY_HEADS, SIZE = 6, 2, 32
+
+pytestmark = pytest.mark.skipif(
+    not cpu_kernels.has_cpu_kernels(torch.bfloat16, torch.device("cpu")), reason="Numba is not installed or switched off"
+)
+
+
+def make_tree(num_nodes: int, length: int) -> Visibility:
+    parents = torch.tensor([[-1, *(int(torch.randint(max(0, node - 5), node, ())) for node in range(1, num_nodes))]])
+    tree = TokenTree.from_parents(torch.zeros_like(parents), parents)
+    return Visibility(torch.tensor([length]), length, tree.ancestors, length + tree.depths, None)
+
+
+@pytest.mark.parametrize("length", [0, 1, 77])
+def test_attention_equals_float64_whatever_other_nodes_there_are(length: int) -> None:
+    """Of trees of 1 to 64 nodes, each node has the bits of float64 attention, rounded, and of its path by itself."""
+    torch.manual_seed(0)
+    for num_nodes in (1, 2, 7, 16, 33, 64):
+        visibility = make_tree(num_nodes, length)
+        queries = torch.randn(1, NUM_HEADS, num_nodes, SIZE).bfloat16() * 2
+        keys, values = torch.randn(2, 1, length + num_nodes + 3, NUM_KEY_HEADS, SIZE).bfloat16()
+        found = cpu_kernels.attend_cached(queries, keys, values, visibility, 0.3)
+        wide = [x.double() for x in (queries, keys[:, :-3].transpose(1, 2), values[:, :-3].transpose(1, 2))]
+        assert torch.equal(found, tree_attention_reference(*wide, visibility, 0.3).to(torch.bfloat16))
+        for node in {0, num_nodes // 2, num_nodes - 1}:
+            path = torch.cat([torch.arange(length), length + visibility.tree[0, node].nonzero()[:, 0]])
+            alone = Visibility(torch.tensor([len(path) - 1]), len(path) - 1, torch.ones(1, 1, 1).bool(), path[None, -1:], None)
+            query = queries[:, :, node : node + 1]
+            assert torch.equal(
+                cpu_kernels.attend_cached(query, keys[:, path], values[:, path], alone, 0.3)[:, :, 0], found[:, :, node]
+            )
+
+
+def test_norms_and_gates_have_the_bits_of_torch() -> None:
+    """Also of widths that no vector divides, and of infinite and undefined numbers."""
+    torch.manual_seed(0)
+    lanes, rows, table = cpu_kernels.norm_lanes(), cpu_kernels.load_kernels().rows, cpu_kernels.silu_table()
+    assert lanes is not None
+    for width in (40, 576, 1100, 2048):
+        hidden, added, weight = (torch.randn(*shape, width).bfloat16() for shape in ((50,), (50,), ()))
+        summed, normed = torch.empty_like(hidden), torch.empty_like(hidden)
+        addresses = [x.data_ptr() for x in (hidden, added, weight, summed, normed)]
+        rows.add_norm(*addresses, 50, width, 1e-5, lanes, cpu_kernels.working_memory(width + 256))
+        assert torch.equal(summed, hidden + added)
+        assert torch.equal(normed, weight * F.rms_norm(summed, (width,), None, 1e-5))
+    inner = torch.randn(5, 2 * 64).bfloat16() * 4
+    inner[0, 0], inner[1, 70], inner[2, 1] = float("nan"), float("inf"), -float("inf")
+    found = inner.new_empty(10, 64)
+    rows.gate(inner.data_ptr(), table.data_ptr(), found.data_ptr(), 5, 64, 2)
+    wanted = F.silu(inner[:, :64]) * inner[:, 64:]
+    torch.testing.assert_close(found, wanted.repeat(2, 1), rtol=0, atol=0, equal_nan=True)
+
+
+def test_kernels_are_switched_off_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECTRAIN_KERNELS", "reference")
+    assert not cpu_kernels.has_cpu_kernels(torch.bfloat16, torch.device("cpu"))
