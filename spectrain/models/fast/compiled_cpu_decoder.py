@@ -82,26 +82,35 @@ class CompiledDecoder:
         self.cos = self.sin = self.norm.weight.new_empty(0, 0)
         # What must stay as it is: the forwards of modules, and the weights that were packed or whose addresses are used.
         inner = [module for layer in self.layers for module in layer.modules() if module is not layer]
-        outside = [*self.layers, self.embedding, self.norm, self.rotary]
-        self.modules = [(module, vars(module).get("forward")) for module in (*inner, *outside)]
-        self.unhooked = [module for module in (*inner, self.embedding, self.norm, self.rotary)]
-        self.weights = [
-            (module._parameters, name, weight, weight._version)
-            for module in (*inner, self.embedding, self.norm)
-            for name, weight in module._parameters.items()
-            if weight is not None
-        ]
-        self.packed = [(product.source, product.weight) for run in self.forwards for product in run.layer_kernels.products]
+        inner += [self.embedding, self.norm, self.rotary]
+        self.attributes = [vars(module) for module in (*inner, *self.layers)]
+        self.forward_ids = self._list_forwards()
+        self.hooks = [hooks for module in inner for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        self.parameters = [(module._parameters, name) for module in inner for name, weight in module._parameters.items()]
+        self.weights = [table[name] for table, name in self.parameters if table[name] is not None]
+        self.weight_ids, self.versions = self._list_weights(), self._list_versions()
+        products = [product for forward in self.forwards for product in forward.layer_kernels.products]
+        self.sources, self.packed_ids = [product.source for product in products], [id(product.weight) for product in products]
 
     def is_current(self, attend: AttentionFunction) -> bool:
-        """Return whether the layers still compute what was compiled."""
+        """Return whether the layers still compute what was compiled; called at every forward, so made of quick comparisons."""
         return (
             ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation) is attend
-            and all(module.__dict__.get("forward") is forward for module, forward in self.modules)
-            and not any(module._forward_hooks or module._forward_pre_hooks for module in self.unhooked)
-            and all(table[name] is weight and weight._version == version for table, name, weight, version in self.weights)
-            and all(source.packed is weight for source, weight in self.packed)
+            and not any(self.hooks)
+            and self._list_forwards() == self.forward_ids
+            and self._list_weights() == self.weight_ids
+            and self._list_versions() == self.versions
+            and [id(source.packed) for source in self.sources] == self.packed_ids
         )
+
+    def _list_forwards(self) -> list[int]:
+        return [id(attributes.get("forward")) for attributes in self.attributes]
+
+    def _list_weights(self) -> list[int]:
+        return [id(table[name]) for table, name in self.parameters]
+
+    def _list_versions(self) -> list[int]:
+        return [weight._version for weight in self.weights]
 
     def __call__(
         self, input_ids: Tensor, position_ids: Tensor, tree_cache: Any = None, **kwargs: Any
