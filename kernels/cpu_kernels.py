@@ -61,16 +61,16 @@ def has_cpu_kernels(dtype: torch.dtype, device: torch.device) -> bool:
     return _import_kernels() is not None
 
 
-def working_memory(size: int) -> int:
-    """Return the address of at least `size` float64 numbers, which the next call in this thread may overwrite."""
+def working_memory(size: int) -> Tensor:
+    """Return memory for at least `size` float64 numbers, which the next call in this thread may overwrite."""
     memory: Tensor | None = getattr(_working_memory, "memory", None)
     if memory is None or len(memory) < size:
         memory = _working_memory.memory = torch.empty(max(size, 1 << 16), dtype=torch.float64)
-    return memory.data_ptr()
+    return memory
 
 
-def attention_memory(visibility: Visibility, num_heads: int, num_key_heads: int, head_size: int) -> int:
-    """Return the address of the working memory of attention with this visibility."""
+def attention_memory(visibility: Visibility, num_heads: int, num_key_heads: int, head_size: int) -> Tensor:
+    """Return the working memory of attention with this visibility, which suffices for norms too."""
     _, num_nodes, num_appended = visibility.tree.shape
     padded = num_nodes * (num_heads // num_key_heads) + 8
     return working_memory(padded * (2 * head_size + visibility.longest + num_appended + 2) + 32 * head_size)
@@ -104,7 +104,7 @@ def attend_cached(queries: Tensor, keys: Tensor, values: Tensor, visibility: Vis
     batch, num_heads, num_nodes, head_size = queries.shape
     out = queries.new_empty(batch, num_nodes, num_heads, head_size)
     queries = queries if queries.stride(-1) == 1 else queries.contiguous()
-    memory = attention_memory(visibility, num_heads, keys.shape[2], head_size)
+    memory = attention_memory(visibility, num_heads, keys.shape[2], head_size).data_ptr()
     for row, (length, mask) in enumerate(visibility.row_masks()):
         attention.attend_half(
             queries[row].data_ptr(), queries.stride(2), queries.stride(1), keys[row].data_ptr(), values[row].data_ptr(),
@@ -127,7 +127,7 @@ def norm_lanes() -> int | None:
 
 def _sums_as_torch(rows: Any, x: Tensor, lanes: int) -> bool:
     """Return whether the kernel's mean squares of x [N, D] have the bits of torch's."""
-    width, memory = x.shape[1], working_memory(1 << 12)
+    width, memory = x.shape[1], working_memory(1 << 12).data_ptr()
     means = [rows.mean_squares(row.data_ptr(), width, lanes, memory) for row in x]
     return torch.tensor(means).equal(x.pow(2).mean(-1))
 

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -17,7 +18,6 @@ from spectrain.config.spec import RunSpec
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.errors import UserError
-from spectrain.models.fast import unpack_linears
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from spectrain.provenance import processor_name
@@ -25,77 +25,93 @@ from spectrain.runs.drafters import init_drafter
 from spectrain.training.trainer import Trainer
 from spectrain.trees.token_tree import TokenTree
 
-ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64)
+ROW_COUNTS = (1, 2, 4, 8, 12, 16, 32)
+PREFIX_LENGTHS = (150, 600)
 
 
-def decode_table(spec: RunSpec, repeats: int = 9) -> None:
-    """Print the time of a target forward by rows, plain and packed, then autoregressive decoding against `generate`."""
+def decode_table(spec: RunSpec, repeats: int = 12) -> None:
+    """Print the time of a target forward by rows and prefix, then that of autoregressive decoding beside `generate`."""
     target: Target = spec.target.build()
     evaluation = spec.eval.build()
     if evaluation is None:
         raise UserError("eval=none: bench decode needs prompts; leave it out")
     console = Console()
     prompts = [prompt.tokenize_for(target) for prompt in evaluation.chosen[:8]]
+    target.pack_weights()
+    console.print(make_forward_table(target, [token for prompt in prompts for token in prompt], repeats))
+    candidate, baseline = compare_with_generate(target, prompts, min(evaluation.max_new_tokens, 64))
+    ratios = sorted(b / a for a, b in zip(candidate, baseline))
+    console.print(
+        f"autoregressive decoding of {len(prompts)} prompts, prefill included, interleaved: {1e3 * median(candidate):.1f} ms "
+        f"per token; generate with a static cache takes {1e3 * median(baseline):.1f} ms, {median(ratios):.2f} times as long ("
+        f"from {ratios[0]:.2f} to {ratios[-1]:.2f})"
+    )
+
+
+def make_forward_table(target: Target, text: list[int], repeats: int) -> Table:
+    """Return a table with the least time of forwards behind the first tokens of a text."""
     machine = (
         torch.cuda.get_device_name()
         if target.device.type == "cuda"
         else f"{processor_name()}, {torch.get_num_threads()} threads"
     )
-    table = Table(title=f"one forward of {target.name}, ms, median of {repeats}; {machine}")
-    for title in ("rows", "plain linears", "packed linears", "packed / one row"):
-        table.add_column(title, justify="right")
-    times = {rows: forward_times(target, prompts[0], rows, repeats) for rows in ROW_COUNTS}
-    for rows, (plain_seconds, packed_seconds) in times.items():
-        table.add_row(
-            str(rows), f"{plain_seconds * 1e3:.1f}", f"{packed_seconds * 1e3:.1f}", f"{packed_seconds / times[1][1]:.2f}"
-        )
-    console.print(table)
-    candidate, baseline = compare_with_generate(target, prompts, min(evaluation.max_new_tokens, 64))
-    ratios = sorted(b / a for a, b in zip(candidate, baseline))
-    console.print(
-        f"autoregressive decoding of {len(prompts)} prompts, prefill included, interleaved: generate with a static cache takes "
-        f"{median(ratios):.2f} times as long as spectrain (from {ratios[0]:.2f} to {ratios[-1]:.2f})"
-    )
+    table = Table(title=f"one forward of {target.name} in {target.dtype}, ms, the least of {repeats}; {machine}")
+    table.add_column("rows", justify="right")
+    columns = []
+    for length in (length for length in PREFIX_LENGTHS if length + max(ROW_COUNTS) <= target.max_length):
+        table.add_column(f"behind {length} tokens", justify="right")
+        table.add_column("/ one row", justify="right")
+        prefix = (text * (length // len(text) + 1))[:length]
+        columns.append(forward_seconds(target, prefix, repeats))
+    for rows in ROW_COUNTS:
+        times = [(seconds[rows], seconds[1]) for seconds in columns]
+        table.add_row(str(rows), *(cell for own, one in times for cell in (f"{own * 1e3:.1f}", f"{own / one:.2f}")))
+    return table
 
 
-def forward_times(target: Target, prompt: list[int], rows: int, repeats: int) -> tuple[float, float]:
-    """Return the seconds of a chain of `rows` nodes after a prompt, with plain and with packed linears, alternating."""
-    cache = target.new_cache(1, len(prompt) + rows)
-    tokens = torch.tensor([prompt], device=target.device)
-    chain = TokenTree.from_chain(torch.randint(0, target.head.vocab_size, (1, rows), device=target.device))
-    seconds: dict[bool, list[float]] = {False: [], True: []}
+def forward_seconds(target: Target, prefix: list[int], repeats: int) -> dict[int, float]:
+    """Return the least seconds of a forward over a chain of nodes after a prefix, by its rows, in alternating order."""
+    cache, device = target.new_cache(1, len(prefix) + max(ROW_COUNTS)), target.device
+    chains = {
+        rows: TokenTree.from_chain(torch.randint(0, target.head.vocab_size, (1, rows), device=device)) for rows in ROW_COUNTS
+    }
+    seconds: dict[int, list[float]] = {rows: [] for rows in ROW_COUNTS}
     with torch.inference_mode():
-        target.prefill(tokens, torch.tensor([len(prompt)], device=target.device), cache, ())
+        target.prefill(torch.tensor([prefix], device=device), torch.tensor([len(prefix)], device=device), cache, ())
         for repeat in range(repeats + 1):
-            for packed in (False, True):
-                target.pack_weights() if packed else unpack_linears(target.model)
-                target.verify(chain, cache)  # the first call after packing reorders the weights
-                cache.roll_back()
-                duration = time_call(target, lambda: target.verify(chain, cache))
+            for rows, chain in chains.items():
+                duration = time_call(target, partial(target.verify, chain, cache))
                 cache.roll_back()
                 if repeat:
-                    seconds[packed].append(duration)
-    return median(seconds[False]), median(seconds[True])
+                    seconds[rows].append(duration)
+    return {rows: min(times) for rows, times in seconds.items()}
 
 
 def compare_with_generate(target: Target, prompts: list[list[int]], max_new_tokens: int) -> tuple[list[float], list[float]]:
-    """Return seconds a prompt of spectrain and of transformers' `generate` with a static cache, in alternating order."""
+    """Return seconds per token by prompt of spectrain and of transformers' `generate` with a static cache, in turn."""
     candidate: list[float] = []
     baseline: list[float] = []
 
     def run_candidate(prompt: list[int]) -> None:
         target.pack_weights()
         decode(target, [prompt], Greedy(), 2)  # reorders the weights outside the timer
-        candidate.append(time_call(target, lambda: decode(target, [prompt], Greedy(), max_new_tokens)))
+        candidate.append(time_tokens(target, lambda: decode(target, [prompt], Greedy(), max_new_tokens)[0].output))
 
     def run_baseline(prompt: list[int]) -> None:
         with reference_model(target) as model:
-            baseline.append(time_call(target, lambda: generate(model, prompt, max_new_tokens, target.stop_ids, static=True)))
+            work = partial(generate, model, prompt, max_new_tokens, target.stop_ids, static=True)
+            baseline.append(time_tokens(target, work))
 
     for number, prompt in enumerate([prompts[0], *prompts]):
         for run in (run_candidate, run_baseline) if number % 2 else (run_baseline, run_candidate):
             run(prompt)
     return candidate[1:], baseline[1:]  # the first prompt warmed up
+
+
+def time_tokens(target: Target, work: Callable[[], list[int]]) -> float:
+    """Return the seconds per token that `work` takes to produce tokens."""
+    tokens: list[int] = []
+    return time_call(target, lambda: tokens.extend(work())) / len(tokens)
 
 
 def time_call(target: Target, work: Callable[[], Any]) -> float:

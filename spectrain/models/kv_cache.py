@@ -183,12 +183,13 @@ class TreeCache(Cache):
     ) -> Tensor:
         """Append keys and values [B, H, N, D] of a layer, and attend with as many queries, [B, H, N, D]."""
         scale = queries.shape[-1] ** -0.5 if options.scale is None else options.scale
+        window, softcap, sinks = options.window, options.softcap, options.sinks
         self.write(layer, keys, values)
         if self.kv_transform is None and has_cpu_kernels(self.dtype, queries.device):
             slots = self.keys_values(layer)
-            if can_attend(queries, *slots, visibility, *options[1:]):
+            if can_attend(queries, *slots, visibility, window, softcap, sinks):
                 return attend_cached(queries, *slots, visibility, scale)
-        return tree_attention(queries, *self.read(layer, keys.shape[2]), visibility, scale, *options[1:])
+        return tree_attention(queries, *self.read(layer, keys.shape[2]), visibility, scale, window, softcap, sinks)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys and values [B, H, N, D] after those of a layer, and return all its slots up to the newest, [B, H, T', D],
@@ -225,20 +226,18 @@ class TreeCache(Cache):
         return (keys, values) if self.kv_transform is None else self.kv_transform(layer, keys, values)
 
     @property
-    def can_lend_slots(self) -> bool:
-        """Return whether a kernel may write and read the slots of a layer itself."""
-        is_watched = self.kv_transform is not None or self.query_observer is not None
-        is_stored_alike = self.storage is None or self.storage.dtype == torch.bfloat16
-        is_text = self.position_offsets is None and not self.returns_all_keys
-        return not is_watched and is_stored_alike and self.shapes is None and is_text
+    def can_lend_storage(self) -> bool:
+        """Return whether kernels may write and read the slots of layers themselves."""
+        parts = self.kv_transform, self.query_observer, self.shapes, self.position_offsets
+        is_half = self.storage is None or self.storage.dtype == torch.bfloat16
+        return is_half and not self.returns_all_keys and all(part is None for part in parts)
 
-    def lend_slots(self, layer: int, num_new: int, num_heads: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return all slots of a layer, [B, T, H, D] each, for a kernel that appends the keys of `num_new` nodes."""
-        self.last_updated = layer
+    def lend_storage(self, num_new: int, num_heads: int, size: int, dtype: torch.dtype) -> Tensor:
+        """Return the storage, for kernels that append the keys of `num_new` nodes in every layer."""
         self.max_prefix_length(num_new)
         if self.storage is None:
             self.storage = self._allocate_storage(self.lengths.new_empty(len(self.lengths), num_heads, 0, size, dtype=dtype))
-        return self.keys_values(layer)
+        return self.storage
 
     def keys_values(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return views of the keys and values of all slots of a layer, [B, T, H, D] each."""

@@ -50,7 +50,7 @@ def test_norms_and_gates_have_the_bits_of_torch() -> None:
         hidden, added, weight = (torch.randn(*shape, width).bfloat16() for shape in ((50,), (50,), ()))
         summed, normed = torch.empty_like(hidden), torch.empty_like(hidden)
         addresses = [x.data_ptr() for x in (hidden, added, weight, summed, normed)]
-        rows.add_norm(*addresses, 50, width, 1e-5, lanes, cpu_kernels.working_memory(width + 256))
+        rows.add_norm(*addresses, 50, width, 1e-5, lanes, cpu_kernels.working_memory(width + 256).data_ptr())
         assert torch.equal(summed, hidden + added)
         assert torch.equal(normed, weight * F.rms_norm(summed, (width,), None, 1e-5))
     inner = torch.randn(5, 2 * 64).bfloat16() * 4

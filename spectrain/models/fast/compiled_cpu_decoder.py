@@ -118,7 +118,7 @@ class CompiledDecoder:
         """Run the decoder over tokens [1, N] with the arguments of its own forward."""
         hidden: Tensor = F.embedding(input_ids, self.embedding.weight)
         angles = self._angles(position_ids, tree_cache.max_length, hidden)
-        buffers = NodeBuffers.allocate(kwargs["visibility"], hidden, angles, self.forwards[0].layer_kernels)
+        buffers = NodeBuffers(hidden, angles, tree_cache, kwargs["visibility"], self.forwards[0].layer_kernels)
         added = None
         for layer, forward in zip(self.layers, self.forwards):
             if layer._forward_hooks or layer._forward_pre_hooks:
@@ -126,10 +126,9 @@ class CompiledDecoder:
                 with override_forwards([(layer, forward)]):
                     hidden = layer(hidden, position_embeddings=angles, tree_cache=tree_cache, **kwargs)
             else:
-                hidden, added = forward.layer_kernels.run(hidden, added, tree_cache, buffers)
-        final = torch.empty_like(hidden)
-        add_norm(hidden, added, self.norm.weight, self.norm.variance_epsilon, buffers.sums[0], final)
-        return BaseModelOutputWithPast(last_hidden_state=final)
+                hidden, added = forward.layer_kernels.run(hidden, added, buffers)
+        add_norm(hidden, added, self.norm.weight, self.norm.variance_epsilon, buffers.first_sum, buffers)
+        return BaseModelOutputWithPast(last_hidden_state=buffers.normed)
 
     def _angles(self, positions: Tensor, max_length: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines [1, N, d] at positions [1, N] below `max_length`."""

@@ -8,7 +8,6 @@ inner width.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from spectrain.kernels import cpu_kernels
 from spectrain.kernels.tree_attention import Visibility
 from spectrain.models.compiled_layers import mark_layer_done
 from spectrain.models.forward_override import Forward
+from spectrain.models.kv_cache import TreeCache
 
 from .fused_cpu_layers import AttentionFunction, CachedRotation, FusedLayer, is_fusable
 from .packed_linears import CONSISTENT_ROWS, PackedProduct, shared_input
@@ -26,29 +26,31 @@ VECTOR_WIDTH = 32
 """Divisor of the inner width, so that torch computes all activations in vectors: the last numbers of others have other bits."""
 
 
-@dataclass
 class NodeBuffers:
-    """What the layers of one forward over N nodes share: its tree, its angles, and the inputs of the linears."""
+    """What the layers of one forward over N nodes share: the inputs of their linears, and what kernels are told of the tree, of
+    the angles and of the cache."""
 
-    visibility: Visibility
-    cos: Tensor  # [1, N, d]
-    sin: Tensor
-    normed: Tensor  # [1, N, D]
-    attended: Tensor  # [1, N, H d]
-    inner: Tensor  # [1, N, I]; of a single node its pair
-    sums: tuple[Tensor, Tensor]  # [1, N, D] each
-
-    @classmethod
-    def allocate(
-        cls, visibility: Visibility, hidden: Tensor, angles: tuple[Tensor, Tensor], layer: LayerKernels
-    ) -> NodeBuffers:
-        """Allocate for layers like this one over hidden states [1, N, D]."""
-        num_nodes, copies = hidden.shape[1], layer.copies(hidden.shape[1])
-        cos, sin = (angle.contiguous() for angle in angles)
-        attended = hidden.new_empty(1, num_nodes, layer.num_heads * layer.head_size)
-        inner = hidden.new_empty(1, num_nodes * copies, layer.inner_width)
-        sums = torch.empty_like(hidden), torch.empty_like(hidden)
-        return cls(visibility, cos, sin, torch.empty_like(hidden), attended, inner, sums)
+    def __init__(
+        self, hidden: Tensor, angles: tuple[Tensor, Tensor], cache: TreeCache, visibility: Visibility, layer: LayerKernels
+    ) -> None:
+        num_nodes, size = hidden.shape[1], layer.head_size
+        self.copies = 2 if num_nodes == 1 and PackedProduct.is_paired(layer.inner_width) else 1
+        self.normed, self.first_sum, self.second_sum = (torch.empty_like(hidden) for _ in range(3))
+        self.attended = hidden.new_empty(1, num_nodes, layer.num_heads * size)
+        self.inner = hidden.new_empty(1, num_nodes * self.copies, layer.inner_width)
+        # Working memory, also of the norms.
+        self.memory = cpu_kernels.attention_memory(visibility, layer.num_heads, layer.num_key_heads, size)
+        storage = cache.lend_storage(num_nodes, layer.num_key_heads, size, hidden.dtype)
+        ((length, mask),) = visibility.row_masks()
+        self.angles = [angle.contiguous() for angle in angles]
+        self.keys, self.values = storage[0, 0].data_ptr(), storage[0, 1].data_ptr()
+        self.layer_bytes = storage.stride(0) * storage.element_size()
+        # The arguments of `rotate_attend_half` before and after the addresses of a layer's keys and values, but its scale.
+        self.before = [angle.data_ptr() for angle in self.angles]
+        self.after = [
+            storage.stride(3), length, visibility.tree.shape[2], mask.data_ptr(), num_nodes, layer.num_heads,
+            layer.num_key_heads, size, self.attended.data_ptr(),
+        ]  # fmt: skip
 
 
 class LayerKernels:
@@ -82,51 +84,41 @@ class LayerKernels:
         is_silu = isinstance(mlp.act_fn, nn.SiLU) or type(mlp.act_fn).__name__ == "SiLUActivation"
         return is_silu and getattr(attention, "sliding_window", None) is None and cpu_kernels.norm_lanes() is not None
 
-    def copies(self, num_nodes: int) -> int:
-        """Return how often the input of the last linear is stored: a single row may need a copy."""
-        return 2 if num_nodes == 1 and PackedProduct.is_paired(self.inner_width) else 1
-
-    def run(self, hidden: Tensor, added: Tensor | None, cache: Any, buffers: NodeBuffers) -> tuple[Tensor, Tensor]:
+    def run(self, hidden: Tensor, added: Tensor | None, buffers: NodeBuffers) -> tuple[Tensor, Tensor]:
         """Run the layer on hidden + added [1, N, D]. Return two terms of its output: one of the buffers, and
         [1, N, D] that may be followed by copies."""
         qkv, output, gate_up, down = self.products
-        first, second = buffers.sums
-        hidden = self.add_norm(0, hidden, added, first, buffers.normed)
-        self._attend(qkv(buffers.normed), cache, buffers)
-        hidden = self.add_norm(1, hidden, output(buffers.attended), second, buffers.normed)
-        inner, out = gate_up(buffers.normed), buffers.inner
-        num_nodes = hidden.shape[1]
+        first, second = self.norm_weights
+        if added is None:
+            add_norm(hidden, None, first, self.eps, hidden, buffers)
+        else:
+            add_norm(hidden, added, first, self.eps, buffers.first_sum, buffers)
+            hidden = buffers.first_sum
+        self._attend(qkv(buffers.normed), buffers)
+        add_norm(hidden, output(buffers.attended), second, self.eps, buffers.second_sum, buffers)
+        inner = gate_up(buffers.normed)
+        num_nodes, out = hidden.shape[1], buffers.inner
         self.kernels.rows.gate(
-            inner.data_ptr(), self.table.data_ptr(), out.data_ptr(), num_nodes, self.inner_width, self.copies(num_nodes)
+            inner.data_ptr(), self.table.data_ptr(), out.data_ptr(), num_nodes, self.inner_width, buffers.copies
         )
-        return hidden, down(out)
+        return buffers.second_sum, down(out)
 
-    def add_norm(self, index: int, hidden: Tensor, added: Tensor | None, summed: Tensor, normed: Tensor) -> Tensor:
-        """Compute one of the two norms of hidden + added [1, N, D], and return that sum, which lies in `summed`."""
-        add_norm(hidden, added, self.norm_weights[index], self.eps, summed, normed)
-        return hidden if added is None else summed
-
-    def _attend(self, heads: Tensor, cache: Any, buffers: NodeBuffers) -> None:
+    def _attend(self, heads: Tensor, buffers: NodeBuffers) -> None:
         """Rotate heads [1, N, (H + 2 K) d], append keys and values to the cache, and attend."""
-        visibility, size = buffers.visibility, self.head_size
-        num_nodes = heads.shape[1]
         mark_layer_done(self.index)
-        keys, values = cache.lend_slots(self.index, num_nodes, self.num_key_heads, size, heads.dtype)
-        ((length, mask),) = visibility.row_masks()
+        shift = self.index * buffers.layer_bytes
         self.kernels.attention.rotate_attend_half(
-            heads.data_ptr(), buffers.cos.data_ptr(), buffers.sin.data_ptr(), keys.data_ptr(), values.data_ptr(),
-            keys.stride(1), length, visibility.tree.shape[2], mask.data_ptr(), num_nodes, self.num_heads, self.num_key_heads,
-            size, buffers.attended.data_ptr(), self.scale,
-            cpu_kernels.attention_memory(visibility, self.num_heads, self.num_key_heads, size),
+            heads.data_ptr(), *buffers.before, buffers.keys + shift, buffers.values + shift, *buffers.after, self.scale,
+            buffers.memory.data_ptr(),
         )  # fmt: skip
 
 
-def add_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, eps: float, summed: Tensor, normed: Tensor) -> None:
-    """Store hidden + added [1, N, D] and its norm."""
-    width, other = hidden.shape[-1], (0, 0) if added is None else (added.data_ptr(), summed.data_ptr())
+def add_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, eps: float, summed: Tensor, buffers: NodeBuffers) -> None:
+    """Store hidden + added [1, N, D] in `summed`, and its norm in the buffer for that."""
+    _, rows, width = hidden.shape
     cpu_kernels.load_kernels().rows.add_norm(
-        hidden.data_ptr(), other[0], weight.data_ptr(), other[1], normed.data_ptr(), hidden.shape[1], width, eps,
-        cpu_kernels.norm_lanes(), cpu_kernels.working_memory(width + 256),
+        hidden.data_ptr(), 0 if added is None else added.data_ptr(), weight.data_ptr(), summed.data_ptr(),
+        buffers.normed.data_ptr(), rows, width, eps, cpu_kernels.norm_lanes(), buffers.memory.data_ptr(),
     )  # fmt: skip
 
 
@@ -141,7 +133,7 @@ def is_compiled_call(hidden: Tensor, kwargs: dict[str, Any]) -> bool:
     if not isinstance(visibility, Visibility) or cache is None or visibility.chunk_size is not None:
         return False
     is_plain = kwargs.get("ranges") is None and kwargs.get("layer_visibility") is None and kwargs.get("calls") is None
-    return is_plain and hidden.shape[0] == 1 and hidden.shape[1] <= CONSISTENT_ROWS and cache.can_lend_slots
+    return is_plain and hidden.shape[0] == 1 and hidden.shape[1] <= CONSISTENT_ROWS and cache.can_lend_storage
 
 
 class CompiledLayer(FusedLayer):
@@ -168,8 +160,9 @@ class CompiledLayer(FusedLayer):
                 hidden_states, attention_mask, position_ids, past_key_values, use_cache, position_embeddings, **kwargs
             )
         hidden_states = hidden_states.contiguous()
-        buffers = NodeBuffers.allocate(kwargs["visibility"], hidden_states, position_embeddings, self.layer_kernels)
-        summed, added = self.layer_kernels.run(hidden_states, None, kwargs["tree_cache"], buffers)
+        cache, visibility = kwargs["tree_cache"], kwargs["visibility"]
+        buffers = NodeBuffers(hidden_states, position_embeddings, cache, visibility, self.layer_kernels)
+        summed, added = self.layer_kernels.run(hidden_states, None, buffers)
         return join_terms(summed, added)
 
 
