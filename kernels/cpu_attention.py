@@ -32,7 +32,7 @@ from .cpu_vectors import (
     widen,
 )
 
-BLOCK = 32  # keys or values that are widened at a time
+BLOCK = 48  # keys or values that are widened at a time
 HIDDEN_SCORE = -1e300
 
 multiply_8x1, multiply_1x1 = make_product(8, 1), make_product(1, 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .onednn import onednn_linear
 from .tree_attention import Visibility
 
 HEAD_STEP = 16
@@ -137,3 +139,73 @@ def silu_table() -> Tensor:
     """Return torch's SiLU of every bfloat16, [65536], by its bits."""
     with torch.inference_mode():
         return F.silu(torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16))
+
+
+PANEL_COLUMNS = 32
+"""Outputs of a panel of weights (`cpu_linear`)."""
+MAX_PANEL_BYTES = 1 << 31
+"""Bytes that all panels of a process may take: they are copies, and larger models have little memory to spare."""
+CHUNKS = (512, 1024)
+"""Inputs whose products oneDNN may add before it adds the sums."""
+PROBED_COUNTS = (2, 3, 5, 8, 12, 17, 32)
+"""Numbers of rows for which panels must have the bits of oneDNN."""
+
+
+def has_panel_kernels() -> bool:
+    """Return whether linears of a few bfloat16 rows can run on panels of weights."""
+    return torch.cpu._is_avx512_bf16_supported() and has_cpu_kernels(torch.bfloat16, torch.device("cpu"))
+
+
+class WeightPanels:
+    """The weights [O, K] of a linear in panels, for products of one thread that have the bits of another one."""
+
+    stored_bytes = 0  # of all panels
+
+    def __init__(self, weight: Tensor, chunk: int) -> None:
+        from . import cpu_linear
+
+        self.multiply, self.shape, self.chunk = cpu_linear.multiply_panels, weight.shape, chunk
+        outputs, width = weight.shape
+        blocks = weight.view(outputs // PANEL_COLUMNS, 2, PANEL_COLUMNS // 2, width // 2, 2)
+        self.panels = blocks.permute(0, 3, 1, 2, 4).contiguous()
+        # A call holds Python's lock, so threads cannot share this memory.
+        self.sums = torch.empty(cpu_linear.MAX_TILE_ROWS, PANEL_COLUMNS)
+        self.addresses = self.panels.data_ptr(), self.sums.data_ptr()
+        WeightPanels.stored_bytes += self.panels.nbytes
+        weakref.finalize(self, _release_panels, self.panels.nbytes)
+
+    @staticmethod
+    def supports(weight: Tensor) -> bool:
+        """Return whether weights can be stored in panels, and there is still room for them."""
+        has_room = WeightPanels.stored_bytes + weight.nbytes <= MAX_PANEL_BYTES
+        return has_room and weight.dtype == torch.bfloat16 and weight.shape[0] % PANEL_COLUMNS == weight.shape[1] % 2 == 0
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return x [.., N, K] times the weights, [.., N, O]."""
+        x = x if x.is_contiguous() else x.contiguous()
+        (outputs, width), (panels, sums) = self.shape, self.addresses
+        out = x.new_empty((*x.shape[:-1], outputs))
+        self.multiply(x.data_ptr(), panels, out.data_ptr(), x.numel() // width, width, outputs, self.chunk, sums)
+        return out
+
+
+def _release_panels(num_bytes: int) -> None:
+    WeightPanels.stored_bytes -= num_bytes
+
+
+@cache
+def find_chunk(outputs: int, width: int) -> int | None:
+    """Return the chunk of inputs by which panels of a weight [O, K] have the bits of oneDNN for several rows, or None; tried on
+    sums that cancel, so that only rounding errors remain."""
+    source = torch.Generator().manual_seed(0)
+    order, signs = torch.randperm(width, generator=source), torch.ones(2, width // 2)
+    signs[1] = -1
+    weight, rows = (torch.randn(count, width // 2, generator=source).repeat(1, 2) for count in (256, max(PROBED_COUNTS)))
+    weight = weight[:, order].bfloat16().repeat(-(-outputs // len(weight)), 1)[:outputs]
+    rows = (rows * signs.flatten())[:, order].bfloat16()
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    for chunk in CHUNKS:
+        panels = WeightPanels(weight, chunk)
+        if all(torch.equal(panels.product(rows[:count]), onednn_linear(rows[:count], packed)) for count in PROBED_COUNTS):
+            return chunk
+    return None

@@ -31,6 +31,7 @@ from spectrain.experimental.traversal.rule import Traversal
 from spectrain.export.card import setting_line
 from spectrain.models.attention import ATTENTION_NAME
 from spectrain.models.fast import packed_linears
+from spectrain.models.fast.batch_invariance import has_bfloat16
 from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_hf, load_tiny
@@ -102,7 +103,7 @@ def test_a_drafter_decodes_as_it_was_loaded(shallow: Target, tmp_path: Path, mon
     ]
     assert [line["accepted"] for line in samples(tmp_path / "float32")] == rounds
     assert max(max(lengths) for lengths in rounds) > 1
-    packed = "int8" if packed_linears.has_int8() else "bfloat16" if packed_linears.has_bfloat16() else "float32"
+    packed = "int8" if packed_linears.has_int8() else "bfloat16" if has_bfloat16() else "float32"
     assert [summary["setting"]["drafter_dtype"] for summary in summaries.values()] == [packed, "float32"]
     sentences = [" ".join(explain_numbers(summary)) for summary in summaries.values()]
     assert [f"weights are in {packed}" in text for text in sentences] == [packed != "float32", False]

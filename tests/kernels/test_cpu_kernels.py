@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from spectrain.kernels import cpu_kernels
+from spectrain.kernels.onednn import onednn_linear
 from spectrain.kernels.tree_attention import Visibility, tree_attention_reference
 from spectrain.trees.token_tree import TokenTree
 
@@ -59,6 +60,27 @@ def test_norms_and_gates_have_the_bits_of_torch() -> None:
     rows.gate(inner.data_ptr(), table.data_ptr(), found.data_ptr(), 5, 64, 2)
     wanted = F.silu(inner[:, :64]) * inner[:, 64:]
     torch.testing.assert_close(found, wanted.repeat(2, 1), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.skipif(not cpu_kernels.has_panel_kernels(), reason="the processor has no AVX512-BF16")
+@pytest.mark.parametrize("width", [96, 576, 1088])
+def test_panels_have_the_bits_of_onednn(width: int) -> None:
+    """For 2 to 32 rows, with sums that cancel, and for one row those of a pair."""
+    torch.manual_seed(0)
+    weight, rows = (torch.randn(count, width // 2).repeat(1, 2) for count in (64, 32))
+    rows[:, width // 2 :] *= -1
+    order = torch.randperm(width)
+    weight, rows = weight[:, order].bfloat16(), rows[:, order].bfloat16()
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    chunk = cpu_kernels.find_chunk(*weight.shape)
+    assert chunk is not None
+    panels = cpu_kernels.WeightPanels(weight, chunk)
+    for count in range(2, 33):
+        assert torch.equal(panels.product(rows[:count]), onednn_linear(rows[:count], packed))
+    assert torch.equal(panels.product(rows[:1]), onednn_linear(rows[:2], packed)[:1])
+    stored = cpu_kernels.WeightPanels.stored_bytes
+    del panels
+    assert cpu_kernels.WeightPanels.stored_bytes == stored - weight.nbytes
 
 
 def test_kernels_are_switched_off_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

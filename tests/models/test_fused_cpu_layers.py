@@ -14,9 +14,9 @@ import spectrain.models.architectures.standard as standard
 from spectrain.kernels.cpu_kernels import has_cpu_kernels
 from spectrain.models.attention import layer_attention
 from spectrain.models.fast import unpack_linears
+from spectrain.models.fast.batch_invariance import packable_dtypes
 from spectrain.models.fast.compiled_cpu_decoder import find_compiled
 from spectrain.models.fast.compiled_cpu_layers import fuse_cpu_layers
-from spectrain.models.fast.packed_linears import packable_dtypes
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan, Sublayer
 from spectrain.models.target import Target
 from spectrain.trees.token_tree import TokenTree

@@ -13,18 +13,13 @@ from spectrain.decoding.loop import decode
 from spectrain.decoding.session import prepare_for_decoding
 from spectrain.drafters.causal import Causal
 from spectrain.models.fast import packed_linears as prepacked
-from spectrain.models.fast.packed_linears import (
-    FeatureLinear,
+from spectrain.models.fast.batch_invariance import (
     enforce_batch_invariance,
     has_batch_invariance,
     has_bfloat16,
-    has_int8,
-    is_packed,
-    pack_int8,
-    pack_linears,
     packable_dtypes,
-    unpack_linears,
 )
+from spectrain.models.fast.packed_linears import FeatureLinear, has_int8, is_packed, pack_int8, pack_linears, unpack_linears
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target

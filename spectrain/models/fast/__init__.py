@@ -5,20 +5,18 @@
 
 from torch import nn
 
+from .batch_invariance import enforce_batch_invariance, has_batch_invariance, paired_forwards
 from .compiled_cpu_decoder import fuse_cpu_forwards
 from .fused_cpu_layers import CachedRotation, shared_product
 from .merged_attention import is_mergeable, merged_attention
 from .merged_linears import merge_linears
 from .packed_linears import (
     FeatureLinear,
-    enforce_batch_invariance,
-    has_batch_invariance,
     is_large_weight,
     is_packed,
     lowest_precision,
     pack_linears,
     packed_product,
-    paired_forwards,
     shared_input,
     unpack_linears,
 )

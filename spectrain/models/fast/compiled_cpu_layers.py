@@ -19,8 +19,9 @@ from spectrain.models.compiled_layers import mark_layer_done
 from spectrain.models.forward_override import Forward
 from spectrain.models.kv_cache import TreeCache
 
+from .batch_invariance import CONSISTENT_ROWS
 from .fused_cpu_layers import AttentionFunction, CachedRotation, FusedLayer, is_fusable
-from .packed_linears import CONSISTENT_ROWS, PackedProduct, shared_input
+from .packed_linears import PackedProduct, shared_input
 
 VECTOR_WIDTH = 32
 """Divisor of the inner width, so that torch computes all activations in vectors: the last numbers of others have other bits."""

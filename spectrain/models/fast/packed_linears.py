@@ -10,40 +10,32 @@ drafted, run on these linears.
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import cache, partial
-from typing import Any
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spectrain.kernels.cpu_kernels import WeightPanels, find_chunk, has_panel_kernels
 from spectrain.kernels.onednn import linear_pointwise, onednn_linear
 from spectrain.models.architectures.quantized import has_dense_weight
-from spectrain.models.forward_override import Forward, set_forward
+from spectrain.models.forward_override import set_forward
 
+from .batch_invariance import (
+    CONSISTENT_ROWS,
+    batch_invariant,
+    has_bfloat16,
+    is_batch_invariant,
+    multiply_paired,
+    packable_dtypes,
+)
 from .shared_product import SharedProduct, find_shared_linears
 
 SMALL_WEIGHTS = 1 << 18
 """Number of weights up to which the default BLAS, over few rows, is done before oneDNN has begun (Xeon: 8 us against 25)."""
 FEW_ROWS = 64
-CONSISTENT_ROWS = 32
-"""Rows of bfloat16, from two on, up to which oneDNN gives a row the same bits whatever the other rows are."""
-
-_batch_invariant = ContextVar("batch_invariant", default=False)
-
-
-@contextmanager
-def enforce_batch_invariance() -> Iterator[None]:
-    """Make the products of a row independent of the number of rows while the context is open: a tree node gets the bits of a
-    single token."""
-    before = _batch_invariant.set(True)
-    try:
-        yield
-    finally:
-        _batch_invariant.reset(before)
 
 
 class _TrainableLinear(torch.autograd.Function):
@@ -92,6 +84,7 @@ class PackedWeights:
         self.packed_versions: list[tuple[weakref.ref[Tensor], int]] = []  # copied weights and their versions
         self.packed: Tensor | None = None
         self.packed_int8: Any = None  # FBGEMM weights, used instead
+        self.panels: WeightPanels | Literal[False] | None = None  # for a few rows on one thread; False where they do not serve
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PackedWeights":
         """Return weights that are packed anew from the copied linears."""
@@ -122,8 +115,27 @@ class PackedWeights:
             for (copied, version), weight in zip(self.packed_versions, weights)
         )
         if self.packed is None or not is_current:
-            self._pack_weights(weights[0].detach() if len(weights) == 1 else torch.cat([weight.detach() for weight in weights]))
+            self._pack_weights(self._stack_weights())
             self.packed_versions = [(weakref.ref(weight), weight._version) for weight in weights]
+
+    def _stack_weights(self) -> Tensor:
+        weights = [linear.weight.detach() for linear in self.linears]
+        return weights[0] if len(weights) == 1 else torch.cat(weights)
+
+    def find_panels(self) -> WeightPanels | None:
+        """Return the packed weights in panels where one thread multiplies a few rows by them faster, with the same bits."""
+        if self.panels is None and torch.get_num_threads() == 1:
+            self.panels = self._make_panels() or False
+        return self.panels or None if torch.get_num_threads() == 1 else None
+
+    def _make_panels(self) -> WeightPanels | None:
+        if not has_panel_kernels() or self.packed is None or self.packed_int8 is not None or self.join_biases() is not None:
+            return None
+        weight = self._stack_weights()
+        if not is_large_weight(weight.numel()) or not WeightPanels.supports(weight):
+            return None
+        chunk = find_chunk(*weight.shape)
+        return None if chunk is None else WeightPanels(weight, chunk)
 
     def join_biases(self) -> Tensor | None:
         """Return the biases of all linears side by side, [O]."""
@@ -132,7 +144,7 @@ class PackedWeights:
 
     def _pack_weights(self, weight: Tensor) -> None:
         """Store a weight [O, D] in the form in which it is multiplied."""
-        self.packed, self.packed_int8 = weight, None
+        self.packed, self.packed_int8, self.panels = weight, None, None
         dtype = self.packed_dtype
         if dtype == torch.int8:
             self.packed, self.packed_int8 = weight[:0], pack_int8(weight)
@@ -150,11 +162,12 @@ class PackedWeights:
             return torch.int8
         return torch.bfloat16 if dtype == torch.float32 and has_bfloat16() else dtype
 
-    @staticmethod
-    def _bfloat16_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _bfloat16_product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply in bfloat16, in pieces small enough that the bits of a row do not depend on the others."""
         rows = input.reshape(-1, input.shape[-1])
-        if len(rows) <= CONSISTENT_ROWS or not _batch_invariant.get():
+        if len(rows) <= CONSISTENT_ROWS and (panels := self.find_panels()) is not None:
+            return panels.product(input)
+        if len(rows) <= CONSISTENT_ROWS or not batch_invariant.get():
             return multiply_paired(input, lambda rows: onednn_linear(rows, weight, bias))
         parts = [multiply_paired(part, lambda rows: onednn_linear(rows, weight, bias)) for part in rows.split(CONSISTENT_ROWS)]
         return torch.cat(parts).view(*input.shape[:-1], -1)
@@ -179,7 +192,8 @@ class PackedProduct:
 
     def __call__(self, input: Tensor) -> Tensor:
         """Return the outputs of all linears side by side, [1, N, D] -> [1, N, O]."""
-        return linear_pointwise(input, self.weight, self.bias, "none", [], "")
+        panels = self.source.find_panels()
+        return linear_pointwise(input, self.weight, self.bias, "none", [], "") if panels is None else panels.product(input)
 
 
 class SharedInput(SharedProduct):
@@ -234,20 +248,6 @@ def is_large_weight(num_weights: int) -> bool:
 
 
 @cache
-def packable_dtypes() -> tuple[torch.dtype, ...]:
-    """Return the types that oneDNN multiplies fast here; bfloat16 only where the processor supports it."""
-    if not torch.backends.mkldnn.is_available():
-        return ()
-    return (torch.float32, torch.bfloat16) if torch.ops.mkldnn._is_mkldnn_bf16_supported() else (torch.float32,)
-
-
-@cache
-def has_bfloat16() -> bool:
-    """Return whether the processor itself multiplies bfloat16, which takes at most half the time of float32."""
-    return torch.bfloat16 in packable_dtypes() and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
-
-
-@cache
 def has_int8() -> bool:
     """Return whether the processor multiplies 8-bit integers, which are half the bytes of bfloat16, and torch brings FBGEMM."""
     if not (torch.cpu._is_vnni_supported() and "fbgemm" in torch.backends.quantized.supported_engines):
@@ -273,49 +273,6 @@ def pack_int8(weight: Tensor) -> Any:
         return torch.ops.quantized.linear_prepack(rounded, None)
     finally:
         torch.backends.quantized.engine = before
-
-
-@cache
-def has_batch_invariance() -> bool:
-    """Return whether bfloat16 products give a row the same bits in batches of 2 to CONSISTENT_ROWS rows."""
-    return has_bfloat16() and all(
-        is_batch_invariant(width, count) for width in (96, 576, 1536, 4864) for count in (2, 3, 5, 8, 17)
-    )
-
-
-@cache
-def is_batch_invariant(width: int, count: int) -> bool:
-    """Return whether oneDNN sums `count` rows of bfloat16 in the same order as CONSISTENT_ROWS rows. The test uses sums that
-    cancel, so that only rounding errors remain."""
-    source = torch.Generator().manual_seed(0)
-    half, order = (width + 1) // 2, torch.randperm(width, generator=source)
-    signs = torch.cat([torch.ones(half), -torch.ones(half)])
-    weight, rows = (torch.randn(number, half, generator=source).repeat(1, 2) for number in (64, CONSISTENT_ROWS))
-    weight, rows = weight[:, order].bfloat16(), (rows * signs)[:, order].bfloat16()
-    with torch.no_grad():
-        weight = torch.ops.mkldnn._reorder_linear_weight(weight)
-        return torch.equal(onednn_linear(rows, weight)[:count], onednn_linear(rows[:count], weight))
-
-
-def multiply_paired(input: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the product of a bfloat16 input [.., D]. A single row is multiplied as a pair of copies where oneDNN sums it in
-    another order, as it does above 1,024 numbers without AMX."""
-    if input.numel() != input.shape[-1] or is_batch_invariant(input.shape[-1], 1):
-        return multiply(input)
-    return multiply(input.reshape(1, -1).repeat(2, 1))[:1].view(*input.shape[:-1], -1)
-
-
-def paired_forwards(module: nn.Module) -> Iterator[tuple[nn.Module, Forward]]:
-    """Yield the plain linears that sum a single row of bfloat16 in another order, with forwards that multiply pairs."""
-    if torch.bfloat16 not in packable_dtypes():
-        return
-    for linear in module.modules():
-        if type(linear) is nn.Linear and has_dense_weight(linear) and not is_batch_invariant(linear.in_features, 1):
-            yield linear, partial(_paired_product, linear)
-
-
-def _paired_product(linear: nn.Linear, input: Tensor) -> Tensor:
-    return multiply_paired(input, lambda rows: F.linear(rows, linear.weight, linear.bias))
 
 
 def pack_linears(module: nn.Module, low_precision: bool = False) -> None:
