@@ -5,6 +5,7 @@ It serves the forwards of decoding: the nodes of a tree or a single token over a
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,6 +33,9 @@ from .fused_cpu_layers import AttentionFunction, CachedRotation, is_fusable
 DECODERS = ("LlamaModel", "Qwen2Model")  # decoders that embed, run their layers, and norm
 ANGLES_STEP = 128
 """Positions whose angles are computed together: few enough that torch computes all in vectors, on one thread."""
+
+GET_FORWARD, GET_VERSION = operator.methodcaller("get", "forward"), operator.attrgetter("_version")
+GET_PACKED = operator.attrgetter("packed")
 
 _decoders: WeakKeyDictionary[nn.Module, CompiledDecoder] = WeakKeyDictionary()
 
@@ -84,33 +88,25 @@ class CompiledDecoder:
         inner = [module for layer in self.layers for module in layer.modules() if module is not layer]
         inner += [self.embedding, self.norm, self.rotary]
         self.attributes = [vars(module) for module in (*inner, *self.layers)]
-        self.forward_ids = self._list_forwards()
+        self.overrides = [attributes.get("forward") for attributes in self.attributes]
         self.hooks = [hooks for module in inner for hooks in (module._forward_hooks, module._forward_pre_hooks)]
-        self.parameters = [(module._parameters, name) for module in inner for name, weight in module._parameters.items()]
-        self.weights = [table[name] for table, name in self.parameters if table[name] is not None]
-        self.weight_ids, self.versions = self._list_weights(), self._list_versions()
+        parameters = [(module._parameters, name) for module in inner for name in module._parameters]
+        self.tables, self.names = zip(*[(table, name) for table, name in parameters if table[name] is not None])
+        self.weights = [table[name] for table, name in zip(self.tables, self.names)]
+        self.versions = list(map(GET_VERSION, self.weights))
         products = [product for forward in self.forwards for product in forward.layer_kernels.products]
-        self.sources, self.packed_ids = [product.source for product in products], [id(product.weight) for product in products]
+        self.sources, self.packed = [product.source for product in products], [product.weight for product in products]
 
     def is_current(self, attend: AttentionFunction) -> bool:
         """Return whether the layers still compute what was compiled; called at every forward, so made of quick comparisons."""
         return (
             ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation) is attend
             and not any(self.hooks)
-            and self._list_forwards() == self.forward_ids
-            and self._list_weights() == self.weight_ids
-            and self._list_versions() == self.versions
-            and [id(source.packed) for source in self.sources] == self.packed_ids
+            and all(map(operator.is_, map(GET_FORWARD, self.attributes), self.overrides))
+            and all(map(operator.is_, map(operator.getitem, self.tables, self.names), self.weights))
+            and list(map(GET_VERSION, self.weights)) == self.versions
+            and all(map(operator.is_, map(GET_PACKED, self.sources), self.packed))
         )
-
-    def _list_forwards(self) -> list[int]:
-        return [id(attributes.get("forward")) for attributes in self.attributes]
-
-    def _list_weights(self) -> list[int]:
-        return [id(table[name]) for table, name in self.parameters]
-
-    def _list_versions(self) -> list[int]:
-        return [weight._version for weight in self.weights]
 
     def __call__(
         self, input_ids: Tensor, position_ids: Tensor, tree_cache: Any = None, **kwargs: Any
