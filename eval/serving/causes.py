@@ -15,7 +15,7 @@ import torch
 
 from spectrain.config.build import GroupSpec
 from spectrain.drafters.base import Drafter
-from spectrain.eval.serving.agreement import Cause
+from spectrain.eval.serving.search import Cause
 from spectrain.export.gguf_layout import convert_heads
 from spectrain.export.layout import DrafterCheckpoint, Interpretation
 from spectrain.export.measure import (

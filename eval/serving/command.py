@@ -17,10 +17,13 @@ from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
 from spectrain.eval.columns import tracked_systems
 from spectrain.eval.comparison import UNKNOWN_DTYPE
-from spectrain.eval.serving.agreement import Cause, OwnChain
 from spectrain.eval.serving.causes import CauseFinder
+from spectrain.eval.serving.own_chain import OwnChain
 from spectrain.eval.serving.score import DRAFTED, PLAIN, ServedSubject, ServerEvaluation, ServerGroup
+from spectrain.eval.serving.search import Cause, CauseLister
 from spectrain.export.converter import read_drafter
+from spectrain.export.gguf_file import read_weight_type
+from spectrain.export.gguf_model import has_own_file
 from spectrain.export.targets import TargetFiles
 from spectrain.files import atomic_write
 from spectrain.models.loading import TINY_DIRECTORY, build_meta_network
@@ -56,7 +59,10 @@ def score_server(config: Mapping[str, Any]) -> dict[str, Any]:
     folder = find_results_folder(folder) / "eval" / evaluation.name
     with ExitStack() as stack:
         groups, launched = start_servers(spec, stack) if requested["serve"] else (connect_servers(spec), {})
-        subject = describe_subject(spec, Path(str(spec.run)), groups) if requested["run"] else describe_server(spec, groups)
+        if requested["run"]:
+            subject = describe_subject(spec, Path(str(spec.run)), groups, is_started=requested["serve"])
+        else:
+            subject = describe_server(spec, groups)
         subject = replace(subject, launched=launched)
         if subject.target is not None:
             evaluation.check_prompts(subject.target)
@@ -187,18 +193,34 @@ def load_tokenizing_target(spec: RunSpec) -> Target:
     return target
 
 
-def describe_subject(spec: RunSpec, run: Path, groups: list[ServerGroup]) -> ServedSubject:
-    """Return a server with the drafter of a run, which our own chain decodes with, too."""
+def describe_subject(spec: RunSpec, run: Path, groups: list[ServerGroup], is_started: bool) -> ServedSubject:
+    """Return a server with the drafter of a run, which our own chain decodes with, too. Only of a started server are the types
+    of its weights known."""
     target = load_target(spec, run)
     target.pack_weights()
     drafter = load_drafter(spec, run, target)
     setting = describe_run(spec, run, target, drafter)
     server: Server = spec.server.build()
-    own = OwnChain(target, drafter.to(target.device, target.dtype).eval(), find_causes(spec, run, target), server.make_builder)
+    drafter, causes = drafter.to(target.device, target.dtype).eval(), find_causes(spec, run, target)
+    server_dtype = find_server_dtype(spec, server, str(target.dtype).removeprefix("torch.")) if is_started else None
+    own = OwnChain(target, drafter, causes, server.make_builder, server_dtype)
     return ServedSubject(groups, target, {**setting, "acceptance": {"choice": "greedy"}, "dtype": UNKNOWN_DTYPE}, own)
 
 
-def find_causes(spec: RunSpec, run: Path, target: Target) -> Any:
+def find_server_dtype(spec: RunSpec, server: Server, dtype: str) -> str:
+    """Return the type that a started engine computes in or, where it differs, stores the target's weights in.
+
+    `dtype` is the target's type in this project, which the engine takes where its settings name no other.
+    """
+    files, requested = TargetFiles.from_settings(spec.target.node), getattr(server.settings, "dtype", None)
+    if server.target_format == "gguf" and has_own_file(files, requested):
+        assert files.gguf_file is not None
+        return read_weight_type(files.gguf_file)
+    weights = str(getattr(server.settings, "weights", "float32"))
+    return requested or dtype if weights == "float32" else weights
+
+
+def find_causes(spec: RunSpec, run: Path, target: Target) -> CauseLister:
     """Return what lists the causes of a disagreement; for a drafter that no layout holds it lists none."""
     files, directory = TargetFiles.from_settings(spec.target.node), find_drafter_directory(run)
     try:

@@ -132,6 +132,15 @@ def _describe_own_chain(own: dict[str, Any]) -> Iterator[str]:
     )
     if own["equal"] == own["checked"]:
         return
+    if own["server_dtype"] not in (None, own["dtype"]):
+        yield (
+            f"The server's type is {own['server_dtype']} and our chain's {own['dtype']}: rounding alone changes rounds, and no "
+            "cause is searched; server.dtype=float32 target.dtype=float32 compares alike."
+        )
+        return
+    yield from map(_describe_tie, own.get("ties", []))
+    if "search" not in own:
+        return
     if cause := own.get("cause"):
         agreement = cause["agreement"]
         yield (
@@ -140,10 +149,20 @@ def _describe_own_chain(own: dict[str, Any]) -> Iterator[str]:
             f"{agreement['checked']} tested prompts in full); {cause['remedy']}."
         )
         return
-    tested = ", ".join(dict.fromkeys(CAUSES.get(entry["name"], entry["name"]) for entry in own.get("tested", [])))
+    tested = ", ".join(dict.fromkeys(CAUSES.get(entry["name"], entry["name"]) for entry in own["tested"]))
     yield (
         f"No tested cause explains the difference ({tested or 'none is known for this family'}); the first round that differs "
         f"is at position {own['first_difference']}."
+    )
+    if own["search"]["is_cut"]:
+        yield f"The search ended after {own['search']['seconds']:.0f} seconds, before every cause was tested."
+
+
+def _describe_tie(tie: dict[str, Any]) -> str:
+    """Say that rounding explains a round that differs."""
+    return (
+        f"Rounding explains the round at position {tie['position']}: the server's has {tie['served_length']} tokens and ours "
+        f"{tie['own_length']}, and the drafter's two best logits for draft token {tie['draft']} are {tie['gap']:.2g} apart."
     )
 
 

@@ -19,9 +19,9 @@ from spectrain.eval.noise import Noise, baseline_jitter, judge_speedup
 from spectrain.eval.page import write_report
 from spectrain.eval.report import print_table
 from spectrain.eval.selection import PromptedEvaluation
-from spectrain.eval.serving.agreement import OwnChain
 from spectrain.eval.serving.latency import LatencyLimits, measure_latency
 from spectrain.eval.serving.notes import ServingTable
+from spectrain.eval.serving.own_chain import OwnChain
 from spectrain.eval.serving.requests import LevelResult, Levels, LoadGenerator, RequestWriter, ServedRequest, write_requests
 from spectrain.eval.serving.rounds import count_rounds, find_counter_source, make_turns
 from spectrain.eval.serving.template import TemplateCheck, check_template

@@ -117,6 +117,13 @@ def open_gguf(path: Path) -> Any:
         raise UserError(f"{path}: it cannot be read ({first_line(error)}); copy the file again") from error
 
 
+def read_weight_type(path: Path) -> str:
+    """Return the type of most matrices of a file, by the names that `dtype` takes or by llama.cpp's, such as q4_1."""
+    number = int(read_keys(open_gguf(path)).get("general.file_type", 0))
+    names = {FILE_TYPES[stored]: name for name, stored in WEIGHT_TYPES.items()}
+    return names.get(number) or gguf.LlamaFileType(number).name.removeprefix("MOSTLY_").lower()
+
+
 def read_keys(reader: Any, with_vocabulary: bool = False) -> dict[str, Any]:
     """Return the keys of an open file, those with a value for every token only on request."""
     names = [

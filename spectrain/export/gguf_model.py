@@ -116,12 +116,18 @@ def write_target(target: TargetFiles, directory: Path, dtype: str | None) -> Pat
     return directory / TARGET_FILE
 
 
+def has_own_file(target: TargetFiles, requested: str | None) -> bool:
+    """Tell whether llama.cpp is given the target's own GGUF file, as it is."""
+    return target.gguf_file is not None and target.reference not in LOADERS and requested is None
+
+
 def find_target_file(target: TargetFiles, dtype: str, requested: str | None) -> Path:
     """Return a target as a GGUF file: its own where no type is requested, or else one that is written once into the cache.
 
     `dtype` is the type of the target in this project, which applies without a requested one.
     """
-    if target.gguf_file is not None and target.reference not in LOADERS and requested is None:
+    if has_own_file(target, requested):
+        assert target.gguf_file is not None
         return target.gguf_file
     chosen = requested or dtype
     files = sorted(target.directory.glob("*.safetensors"))

@@ -17,14 +17,18 @@ from spectrain.drafters.causal import Causal
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import RunError, UserError
 from spectrain.eval.comparison import ScoredRun
+from spectrain.eval.metrics import Turn
 from spectrain.eval.recommendations import compare_runs
 from spectrain.eval.run import Evaluation
-from spectrain.eval.serving.agreement import Cause, OwnChain, compare_rounds
+from spectrain.eval.serving import search, ties
+from spectrain.eval.serving.agreement import compare_rounds, decode_prompts
 from spectrain.eval.serving.command import refuse_inapplicable
 from spectrain.eval.serving.latency import LatencyLimits
 from spectrain.eval.serving.notes import describe_server
+from spectrain.eval.serving.own_chain import OwnChain
 from spectrain.eval.serving.rounds import expand_counters
 from spectrain.eval.serving.score import DRAFTED, PLAIN, ServedSubject, ServerEvaluation
+from spectrain.eval.serving.search import Cause
 from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.target import Target
 from spectrain.servers.base import DraftedRounds
@@ -91,6 +95,35 @@ def test_the_score_of_a_server_is_our_chains(shallow: Target, drafter: Drafter, 
     }  # fmt: skip
     page = (tmp_path / "eval" / "a" / "report.html").read_text()
     assert "Times by concurrency" in page and "Speedup by the number of requests" in page and "drafts.jsonl" not in page
+
+
+def test_rounds_that_differ_are_explained(shallow: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other types end the comparison, near ties explain single rounds, and the search for causes ends with its time."""
+    prompt = shallow.tokenizer("Count: one two three one two three one two").input_ids
+    shallower = Causal(shallow, num_layers=1).eval()
+    [served] = decode_prompts(shallow, shallower, Chain(3), [Generation(prompt)], 24)
+    turns = [Turn("count", 0, "all", Generation(prompt, [0]), served)]
+
+    def list_one(position: int) -> Iterator[Cause]:
+        yield Cause("layers", "one layer", "take two", lambda: (shallow, shallower))
+
+    def describe(server_dtype: str) -> tuple[dict[str, Any], str]:
+        own = OwnChain(shallow, drafter, list_one, server_dtype=server_dtype).compare(turns, 24)
+        entry = {"counts": "none", "requests_counted": None, "totals_counted": None, "speedups": [], "failed": {}}
+        return own, " ".join(describe_server(entry | {"own_chain": own}))
+
+    own, text = describe("bfloat16")
+    assert "server.dtype=float32" in text and "search" not in own
+    own, text = describe("float32")
+    assert own["cause"]["name"] == "layers" and own["cause"]["agreement"]["share"] == 1 and not own["ties"]
+    monkeypatch.setattr(search, "MAX_SECONDS", -1.0)
+    own, text = describe("float32")
+    assert own["search"]["is_cut"] and "before every cause was tested" in text
+    monkeypatch.setattr(ties, "MAX_GAP", float("inf"))
+    own, text = describe("float32")
+    [tie] = own["ties"]
+    assert "Rounding explains" in text and "search" not in own
+    assert tie["gap"] > 0 and tie["draft"] == min(tie["served_length"], tie["own_length"])
 
 
 @pytest.mark.parametrize("concurrency", [1, 2])

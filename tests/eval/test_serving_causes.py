@@ -14,8 +14,9 @@ from spectrain.decoding.generation import Generation
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.eval.metrics import Turn
 from spectrain.eval.prompts import read_prompts
-from spectrain.eval.serving.agreement import OwnChain, decode_prompts
+from spectrain.eval.serving.agreement import decode_prompts
 from spectrain.eval.serving.causes import CauseFinder
+from spectrain.eval.serving.own_chain import OwnChain
 from spectrain.export.converter import read_drafter
 from spectrain.export.gguf_layout import convert_heads
 from spectrain.export.layout import DrafterCheckpoint
