@@ -257,9 +257,10 @@ def test_seeded_faults_are_named(
 ) -> None:
     """`spectrain eval` compares the rounds of a running server with our chain's, and names the fault of its drafter."""
     name, change = FAULTS[fault]
-    drafter = make_launch("smollm2", change_gguf(export_command("smollm2-eagle3", "gguf", str(tmp_path / "gguf")), change))
+    out, target = export_command("smollm2-eagle3", "gguf", str(tmp_path / "gguf"), dtype="float32"), target_file("smollm2")
+    drafter = make_launch("smollm2", out)
+    change_gguf(out, change)
     # The score of a shipped drafter is written below the current folder.
-    target = target_file("smollm2")
     monkeypatch.chdir(tmp_path)
     with start_server(target, drafter) as engine:
         check_cause("llamacpp", engine.url, fault, name)

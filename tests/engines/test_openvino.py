@@ -248,8 +248,8 @@ def test_seeded_faults_are_named(
     name, change = FAULTS[fault]
     folder, files = tmp_path / "faulty", TargetFiles("smollm2")
     shutil.copytree(export("EAGLE-3"), folder)
-    change(folder)
     launch = EngineLaunch(files.engine_path, "target", drafter=launch_of(folder, files))
+    change(folder)
     server = OpenVinoServer(OpenVinoSettings(python=ENGINE_PYTHON, port=free_port(), dtype="float32", threads=1))
     with start_engine(server, launch) as engine:
         # The score of a shipped drafter is written below the current folder.
@@ -265,5 +265,6 @@ def test_the_layer_trap_is_found_and_cured(export: Callable[[str], Path], tmp_pa
     remove_layers(trapped)
     findings = check_files(read_files(trapped), detect_layout(read_files(trapped)), files)
     assert "openvino-layers" in [finding.name for finding in findings]
-    write_fused_layers(trapped, read_drafter(folder, files).drafter["layers"])
-    assert (trapped / f"{IR_NAME}.xml").read_text() == (folder / f"{IR_NAME}.xml").read_text()
+    layers = read_drafter(folder, files).drafter["layers"]
+    write_fused_layers(trapped, layers)
+    assert read_fused_layers(trapped) == read_fused_layers(folder) == layers
