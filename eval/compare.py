@@ -81,8 +81,9 @@ def compare(spec: RunSpec, compare: GroupSpec, recipes: Any, runs: Sequence[str]
     for key in ("max_steps", "max_minutes", "epochs"):
         if spec.overrides_key(f"trainer.{key}"):
             raise UserError(f"trainer.{key}: a comparison trains by compare.seconds or compare.tokens; use one of these")
-    if spec.overrides_key("eval.max_minutes"):
-        raise UserError("eval.max_minutes: a comparison scores all drafters with the same prompts; use eval.limit")
+    for key, advice in (("max_minutes", "use eval.limit"), ("serve_in", "use spectrain eval")):
+        if spec.overrides_key(f"eval.{key}"):
+            raise UserError(f"eval.{key}: a comparison scores all drafters by this engine, on the same prompts; {advice}")
     if not spec.eval:
         raise UserError("eval=none: a comparison is made of scores; leave it out")
     if comparison.scores is not None and len(runs or ()) != 1:

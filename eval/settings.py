@@ -11,6 +11,7 @@ from spectrain.eval.context import ContextFiller, ContextMethod
 
 DrafterDtype = Literal["auto", "float32", "bfloat16", "float16"]
 """auto packs large weights of drafters into fewer bits on a CPU; a type computes with drafters as they were loaded."""
+ServingEngine = Literal["auto", "openvino", "llamacpp", "vllm"]
 
 
 @dataclass
@@ -36,6 +37,9 @@ class EvalSettings:
     # Minutes that a score may take, from the search for trees to the report: as many prompts are decoded as fit, at least four,
     # and categories take turns. Null decodes all prompts.
     max_minutes: float | None = None
+    # Engine for CPUs in which the drafter is scored as well, after all other scoring: openvino, llamacpp, vllm, or auto for the
+    # first of these that is installed and serves the drafter. Null scores it in none.
+    serve_in: ServingEngine | None = None
     # Largest number of tokens that one answer may have.
     max_new_tokens: int = 128
     # Number of prompts that are decoded together.
@@ -91,6 +95,8 @@ class EvalSettings:
             refuse_below("concurrency", level, 1)
         if self.engine not in get_args(EngineChoice):
             raise UserError(f"eval.engine={self.engine}: choose from {', '.join(get_args(EngineChoice))}")
+        if self.serve_in not in (None, *get_args(ServingEngine)):
+            raise UserError(f"eval.serve_in={self.serve_in}: choose from {', '.join(get_args(ServingEngine))}")
         if self.drafter_dtype not in get_args(DrafterDtype):
             raise UserError(f"eval.drafter_dtype={self.drafter_dtype}: choose from {', '.join(get_args(DrafterDtype))}")
         refuse_unknown("baselines", self.baselines, (*OURS, *TRANSFORMERS))

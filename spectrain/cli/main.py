@@ -143,11 +143,26 @@ def plan_command(config: Any) -> None:
     settings["plan"].build().run(lazy_import("runs.drafters.apply_init_shape")(spec))
 
 
+def train_command(config: Any) -> None:
+    spec, _ = read_run(config)
+    serve_scored(spec, lazy_import("runs.train.train_and_score")(spec))
+
+
 def evaluate_command(config: Any) -> None:
     if "server" in config or config.serve:
         lazy_import("eval.serving.command.score_server")(config)
         return
-    lazy_import("runs.score.evaluate")(*lazy_import("runs.defaults.resolve_eval_spec")(config))
+    spec, folder = lazy_import("runs.defaults.resolve_eval_spec")(config)
+    lazy_import("runs.score.evaluate")(spec, folder)
+    # A run's own setting is about its training.
+    if (config.get("eval") or {}).get("serve_in"):
+        serve_scored(spec, folder)
+
+
+def serve_scored(spec: Any, run: Path) -> None:
+    """Score the drafter in the engine that eval.serve_in names, too."""
+    if spec.eval.get("serve_in"):
+        lazy_import("eval.serving.installed.score_in_engine")(spec, run)
 
 
 def audit_command(config: Any) -> None:
@@ -179,7 +194,7 @@ def completion_command(words: list[str]) -> None:
 
 
 COMMAND_TASKS: Mapping[str, Task] = {
-    "train": call_with_spec("runs.train.train_and_score"),
+    "train": train_command,
     "plan": plan_command,
     "eval": evaluate_command,
     "compare": call_with_spec("eval.compare.compare", "compare", "recipes", "runs"),
