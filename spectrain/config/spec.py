@@ -35,6 +35,7 @@ class RunSpec:
     trainer: GroupSpec = GroupSpec("trainer")
     optimizer: GroupSpec = GroupSpec("optimizer")
     schedule: GroupSpec = GroupSpec("schedule")
+    adapter: GroupSpec = GroupSpec("adapter")
     tree: GroupSpec = GroupSpec("tree")
     acceptance: GroupSpec = GroupSpec("acceptance")
     eval: GroupSpec = GroupSpec("eval")

@@ -31,8 +31,8 @@ def inject_lora(target: Target, rank: int, alpha: float) -> list[nn.Parameter]:
     return [parameter for name, parameter in target.named_parameters() if ".lora_" in name]
 
 
-def find_lora_layers(target: Target) -> list[LoraLayer]:
-    return [module for module in target.modules() if isinstance(module, LoraLayer)]
+def find_lora_layers(model: nn.Module) -> list[LoraLayer]:
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
 
 
 @contextmanager
@@ -58,19 +58,19 @@ def dequantize_linear(linear: nn.Linear, dtype: torch.dtype) -> nn.Linear:
     return dense
 
 
-def merge_lora(target: Target) -> None:
-    """Merge the adapters into the weights, so that the target is an ordinary model again. Quantized weights are dequantized
-    first, because rounding would remove what was learned."""
-    for name, module in list(target.named_modules()):
+def merge_lora(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+    """Merge the adapters of a target or a drafter into its weights, so that it is an ordinary model again. Quantized weights
+    are dequantized to `dtype` first, because rounding would remove what was learned."""
+    for name, module in list(model.named_modules()):
         if isinstance(module, LoraLayer):
             base: nn.Linear = module.get_base_layer()
             # peft's own merge writes through `.data`, which copies of the weight would not notice.
             with torch.no_grad():
                 if not has_dense_weight(base):
-                    base = dequantize_linear(base, target.dtype)
+                    base = dequantize_linear(base, dtype)
                 base.weight.add_(module.get_delta_weight("default").to(base.weight.dtype))
             parent, _, child = name.rpartition(".")
-            setattr(target.get_submodule(parent), child, base)
+            setattr(model.get_submodule(parent), child, base)
 
 
 class TargetTraining:
@@ -111,7 +111,7 @@ class TargetTraining:
     def finish_training(self, target: Target) -> None:
         """Make the trained target an ordinary model again: frozen, in its original type."""
         if self.adapt == "lora":
-            merge_lora(target)
+            merge_lora(target, target.dtype)
             if is_quantized(target.model):
                 clear_quantization(target.model)
         cast_parameters(target, self.dtype)

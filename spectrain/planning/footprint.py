@@ -19,7 +19,8 @@ from spectrain.models.fast.packed_linears import SMALL_WEIGHTS
 from spectrain.models.fast.shared_product import SHARED_INPUT_NAMES
 from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost, row_cost
 from spectrain.models.target import Target
-from spectrain.runs.drafters import build_without_weights
+from spectrain.runs.drafters import adapt_drafter, build_without_weights
+from spectrain.training.adapters import select_stage_groups
 from spectrain.training.trainer import Trainer
 
 FLOAT_BYTES = 4
@@ -46,6 +47,8 @@ class Models:
         if (training := drafter.capabilities.target_training) is not None:
             with torch.device("meta"):
                 training.start_training(target)
+        with torch.device("meta"):
+            adapt_drafter(spec, drafter, target)
         return cls(target, drafter, Trainer.from_spec(spec), device, num_steps)
 
     @cached_property
@@ -55,9 +58,14 @@ class Models:
         numbers = Counter(stage_at(stages, step, self.num_steps) for step in range(self.num_steps))
         return {number: count / self.num_steps for number, count in sorted(numbers.items())}
 
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """The stages of the training, which update only the adapters of a drafter that has some."""
+        return [replace(stage, groups=select_stage_groups(self.drafter, stage)) for stage in self.drafter.stages]
+
     @property
     def last_stage(self) -> Stage:
-        return self.drafter.stages[max(self.stage_shares)]
+        return self.stages[max(self.stage_shares)]
 
     @property
     def is_cpu(self) -> bool:
@@ -91,7 +99,7 @@ class Models:
     @property
     def features(self) -> tuple[Any, ...]:
         """The layers whose states are captured of every token."""
-        return tuple(self.drafter.stages[0].layers)
+        return tuple(self.stages[0].layers)
 
 
 def count_parameters(models: Models) -> dict[str, int]:
@@ -116,7 +124,7 @@ def peak_memory(models: Models, batches: Sequence[BatchShape]) -> dict[str, int]
     """Return the bytes of each part at the worst moment of the worst batch and stage."""
     worst: dict[str, float] = {}
     for number in models.stage_shares:
-        stage = models.drafter.stages[number]
+        stage = models.stages[number]
         resident = resident_bytes(models, stage)
         for batch in largest_batches(batches):
             for moment in step_moments(models, stage, batch):
@@ -227,7 +235,7 @@ def flops_per_token(models: Models, batches: Sequence[BatchShape]) -> tuple[floa
     sampled = batches[:: max(1, len(batches) // 64)]
     features = steps = 0.0
     for number, share in models.stage_shares.items():
-        stage = models.drafter.stages[number]
+        stage = models.stages[number]
         features += share * sum(feature_flops(models, stage, batch) for batch in sampled)
         steps += share * sum(step_flops(models, stage, batch) for batch in sampled)
     tokens = sum(batch.tokens for batch in sampled)
@@ -282,11 +290,12 @@ class DiskSizes:
         trainer, drafter = models.trainer, models.drafter
         every = trainer.save_every
         steps = range(every, models.num_steps, every)[-trainer.keep_checkpoints :] if every else range(0)
-        stages = [drafter.stages[stage_at(drafter.stages, step - 1, models.num_steps)] for step in steps]
+        stages = [models.stages[stage_at(models.stages, step - 1, models.num_steps)] for step in steps]
         return cls(
             [checkpoint_bytes(drafter, stage) for stage in stages],
             checkpoint_bytes(drafter, models.last_stage),
-            bytes_of(drafter.state_dict(keep_vars=True).values()),
+            # Adapters are merged.
+            bytes_of(tensor for name, tensor in drafter.state_dict(keep_vars=True).items() if ".lora_" not in name),
             trained_target_bytes(models),
         )
 

@@ -219,7 +219,20 @@ def init_drafter(spec: RunSpec, target: Target, dataset: Dataset) -> Drafter:
     drafter.prepare(target, dataset.token_counts(target.head.vocab_size))
     if init:
         load_weights(drafter, require_drafter_directory("drafter.init", init), target)
+    adapt_drafter(spec, drafter, target)
     return drafter
+
+
+def adapt_drafter(spec: RunSpec, drafter: Drafter, target: Target) -> None:
+    """Add the adapters of `adapter=`, if it is set, to a drafter that continues its training."""
+    adapter = spec.adapter.build()
+    if adapter is None:
+        return
+    if not spec.drafter.get("init"):
+        raise UserError(
+            f"adapter={spec.adapter.choice}: it continues the training of a drafter; name one, as in drafter.init=runs/NAME"
+        )
+    adapter.adapt_drafter(drafter, target.head.vocab_size)
 
 
 def is_trainable(drafter: Drafter) -> bool:

@@ -17,6 +17,7 @@ from spectrain.features.base import Source
 from spectrain.files import atomic_write, write_text
 from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance
+from spectrain.training.adapters import describe_adapters
 from spectrain.training.checkpoints import TrainingResult, checkpoint_step, latest_checkpoint, resume_advice
 from spectrain.training.metrics import Tracker, read_last_step, track_run
 from spectrain.training.trainer import Trainer
@@ -125,7 +126,8 @@ def load_inputs(spec: RunSpec, trainer: Trainer, target: Target | None, dataset:
     examples = None if dataset.is_sample else dataset.examples
     report = source.prepare(target, drafter.stages[0].layers, drafter.stages[0].final_reach, examples)
     summary = dataset.summary_line() + data.describe_omissions()
-    report_lines = [summary, *dataset.source_lines, *dataset.unread_lines(), *filter(None, [report])]
+    adapted = describe_adapters(drafter) if spec.adapter else None
+    report_lines = [summary, *dataset.source_lines, *dataset.unread_lines(), *filter(None, [report, adapted])]
     if dataset.held_out and not target.has_layers:
         report_lines.append("validation on held-out conversations is left out: it decodes with the target (target.parts=head)")
     target.pack_weights()
@@ -204,7 +206,7 @@ def check_resumable(run: Path, spec: RunSpec, has_checkpoint: bool = True) -> No
     before, now = RunSpec.load(run / "config.yaml").save(), spec.save()
     if not has_checkpoint:
         return
-    for group in ("target", "drafter", "data", "trainer", "optimizer", "schedule"):
+    for group in ("target", "drafter", "data", "trainer", "optimizer", "schedule", "adapter"):
         free = CHANGEABLE_KEYS.get(group, ())
         old = {k: v for k, v in before[group].items() if k not in free}
         new = {k: v for k, v in now[group].items() if k not in free}

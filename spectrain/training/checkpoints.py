@@ -23,6 +23,8 @@ from spectrain.errors import UserError
 from spectrain.files import atomic_write
 from spectrain.models.target import Target
 
+from .adapters import select_stage_groups
+
 
 def checkpoint_path(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:06d}"
@@ -226,7 +228,7 @@ def load_trained_weights(drafter: Drafter, target: Target, weights: dict[str, Te
 
 def select_trained_groups(drafter: Drafter, target: Target, stage: int) -> list[dict[str, Any]]:
     """Return the parameter groups of a stage, each with its `lr_scale`; freeze all other parameters of drafter and target."""
-    groups = [{"lr_scale": 1.0, **group} for group in drafter.stages[stage].groups]
+    groups = [{"lr_scale": 1.0, **group} for group in select_stage_groups(drafter, drafter.stages[stage])]
     trained = {id(parameter) for group in groups for parameter in group["params"]}
     for parameter in [*drafter.parameters(), *target.parameters()]:
         parameter.requires_grad_(id(parameter) in trained)

@@ -20,6 +20,7 @@ from spectrain.models.fast import pack_linears
 from spectrain.models.target import Target
 from spectrain.models.threads import make_tuner
 
+from .adapters import merge_adapters
 from .checkpoints import (
     Tally,
     TrainingResult,
@@ -379,8 +380,10 @@ class TrainingRun:
         if best and (self.parallel.is_reusable or self.parallel.is_main):
             load_trained_weights(self.drafter, self.target, load_best(self.run, best))
         changes = self.drafter.capabilities.target_training
-        if changes is not None and (self.parallel.is_reusable or self.parallel.is_main):
-            changes.finish_training(self.target)
+        if self.parallel.is_reusable or self.parallel.is_main:
+            merge_adapters(self.drafter)
+            if changes is not None:
+                changes.finish_training(self.target)
         return TrainingResult(
             self.step, self.tokens, self.seconds, self.num_trained, self.parallel.is_reusable, best or self.step
         )

@@ -28,6 +28,7 @@ from spectrain.regeneration.sampling import Sampling
 from spectrain.regeneration.writers import AnswerWriter
 from spectrain.runs.defaults import resolve_eval_spec
 from spectrain.servers.base import Server
+from spectrain.training.adapters import LoraAdapter
 from spectrain.training.metrics import Tracker
 from spectrain.training.settings import Schedule, UpdateRule
 from spectrain.training.trainer import Trainer
@@ -40,7 +41,7 @@ KINDS: dict[str, type] = {
     "trainer": Trainer, "tree": TreeBuilder,
     "acceptance": AcceptanceRule, "eval": Evaluation, "tracker": Tracker, "plan": Plan, "writer": AnswerWriter,
     "compare": Comparison,
-    "optimizer": UpdateRule, "schedule": Schedule,
+    "optimizer": UpdateRule, "schedule": Schedule, "adapter": LoraAdapter,
 }  # fmt: skip
 FILES = sorted(path for path in (ROOT / "conf").glob("*/*.yaml") if path.parent.name not in ("recipe", "accelerate"))
 CHOICES = [(path.parent.name, path.stem) for path in FILES]
@@ -153,7 +154,7 @@ def test_recipe_composes_and_builds(recipe: str, tiny: Target) -> None:
     """A recipe passes the check on the tiny target, and every group of it can be built."""
     checked = read_settings(composed("plan", f"recipe={recipe}", "target=tiny"), [*RUN_KEYS, "plan"])
     for group, kind in KINDS.items():
-        if group not in ("target", "drafter", "server", "tracker", "writer", "compare"):
+        if group not in ("target", "drafter", "server", "adapter", "tracker", "writer", "compare"):
             assert isinstance(checked[group].build(), kind)
     drafter = checked["drafter"].build(target=tiny)
     assert isinstance(drafter, Drafter)

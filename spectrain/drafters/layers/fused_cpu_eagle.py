@@ -47,7 +47,9 @@ def uses_fused_cpu(drafter: EagleModules) -> bool:
         return False
     if type(attention) is not Attention or attention.window is not None or torch.compiler.is_compiling():
         return False
-    return all(shared_input(linear) is not None for linear in (attention.q_proj, mlp.up_proj))
+    # Layers with adapters are not packed.
+    are_packed = is_packed(attention.o_proj) and is_packed(mlp.down_proj)
+    return are_packed and all(shared_input(linear) is not None for linear in (attention.q_proj, mlp.up_proj))
 
 
 def run_layer(
