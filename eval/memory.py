@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.decoding.loop import decode
@@ -34,11 +34,22 @@ def extra_memory(
     return {"weights": weights, "working": working, "extra": weights + working}
 
 
-def own_bytes(target: Target, drafter: Drafter) -> int:
+def own_bytes(target: Target, drafter: nn.Module) -> int:
     """Count the bytes of the drafter's parameters and buffers that are not the target's."""
-    target_addresses = {tensor.data_ptr() for tensor in (*target.parameters(), *target.buffers())}
-    own = {tensor.data_ptr(): tensor for tensor in (*drafter.parameters(), *drafter.buffers())}
+    target_addresses = {tensor.data_ptr() for tensor in iterate_plain_tensors(target)}
+    own = {tensor.data_ptr(): tensor for tensor in iterate_plain_tensors(drafter)}
     return sum(tensor.numel() * tensor.element_size() for address, tensor in own.items() if address not in target_addresses)
+
+
+def iterate_plain_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors that hold a module's parameters and buffers: quantized weights wrap several, which have addresses."""
+    pending: list[Any] = [*module.parameters(), *module.buffers()]
+    while pending:
+        tensor = pending.pop()
+        if is_traceable_wrapper_subclass(tensor):
+            pending += [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        else:
+            yield tensor
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int:

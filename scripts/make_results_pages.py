@@ -118,15 +118,22 @@ spectrain one by one. Medusa and GKD were trained on about a hundred conversatio
 the table compares engines, not drafters. SGLang's layout was read by vLLM; SGLang itself was not run.""",
     ),
     "planning": ResultsPage(
-        "The plan of an 8B target",
-        """What `spectrain plan` expects for EAGLE-3 with seven draft steps on Llama-3.1-8B's geometry: a step of 8,192
+        "Plans of large targets",
+        """What `spectrain plan` expects for EAGLE-3 with seven draft steps, first on Llama-3.1-8B's geometry: a step of 8,192
 tokens on an H100, with a target in bfloat16 and a drafter in float32 under autocast. It was not compared with
 a GPU.""",
-        ("plan_llama8b.json",),
+        ("plan_llama8b.json", "large-targets.json"),
         "spectrain plan recipe=eagle3 target=hf target.model=data/llama-3.1-8b data=hub data.path=NAME "
         "data.max_length=2048 \\\n    trainer.batch_tokens=8192 trainer.epochs=1 plan.device=cuda "
         "plan.devices=8 plan.device_gb=80 plan.tokens=450000000",
-        tables.plan_table,
+        tables.plan_tables,
+        """Weights are bfloat16, or as the checkpoint stores them: 4.25 bits for the experts of gpt-oss (MXFP4), 8 bits and
+block scales for DeepSeek-V3 (FP8); kernels for these types must be there. With `target.parts=head` the server
+holds the layers, and its memory, its arithmetic and its hours are not in these rows: the target's GFLOP say
+what it computes for every token. `sharded over 8` is `trainer.sharding=fsdp2 target.sharding=fsdp2`, which
+takes dense weights only. Attention is counted over all positions of a text, without the half that a causal
+kernel leaves out and without sliding windows, so that long contexts are upper bounds; DeepSeek's wider queries
+and keys are counted as its values. Hours assume 40 % of an H100's peak and were not compared with a GPU.""",
     ),
     "sharding": ResultsPage(
         "Ways to share a training between processes",

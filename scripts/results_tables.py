@@ -96,6 +96,37 @@ def engines_table(result: dict[str, Any]) -> str:
     return format_table(["drafter", "target", "drafted tokens", "vLLM, class", "vLLM, server", "our chain", "same text"], rows)
 
 
+def plan_tables(plan: dict[str, Any], large: dict[str, Any]) -> str:
+    """Return the plan of an 8B target, and the plans of six large ones."""
+    text = """## Six large targets
+
+EAGLE-3 for targets of which only the configuration is here (`data/`), over 100 million tokens, planned without weights and
+without a GPU. The command of the first row takes seconds; the settings of any other row stand in its last line:"""
+    shared = " ".join(large["shared"]).replace(" trainer.grad", " \\\n    trainer.grad")
+    command = f"spectrain plan {shared} \\\n    {' '.join(large['rows'][0]['settings'])}"
+    stores = {row["settings"][0].removeprefix("target.model=data/"): row["store_bytes"] for row in large["rows"]}
+    sizes = ", ".join(f"{size / 1e12:.1f} TB ({name})" for name, size in stores.items())
+    store = f"A store of these features in fp8 takes {sizes}."
+    return f"{plan_table(plan)}\n\n{text}\n\n```sh\n{command}\n```\n\n{large_table(large)}\n\n{store}"
+
+
+def large_table(result: dict[str, Any]) -> str:
+    """Return memory, arithmetic and hours of every planned target."""
+    rows = []
+    for row in result["rows"]:
+        sharded = "" if row["sharded_bytes"] is None else format_gigabytes(row["sharded_bytes"])
+        peak = format_gigabytes(row["peak_bytes"]) + ("" if row["fits"] else " (does not fit)")
+        flops = [f"{row['target_flops'] / 1e9:.0f} + {row['step_flops'] / 1e9:.0f}"]
+        cells = [format_gigabytes(row["target_bytes"]), peak, sharded, *flops, f"{row['hours']:.1f}"]
+        rows.append([f"`{' '.join(row['settings'])}`", *cells])
+    titles = ["settings", "target's weights", "peak of a GPU", "sharded over 8", "GFLOP a token, target + step", "hours"]
+    return format_table(titles, rows)
+
+
+def format_gigabytes(size: float) -> str:
+    return f"{size / 1e9:,.1f} GB"
+
+
 def plan_table(plan: dict[str, Any]) -> str:
     """Return the parts of a device's memory, and hours."""
     memory = plan["memory"]

@@ -23,6 +23,8 @@ from spectrain.runs.drafters import adapt_drafter, build_without_weights
 from spectrain.training.adapters import select_stage_groups
 from spectrain.training.trainer import Trainer
 
+from .weights import count_weight_bytes, find_format_name
+
 FLOAT_BYTES = 4
 CHUNK_ROWS = 2048
 """Rows of the logits that the loss computes at the same time."""
@@ -39,6 +41,8 @@ class Models:
     trainer: Trainer
     device: torch.device
     num_steps: int
+    # Format of the target's quantized weights (`weights.FORMATS`); None if they are dense.
+    weight_format: str | None = None
 
     @classmethod
     def from_spec(cls, spec: RunSpec, device: torch.device, num_steps: int) -> "Models":
@@ -49,7 +53,8 @@ class Models:
                 training.start_training(target)
         with torch.device("meta"):
             adapt_drafter(spec, drafter, target)
-        return cls(target, drafter, Trainer.from_spec(spec), device, num_steps)
+        weight_format = find_format_name(target, spec.target.get("quantization"))
+        return cls(target, drafter, Trainer.from_spec(spec), device, num_steps, weight_format)
 
     @cached_property
     def stage_shares(self) -> dict[int, float]:
@@ -169,7 +174,7 @@ def resident_bytes(models: Models, stage: Stage) -> dict[str, float]:
     frozen = models.target if original is None else original
     copy = [] if original is None else [*original.parameters()]
     return {
-        "target weights": bytes_of(models.loaded_parameters),
+        "target weights": target_bytes(models, models.loaded_parameters),
         "drafter weights": bytes_of([*models.drafter.parameters(), *models.drafter.buffers(), *copy]),
         "packed copies of weights": packed_bytes(frozen, {id(p) for p in trained}) if models.is_cpu else 0,
         "optimiser state": 2 * bytes_of(trained),
@@ -316,10 +321,18 @@ def trained_target_bytes(models: Models) -> int:
     return sum(weights.values()) * models.target.dtype.itemsize
 
 
-def largest_piece_bytes(target: Target) -> int:
+def target_bytes(models: Models, parameters: Iterable[Tensor]) -> int:
+    """Return the bytes of parameters of the target as the device holds them."""
+    return count_weight_bytes(models.target, [*parameters], models.weight_format, models.is_cpu)
+
+
+def largest_piece_bytes(models: Models) -> int:
     """Return the bytes of the largest part that a sharded target gathers at the same time."""
+    target = models.target
     pieces = [*target.layers, target.head.embedding, target.head.output]
-    return max(bytes_of(piece.parameters()) for piece in pieces)
+    # A decoder's layers have few sizes.
+    largest = max(pieces, key=lambda piece: sum(p.numel() for p in piece.parameters()))
+    return target_bytes(models, largest.parameters())
 
 
 def lent_parameters(target: Target) -> list[Tensor]:

@@ -27,7 +27,8 @@ from spectrain.servers.engines import ENGINES, simulate_acceptance
 from .footprint import DiskSizes, Models, bytes_of, count_parameters, largest_piece_bytes, lent_parameters, peak_memory
 from .hours import Rate, estimate_hours
 from .table import RESERVE, print_plan
-from .workload import Workload, cached_features, count_operations, read_tokenizer, read_workload
+from .weights import FORMATS, is_kept_quantized
+from .workload import Workload, cached_features, count_operations, read_tokenizer, read_workload, reads_features
 
 SHARDING_SETTINGS = {
     "drafter": "trainer.sharding=fsdp2",
@@ -141,7 +142,7 @@ def plan(spec: RunSpec, options: Plan) -> dict[str, Any]:
             "run": operations.run,
         },
         "hours": estimate_hours(spec, options.rate, models, work, operations),
-        "notes": list_notes(spec, options, work),
+        "notes": list_notes(spec, options, work, models),
         "simulation": plan_simulation(spec, models, options.acceptance_rates),
     }  # fmt: skip
     if limit is not None:
@@ -157,11 +158,16 @@ def plan_memory(spec: RunSpec, options: Plan, models: Models, work: Workload) ->
     return memory | ({"features kept for later epochs": int(cached)} if models.is_cpu and cached else {})
 
 
-def list_notes(spec: RunSpec, options: Plan, work: Workload) -> list[str]:
+def list_notes(spec: RunSpec, options: Plan, work: Workload, models: Models) -> list[str]:
     """Return what the numbers leave out or assume."""
     notes = []
     if work.is_counted and read_tokenizer(spec) is None:
         notes.append("the target has no tokenizer with a chat template here; tokens are counted with that of target=tiny")
+    notes += list_weight_notes(models)
+    if spec.source.build().needs_server:
+        notes.append(
+            "the server's memory and arithmetic are not counted; hours hold if it captures states as fast as this trains"
+        )
     if spec.source.build().generates_text:
         notes.append("sequences that are written while training are not counted, in memory, arithmetic or assumed hours")
     if options.torch_device.type == "cuda":
@@ -169,6 +175,18 @@ def list_notes(spec: RunSpec, options: Plan, work: Workload) -> list[str]:
             "attention is taken to run in fused kernels, masked too, as on an H100; elsewhere it may store every score"
         )
     return notes
+
+
+def list_weight_notes(models: Models) -> list[str]:
+    """Return how quantized weights of a target were counted."""
+    name = models.weight_format
+    if name is None or not models.target.has_layers:
+        return []
+    if not is_kept_quantized(name, models.is_cpu):
+        return [f"the target's weights are quantized ({name}) and are dequantized when they are loaded"]
+    if name not in FORMATS:
+        return [f"the target's weights are quantized ({name}); they are counted as {models.target.dtype} and take less"]
+    return [f"the target's weights are counted as they are stored ({name}), which takes kernels for this type"]
 
 
 def plan_simulation(spec: RunSpec, models: Models, rates: list[float] | None) -> dict[str, Any] | None:
@@ -210,8 +228,11 @@ def sharded_memory(models: Models, memory: dict[str, int], devices: int) -> dict
         return {}
     states = sum(memory.get(part, 0) for part in ("drafter weights", "gradients", "optimiser state"))
     drafter = sum(memory.values()) - states * (devices - 1) // devices + memory.get("drafter weights", 0)
+    # Processes cannot share quantized weights.
+    if models.weight_format is not None:
+        return {"drafter": drafter}
     weights = memory.get("target weights", 0) * (devices - 1) // devices
-    return {"drafter": drafter, "drafter and target": drafter - weights + 2 * largest_piece_bytes(models.target)}
+    return {"drafter": drafter, "drafter and target": drafter - weights + 2 * largest_piece_bytes(models)}
 
 
 def list_changes(spec: RunSpec, options: Plan, models: Models, memory: dict[str, int]) -> list[dict[str, Any]]:
@@ -219,9 +240,10 @@ def list_changes(spec: RunSpec, options: Plan, models: Models, memory: dict[str,
     peak = sum(memory.values())
     sharded = sharded_memory(models, memory, options.devices)
     peaks = {f"{SHARDING_SETTINGS[what]} on {options.devices} devices": size for what, size in sharded.items()}
-    if models.features and not spec.source.build().stores_features:
+    if models.features and models.target.has_layers:
         weights = memory.get("target weights", 0) + memory.get("packed copies of weights", 0)
-        peaks["source=store target.parts=head"] = peak - max(0, weights - bytes_of(lent_parameters(models.target)))
+        change = "target.parts=head" if reads_features(spec) else "source=store target.parts=head"
+        peaks[change] = peak - max(0, weights - bytes_of(lent_parameters(models.target)))
     for settings in cheaper_settings(spec, models):
         changed = spec
         for key, value in settings.items():

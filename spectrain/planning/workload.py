@@ -96,6 +96,12 @@ def cached_features(spec: RunSpec, models: Models, work: Workload) -> float:
     return float(min(limit, work.tokens * token_feature_bytes(models))) if work.epochs > 0 else 0.0
 
 
+def reads_features(spec: RunSpec) -> bool:
+    """Tell whether features come from a store or a server, so that these devices do not compute them."""
+    source = spec.source.build()
+    return bool(source.stores_features or source.needs_server)
+
+
 def target_epochs(spec: RunSpec, models: Models, work: Workload) -> float:
     """Return how often the target runs over the data: once over batches whose features are all cached."""
     total = work.tokens * token_feature_bytes(models)
@@ -116,7 +122,7 @@ class Operations:
 def count_operations(spec: RunSpec, models: Models, work: Workload) -> Operations:
     """Return the operations of a run, those of its validations included."""
     features, step = flops_per_token(models, work.batches)
-    epochs = 0.0 if spec.source.build().stores_features else target_epochs(spec, models, work)
+    epochs = 0.0 if reads_features(spec) else target_epochs(spec, models, work)
     trained = work.padded * (features * epochs + step * work.epochs)
     return Operations(features, step, trained + count_validations(models, work) * validation_flops(models, work))
 

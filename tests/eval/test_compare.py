@@ -13,6 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from spectrain.cli import main as cli
 from spectrain.config.spec import RunSpec
@@ -354,6 +356,10 @@ def test_extra_memory_is_the_drafters(tiny: Target) -> None:
     drafter.prepare(tiny, torch.arange(tiny.head.vocab_size))
     own = sum(t.numel() * t.element_size() for t in (*drafter.parameters(), *drafter.buffers()))
     assert own_bytes(tiny, drafter.eval()) == own
+    # A quantized weight wraps its numbers and their scales.
+    wrapped = nn.Module()
+    wrapped.weight = nn.Parameter(TwoTensor(torch.zeros(4), torch.ones(4)), requires_grad=False)
+    assert own_bytes(tiny, wrapped) == 32
     prompt = list(range(5, 30))
     found = extra_memory(tiny, drafter, Chain(3), Greedy(), prompt)
     assert found["extra"] == found["weights"] + found["working"] and found["working"] > 0

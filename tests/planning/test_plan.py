@@ -13,6 +13,7 @@ import torch
 from hydra import compose, initialize_config_module
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks import large_targets
 from benchmarks.online import TOY, measure_peak, online_row
 from spectrain.cli.doctor import check_targets
 from spectrain.cli.main import dispatch_command
@@ -238,6 +239,37 @@ def test_a_mixture_of_experts_is_planned_from_config_json_alone(tmp_path: Path) 
     assert summary["parameters"]["target"] == 30_532_122_624
     active = summary["flops"]["target_per_token"] / 2
     assert 2.7e9 < active < 3.1e9 and any("tokenizer" in note for note in summary["notes"])
+
+
+@pytest.mark.parametrize("settings, bits", [
+    ({"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.1.*"]}}, 4.25),
+    ({}, 16.0),
+])  # fmt: skip
+def test_quantized_experts_are_counted_as_they_are_stored(settings: dict[str, Any], bits: float, tmp_path: Path) -> None:
+    """On a GPU, with their scales, but for modules that the checkpoint excludes; a CPU dequantizes them."""
+    sizes = {"num_hidden_layers": 2, "num_experts": 4, "vocab_size": 1000, "hidden_size": 256}
+    (tmp_path / "config.json").write_text(json.dumps({**MOE, **sizes, **settings}))
+    found = {device: planned("recipe=medusa1", "target=hf", f"target.model={tmp_path}", "target.dtype=bfloat16", "data.limit=2",
+                             f"plan.device={device}", device=device)
+             for device in ("cuda", "cpu")}  # fmt: skip
+    experts = 4 * 3 * 768 * 256
+    dense = 2 * found["cuda"]["parameters"]["target"]
+    assert found["cpu"]["memory"]["parts"]["target weights"] == dense
+    assert found["cuda"]["memory"]["parts"]["target weights"] == dense - experts * (2 - bits / 8)
+    assert any("mxfp4" in note for note in found["cuda"]["notes"]) == bool(settings)
+
+
+LARGE = json.loads(large_targets.RESULTS.read_text())["rows"]
+
+
+@pytest.mark.sweep(1, free=("row",))
+@pytest.mark.parametrize("row", LARGE, ids=[" ".join(row["settings"]) for row in LARGE])
+def test_rows_of_large_targets_are_what_the_command_plans(row: dict[str, Any]) -> None:
+    """The page's numbers, from configurations alone."""
+    assert [entry["settings"] for entry in LARGE] == large_targets.list_rows()
+    words = [word.replace("=data/", f"={ROOT}/data/") for word in (*large_targets.SHARED, *row["settings"])]
+    found = large_targets.select_numbers(planned(*words, device="cuda"))
+    assert found == {key: row[key] for key in found}
 
 
 @pytest.mark.slow
