@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 TRIAL_STEPS = 4  # steps of each count in a trial
 FIRST_TRIAL = 2  # times as many steps in the first trial, whose choice has no predecessor
 MARGIN = 0.96  # another count is chosen where its median time is below this fraction of the current count's
-HOPELESS = 2.0  # a count whose steps take this many times the best count's is timed no further
+HOPELESS = 2.0  # a count whose steps take this many times the best count's is timed no further in this trial
 WINDOW = 5  # last steps whose median is compared with the time in the last trial
 BAND = 1.4  # factor by which that median differs where times are unsteady
 UNSTEADY_PAUSE = 1.0  # seconds between two trials because of unsteady times
@@ -44,7 +45,7 @@ class ThreadTuner:
 
     A trial runs the next steps with each count in turn. One happens at the start, when the times leave the usual ones, and when
     another kind of step changed its count. A core that becomes free does not show in the times of fewer threads, so trials
-    also recur: after four seconds, and after twice the pause whenever a trial changed nothing.
+    also recur while a core is free: after four seconds, and after twice the pause whenever a trial changed nothing.
     """
 
     def __init__(
@@ -53,8 +54,10 @@ class ThreadTuner:
         trial_steps: int = TRIAL_STEPS,
         counter: ChangeCounter = COUNTER,
         clock: Callable[[], float] = time.monotonic,
+        free_core: Callable[[], bool] | None = None,
     ) -> None:
-        self.counts, self.trial_steps, self.counter, self.clock = sorted(counts), trial_steps, counter, clock
+        self.counts, self.trial_steps, self.counter = sorted(counts), trial_steps, counter
+        self.clock, self.has_free_core = clock, free_core or has_free_core
         # The count of the next step, and the chosen one, which differ during a trial.
         self.count = self.chosen = torch.get_num_threads() if torch.get_num_threads() in counts else max(counts)
         # Median seconds per unit of work of each count in the last trial.
@@ -84,11 +87,12 @@ class ThreadTuner:
             return
         self.trial[self.count].append(seconds / work)
         best = min(median(times) for times in self.trial.values() if times)
-        steps = self.trial_steps if self.is_chosen else FIRST_TRIAL * self.trial_steps
+        # Without a usual time to compare with, one slow step may be an accident.
+        steps, patience = (self.trial_steps, 1) if self.is_chosen else (FIRST_TRIAL * self.trial_steps, 2)
         open_counts = [
             count
             for count, times in self.trial.items()
-            if len(times) < steps and (len(times) < 2 or median(times) < HOPELESS * best)
+            if len(times) < steps and (len(times) < patience or median(times) < HOPELESS * best)
         ]
         if open_counts:
             self.count = min(open_counts, key=lambda count: len(self.trial[count]))
@@ -106,12 +110,14 @@ class ThreadTuner:
         return f"{self.chosen} ({times})"
 
     def _is_trial_due(self) -> bool:
-        now = self.clock()
-        if self.counter.changes != self.seen_changes or now >= self.trial_end + self.pause:
+        if self.counter.changes != self.seen_changes:
             return True
-        if len(self.recent) < WINDOW or now < self.trial_end + UNSTEADY_PAUSE:
-            return False
-        return not 1 / BAND < median(self.recent) / self.seconds[self.chosen] < BAND
+        pause, usual = self.clock() - self.trial_end, self.seconds[self.chosen]
+        if pause > UNSTEADY_PAUSE and self.recent:
+            is_collapsed = len(self.recent) > 1 and min(self.recent[-1], self.recent[-2]) > HOPELESS * usual
+            if is_collapsed or (len(self.recent) == WINDOW and not 1 / BAND < median(self.recent) / usual < BAND):
+                return True
+        return pause > self.pause and (self.chosen == self.counts[-1] or self.has_free_core())
 
     def _start_trial(self) -> None:
         """Begin a trial with the chosen count."""
@@ -133,6 +139,15 @@ class ThreadTuner:
         self.counter.changes += has_changed
         self.seen_changes = self.counter.changes
         self.pause = SHORTEST_PAUSE if is_first or has_changed else min(2 * self.pause, LONGEST_PAUSE)
+
+
+def has_free_core() -> bool:
+    """Tell whether fewer processes run than there are cores, this one included; true where the system does not report it."""
+    try:
+        running = Path("/proc/loadavg").read_text().split()[3].partition("/")[0]
+    except OSError:
+        return True
+    return int(running) < (os.cpu_count() or 1)
 
 
 @cache

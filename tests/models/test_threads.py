@@ -20,11 +20,10 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return current
 
 
-def make_pair(clock: list[float]) -> tuple[ThreadTuner, ThreadTuner]:
+def make_pair(clock: list[float], is_free: Callable[[], bool] = lambda: True) -> tuple[ThreadTuner, ThreadTuner]:
     counter = ChangeCounter()
-    return ThreadTuner((1, 2), counter=counter, clock=lambda: clock[0]), ThreadTuner(
-        (1, 2), counter=counter, clock=lambda: clock[0]
-    )
+    plain, drafted = (ThreadTuner((1, 2), counter=counter, clock=lambda: clock[0], free_core=is_free) for _ in range(2))
+    return plain, drafted
 
 
 def run_steps(tuner: ThreadTuner, number: int, seconds: Callable[[int], float], clock: list[float]) -> list[int]:
@@ -76,25 +75,33 @@ def test_unsteady_times_start_a_trial_and_other_kinds_follow(settings: list[int]
     for tuner in (plain, drafted):
         run_steps(tuner, 100, idle, clock)
         assert tuner.chosen == 2
-    slow = run_steps(plain, 12, busy, clock)
-    # Three of the last five steps are slow before the trial.
-    assert slow[:3] == [2] * 3 and 1 in slow[3:6] and plain.chosen == 1
-    assert run_steps(drafted, 6, busy, clock)[:2] == [2, 1] and drafted.chosen == 1
+    # Two steps of more than twice the usual time, then a slow one in the trial.
+    assert run_steps(plain, 12, busy, clock) == [2, 2, 2, *[1] * 9]
+    assert run_steps(drafted, 6, busy, clock) == [2, *[1] * 5]
+    assert (plain.chosen, drafted.chosen, plain.num_changes, drafted.num_changes) == (1, 1, 1, 1)
 
 
-def test_trials_recur_when_a_core_may_be_free(settings: list[int]) -> None:
-    """The pause doubles while nothing changes."""
+def test_slow_drift_starts_a_trial(settings: list[int]) -> None:
+    """Three of the last five steps are out of the band."""
     clock = [0.0]
     tuner, _ = make_pair(clock)
+    run_steps(tuner, 100, idle, clock)
+    counts = run_steps(tuner, 11, lambda threads: {1: 0.0197, 2: 1.5 * 0.0164}[threads], clock)
+    assert counts == [2, 2, 2, 2, *[1, 2] * 3, 1] and tuner.chosen == 1
+
+
+def test_trials_recur_while_a_core_is_free(settings: list[int]) -> None:
+    """The pause doubles while nothing changes, and nothing is tried while the cores are taken."""
+    clock, free = [0.0], [True]
+    tuner, _ = make_pair(clock, lambda: free[0])
     counts = run_steps(tuner, 2000, busy, clock)
-    trials = [
-        step for step in range(10, 1999) if counts[step] == 1 and counts[step + 1] == 2 and 2 not in counts[step - 4 : step]
-    ]
+    trials = [step for step in range(10, 2000) if counts[step] == 2]
     gaps = [later - earlier for earlier, later in zip(trials, trials[1:])]
     assert tuner.chosen == 1 and len(gaps) >= 1 and all(later > 1.8 * earlier for earlier, later in zip(gaps, gaps[1:]))
-    clock[0] += threads.LONGEST_PAUSE
-    run_steps(tuner, 8, idle, clock)
-    assert tuner.chosen == 2
+    clock[0], free[0] = clock[0] + threads.LONGEST_PAUSE, False
+    assert run_steps(tuner, 8, idle, clock) == [1] * 8
+    free[0] = True
+    assert run_steps(tuner, 9, idle, clock) == [1, 2, 1, 2, 1, 2, 1, 2, 2]
 
 
 def test_work_scales_the_time(settings: list[int]) -> None:
