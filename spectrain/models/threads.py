@@ -45,7 +45,7 @@ class ThreadTuner:
 
     A trial runs the next steps with each count in turn. One happens at the start, when the times leave the usual ones, and when
     another kind of step changed its count. A core that becomes free does not show in the times of fewer threads, so trials
-    also recur while a core is free: after four seconds, and after twice the pause whenever a trial changed nothing.
+    also recur: after four seconds, and after twice the pause whenever a trial changed nothing.
     """
 
     def __init__(
@@ -64,6 +64,8 @@ class ThreadTuner:
         self.seconds: dict[int, float] = {}
         self.recent: deque[float] = deque(maxlen=WINDOW)
         self.num_changes = self.seen_changes = 0
+        # The times of each count in a trial; empty between trials.
+        self.trial: dict[int, list[float]] = {}
         # Time of the last trial's end, and the pause after it.
         self.trial_end, self.pause = 0.0, SHORTEST_PAUSE
         self._start_trial()
@@ -110,26 +112,30 @@ class ThreadTuner:
         return f"{self.chosen} ({times})"
 
     def _is_trial_due(self) -> bool:
-        if self.counter.changes != self.seen_changes:
-            return True
+        """Tell whether times are unsteady, another kind of step changed its count, or the pause is over."""
         pause, usual = self.clock() - self.trial_end, self.seconds[self.chosen]
-        if pause > UNSTEADY_PAUSE and self.recent:
-            is_collapsed = len(self.recent) > 1 and min(self.recent[-1], self.recent[-2]) > HOPELESS * usual
-            if is_collapsed or (len(self.recent) == WINDOW and not 1 / BAND < median(self.recent) / usual < BAND):
-                return True
-        return pause > self.pause and (self.chosen == self.counts[-1] or self.has_free_core())
+        if self.counter.changes != self.seen_changes or pause > self.pause:
+            return True
+        if pause < UNSTEADY_PAUSE or len(self.recent) < 2:
+            return False
+        is_collapsed = min(self.recent[-1], self.recent[-2]) > HOPELESS * usual
+        return is_collapsed or (len(self.recent) == WINDOW and not 1 / BAND < median(self.recent) / usual < BAND)
 
     def _start_trial(self) -> None:
-        """Begin a trial with the chosen count."""
-        order = sorted(self.counts, key=lambda count: count != self.chosen)
-        self.trial: dict[int, list[float]] = {count: [] for count in order}
-        self.count = self.chosen
+        """Begin a trial with the chosen count; where all cores are taken, no larger count takes part."""
+        is_limited = self.is_chosen and self.chosen < self.counts[-1] and not self.has_free_core()
+        counts = [count for count in self.counts if count <= self.chosen] if is_limited else self.counts
+        if len(counts) > 1:
+            self.trial = {count: [] for count in sorted(counts, key=lambda count: count != self.chosen)}
+            self.count = self.chosen
+        elif len(self.recent) == WINDOW:
+            self.seconds[self.chosen] = median(self.recent)
 
     def _finish_trial(self) -> None:
         """Choose the fastest count; after the first trial, the current one stays unless another is faster by the margin."""
         before, is_first = self.chosen, not self.is_chosen
-        self.seconds = {count: median(times) for count, times in self.trial.items()}
-        fastest = min(self.seconds, key=lambda count: self.seconds[count])
+        self.seconds |= {count: median(times) for count, times in self.trial.items()}
+        fastest = min(self.trial, key=lambda count: self.seconds[count])
         if is_first or self.seconds[fastest] < MARGIN * self.seconds[before]:
             self.chosen = fastest
         self.count, self.trial, self.trial_end = self.chosen, {}, self.clock()
