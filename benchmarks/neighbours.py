@@ -15,19 +15,23 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
+from spectrain.config.environment import WAIT_VARIABLES
 from spectrain.errors import RunError
 from spectrain.files import write_text
+from spectrain.models.threads import PERSONAL_VARIABLES
 
 from .command import run_benchmark
 
 Policy = Literal["fixed", "spin", "sleep", "all"]
 Load = Literal["none", "one", "two", "changing", "all"]
+SPINNING = {"GOMP_SPINCOUNT": "300000"}  # libgomp's default
 ENVIRONMENTS: dict[str, dict[str, str]] = {
-    "fixed": {"OMP_NUM_THREADS": str(os.cpu_count())},
-    "spin": {},
-    "sleep": {"OMP_WAIT_POLICY": "passive"},
+    "fixed": {"OMP_NUM_THREADS": str(os.cpu_count()), **SPINNING},
+    "spin": SPINNING,
+    "sleep": {},
 }
-"""By policy: torch's number of threads, which spin (before); a measured number, whose threads spin or sleep while they wait."""
+"""By policy: torch's number of threads, which spin while they wait (before); a measured number, whose threads spin, or sleep as
+they do by default."""
 BUSY = "while True: pass"
 EVERY_OTHER = "import time\nwhile True:\n    if int(time.time() - {start}) % 10 >= 5: time.sleep(0.05)"
 LOADS = {"none": [], "one": [BUSY], "two": [BUSY, BUSY], "changing": [EVERY_OTHER]}
@@ -72,8 +76,8 @@ class Neighbours:
 
     def _score(self, load: str, policy: str) -> dict[str, Any]:
         """Return the results of one case."""
-        own = {"OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS"}
-        environment = {name: value for name, value in os.environ.items() if name not in own} | ENVIRONMENTS[policy]
+        personal = {*PERSONAL_VARIABLES, *WAIT_VARIABLES}
+        environment = {name: value for name, value in os.environ.items() if name not in personal} | ENVIRONMENTS[policy]
         with TemporaryDirectory() as folder, run_neighbours(load):
             command = [sys.executable, "-m", "spectrain", "eval", *self.words]
             start = time.perf_counter()

@@ -216,6 +216,21 @@ table overlap.""",
         f"{WAYS} overlap",
         tables.overlap_table,
     ),
+    "neighbours": ResultsPage(
+        "Threads and neighbours",
+        """The shipped drafter beside other processes that compute without a pause, on two virtual cores, greedy,
+bfloat16, 6 prompts of 64 tokens. A cell of a drafter holds the speedup over plain decoding with its 95 %
+interval, and the tokens per forward. A measured number of threads that sleep loses a tenth to a sixth of an
+idle machine's speed and keeps the rest beside a process that takes a core, steadily or every other five
+seconds.""",
+        ("neighbours.json",),
+        "python -m benchmarks.neighbours",
+        tables.neighbours_table,
+        """All outputs equal those of `generate`. Spinning threads are torch's default (`GOMP_SPINCOUNT=300000`), sleeping
+ones this project's. Two threads that spin are what torch does by itself. Each case ran once, with all cores of
+the machine for it and its neighbours. The idle cases and the sleeping one beside one process ran before trials
+of more threads waited for a free core, and those with a changing neighbour and the spinning one after it.""",
+    ),
     "adversary": ResultsPage(
         "Prompts that slow a drafter down",
         """A search of 32 edits per prompt for wordings that lower acceptance, for a `gkd` drafter on tiny, chain of 4,

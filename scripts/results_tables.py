@@ -271,3 +271,28 @@ def adversary_table(result: dict[str, Any]) -> str:
 
 def goals_table(_: Any) -> str:
     return render_goals(GOALS_PATH.parent)
+
+
+NEIGHBOURS = {"none": "none", "one": "one", "two": "two", "changing": "one, every other five seconds"}
+THREAD_POLICIES = {"fixed": "two, which spin", "spin": "measured, which spin", "sleep": "measured, which sleep"}
+
+
+def neighbours_table(result: dict[str, Any]) -> str:
+    """Return plain and drafted decoding beside each load, by policy for threads."""
+    cases = {(case["load"], case["policy"]): case for case in result["cases"]}
+    rows = []
+    for load, policy in [(load, policy) for load in NEIGHBOURS for policy in THREAD_POLICIES if (load, policy) in cases]:
+        case = cases[load, policy]
+        systems = {row["name"]: row for row in case["rows"]}
+        if not systems:
+            rows.append([NEIGHBOURS[load], THREAD_POLICIES[policy], f"not done in {case['seconds']:.0f} s", "", "", "", ""])
+            continue
+        cells = [
+            f"{row['speedup']:.2f} {format_interval(row['ci95'])}, {row['tokens_per_forward']:.2f}"
+            for row in (systems[name] for name in ("copies", "drafter", "ngram"))
+        ]
+        plain, drafted = case["plain_tokens_per_second"], systems["copies"]["tokens_per_second"]
+        rows.append([NEIGHBOURS[load], THREAD_POLICIES[policy], f"{plain:.1f}", f"{drafted:.1f}", *cells])
+    speeds = ["plain, tokens per second", "drafter + retrieval, tokens per second"]
+    titles = ["neighbours", "threads", *speeds, "drafter + retrieval", "drafter", "n-gram lookup"]
+    return format_table(titles, rows)

@@ -9,12 +9,17 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .config.environment import let_threads_sleep
+
 if TYPE_CHECKING:
     from .cli.interface import Answer, evaluate, evaluate_server, generate, train
     from .cli.interface import PretrainedDrafter as Drafter
     from .models.target import Target
 
 __all__ = ["Answer", "Drafter", "Target", "evaluate", "evaluate_server", "generate", "train"]
+
+# Before torch is imported.
+let_threads_sleep()
 
 _LAZY_EXPORTS = {
     "Target": ("models.target", "Target"),

@@ -1,8 +1,9 @@
 """The number of threads that a kind of step computes with on a CPU, chosen by timing real steps.
 
-No fixed number suits. SmolLM2-135M on two cores of an EPYC (bfloat16), milliseconds of a forward over one and over eight nodes:
-idle, two threads take 16.4 and 19.3 where one takes 19.7 and 25.7. Beside one process that takes a core, one thread takes as
-much as before, and two take 73 and 80, because each waits in every product for the one that shares a core.
+No fixed number suits. A forward of SmolLM2-135M over eight nodes on two virtual cores of an EPYC (bfloat16), in milliseconds:
+idle, one thread takes 24, two that spin while they wait 19, and two that sleep 32. Beside one process that takes a core, one
+takes 25, two that spin 80, and two that sleep 29. A training step is fastest with two threads on an idle machine, however they
+wait, and with one beside a process.
 """
 
 from __future__ import annotations

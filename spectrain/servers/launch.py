@@ -17,6 +17,7 @@ from typing import IO
 
 import httpx
 
+from spectrain.config.environment import inherited_environment
 from spectrain.errors import RunError, UserError
 
 from .base import Server
@@ -72,7 +73,8 @@ def start_engine(server: Server, launch: EngineLaunch) -> Iterator[RunningEngine
     check_port(server.settings)
     command = server.make_command(launch)
     server.prepare_start(launch)
-    with open_log(server.name) as output, run_group(command.arguments, command.environment, output) as process:
+    environment = {**inherited_environment(), **command.environment}
+    with open_log(server.name) as output, run_group(command.arguments, environment, output) as process:
         log = Path(output.name)
         print(f"{server.name} starts; its log is {log}", file=sys.stderr, flush=True)
         client = type(server)(replace(server.settings, url=server.settings.started_url))

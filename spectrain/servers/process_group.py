@@ -22,14 +22,14 @@ POLL_SECONDS = 0.05
 def run_group(arguments: Sequence[str], environment: Mapping[str, str], output: Any) -> Iterator[subprocess.Popen[bytes]]:
     """Run a command as the leader of a process group, and stop the group at the end of the block or the death of this process.
 
-    `environment` is added to this one's; `output` is the file that the command prints to.
+    `environment` holds all of its variables; `output` is the file that the command prints to.
     """
     process = subprocess.Popen(
         [*arguments],
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
-        env={**os.environ, **environment},
+        env={**environment},
         start_new_session=True,
     )
     guard = None

@@ -85,12 +85,12 @@ def test_a_group_that_ignores_the_signal_is_killed() -> None:
 
 
 OWNER = """
-import signal, sys
+import os, signal, sys
 # Commands in the background of a shell begin with SIGINT ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from spectrain.servers.process_group import run_group
 python, port, child = sys.argv[1:]
-with run_group([python, "--port", port, "--child-file", child], {}, sys.stderr) as process:
+with run_group([python, "--port", port, "--child-file", child], os.environ, sys.stderr) as process:
     print(process.pid, flush=True)
     process.wait()
 """
