@@ -19,7 +19,7 @@ from spectrain.config.build import GroupSpec
 from spectrain.config.choices import choice_name, resolve_choice
 from spectrain.config.saved import read_json_object
 from spectrain.errors import UserError
-from spectrain.eval.columns import DRAFTER, RECOMMENDED, SYSTEM_COLUMNS, order_systems
+from spectrain.eval.columns import DRAFTER, RECOMMENDED, SYSTEM_COLUMNS, TEXT_POSITION_COLUMNS, order_systems
 from spectrain.eval.noise import is_possible
 
 Entry = dict[str, Any]
@@ -242,7 +242,7 @@ def make_row(run: ScoredRun, folder: Path) -> Entry:
     keys = dict.fromkeys(
         ["label", "acceptance_length", "acceptance_by_depth", "speedup", "tokens_per_second", "lossless", "time_share"]
     )
-    keys |= dict.fromkeys(column.key.split(".")[0] for column in SYSTEM_COLUMNS)
+    keys |= dict.fromkeys(column.key.split(".")[0] for column in (*SYSTEM_COLUMNS, *TEXT_POSITION_COLUMNS))
     # In half precision rounding may decide between tokens.
     same = not lossless or not lossless["differences"] or setting["dtype"] != "float32"
     is_exact = same and (lossless is None or lossless["lossless"])

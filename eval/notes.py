@@ -14,6 +14,7 @@ from spectrain.eval.columns import (
 )
 from spectrain.eval.context import format_length
 from spectrain.eval.noise import is_possible
+from spectrain.export.trained_length import describe_trained_length
 
 Summary = dict[str, Any]
 
@@ -138,6 +139,8 @@ def list_caveats(summary: Summary) -> Iterator[str]:
     yield from describe_noise(summary)
     yield from _describe_quality(summary)
     yield from _describe_trained_target(summary)
+    if sentence := describe_trained_length(setting.get("training"), summary.get("by_text_position", {})):
+        yield sentence
     if pruning := summary.get("pruning"):
         yield (
             f"Pruned after {pruning['layer']} layers by their top {pruning['top_k']}: {pruning['nodes_pruned']:.1%} of the "

@@ -11,9 +11,11 @@ from rich.table import Table
 from spectrain.eval.columns import (
     RUN_COLUMNS,
     SYSTEM_COLUMNS,
+    TEXT_POSITION_COLUMNS,
     Column,
     ComparisonTable,
     autoregressive_entries,
+    list_groups,
     list_systems,
 )
 from spectrain.eval.extensions import EvalExtension
@@ -104,6 +106,8 @@ def print_comparison(comparison: dict[str, Any]) -> None:
         for cells in comparison_cells(row, "terminal", "{}\n{}".format):
             table.add_row(*map(escape, cells))
     console.print(table)
+    if (positions := position_table(comparison["rows"])) is not None:
+        console.print(positions)
     for sentence in [*explain_marks(comparison), *comparison["caveats"]]:
         console.print(sentence, markup=False)
     print_advice(console, comparison)
@@ -155,6 +159,23 @@ def engine_cells(row: dict[str, Any]) -> Iterator[list[str]]:
             stacked["speedup"],
             columns["identical"].cell(entry),
         ]
+
+
+def position_table(rows: Sequence[dict[str, Any]]) -> Table | None:
+    """Return the tokens per forward of each drafter and tree by position in the text; None without long texts."""
+    columns = list_groups(TEXT_POSITION_COLUMNS, [entry for row in rows for entry in row["systems"]])
+    if not columns:
+        return None
+    table = Table(title="tokens per forward by position in the text, in tokens", box=SIMPLE_HEAD, show_edge=False)
+    for title in ("drafter", "tree"):
+        table.add_column(title, overflow="fold")
+    for column in columns:
+        table.add_column(column.title.removeprefix("text "), justify="right", no_wrap=True)
+    for row in rows:
+        for number, entry in enumerate(row["systems"]):
+            cells = [f"{column.cell(entry)}\n{column.interval_cell(entry)}" for column in columns]
+            table.add_row(*map(escape, ["" if number else row["label"], entry["label"], *cells]))
+    return table
 
 
 def explain_marks(comparison: dict[str, Any]) -> Iterator[str]:

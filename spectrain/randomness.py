@@ -11,6 +11,7 @@ DRAFT, ACCEPT, SAMPLE, LAYER_DROPOUT, MASKED_PREFIXES, ANCHORS, CHAINS = 1, 2, 3
 NOISE, WITHOUT_FEATURES = 12, 13
 JUDGED = 14
 FEATURE_NOISE, TRAJECTORY = 21, 22
+LOSS_WINDOW = 23
 
 
 def keyed_generator(purpose: int, seed: int, row: int, position: int) -> torch.Generator:

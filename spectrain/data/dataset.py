@@ -72,6 +72,11 @@ class Dataset:
         return sum(sum(example.mask) for example in self.examples)
 
     @property
+    def max_text_length(self) -> int:
+        """The length of the longest text to train on, in tokens."""
+        return max((len(example.tokens) for example in self.examples), default=0)
+
+    @property
     def fingerprint(self) -> str:
         """A hash of all tokens and masks."""
         digest = hashlib.sha256()

@@ -200,6 +200,11 @@ class StreamedDataset(Dataset):
 
     is_sample: ClassVar[bool] = True
 
+    @property
+    def max_text_length(self) -> int:
+        """The length that texts are cut to, in tokens."""
+        return self.data.max_length
+
     def num_batches(self, batching: Batching) -> int:
         raise UserError("trainer.max_steps: a stream does not know how much it holds; say how many steps to train")
 

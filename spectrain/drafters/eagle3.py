@@ -82,8 +82,7 @@ class Eagle3(UnrolledEagle):
         the steps is weighted by step_decay^i.
         """
         supervision, count = Supervision(self, batch), max(1, min(self.num_steps, batch.max_document_length - 2))
-        steps = enumerate(self.unroll_steps(batch, count, state))
-        return self.judge_steps(supervision, [hidden[supervision.is_supervised(step)] for step, hidden in steps])
+        return self.judge_steps(supervision, self.supervised_states(supervision, batch, count, state))
 
     # Decoding
 

@@ -16,6 +16,7 @@ from spectrain.servers.engines import ENGINES, Engine, simulate_acceptance
 
 from .layout import DrafterCheckpoint, Layout
 from .targets import LOADERS, TargetFiles
+from .trained_length import describe_trained_length
 
 FAMILY_TITLES = {
     "eagle3": "EAGLE-3", "peagle": "P-EAGLE", "medusa": "Medusa", "causal": "distilled draft model", "pard": "PARD",
@@ -97,7 +98,23 @@ def measured_section(run: Path) -> list[str]:
         reason = summary["speedup"].get("reason")
         if reason:
             lines.append(f"Its speedup is not to be quoted: {reason}.")
-    return lines
+    return [*lines, *warn_of_long_texts(summaries)]
+
+
+def warn_of_long_texts(summaries: dict[str, dict[str, Any]]) -> list[str]:
+    """Return what the scores say beyond the length of the training's texts, or that none goes beyond."""
+    parts = [(summary["setting"].get("training") or {}, summary.get("by_text_position", {})) for summary in summaries.values()]
+    sentences = [sentence for training, groups in parts if (sentence := describe_trained_length(training, groups))]
+    if sentences:
+        return ["", *(f"**Long texts.** {sentence}" for sentence in sentences)]
+    trained = max((training.get("max_length") or 0 for training, _ in parts), default=0)
+    if not trained:
+        return []
+    return [
+        "",
+        f"**Long texts.** The drafter was trained on texts of up to {trained:,} tokens and not scored beyond, where acceptance "
+        f"may fall; `spectrain eval run=DIR target=TARGET eval.context=[{2 * trained}]` measures it.",
+    ]
 
 
 def describe_tree(entry: dict[str, Any]) -> str:

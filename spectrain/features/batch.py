@@ -35,6 +35,8 @@ class Batch:
     position_ids: Tensor | None = None
     # [B, T, T], or [1, T, T] per packed document: which tokens each token attends to, where a text has side branches.
     visible: Tensor | tuple[Tensor, ...] | None = None
+    # Of each document, the only tokens that carry loss: the first of them and the one after the last. None if any may.
+    loss_windows: tuple[tuple[int, int], ...] | None = None
 
     @property
     def max_document_length(self) -> int:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -26,6 +28,7 @@ from .kv_cache import DEFAULT_OPTIONS, AttentionOptions, KeyValueShape, TreeCach
 from .masks import make_mask
 
 ATTENTION_NAME = "spectrain"  # name in transformers
+MASKED_ROWS = 1024  # positions whose mask exists at one time
 AttentionFunction = Callable[..., Tensor]
 
 
@@ -56,11 +59,10 @@ def causal_attention(
         return document_attention(q, k, v, lengths, scale, window)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        length, mask = q.shape[2], None
-        if by_scores or (window is not None and length > window):
-            mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
-            mask = mask if window is None else mask.triu(1 - window)
-        return _attend_masked(q, k, v, mask, AttentionOptions(scale, window, softcap, sinks))
+        options = AttentionOptions(scale, window, softcap, sinks)
+        if by_scores or (window is not None and q.shape[2] > window):
+            return attend_rows(q, [k], [v], 0, options)
+        return _attend_masked(q, k, v, None, options)
 
     return attend_per_document(attend, lengths, q, k, v)
 
@@ -71,6 +73,43 @@ def _attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options
         scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
         return eager_attention(q, k, v, mask, scale, options.softcap, options.sinks)
     return fused_attention(q, k, v, mask, mask is None and q.shape[2] > 1, options.scale)
+
+
+def attend_rows(
+    q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], first_row: int, options: AttentionOptions = DEFAULT_OPTIONS
+) -> Tensor:
+    """Return [B, H, R, D] of the R consecutive positions of a text from `first_row` on, which attend as in
+    `unrolled_attention`: to keys and values of the first step [B, K, T, D], and of later steps [B, K, R, D].
+
+    A mask [r, S] exists for r rows at a time and for the keys that any of them sees; the backward pass builds it again.
+    """
+    outputs, steps, window = list[Tensor](), len(keys), options.window
+    for start in range(0, q.shape[2], MASKED_ROWS):
+        rows = slice(start, min(start + MASKED_ROWS, q.shape[2]))
+        oldest = 0 if window is None else max(0, first_row + start + steps - window)
+        seen = slice(oldest, first_row + rows.stop)
+        seen_keys, seen_values = (
+            [part[:, :, seen if step == 0 else rows] for step, part in enumerate(parts)] for parts in (keys, values)
+        )
+        chunk = partial(_attend_row_chunk, first_row=first_row + start - oldest, options=options)
+        if torch.is_grad_enabled() and q.shape[2] > MASKED_ROWS:
+            outputs.append(checkpoint(chunk, q[:, :, rows], seen_keys, seen_values, use_reentrant=False))
+        else:
+            outputs.append(chunk(q[:, :, rows], seen_keys, seen_values))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+def _attend_row_chunk(
+    q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], first_row: int, options: AttentionOptions
+) -> Tensor:
+    """Compute `attend_rows` for rows [B, H, r, D] that begin at the key `first_row`, by a mask."""
+    count, steps, window = q.shape[2], len(keys), options.window
+    rows = torch.arange(first_row, first_row + count, device=q.device)[:, None]
+    order = torch.arange(keys[0].shape[2], device=q.device)
+    first = order <= rows if window is None else (order <= rows) & (order >= rows + steps - window)
+    eye = torch.eye(count, dtype=torch.bool, device=q.device)
+    later = [eye if window is None or steps - step < window else torch.zeros_like(eye) for step in range(2, steps + 1)]
+    return _attend_masked(q, torch.cat([*keys], dim=2), torch.cat([*values], dim=2), torch.cat([first, *later], dim=1), options)
 
 
 def unrolled_attention(
@@ -95,18 +134,9 @@ def unrolled_attention(
         return is_mergeable(q, values[0]) and not by_scores and (window is None or longest + steps - 1 <= window)
 
     def attend(q: Tensor, *parts: Tensor) -> Tensor:
-        length = q.shape[2]
-        if is_joined(q, length):
+        if is_joined(q, q.shape[2]):
             return join((q, *parts), None)
-        eye = torch.eye(length, dtype=torch.bool, device=q.device)
-        first = torch.ones_like(eye).tril()
-        later = [eye] * (steps - 1)
-        if window is not None:
-            first = first.triu(steps - window)
-            later = [eye if steps - step < window else torch.zeros_like(eye) for step in range(2, steps + 1)]
-        mask = torch.cat([first, *later], dim=1)
-        k, v = torch.cat(parts[:steps], dim=2), torch.cat(parts[steps:], dim=2)
-        return _attend_masked(q, k, v, mask, options)
+        return attend_rows(q, parts[:steps], parts[steps:], 0, options)
 
     if lengths is not None and len(lengths) > 1 and supports_documents(q, values[0]) and is_joined(q, max(lengths)):
         return join((q, *keys, *values), lengths)

@@ -23,6 +23,14 @@ class BatchShape:
     length: int
     tokens: int
     supervised: int
+    # Largest number of consecutive tokens of a text that carry loss in a step; None if all may.
+    loss_tokens: int | None = None
+
+    def window_rows(self, num_steps: int) -> int:
+        """Count the positions at which `num_steps` draft steps predict the tokens of the windows: all tokens without any."""
+        if self.loss_tokens is None:
+            return self.tokens
+        return min(self.tokens, self.texts * (self.loss_tokens + num_steps + 1))
 
 
 @dataclass(frozen=True)

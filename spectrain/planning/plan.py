@@ -36,6 +36,8 @@ SHARDING_SETTINGS = {
 }
 # Share of the draft tokens after accepted ones that is accepted, unless the user knows better.
 ASSUMED_ACCEPTANCE = 0.7
+# Tokens of a window of the loss that a plan for long texts suggests.
+SUGGESTED_LOSS_TOKENS = 2048
 HALVED_SETTINGS = ("ttt_steps", "num_heads", "vocab_size", "num_masks", "num_drafts")
 """Settings of a drafter whose halves take less memory."""
 
@@ -280,6 +282,8 @@ def cheaper_settings(spec: RunSpec, models: Models) -> list[dict[str, Any]]:
             choices.append({f"drafter.{key}": value // 2})
     if settings.get("adapt") == "full":
         choices.append({"drafter.adapt": "lora"})
+    if trainer.loss_tokens is None and spec.data.build().max_length >= 2 * SUGGESTED_LOSS_TOKENS:
+        choices.append({"trainer.loss_tokens": SUGGESTED_LOSS_TOKENS})
     if not trainer.gradient_checkpointing and not adapts_layers(models.drafter):
         choices.append({"trainer.gradient_checkpointing": True})
     return choices

@@ -47,7 +47,7 @@ def read_workload(spec: RunSpec, num_tokens: int | None, num_devices: int) -> Wo
     trainer, data = Trainer.from_spec(spec), spec.data.build()
     dataset = count_data(spec, data) if num_tokens is None else full_batch(min(data.max_length, trainer.batch_tokens), trainer)
     indices = dataset.make_batches(0, trainer.batch_settings)
-    batches = [batch_shape(dataset[numbers], trainer.packing) for numbers in indices]
+    batches = [batch_shape(dataset[numbers], trainer.packing, trainer.loss_tokens) for numbers in indices]
     epoch = float(sum(batch.tokens for batch in batches))
     tokens = float(dataset.num_tokens if num_tokens is None else num_tokens)
     padded = epoch if num_tokens is None else tokens
@@ -79,10 +79,13 @@ def full_batch(length: int, trainer: Trainer) -> Dataset:
     return Dataset([Example([1] * length, [False] + [True] * (length - 1))] * count, count, 0, 0)
 
 
-def batch_shape(examples: list[Example], packed: bool) -> BatchShape:
-    lengths = [len(example.tokens) for example in examples]
-    supervised = sum(sum(example.mask) for example in examples)
-    return BatchShape(len(lengths), max(lengths), sum(lengths) if packed else len(lengths) * max(lengths), supervised)
+def batch_shape(examples: list[Example], packed: bool, loss_tokens: int | None = None) -> BatchShape:
+    """Return the sizes of a batch, of which windows of the loss, if there are any, are taken to lie at the end of each text."""
+    lengths, supervised = [len(example.tokens) for example in examples], [sum(example.mask) for example in examples]
+    if loss_tokens is not None:
+        supervised = [min(count, loss_tokens) for count in supervised]
+    num_tokens = sum(lengths) if packed else len(lengths) * max(lengths)
+    return BatchShape(len(lengths), max(lengths), num_tokens, sum(supervised), loss_tokens)
 
 
 def token_feature_bytes(models: Models) -> int:

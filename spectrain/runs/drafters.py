@@ -54,7 +54,8 @@ def save_drafter(
         description["chat_template"] = template.facts()
     if result is not None:
         description["training"] = {"steps": result.num_steps, "tokens": result.num_tokens, "seconds": round(result.seconds, 2),
-                                   "parameters": result.num_parameters, "taken": result.result_step}  # fmt: skip
+                                   "parameters": result.num_parameters, "taken": result.result_step,
+                                   "max_length": result.max_text_length}  # fmt: skip
     files: dict[str, dict[str, Tensor]] = {"model.safetensors": {}}
     layout = drafter.saved.layout
     for name, tensor in collect_tensors(drafter).items():

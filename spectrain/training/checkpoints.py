@@ -161,6 +161,8 @@ class TrainingResult:
     is_reusable: bool
     # The step whose weights are the result.
     result_step: int
+    # Length of the longest text in the data, in tokens.
+    max_text_length: int
 
 
 @dataclass

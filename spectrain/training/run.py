@@ -16,6 +16,7 @@ from spectrain.drafters.base import Drafter, TrainingState, stage_at
 from spectrain.errors import RunError, RunInterrupted, UserError
 from spectrain.features.base import BatchRequest, Source, SourceError
 from spectrain.features.batch import Batch
+from spectrain.features.loss_window import sample_loss_windows
 from spectrain.models.fast import pack_linears
 from spectrain.models.target import Target
 from spectrain.models.threads import make_tuner
@@ -74,6 +75,7 @@ class TrainingRun:
         self.skipped = self.skipped_in_a_row = 0  # steps that changed nothing, because something was not finite
         self.tally = Tally()  # since the last line of metrics
         self.tokens, self.seconds = 0, 0.0  # up to there, on all processes
+        self.max_text_length = 0  # of the data, in tokens
         self.data_position: dict[str, Any] | None = None  # where this process stands in the data
         self.threads = make_tuner(parallel.device, TRIAL_STEPS) if parallel.num_processes == 1 else None
         self.source_failure: str | None = None  # why the source gives no more batches
@@ -109,6 +111,7 @@ class TrainingRun:
             load_trained_weights(self.drafter, self.target, weights)
             tensors, numbers = self._restore_progress(progress, tensors), progress["optimizer"]
         self.start_training()
+        self.max_text_length = dataset.max_text_length
         if checkpoint is not None:
             self.parallel.load_optimizer(tensors, numbers)
         self.stream = dataset.stream_batches(
@@ -223,9 +226,11 @@ class TrainingRun:
 
     def _make_batch(self, examples: list[Example]) -> Batch:
         layers = self.drafter.stages[self.stage].layers
-        return self.source.make_batch(
+        batch = self.source.make_batch(
             BatchRequest(examples, self.target, layers, self.trainer.packing, self.step, self.drafter)
         )
+        num_tokens = self.trainer.loss_tokens
+        return batch if num_tokens is None else sample_loss_windows(batch, num_tokens, self.trainer.seed, self.step)
 
     def _add_gradients(self, batch: Batch, examples: list[Example], scale: float, is_last: bool) -> Tally:
         """Add a batch to the gradients, as the last of a step or not; what it adds to the tally."""
@@ -385,5 +390,11 @@ class TrainingRun:
             if changes is not None:
                 changes.finish_training(self.target)
         return TrainingResult(
-            self.step, self.tokens, self.seconds, self.num_trained, self.parallel.is_reusable, best or self.step
+            self.step,
+            self.tokens,
+            self.seconds,
+            self.num_trained,
+            self.parallel.is_reusable,
+            best or self.step,
+            self.max_text_length,
         )

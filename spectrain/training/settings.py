@@ -175,6 +175,9 @@ class TrainerSettings:
     batch_tokens: int = 4096
     # Concatenate sequences in one row, without padding, with attention kept within each.
     packing: bool = False
+    # Number of consecutive tokens of each text that carry loss in a step, at a random place, with all tokens before them as
+    # context; null trains on all. It takes less memory and time per step of long texts.
+    loss_tokens: Count | None = None
     # Number of batches in an optimizer step, on each process.
     accumulate: int = 1
     # Share of the steps in which the learning rate rises.

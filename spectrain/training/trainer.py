@@ -130,6 +130,10 @@ class Trainer(TrainerSettings):
                 f"trainer.sharding={shared.name}: the drafter writes text here, and no process has all of it; use ddp, "
                 "zero2 or source.by=target"
             )
+        if self.loss_tokens is not None and source.generates_text:
+            raise UserError(
+                f"trainer.loss_tokens={self.loss_tokens}: this source writes text and has loss on what it writes; leave it out"
+            )
         if self.optimizer.needs_matrices and not shared.full_parameters:
             raise UserError(
                 f"optimizer={self.optimizer.name}: with trainer.sharding={shared.name} no process holds a weight as the "

@@ -11,7 +11,10 @@ from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval.context import ContextFiller, ContextMethod, format_length, parse_length
 from spectrain.eval.prompts import Prompt, read_prompts
+from spectrain.eval.report import position_table
 from spectrain.eval.run import Evaluation
+from spectrain.export.card import warn_of_long_texts
+from spectrain.export.trained_length import describe_trained_length, range_start
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.trees import Chain
@@ -86,3 +89,33 @@ def test_scores_are_grouped_by_length(
     printed = capsys.readouterr().out.replace("\n", " ")
     assert "Prompts of 64, 1k tokens: different documents in sequence before each question" in printed
     assert "by position in the text, in tokens: 0-1k " in printed
+
+
+def test_a_drop_beyond_the_trained_length_is_stated() -> None:
+    """Ranges that begin at the longest trained text or later stand against all rounds before, in notes and on the card."""
+    groups = {
+        name: {"acceptance_length": length, "rounds": rounds, "tokens": length * rounds}
+        for name, length, rounds in (("0-1k", 3.0, 2), ("1k-2k", 2.0, 2), ("2k-4k", 1.25, 4), ("32k+", 1.0, 1))
+    }
+    assert [range_start(name) for name in groups] == [0, 1024, 2048, 32768]
+    sentence = (
+        "Trained on texts of up to 2,048 tokens. Tokens per forward beyond: 1.25 in 2k-4k, 1.00 in 32k+, against 2.50 before."
+    )
+    assert describe_trained_length({"max_length": 2048}, groups) == sentence
+    assert describe_trained_length({"max_length": 65536}, groups) is describe_trained_length(None, groups) is None
+    summary = {"setting": {"training": {"max_length": 2048}}, "by_text_position": groups}
+    assert warn_of_long_texts({"a": summary}) == ["", f"**Long texts.** {sentence}"]
+    short = {**summary, "by_text_position": {"0-1k": groups["0-1k"]}}
+    warning = warn_of_long_texts({"a": short})[1]
+    assert "not scored beyond" in warning and "eval.context=[4096]" in warning
+    assert warn_of_long_texts({"a": {"setting": {"training": None}}}) == []
+
+
+def test_a_comparison_has_a_table_by_position() -> None:
+    """It has a column for each range that occurs, and is left out without long texts."""
+    group = {"acceptance_length": 2.0, "rounds": 3, "tokens": 6, "ci95": [1.5, 2.5]}
+    rows = [{"label": "a", "systems": [{"label": "chain", "by_text_position": {"0-1k": group, "4k-8k": group}}]}]
+    table = position_table(rows)
+    assert table is not None and [column.header for column in table.columns] == ["drafter", "tree", "0-1k", "4k-8k"]
+    assert [*table.columns[2].cells] == ["2.00\n1.50 to 2.50"]
+    assert position_table([{"label": "a", "systems": [{"label": "chain", "by_text_position": {"0-1k": group}}]}]) is None

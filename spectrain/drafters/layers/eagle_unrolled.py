@@ -6,13 +6,14 @@ Shapes: B batch, T tokens, D target width, R supervised rows.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from spectrain.drafters.base import Losses, TrainingState
 from spectrain.drafters.context import Context
 from spectrain.features.batch import Batch
-from spectrain.models.attention import unrolled_attention
+from spectrain.models.attention import MASKED_ROWS, unrolled_attention
 from spectrain.models.kv_cache import AttentionOptions, TreeCache
 from spectrain.models.step_cost import BatchShape, Run, StepCost
 from spectrain.models.target import Target
@@ -21,6 +22,7 @@ from spectrain.trees.token_tree import AcceptedPath
 from .eagle_layers import EagleDrafter
 from .layers import Attention
 from .vocabulary import Supervision
+from .window_rows import WindowRows
 
 LayerKeysValues = list[tuple[Tensor, Tensor]]  # keys and values per layer
 
@@ -36,40 +38,84 @@ class UnrolledEagle(EagleDrafter):
     # Training
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """Return the cost of the layers, which run once for each draft step over all tokens, and of the logits of all steps."""
-        runs = [Run(self, batch.tokens, batch.length, self.num_steps, extra=2 * target.width)]
-        return StepCost(runs, self.judged_rows(batch, self.num_steps * batch.supervised))
+        """Return the cost of the layers, which run once for each draft step, and of the logits of all steps.
 
-    def unroll_steps(self, batch: Batch, count: int, state: TrainingState) -> Iterator[Tensor]:
+        A step runs over all tokens. With windows of the loss, it runs over the positions of the windows; the first one also
+        computes what these read of the positions before them.
+        """
+        rows, width, judged = batch.window_rows(self.num_steps), target.width, self.num_steps * batch.supervised
+        runs = [Run(self, rows, batch.length, self.num_steps, extra=2 * width)]
+        if rows < batch.tokens:
+            inputs = nn.ModuleList([self.fc, self.input_layernorm, self.hidden_norm])
+            inputs.extend([self.self_attn.q_proj, self.self_attn.k_proj, self.self_attn.v_proj])
+            first = self if self.num_layers > 1 else inputs
+            mask = rows / batch.texts * batch.length if rows <= batch.texts * MASKED_ROWS else 0
+            runs = [replace(runs[0], mask=mask), Run(first, batch.tokens, batch.length, extra=2 * width)]
+        return StepCost(runs, self.judged_rows(batch, judged))
+
+    def supervised_states(self, supervision: Supervision, batch: Batch, count: int, state: TrainingState) -> list[Tensor]:
+        """Return the states [R, D] at the supervised positions of each of `count` draft steps.
+
+        With windows of the loss, positions before a window run in the first step only.
+        """
+        rows, states = WindowRows.select(batch, count), list[Tensor]()
+        for step, hidden in enumerate(self.unroll_steps(batch, count, state, rows)):
+            is_supervised = supervision.is_supervised(step)
+            whole = rows is None or hidden.shape[1] == is_supervised.shape[1]
+            states.append(hidden[is_supervised if whole or rows is None else rows.take(is_supervised)])
+        return states
+
+    def unroll_steps(self, batch: Batch, count: int, state: TrainingState, rows: WindowRows | None = None) -> Iterator[Tensor]:
         """Yield the states [B, T, D] of `count` draft steps, with the true tokens as input.
 
-        The first step reads the target's features, each later one the states of the step before it.
+        The first step reads the target's features, each later one the states of the step before it. Where `rows` are given,
+        later steps, and the first one as far as nothing else reads it, return the states [B, W, D] of these positions.
         """
         assert batch.features is not None
         hidden, step_kv = self.fuse_features(batch.features), list[LayerKeysValues]()
         for step in range(count):
-            hidden, new_kv = state.run_checkpointed(self.run_step, batch, hidden, step, step_kv[:])
+            if step == 1 and rows is not None and hidden.shape[1] == batch.tokens.shape[1]:
+                hidden = rows.take(hidden)
+            hidden, new_kv = state.run_checkpointed(self.run_step, batch, hidden, step, step_kv[:], rows)
             step_kv.append(new_kv)
             yield hidden
 
     def run_step(
-        self, batch: Batch, hidden: Tensor, step: int, earlier_kv: list[LayerKeysValues]
+        self,
+        batch: Batch,
+        hidden: Tensor,
+        step: int,
+        earlier_kv: list[LayerKeysValues],
+        rows: WindowRows | None = None,
     ) -> tuple[Tensor, LayerKeysValues]:
-        """Run one draft step over hidden states [B, T, D] after the keys and values of earlier steps; return its own too."""
+        """Run one draft step over hidden states [B, T, D] after the keys and values of earlier steps; return its own too.
+
+        Where `rows` are given, the first step of a single layer returns the states at these positions, and later steps take
+        and return them.
+        """
         # Tokens that roll in from beyond the end of a document are never supervised.
-        tokens = batch.tokens.roll(-1 - step, dims=1)
-        rope = self.rotary(self.fc.weight.detach(), batch.positions + step)
+        tokens, positions = batch.tokens.roll(-1 - step, dims=1), batch.positions + step
+        if step and rows is not None:
+            tokens, positions = rows.take(tokens), rows.take(positions)
+        rope = self.rotary(self.fc.weight.detach(), positions)
         new_kv: LayerKeysValues = []
+        # Nothing reads what the last layer returns before a window.
+        is_cut = step == 0 and rows is not None and self.num_layers == 1
 
         def attend(number: int, attention: Attention, x: Tensor) -> Tensor:
             q, k, v = attention.project_qkv(x, rope)
             new_kv.append((k, v))
             keys, values = ([kv[number][part] for kv in (*earlier_kv, new_kv)] for part in (0, 1))
-            return attention.project_output(
-                unrolled_attention(q, keys, values, batch.lengths, AttentionOptions(window=self.window))
-            )
+            options = AttentionOptions(window=self.window)
+            if rows is not None and (step or is_cut):
+                q = rows.take_heads(q) if is_cut else q
+                return attention.project_output(rows.attend(q, keys, values, options))
+            return attention.project_output(unrolled_attention(q, keys, values, batch.lengths, options))
 
-        return self.run_layers(tokens, hidden, attend), new_kv
+        if not is_cut or rows is None:
+            return self.run_layers(tokens, hidden, attend), new_kv
+        x, residual = self.attention_inputs(tokens, hidden)
+        return self.run_later_layers(rows.take(residual) + attend(0, self.self_attn, x), attend), new_kv
 
     def judge_steps(self, supervision: Supervision, states: list[Tensor]) -> Losses:
         """Compute the losses of the states of every step's supervised positions together. Step i weighs step_decay^i."""
