@@ -28,7 +28,7 @@ from spectrain.export.targets import TargetFiles
 from spectrain.files import atomic_write
 from spectrain.models.loading import TINY_DIRECTORY, build_meta_network
 from spectrain.models.target import Target
-from spectrain.provenance import collect_provenance, processor_name
+from spectrain.provenance import collect_provenance
 from spectrain.runs.defaults import complete_evaluation, resolve_eval_spec
 from spectrain.runs.drafters import load_drafter
 from spectrain.runs.folder import archive_earlier, find_drafter_directory, find_results_folder
@@ -156,17 +156,17 @@ def describe_launch(server: Server, launch: EngineLaunch, drafter: ServedDrafter
     launch = settings.complete_launch(launch)
     # A GGUF file keeps the types of the drafter's matrices; other engines convert a drafter to their own type.
     matrices = [tensor.dtype for tensor in drafter.checkpoint.tensors.values() if tensor.ndim > 1]
-    types = {str(dtype).removeprefix("torch.") for dtype in matrices}
+    types, weights = {str(dtype).removeprefix("torch.") for dtype in matrices}, getattr(settings, "weights", None)
     return {
         "dtype": launch.dtype,
-        "weight_type": getattr(settings, "weights", None) or launch.dtype,
+        # Unless weights are packed, an engine converts them to the type in which it computes.
+        "weight_type": weights if weights in ("int8", "int4") else launch.dtype,
         "drafter_dtype": ", ".join(sorted(types)) if server.target_format == "gguf" else launch.dtype,
         "threads": getattr(settings, "threads", None),
         "draft_tokens": None if launch.drafter is None else launch.drafter.num_tokens,
         "tree_depth": getattr(settings, "tree_depth", None),
         "branching_factor": getattr(settings, "branching_factor", None),
         "alternates": settings.baseline_port is not None,
-        "machine": processor_name(),
     }
 
 

@@ -6,7 +6,7 @@ import io
 import os
 import shlex
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -141,6 +141,18 @@ def describe_gain(title: str, summary: Mapping[str, Any]) -> str:
     return (
         f"In {title} the drafter makes decoding {format_speedup(speedup)} times as fast"
         f"{f' (95 % {interval})' if interval else ''}: {rates['drafted']:.1f} tokens/s, without it "
-        f"{rates['autoregressive']:.1f}, on {setting['prompts']} prompts, {server['weight_type']}{threads}. This command "
-        "serves it there:"
+        f"{rates['autoregressive']:.1f}, on {setting['prompts']} prompts, {server['weight_type']}{threads}. "
+        f"{judge_gain(speedup['ci95'])}. This command serves it there:"
+    )
+
+
+def judge_gain(interval: Sequence[float] | None) -> str:
+    """Say whether a drafter pays, from the interval of its speedup."""
+    low, high = interval or (0.0, float("inf"))
+    if low > 1:
+        return "It pays there"
+    return (
+        "It costs more than it gains there"
+        if high < 1
+        else "Whether it pays there is undecided, because the interval includes 1"
     )

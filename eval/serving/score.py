@@ -214,6 +214,8 @@ class ServerEvaluation(PromptedEvaluation):
                 "baseline_url": measured.urls.get(PLAIN),
                 "prompts_as": "messages" if subject.target is None else "token ids",
                 **subject.launched,
+                # A started engine runs here.
+                "machine": subject.setting.get("device") if subject.launched else None,
             },
         }
 

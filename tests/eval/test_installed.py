@@ -42,6 +42,7 @@ def test_the_first_engine_is_scored(
     *_, gain, command = capsys.readouterr().out.splitlines()
     assert scored == ["llamacpp"]
     assert gain.startswith("In llama.cpp the drafter makes decoding 1.21 times as fast (95 % 1.10 to 1.32): 90.0 tokens/s")
+    assert "It pays there" in gain
     assert command == f"spectrain serve run={tmp_path} server=llamacpp server.threads=2"
     install(monkeypatch)
     score_in_engine(spec, tmp_path)

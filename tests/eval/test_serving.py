@@ -4,9 +4,11 @@ import json
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import spectrain
 from spectrain.decoding.acceptance import Greedy
@@ -22,7 +24,7 @@ from spectrain.eval.recommendations import compare_runs
 from spectrain.eval.run import Evaluation
 from spectrain.eval.serving import search, ties
 from spectrain.eval.serving.agreement import compare_rounds, decode_prompts
-from spectrain.eval.serving.command import refuse_inapplicable
+from spectrain.eval.serving.command import describe_launch, refuse_inapplicable
 from spectrain.eval.serving.latency import LatencyLimits
 from spectrain.eval.serving.notes import describe_server
 from spectrain.eval.serving.own_chain import OwnChain
@@ -32,6 +34,11 @@ from spectrain.eval.serving.search import Cause
 from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.target import Target
 from spectrain.servers.base import DraftedRounds
+from spectrain.servers.commands import DrafterLaunch, EngineLaunch
+from spectrain.servers.llamacpp import LlamaCppServer
+from spectrain.servers.llamacpp_command import LlamaCppSettings
+from spectrain.servers.openvino import OpenVinoServer
+from spectrain.servers.openvino_command import OpenVinoSettings
 from spectrain.trees import Chain
 from tests.servers.in_process import OwnServer, count_rounds
 from tests.servers.stand_in import ModelStandIn, Rounds
@@ -210,6 +217,23 @@ def test_limits_of_latency() -> None:
     for slo, key in (({"ttft": "5"}, "eval.slo.ttft"), ({"tpot": "5ms"}, "eval.slo.tpot")):
         with pytest.raises(UserError, match=key):
             LatencyLimits.parse(slo)
+
+
+def test_how_an_engine_is_started_is_written() -> None:
+    """Types are those in which it computes, but packed weights and a GGUF file's drafter keep theirs; null is its own."""
+    drafter: Any = SimpleNamespace(checkpoint=SimpleNamespace(tensors={"w": torch.zeros(2, 2).half(), "norm": torch.zeros(2)}))
+    launch = EngineLaunch("target", dtype="float32", drafter=DrafterLaunch("eagle3", None, 3))
+    tree = {"draft_tokens": 4, "tree_depth": 2, "branching_factor": 2}
+    openvino = OpenVinoServer(OpenVinoSettings(dtype="bfloat16", threads=2, **tree))
+    described = describe_launch(openvino, launch, drafter)
+    assert described.items() >= {**tree, "threads": 2, "alternates": False}.items()
+    assert {described[key] for key in ("dtype", "weight_type", "drafter_dtype")} == {"bfloat16"}
+    packed = OpenVinoServer(OpenVinoSettings(weights="int8", baseline_port=8001))
+    assert describe_launch(packed, launch, drafter).items() >= {"weight_type": "int8", "alternates": True}.items()
+    llamacpp = describe_launch(LlamaCppServer(LlamaCppSettings()), launch, drafter)
+    assert llamacpp["drafter_dtype"] == "float16" and llamacpp["threads"] is None and llamacpp["draft_tokens"] == 3
+    with pytest.raises(UserError, match="server.baseline_port=8000"):
+        OpenVinoSettings(baseline_port=8000)
 
 
 def test_keys_that_do_not_apply_are_refused() -> None:
