@@ -251,8 +251,17 @@ def feature_flops(models: Models, stage: Stage, batch: BatchShape) -> float:
     """Return the operations of the target's forward that computes the features of a batch."""
     cost = row_cost(models.target.layers)
     depth = max((models.target.num_layers if layer == "final" else int(layer) for layer in stage.layers), default=0)
-    products = 2 * cost.weights + 4 * cost.attention * batch.length
+    products = 2 * cost.weights + 4 * cost.attention * mean_keys(models.target, batch.length)
     return batch.tokens * products * depth / models.target.num_layers
+
+
+def mean_keys(target: Target, length: float) -> float:
+    """Return the keys that a row of a text attends to, on average over layers, some of which may have a sliding window."""
+    kinds, window = getattr(target.config, "layer_types", None), getattr(target.config, "sliding_window", None)
+    if not kinds or not window:
+        return length
+    share = kinds.count("sliding_attention") / len(kinds)
+    return share * min(length, window) + (1 - share) * length
 
 
 def step_flops(models: Models, stage: Stage, batch: BatchShape) -> float:
@@ -269,7 +278,7 @@ def step_flops(models: Models, stage: Stage, batch: BatchShape) -> float:
     total += 6 * (judged.width or models.target.width) * judged.vocab_size * judged.rows * judged.layers
     total += 2 * models.target.width * judged.vocab_size * (judged.label_rows + judged.other_rows)
     layers = row_cost(models.target.layers)
-    return total + cost.forward_rows * (2 * layers.weights + 4 * layers.attention * batch.length)
+    return total + cost.forward_rows * (2 * layers.weights + 4 * layers.attention * mean_keys(models.target, batch.length))
 
 
 def drafting_weights(models: Models) -> tuple[float, float, float]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import UserError
 from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
-from spectrain.planning.footprint import Models, bytes_of
+from spectrain.planning.footprint import Models, bytes_of, mean_keys
 from spectrain.planning.plan import Plan, plan
 from spectrain.planning.workload import Workload, validation_flops
 from spectrain.runs.drafters import init_drafter
@@ -257,6 +258,13 @@ def test_quantized_experts_are_counted_as_they_are_stored(settings: dict[str, An
     assert found["cpu"]["memory"]["parts"]["target weights"] == dense
     assert found["cuda"]["memory"]["parts"]["target weights"] == dense - experts * (2 - bits / 8)
     assert any("mxfp4" in note for note in found["cuda"]["notes"]) == bool(settings)
+
+
+def test_layers_with_a_window_attend_to_no_more() -> None:
+    """Of two layers one has a window of 128 tokens."""
+    config = SimpleNamespace(layer_types=["sliding_attention", "full_attention"], sliding_window=128)
+    target: Any = SimpleNamespace(config=config)
+    assert [mean_keys(target, length) for length in (100, 4096)] == [100, (128 + 4096) / 2]
 
 
 LARGE = json.loads(large_targets.RESULTS.read_text())["rows"]
