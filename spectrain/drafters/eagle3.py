@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from torch import Tensor
+
 from spectrain.config.values import Count, Share, Steps, VocabularySize
 from spectrain.drafters.layers.eagle_layers import NORM_VARIANTS, EagleSettings, check_architecture
 from spectrain.drafters.layers.eagle_unrolled import UnrolledEagle
+from spectrain.drafters.layers.layers import init_self_attention
 from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.state_rollout import StateRollout
 from spectrain.drafters.layers.vocabulary import Supervision
@@ -58,7 +61,8 @@ class Eagle3(UnrolledEagle):
         loss: LossName = "forward_kl",
         # Factor from 0 to 1 between the loss weights of successive draft steps.
         step_decay: Share = 0.8,
-        # Initial values of the output layer and fc: the target's (target), or random ones (random).
+        # Initial values: the target's output layer, fc that passes on a layer, and heads that attend to their own position
+        # (target), or random ones (random).
         start: Literal["target", "random"] = "target",
         # Rank of the factorised output layer (SlimSpec); null uses a full-rank layer.
         head_rank: Count | None = None,
@@ -72,6 +76,12 @@ class Eagle3(UnrolledEagle):
         self.norm_output = complete["norm_output"]
         if self.embed_tokens is not None:
             self.embed_tokens.requires_grad_(False)
+
+    def prepare(self, target: Target, token_counts: Tensor) -> None:
+        """Choose the draft vocabulary and initialise the layers, with heads that attend to their own position."""
+        super().prepare(target, token_counts)
+        if self.start == "target":
+            init_self_attention(self.self_attn)
 
     # Training
 

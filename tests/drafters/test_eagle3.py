@@ -268,6 +268,19 @@ def test_feature_layers_are_the_papers(tiny: Target) -> None:
     assert Eagle3(tiny, layers=[5, 1, 5]).layers == (1, 5, "final")
 
 
+def test_heads_attend_to_their_own_position_at_the_start(tiny: Target) -> None:
+    """Half of the query heads score the own position of normed inputs highest; with start=random they do not."""
+    inputs, is_own = torch.randn(24, 2 * tiny.width), []
+    for start in ("target", "random"):
+        attention = make(tiny, start=start).self_attn
+        queries, keys = (
+            layer(inputs).unflatten(-1, (-1, attention.head_dim)) for layer in (attention.q_proj, attention.k_proj)
+        )
+        shared = queries.unflatten(1, (keys.shape[1], -1))[:, :, 0]
+        is_own.append(torch.einsum("qkd,pkd->kqp", shared, keys).argmax(-1) == torch.arange(24))
+    assert is_own[0].all() and not is_own[1].all()
+
+
 def test_gradient_flows_through_the_unroll(tiny: Target) -> None:
     """The last step alone sends a gradient to fc, which only the first step reads: hidden states are not detached."""
     dataset = examples()

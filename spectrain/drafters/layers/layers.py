@@ -225,6 +225,20 @@ def init_from_target(fc: nn.Linear, norm: nn.RMSNorm, target: Target) -> None:
 
 
 @torch.no_grad()
+def init_self_attention(attention: Attention, strength: float = 1.2) -> None:
+    """Initialise half of the query heads of every key head as that key head, so that positions attend to themselves.
+
+    A drafter learns the token of a position only through attention, and heads that start at random give it one part in T. Over
+    normed inputs the scaled product of a query and its own key is about strength^2 * sqrt(head_dim); other products deviate
+    from 0 by strength^2. The other query heads stay random.
+    """
+    nn.init.normal_(attention.k_proj.weight, std=strength / attention.k_proj.in_features**0.5)
+    queries, keys = (linear.weight.unflatten(0, (-1, attention.head_dim)) for linear in (attention.q_proj, attention.k_proj))
+    shared = len(queries) // len(keys)
+    queries.unflatten(0, (-1, shared))[:, : (shared + 1) // 2] = keys[:, None]
+
+
+@torch.no_grad()
 def final_norm_scale(target: Target) -> Tensor | None:
     """Measure the scale [W] of the target's final norm, in whatever form it is stored; None if it is no RMS norm."""
     ones = torch.ones(1, 1, target.width, device=target.device, dtype=target.dtype)
