@@ -66,7 +66,6 @@ def main() -> None:
     arguments.add_argument("--out", type=Path, default=None)
     arguments.add_argument("--target", default="tiny")
     arguments.add_argument("--rates", nargs="*", default=None)
-    arguments.add_argument("--override", nargs="*", default=[], help="settings of spectrain's side, as in trainer.ema=0.98")
     for name, default in (("seeds", 3), ("passes", 1), ("prompts", 24), ("limit", 320), ("pace", 0)):
         arguments.add_argument(f"--{name}", type=int, default=default)
     settings = arguments.parse_args()
