@@ -182,9 +182,14 @@ def advise_where(ranked: Sequence[Variant]) -> tuple[str, str]:
 def describe_variant(variant: Variant, drafts: bool = True) -> str:
     """Describe an engine and its setting in a few words."""
     engine = variant.row["engine"]
-    threads = "" if engine["threads"] is None else f"{engine['threads']} threads"
-    details = [variant.entry["label"] if drafts else "", engine["weights"] or engine["dtype"] or "", threads]
+    details = [variant.entry["label"] if drafts else "", engine["weights"] or engine["dtype"] or ""]
+    details.append(format_threads(engine["threads"]))
     return f"{engine['engine']} ({', '.join(filter(None, details))})"
+
+
+def format_threads(count: int | None) -> str:
+    """Format a number of threads; "" if the engine chose it."""
+    return "" if count is None else f"{count} thread{'s' * (count > 1)}"
 
 
 def drafted_rate(variant: Variant) -> float:

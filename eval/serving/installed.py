@@ -20,6 +20,7 @@ from spectrain.config.saved import read_json_object
 from spectrain.config.spec import RunSpec
 from spectrain.errors import RunError, UserError, first_line
 from spectrain.eval.columns import format_speedup, format_speedup_interval
+from spectrain.eval.engines import format_threads
 from spectrain.eval.serving.command import score_server
 from spectrain.runs.folder import find_results_folder
 from spectrain.runs.serve import find_served_drafter
@@ -137,11 +138,11 @@ def describe_gain(title: str, summary: Mapping[str, Any]) -> str:
     """Say how fast an engine is with and without the drafter."""
     speedup, rates, setting = summary["speedup"], summary["tokens_per_second"], summary["setting"]
     server, interval = setting["server"], format_speedup_interval(speedup)
-    threads = "" if server["threads"] is None else f", {server['threads']} threads"
+    setting_words = ", ".join(filter(None, [server["weight_type"], format_threads(server["threads"])]))
     return (
         f"In {title} the drafter makes decoding {format_speedup(speedup)} times as fast"
         f"{f' (95 % {interval})' if interval else ''}: {rates['drafted']:.1f} tokens/s, without it "
-        f"{rates['autoregressive']:.1f}, on {setting['prompts']} prompts, {server['weight_type']}{threads}. "
+        f"{rates['autoregressive']:.1f}, on {setting['prompts']} prompts, {setting_words}. "
         f"{judge_gain(speedup['ci95'])}. This command serves it there:"
     )
 
