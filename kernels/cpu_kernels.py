@@ -74,8 +74,10 @@ def working_memory(size: int) -> Tensor:
 def attention_memory(visibility: Visibility, num_heads: int, num_key_heads: int, head_size: int) -> Tensor:
     """Return the working memory of attention with this visibility, which suffices for norms too."""
     _, num_nodes, num_appended = visibility.tree.shape
-    padded = num_nodes * (num_heads // num_key_heads) + 8
-    return working_memory(padded * (2 * head_size + visibility.longest + num_appended + 2) + 32 * head_size)
+    num_rows, length = num_nodes * (num_heads // num_key_heads), visibility.longest + num_appended
+    # Queries, scores and totals of padded rows, a block of keys, and the sums of the rows.
+    padded, block = num_rows + 7, load_kernels().attention.BLOCK
+    return working_memory(padded * (head_size + length + 1) + block * head_size + num_rows * head_size)
 
 
 def can_attend(
