@@ -16,6 +16,7 @@ from spectrain.eval.comparison import (
     make_row,
     ranking_engine,
 )
+from spectrain.eval.engine_advice import advise_engines
 from spectrain.eval.intervals import Interval, interval
 from spectrain.eval.noise import is_possible
 
@@ -67,7 +68,7 @@ def compare_runs(runs: Sequence[ScoredRun], folder: Path, budget: str | None = N
     return {
         "setting": describe_setting(runs, budget),
         "rows": rows,
-        "recommendations": [*recommend(variants), *advise_sampling(runs)],
+        "recommendations": [*recommend(variants), *advise_sampling(runs), *advise_engines(runs)],
         "caveats": list_differences(runs),
     }
 

@@ -192,6 +192,23 @@ target shows.""",
 tree.widths=[4,2,1]`), 24 prompts of 48 tokens; all rules are judged at the same positions. tiny answers none
 of the 24 arithmetic questions, so the task's score is 0 under every rule.""",
     ),
+    "engine-times": ResultsPage(
+        "What a drafter needs in an engine",
+        """Forwards of several rows of SmolLM2-135M in bfloat16, timed in the engines themselves on two cores. The table
+shows the tokens per forward that a drafter needs to break even and to reach 1.3x, and in brackets the share of drafted
+tokens that has to be accepted for it, each after accepted ones; the drafter's own time is not counted.""",
+        ("engine-times.json",),
+        "spectrain bench engine server=llamacpp run=smollm2-eagle3 target=smollm2 target.dtype=bfloat16 server.threads=1 "
+        "bench.passes=1 bench.lengths=[64,512] out=FILE",
+        tables.engine_times_tables,
+        """In llama.cpp a second row costs most of a second forward, so that 65 % of single drafts have to be accepted to break
+even, and no gain of 1.3x is within reach of one draft. The shipped drafter's acceptance, 0.40 0.15 0.06 of its rounds
+by position, gains nothing there; it was predicted to reach 0.71x to 0.77x.
+
+The shipped EAGLE-3 drafter was served with each number of draft tokens and scored on 12 held-out prompts of 48 greedy
+tokens against the target alone, with `server.url` and `server.baseline_url`. Predicted is the tokens per forward of that
+score over the time of the drafter's round, which `spectrain bench engine run=smollm2-eagle3` had timed.""",
+    ),
     "several-drafters": ResultsPage(
         "Cascades and choices",
         """Several drafters on tiny, 24 prompts of 48 tokens, greedy, chain of 4. A cascade drafts exactly what its inner

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from operator import mul
@@ -13,6 +14,7 @@ from spectrain.config.saved import read_json_object
 from spectrain.decoding.acceptance.typical import lossy_warning
 from spectrain.servers.commands import EngineLaunch
 from spectrain.servers.engines import ENGINES, Engine, simulate_acceptance
+from spectrain.servers.row_times import advise_target
 
 from .layout import DrafterCheckpoint, Layout
 from .targets import LOADERS, TargetFiles
@@ -46,6 +48,7 @@ def render_card(drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles,
             "these are not the hub's weights."
         )
     sections = [*measured_section(run), "", *serve_section(drafter, layout, target, drafter_path), ""]
+    sections += gain_section([*make_launches(drafter, layout, target, drafter_path)], target, run)
     sections += simulation_section(drafter, layout, target, drafter_path, run)
     return "\n".join([*head, *intro, "", *sections])
 
@@ -143,16 +146,28 @@ def simulation_section(drafter: DrafterCheckpoint, layout: Layout, target: Targe
     return [*lines, *format_commands(launches, target)]
 
 
+def gain_section(engines: Sequence[str], target: TargetFiles, run: Path) -> list[str]:
+    """Return what drafting can gain in the engines that read this layout, where `spectrain bench engine` has measured the
+    target; [] if it has not."""
+    measured = measured_rates(run)
+    rates = None if measured is None else measured[1]
+    sentences = advise_target(target.short_name, rates, str(run), engines)
+    return ["## What drafting can gain in engines", "", *sentences, ""] if sentences else []
+
+
 def measured_rates(run: Path) -> tuple[str, list[float]] | None:
-    """Return an evaluation's name, and the share of its chain's rounds that accept all draft tokens up to each position."""
-    for name, summary in read_scores(run).items():
-        chain = summary.get("compared", {}).get("chain") or {}
-        if (summary.get("tree") or {}).get("name") == "chain":
-            chain = summary
-        if rates := chain.get("acceptance_by_depth"):
-            # These are shares of the rounds that accepted all tokens before.
-            return name, [*accumulate(rates, mul)]
-    return None
+    """Return an evaluation's name, and the rates of its chain (`chain_rates`); None if no chain was measured."""
+    rates = {name: chain_rates(summary) for name, summary in read_scores(run).items()}
+    return next(((name, by_position) for name, by_position in rates.items() if by_position), None)
+
+
+def chain_rates(summary: Mapping[str, Any]) -> list[float]:
+    """Return the share of a chain's rounds that accept all draft tokens up to each position; [] if no chain was measured."""
+    chain = summary.get("compared", {}).get("chain") or {}
+    if (summary.get("tree") or {}).get("name") == "chain":
+        chain = summary
+    # An evaluation has the shares of the rounds that accepted all tokens before.
+    return [*accumulate(chain.get("acceptance_by_depth") or (), mul)]
 
 
 def make_launches(drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, path: str) -> dict[str, EngineLaunch]:

@@ -18,11 +18,13 @@ import torch
 from spectrain.config.spec import RunSpec
 from spectrain.drafters.capabilities import adapts_layers
 from spectrain.errors import UserError
+from spectrain.export.targets import TargetFiles
 from spectrain.features.store_contents import TORCH_DTYPES, count_state_bytes
 from spectrain.provenance import collect_provenance
 from spectrain.runs.serve import describe_launches
 from spectrain.servers.commands import is_decreasing, round_rates
 from spectrain.servers.engines import ENGINES, simulate_acceptance
+from spectrain.servers.row_times import advise_engine, find_times
 
 from .footprint import DiskSizes, Models, bytes_of, count_parameters, largest_piece_bytes, lent_parameters, peak_memory
 from .hours import Rate, estimate_hours
@@ -144,7 +146,7 @@ def plan(spec: RunSpec, options: Plan) -> dict[str, Any]:
             "run": operations.run,
         },
         "hours": estimate_hours(spec, options.rate, models, work, operations),
-        "notes": list_notes(spec, options, work, models),
+        "notes": [*list_notes(spec, options, work, models), *advise_engine_gain(spec, options.acceptance_rates)],
         "simulation": plan_simulation(spec, models, options.acceptance_rates),
     }  # fmt: skip
     if limit is not None:
@@ -189,6 +191,21 @@ def list_weight_notes(models: Models) -> list[str]:
     if name not in FORMATS:
         return [f"the target's weights are quantized ({name}); they are counted as {models.target.dtype} and take less"]
     return [f"the target's weights are counted as they are stored ({name}), which takes kernels for this type"]
+
+
+def advise_engine_gain(spec: RunSpec, rates: list[float] | None) -> list[str]:
+    """Return what drafting can gain in the engine of server=, if it was measured on this machine, or else the command that
+    measures it."""
+    if not spec.server or not spec.server.build().capabilities.has_lookup:
+        return []
+    engine = str(spec.server.choice)
+    facts = {"dtype": spec.server.get("dtype"), "threads": spec.server.get("threads")}
+    measured = find_times(TargetFiles.from_settings(spec.target.node).short_name, engine, **facts)
+    if measured:
+        return [advise_engine(times, rates) for times in measured]
+    words = [word.lstrip("+") for word in spec.overrides if re.match(r"\+*(target|server)[.=]", word)]
+    command = shlex.join(["spectrain", "bench", "engine", *words])
+    return [f"what drafting can gain for this target in {ENGINES[engine].title} was not measured on this machine: {command}"]
 
 
 def plan_simulation(spec: RunSpec, models: Models, rates: list[float] | None) -> dict[str, Any] | None:

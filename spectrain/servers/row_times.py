@@ -10,7 +10,7 @@ theorem 3.8, with measured times). If each token after accepted ones is accepted
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,11 @@ class EngineTimes:
         one = next(forward.seconds.median for forward in self.forwards if (forward.length, forward.rows) == (length, 1))
         return {each.num_drafts: each.seconds.median / one for each in rounds if each.length == length}
 
+    def own_ratios(self, run: str) -> dict[int, float] | None:
+        """Return the ratios of a run's own rounds after the shortest text; None if it is not the measured drafter."""
+        is_measured = self.drafter is not None and self.drafter.run == run
+        return self.round_ratios(self.lengths[0]) or None if is_measured else None
+
     @property
     def key(self) -> str:
         """Return what a newer measurement of the same replaces."""
@@ -168,7 +173,9 @@ def load_times(path: Path) -> EngineTimes:
     try:
         return CONTENT.validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
-        raise UserError(f"{path}: it holds no times of an engine; measure them with spectrain bench engine") from error
+        raise UserError(
+            f"{path}: it holds no times of an engine; delete it, and measure them again with spectrain bench engine"
+        ) from error
 
 
 def find_times(target: str, engine: str | None = None, **facts: Any) -> list[EngineTimes]:
@@ -185,7 +192,12 @@ def find_times(target: str, engine: str | None = None, **facts: Any) -> list[Eng
 # Sentences
 
 
-def advise_engine(times: EngineTimes, rates: Sequence[float] | None = None, ratios: dict[int, float] | None = None) -> str:
+def advise_engine(
+    times: EngineTimes,
+    rates: Sequence[float] | None = None,
+    ratios: dict[int, float] | None = None,
+    name: str = "this drafter",
+) -> str:
     """Return a sentence or two on what drafting can gain in an engine.
 
     With the acceptance rates of a drafter it says what these are worth there; `ratios` are then those of its own rounds, or
@@ -200,7 +212,7 @@ def advise_engine(times: EngineTimes, rates: Sequence[float] | None = None, rati
         return text
     best, speedup = max(speedups.items(), key=lambda item: item[1])
     how = "is predicted to reach" if ratios else "reaches, without the time of its own forwards, at most"
-    return f"{text} The measured acceptance of this drafter's chain {how} {speedup:.2f}x, with {best} drafted per round."
+    return f"{text} The measured acceptance of {name}'s chain {how} {speedup:.2f}x, with {best} drafted per round."
 
 
 def describe_requirements(engine: str, ratios: dict[int, float]) -> str:
@@ -222,11 +234,7 @@ def easiest_length(ratios: dict[int, float], speedup: float) -> tuple[int, float
     return None if not reachable else min(reachable)[::-1]
 
 
-def advise_target(target: str, rates: Sequence[float] | None = None, run: str | None = None) -> list[str]:
-    """Return the sentences of all measurements of a target on this processor; [] if there are none."""
-    sentences = []
-    for times in find_times(target):
-        is_measured = run is not None and times.drafter is not None and times.drafter.run == run
-        ratios = times.round_ratios(times.lengths[0]) if is_measured else None
-        sentences.append(advise_engine(times, rates, ratios))
-    return sentences
+def advise_target(target: str, rates: Sequence[float] | None, run: str, engines: Iterable[str]) -> list[str]:
+    """Return the sentences of the measurements of a target in these engines on this processor; [] if there are none."""
+    measured = [times for engine in engines for times in find_times(target, engine)]
+    return [advise_engine(times, rates, times.own_ratios(run)) for times in measured]

@@ -88,6 +88,6 @@ def test_advice_says_what_pays_where(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("SPECTRAIN_CACHE", str(tmp_path))
     rounds = (RoundTime(64, 1, Spread(0.02, 0.02, 0.02, 9)),)
     save_times(replace(quick, drafter=DrafterTimes("runs/a", rounds)))
-    assert "predicted to reach 0.75x, with 1 drafted" in advise_target("tiny", [0.5], "runs/a")[0]
-    assert "at most 1.25x" in advise_target("tiny", [0.5], "runs/b")[0]
-    assert advise_target("other") == []
+    assert "predicted to reach 0.75x, with 1 drafted" in advise_target("tiny", [0.5], "runs/a", ["llamacpp", "openvino"])[0]
+    assert "at most 1.25x" in advise_target("tiny", [0.5], "runs/b", ["openvino"])[0]
+    assert advise_target("tiny", None, "runs/a", ["vllm"]) == []
