@@ -19,9 +19,9 @@ def advise_drafter(times: EngineTimes, runs: Sequence[ScoredRun]) -> dict[str, s
     ratios = times.ratios(times.lengths[0])
     speedups: dict[str, tuple[float, Sequence[float], dict[int, float] | None]] = {}
     for run in runs:
-        rates, own = chain_rates(run.summary), times.own_ratios(find_run(run.folder))
-        if predicted := predict_speedups(own or ratios, rates):
-            speedups[run.name] = (max(predicted.values()), rates, own)
+        by_position, own_ratios = chain_rates(run.summary), times.own_ratios(find_run(run.folder))
+        if predicted := predict_speedups(own_ratios or ratios, by_position):
+            speedups[run.name] = (max(predicted.values()), by_position, own_ratios)
     goal = f"in {ENGINES[times.engine].title}"
     if not speedups:
         return {"goal": goal, "choice": "unknown", "because": advise_engine(times)}
