@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 import spectrain
+from spectrain.bench.engine import EngineBench
 from spectrain.config.build import GroupSpec
 from spectrain.config.spec import RUN_KEYS, RunSpec, read_run, read_settings
 from spectrain.data.readers import ConversationReader
@@ -40,12 +41,12 @@ KINDS: dict[str, type] = {
     "target": Target, "drafter": Drafter, "source": Source, "server": Server, "data": ConversationReader,
     "trainer": Trainer, "tree": TreeBuilder,
     "acceptance": AcceptanceRule, "eval": Evaluation, "tracker": Tracker, "plan": Plan, "writer": AnswerWriter,
-    "compare": Comparison,
+    "compare": Comparison, "bench": EngineBench,
     "optimizer": UpdateRule, "schedule": Schedule, "adapter": LoraAdapter,
 }  # fmt: skip
 FILES = sorted(path for path in (ROOT / "conf").glob("*/*.yaml") if path.parent.name not in ("recipe", "accelerate"))
 CHOICES = [(path.parent.name, path.stem) for path in FILES]
-APART = ("writer", "compare")  # groups of other commands than most
+APART = ("writer", "compare", "bench")  # groups of other commands than most
 TOGETHER = [[(group, choice) for group, choice in row if choice is not None]  # one choice of every group, to be composed once
             for row in zip_longest(*([one for one in CHOICES if one[0] == group] for group in KINDS if group not in APART),
                                    fillvalue=("", None))]  # fmt: skip
@@ -117,9 +118,10 @@ def test_choices_compose_and_build(
 def test_choice_of_another_command_composes_and_builds(
     group: str, choice: str, needed: dict[tuple[str, str], list[str]], request: pytest.FixtureRequest
 ) -> None:
-    """The same for what `data regenerate` and `compare` choose."""
-    command = {"writer": "regenerate", "compare": "compare"}[group]
-    config = composed(command, f"{group}={choice}", *needed.get((group, choice), []))
+    """The same for what `data regenerate`, `compare` and `bench engine` choose."""
+    command = {"writer": "regenerate"}.get(group, group)
+    drafter = ["drafter=ngram"] if command == "bench" else []
+    config = composed(command, *drafter, f"{group}={choice}", *needed.get((group, choice), []))
     checked = read_settings(config, map(str, config))
     assert_builds(checked, group, choice, request)
 
@@ -154,7 +156,7 @@ def test_recipe_composes_and_builds(recipe: str, tiny: Target) -> None:
     """A recipe passes the check on the tiny target, and every group of it can be built."""
     checked = read_settings(composed("plan", f"recipe={recipe}", "target=tiny"), [*RUN_KEYS, "plan"])
     for group, kind in KINDS.items():
-        if group not in ("target", "drafter", "server", "adapter", "tracker", "writer", "compare"):
+        if group not in ("target", "drafter", "server", "adapter", "tracker", *APART):
             assert isinstance(checked[group].build(), kind)
     drafter = checked["drafter"].build(target=tiny)
     assert isinstance(drafter, Drafter)

@@ -19,7 +19,7 @@ from spectrain.experimental.less_cache.drafter import SelfDraft
 from spectrain.experimental.less_cache.evaluation import verification_reads
 from spectrain.experimental.less_cache.quantized_kv import QuantizedLinear
 from spectrain.features.batch import Batch
-from spectrain.models import attention
+from spectrain.models import attention, kv_cache
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.reference_model import generate, reference_model
@@ -175,14 +175,15 @@ def test_guesses_change_no_draft(shallow: Target) -> None:
 def handed_over(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Bytes of the keys and values that each call of attention is handed."""
     sizes: list[int] = []
-    inner = attention.tree_attention
+    inner = kv_cache.tree_attention
 
     def measured(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
         sizes.append(k.numel() * k.element_size() + v.numel() * v.element_size())
         return inner(q, k, v, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(attention, "tree_attention", measured)
+        for module in (attention, kv_cache):
+            patch.setattr(module, "tree_attention", measured)
         yield sizes
 
 
