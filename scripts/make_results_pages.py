@@ -201,18 +201,19 @@ tokens that has to be accepted for it, each after accepted ones; the drafter's o
         "spectrain bench engine server=llamacpp run=smollm2-eagle3 target=smollm2 target.dtype=bfloat16 server.threads=1 "
         "bench.passes=1 bench.rows=[1,2,3] bench.lengths=[64,512] out=FILE",
         tables.engine_times_tables,
-        """In llama.cpp a second row costs half of a second forward, and the shipped drafter, with 0.40 0.15 0.06 of its rounds
-accepted by position, is slower than decoding without it. In OpenVINO a forward of 16 rows takes less than two of one
-row, so that a drafter that costs little gains from few accepted tokens; most of the shipped drafter's round beyond a
-forward is its own time.
+        """In llama.cpp a second row adds half of the time of a forward. The shipped drafter, whose drafts are accepted in 0.40,
+0.15 and 0.06 of the rounds by position, is slower there than decoding without it. In OpenVINO a forward of 16 rows takes less
+than two forwards of one row, so a drafter that takes little time gains from few accepted tokens; the shipped drafter's
+rounds take longer than that mostly because of its own forwards.
 
 The shipped EAGLE-3 drafter was served and scored in the same minutes on 12 held-out prompts of 48 greedy tokens against
 the target alone, with `server.url` and `server.baseline_url`. Predicted is the tokens per forward of that score over the
 time of the drafter's round, which `spectrain bench engine run=smollm2-eagle3` had timed. Both predictions are within 5 %.
 
-An earlier window, in which another process may have run, had 1.65 1.82 1.85 3.81 4.47 in llama.cpp for 1, 2, 3, 7 and 15
-drafted tokens, and measured 0.88x and 0.87x where 0.80x and 0.78x were predicted, for 1 and 2. vLLM was timed on a busy
-machine alone: 1.60 and 1.94 for 1 and 3. llama.cpp with two threads was not measured.""",
+An earlier measurement, beside which another process may have run, gave ratios of 1.65, 1.82, 1.85, 3.81 and 4.47 in
+llama.cpp for 1, 2, 3, 7 and 15 drafted tokens. It gave speedups of 0.88x and 0.87x for 1 and 2 drafted tokens, where 0.80x
+and 0.78x were predicted. vLLM was only timed on a busy machine, with ratios of 1.60 and 1.94 for 1 and 3 drafted tokens.
+llama.cpp with two threads was not measured.""",
     ),
     "several-drafters": ResultsPage(
         "Cascades and choices",
@@ -244,9 +245,10 @@ table overlap. The last table holds changes of EAGLE-3's training.""",
         "Threads and neighbours",
         """The shipped drafter beside other processes that compute without a pause, on two virtual cores, greedy,
 bfloat16, 6 prompts of 64 tokens. A cell of a drafter holds the speedup over plain decoding with its 95 %
-interval, and the tokens per forward. A measured number of threads that sleep loses a tenth to a sixth of an
-idle machine's speed and keeps the rest beside a process that takes a core, steadily or every other five
-seconds.""",
+interval, and the tokens per forward. On an idle machine, a
+measured number of sleeping threads is a tenth to a sixth slower than one of spinning threads. Beside a process that takes a
+core, steadily or every other five seconds, it is as fast as on an idle machine. Measured before layers ran in compiled kernels,
+which halved the time of a forward on one thread.""",
         ("neighbours.json",),
         "python -m benchmarks.neighbours",
         tables.neighbours_table,
