@@ -40,7 +40,10 @@ from spectrain.servers.launch import start_engine
 from spectrain.servers.settings import EngineSettings
 from spectrain.training.metrics import track_run
 
-APPLICABLE = ("name", "prompts", "categories", "limit", "max_new_tokens", "concurrency", "slo", "check", "report")
+APPLICABLE = (
+    "name", "prompts", "categories", "limit", "context", "context_method", "documents", "max_new_tokens", "concurrency", "slo",
+    "check", "report",
+)  # fmt: skip
 """Keys of `eval` that a server's score reads."""
 FIXED_GROUPS = {
     "tree": "the server drafts a chain of the length that it was started with",
@@ -60,7 +63,7 @@ def score_server(config: Mapping[str, Any]) -> dict[str, Any]:
     with ExitStack() as stack:
         groups, launched = start_servers(spec, stack) if requested["serve"] else (connect_servers(spec), {})
         if requested["run"]:
-            subject = describe_subject(spec, Path(str(spec.run)), groups, is_started=requested["serve"])
+            subject = describe_subject(spec, Path(str(spec.run)), groups, launched.get("weight_type"))
         else:
             subject = describe_server(spec, groups)
         subject = replace(subject, launched=launched)
@@ -156,11 +159,10 @@ def describe_launch(server: Server, launch: EngineLaunch, drafter: ServedDrafter
     launch = settings.complete_launch(launch)
     # A GGUF file keeps the types of the drafter's matrices; other engines convert a drafter to their own type.
     matrices = [tensor.dtype for tensor in drafter.checkpoint.tensors.values() if tensor.ndim > 1]
-    types, weights = {str(dtype).removeprefix("torch.") for dtype in matrices}, getattr(settings, "weights", None)
+    types = {str(dtype).removeprefix("torch.") for dtype in matrices}
     return {
         "dtype": launch.dtype,
-        # Unless weights are packed, an engine converts them to the type in which it computes.
-        "weight_type": weights if weights in ("int8", "int4") else launch.dtype,
+        "weight_type": find_weight_type(server, launch.dtype, drafter.target),
         "drafter_dtype": ", ".join(sorted(types)) if server.target_format == "gguf" else launch.dtype,
         "threads": getattr(settings, "threads", None),
         "draft_tokens": None if launch.drafter is None else launch.drafter.num_tokens,
@@ -168,6 +170,16 @@ def describe_launch(server: Server, launch: EngineLaunch, drafter: ServedDrafter
         "branching_factor": getattr(settings, "branching_factor", None),
         "alternates": settings.baseline_port is not None,
     }
+
+
+def find_weight_type(server: Server, dtype: str, target: TargetFiles) -> str:
+    """Return the type in which a started engine stores the target's weights: that of its own file or of packed weights, or else
+    `dtype`, in which it computes."""
+    if server.target_format == "gguf" and has_own_file(target, getattr(server.settings, "dtype", None)):
+        assert target.gguf_file is not None
+        return read_weight_type(target.gguf_file)
+    weights = str(getattr(server.settings, "weights", "float32"))
+    return dtype if weights == "float32" else weights
 
 
 @contextmanager
@@ -193,31 +205,19 @@ def load_tokenizing_target(spec: RunSpec) -> Target:
     return target
 
 
-def describe_subject(spec: RunSpec, run: Path, groups: list[ServerGroup], is_started: bool) -> ServedSubject:
-    """Return a server with the drafter of a run, which our own chain decodes with, too. Only of a started server are the types
-    of its weights known."""
+def describe_subject(spec: RunSpec, run: Path, groups: list[ServerGroup], weight_type: str | None) -> ServedSubject:
+    """Return a server with the drafter of a run, with which our own chain decodes, too.
+
+    `weight_type` is that of the server's weights; None where spectrain did not start it.
+    """
     target = load_target(spec, run)
     target.pack_weights()
     drafter = load_drafter(spec, run, target)
     setting = describe_run(spec, run, target, drafter)
     server: Server = spec.server.build()
     drafter, causes = drafter.to(target.device, target.dtype).eval(), find_causes(spec, run, target)
-    server_dtype = find_server_dtype(spec, server, str(target.dtype).removeprefix("torch.")) if is_started else None
-    own = OwnChain(target, drafter, causes, server.make_builder, server_dtype)
+    own = OwnChain(target, drafter, causes, server.make_builder, weight_type)
     return ServedSubject(groups, target, {**setting, "acceptance": {"choice": "greedy"}, "dtype": UNKNOWN_DTYPE}, own)
-
-
-def find_server_dtype(spec: RunSpec, server: Server, dtype: str) -> str:
-    """Return the type that a started engine computes in or, where it differs, stores the target's weights in.
-
-    `dtype` is the target's type in this project, which the engine takes where its settings name no other.
-    """
-    files, requested = TargetFiles.from_settings(spec.target.node), getattr(server.settings, "dtype", None)
-    if server.target_format == "gguf" and has_own_file(files, requested):
-        assert files.gguf_file is not None
-        return read_weight_type(files.gguf_file)
-    weights = str(getattr(server.settings, "weights", "float32"))
-    return requested or dtype if weights == "float32" else weights
 
 
 def find_causes(spec: RunSpec, run: Path, target: Target) -> CauseLister:

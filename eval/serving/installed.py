@@ -6,7 +6,7 @@ import io
 import os
 import shlex
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,8 +20,8 @@ from spectrain.config.saved import read_json_object
 from spectrain.config.spec import RunSpec
 from spectrain.errors import RunError, UserError, first_line
 from spectrain.eval.columns import format_speedup, format_speedup_interval
-from spectrain.eval.engines import format_threads
 from spectrain.eval.serving.command import score_server
+from spectrain.models.threads import format_threads
 from spectrain.runs.folder import find_results_folder
 from spectrain.runs.serve import find_served_drafter
 from spectrain.servers.base import Server
@@ -31,6 +31,8 @@ from spectrain.servers.engines import ENGINES
 MAX_PROMPTS = 12
 # Seconds that an engine may take to start.
 START_SECONDS = 60
+# Settings of `eval` that say which prompts are scored, and how many tokens are decoded for each.
+PROMPT_SETTINGS = ("prompts", "categories", "context", "context_method", "documents", "max_new_tokens")
 ENGINES_PYTHON = ".venv-engines/bin/python"
 
 
@@ -68,58 +70,60 @@ def score_in_engine(spec: RunSpec, run: Path) -> None:
     if requested is None or int(os.environ.get("RANK", 0)) > 0:
         return
     trials = [trial for trial in TRIALS if requested in ("auto", trial.name)]
-    found = next(((trial, settings) for trial in trials for settings in find_settings(trial, spec, run)), None)
-    if found is None:
+    reason = ""
+    for trial in trials:
+        try:
+            settings = find_settings(trial, spec, run)
+            break
+        except (UserError, RunError) as error:
+            reason = first_line(error)
+    else:
+        if requested != "auto":
+            print(f"The drafter is not scored in {ENGINES[requested].title}: {reason}.")
+            return
         print(
-            "No engine for CPUs that serves this drafter is installed here; run make openvino or make llama-cpp, then "
+            "No engine for CPUs that serves this drafter is installed here. After make openvino or make llama-cpp, "
             f"spectrain eval run={run} eval.serve_in=auto measures what the drafter gains in it."
         )
         return
-    trial, settings = found
     title = ENGINES[trial.name].title
-    print(f"{title} is installed here, so the drafter is scored in it, too", flush=True)
+    print(f"{title} is installed here, so the drafter is also scored in it", flush=True)
     try:
         summary = score_quietly(trial.name, settings, spec, run)
     except (UserError, RunError, OSError, ValueError) as error:
         print(f"{title} did not serve the drafter: {first_line(error)}.")
         return
-    command = [
-        "spectrain",
-        "serve",
-        f"run={run}",
-        f"server={trial.name}",
-        *(f"server.{key}={settings[key]}" for key in settings),
-    ]
-    print(f"{describe_gain(title, summary)}\n{shlex.join(command)}")
+    words = [f"server.{key}={value}" for key, value in settings.items()]
+    command = shlex.join(["spectrain", "serve", f"run={run}", f"server={trial.name}", *words])
+    print(f"{describe_gain(title, summary)}\n{command}")
 
 
-def find_settings(trial: EngineTrial, spec: RunSpec, run: Path) -> Iterator[dict[str, Any]]:
-    """Yield the settings of an engine that is installed and serves the drafter of a run; nothing for any other engine."""
+def find_settings(trial: EngineTrial, spec: RunSpec, run: Path) -> dict[str, Any]:
+    """Return the settings of an engine for the drafter of a run; raise a UserError if it is not installed or does not serve the
+    drafter."""
     server: Server = GroupSpec("server", trial.name, trial.make_settings()).build()
-    try:
-        server.check_installed()
-        drafter = find_served_drafter(replace(spec, run=str(run)), trial.name)
-    except UserError:
-        return
+    server.check_installed()
+    drafter = find_served_drafter(replace(spec, run=str(run)), trial.name)
     launch = drafter.layout.drafter_launches(drafter.checkpoint, drafter.target, "")[trial.name]
-    yield trial.make_settings(launch.method)
+    return trial.make_settings(launch.method)
 
 
 def score_quietly(name: str, settings: Mapping[str, Any], spec: RunSpec, run: Path) -> dict[str, Any]:
     """Score the drafter in an engine that runs with it and, in turn, without it; return the content of summary.json.
 
-    The prompts are the first ones of our own score, whose number is in its summary.
+    The prompts are the first ones of our own score, whose number is in its summary, with the same limit of tokens.
     """
     own = find_results_folder(run) / "eval" / spec.evaluation_name / "summary.json"
     prompts = read_json_object(own)["setting"]["prompts"] if own.exists() else MAX_PROMPTS
     port, baseline_port = find_free_ports(2)
     ports = {"port": port, "baseline_port": baseline_port, "start_seconds": START_SECONDS}
+    prompt_settings = {key: spec.eval.get(key) for key in PROMPT_SETTINGS if spec.eval.get(key) is not None}
     config = {
         **to_containers(compose("eval")),
         "run": str(run),
         "server": GroupSpec("server", name, {**settings, **ports}).node,
         "serve": True,
-        "eval": {"limit": min(prompts, MAX_PROMPTS), "check": False, "report": False},
+        "eval": {**prompt_settings, "limit": min(prompts, MAX_PROMPTS), "check": False, "report": False},
     }
     with redirect_stdout(io.StringIO()):
         return score_server(config)

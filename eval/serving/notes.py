@@ -134,8 +134,8 @@ def _describe_own_chain(own: dict[str, Any]) -> Iterator[str]:
         return
     if own["server_dtype"] not in (None, own["dtype"]):
         yield (
-            f"The server's type is {own['server_dtype']} and our chain's {own['dtype']}: rounding alone changes rounds, and no "
-            "cause is searched; server.dtype=float32 target.dtype=float32 compares alike."
+            f"The server's weights are {own['server_dtype']} and our chain's {own['dtype']}. Rounding alone changes rounds, so "
+            "no other cause was searched for; server.dtype=float32 target.dtype=float32 compares equal types."
         )
         return
     yield from map(_describe_tie, own.get("ties", []))

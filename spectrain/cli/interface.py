@@ -24,6 +24,7 @@ from spectrain.decoding.session import Session
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
 from spectrain.eval.serving.command import score_server
+from spectrain.eval.serving.installed import score_in_engine
 from spectrain.export.hub import push
 from spectrain.models.target import Target
 from spectrain.runs import train as training
@@ -47,7 +48,10 @@ def train(recipe: str, run: str | Path | None = None, **settings: Any) -> Path:
     """
     with hydra_context():
         spec = compose_spec({"recipe": recipe, **({} if run is None else {"run": run}), **settings})
-    return training.train_and_score(spec)
+    folder = training.train_and_score(spec)
+    with hydra_context():
+        score_in_engine(spec, folder)
+    return folder
 
 
 @contextmanager
@@ -200,6 +204,10 @@ def evaluate(target: Target, drafter: PretrainedDrafter, out: str | Path | None 
         overrides = {f"eval.{key}": value for key, value in settings.items()}
         with hydra_context():
             evaluation = compose_spec({"drafter": "ngram", **overrides}).eval.build()
+        if evaluation.serve_in is not None:
+            raise UserError(
+                "serve_in: an engine serves the drafter of a run folder; use spectrain eval run=DIR eval.serve_in=auto"
+            )
         evaluation.check_prompts(target)
         setting = {"target": target.name, "target_path": target.path, "recipe": drafter.spec.name,
                    "dtype": str(target.dtype).removeprefix("torch."), "device": str(target.device)}  # fmt: skip

@@ -160,7 +160,7 @@ def evaluate_command(config: Any) -> None:
 
 
 def serve_scored(spec: Any, run: Path) -> None:
-    """Score the drafter in the engine that eval.serve_in names, too."""
+    """Score the drafter also in the engine that eval.serve_in names."""
     if spec.eval.get("serve_in"):
         lazy_import("eval.serving.installed.score_in_engine")(spec, run)
 

@@ -1,6 +1,7 @@
 """A drafter is scored in the engine that is installed, and no failure of an engine ends the command."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,13 @@ def spec() -> RunSpec:
 
 def install(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Pretend that these engines are installed and serve the drafter."""
-    monkeypatch.setattr(
-        installed, "find_settings", lambda trial, spec, run: iter([{"threads": 2}] if trial.name in names else [])
-    )
+
+    def find(trial: installed.EngineTrial, spec: RunSpec, run: Path) -> dict[str, Any]:
+        if trial.name not in names:
+            raise UserError(f"{trial.name} is not here")
+        return {"threads": 2}
+
+    monkeypatch.setattr(installed, "find_settings", find)
 
 
 def test_the_first_engine_is_scored(
@@ -47,6 +52,8 @@ def test_the_first_engine_is_scored(
     install(monkeypatch)
     score_in_engine(spec, tmp_path)
     assert "make openvino" in capsys.readouterr().out and len(scored) == 1
+    score_in_engine(replace(spec, eval=spec.eval.with_settings(serve_in="vllm")), tmp_path)
+    assert capsys.readouterr().out == "The drafter is not scored in vLLM: vllm is not here.\n"
     score_in_engine(RunSpec(), tmp_path)
     assert not capsys.readouterr().out
 
@@ -70,10 +77,12 @@ def test_an_engine_is_scored_with_the_first_prompts(spec: RunSpec, monkeypatch: 
     folder = tmp_path / "eval" / "heldout"
     folder.mkdir(parents=True)
     (folder / "summary.json").write_text('{"setting": {"prompts": 7}}')
+    spec = replace(spec, eval=spec.eval.with_settings(prompts="mine.jsonl", max_new_tokens=32))
     with hydra_context():
         score_quietly("openvino", {"draft_tokens": 4}, spec, tmp_path)
     (config,) = configs
     assert config["run"] == str(tmp_path) and config["serve"] and config["eval"]["limit"] == 7
+    assert (config["eval"]["prompts"], config["eval"]["max_new_tokens"]) == ("mine.jsonl", 32)
     assert config["server"]["draft_tokens"] == 4 and config["server"]["port"] != config["server"]["baseline_port"]
     assert len({*find_free_ports(3)}) == 3
 
@@ -84,7 +93,8 @@ def test_an_engine_that_is_not_installed(spec: RunSpec, monkeypatch: pytest.Monk
 
     monkeypatch.setattr("spectrain.servers.llamacpp.LlamaCppServer.check_installed", refuse)
     trial = next(trial for trial in TRIALS if trial.name == "llamacpp")
-    assert not [*installed.find_settings(trial, spec, tmp_path)]
+    with pytest.raises(UserError, match="not installed"):
+        installed.find_settings(trial, spec, tmp_path)
     assert trial.make_settings("draft-eagle3")["draft_tokens"] == 2 and "draft_tokens" not in trial.make_settings(
         "draft-dflash"
     )

@@ -22,7 +22,7 @@ from spectrain.eval.comparison import ScoredRun
 from spectrain.eval.metrics import Turn
 from spectrain.eval.recommendations import compare_runs
 from spectrain.eval.run import Evaluation
-from spectrain.eval.serving import search, ties
+from spectrain.eval.serving import command, search, ties
 from spectrain.eval.serving.agreement import compare_rounds, decode_prompts
 from spectrain.eval.serving.command import describe_launch, refuse_inapplicable
 from spectrain.eval.serving.latency import LatencyLimits
@@ -31,6 +31,7 @@ from spectrain.eval.serving.own_chain import OwnChain
 from spectrain.eval.serving.rounds import expand_counters
 from spectrain.eval.serving.score import DRAFTED, PLAIN, ServedSubject, ServerEvaluation
 from spectrain.eval.serving.search import Cause
+from spectrain.export.targets import TargetFiles
 from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.target import Target
 from spectrain.servers.base import DraftedRounds
@@ -219,9 +220,10 @@ def test_limits_of_latency() -> None:
             LatencyLimits.parse(slo)
 
 
-def test_how_an_engine_is_started_is_written() -> None:
+def test_how_an_engine_is_started_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Types are those in which it computes, but packed weights and a GGUF file's drafter keep theirs; null is its own."""
-    drafter: Any = SimpleNamespace(checkpoint=SimpleNamespace(tensors={"w": torch.zeros(2, 2).half(), "norm": torch.zeros(2)}))
+    checkpoint = SimpleNamespace(tensors={"w": torch.zeros(2, 2).half(), "norm": torch.zeros(2)})
+    drafter: Any = SimpleNamespace(checkpoint=checkpoint, target=TargetFiles("tiny"))
     launch = EngineLaunch("target", dtype="float32", drafter=DrafterLaunch("eagle3", None, 3))
     tree = {"draft_tokens": 4, "tree_depth": 2, "branching_factor": 2}
     openvino = OpenVinoServer(OpenVinoSettings(dtype="bfloat16", threads=2, **tree))
@@ -232,6 +234,11 @@ def test_how_an_engine_is_started_is_written() -> None:
     assert describe_launch(packed, launch, drafter).items() >= {"weight_type": "int8", "alternates": True}.items()
     llamacpp = describe_launch(LlamaCppServer(LlamaCppSettings()), launch, drafter)
     assert llamacpp["drafter_dtype"] == "float16" and llamacpp["threads"] is None and llamacpp["draft_tokens"] == 3
+    # A target's own GGUF file is served as it is unless server.dtype names another type.
+    monkeypatch.setattr(command, "read_weight_type", lambda path: "q4_1")
+    own: Any = SimpleNamespace(checkpoint=checkpoint, target=TargetFiles("model.gguf"))
+    for dtype, weight_type in ((None, "q4_1"), ("bfloat16", "bfloat16")):
+        assert describe_launch(LlamaCppServer(LlamaCppSettings(dtype=dtype)), launch, own)["weight_type"] == weight_type
     with pytest.raises(UserError, match="server.baseline_port=8000"):
         OpenVinoSettings(baseline_port=8000)
 
