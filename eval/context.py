@@ -99,12 +99,15 @@ class ContextFiller:
 
     @cached_property
     def _documents(self) -> list[str]:
-        """The documents."""
+        """The texts that contexts are made of."""
         if self.path is None:
             chats = load_embedded()
             return ["\n".join(content_text(message["content"]) for message in chat.messages) for chat in chats]
         texts = (conversation.text for conversation in TextReader(self.path).load_conversations())
-        return [text.strip() for text in texts if text and text.strip()]
+        documents = [text.strip() for text in texts if text and text.strip()]
+        if not documents:
+            raise UserError(f"eval.documents={self.path}: it holds no text; name a file of rows with text, or a folder of them")
+        return documents
 
     def _fill_prompt(self, prompt: Prompt, number: int, length: int, target: Target) -> Prompt | str:
         """Return a prompt of this length, or why there is none."""

@@ -19,6 +19,7 @@ from spectrain.eval.comparison import ScoredRun, describe_setting, make_row
 from spectrain.eval.intervals import interval
 from spectrain.eval.noise import is_possible
 from spectrain.eval.recommendations import Variant, format_ends, make_advice
+from spectrain.models.threads import format_threads
 from spectrain.runs.folder import find_results_folder
 from spectrain.servers.engines import ENGINES
 
@@ -129,9 +130,10 @@ def list_engine_caveats(scores: Sequence[ScoredRun], rows: Sequence[dict[str, An
         lossless = score.summary["lossless"]
         if lossless and lossless["differences"]:
             count, checked = len(lossless["differences"]), lossless["checked"]
-            dtype = row["engine"]["dtype"] or "its type"
+            dtype = row["engine"]["dtype"] or "an unknown type"
             caveats.append(
-                f"{score.name}: {count} of {checked} texts differ from those without a drafter, by the rounding of {dtype}."
+                f"{score.name}: {count} of {checked} texts differ from those without a drafter. It computes in {dtype}, whose "
+                "rounding can decide between tokens."
             )
     return caveats
 
@@ -144,10 +146,10 @@ def recommend_engine(variants: Sequence[Variant]) -> list[dict[str, str]]:
     ranked = [each for each in variants if is_ranked(each.row) and each.entry["speedup"] and is_possible(each.entry["speedup"])]
     if not ranked:
         return [make_advice("fastest", ("unknown", "No ranked row has a speedup over its own plain decoding."))]
-    return [make_advice("fastest", advise_engine(ranked)), make_advice("where the drafter pays", advise_where(ranked))]
+    return [make_advice("fastest", choose_engine(ranked)), make_advice("where the drafter pays", list_paying_engines(ranked))]
 
 
-def advise_engine(ranked: Sequence[Variant]) -> tuple[str, str]:
+def choose_engine(ranked: Sequence[Variant]) -> tuple[str, str]:
     """Choose the engine and the setting with most tokens per second, with or without the drafter."""
     best = max(ranked, key=drafted_rate)
     plain = max(ranked, key=plain_rate)
@@ -164,7 +166,7 @@ def advise_engine(ranked: Sequence[Variant]) -> tuple[str, str]:
     return describe_variant(best), text + (f" Not significantly slower: {'; '.join(rivals)}." if rivals else "")
 
 
-def advise_where(ranked: Sequence[Variant]) -> tuple[str, str]:
+def list_paying_engines(ranked: Sequence[Variant]) -> tuple[str, str]:
     """List the engines in which the drafter's speedup has an interval above 1, each with its best setting."""
     best: dict[str, Variant] = {}
     for variant in sorted(ranked, key=lambda variant: variant.speedup):
@@ -183,13 +185,8 @@ def describe_variant(variant: Variant, drafts: bool = True) -> str:
     """Describe an engine and its setting in a few words."""
     engine = variant.row["engine"]
     details = [variant.entry["label"] if drafts else "", engine["weights"] or engine["dtype"] or ""]
-    details.append(format_threads(engine["threads"]))
+    details.append("" if engine["threads"] is None else format_threads(engine["threads"]))
     return f"{engine['engine']} ({', '.join(filter(None, details))})"
-
-
-def format_threads(count: int | None) -> str:
-    """Format a number of threads; "" if the engine chose it."""
-    return "" if count is None else f"{count} thread{'s' * (count > 1)}"
 
 
 def drafted_rate(variant: Variant) -> float:

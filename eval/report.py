@@ -18,9 +18,9 @@ from spectrain.eval.columns import (
     list_groups,
     list_systems,
 )
-from spectrain.eval.engines import format_threads
 from spectrain.eval.extensions import EvalExtension
 from spectrain.eval.notes import explain_numbers, list_caveats, recommend_system
+from spectrain.models.threads import format_threads
 
 WIDTH = 100  # characters of a printed line
 MARKS = {"target": "", "trained target": "*", "nothing": "!"}  # after a run's name: lossless to what
@@ -148,7 +148,7 @@ def engine_cells(row: dict[str, Any]) -> Iterator[list[str]]:
     columns = {column.title: column for column in SYSTEM_COLUMNS}
     engine = row["engine"]
     types = f"{engine['weights'] or 'unknown'}, drafter {engine['drafter_dtype'] or 'unknown'}, "
-    types += format_threads(engine["threads"]) or "its own threads"
+    types += format_threads(engine["threads"])
     for number, entry in enumerate(row["systems"]):
         stacked = {name: f"{column.cell(entry)}\n{column.interval_cell(entry)}" for name, column in columns.items()}
         plain = (entry["tokens_per_second"] or {}).get("autoregressive")

@@ -1,4 +1,4 @@
-"""The door to the compiled kernels of a CPU: whether they can run, and calls that take tensors.
+"""The interface to the compiled kernels of a CPU: whether they can run, and calls that take tensors.
 
 Shapes: B batch, N query nodes, M appended nodes (the N new ones last), T key slots, H query heads, K key-value heads, d head
 size, D width, I inner width. Numba is imported at the first use. SPECTRAIN_KERNELS=reference switches the kernels off, as do a

@@ -87,9 +87,9 @@ def _emit_tile(builder: Any, num_rows: int, x: Any, x_stride: Any, panel: Any, p
     # 2. The sums of this chunk, after those of the chunks before it.
     builder.position_at_end(done)
     for number, total in enumerate(after):
-        place = builder.inttoptr(builder.add(sums, WIDE(LINE * number)), SUMS.as_pointer())
-        earlier = builder.load(place, align=4)
-        builder.store(builder.select(adds, builder.fadd(earlier, total), total), place, align=4)
+        pointer = builder.inttoptr(builder.add(sums, WIDE(LINE * number)), SUMS.as_pointer())
+        earlier = builder.load(pointer, align=4)
+        builder.store(builder.select(adds, builder.fadd(earlier, total), total), pointer, align=4)
 
 
 tiles = tile_1, tile_2, tile_3, tile_4, tile_5, tile_6, tile_7, tile_8, tile_9, tile_10, tile_11, tile_12 = tuple(

@@ -235,12 +235,16 @@ class EngineTimer:
 
 
 def make_times(server: Server, target: TargetFiles, launch: EngineLaunch, samples: Samples) -> EngineTimes:
-    """Return the measurement with all that it depends on; raise a RunError if decoding without a drafter has no times."""
+    """Return the measurement with all that it depends on; raise a RunError if one row or all others have no times."""
     settings = server.settings
     assert isinstance(settings, EngineSettings)
     forwards = tuple(RowTime(length, count + 1, spread) for (length, count), spread in summarise(samples).items())
-    if not any(forward.rows == 1 for forward in forwards):
-        raise RunError(f"server={server.name}: it gave no times of its steps; take another version of the engine")
+    timed = {length: {forward.rows for forward in forwards if forward.length == length} for length, _ in samples}
+    if not any({1} < rows for rows in timed.values()):
+        raise RunError(
+            f"server={server.name}: it timed fewer than {MIN_COUNT} rounds without drafts or with drafts; give a larger "
+            "bench.rounds, or take another version of the engine"
+        )
     # vLLM has no setting for it.
     threads = vars(settings).get("threads", os.environ.get("OMP_NUM_THREADS"))
     return EngineTimes(
@@ -250,7 +254,6 @@ def make_times(server: Server, target: TargetFiles, launch: EngineLaunch, sample
         settings.complete_launch(launch).dtype,
         None if threads is None else int(threads),
         processor_name(),
-        len(os.sched_getaffinity(0)),
         {key: value for key, value in vars(settings).items() if key in TIMED_SETTINGS and value},
         forwards,
         provenance=collect_provenance(),

@@ -20,6 +20,7 @@ from spectrain.decoding.loop import decode
 from spectrain.errors import UserError
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
+from spectrain.models.threads import format_threads
 from spectrain.provenance import processor_name
 from spectrain.runs.drafters import init_drafter
 from spectrain.training.trainer import Trainer
@@ -53,7 +54,7 @@ def make_forward_table(target: Target, text: list[int], repeats: int) -> Table:
     machine = (
         torch.cuda.get_device_name()
         if target.device.type == "cuda"
-        else f"{processor_name()}, {torch.get_num_threads()} threads"
+        else f"{processor_name()}, {format_threads(torch.get_num_threads())}"
     )
     table = Table(title=f"one forward of {target.name} in {target.dtype}, ms, the least of {repeats}; {machine}")
     table.add_column("rows", justify="right")

@@ -1,9 +1,9 @@
 """The number of threads that a kind of step computes with on a CPU, chosen by timing real steps.
 
-No fixed number suits. A forward of SmolLM2-135M over eight nodes on two virtual cores of an EPYC (bfloat16), in milliseconds:
-idle, one thread takes 24, two that spin while they wait 19, and two that sleep 32. Beside one process that takes a core, one
-takes 25, two that spin 80, and two that sleep 29. A training step is fastest with two threads on an idle machine, however they
-wait, and with one beside a process.
+No fixed number suits every machine. A forward of SmolLM2-135M over eight nodes on two virtual cores of an EPYC (bfloat16,
+without compiled kernels), in milliseconds: idle, one thread takes 24, two that spin while they wait 19, and two that sleep 32.
+Beside one process that takes a core, one takes 25, two that spin 80, and two that sleep 29. A training step is fastest with two
+threads on an idle machine, however they wait, and with one beside a process.
 """
 
 from __future__ import annotations
@@ -170,6 +170,11 @@ def candidate_counts() -> tuple[int, ...]:
 def personal_variable() -> str | None:
     """Return the environment variable by which a person set the number of threads."""
     return next((name for name in PERSONAL_VARIABLES if os.environ.get(name)), None)
+
+
+def format_threads(count: int | None) -> str:
+    """Format a number of threads; None is an engine that chooses it itself."""
+    return "its own threads" if count is None else f"{count} thread{'s' * (count > 1)}"
 
 
 def make_tuner(device: torch.device, trial_steps: int = TRIAL_STEPS) -> ThreadTuner | None:

@@ -64,7 +64,10 @@ class LlamaCppServer(OpenAIServer):
         program = find_program(self.settings.program)
         if program is None:
             return None
-        done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False, timeout=VERSION_SECONDS)
+        try:
+            done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False, timeout=VERSION_SECONDS)
+        except (OSError, subprocess.SubprocessError):
+            return None
         match = VERSION_LINE.search(done.stdout + done.stderr)
         return None if match is None else match[1]
 
@@ -112,6 +115,7 @@ def parse_stream(parts: list[dict[str, Any]], times: RequestTimes) -> Completion
     if not last["stop"]:
         raise ValueError("its end is missing")
     tokens = [token for part in parts for token in part.get("tokens") or ()]
+    steps = [part["timings"] for part in parts if part.get("tokens")]
     timings, count = last["timings"], int(last["tokens_predicted"])
     # The engine's clock of later tokens starts at the first one.
     per_token = timings["predicted_ms"] / 1000 / (count - 1) if count > 1 else None
@@ -121,8 +125,8 @@ def parse_stream(parts: list[dict[str, Any]], times: RequestTimes) -> Completion
         count,
         replace(times, engine_per_token=per_token),
         token_ids=tokens,
-        rounds=parse_rounds(counts := [part["timings"] for part in parts if part.get("tokens")]),
-        timed_steps=parse_steps(counts),
+        rounds=parse_rounds(steps),
+        timed_steps=parse_steps(steps),
     )
 
 

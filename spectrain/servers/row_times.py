@@ -18,9 +18,9 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from scipy.optimize import brentq
 
-from spectrain.errors import UserError
 from spectrain.files import write_text
 from spectrain.models.loading import cache_directory
+from spectrain.models.threads import format_threads
 from spectrain.provenance import processor_name
 
 from .engines import ENGINES
@@ -80,9 +80,8 @@ class EngineTimes:
     dtype: str
     # Threads of the engine; None leaves their number to it.
     threads: int | None
-    # Processor of this machine, and the cores that may be used.
+    # Processor of this machine.
     processor: str
-    cores: int
     # Settings of the server that were given.
     settings: dict[str, Any]
     forwards: tuple[RowTime, ...]
@@ -92,7 +91,8 @@ class EngineTimes:
 
     @property
     def lengths(self) -> list[int]:
-        return sorted({forward.length for forward in self.forwards})
+        """Return the lengths of the texts after which forwards of one row were timed, in ascending order."""
+        return sorted(forward.length for forward in self.forwards if forward.rows == 1)
 
     def ratios(self, length: int) -> dict[int, float]:
         """Return, by the number of drafted tokens, the time of a round over that of a forward of one row."""
@@ -126,9 +126,8 @@ class EngineTimes:
 
     def describe_setting(self) -> str:
         """Return the engine's title and version, type and threads, as a sentence names them."""
-        threads = "its default threads" if self.threads is None else f"{self.threads} thread{'s' * (self.threads > 1)}"
         version = "" if self.version is None else f" {self.version.split(' ')[0]}"
-        return f"{ENGINES[self.engine].title}{version} ({self.dtype}, {threads}, {self.processor})"
+        return f"{ENGINES[self.engine].title}{version} ({self.dtype}, {format_threads(self.threads)}, {self.processor})"
 
 
 CONTENT = TypeAdapter(EngineTimes)
@@ -168,14 +167,12 @@ def save_times(times: EngineTimes, path: Path | None = None) -> Path:
     return path
 
 
-def load_times(path: Path) -> EngineTimes:
-    """Read a measurement; a UserError says that the file holds none."""
+def load_times(path: Path) -> EngineTimes | None:
+    """Read a measurement; return None if the file holds none, as one that another version of spectrain wrote."""
     try:
         return CONTENT.validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        raise UserError(
-            f"{path}: it holds no times of an engine; delete it, and measure them again with spectrain bench engine"
-        ) from error
+    except (OSError, ValidationError):
+        return None
 
 
 def find_times(target: str, engine: str | None = None, **facts: Any) -> list[EngineTimes]:
@@ -185,8 +182,8 @@ def find_times(target: str, engine: str | None = None, **facts: Any) -> list[Eng
     """
     paths = sorted((cache_directory() / FOLDER).glob(f"{engine or '*'}-*.json"), key=lambda path: path.stat().st_mtime)
     required = {name: value for name, value in {**facts, "engine": engine}.items() if value is not None}
-    measured = [times for times in map(load_times, paths) if (times.target, times.processor) == (target, processor_name())]
-    return [times for times in measured if required.items() <= asdict(times).items()]
+    required |= {"target": target, "processor": processor_name()}
+    return [times for times in map(load_times, paths) if times is not None and required.items() <= asdict(times).items()]
 
 
 # Sentences

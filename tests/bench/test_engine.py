@@ -78,6 +78,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> None:
         yield SimpleNamespace(server=server)
 
     TimedServer.starts.clear()
+    # It asks git.
+    monkeypatch.setattr(bench, "collect_provenance", dict)
     monkeypatch.setattr(bench, "start_engine", start)
 
 
@@ -106,8 +108,9 @@ def test_programmed_times_are_the_measured_ones(kind: type[TimedServer], capsys:
 def test_an_engine_without_times_is_an_error() -> None:
     server = TimedServer(EngineSettings())
     server.num_rounds = lambda request, count: 0  # type: ignore[method-assign]
-    with pytest.raises(RunError, match="no times"):
-        make_times(server, TargetFiles("tiny"), LAUNCH, {})
+    for samples in ({}, {(64, 0): [0.01] * 3}, {(64, 1): [0.01] * 3}):
+        with pytest.raises(RunError, match="bench.rounds"):
+            make_times(server, TargetFiles("tiny"), LAUNCH, samples)
 
 
 def test_slow_engines_start_few_times() -> None:
