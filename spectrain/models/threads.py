@@ -24,6 +24,7 @@ TRIAL_STEPS = 4  # steps of each count in a trial
 FIRST_TRIAL = 2  # times as many steps in the first trial, whose choice has no predecessor
 MARGIN = 0.96  # another count is chosen where its median time is below this fraction of the current count's
 HOPELESS = 2.0  # a count whose steps take this many times the best count's is timed no further in this trial
+PAUSE_PER_TRIAL = 5.0  # shortest pause after a trial, as a multiple of its steps' seconds
 WINDOW = 5  # last steps whose median is compared with the time in the last trial
 BAND = 1.4  # factor by which that median differs where times are unsteady
 UNSTEADY_PAUSE = 1.0  # seconds between two trials because of unsteady times
@@ -46,7 +47,8 @@ class ThreadTuner:
 
     A trial runs the next steps with each count in turn. One happens at the start, when the times leave the usual ones, and when
     another kind of step changed its count. A core that becomes free does not show in the times of fewer threads, so trials
-    also recur: after four seconds, and after twice the pause whenever a trial changed nothing.
+    also recur: after four seconds, and after twice the pause whenever a trial changed nothing. A trial begins with the counts
+    next to the chosen one.
     """
 
     def __init__(
@@ -67,6 +69,8 @@ class ThreadTuner:
         self.num_changes = self.seen_changes = 0
         # The times of each count in a trial; empty between trials.
         self.trial: dict[int, list[float]] = {}
+        # Seconds of the steps of a trial.
+        self.trial_seconds = 0.0
         # Time of the last trial's end, and the pause after it.
         self.trial_end, self.pause = 0.0, SHORTEST_PAUSE
         self._start_trial()
@@ -89,18 +93,26 @@ class ThreadTuner:
             self.recent.append(seconds / work)
             return
         self.trial[self.count].append(seconds / work)
+        self.trial_seconds += seconds
         best = min(median(times) for times in self.trial.values() if times)
         # Without a usual time to compare with, one slow step may be an accident.
         steps, patience = (self.trial_steps, 1) if self.is_chosen else (FIRST_TRIAL * self.trial_steps, 2)
+        hopeless = {count for count, times in self.trial.items() if times and median(times) >= HOPELESS * best}
         open_counts = [
             count
             for count, times in self.trial.items()
-            if len(times) < steps and (len(times) < patience or median(times) < HOPELESS * best)
+            if (len(times) < patience or (len(times) < steps and count not in hopeless))
+            and (times or not self._is_beyond(count, hopeless))
         ]
         if open_counts:
             self.count = min(open_counts, key=lambda count: len(self.trial[count]))
         else:
             self._finish_trial()
+
+    def _is_beyond(self, count: int, hopeless: set[int]) -> bool:
+        """Tell whether a hopeless count lies between a count and the chosen one: one step of it may take minutes then."""
+        low, high = sorted((count, self.chosen))
+        return any(low < other < high for other in hopeless)
 
     def summary(self) -> dict[str, Any]:
         """Return the choice with its measurements, for summary.json."""
@@ -127,16 +139,19 @@ class ThreadTuner:
         is_limited = self.is_chosen and self.chosen < self.counts[-1] and not self.has_free_core()
         counts = [count for count in self.counts if count <= self.chosen] if is_limited else self.counts
         if len(counts) > 1:
-            self.trial = {count: [] for count in sorted(counts, key=lambda count: count != self.chosen)}
-            self.count = self.chosen
+            distance = {count: abs(count.bit_length() - self.chosen.bit_length()) for count in counts}
+            self.trial = {count: [] for count in sorted(counts, key=lambda count: (count != self.chosen, distance[count]))}
+            self.count, self.trial_seconds = self.chosen, 0.0
         elif len(self.recent) == WINDOW:
             self.seconds[self.chosen] = median(self.recent)
 
     def _finish_trial(self) -> None:
-        """Choose the fastest count; after the first trial, the current one stays unless another is faster by the margin."""
+        """Choose the fastest count that was tried; after the first trial, the current one stays unless another is faster by the
+        margin."""
         before, is_first = self.chosen, not self.is_chosen
-        self.seconds |= {count: median(times) for count, times in self.trial.items()}
-        fastest = min(self.trial, key=lambda count: self.seconds[count])
+        measured = {count: median(times) for count, times in self.trial.items() if times}
+        self.seconds |= measured
+        fastest = min(measured, key=lambda count: measured[count])
         if is_first or self.seconds[fastest] < MARGIN * self.seconds[before]:
             self.chosen = fastest
         self.count, self.trial, self.trial_end = self.chosen, {}, self.clock()
@@ -145,7 +160,8 @@ class ThreadTuner:
         self.num_changes += has_changed
         self.counter.changes += has_changed
         self.seen_changes = self.counter.changes
-        self.pause = SHORTEST_PAUSE if is_first or has_changed else min(2 * self.pause, LONGEST_PAUSE)
+        pause = SHORTEST_PAUSE if is_first or has_changed else min(2 * self.pause, LONGEST_PAUSE)
+        self.pause = max(pause, PAUSE_PER_TRIAL * self.trial_seconds)
 
 
 def has_free_core() -> bool:

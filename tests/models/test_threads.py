@@ -69,6 +69,17 @@ def test_slow_count_is_abandoned(settings: list[int]) -> None:
     assert run_steps(tuner, 10, busy, clock) == [2, 1, 2, *[1] * 7] and tuner.chosen == 1
 
 
+def test_counts_beyond_a_slow_one_are_not_tried(settings: list[int]) -> None:
+    """On 64 cores, a step of one thread may take minutes: the steps with 16 threads show that fewer are slower still."""
+    settings[0], clock = 64, [0.0]
+    counts = (1, 2, 4, 8, 16, 32, 64)
+    tuner = ThreadTuner(counts, 2, ChangeCounter(), lambda: clock[0], lambda: True)
+    # The time of what one thread does alone is added.
+    assert run_steps(tuner, 10, lambda count: 64 / count + 1, clock) == [64, 32, 16, 64, 32, 16, 64, 32, 64, 32]
+    assert tuner.chosen == 64 and [*tuner.seconds] == [64, 32, 16]
+    assert tuner.pause == threads.PAUSE_PER_TRIAL * clock[0]
+
+
 def test_unsteady_times_start_a_trial_and_other_kinds_follow(settings: list[int]) -> None:
     clock = [0.0]
     plain, drafted = make_pair(clock)
