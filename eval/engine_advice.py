@@ -26,7 +26,8 @@ def advise_drafter(times: EngineTimes, runs: Sequence[ScoredRun]) -> dict[str, s
     if not speedups:
         return {"goal": goal, "choice": "unknown", "because": advise_engine(times)}
     name, (speedup, rates, own) = max(speedups.items(), key=lambda item: item[1][0])
-    return {"goal": goal, "choice": name if speedup > 1 else "no drafter", "because": advise_engine(times, rates, own, name)}
+    text = advise_engine(times, rates, own, f"the measured acceptance of {name}'s chain")
+    return {"goal": goal, "choice": name if speedup > 1 else "no drafter", "because": text}
 
 
 def find_run(folder: Path) -> str:

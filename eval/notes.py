@@ -34,9 +34,11 @@ def recommend_system(summary: Summary) -> Iterator[str]:
         yield f"Use no drafter here: no system was faster than decoding without one, on {prompts} prompts."
         return
     interval = format_speedup_interval(speedup)
+    is_certain = (speedup["ci95"] or [0.0])[0] > 1
     yield (
         f"Use {best['label']}: {format_speedup(speedup)} times as fast as without a drafter"
-        f"{f' (95 % {interval})' if interval else ''}, on {prompts} prompts."
+        f"{f' (95 % {interval})' if interval else ''}, on {prompts} prompts"
+        f"{'' if is_certain else '; whether it is faster is uncertain'}."
     )
 
 

@@ -202,7 +202,7 @@ def advise_engine_gain(spec: RunSpec, rates: list[float] | None) -> list[str]:
     facts = {"dtype": spec.server.get("dtype"), "threads": spec.server.get("threads")}
     measured = find_times(TargetFiles.from_settings(spec.target.node).short_name, engine, **facts)
     if measured:
-        return [advise_engine(times, rates) for times in measured]
+        return [advise_engine(times, rates, acceptance=f"plan.acceptance_rates={rates}") for times in measured]
     words = [word.lstrip("+") for word in spec.overrides if re.match(r"\+*(target|server)[.=]", word)]
     command = shlex.join(["spectrain", "bench", "engine", *words])
     return [f"what drafting can gain for this target in {ENGINES[engine].title} was not measured on this machine: {command}"]

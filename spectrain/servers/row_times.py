@@ -193,12 +193,12 @@ def advise_engine(
     times: EngineTimes,
     rates: Sequence[float] | None = None,
     ratios: dict[int, float] | None = None,
-    name: str = "this drafter",
+    acceptance: str = "the measured acceptance of this drafter's chain",
 ) -> str:
     """Return a sentence or two on what drafting can gain in an engine.
 
-    With the acceptance rates of a drafter it says what these are worth there; `ratios` are then those of its own rounds, or
-    else its own time is not counted.
+    With acceptance rates, whose origin `acceptance` names, it says what these are worth there. `ratios` are those of the
+    drafter's own rounds; without them its own time is not counted.
     """
     length = times.lengths[0]
     text = describe_requirements(times.describe_setting(), times.ratios(length))
@@ -208,8 +208,8 @@ def advise_engine(
     if not speedups:
         return text
     best, speedup = max(speedups.items(), key=lambda item: item[1])
-    how = "is predicted to reach" if ratios else "reaches, without the time of its own forwards, at most"
-    return f"{text} The measured acceptance of {name}'s chain {how} {speedup:.2f}x, with {best} drafted per round."
+    how = "is predicted to reach" if ratios else "reaches, without the time of the drafter's own forwards, at most"
+    return f"{text} With {acceptance}, decoding {how} {speedup:.2f}x, with {best} drafted per round."
 
 
 def describe_requirements(engine: str, ratios: dict[int, float]) -> str:

@@ -44,6 +44,7 @@ def test_a_plan_has_the_gain_or_the_command_that_measures_it() -> None:
     (sentence,) = advise_engine_gain(make_spec(*words), [0.6, 0.3])
     # 1.9 tokens in 1.6 forwards.
     assert "In llama.cpp 1.0 (float32, 1 thread" in sentence and "at most 1.19x, with 2 drafted" in sentence
+    assert "With plan.acceptance_rates=[0.6, 0.3]" in sentence and "measured acceptance" not in sentence
 
 
 def test_a_card_has_the_gain_in_the_engines_of_its_layout(tmp_path: Path) -> None:
