@@ -55,12 +55,16 @@ class ContextFiller:
     path: str | None
 
     @classmethod
-    def parse(cls, lengths: Sequence[int | str] | None, method: ContextMethod, path: str | None) -> "ContextFiller | None":
+    def parse(
+        cls, lengths: Sequence[int | str] | int | str | None, method: ContextMethod, path: str | None
+    ) -> "ContextFiller | None":
         """Return the filler that the settings describe; None without lengths."""
         if method not in get_args(ContextMethod):
             raise UserError(f"eval.context_method={method}: choose from {', '.join(get_args(ContextMethod))}")
         if lengths is None:
             return None
+        if isinstance(lengths, int | str):
+            lengths = (lengths,)
         if not lengths:
             raise UserError("eval.context=[]: name at least one length, as in eval.context=[4k], or leave it out")
         return cls(tuple(sorted({parse_length(length) for length in lengths})), method, path)
@@ -104,10 +108,7 @@ class ContextFiller:
             chats = load_embedded()
             return ["\n".join(content_text(message["content"]) for message in chat.messages) for chat in chats]
         texts = (conversation.text for conversation in TextReader(self.path).load_conversations())
-        documents = [text.strip() for text in texts if text and text.strip()]
-        if not documents:
-            raise UserError(f"eval.documents={self.path}: it holds no text; name a file of rows with text, or a folder of them")
-        return documents
+        return [text.strip() for text in texts if text and text.strip()]
 
     def _fill_prompt(self, prompt: Prompt, number: int, length: int, target: Target) -> Prompt | str:
         """Return a prompt of this length, or why there is none."""

@@ -26,9 +26,9 @@ class EvalSettings:
     categories: list[str] | None = None
     # Largest number of prompts, taken from all categories in turn; null scores every prompt.
     limit: int | None = None
-    # Lengths in tokens that every prompt is extended to by documents before its question, as in [1k,4k,16k], where k is 1,024.
-    # Null takes the prompts as they are.
-    context: tuple[int | str, ...] | None = None
+    # Lengths in tokens that every prompt is extended to by documents before its question, as in [1k,4k,16k] or 4k, where k is
+    # 1,024. Null takes the prompts as they are.
+    context: tuple[int | str, ...] | int | str | None = None
     # With eval.context, how documents precede the question: concatenated takes different ones, repeated repeats one, and needle
     # takes different ones and asks for a sentence among them in place of the prompt's own question.
     context_method: ContextMethod = "concatenated"

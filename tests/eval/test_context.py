@@ -54,6 +54,11 @@ def test_prompts_have_the_lengths_that_are_named(tiny: Target, method: ContextMe
             assert text.endswith(str(question.turns[0]))
 
 
+def test_one_length_needs_no_list(tmp_path: Path) -> None:
+    filler = ContextFiller.parse("4k", "repeated", str(tmp_path))
+    assert filler is not None and filler.lengths == (4096,)
+
+
 def test_documents_come_from_a_file(tiny: Target, tmp_path: Path) -> None:
     """A repeated document stands there again and again; concatenated ones follow one another."""
     file = tmp_path / "texts.jsonl"
