@@ -275,10 +275,18 @@ def adversary_table(result: dict[str, Any]) -> str:
 def engine_times_tables(result: dict[str, Any]) -> str:
     """Return the forwards of each engine with the acceptance that they need, and predicted against measured speedups."""
     measured = [CONTENT.validate_python(each) for each in result["measurements"]]
-    titles = ["engine", "text", "drafted", "forward, ms", "quartiles", "of one row"]
+    titles = ["engine", "text", "drafted", "forward, ms", "quartiles", "ratio to one row"]
     titles += [f"tokens for {speedup:g}x" for speedup in SPEEDUPS]
     times = format_table(titles, (row for each in measured for row in engine_rows(each)))
-    titles = ["engine", "drafted", "round, of one row", "tokens per forward", "predicted", "measured", "predicted / measured"]
+    titles = [
+        "engine",
+        "drafted",
+        "round, ratio to one row",
+        "tokens per forward",
+        "predicted",
+        "measured",
+        "predicted / measured",
+    ]
     checks = (
         (
             each["engine"], str(each["drafts"]), f"{each['round_ratio']:.2f}", f"{each['tokens']:.2f}",

@@ -16,7 +16,7 @@ def print_times(times: EngineTimes) -> None:
         console.print(make_table(times, length))
     console.print(
         "tokens: per forward of the target, the bonus token included; in brackets, the share of drafted tokens that has to be "
-        "accepted, each after accepted ones. A tree of k nodes needs the tokens of k drafted ones.",
+        "accepted, each after accepted ones. A tree of k nodes needs as many tokens as a chain of k.",
         highlight=False,
     )
     first = times.lengths[0]
@@ -27,11 +27,11 @@ def print_times(times: EngineTimes) -> None:
 def make_table(times: EngineTimes, length: int) -> Table:
     """Return the table of one length of the text: a row for each number of drafted tokens."""
     table = Table(title=f"{times.describe_setting()}: {times.target}, after {length} tokens")
-    columns = ["drafted", "forward, ms (quartiles, count)", "of one row"]
+    columns = ["drafted", "forward, ms (quartiles, count)", "ratio to one row"]
     columns += [f"tokens for {speedup:g}x" for speedup in SPEEDUPS]
     rounds, predicted = times.round_ratios(length), dict[int, float]()
     if times.drafter is not None:
-        columns += ["drafter's round", "predicted"]
+        columns += ["drafter's round, ratio", "predicted speedup"]
         predicted = predict_speedups(rounds, times.drafter.acceptance_rates)
     for column in columns:
         table.add_column(column, justify="right")
