@@ -274,8 +274,9 @@ def test_other_types_of_weights(
     """With rounded weights most texts are those of the engine's own plain decoding, and it accepts as many drafts as our chain.
 
     Our chain computes in float32, in Q4_1's case with the same weights. The engine rounds activations too, so that some texts
-    are others. At each position, the shares of rounds that accept the draft token may differ by twice the standard error of a
-    share over so many rounds: as much as two equal decodings of different texts differ by chance.
+    are others. Up to there, nine in ten rounds are our chain's. At each position, the shares of rounds that accept the draft
+    token may differ by twice the standard error of the difference of two shares over so many rounds: as much as two equal
+    decodings of different texts differ by chance.
     """
     reference = make_case("EAGLE-3, shipped").reference
     drafter = make_launch("smollm2", export_command("smollm2-eagle3", "gguf", str(tmp_path / "gguf"), dtype=drafter_type))
@@ -289,12 +290,14 @@ def test_other_types_of_weights(
     counts, own = (np.array(count_by_position(group)[:3]) for group in (rounds, reference.rounds))
     num_rounds, num_own = (sum(map(len, group)) for group in (rounds, reference.rounds))
     shares, expected = counts / num_rounds, own / num_own
-    tolerance = 2 * np.sqrt(expected * (1 - expected) / num_own)
+    tolerance = 2 * np.sqrt(expected * (1 - expected) * (1 / num_own + 1 / num_rounds))
+    equal_rounds, shared_rounds = (sum(counts) for counts in zip(*shared))
     report(f"{target_type}, drafter {drafter_type}", texts_of_plain_decoding=same, rounds=num_rounds, accepted=counts.tolist(),
            own_rounds=num_own, own_accepted=own.tolist(), shares=shares.round(3).tolist(), expected=expected.round(3).tolist(),
            tolerance=tolerance.round(3).tolist(),
            texts_of_ours=sum(left.output == right.token_ids for left, right in zip(reference.generations, answers)),
-           equal_rounds_of_shared_text=[sum(equal for equal, _ in shared), sum(count for _, count in shared)])  # fmt: skip
+           equal_rounds_of_shared_text=[equal_rounds, shared_rounds])  # fmt: skip
+    assert equal_rounds >= 0.9 * shared_rounds
     assert same >= PROMPTS // 2
     assert (abs(shares - expected) < tolerance).all()
 
