@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba import carray, types
 from numba.core import cgutils
 
-from .cpu_vectors import WIDE, WORD, advance, compile_cached, compile_inline, intrinsic, narrow, to_floats, to_halves
+from .cpu_vectors import WIDE, WORD, VectorBuilder, advance, compile_cached, intrinsic, narrow, to_floats, to_halves
 
 COLUMNS = 32  # outputs of a panel
 MAX_TILE_ROWS = 12  # whose sums fit in the registers, two vectors each
@@ -30,22 +30,27 @@ LINE = 64  # bytes of a vector
 llvmlite.binding.initialize_native_asmparser()
 
 
-def make_tile(num_rows: int) -> Any:
-    """Return a function that multiplies rows with a chunk of a panel.
+@intrinsic
+def multiply_rows(context: Any, rows: Any, x: Any, x_stride: Any, panel: Any, pairs: Any, sums: Any, adds: Any) -> Any:
+    """Multiply 1 to 12 rows with a chunk of a panel, by code of their own for each number of rows.
 
-    Arguments: the addresses of the rows and the bytes between them, of the panel's chunk, the number of pairs in the chunk, the
-    address of float32 sums [rows, 32], and whether the products are added to these sums or replace them.
+    Arguments: the number of rows, their address and the bytes between them, the address of the panel's chunk, its number of
+    pairs, the address of float32 sums [rows, 32], and whether the products are added to these sums or replace them.
     """
 
-    @intrinsic
-    def multiply(context: Any, x: Any, x_stride: Any, panel: Any, pairs: Any, sums: Any, adds: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            _emit_tile(builder, num_rows, *args)
-            return context.get_dummy_value()
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        num_rows, *operands = args
+        blocks = [builder.append_basic_block() for _ in range(MAX_TILE_ROWS)]
+        done, cases = builder.append_basic_block(), builder.switch(num_rows, blocks[-1])
+        for number, block in enumerate(blocks, start=1):
+            cases.add_case(WIDE(number), block)
+            builder.position_at_end(block)
+            _emit_tile(builder, number, *operands)
+            builder.branch(done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 5, types.boolean), generate
-
-    return multiply
+    return types.void(*[types.int64] * 6, types.boolean), generate
 
 
 def _emit_tile(builder: Any, num_rows: int, x: Any, x_stride: Any, panel: Any, pairs: Any, sums: Any, adds: Any) -> None:
@@ -61,69 +66,26 @@ def _emit_tile(builder: Any, num_rows: int, x: Any, x_stride: Any, panel: Any, p
     def load(address: Any, kind: Any) -> Any:
         return builder.load(builder.inttoptr(address, kind.as_pointer()), align=4)
 
-    # 1. The loop over pairs of inputs: two vectors of weights, and a pair of every row in all lanes.
-    before, body, done = builder.block, builder.append_basic_block(), builder.append_basic_block()
-    builder.branch(body)
-    builder.position_at_end(body)
-    index = builder.phi(WIDE)
-    totals = [builder.phi(SUMS) for _ in rows for _ in halves]
-    start = builder.add(panel, builder.mul(index, WIDE(2 * LINE)))
-    weights = [load(builder.add(start, WIDE(LINE * half)), PAIRS) for half in halves]
-    for half in halves:
-        ahead = builder.inttoptr(builder.add(start, WIDE(FETCH_AHEAD + LINE * half)), byte_pointer)
-        builder.call(fetch, [ahead, WORD(0), WORD(2), WORD(1)])
-    first, after = builder.add(x, builder.mul(index, WIDE(4))), []
-    for row in rows:
-        pair = load(builder.add(first, builder.mul(x_stride, WIDE(row))), WORD)
-        repeated = builder.shuffle_vector(builder.insert_element(undefined, pair, WORD(0)), undefined, zeros)
-        after += [builder.call(multiply_add, [totals[2 * row + half], repeated, weights[half]]) for half in halves]
-    following = builder.add(index, WIDE(1))
-    for phi, initial, last in zip(
-        [index, *totals], [WIDE(0), *[ir.Constant(SUMS, [0.0] * 16)] * len(totals)], [following, *after]
-    ):
-        phi.add_incoming(initial, before)
-        phi.add_incoming(last, body)
-    builder.cbranch(builder.icmp_signed("<", following, pairs), body, done)
-    # 2. The sums of this chunk, after those of the chunks before it.
-    builder.position_at_end(done)
-    for number, total in enumerate(after):
+    def step(index: Any, totals: list[Any]) -> list[Any]:
+        """Add the products of a pair of inputs: two vectors of weights, and the pair of every row in all lanes."""
+        start = builder.add(panel, builder.mul(index, WIDE(2 * LINE)))
+        weights = [load(builder.add(start, WIDE(LINE * half)), PAIRS) for half in halves]
+        for half in halves:
+            ahead = builder.inttoptr(builder.add(start, WIDE(FETCH_AHEAD + LINE * half)), byte_pointer)
+            builder.call(fetch, [ahead, WORD(0), WORD(2), WORD(1)])
+        first, after = builder.add(x, builder.mul(index, WIDE(4))), []
+        for row in rows:
+            pair = load(builder.add(first, builder.mul(x_stride, WIDE(row))), WORD)
+            repeated = builder.shuffle_vector(builder.insert_element(undefined, pair, WORD(0)), undefined, zeros)
+            after += [builder.call(multiply_add, [totals[2 * row + half], repeated, weights[half]]) for half in halves]
+        return after
+
+    initial = [ir.Constant(SUMS, [0.0] * 16)] * (2 * num_rows)
+    # The sums of this chunk, after those of the chunks before it.
+    for number, total in enumerate(VectorBuilder(builder).loop(pairs, initial, step)):
         pointer = builder.inttoptr(builder.add(sums, WIDE(LINE * number)), SUMS.as_pointer())
         earlier = builder.load(pointer, align=4)
         builder.store(builder.select(adds, builder.fadd(earlier, total), total), pointer, align=4)
-
-
-tiles = tile_1, tile_2, tile_3, tile_4, tile_5, tile_6, tile_7, tile_8, tile_9, tile_10, tile_11, tile_12 = tuple(
-    make_tile(rows) for rows in range(1, MAX_TILE_ROWS + 1)
-)
-
-
-@compile_inline
-def _multiply_rows(rows: int, x: int, x_stride: int, panel: int, pairs: int, sums: int, adds: bool) -> None:
-    """Multiply 1 to 12 rows with a chunk of a panel."""
-    if rows == 1:
-        tile_1(x, x_stride, panel, pairs, sums, adds)
-    elif rows == 2:
-        tile_2(x, x_stride, panel, pairs, sums, adds)
-    elif rows == 3:
-        tile_3(x, x_stride, panel, pairs, sums, adds)
-    elif rows == 4:
-        tile_4(x, x_stride, panel, pairs, sums, adds)
-    elif rows == 5:
-        tile_5(x, x_stride, panel, pairs, sums, adds)
-    elif rows == 6:
-        tile_6(x, x_stride, panel, pairs, sums, adds)
-    elif rows == 7:
-        tile_7(x, x_stride, panel, pairs, sums, adds)
-    elif rows == 8:
-        tile_8(x, x_stride, panel, pairs, sums, adds)
-    elif rows == 9:
-        tile_9(x, x_stride, panel, pairs, sums, adds)
-    elif rows == 10:
-        tile_10(x, x_stride, panel, pairs, sums, adds)
-    elif rows == 11:
-        tile_11(x, x_stride, panel, pairs, sums, adds)
-    else:
-        tile_12(x, x_stride, panel, pairs, sums, adds)
 
 
 @compile_cached
@@ -138,7 +100,7 @@ def multiply_panels(x: int, panels: int, out: int, rows: int, width: int, num_ou
             for begin in range(0, width, chunk):
                 pairs = min(chunk, width - begin) // 2
                 panel = panels + 2 * (first * width + COLUMNS * begin)
-                _multiply_rows(count, x + 2 * (row * width + begin), 2 * width, panel, pairs, scratch, begin > 0)
+                multiply_rows(count, x + 2 * (row * width + begin), 2 * width, panel, pairs, scratch, begin > 0)
             for r in range(count):
                 values = carray(advance(sums, r * COLUMNS), (COLUMNS,))
                 result = carray(to_halves(out + 2 * ((row + r) * num_outputs + first)), (COLUMNS,))
