@@ -144,25 +144,12 @@ class CompiledLayer(FusedLayer):
         super().__init__(layer, rotation, attend)
         self.layer_kernels = LayerKernels(layer)
 
-    def __call__(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        use_cache: bool | None = False,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Run the layer, [B, N, D] -> [B, N, D], with the arguments of its own forward."""
-        assert position_embeddings is not None
+    def run(self, hidden_states: Tensor, mask: Tensor | None, angles: tuple[Tensor, Tensor], kwargs: dict[str, Any]) -> Tensor:
         if not is_compiled_call(hidden_states, kwargs):
-            return super().__call__(
-                hidden_states, attention_mask, position_ids, past_key_values, use_cache, position_embeddings, **kwargs
-            )
+            return super().run(hidden_states, mask, angles, kwargs)
         hidden_states = hidden_states.contiguous()
         cache, visibility = kwargs["tree_cache"], kwargs["visibility"]
-        buffers = NodeBuffers(hidden_states, position_embeddings, cache, visibility, self.layer_kernels)
+        buffers = NodeBuffers(hidden_states, angles, cache, visibility, self.layer_kernels)
         summed, added = self.layer_kernels.run(hidden_states, None, buffers)
         return join_terms(summed, added)
 

@@ -95,7 +95,11 @@ class FusedLayer:
     ) -> Tensor:
         """Run the layer, [B, N, D] -> [B, N, D], with the arguments of its own forward."""
         assert position_embeddings is not None
-        attended = self._attend(hidden_states, attention_mask, position_embeddings, kwargs)
+        return self.run(hidden_states, attention_mask, position_embeddings, kwargs)
+
+    def run(self, hidden_states: Tensor, mask: Tensor | None, angles: tuple[Tensor, Tensor], kwargs: dict[str, Any]) -> Tensor:
+        """Run the layer with the cosines and sines of the positions; `kwargs` are the arguments of its attention."""
+        attended = self._attend(hidden_states, mask, angles, kwargs)
         hidden_states = hidden_states + packed_product(self.layer.self_attn.o_proj, attended)
         mlp = self.layer.mlp
         gate_up = _get_shared(mlp.gate_proj)
