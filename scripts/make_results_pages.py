@@ -131,9 +131,10 @@ a GPU.""",
 block scales for DeepSeek-V3 (FP8); kernels for these types must be there. With `target.parts=head` the server
 holds the layers, and its memory, its arithmetic and its hours are not in these rows: the target's GFLOP say
 what it computes for every token. `sharded over 8` is `trainer.sharding=fsdp2 target.sharding=fsdp2`, which
-takes dense weights only. Attention is counted over all positions of a text, with the half that a causal kernel
-leaves out, or over a layer's sliding window; so long contexts are upper bounds, and DeepSeek's wider queries
-and keys are counted as its values. Hours assume 40 % of an H100's peak and were not compared with a GPU.""",
+takes dense weights only. The arithmetic of attention counts every pair of positions, or those within a layer's
+sliding window. A causal kernel computes only half of the pairs, so the numbers of long contexts are upper bounds.
+DeepSeek's queries and keys are counted with the width of its values, which are narrower. Hours assume 40 % of an
+H100's peak and were not compared with a GPU.""",
     ),
     "sharding": ResultsPage(
         "Ways to share a training between processes",
