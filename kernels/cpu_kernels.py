@@ -35,6 +35,7 @@ class CompiledKernels(NamedTuple):
     """The modules with the compiled kernels."""
 
     attention: Any
+    batch_attention: Any
     rows: Any
 
 
@@ -49,11 +50,11 @@ def load_kernels() -> CompiledKernels:
 def _import_kernels() -> CompiledKernels | None:
     """Import the compiled kernels; return None where they cannot run."""
     try:
-        from . import cpu_attention, cpu_rows
+        from . import cpu_attention, cpu_batch_attention, cpu_rows
     # Numba raises RuntimeError where it can write to no cache folder.
     except (ImportError, RuntimeError):
         return None
-    return CompiledKernels(cpu_attention, cpu_rows)
+    return CompiledKernels(cpu_attention, cpu_batch_attention, cpu_rows)
 
 
 def has_cpu_kernels(dtype: torch.dtype, device: torch.device) -> bool:
@@ -216,7 +217,7 @@ def find_chunk(outputs: int, width: int) -> int | None:
 @cache
 def prepare_kernels() -> None:
     """Load every kernel, or compile it where this machine has not, so that no step that is timed does."""
-    attention, rows = load_kernels()
+    attention, batch_attention, rows = load_kernels()
     lanes, table, memory = norm_lanes(), silu_table(), working_memory(1 << 12).data_ptr()
     visibility = Visibility(torch.zeros(1, dtype=torch.int64), 0, torch.ones(1, 1, 1).bool(), torch.zeros(1, 1), None)
     x = torch.zeros(1, 3, 1, HEAD_STEP, dtype=torch.bfloat16)
@@ -226,6 +227,9 @@ def prepare_kernels() -> None:
     first, out = x.data_ptr(), result.data_ptr()
     addresses = first, first, first, slots[0].data_ptr(), slots[1].data_ptr()
     attention.rotate_attend_half(*addresses, HEAD_STEP, 0, 1, mask.data_ptr(), 1, 1, 1, HEAD_STEP, out, 1.0, memory)
+    zero = torch.zeros(1, dtype=torch.int64)
+    texts = HEAD_STEP, zero.data_ptr(), zero.data_ptr(), 1
+    batch_attention.rotate_attend_texts_half(*addresses, *texts, 1, mask.data_ptr(), 1, 1, 1, HEAD_STEP, out, 1.0, memory)
     rows.add_norm(first, 0, first, 0, out, 1, HEAD_STEP, 1.0, lanes or LANE_COUNTS[0], memory)
     rows.gate(first, table.data_ptr(), out, 1, HEAD_STEP, 1)
     if has_panel_kernels():

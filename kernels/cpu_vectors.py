@@ -54,6 +54,7 @@ def make_pointer(dtype: Any) -> Any:
 
 to_halves, to_floats = make_pointer(types.uint16), make_pointer(types.float32)
 to_doubles, to_bytes = make_pointer(types.float64), make_pointer(types.uint8)
+to_longs = make_pointer(types.int64)
 
 
 @intrinsic

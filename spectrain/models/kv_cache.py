@@ -239,6 +239,10 @@ class TreeCache(Cache):
             self.storage = self._allocate_storage(self.lengths.new_empty(len(self.lengths), num_heads, 0, size, dtype=dtype))
         return self.storage
 
+    def row_starts(self) -> Tensor:
+        """Return the number of each row's first slot [B] among the slots of a layer's keys."""
+        return torch.arange(len(self.lengths)) * self.max_length
+
     def keys_values(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return views of the keys and values of all slots of a layer, [B, T, H, D] each."""
         assert self.storage is not None

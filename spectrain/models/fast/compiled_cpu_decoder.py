@@ -24,6 +24,7 @@ from .compiled_cpu_layers import (
     LayerKernels,
     NodeBuffers,
     add_norm,
+    flatten_texts,
     fuse_cpu_layers,
     is_compiled_call,
     join_terms,
@@ -111,8 +112,9 @@ class CompiledDecoder:
     def __call__(
         self, input_ids: Tensor, position_ids: Tensor, tree_cache: Any = None, **kwargs: Any
     ) -> BaseModelOutputWithPast:
-        """Run the decoder over tokens [1, N] with the arguments of its own forward."""
-        hidden: Tensor = F.embedding(input_ids, self.embedding.weight)
+        """Run the decoder over tokens [B, N] with the arguments of its own forward."""
+        embedded: Tensor = F.embedding(input_ids, self.embedding.weight)
+        shape, hidden = embedded.shape, flatten_texts(embedded)
         angles = self._angles(position_ids, tree_cache.max_length, hidden)
         buffers = NodeBuffers(hidden, angles, tree_cache, kwargs["visibility"], self.forwards[0].layer_kernels)
         added = None
@@ -120,14 +122,15 @@ class CompiledDecoder:
             if layer._forward_hooks or layer._forward_pre_hooks:
                 hidden, added = hidden if added is None else join_terms(hidden, added), None
                 with override_forwards([(layer, forward)]):
-                    hidden = layer(hidden, position_embeddings=angles, tree_cache=tree_cache, **kwargs)
+                    hidden = layer(hidden.view(shape), position_embeddings=angles, tree_cache=tree_cache, **kwargs)
+                hidden = flatten_texts(hidden)
             else:
                 hidden, added = forward.layer_kernels.run(hidden, added, buffers)
         add_norm(hidden, added, self.norm.weight, self.norm.variance_epsilon, buffers.first_sum, buffers)
-        return BaseModelOutputWithPast(last_hidden_state=buffers.normed)
+        return BaseModelOutputWithPast(last_hidden_state=buffers.normed.view(shape))
 
     def _angles(self, positions: Tensor, max_length: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines [1, N, d] at positions [1, N] below `max_length`."""
+        """Return cosines and sines [B, N, d] at positions [B, N] below `max_length`."""
         if len(self.cos) < max_length:
             every = torch.arange(-(-max_length // ANGLES_STEP) * ANGLES_STEP)
             parts = [self.rotary(hidden, part[None]) for part in every.split(ANGLES_STEP)]

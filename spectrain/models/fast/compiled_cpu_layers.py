@@ -19,7 +19,6 @@ from spectrain.models.compiled_layers import mark_layer_done
 from spectrain.models.forward_override import Forward
 from spectrain.models.kv_cache import TreeCache
 
-from .batch_invariance import CONSISTENT_ROWS
 from .fused_cpu_layers import AttentionFunction, CachedRotation, FusedLayer, is_fusable
 from .packed_linears import PackedProduct, shared_input
 
@@ -34,23 +33,31 @@ class NodeBuffers:
     def __init__(
         self, hidden: Tensor, angles: tuple[Tensor, Tensor], cache: TreeCache, visibility: Visibility, layer: LayerKernels
     ) -> None:
-        num_nodes, size = hidden.shape[1], layer.head_size
-        self.copies = 2 if num_nodes == 1 and PackedProduct.is_paired(layer.inner_width) else 1
+        num_rows, size = hidden.shape[1], layer.head_size
+        num_texts, num_nodes, num_appended = visibility.tree.shape
+        self.copies = 2 if num_rows == 1 and PackedProduct.is_paired(layer.inner_width) else 1
         self.normed, self.first_sum, self.second_sum = (torch.empty_like(hidden) for _ in range(3))
-        self.attended = hidden.new_empty(1, num_nodes, layer.num_heads * size)
-        self.inner = hidden.new_empty(1, num_nodes * self.copies, layer.inner_width)
+        self.attended = hidden.new_empty(1, num_rows, layer.num_heads * size)
+        self.inner = hidden.new_empty(1, num_rows * self.copies, layer.inner_width)
         # Working memory, also of the norms.
         self.memory = cpu_kernels.attention_memory(visibility, layer.num_heads, layer.num_key_heads, size)
         storage = cache.lend_storage(num_nodes, layer.num_key_heads, size, hidden.dtype)
-        ((length, mask),) = visibility.row_masks()
         self.angles = [angle.contiguous() for angle in angles]
         self.keys, self.values = storage[0, 0].data_ptr(), storage[0, 1].data_ptr()
         self.layer_bytes = storage.stride(0) * storage.element_size()
-        # The arguments of `rotate_attend_half` before and after the addresses of a layer's keys and values, but its scale.
+        # The arguments of the attention kernel before and after the addresses of a layer's keys and values, but its scale.
         self.before = [angle.data_ptr() for angle in self.angles]
+        if num_texts == 1:
+            ((length, mask),) = visibility.row_masks()
+            self.attend, prefix = layer.kernels.attention.rotate_attend_half, [length]
+        else:
+            mask, self.starts, self.lengths = visibility.tree.contiguous(), cache.row_starts(), visibility.lengths.contiguous()
+            self.attend = layer.kernels.batch_attention.rotate_attend_texts_half
+            prefix = [self.starts.data_ptr(), self.lengths.data_ptr(), num_texts]
+        self.mask = mask
         self.after = [
-            storage.stride(3), length, visibility.tree.shape[2], mask.data_ptr(), num_nodes, layer.num_heads,
-            layer.num_key_heads, size, self.attended.data_ptr(),
+            storage.stride(3), *prefix, num_appended, mask.data_ptr(), num_nodes, layer.num_heads, layer.num_key_heads, size,
+            self.attended.data_ptr(),
         ]  # fmt: skip
 
 
@@ -108,7 +115,7 @@ class LayerKernels:
         """Rotate heads [1, N, (H + 2 K) d], append keys and values to the cache, and attend."""
         mark_layer_done(self.index)
         shift = self.index * buffers.layer_bytes
-        self.kernels.attention.rotate_attend_half(
+        buffers.attend(
             heads.data_ptr(), *buffers.before, buffers.keys + shift, buffers.values + shift, *buffers.after, self.scale,
             buffers.memory.data_ptr(),
         )  # fmt: skip
@@ -123,6 +130,11 @@ def add_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, eps: float, s
     )  # fmt: skip
 
 
+def flatten_texts(hidden: Tensor) -> Tensor:
+    """Return the nodes of all texts [B, N, D] after each other, [1, B N, D]."""
+    return hidden.reshape(1, -1, hidden.shape[-1])
+
+
 def join_terms(hidden: Tensor, added: Tensor) -> Tensor:
     """Return the sum [1, N, D] of what a layer returned; the second term may repeat its row."""
     return hidden + added[:, : hidden.shape[1]]
@@ -134,7 +146,7 @@ def is_compiled_call(hidden: Tensor, kwargs: dict[str, Any]) -> bool:
     if not isinstance(visibility, Visibility) or cache is None or visibility.chunk_size is not None:
         return False
     is_plain = kwargs.get("ranges") is None and kwargs.get("layer_visibility") is None and kwargs.get("calls") is None
-    return is_plain and hidden.shape[0] == 1 and hidden.shape[1] <= CONSISTENT_ROWS and cache.can_lend_storage
+    return is_plain and cache.can_lend_storage
 
 
 class CompiledLayer(FusedLayer):
@@ -147,11 +159,10 @@ class CompiledLayer(FusedLayer):
     def run(self, hidden_states: Tensor, mask: Tensor | None, angles: tuple[Tensor, Tensor], kwargs: dict[str, Any]) -> Tensor:
         if not is_compiled_call(hidden_states, kwargs):
             return super().run(hidden_states, mask, angles, kwargs)
-        hidden_states = hidden_states.contiguous()
-        cache, visibility = kwargs["tree_cache"], kwargs["visibility"]
-        buffers = NodeBuffers(hidden_states, angles, cache, visibility, self.layer_kernels)
-        summed, added = self.layer_kernels.run(hidden_states, None, buffers)
-        return join_terms(summed, added)
+        cache, visibility, rows = kwargs["tree_cache"], kwargs["visibility"], flatten_texts(hidden_states)
+        buffers = NodeBuffers(rows, angles, cache, visibility, self.layer_kernels)
+        summed, added = self.layer_kernels.run(rows, None, buffers)
+        return join_terms(summed, added).view(hidden_states.shape)
 
 
 def fuse_cpu_layers(layers: Iterable[nn.Module], attend: AttentionFunction) -> Iterator[tuple[nn.Module, Forward]]:

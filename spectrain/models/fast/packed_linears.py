@@ -170,7 +170,8 @@ class PackedWeights:
     def _bfloat16_product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply in bfloat16, in pieces small enough that the bits of a row do not depend on the others."""
         rows = input.reshape(-1, input.shape[-1])
-        if len(rows) <= CONSISTENT_ROWS and (panels := self.find_panels()) is not None:
+        is_decoding = len(rows) <= CONSISTENT_ROWS or batch_invariant.get()
+        if is_decoding and (panels := self.find_panels()) is not None:
             return panels.product(input)
         if len(rows) <= CONSISTENT_ROWS or not batch_invariant.get():
             return multiply_paired(input, lambda rows: onednn_linear(rows, weight, bias))
@@ -183,7 +184,7 @@ class PackedWeights:
 
 
 class PackedProduct:
-    """The product of up to CONSISTENT_ROWS rows of bfloat16 with weights that stay as they are: the call of oneDNN alone."""
+    """The product of rows of bfloat16 with weights that stay as they are: panels, or the call of oneDNN alone."""
 
     def __init__(self, weights: PackedWeights) -> None:
         weights.refresh()
@@ -198,7 +199,10 @@ class PackedProduct:
     def __call__(self, input: Tensor) -> Tensor:
         """Return the outputs of all linears side by side, [1, N, D] -> [1, N, O]."""
         panels = self.source.find_panels()
-        return linear_pointwise(input, self.weight, self.bias, "none", [], "") if panels is None else panels.product(input)
+        if panels is not None:
+            return panels.product(input)
+        parts = [linear_pointwise(part, self.weight, self.bias, "none", [], "") for part in input.split(CONSISTENT_ROWS, dim=1)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 class SharedInput(SharedProduct):
