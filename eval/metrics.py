@@ -96,6 +96,10 @@ class CategoryNumbers:
 
     acceptance_length: float
     speedup: float
+    prompts: int
+    # 95 % intervals of the two over prompts.
+    ci95: Interval
+    speedup_ci95: Interval
 
 
 OPTIONAL = {"optional": True}  # marks a field that is absent from summary.json while it is None
@@ -144,6 +148,10 @@ class SystemSummary(SystemNumbers):
     # How steady times were; of the drafter alone.
     noise: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
     guard: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
+    # The times that a reader of the answers sees, without the drafter and with it, and the bound that they are compared with.
+    user_times: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
+    # Price of a million tokens without the drafter and with it, by eval.price_per_hour.
+    price_per_million: dict[str, float | None] | None = field(default=None, metadata=OPTIONAL)
     # Whether outputs equal their reference; None where that was not checked.
     lossless: dict[str, Any] | None = None
 
@@ -176,14 +184,27 @@ def measure_system(turns: Sequence[Turn], is_chain: bool, template: ChatTemplate
         ),
         "speedup": measure_speedup(turns),
         "time_share": time_share(turns),
-        "by_category": {
-            category: CategoryNumbers(round(pooled_acceptance(part), 4), round(speedup(part), 4))
-            for category, part in categories.items()
-        },
+        "by_category": {category: measure_category(part) for category, part in categories.items()},
         "by_kind": acceptance_by_kind(turns, template),
         "by_position": acceptance_by_position(turns),
         "by_text_position": acceptance_by_text_position(turns),
     }
+
+
+def price_tokens(rates: Rates, price_per_hour: float | None) -> dict[str, float | None] | None:
+    """Return the price of a million tokens at these rates without and with the drafter; None without a price of an hour."""
+    if price_per_hour is None:
+        return None
+    seconds = {"autoregressive": rates.autoregressive, "drafted": rates.drafted}
+    return {name: round(price_per_hour / 3600 * 1e6 / rate, 6) if rate else None for name, rate in seconds.items()}
+
+
+def measure_category(turns: Sequence[Turn]) -> CategoryNumbers:
+    """Measure one category of prompts."""
+    ends = acceptance_interval(turns), speedup_interval(turns)
+    return CategoryNumbers(
+        round(pooled_acceptance(turns), 4), round(speedup(turns), 4), len({turn.id for turn in turns}), *ends
+    )
 
 
 def measure_speedup(turns: Sequence[Turn]) -> Speedup:

@@ -7,6 +7,7 @@ from spectrain.decoding.acceptance.typical import lossy_warning
 from spectrain.eval.columns import (
     GROUP_COLUMNS,
     Column,
+    format_interval,
     format_speedup,
     format_speedup_interval,
     list_groups,
@@ -14,6 +15,7 @@ from spectrain.eval.columns import (
 )
 from spectrain.eval.context import format_length
 from spectrain.eval.noise import is_possible
+from spectrain.eval.user_times import describe_user_times
 from spectrain.export.trained_length import describe_trained_length
 
 Summary = dict[str, Any]
@@ -40,6 +42,23 @@ def recommend_system(summary: Summary) -> Iterator[str]:
         f"{f' (95 % {interval})' if interval else ''}, on {prompts} prompts"
         f"{'' if is_certain else '; whether it is faster is uncertain'}."
     )
+    yield from describe_worst_category(best)
+
+
+def describe_worst_category(entry: Summary) -> Iterator[str]:
+    """Name the category of prompts with the least speedup of a system, beside the one with the largest."""
+    categories = {name: numbers for name, numbers in entry.get("by_category", {}).items() if numbers["speedup"]}
+    if len(categories) < 2:
+        return
+    ranked = sorted(categories, key=lambda name: float(categories[name]["speedup"]))
+    texts = []
+    for name in (ranked[0], ranked[-1]):
+        numbers = categories[name]
+        ends = format_interval(numbers.get("speedup_ci95"))
+        texts.append(f"{name}, {numbers['speedup']:.2f}{f' (95 % {ends})' if ends else ''}")
+    ratio = categories[ranked[-1]]["speedup"] / categories[ranked[0]]["speedup"]
+    prompts = categories[ranked[0]].get("prompts", 0)
+    yield f"Worst category: {texts[0]} on {prompts} prompts; best: {texts[1]}, {ratio:.1f} times it."
 
 
 def explain_numbers(summary: Summary) -> Iterator[str]:
@@ -54,6 +73,10 @@ def explain_numbers(summary: Summary) -> Iterator[str]:
         f"Drafts of the drafter accepted by depth: {format_rates(summary['acceptance_by_depth'])}. Device {setting['device']}, "
         f"{setting['dtype']}."
     )
+    if summary.get("user_times"):
+        yield describe_user_times(summary)
+    if price := summary.get("price_per_million"):
+        yield f"Price of a million tokens: {price['autoregressive']:.4g} without the drafter, {price['drafted']:.4g} with it."
     yield from _describe_precision(setting)
     if context := setting.get("context"):
         lengths = ", ".join(map(format_length, context["lengths"]))

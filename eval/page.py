@@ -31,6 +31,7 @@ from spectrain.eval.columns import (
 )
 from spectrain.eval.noise import is_possible
 from spectrain.eval.notes import explain_numbers, list_caveats
+from spectrain.eval.user_times import USER_TIME_COLUMNS, list_user_time_rows
 from spectrain.files import write_text
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")  # Okabe and Ito's, for the color-blind
@@ -68,6 +69,7 @@ def write_report(path: Path, evaluations: Sequence[Path], comparison: dict[str, 
         parts=ROUND_PARTS,
         system_columns=SYSTEM_COLUMNS,
         serving_columns=SERVING_COLUMNS,
+        user_time_columns=USER_TIME_COLUMNS,
         run_columns=RUN_COLUMNS,
     )
     write_text(path, page.strip() + "\n")
@@ -94,6 +96,7 @@ def read_section(folder: Path, id: str, prompts: int | None) -> dict[str, Any]:
         "answers": len(read_lines(folder / "samples.jsonl")),
         "autoregressive": autoregressive_entries(summary),
         "serving": list_serving_rows(summary) if summary else [],
+        "user_times": list_user_time_rows(summary) if summary else [],
         "speedups": speedup_chart(get_value(summary, "server.speedups") or [], id),
         "systems": systems,
         "groups": [column for _, columns in GROUP_COLUMNS for column in list_groups(columns, systems)],

@@ -26,7 +26,7 @@ from spectrain.eval.extensions import EvalExtension, Results
 from spectrain.eval.identity import check_identity
 from spectrain.eval.leaks import check_no_leak, refuse_answers
 from spectrain.eval.memory import extra_memory
-from spectrain.eval.metrics import SystemSummary, measure_system
+from spectrain.eval.metrics import SystemSummary, measure_system, price_tokens
 from spectrain.eval.noise import Noise, baseline_jitter, judge_speedup, machine_load
 from spectrain.eval.oracle import Oracle
 from spectrain.eval.page import write_report
@@ -45,6 +45,7 @@ from spectrain.eval.systems import Decoder, System, describe_tree
 from spectrain.eval.tasks import Reference, check_execution, task_score
 from spectrain.eval.time_limit import TimeLimit
 from spectrain.eval.turns import ORACLE, Interleaving
+from spectrain.eval.user_times import compare_user_times
 from spectrain.files import write_text
 from spectrain.models.fast import lowest_precision
 from spectrain.models.target import Target
@@ -217,6 +218,8 @@ class Evaluation(PromptedEvaluation):
                 engine="captured" if reason is None else "eager",
                 eager_because=reason if is_eager else None,
                 not_run={**decoder.fallback.failures} or None,
+                user_times={"bound_ms": self.bound_ms, **compare_user_times(answers, self.bound_ms)},
+                price_per_million=price_tokens(numbers["tokens_per_second"], self.price_per_hour),
                 pruning=None
                 if system.pruning is None
                 else system.pruning.measure_savings([turn.drafted for turn in answers], target),

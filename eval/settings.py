@@ -79,6 +79,11 @@ class EvalSettings:
     assistant: str | None = None
     # Number of layers that the early_exit baseline drafts with; null uses the drafter's own exit layer.
     exit_layer: int | None = None
+    # Longest time between two tokens that a reader accepts, in milliseconds. Without a server, the share of the times within it
+    # is reported, and goodput counts the answers that keep it in 95 % of their tokens.
+    bound_ms: float = 50.0
+    # Price of an hour of this machine, from which the price of a million tokens is computed; null computes none.
+    price_per_hour: float | None = None
     # With a server: numbers of requests at the same time, each of which is measured with every prompt.
     concurrency: tuple[int, ...] = (1,)
     # With a server: limits of the time to the first token and of the time per later token, as in {ttft: 500ms, itl: 50ms}.
@@ -89,8 +94,9 @@ class EvalSettings:
         for key in ("limit", "batch_size", "calibration_limit", "exit_layer", "repeats"):
             refuse_below(key, getattr(self, key), 1)
         refuse_below("max_new_tokens", self.max_new_tokens, 2)
-        if self.max_minutes is not None and not self.max_minutes > 0:
-            raise UserError(f"eval.max_minutes={self.max_minutes}: use more than 0")
+        for key in ("max_minutes", "bound_ms", "price_per_hour"):
+            if (value := getattr(self, key)) is not None and not value > 0:
+                raise UserError(f"eval.{key}={value}: use more than 0")
         for level in self.concurrency:
             refuse_below("concurrency", level, 1)
         if self.engine not in get_args(EngineChoice):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
-
-import numpy as np
 
 from spectrain.errors import UserError
 from spectrain.eval.serving.requests import LevelResult, ServedAnswer
 from spectrain.eval.serving.rounds import seconds_per_token
+from spectrain.eval.user_times import Percentiles, to_percentiles
 
 DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s)")
 
@@ -48,15 +47,6 @@ def parse_seconds(key: str, value: object) -> float:
     if match is None:
         raise UserError(f"{key}={value}: give a time with its unit, as in 500ms or 2s")
     return float(match[1]) / (1000 if match[2] == "ms" else 1)
-
-
-@dataclass(frozen=True)
-class Percentiles:
-    """Percentiles over requests or chunks, in milliseconds."""
-
-    p50: float
-    p95: float
-    p99: float
 
 
 @dataclass(frozen=True)
@@ -102,11 +92,3 @@ def measure_latency(result: LevelResult, limits: LatencyLimits | None) -> Servin
         "engine" if any(each.engine_per_token is not None for each in times) else "client",
         None if within is None else round(within, 4),
     )
-
-
-def to_percentiles(seconds: Sequence[float]) -> Percentiles | None:
-    """Return percentiles of seconds, in milliseconds; None of nothing."""
-    if not seconds:
-        return None
-    p50, p95, p99 = (round(1000 * float(value), 3) for value in np.percentile(seconds, [50, 95, 99]))
-    return Percentiles(p50, p95, p99)
