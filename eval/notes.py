@@ -1,6 +1,6 @@
 """The sentences below an evaluation's table: what explains its numbers, and what limits them. All are made of summary.json."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from spectrain.decoding.acceptance.typical import lossy_warning
@@ -45,7 +45,7 @@ def recommend_system(summary: Summary) -> Iterator[str]:
     yield from describe_worst_category(best)
 
 
-def describe_worst_category(entry: Summary) -> Iterator[str]:
+def describe_worst_category(entry: Mapping[str, Any]) -> Iterator[str]:
     """Name the category of prompts with the least speedup of a system, beside the one with the largest."""
     categories = {name: numbers for name, numbers in entry.get("by_category", {}).items() if numbers["speedup"]}
     if len(categories) < 2:
