@@ -1,0 +1,77 @@
+"""Axes: a crossover that is known is found, batch 1 has the numbers of the evaluation, and a queue keeps its formula."""
+
+import numpy as np
+import pytest
+
+from spectrain.eval import metrics
+from spectrain.eval.axes.load import POLICIES, TimeTable, simulate_load, simulate_policies
+from spectrain.eval.axes.points import Crossover, find_crossover, measure_point
+from spectrain.eval.metrics import Turn
+
+from .test_user_times import timed
+
+
+def paired_turn(name: str, lengths: list[int], step: float = 0.02, cycle: float = 0.03, batch: int = 1) -> Turn:
+    """A turn whose plain steps and drafted rounds take so many seconds."""
+    count = sum(lengths)
+    pair = timed([1] * count, [step] * count, count + 1), timed(lengths, [cycle] * len(lengths), count + 1)
+    for generation in pair:
+        generation.batch_size = batch
+        generation.node_counts, generation.depths = [[4] * len(generation.round_lengths)] * 2
+    return Turn(name, 0, "all", *pair)
+
+
+def test_crossover_is_interpolated() -> None:
+    """Speedups 2, 1.5 and 2/3 at 1, 4 and 16 cross 1 halfway between the logarithms of 4 and 16."""
+    found = find_crossover([1, 4, 16], [2, 1.5, 1 / 1.5], [[1.5, 3], [0.9, 2], [0.5, 0.8]])
+    assert found == Crossover("crosses", 8.0, 1)
+    assert find_crossover([0, 0.5], [2, 0.5]) == Crossover("crosses", 0.25)
+    assert find_crossover([1, 2], [1.2, 1.1], [[1.1, 1.3], None]) == Crossover("always", None, 1)
+    assert find_crossover([1, 2], [0.9, 0.8]) == Crossover("never")
+    # The last value that pays counts, also behind one that does not.
+    assert find_crossover([1, 2, 4], [1.2, 0.9, 1.1]).kind == "always"
+
+
+def test_a_point_at_batch_1_has_the_numbers_of_the_evaluation() -> None:
+    turns = [paired_turn("a", [3, 1, 4]), paired_turn("b", [2, 2], step=0.03), paired_turn("c", [1, 1, 5])]
+    point = measure_point(1, [[turn] for turn in turns], "chain", "greedy", 50, [turn.drafted.output for turn in turns])
+    assert point.speedup == round(metrics.speedup(turns), 4)
+    assert point.ci95 == metrics.speedup_interval(turns) and point.units == 3
+    assert point.acceptance_length == round(metrics.pooled_acceptance(turns), 4)
+    assert point.identical == point.checked == 3
+
+
+def test_target_efficiency_and_units_of_a_batch() -> None:
+    """Forwards are half of every round here: T(B, 1) / T(B, n) is step over cycle, and two batches are two units."""
+    batches = [[paired_turn(name, [2, 2], batch=2) for name in pair] for pair in ("ab", "cd")]
+    point = measure_point(2, batches, "chain", "greedy", 50)
+    assert point.units == 2 and point.identical is None
+    assert point.target_efficiency == pytest.approx(0.02 / 0.03, abs=1e-4)
+    assert point.draft_share == pytest.approx(0.5)
+    assert point.speedup == pytest.approx(2 * 0.02 / 0.03, abs=1e-4)
+    assert point.tokens_per_second.autoregressive == pytest.approx(2 / 0.02)
+    assert point.per_user.autoregressive == pytest.approx(1 / 0.02)
+
+
+def test_a_queue_of_constant_service_keeps_its_formula() -> None:
+    """M/D/1: the mean wait is rho D / (2 (1 - rho)). Answers of one token need the prompt's forward alone."""
+    service, load = 0.5, 0.6
+    table = TimeTable({1: 1.0}, {1: 1.0}, [1.0], service, [1])
+    point = simulate_load(table, POLICIES["never"], load / service, num_requests=20_000)
+    wait = load * service / (2 * (1 - load))
+    assert point.seconds_per_token - service == pytest.approx(wait, rel=0.08)
+
+
+def test_the_rate_at_which_to_stop_is_that_of_the_crossover() -> None:
+    """Drafting doubles the speed of one text and halves that of eight: it pays when few requests come, and `measured` does
+    at every rate about as well as the better policy."""
+    table = TimeTable({1: 0.01, 8: 0.01}, {1: 0.01, 8: 0.04}, [0.0, 1.0], 0.0, [41])
+    assert table.pays(1) and not table.pays(8)
+    result = simulate_policies(table, 15.0, num_requests=60)
+    assert result["stop"]["kind"] == "crosses"
+    never, always, measured = (
+        np.array([point["seconds_per_token"] for point in result["policies"][name]]) for name in ("never", "always", "measured")
+    )
+    assert always[0] < never[0] and never[-1] < always[-1]
+    assert (measured <= 1.05 * np.minimum(never, always)).all()
+    assert result["policies"]["always"][-1]["goodput"] < result["policies"]["measured"][-1]["goodput"]
