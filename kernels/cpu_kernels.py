@@ -150,7 +150,7 @@ MAX_PANEL_BYTES = 1 << 31
 """Bytes that all panels of a process may take: they are copies, and larger models have little memory to spare."""
 CHUNKS = (512, 1024)
 """Inputs whose products oneDNN may add before it adds the sums."""
-PROBED_COUNTS = (2, 3, 5, 8, 12, 17, 32)
+PROBED_COUNTS = (2, 3, 5, 8, 13, 17, 32)
 """Numbers of rows for which panels must have the bits of oneDNN."""
 
 
