@@ -126,6 +126,17 @@ class ScoredRun:
         rows = [row for row in pq.read_table(self.folder / "prompts.parquet").to_pylist() if row["system"] == system]
         return {key: np.array([row[key] for row in rows], dtype=np.float64) for key in SPEED_COLUMNS}
 
+    def axes(self) -> dict[str, Entry]:
+        """Return the newest sweep of every axis among the run's scores of this target in this type."""
+        found: dict[str, tuple[float, Entry]] = {}
+        for path in self.folder.parent.glob("*/summary.json"):
+            summary = read_json_object(path)
+            same = all(summary.get("setting", {}).get(key) == self.eval_setting.get(key) for key in ("target", "dtype"))
+            if (axis := summary.get("axis")) and same:
+                newest = max(found.get(axis["over"], (0.0, axis)), (path.stat().st_mtime, axis), key=lambda item: item[0])
+                found[axis["over"]] = newest
+        return {over: axis for over, (_, axis) in found.items()}
+
     def systems(self) -> dict[str, Entry]:
         """Return the entries of the drafter with all its trees, the recommended one first."""
         return list_same_drafter(self.summary)
@@ -233,6 +244,15 @@ def describe_setting(runs: Sequence[ScoredRun], budget: str | None) -> Entry:
         "budget": budget,
         **{key: setting.get(key) for key in (*SETTING, *PROVENANCE)},
     }
+
+
+def collect_axes(runs: Sequence[ScoredRun]) -> dict[str, list[Entry]]:
+    """Return the sweeps of all runs by axis, each with its run's name."""
+    axes: dict[str, list[Entry]] = {}
+    for run in runs:
+        for over, axis in sorted(run.axes().items()):
+            axes.setdefault(over, []).append({"name": run.name, **axis})
+    return axes
 
 
 def make_row(run: ScoredRun, folder: Path) -> Entry:

@@ -3,11 +3,9 @@
 It is made from the files of a run alone; a part whose file is missing is left out, and the page says so.
 """
 
-import io
 import json
 import os
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from spectrain.decoding.generation import ROUND_PARTS
+from spectrain.eval.axes.tables import section_axes, section_axis
 from spectrain.eval.columns import (
     GROUP_COLUMNS,
     RUN_COLUMNS,
@@ -29,12 +28,12 @@ from spectrain.eval.columns import (
     list_serving_rows,
     list_systems,
 )
+from spectrain.eval.figures import COLORS, render_svg
 from spectrain.eval.noise import is_possible
 from spectrain.eval.notes import explain_numbers, list_caveats
 from spectrain.eval.user_times import USER_TIME_COLUMNS, list_user_time_rows
 from spectrain.files import write_text
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")  # Okabe and Ito's, for the color-blind
 MAX_POSITIONS = 128  # positions of a drawn tree, the most often drafted ones: a dynamic tree has many rare ones
 MAX_POINTS = 300  # points of a training curve
 
@@ -66,6 +65,10 @@ def write_report(path: Path, evaluations: Sequence[Path], comparison: dict[str, 
         sections=sections,
         comparison=None if comparison is None else {**comparison, "rows": rows},
         chart=comparison_chart(rows),
+        axes=[
+            section_axes([(axis["name"], axis) for axis in axes], "compared")
+            for axes in (comparison or {}).get("axes", {}).values()
+        ],
         parts=ROUND_PARTS,
         system_columns=SYSTEM_COLUMNS,
         serving_columns=SERVING_COLUMNS,
@@ -97,6 +100,7 @@ def read_section(folder: Path, id: str, prompts: int | None) -> dict[str, Any]:
         "autoregressive": autoregressive_entries(summary),
         "serving": list_serving_rows(summary) if summary else [],
         "user_times": list_user_time_rows(summary) if summary else [],
+        "axis": section_axis(summary.get("axis"), id),
         "speedups": speedup_chart(get_value(summary, "server.speedups") or [], id),
         "systems": systems,
         "groups": [column for _, columns in GROUP_COLUMNS for column in list_groups(columns, systems)],
@@ -255,30 +259,6 @@ def comparison_chart(rows: list[dict[str, Any]]) -> Markup | None:
 
     title = "Tokens per forward of every family with 95 % intervals"
     return render_svg(draw, (8, 1 + 0.3 * len(bars)), "compared", title)
-
-
-def render_svg(draw: Callable[[Any], None], size: tuple[float, float], id: str, title: str) -> Markup:
-    """Render a figure as SVG for a page: the same data give the same bytes, and ids are unique to the figure."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    rc = {"svg.hashsalt": id, "svg.fonttype": "none", "axes.spines.top": False, "axes.spines.right": False, "font.size": 9}
-    with matplotlib.rc_context(rc):
-        figure = Figure(figsize=size, layout="constrained")
-        figure.patch.set_alpha(0)
-        draw(figure)
-        file = io.StringIO()
-        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    svg = file.getvalue()[file.getvalue().index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'( id="|href="#|url\(#)', rf"\1{id}-", svg)
-    box = re.search(r'viewBox="[^"]*"', svg)
-    assert box is not None
-    # Letters are too small to read below this width, and too large far above it.
-    width = 72 * size[0]
-    style = f"min-width:{width:.0f}px;max-width:{1.3 * width:.0f}px"
-    svg = re.sub(r"<svg[^>]*>", f'<svg class="plot" style="{style}" role="img" aria-label="{title}" {box[0]}>', svg, count=1)
-    return Markup(svg)
 
 
 def number_text(value: Any, digits: int = 2) -> str:

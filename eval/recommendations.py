@@ -11,6 +11,7 @@ from spectrain.eval.comparison import (
     SPEED_COLUMNS,
     ScoredRun,
     check_same,
+    collect_axes,
     describe_setting,
     list_differences,
     make_row,
@@ -19,6 +20,7 @@ from spectrain.eval.comparison import (
 from spectrain.eval.engine_advice import advise_engines
 from spectrain.eval.intervals import Interval, interval
 from spectrain.eval.noise import is_possible
+from spectrain.eval.scenarios import SCENARIOS, advise_axis, describe_missing
 
 SPEED_SIGNS = (1, -1, -1, 1)  # drafted tokens per second over autoregressive ones
 
@@ -65,10 +67,13 @@ def compare_runs(runs: Sequence[ScoredRun], folder: Path, budget: str | None = N
     check_same(runs)
     rows = [make_row(run, folder) for run in runs]
     variants = [Variant(run, system, entry, row) for run, row in zip(runs, rows) for system, entry in run.systems().items()]
+    axes = collect_axes(runs)
+    advice = complete_scenarios(recommend(variants), variants, axes)
     return {
         "setting": describe_setting(runs, budget),
         "rows": rows,
-        "recommendations": [*recommend(variants), *advise_sampling(runs), *advise_engines(runs)],
+        "axes": axes,
+        "recommendations": [*advice, *advise_sampling(runs), *advise_engines(runs)],
         "caveats": list_differences(runs),
     }
 
@@ -84,14 +89,48 @@ def recommend(variants: Sequence[Variant]) -> list[dict[str, str]]:
     variants, exact = ([each for each in part if each.entry["speedup"]] for part in (variants, exact))
     if not exact:
         return [make_advice("any", ("none", "No drafter leaves the target's output unchanged under this rule."))]
-    advice = [make_advice("latency at batch 1", advise_latency(exact, variants))]
+    advice = [make_advice("one user", advise_latency(exact, variants))]
     if any(variant.row["batched"] for variant in exact):
-        advice.append(make_advice("throughput", advise_throughput(exact)))
+        advice.append(make_advice("many users", advise_throughput(exact)))
     if any(variant.row["extra_memory"] is not None for variant in exact):
-        advice.append(make_advice("memory", advise_memory(exact)))
+        advice.append(make_advice("little memory", advise_memory(exact)))
     if untrained and any(variant.row["trained"] for variant in exact):
         advice.append(make_advice("no training", advise_latency(untrained, untrained)))
     return advice
+
+
+def complete_scenarios(
+    advice: list[dict[str, str]], variants: Sequence[Variant], axes: dict[str, list[dict[str, Any]]]
+) -> list[dict[str, str]]:
+    """Add the scenarios that sweeps and categories decide, and name those that nothing was measured for."""
+    exact = {variant.run.name for variant in variants if variant.row["lossless_to"] == "target"}
+    swept = {}
+    for over, scenario in SCENARIOS.items():
+        if lines := [axis for axis in axes.get(over, []) if axis["name"] in exact]:
+            swept[scenario] = make_advice(scenario, advise_axis(lines))
+    if "many users" in swept:
+        advice = [item for item in advice if item["goal"] != "many users"]
+    if domains := advise_domains([variant for variant in variants if variant.run.name in exact]):
+        swept["changing domain"] = make_advice("changing domain", domains)
+    advice = [*advice, *swept.values()]
+    missing = describe_missing({item["goal"] for item in advice}) if exact else None
+    return [*advice, *([] if missing is None else [make_advice("not measured", missing)])]
+
+
+def advise_domains(exact: Sequence[Variant]) -> tuple[str, str] | None:
+    """Choose the drafter whose worst category of prompts is fastest; None if there is one category only."""
+
+    def worst(variant: Variant) -> tuple[str, float]:
+        categories = variant.entry.get("by_category") or {}
+        return min(((name, float(numbers["speedup"])) for name, numbers in categories.items()), key=lambda pair: pair[1])
+
+    judged = [variant for variant in exact if len(variant.entry.get("by_category") or {}) > 1 and variant.entry["speedup"]]
+    if not judged:
+        return None
+    best = max(judged, key=lambda variant: worst(variant)[1])
+    category, speedup = worst(best)
+    text = f"Its worst category, {category}, runs at {speedup:.2f}x, the most of all drafters' worst ones."
+    return ("no drafter", f"{best.name} is best: {text[0].lower()}{text[1:]}") if speedup <= 1 else (best.name, text)
 
 
 def make_advice(goal: str, choice: tuple[str, str]) -> dict[str, str]:

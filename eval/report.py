@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from spectrain.eval.axes.tables import axis_markdown, print_axis
 from spectrain.eval.columns import (
     RUN_COLUMNS,
     SYSTEM_COLUMNS,
@@ -109,6 +110,8 @@ def print_comparison(comparison: dict[str, Any]) -> None:
     console.print(table)
     if (positions := position_table(comparison["rows"])) is not None:
         console.print(positions)
+    for axes in comparison.get("axes", {}).values():
+        print_axis(console, [(axis["name"], axis) for axis in axes])
     for sentence in [*explain_marks(comparison), *comparison["caveats"]]:
         console.print(sentence, markup=False)
     print_advice(console, comparison)
@@ -206,5 +209,7 @@ def comparison_markdown(comparison: dict[str, Any]) -> str:
     lines += ["| " + " | ".join(titles) + " |", "|---|---|" + "---:|" * (len(titles) - 2)]
     for row in comparison["rows"]:
         lines += ["| " + " | ".join(cells) + " |" for cells in comparison_cells(row, "markdown", "{} [{}]".format)]
+    for axes in comparison.get("axes", {}).values():
+        lines += ["", axis_markdown([(axis["name"], axis) for axis in axes])]
     advice = [f"- {item['goal']}: **{item['choice']}**. {item['because']}" for item in comparison["recommendations"]]
     return "\n".join([*lines, "", *advice, *(f"- {sentence}" for sentence in comparison["caveats"])])

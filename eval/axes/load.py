@@ -29,7 +29,7 @@ class TimeTable:
     step_seconds: dict[int, float]
     round_seconds: dict[int, float]
     # Probability of a drafted round to emit 1, 2, .. tokens.
-    round_lengths: Sequence[float]
+    round_lengths: dict[int, list[float]]
     # Seconds to read a prompt, which emits the first token.
     prefill_seconds: float
     # Tokens of answers, which requests draw from.
@@ -39,10 +39,13 @@ class TimeTable:
     def max_texts(self) -> int:
         return max(self.step_seconds)
 
-    @property
-    def mean_round(self) -> float:
-        """Mean tokens of a drafted round."""
-        return float(sum(length * share for length, share in enumerate(self.round_lengths, 1)))
+    def nearest_lengths(self, num_texts: int) -> list[float]:
+        """Return the probabilities of the measured number of texts that is nearest."""
+        return self.round_lengths[min(self.round_lengths, key=lambda size: abs(size - num_texts))]
+
+    def mean_round(self, num_texts: int) -> float:
+        """Return the mean tokens of a drafted round."""
+        return float(sum(length * share for length, share in enumerate(self.nearest_lengths(num_texts), 1)))
 
     def interpolate(self, seconds: dict[int, float], num_texts: int) -> float:
         """Return the seconds of a round with so many texts, interpolated linearly between the measured numbers."""
@@ -52,14 +55,14 @@ class TimeTable:
     def pays(self, num_texts: int) -> bool:
         """Tell whether drafting emits more tokens per second with so many texts."""
         drafted, step = (self.interpolate(part, num_texts) for part in (self.round_seconds, self.step_seconds))
-        return self.mean_round * step > drafted
+        return self.mean_round(num_texts) * step > drafted
 
     def capacity(self) -> float:
         """Return the requests per second that the server can keep up with, drafting where it pays."""
         tokens = float(np.mean(self.answer_tokens)) - 1
         rates = []
         for size in self.step_seconds:
-            rounds = tokens * self.step_seconds[size], tokens / self.mean_round * self.round_seconds[size]
+            rounds = tokens * self.step_seconds[size], tokens / self.mean_round(size) * self.round_seconds[size]
             rates.append(size / max(size * self.prefill_seconds + min(rounds), 1e-12))
         return max(rates)
 
@@ -123,7 +126,6 @@ def serve_requests(
     """Serve requests in the order of their arrival, and return the mean number of texts in a round."""
     waiting, active, clock = deque(requests), list[SimulatedRequest](), 0.0
     sizes: list[int] = []
-    shares = np.cumsum(table.round_lengths)
     while waiting or active:
         if not active and waiting[0].arrival > clock:
             clock = waiting[0].arrival
@@ -139,7 +141,8 @@ def serve_requests(
         seconds = table.interpolate(table.round_seconds if drafts else table.step_seconds, len(active))
         clock += seconds
         sizes.append(len(active))
-        draws = 1 + np.searchsorted(shares, random.random(len(active)) * shares[-1]) if drafts else np.ones(len(active), int)
+        lengths = table.nearest_lengths(len(active)) if drafts else [1.0]
+        draws = 1 + random.choice(len(lengths), len(active), p=lengths)
         for request, emitted in zip(active, draws.tolist()):
             count = min(emitted, request.remaining)
             # Other prompts that were read in between delay a text too.
@@ -168,7 +171,8 @@ def summarize_load(requests: Sequence[SimulatedRequest], rate: float, bound_ms: 
 def simulate_policies(table: TimeTable, bound_ms: float, num_requests: int = NUM_REQUESTS) -> dict[str, Any]:
     """Simulate every policy at several rates of arrivals, for summary.json.
 
-    stop: the rate up to which always drafting takes less time per token than never drafting, waiting included.
+    stop: the rate up to which always drafting takes no more time per token than never drafting, waiting included.
+    stop_goodput: the rate up to which it has at least the goodput of never drafting.
     """
     rates = [load * table.capacity() for load in LOADS]
     points = {
@@ -176,11 +180,13 @@ def simulate_policies(table: TimeTable, bound_ms: float, num_requests: int = NUM
         for name, policy in POLICIES.items()
     }
     gains = [never.seconds_per_token / always.seconds_per_token for never, always in zip(points["never"], points["always"])]
+    goods = [max(always.goodput, 1e-9) / max(never.goodput, 1e-9) for never, always in zip(points["never"], points["always"])]
     return {
         "bound_ms": bound_ms,
         "requests": num_requests,
         "rates": [round(rate, 5) for rate in rates],
         "policies": {name: [asdict(point) for point in line] for name, line in points.items()},
         "stop": asdict(find_crossover(rates, gains)),
+        "stop_goodput": asdict(find_crossover(rates, goods)),
         "table": asdict(table),
     }

@@ -8,10 +8,13 @@ from typing import Literal
 
 from spectrain.config.values import Count, Number, Seed, Share
 from spectrain.errors import UserError
+from spectrain.eval.axes.points import AXIS_LABELS
+from spectrain.eval.axes.sweep import CONTEXT_LENGTHS, BatchSweep, ContextSweep, TemperatureSweep, limit_lengths
 from spectrain.eval.baselines import TRANSFORMERS
 from spectrain.eval.extensions import EvalExtension
 from spectrain.eval.run import Evaluation
 from spectrain.eval.settings import refuse_below, refuse_unknown
+from spectrain.models.target import Target
 
 from .adversary.evaluation import Adversary, Search
 from .less_cache.evaluation import Traffic
@@ -30,8 +33,13 @@ class ExperimentalEvaluation(Evaluation):
 
     # Decode autoregressively while drafting does not pay.
     guard: bool = False
-    # What to vary for one drafter: tree builders, chain lengths, exits or prunings; null varies nothing.
-    sweep: Literal["tree", "length", "exit", "prune"] | None = None
+    # What to vary for one drafter: tree builders, chain lengths, exits or prunings, the number of prompts at once (batch), the
+    # length of prompts (context) or the temperature; null varies nothing.
+    sweep: Literal["tree", "length", "exit", "prune", "batch", "context", "temperature"] | None = None
+    # Numbers of prompts at once of eval.sweep=batch.
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    # Temperatures of eval.sweep=temperature; 0 takes the most likely token.
+    temperatures: tuple[float, ...] = (0.0, 0.3, 0.6, 1.0)
     # Tree builders of eval.sweep=tree; null takes all of them.
     trees: tuple[str, ...] | None = None
     # Tree sizes of eval.sweep=tree, in nodes with the root included.
@@ -77,13 +85,19 @@ class ExperimentalEvaluation(Evaluation):
     online_learn: LearnFrom = "corrections"
 
     def __post_init__(self) -> None:
+        # Lengths beyond the target's context are left out where nobody named them.
+        self.takes_default_lengths = self.sweep == "context" and self.context is None
+        if self.takes_default_lengths:
+            self.context = CONTEXT_LENGTHS
         super().__post_init__()
         refuse_below("prune_layer", self.prune_layer, 1)
         refuse_below("prune_top", self.prune_top, 1)
         if any(budget < 2 for budget in self.budgets):
             raise UserError(f"eval.budgets={list(self.budgets)}: a tree has 2 nodes or more, the root included")
-        for key in ("exits", "depths", "tops"):
+        for key in ("exits", "depths", "tops", "batches"):
             refuse_empty(key, getattr(self, key))
+        if not self.temperatures or min(self.temperatures) < 0:
+            raise UserError(f"eval.temperatures={list(self.temperatures)}: give temperatures of 0 or more")
         refuse_unknown("trees", self.trees or (), tuple(SWEPT))
         if self.prune_layer is not None and self.sweep is not None:
             raise UserError(f"eval.sweep={self.sweep}: it needs no eval.prune_layer; use eval.sweep=prune with eval.exits")
@@ -97,6 +111,11 @@ class ExperimentalEvaluation(Evaluation):
         if self.adversary is not None:
             self.search = Search(self.adversary, self.adversary_words, self.adversary_same, self.adversary_seed)
 
+    def check_prompts(self, target: Target) -> None:
+        if self.takes_default_lengths and self.context_filler is not None:
+            self.context_filler = limit_lengths(self.context_filler, target, self.max_new_tokens)
+        super().check_prompts(target)
+
     def make_sweep(self) -> list[EvalExtension]:
         """Return the extension that varies what eval.sweep names, or that prunes the drafter's trees."""
         if self.prune_layer is not None:
@@ -105,6 +124,13 @@ class ExperimentalEvaluation(Evaluation):
             return [PruneSweep(self.exits, self.tops, self.prune_rank)]
         if self.sweep == "tree":
             return [TreeSweep(self.trees or tuple(SWEPT), self.budgets)]
+        shared = self.max_new_tokens, self.bound_ms, self.engine, self.batch_size
+        if self.sweep == "batch":
+            return [BatchSweep("batch", *shared, self.batches)]
+        if self.sweep == "context":
+            return [ContextSweep("context", *shared)]
+        if self.sweep == "temperature":
+            return [TemperatureSweep("temperature", *shared, self.temperatures)]
         if self.sweep == "length":
             return [LengthSweep()]
         return [ExitSweep(self.exits, self.depths)] if self.sweep == "exit" else []
@@ -119,7 +145,7 @@ class ExperimentalEvaluation(Evaluation):
 
     @property
     def varies_trees(self) -> bool:
-        return self.sweep is not None or self.prune_layer is not None
+        return self.sweep not in (None, *AXIS_LABELS) or self.prune_layer is not None
 
     def extra_extensions(self) -> list[EvalExtension]:
         extensions: list[EvalExtension] = [GuardedSystem()] if self.guard else []

@@ -1,14 +1,33 @@
 """Axes: a crossover that is known is found, batch 1 has the numbers of the evaluation, and a queue keeps its formula."""
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
+from spectrain.decoding.acceptance import Greedy
+from spectrain.drafters.ngram import Ngram
 from spectrain.eval import metrics
 from spectrain.eval.axes.load import POLICIES, TimeTable, simulate_load, simulate_policies
 from spectrain.eval.axes.points import Crossover, find_crossover, measure_point
+from spectrain.eval.axes.tables import describe_axis
+from spectrain.eval.comparison import ScoredRun, collect_axes
 from spectrain.eval.metrics import Turn
+from spectrain.eval.page import write_report
+from spectrain.eval.scenarios import advise_axis, describe_missing
+from spectrain.models.target import Target
+from spectrain.runs.candidate import Candidate
+from spectrain.trees import Chain
 
+from .test_run import SETTING, evaluation
 from .test_user_times import timed
+
+SWEEPS: dict[str, dict[str, Any]] = {
+    "batch": {"batches": (1, 2, 64)},
+    "context": {"context": (48, 64)},
+    "temperature": {"temperatures": (0.0, 0.7)},
+}
 
 
 def paired_turn(name: str, lengths: list[int], step: float = 0.02, cycle: float = 0.03, batch: int = 1) -> Turn:
@@ -56,7 +75,7 @@ def test_target_efficiency_and_units_of_a_batch() -> None:
 def test_a_queue_of_constant_service_keeps_its_formula() -> None:
     """M/D/1: the mean wait is rho D / (2 (1 - rho)). Answers of one token need the prompt's forward alone."""
     service, load = 0.5, 0.6
-    table = TimeTable({1: 1.0}, {1: 1.0}, [1.0], service, [1])
+    table = TimeTable({1: 1.0}, {1: 1.0}, {1: [1.0]}, service, [1])
     point = simulate_load(table, POLICIES["never"], load / service, num_requests=20_000)
     wait = load * service / (2 * (1 - load))
     assert point.seconds_per_token - service == pytest.approx(wait, rel=0.08)
@@ -65,7 +84,7 @@ def test_a_queue_of_constant_service_keeps_its_formula() -> None:
 def test_the_rate_at_which_to_stop_is_that_of_the_crossover() -> None:
     """Drafting doubles the speed of one text and halves that of eight: it pays when few requests come, and `measured` does
     at every rate about as well as the better policy."""
-    table = TimeTable({1: 0.01, 8: 0.01}, {1: 0.01, 8: 0.04}, [0.0, 1.0], 0.0, [41])
+    table = TimeTable({1: 0.01, 8: 0.01}, {1: 0.01, 8: 0.04}, {1: [0.0, 1.0]}, 0.0, [41])
     assert table.pays(1) and not table.pays(8)
     result = simulate_policies(table, 15.0, num_requests=60)
     assert result["stop"]["kind"] == "crosses"
@@ -75,3 +94,43 @@ def test_the_rate_at_which_to_stop_is_that_of_the_crossover() -> None:
     assert always[0] < never[0] and never[-1] < always[-1]
     assert (measured <= 1.05 * np.minimum(never, always)).all()
     assert result["policies"]["always"][-1]["goodput"] < result["policies"]["measured"][-1]["goodput"]
+
+
+def test_sweeps_are_decoded_and_written(shallow: Target, tmp_path: Path) -> None:
+    """Every point has the target's own answers, the first batch has the tokens of the evaluation, and a comparison and the
+    report take the sweeps from the folders."""
+    for over, settings in SWEEPS.items():
+        folder = tmp_path / "run" / "eval" / over
+        scored = evaluation(tmp_path, check=False, sweep=over, **settings)
+        scored.check_prompts(shallow)
+        summary = scored.score(Candidate(shallow, Ngram(shallow), Chain(3), Greedy(), SETTING), folder)
+        axis = summary["axis"]
+        assert all(point["identical"] == point["checked"] for point in axis["points"])
+        assert (folder / "axis.md").read_text().count("\n") > 4 and "<svg" in (folder / "axis.svg").read_text()
+        if over == "batch":
+            assert [point["value"] for point in axis["points"]] == [1, 2] and axis["left_out"]
+            assert axis["points"][0]["acceptance_length"] == summary["acceptance_length"]["pooled"]
+        if over == "temperature":
+            assert [point["rule"] for point in axis["points"]] == ["greedy", "match"]
+        assert next(describe_axis(axis)).startswith("Drafting pays")
+    axes = collect_axes([ScoredRun.read("one", tmp_path / "run" / "eval" / "batch")])
+    assert list(axes) == [*SWEEPS]
+    write_report(tmp_path / "report.html", [], {"rows": [], "axes": axes})
+    assert (tmp_path / "report.html").read_text().count('class="axis"') == 4
+
+
+def test_a_scenario_has_the_drafter_that_is_fastest_there() -> None:
+    """At the largest value in common, and none where none pays; scenarios without a sweep are named."""
+
+    def swept(name: str, speedups: list[float]) -> dict[str, Any]:
+        points = [{"value": 2**index, "speedup": value, "ci95": None} for index, value in enumerate(speedups)]
+        crossover = vars(find_crossover([point["value"] for point in points], speedups))
+        return {"name": name, "over": "batch", "points": points, "crossover": crossover}
+
+    quick, steady = swept("quick", [2.0, 0.9]), swept("steady", [1.5, 1.2, 1.1])
+    choice, because = advise_axis([quick, steady])
+    assert choice == "steady" and because.startswith("1.20x at 2 prompts at once.")
+    assert "quick: Drafting pays up to about 2 prompts at once." in because
+    assert advise_axis([quick])[0] == "no drafter"
+    missing, command = describe_missing({"many users", "long context"}) or ("", "")
+    assert missing == "high temperature" and "eval.sweep=temperature" in command

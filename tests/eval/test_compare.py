@@ -246,12 +246,12 @@ def test_advice_follows_the_numbers(tmp_path: Path) -> None:
     slow = way(tmp_path, "slow", [0.8 + one for one in noise], 1.5, extra_memory=0, trained=False)
     other = way(tmp_path, "other", [0.3] * 12, 3.0, lossless_to="trained target")
     found = {advice["goal"]: advice for advice in recommend([slow, near, other, fast])}
-    assert found["latency at batch 1"]["choice"].startswith("fast")
-    assert "Not significantly different on these prompts: near (chain of 3)." in found["latency at batch 1"]["because"]
-    assert "other (chain of 3) is faster still" in found["latency at batch 1"]["because"]
-    assert found["memory"]["choice"].startswith("near")
+    assert found["one user"]["choice"].startswith("fast")
+    assert "Not significantly different on these prompts: near (chain of 3)." in found["one user"]["because"]
+    assert "other (chain of 3) is faster still" in found["one user"]["because"]
+    assert found["little memory"]["choice"].startswith("near")
     assert found["no training"]["choice"].startswith("slow")
-    assert "throughput" not in found
+    assert "many users" not in found
     alone = way(tmp_path, "alone", [1.2 + one for one in noise], 1.4)
     assert recommend([alone])[0]["choice"] == "no drafter"
 
@@ -292,7 +292,7 @@ def test_forwards_that_draft_count(tmp_path: Path) -> None:
     two.run.summary["bounds"] = {"forwards_per_round": 2}
     assert (two.length, one.length) == (1.2, 1.6)
     found = {advice["goal"]: advice["because"] for advice in recommend([two, one])}
-    assert "one (" in found["latency at batch 1"] and "1.60 tokens" in found["latency at batch 1"]
+    assert "one (" in found["one user"] and "1.60 tokens" in found["one user"]
 
 
 def test_engines_are_ranked_apart(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_engines_are_ranked_apart(tmp_path: Path) -> None:
     captured.run.summary["engine"] = "captured"
     eager = way(tmp_path, "eager", [0.3] * 10, 1.5, trained=False)
     found = {advice["goal"]: advice["choice"] for advice in recommend([eager, captured])}
-    assert found["latency at batch 1"].startswith("captured") and found["no training"].startswith("eager")
+    assert found["one user"].startswith("captured") and found["no training"].startswith("eager")
 
 
 def test_the_printed_table_is_whole(compared: Path, capsys: Any) -> None:

@@ -170,7 +170,7 @@ def test_scores_of_servers_are_compared(shallow: Target, prompts: str, tmp_path:
         score(tmp_path / name / "eval" / "x", OwnServer(shallow, Ngram(shallow)), plain, prompts)
     runs = [ScoredRun.read(name, tmp_path / name / "eval" / "x") for name in "ab"]
     result = compare_runs(runs, tmp_path)
-    assert result["recommendations"][0]["goal"] == "latency at batch 1" and len(result["rows"]) == 2
+    assert result["recommendations"][0]["goal"] == "one user" and len(result["rows"]) == 2
     score(tmp_path / "c" / "eval" / "x", OwnServer(shallow, Ngram(shallow)), None, prompts)
     result = compare_runs([ScoredRun.read("c", tmp_path / "c" / "eval" / "x")], tmp_path)
     assert result["recommendations"][0]["goal"] == "tokens per forward"
