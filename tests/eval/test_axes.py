@@ -11,8 +11,9 @@ from spectrain.drafters.ngram import Ngram
 from spectrain.eval import metrics
 from spectrain.eval.axes.load import POLICIES, TimeTable, simulate_load, simulate_policies
 from spectrain.eval.axes.points import Crossover, find_crossover, measure_point
-from spectrain.eval.axes.tables import describe_axis
+from spectrain.eval.axes.sweep import BatchSweep, ContextSweep, TemperatureSweep
 from spectrain.eval.comparison import ScoredRun, collect_axes
+from spectrain.eval.extensions import Results
 from spectrain.eval.metrics import Turn
 from spectrain.eval.page import write_report
 from spectrain.eval.scenarios import advise_axis, describe_missing
@@ -22,12 +23,6 @@ from spectrain.trees import Chain
 
 from .test_run import SETTING, evaluation
 from .test_user_times import timed
-
-SWEEPS: dict[str, dict[str, Any]] = {
-    "batch": {"batches": (1, 2, 64)},
-    "context": {"context": (48, 64)},
-    "temperature": {"temperatures": (0.0, 0.7)},
-}
 
 
 def paired_turn(name: str, lengths: list[int], step: float = 0.02, cycle: float = 0.03, batch: int = 1) -> Turn:
@@ -96,27 +91,31 @@ def test_the_rate_at_which_to_stop_is_that_of_the_crossover() -> None:
     assert result["policies"]["always"][-1]["goodput"] < result["policies"]["measured"][-1]["goodput"]
 
 
-def test_sweeps_are_decoded_and_written(shallow: Target, tmp_path: Path) -> None:
+def test_sweeps_are_decoded_and_written(shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every point has the target's own answers, the first batch has the tokens of the evaluation, and a comparison and the
-    report take the sweeps from the folders."""
-    for over, settings in SWEEPS.items():
-        folder = tmp_path / "run" / "eval" / over
-        scored = evaluation(tmp_path, check=False, sweep=over, **settings)
-        scored.check_prompts(shallow)
-        summary = scored.score(Candidate(shallow, Ngram(shallow), Chain(3), Greedy(), SETTING), folder)
-        axis = summary["axis"]
-        assert all(point["identical"] == point["checked"] for point in axis["points"])
-        assert (folder / "axis.md").read_text().count("\n") > 4 and "<svg" in (folder / "axis.svg").read_text()
-        if over == "batch":
-            assert [point["value"] for point in axis["points"]] == [1, 2] and axis["left_out"]
-            assert axis["points"][0]["acceptance_length"] == summary["acceptance_length"]["pooled"]
-        if over == "temperature":
-            assert [point["rule"] for point in axis["points"]] == ["greedy", "match"]
-        assert next(describe_axis(axis)).startswith("Drafting pays")
-    axes = collect_axes([ScoredRun.read("one", tmp_path / "run" / "eval" / "batch")])
-    assert list(axes) == [*SWEEPS]
+    report take the sweep from the folder."""
+    kept: list[Results] = []
+    report = BatchSweep.report
+    monkeypatch.setattr(BatchSweep, "report", lambda sweep, results: [kept.append(results), report(sweep, results)][1])
+    scored = evaluation(tmp_path, check=False, sweep="batch", batches=(1, 2, 64), context=(48,))
+    scored.check_prompts(shallow)
+    folder = tmp_path / "run" / "eval" / "batch"
+    summary = scored.score(Candidate(shallow, Ngram(shallow), Chain(3), Greedy(), SETTING), folder)
+    axis = summary["axis"]
+    assert [point["value"] for point in axis["points"]] == [1, 2] and axis["left_out"]
+    assert axis["points"][0]["acceptance_length"] == summary["acceptance_length"]["pooled"]
+    assert all(point["identical"] == point["checked"] for point in axis["points"])
+    assert (folder / "axis.md").read_text().count("\n") > 4 and "<svg" in (folder / "axis.svg").read_text()
+    axes = collect_axes([ScoredRun.read("one", folder)])
+    assert list(axes) == ["batch"]
     write_report(tmp_path / "report.html", [], {"rows": [], "axes": axes})
-    assert (tmp_path / "report.html").read_text().count('class="axis"') == 4
+    assert (tmp_path / "report.html").read_text().count('class="axis"') == 2
+    (point,) = ContextSweep("context", 6, 50.0).measure_points(kept[0])
+    assert point.value == 48 and point.speedup == summary["by_category"]["48"]["speedup"]
+    warmer = TemperatureSweep("temperature", 6, 50.0, temperatures=(0.0, 0.7))
+    warmer.prepare_systems(shallow, [], list)
+    cold, warm = warmer.measure_points(kept[0])
+    assert (cold.rule, warm.rule) == ("greedy", "match") and cold.identical == cold.checked and warm.identical == warm.checked
 
 
 def test_a_scenario_has_the_drafter_that_is_fastest_there() -> None:
