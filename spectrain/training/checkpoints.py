@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -173,26 +173,26 @@ class Tally:
     steps: int = 0
     tokens: int = 0
     supervised: int = 0
-    target_seconds: float = 0.0
-    drafter_seconds: float = 0.0
     seconds: float = 0.0
+    times: dict[str, float] = field(default_factory=dict)  # seconds of steps by what they went to
     terms: dict[str, float] = field(default_factory=dict)  # each named loss
     hits: list[float] = field(default_factory=list)
     counts: list[float] = field(default_factory=list)
 
     def add_tally(self, other: "Tally") -> None:
         """Add another tally."""
-        for name in ("loss", "steps", "tokens", "supervised", "target_seconds", "drafter_seconds", "seconds"):
+        for name in ("loss", "steps", "tokens", "supervised", "seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name, value in other.terms.items():
-            self.terms[name] = self.terms.get(name, 0.0) + value
+        for own, added in ((self.terms, other.terms), (self.times, other.times)):
+            own.update({name: own.get(name, 0.0) + value for name, value in added.items()})
         self.hits = [own + more for own, more in zip_longest(self.hits, other.hits, fillvalue=0.0)]
         self.counts = [own + more for own, more in zip_longest(self.counts, other.counts, fillvalue=0.0)]
 
     @classmethod
     def from_saved(cls, saved: list[dict[str, Any]], rank: int, count: int) -> "Tally":
         """Restore the tally of this process. With another number of processes, rank 0 takes all sums."""
-        tallies = [cls(**sums) for sums in saved]
+        names = {entry.name for entry in fields(cls)}
+        tallies = [cls(**{name: value for name, value in sums.items() if name in names}) for sums in saved]
         if len(tallies) == count:
             return tallies[rank]
         total = cls()
@@ -202,6 +202,7 @@ class Tally:
             zeros = [0.0] * len(total.hits)
             total = cls(terms=dict.fromkeys(total.terms, 0.0), hits=zeros, counts=zeros)
         total.steps, total.supervised, total.seconds = tallies[0].steps, tallies[0].supervised, tallies[0].seconds
+        total.times = tallies[min(rank, len(tallies) - 1)].times
         return total
 
 

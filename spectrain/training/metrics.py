@@ -15,6 +15,8 @@ from spectrain.files import explain_full_disk, write_text
 
 RunKind = Literal["train", "eval", "compare"]
 Rows = list[dict[str, Any]]
+# Share of the time from which a line of progress says that training waits for data.
+REPORTED_SHARE = 0.05
 # Seconds between two lines of a log.
 LOG_SECONDS = 30.0
 
@@ -169,4 +171,16 @@ def _format_line(metrics: dict[str, Any]) -> str:
     if held_out and held_out["acceptance"]:  # what copies is asked for no distribution
         rates = " ".join(f"{value:.2f}" for value in held_out["acceptance"])
         line += f"; held out: acceptance {rates}, forecast {held_out['forecast']:.2f} tokens per forward"
+    line += _format_waits(metrics)
     return line + (f"  {metrics['left_out']} rows left out" if metrics.get("left_out") else "")
+
+
+def _format_waits(metrics: dict[str, Any]) -> str:
+    """Describe the shares of the time that went to data, to the target and to waiting for other processes, and the slowest."""
+    share, slowest = metrics.get("time_share", {}), metrics.get("slowest")
+    parts = [f"data {share['data']:.0%}"] if share.get("data", 0.0) >= REPORTED_SHARE or slowest else []
+    if slowest is None:
+        return f"; waits: {parts[0]}" if parts else ""
+    parts += [f"target {share['target']:.0%}", f"other processes {share['others']:.0%}"]
+    ratio = slowest["busy"] / max(slowest["others_busy"], 1e-9)
+    return f"; waits: {', '.join(parts)}; slowest: rank {slowest['rank']} ({slowest['host']}), {ratio:.1f}x the others' time"

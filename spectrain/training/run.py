@@ -1,6 +1,7 @@
 """A training run: its progress, its steps and its checkpoints."""
 
 import signal
+import socket
 import sys
 import time
 from contextlib import nullcontext
@@ -40,7 +41,7 @@ from .checkpoints import (
     select_trained_groups,
     set_random_state,
 )  # fmt: skip
-from .parallel import WAITING, ParallelStrategy, ProcessMonitor
+from .parallel import WAITING, ParallelStrategy, ProcessMonitor, summarize_processes
 from .settings import Budget, TimeSpent, TrainerSettings
 from .validation import measure_acceptance
 
@@ -159,39 +160,46 @@ class TrainingRun:
 
     # Steps
 
-    def train_step(self, example_batches: list[list[Example]], stop_signal: int | None = None) -> bool:
-        """One optimiser step over this process's share of batches; False, and no step, where a process was asked to stop."""
+    def train_step(
+        self, example_batches: list[list[Example]], stop_signal: int | None = None, data_seconds: float = 0.0
+    ) -> bool:
+        """Run an optimiser step over this process's share of batches, which took `data_seconds` to read.
+
+        Return False, and take no step, where a process was asked to stop.
+        """
         self._prepare_step()
         if self.threads is not None:
             self.threads.set_threads()
-        now, began = Tally(steps=1), time.perf_counter()
+        now, began, timer = Tally(steps=1), time.perf_counter(), self.parallel.timer
+        timer.start(data_seconds)
         batches = self._make_batches(example_batches)
-        now.target_seconds = time.perf_counter() - began
+        timer.mark("features")
         self.monitor.report_status(self.step, WAITING)
         supervised, stops = self.parallel.all_reduce(
             sum(batch.num_supervised for batch in batches), float(stop_signal is not None or self.source_failure is not None)
         )
         if stops:
             return False
+        timer.mark("together")
         self.monitor.report_status(self.step, "computing")
-        began = time.perf_counter()
         scale = self.parallel.num_data_ranks / max(1, supervised)  # gradients are averaged over processes
         self.drafter.train()
         for number, (batch, examples) in enumerate(zip(batches, example_batches), 1):
             now.add_tally(self._add_gradients(batch, examples, scale, is_last=number == len(batches)))
         finite = self.parallel.step()
-        now.drafter_seconds = time.perf_counter() - began
-        self._record_threads(now)
+        timer.end()
+        self._take_times(with_newest=False)
+        self._record_threads(time.perf_counter() - began, now.tokens)
         now.supervised = int(supervised)
         self._finish_step(now, finite)
         return True
 
-    def _record_threads(self, step_tally: Tally) -> None:
+    def _record_threads(self, seconds: float, tokens: int) -> None:
         """Record the time of a step by its tokens, and print the first choice of a number of threads."""
         if self.threads is None:
             return
         was_chosen = self.threads.is_chosen
-        self.threads.record_step(step_tally.target_seconds + step_tally.drafter_seconds, max(1, step_tally.tokens))
+        self.threads.record_step(seconds, max(1, tokens))
         if self.threads.is_chosen and not was_chosen:
             print(f"threads of a training step, by measured times per token: {self.threads.describe()}", flush=True)
 
@@ -286,12 +294,12 @@ class TrainingRun:
     def collect_metrics(self) -> dict[str, Any]:
         """Return the means over all processes since the last call, and the data position. Every process must call this."""
         shared, tally = self.parallel, self.tally
+        self._take_times(with_newest=True)
         self.tally = Tally()
         names, depths = sorted(tally.terms), len(tally.hits)
-        own = tally.target_seconds + tally.drafter_seconds
-        values = [tally.loss, tally.tokens, own, tally.target_seconds, self.source.take_waited_seconds()]
+        values = [tally.loss, tally.tokens, self.source.take_waited_seconds()]
         values += [*(tally.terms[name] for name in names), *tally.hits]
-        loss, tokens, busy, target_busy, waited, *rest = shared.all_reduce(*values, *tally.counts)
+        loss, tokens, waited, *rest = shared.all_reduce(*values, *tally.counts)
         hits, counts = rest[len(names) : len(names) + depths], rest[len(names) + depths :]
         if tally.steps and counts and not any(counts) and shared.is_main:
             print(f"spectrain: training: no supervised draft position up to step {self.step}; use longer answers or "
@@ -300,7 +308,10 @@ class TrainingRun:
         terms = {name: value / steps for name, value in zip(names, rest)}
         self.tokens += int(tokens)
         self.seconds += tally.seconds
-        target, drafter = target_busy / shared.num_data_ranks / seconds, (busy - target_busy) / shared.num_data_ranks / seconds
+        position, processes = self._gather_progress(tally)
+        shares = {
+            part: processes["step_seconds"].get(part, 0.0) * steps / seconds for part in ("data", "target", "drafter", "others")
+        }
         return {
             "step": self.step,
             "loss": loss / steps if tally.steps else None,
@@ -313,16 +324,25 @@ class TrainingRun:
             "tokens_per_second": tokens / seconds,
             "supervised_per_second": tally.supervised / seconds,
             "time_share": {
-                "target": round(target, 3), "drafter": round(drafter, 3), "rest": round(max(0.0, 1 - target - drafter), 3),
+                **{part: round(share, 3) for part, share in shares.items()},
+                "rest": round(max(0.0, 1 - sum(shares.values())), 3),
                 # This is a part of the target's share.
                 **({"server": round(waited / shared.num_data_ranks / seconds, 3)} if self.source.needs_server else {}),
             },
-            **self.stream.data_metrics(self._merge_positions()),
+            **processes,
+            **self.stream.data_metrics(position),
         }  # fmt: skip
 
-    def _merge_positions(self) -> dict[str, Any]:
-        """Merge the data positions of all processes. Every process must call this."""
-        return self.stream.merge_states(self.parallel.all_gather(self.data_position)[:: self.parallel.num_copies])
+    def _gather_progress(self, tally: Tally) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the merged data position and what the time of the processes went to. Every process must call this."""
+        gathered = self.parallel.all_gather((self.data_position, tally.times, socket.gethostname()))
+        positions, times, hosts = zip(*gathered)
+        merged = self.stream.merge_states(list(positions[:: self.parallel.num_copies]))
+        return merged, summarize_processes(list(times), list(hosts), tally.steps)
+
+    def _take_times(self, with_newest: bool) -> None:
+        """Add the times of steps that have ended to the tally."""
+        self.tally.add_tally(Tally(times=self.parallel.timer.take_times(with_newest)))
 
     # Ending
 
@@ -332,8 +352,9 @@ class TrainingRun:
         self.source.flush()
         weights = shared.gather_trained_weights(self.drafter, self.target)
         tensors, numbers = shared.gather_optimizer_state()
+        self._take_times(with_newest=True)
         tallies, drawn = shared.all_gather(asdict(self.tally)), shared.all_gather(get_random_state())
-        position = self._merge_positions()
+        position = self._gather_progress(self.tally)[0]
         if shared.is_main:
             for rank, own in enumerate(drawn):
                 tensors |= {f"rng.{name}.{rank}": tensor for name, tensor in own.items()}

@@ -216,6 +216,8 @@ class TrainerSettings:
     max_skipped: int = 5
     # Seconds that processes wait for a slow one before a message names it.
     patience: float = 60.0
+    # Minutes that processes wait for one another at the start, while data and models load, before the run fails.
+    timeout: Positive = 30.0
     # Use auto to start the run in run=DIR or to continue it from its newest checkpoint; null refuses a folder that holds a run.
     resume: str | None = None
     # Optimizer that updates the weights.

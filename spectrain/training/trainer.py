@@ -66,7 +66,7 @@ class Trainer(TrainerSettings):
 
     def make_accelerator(self) -> Accelerator:
         """Connect the processes of this launch."""
-        return connect_processes(self.sharding)
+        return connect_processes(self.sharding, self.timeout)
 
     def fit(
         self,
@@ -96,14 +96,17 @@ class Trainer(TrainerSettings):
             how = f"{shared.num_processes} processes, {shared.name}; " if shared.num_processes > 1 else ""
             print(how + self._describe_batches(dataset) if begun is None else f"going on from {begun}", flush=True)
         with TrainingReport(job, tracker) as report, StopSignals() as stop, job.monitor:
-            while not job.is_done:
-                self._run_step(job, stop)
-                report.record_step(self._step_metrics(job, dataset))
-                if self._is_save_due(job) and not job.is_done:
-                    job.save()
-                    report.record_checkpoint(checkpoint_path(run, job.step))
-                if on_step is not None:
-                    on_step(job.step)
+            try:
+                while not job.is_done:
+                    self._run_step(job, stop)
+                    report.record_step(self._step_metrics(job, dataset))
+                    if self._is_save_due(job) and not job.is_done:
+                        job.save()
+                        report.record_checkpoint(checkpoint_path(run, job.step))
+                    if on_step is not None:
+                        on_step(job.step)
+            except RuntimeError as error:
+                raise job.monitor.explain_failure(error, run) from error
         return job.finish()
 
     def _step_metrics(self, job: TrainingRun, dataset: Dataset) -> dict[str, Any] | None:
@@ -172,10 +175,7 @@ class Trainer(TrainerSettings):
         began = time.perf_counter()
         job.monitor.report_status(job.step, "reading data")
         share = list(islice(job.batches, job.accumulate))
-        try:
-            done = job.train_step(share, stop.stop_signal)
-        except RuntimeError as error:
-            raise job.monitor.explain_failure(error, job.run) from error
+        done = job.train_step(share, stop.stop_signal, time.perf_counter() - began)
         if not done:
             job.save_and_stop(stop.stop_signal)
         job.data_position = job.batches.state_dict()

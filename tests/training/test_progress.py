@@ -3,9 +3,12 @@
 from typing import Any
 
 import pytest
+import torch
 
 from spectrain.training import metrics
 from spectrain.training.metrics import Pace, TrainingProgress
+from spectrain.training.parallel import step_timer
+from spectrain.training.parallel.step_timer import STEP_PARTS, StepTimer, summarize_processes
 
 
 class Clock:
@@ -50,6 +53,38 @@ def test_a_resumed_run_counts_its_own_steps(clock: Clock, capsys: pytest.Capture
     clock.now = 40.0
     line.update(90, make_metrics(None, left_out=3))
     assert capsys.readouterr().out.endswith("loss not finite, agreement 0.50 0.25; 120 tokens/s  3 rows left out  40 s left\n")
+
+
+def test_waits_and_the_slowest_process_are_printed(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    """Shares of the time for data, target and other processes; the slowest is the one that waits least."""
+    times = [{"data": 0.1, "target": 0.5, "drafter": 0.4, "others": 3.0}] * 3 + [{"data": 3.0, "target": 0.6, "drafter": 0.4}]
+    summary = summarize_processes(times, [f"machine{rank}" for rank in range(4)], steps=2)
+    assert summary["step_seconds"] == {"data": 0.4125, "target": 0.2625, "drafter": 0.2, "others": 1.125}
+    assert summary["slowest"] == {"rank": 3, "host": "machine3", "busy": 2.0, "others_busy": 0.5}
+    share = {"data": 0.2, "target": 0.13, "drafter": 0.1, "others": 0.56, "rest": 0.01}
+    TrainingProgress(1, 0, enabled=True).update(1, make_metrics(1.0, time_share=share, **summary))
+    line = "; waits: data 20%, target 13%, other processes 56%; slowest: rank 3 (machine3), 4.0x the others' time"
+    assert line in capsys.readouterr().out
+    alone = summarize_processes(times[:1], ["machine0"], steps=1)
+    assert alone == {"step_seconds": {"data": 0.1, "target": 0.5, "drafter": 0.4}}
+
+
+def test_the_times_of_a_step_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts are those between the marks, each step is read once, and the newest only where it may be waited for."""
+    ticks = iter([10.0, 11.0, 13.0, 16.0, 20.0, 25.0, 30.0, 31.0, 32.0, 33.0])
+    monkeypatch.setattr(step_timer.time, "perf_counter", lambda: next(ticks))
+    timer = StepTimer(torch.device("cpu"))
+    timer.start(0.5)
+    for name in ("features", "together", "computed", "exchanged"):
+        timer.mark(name)
+    timer.end()
+    assert timer.take_times(with_newest=False) == dict.fromkeys(STEP_PARTS, 0)
+    timer.start(0.0)
+    for name in ("features", "together"):
+        timer.mark(name)
+    timer.end()
+    assert timer.take_times(with_newest=False) == {"data": 0.5, "target": 1.0, "others": 2.0 + 4.0, "drafter": 3.0 + 5.0}
+    assert timer.take_times(with_newest=True) == {"data": 0.0, "target": 1.0, "others": 1.0, "drafter": 1.0}
 
 
 def test_other_processes_are_silent(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:

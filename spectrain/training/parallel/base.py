@@ -9,12 +9,14 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from spectrain.drafters.base import Drafter, Losses, TrainingState
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
 
 from ..checkpoints import collect_tensors, flatten_optimizer, unflatten_optimizer
+from .step_timer import StepTimer
 
 # Parameter groups of torch.optim: each has `params`.
 ParameterGroups = list[dict[str, Any]]
@@ -40,6 +42,7 @@ class ParallelStrategy(ABC):
         self.data_rank, self.num_data_ranks = self.rank // num_copies, self.num_processes // num_copies
         self.device = accelerator.device
         self.is_main = accelerator.is_main_process
+        self.timer = StepTimer(self.device)
         # The optimizer of the parameters that this process updates.
         self.optimizer: torch.optim.Optimizer
 
@@ -114,6 +117,7 @@ class ReplicatedStrategy(ParallelStrategy):
     def set_drafter(self, drafter: Drafter, target: Target) -> None:
         self.drafter, self.target = drafter.to(self.device), target
         self.model: Any = drafter
+        self.gradient_hooks: list[RemovableHandle] = []
 
     def start_stage(self, groups: ParameterGroups, clip: float, make_optimizer: OptimizerFactory) -> None:
         self.clip = clip
@@ -125,6 +129,16 @@ class ReplicatedStrategy(ParallelStrategy):
         if self.num_processes > 1 and any(parameter.requires_grad for parameter in self.drafter.parameters()):
             device_ids = [self.device] if self.device.type == "cuda" else None
             self.model = nn.parallel.DistributedDataParallel(self.drafter, device_ids=device_ids)
+        self._time_gradients()
+
+    def _time_gradients(self) -> None:
+        """Mark in every backward pass when the last gradient of this process is there, before DDP exchanges it."""
+        for hook in self.gradient_hooks:
+            hook.remove()
+        parameters = self.trained_parameters if self.num_processes > 1 else []
+        self.gradient_hooks = [
+            parameter.register_post_accumulate_grad_hook(lambda _: self.timer.mark("computed")) for parameter in parameters
+        ]
 
     def loss(self, batch: Batch, state: TrainingState, is_last: bool) -> Losses:
         wrapped = isinstance(self.model, nn.parallel.DistributedDataParallel)
@@ -143,7 +157,9 @@ class ReplicatedStrategy(ParallelStrategy):
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def step(self) -> bool:
+        self.timer.mark_first("computed")
         self._average_target_gradients()
+        self.timer.mark("exchanged")
         finite = bool(torch.isfinite(self._clip_gradients()))
         if finite:
             self.optimizer.step()

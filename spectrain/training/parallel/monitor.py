@@ -1,0 +1,238 @@
+"""A monitor of the processes of a run, which names one that dies, loses its network or falls behind.
+
+A thread exchanges heartbeats through a store on rank 0. A store that no longer answers blocks this thread, so a second one only
+reads the clock and what the first has left.
+"""
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+
+import torch.distributed as dist
+
+from spectrain.errors import RunError, UserError
+
+from .base import ParallelStrategy
+
+# Seconds between heartbeats.
+HEARTBEAT_SECONDS = 2.0
+# Seconds without a heartbeat after which a process counts as dead while others wait for it.
+SILENCE_SECONDS = 30.0
+# The same after an error of the connection, which proves that something is gone.
+SILENCE_AFTER_ERROR_SECONDS = 10.0
+WAITING = "waiting"
+# What is in the messages of torch's errors if a connection has failed.
+CONNECTION_SIGNS = ("onnection", "peer", "NCCL", "gloo", "Gloo", "imed out", "imeout", "ocket")
+
+
+@dataclass
+class Heartbeat:
+    """The newest heartbeat of a process, and when this process first read it."""
+
+    beat: int
+    step: int
+    activity: str
+    # Seconds that the activity had lasted when the heartbeat was sent.
+    seconds: float
+    host: str
+    pid: int
+    # Why the process has ended: "" after its last step, None while it runs.
+    farewell: str | None
+    # Whether the farewell is about another process.
+    is_about_another: bool
+    read_time: float = 0.0
+
+
+class ProcessMonitor:
+    """Exchanges heartbeats of all processes through a store, which a thread writes and reads.
+
+    A process is dead if its thread sends no heartbeats. It is slow if all others have waited for it for `patience` seconds in
+    the same step; a message names it once for each step. A process that waits for a dead one ends itself.
+    """
+
+    def __init__(self, parallel: ParallelStrategy, patience: float) -> None:
+        self.rank, self.num_processes, self.patience = parallel.rank, parallel.num_processes, patience
+        self.step, self.status_time, self.activity = 0, time.monotonic(), "starting"
+        self.stop_event = threading.Event()
+        self.reported_slow: set[tuple[int, int]] = set()
+        self.num_beats = 0
+        self.heartbeats: dict[int, Heartbeat] = {}
+        # When the store last answered.
+        self.answer_time = time.monotonic()
+        self.exit_message: str | None = None
+        # The message of `explain_failure`, which is about another process.
+        self.explanation: str | None = None
+        if self.num_processes == 1:
+            return
+        port = parallel.all_gather(_find_free_port() if self.rank == 0 else 0)[0]
+        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        self.store = dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, self.num_processes, self.rank == 0, timedelta(seconds=SILENCE_SECONDS), wait_for_workers=False
+        )
+        self.exchange_thread = threading.Thread(target=self._exchange_heartbeats, daemon=True)
+        self.watch_thread = threading.Thread(target=self._watch_processes, daemon=True)
+
+    def __enter__(self) -> "ProcessMonitor":
+        if self.num_processes > 1:
+            self.exchange_thread.start()
+            self.watch_thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        own = "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        self.exit_message = self.explanation or own
+        self.stop_event.set()
+        if self.num_processes > 1:
+            # The last heartbeat says farewell; it blocks if rank 0 is out of reach.
+            self.exchange_thread.join(HEARTBEAT_SECONDS)
+
+    def report_status(self, step: int, activity: str) -> None:
+        """Report the step and the activity of this process, which may be waiting for the others."""
+        self.step, self.activity, self.status_time = step, activity, time.monotonic()
+
+    def explain_failure(self, error: RuntimeError, run: Path) -> Exception:
+        """Return the error, or one that names the process which failed first."""
+        text = str(error)
+        if isinstance(error, (UserError, RunError)) or self.num_processes == 1:
+            return error
+        if not any(sign in text for sign in CONNECTION_SIGNS):
+            return error
+        self.explanation = self._wait_for_dead()
+        if self.explanation is None:
+            return error
+        return RunError(f"training: {self.explanation}; go on with the same command, trainer.resume=auto run={run}")
+
+    def _wait_for_dead(self) -> str | None:
+        """Describe the process that has died; wait until one is known to have, or return None."""
+        deadline = time.monotonic() + SILENCE_AFTER_ERROR_SECONDS + 2 * HEARTBEAT_SECONDS
+        while time.monotonic() < deadline:
+            message = self.find_dead(SILENCE_AFTER_ERROR_SECONDS)
+            if message is not None:
+                return message
+            time.sleep(HEARTBEAT_SECONDS / 4)
+        return None
+
+    # The first thread
+
+    def _exchange_heartbeats(self) -> None:
+        while True:
+            with suppress(RuntimeError):  # rank 0 may have gone, which the watch sees
+                self._send_heartbeat()
+                self._read_heartbeats()
+                self.answer_time = time.monotonic()
+            if self.exit_message is not None:
+                return
+            self.stop_event.wait(HEARTBEAT_SECONDS)
+
+    def _send_heartbeat(self) -> None:
+        self.num_beats += 1
+        sign = {
+            "beat": self.num_beats,
+            "step": self.step,
+            "activity": self.activity,
+            "seconds": time.monotonic() - self.status_time,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "farewell": self.exit_message,
+            "is_about_another": self.explanation is not None,
+        }
+        self.store.set(f"{self.rank}", json.dumps(sign))
+
+    def _read_heartbeats(self) -> None:
+        """Read the last heartbeat of every process that has sent one."""
+        for rank in range(self.num_processes):
+            if self.store.check([f"{rank}"]):
+                sign = Heartbeat(**json.loads(self.store.get(f"{rank}")), read_time=time.monotonic())
+                if rank not in self.heartbeats or self.heartbeats[rank].beat != sign.beat:
+                    self.heartbeats = {**self.heartbeats, rank: sign}
+
+    # What the heartbeats mean
+
+    def find_dead(self, silence: float) -> str | None:
+        """Describe a process that has ended or has been silent for so many seconds; None if there is none."""
+        now = time.monotonic()
+        others = {rank: sign for rank, sign in self.heartbeats.items() if rank != self.rank}
+        if self.rank and now - self.answer_time > silence:
+            first = self.heartbeats.get(0)
+            who = "rank 0" if first is None else _describe(0, first)
+            return f"{who} has not answered for {silence:.0f} s, so it died or the network is cut"
+        dead = [rank for rank, sign in others.items() if sign.farewell is None and not _is_alive(sign, now, silence)]
+        if len(dead) > 1 and len(dead) == len(others) and len({sign.host for sign in self.heartbeats.values()}) > 2:
+            return f"no other process has answered for {silence:.0f} s, so {socket.gethostname()} is cut off from the network"
+        if dead:
+            return f"{_describe(dead[0], others[dead[0]])} died in step {self.step + 1}, or the network to it is cut"
+        ended = [(rank, sign) for rank, sign in others.items() if sign.farewell]
+        for rank, sign in ended:
+            if not sign.is_about_another:
+                return f"{_describe(rank, sign)} stopped at step {sign.step + 1}: {sign.farewell}"
+        return next((sign.farewell for _, sign in ended), None)
+
+    def _slow_processes(self) -> dict[int, float]:
+        """Return the seconds of the current activity of processes that keep this one waiting."""
+        now, ages = time.monotonic(), {}
+        for rank, sign in self.heartbeats.items():
+            silence = now - sign.read_time
+            # A frozen process sends nothing; the others' newest heartbeat is a few seconds old.
+            ages[rank] = sign.seconds + (silence if silence > 3 * HEARTBEAT_SECONDS else 0.0)
+        busy = {rank: age for rank, age in ages.items() if self.heartbeats[rank].activity != WAITING and rank != self.rank}
+        return {rank: age for rank, age in busy.items() if age > self.patience and self.heartbeats[rank].farewell is None}
+
+    # The second thread
+
+    def _watch_processes(self) -> None:
+        while not self.stop_event.wait(HEARTBEAT_SECONDS):
+            waited = time.monotonic() - self.status_time if self.activity == WAITING else 0.0
+            if waited >= self.patience:
+                self._report_slow()
+            if waited > SILENCE_SECONDS and (message := self.find_dead(SILENCE_SECONDS)):
+                advice = "go on with the same command and trainer.resume=auto run=DIR"
+                print(f"spectrain: training: {message}; {advice}", file=sys.stderr, flush=True)
+                os._exit(1)  # a collective that waits for a dead process never returns
+
+    def _report_slow(self) -> None:
+        """On the first waiting process, print which processes keep the others waiting."""
+        waiting = [rank for rank, sign in self.heartbeats.items() if sign.activity == WAITING and sign.farewell is None]
+        if not waiting or min(waiting) != self.rank:
+            return
+        for rank, seconds in self._slow_processes().items():
+            sign = self.heartbeats[rank]
+            if (rank, sign.step) not in self.reported_slow:
+                self.reported_slow.add((rank, sign.step))
+                print(
+                    f"spectrain: training: {_describe(rank, sign)} keeps the others waiting at step {sign.step + 1}: "
+                    f"{seconds:.0f} s of {sign.activity}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+
+def _describe(rank: int, sign: Heartbeat) -> str:
+    return f"rank {rank} ({sign.host}, process {sign.pid})"
+
+
+def _is_alive(sign: Heartbeat, now: float, silence: float) -> bool:
+    """Tell whether a process is alive: on this machine by its id, on another by a recent heartbeat."""
+    if sign.host != socket.gethostname():
+        return now - sign.read_time < silence
+    try:
+        os.kill(sign.pid, 0)
+        with open(f"/proc/{sign.pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"  # ended, though nobody has asked how
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+
+
+def _find_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
