@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .cpu_divergence import argmax_logits, compare_logits, has_loss_kernels
 from .dispatch import runs_on
 from .onednn import fast_linear
 from .row_kl import TargetLogits, can_run_kernel, row_argmax, row_kl, row_kl_reference, scale_and_cap
@@ -148,6 +149,8 @@ def _argmax_and_log_z(target: TargetLogits) -> tuple[Tensor, Tensor]:
     if can_run_kernel(target.products):
         outputs: tuple[Tensor, Tensor] = row_argmax(target.products, target.scale, target.softcap)
         return outputs
+    if has_loss_kernels(target.products, target.softcap):
+        return argmax_logits(target, with_log_z=True)
     best, log_z = zip(*((logits.argmax(-1), logits.logsumexp(-1)) for logits in _iterate_blocks(target)))
     return torch.cat(best), torch.cat(log_z)
 
@@ -156,6 +159,8 @@ def _argmax_rows(target: TargetLogits) -> Tensor:
     """Return the most likely entries [r] of a target's logits; without the kernel, log-sum-exps are not computed."""
     if can_run_kernel(target.products):
         return _argmax_and_log_z(target)[0]
+    if has_loss_kernels(target.products, target.softcap):
+        return argmax_logits(target, with_log_z=False)[0]
     return torch.cat([logits.argmax(-1) for logits in _iterate_blocks(target)])
 
 
@@ -282,6 +287,8 @@ class _DivergenceTask:
         """Return losses and both models' most likely entries [r]; the gradient overwrites the products [r, V]."""
         dtype = torch.promote_types(product.dtype, torch.float32)
         weight = product.new_ones(len(product), dtype=dtype) if self.row_weight is None else self.row_weight[rows].to(dtype)
+        if isinstance(target, TargetLogits) and not can_run_kernel(product):
+            return compare_logits(product, target, weight, self.head.scale, with_grad)
         if isinstance(target, TargetLogits):
             target_products, target_settings = target.products, target[1:]
             return row_kl(
@@ -305,9 +312,13 @@ class _DivergenceTask:
             return None, ids, torch.ones_like(ids, dtype=dtype)
         if isinstance(self.labels, TopK):
             return None, self.labels.ids[rows], self.labels.p[rows].to(dtype)
-        if self.divergence is None and can_run_kernel(hidden) and hasattr(self.labels, "target_logits"):
-            logits: TargetLogits = self.labels.target_logits(rows)
-            return logits
+        if self.divergence is None and hasattr(self.labels, "target_logits"):
+            by_cpu_kernel = has_loss_kernels(hidden, self.head.softcap)
+            if can_run_kernel(hidden) or by_cpu_kernel:
+                logits: TargetLogits = self.labels.target_logits(rows)
+                if not by_cpu_kernel or has_loss_kernels(logits.products, logits.softcap):
+                    return logits
+                return logits.log_p(), None, None
         return self.labels(rows), None, None
 
     def _compare_block(

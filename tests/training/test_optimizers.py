@@ -43,7 +43,7 @@ def test_muon_moves_matrices_and_adamw_all_else() -> None:
     rest = [parameter for parameter in two.parameters() if all(parameter is not matrix for matrix in matrices)]
     plain: list[torch.optim.Optimizer] = [
         torch.optim.Muon(matrices, lr=0.01, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95)),
+        torch.optim.AdamW(rest, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95), fused=True),
     ]
     learn(one, [muon(one)], range(4))
     learn(two, plain, range(4))
