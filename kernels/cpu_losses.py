@@ -132,7 +132,7 @@ def row_kl(
 
     `scratch` holds 2 V float32.
     """
-    scale, target_scale = np.float32(scale), np.float32(target_scale)
+    factor, target_factor = np.float32(scale), np.float32(target_scale)
     row_weights, row_losses = carray(to_floats(weights), (rows,)), carray(to_floats(losses), (rows,))
     row_best, row_labels = carray(to_longs(best), (rows,)), carray(to_longs(labels), (rows,))
     powers, target_powers = carray(to_floats(scratch), (vocab,)), carray(to_floats(scratch + 4 * vocab), (vocab,))
@@ -145,30 +145,30 @@ def row_kl(
             if with_grad:
                 z[:] = 0
             continue
-        total = _exponentials(z, largest, scale, powers)
-        target_total = _exponentials(t, target_largest, target_scale, target_powers)
-        divergence = _divergence(target_powers, t, target_largest, target_scale, z, largest, scale)
+        total = _exponentials(z, largest, factor, powers)
+        target_total = _exponentials(t, target_largest, target_factor, target_powers)
+        divergence = _divergence(target_powers, t, target_largest, target_factor, z, largest, factor)
         log_total = np.log(target_total)
         if log_z != 0:
-            log_total = carray(to_floats(log_z), (rows,))[row] - target_largest * target_scale
+            log_total = carray(to_floats(log_z), (rows,))[row] - target_largest * target_factor
         share = np.exp(-log_total)
         mass = target_total * share
         loss = divergence * share + mass * (np.log(total) - log_total)
         row_losses[row] = loss * weight
         if with_grad:
-            factor = weight * scale if np.isfinite(loss) else loss
-            _store_gradient(z, powers, factor * mass / total, target_powers, factor * share)
+            slope = weight * factor if np.isfinite(loss) else loss
+            _store_gradient(z, powers, slope * mass / total, target_powers, slope * share)
 
 
 @compile_cached
 def row_argmax(products: int, best: int, log_z: int, rows: int, vocab: int, scale: float, scratch: int) -> None:
     """Store the most likely entries [r] of products [r, V] and, where `log_z` is not 0, their log-sum-exps; `scratch` holds V
     float32."""
-    scale = np.float32(scale)
+    factor = np.float32(scale)
     row_best, powers = carray(to_longs(best), (rows,)), carray(to_floats(scratch), (vocab,))
     for row in range(rows):
         z = carray(to_halves(products + 2 * row * vocab), (vocab,))
         row_best[row] = _find_largest(z)
         if log_z != 0:
             largest = widen(z[row_best[row]])
-            carray(to_floats(log_z), (rows,))[row] = np.log(_exponentials(z, largest, scale, powers)) + largest * scale
+            carray(to_floats(log_z), (rows,))[row] = np.log(_exponentials(z, largest, factor, powers)) + largest * factor
