@@ -64,6 +64,11 @@ def has_cpu_kernels(dtype: torch.dtype, device: torch.device) -> bool:
     return _import_kernels() is not None
 
 
+def are_kernels_loaded() -> bool:
+    """Return whether the compiled kernels can run, of whatever type the numbers are."""
+    return _import_kernels() is not None
+
+
 def working_memory(size: int) -> Tensor:
     """Return memory for at least `size` float64 numbers, which the next call in this thread may overwrite."""
     memory: Tensor | None = getattr(_working_memory, "memory", None)

@@ -77,6 +77,12 @@ def widen(context: Any, number: Any) -> Any:
 
 
 @intrinsic
+def float_bits(context: Any, value: Any) -> Any:
+    """Return the bits of a float32 as an int32."""
+    return types.int32(types.float32), lambda context, builder, signature, args: builder.bitcast(args[0], WORD)
+
+
+@intrinsic
 def narrow(context: Any, value: Any, like: Any) -> Any:
     """Return a float32 as a number of the type of `like`: in bfloat16 the nearest, ties to even."""
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .counter import fold_key, gumbel_noise, uniform_noise
+from .cpu_choices import can_choose_by_noise, choose_by_noise
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,15 @@ def shape_logits(logits: Tensor, temperature: float, top_k: int = 0, top_p: floa
     return scores
 
 
+def draw_tokens(logits: Tensor, keys: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """Draw a token of each row of logits [..., V] under its key [...] by the Gumbel-max trick, after the cuts of
+    `shape_logits`."""
+    if top_k == 0 and top_p >= 1 and can_choose_by_noise(logits):
+        return choose_by_noise(logits, keys, temperature)
+    scores = shape_logits(logits, temperature, top_k, top_p)
+    return (scores + gumbel_noise(keys, logits.shape[-1])).argmax(-1)
+
+
 class Verdict(NamedTuple):
     """The accepted path of each tree."""
 
@@ -76,8 +86,7 @@ def tree_match_reference(nodes: TreeNodes, logits: Tensor, draws: SamplingSpec) 
     """Accept the nodes that carry the token drawn by Gumbel-max from logits [B, N, V], shaped, at their parent."""
 
     def choose(visited: Tensor) -> Tensor:
-        scores = draws.shape_logits(_select_row(logits, visited))
-        return (scores + gumbel_noise(draws.node_keys(visited), scores.shape[-1])).argmax(-1)
+        return draw_tokens(_select_row(logits, visited), draws.node_keys(visited), draws.temperature, draws.top_k, draws.top_p)
 
     return _walk_tree(nodes, choose)
 

@@ -179,6 +179,11 @@ class Target(ModelParts):
                 raise
         return texts
 
+    @property
+    def can_pool_texts(self) -> bool:
+        """Return whether texts of different lengths run without padding, each with the bits that it has alone."""
+        return self.sharding == "none" and self.has_layers and self.architecture.can_pool_texts(self)
+
     def capture_blocker(self) -> str | None:
         """Return why rounds over this target cannot be captured as CUDA graphs, or None where they can."""
         return self.architecture.capture_blocker(self)

@@ -11,6 +11,7 @@ from spectrain.data.chat import require_template, tokenize_prompt
 from spectrain.data.images import content_text
 from spectrain.data.messages import Conversation
 from spectrain.data.shards import FailedRow, PendingRow, Row, Shard
+from spectrain.decoding.continuous import ContinuousBatch
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.session import EngineChoice, Session, require_capture
 from spectrain.drafters.base import Drafter
@@ -19,6 +20,7 @@ from spectrain.models.target import Target
 from spectrain.trees import TreeBuilder
 
 from .chat_progress import AnswerError, ChatProgress, GeneratedAnswer
+from .continuous_answers import AnswerSteps, ContinuousAnswers
 from .sampling import Sampling
 
 OutcomeCallback = Callable[[Shard, Row | FailedRow], None]
@@ -40,10 +42,12 @@ class AnswerWriter(ABC):
 
 
 class EngineWriter(AnswerWriter):
-    """Our own decoding, in batches of conversations of similar length.
+    """Our own decoding, by continuous batching where the target can pool texts, else in batches of conversations of similar
+    length.
 
-    Every draw depends on the seed, the conversation and the position, and the batches of a shard are the same in every
-    attempt, so an answer depends on nothing else. A drafter changes the speed of the answers, not their content.
+    Every draw depends on the seed, the conversation and the position, and the bits of a pooled text on no other text. The
+    batches of a shard are the same in every attempt. So an answer depends on nothing else. A drafter changes the speed of the
+    answers, not their content.
     """
 
     def __init__(
@@ -69,6 +73,16 @@ class EngineWriter(AnswerWriter):
         return {"writer": "engine", "target": self.target.name, "target.model": self.target.path, "target.dtype": dtype}
 
     def write_answers(self, shards: Iterable[Shard], on_outcome: OutcomeCallback) -> None:
+        session = self.session
+        if session.drafter is None and session.eager_reason is not None and self.target.can_pool_texts:
+            limit, threads = self.sampling.max_new_tokens, session.threads
+            batch = ContinuousBatch(self.target, session.rule, limit, self.batch_tokens, threads)
+            steps = AnswerSteps(self.make_prompt, self._parse_answer, lambda pending: self._answer_batch([pending]))
+            ContinuousAnswers(batch, self.sampling, steps, on_outcome).write_answers(shards)
+        else:
+            self._write_batches(shards, on_outcome)
+
+    def _write_batches(self, shards: Iterable[Shard], on_outcome: OutcomeCallback) -> None:
         for shard in shards:
             usable: list[tuple[int, PendingRow]] = []
             for wanted in shard.pending:
@@ -148,11 +162,13 @@ class EngineWriter(AnswerWriter):
             chats = []
             for (chat, prompt), generation in zip(ready, self._decode_prompts(ready) if ready else []):
                 try:
-                    tools = chat.pending.conversation.tools
-                    chat.add_answer(parse_generation(self.target, generation.output, prompt, tools))
+                    chat.add_answer(self._parse_answer(chat, prompt, generation))
                     chats.append(chat)
                 except AnswerError as given_up:
                     yield given_up.to_failed_row(chat.pending)
+
+    def _parse_answer(self, chat: ChatProgress, prompt: list[int], generation: Generation) -> GeneratedAnswer:
+        return parse_generation(self.target, generation.output, prompt, chat.pending.conversation.tools)
 
     def _decode_prompts(self, chats_with_prompts: list[tuple[ChatProgress, list[int]]]) -> list[Generation]:
         prompts, keys = [tokens for _, tokens in chats_with_prompts], [chat.pending.key for chat, _ in chats_with_prompts]

@@ -7,8 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from spectrain.kernels import cpu_kernels
+from spectrain.kernels.counter import gumbel_noise, make_key
+from spectrain.kernels.cpu_choices import can_choose_by_noise
 from spectrain.kernels.onednn import onednn_linear
 from spectrain.kernels.tree_attention import Visibility, tree_attention_reference
+from spectrain.kernels.tree_walks import draw_tokens
 from spectrain.trees.token_tree import TokenTree
 
 NUM_HEADS, NUM_KEY_HEADS, SIZE = 6, 2, 32
@@ -42,6 +45,18 @@ def test_attention_equals_float64_whatever_other_nodes_there_are(length: int) ->
             assert torch.equal(
                 cpu_kernels.attend_cached(query, keys[:, path], values[:, path], alone, 0.3)[:, :, 0], found[:, :, node]
             )
+
+
+def test_tokens_drawn_by_bounds_are_those_of_all_noise() -> None:
+    """Of flat and steep distributions, of tokens that are cut, and of sums so large that rounding decides."""
+    torch.manual_seed(0)
+    size, temperature = 9000, 0.7
+    logits = torch.randn(6, 4, size) * torch.tensor([0.0, 1.0, 5.0, 30.0, 1e5, 1e6])[:, None, None]
+    logits[2, :2, 50:] = -float("inf")
+    keys = make_key(3, torch.arange(6)[:, None], torch.arange(4))
+    assert can_choose_by_noise(logits)
+    wanted = (logits / temperature + gumbel_noise(keys, size)).argmax(-1)
+    assert torch.equal(draw_tokens(logits, keys, temperature), wanted)
 
 
 def test_norms_and_gates_have_the_bits_of_torch() -> None:

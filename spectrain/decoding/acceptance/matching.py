@@ -9,9 +9,9 @@ from torch import Tensor
 
 from spectrain.errors import UserError
 from spectrain.kernels import counter
-from spectrain.kernels.counter import gumbel_noise, host_key
+from spectrain.kernels.counter import host_key
 from spectrain.kernels.tree_verify import tree_greedy, tree_match
-from spectrain.kernels.tree_walks import SamplingSpec, shape_logits
+from spectrain.kernels.tree_walks import SamplingSpec, draw_tokens, shape_logits
 from spectrain.randomness import SAMPLE
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
@@ -92,8 +92,8 @@ class SamplingRule(AcceptanceRule):
         return Match(*self.sampling_settings)
 
     def choose_tokens(self, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> Tensor:
-        noise = gumbel_noise(counter.make_key(SAMPLE, self.seed, sequence_ids[:, None], positions), logits.shape[-1])
-        return (self.shape_logits(logits) + noise).argmax(-1)
+        keys = counter.make_key(SAMPLE, self.seed, sequence_ids[:, None], positions)
+        return draw_tokens(logits, keys, self.temperature, self.top_k, self.top_p)
 
     def make_draws(self, purpose: int, sequence_ids: Tensor, positions: Tensor) -> SamplingSpec:
         return SamplingSpec(host_key(purpose, self.seed), sequence_ids, positions, self.temperature, self.top_k, self.top_p)

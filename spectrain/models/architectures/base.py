@@ -100,6 +100,10 @@ class Architecture(ABC):
     def capture_blocker(self, parts: ModelParts) -> str | None:
         """Return why rounds over the target cannot be captured as CUDA graphs, or None where they can."""
 
+    def can_pool_texts(self, parts: ModelParts) -> bool:
+        """Return whether texts of different lengths run without padding, each with the bits that it has alone."""
+        return False
+
     @abstractmethod
     def set_attention(self, model: Any, implementation: str) -> None:
         """Make a model of this kind attend by an implementation that transformers has under this name."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from spectrain.errors import UserError
 from spectrain.models.attention import ATTENTION_NAME, AttentionRange, attn_implementation_for, layer_attention
 from spectrain.models.compiled_layers import set_forward_context
-from spectrain.models.fast import enforce_batch_invariance, fuse_cpu_forwards
+from spectrain.models.fast import enforce_batch_invariance, fuse_cpu_forwards, runs_rows_alone
 from spectrain.models.forward_override import (
     Forward,
     checkpoint_layer,
@@ -131,6 +131,11 @@ class Standard(Architecture):
         if self.attention_ranges is not None:
             return f"target {parts.name} has layers of different attention ranges, which compiled code cannot tell apart"
         return None
+
+    def can_pool_texts(self, parts: ModelParts) -> bool:
+        if parts.device.type != "cpu" or self.output_tuple_size or self.kv_shapes is not None:
+            return False
+        return self.attention_ranges is None and runs_rows_alone(parts.decoder, parts.layers, layer_attention)
 
     def set_attention(self, model: Any, implementation: str) -> None:
         model.set_attn_implementation(attn_implementation_for(model.config, implementation))

@@ -8,7 +8,7 @@ from torch import nn
 from spectrain.kernels.cpu_kernels import has_cpu_kernels, prepare_kernels
 
 from .batch_invariance import enforce_batch_invariance, has_batch_invariance, paired_forwards
-from .compiled_cpu_decoder import fuse_cpu_forwards
+from .compiled_cpu_decoder import fuse_cpu_forwards, runs_rows_alone
 from .fused_cpu_layers import CachedRotation, shared_product
 from .merged_attention import is_mergeable, merged_attention
 from .merged_linears import merge_linears
@@ -37,6 +37,7 @@ __all__ = [
     "pack_linears",
     "packed_product",
     "paired_forwards",
+    "runs_rows_alone",
     "shared_input",
     "shared_product",
     "speed_up_linears",

@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from spectrain.models.forward_override import Forward, override_forwards
 from spectrain.models.limits import has_dynamic_rope
 
+from .batch_invariance import has_batch_invariance
 from .compiled_cpu_layers import (
     CompiledLayer,
     LayerKernels,
@@ -53,6 +54,11 @@ def fuse_cpu_forwards(
         yield decoder, compiled
     else:
         yield from fuse_cpu_layers(layers, attend)
+
+
+def runs_rows_alone(decoder: nn.Module, layers: nn.ModuleList, attend: AttentionFunction) -> bool:
+    """Return whether kernels run a whole decoder, and give a row the same bits whatever the other rows are."""
+    return has_batch_invariance() and find_compiled(decoder, layers, attend) is not None
 
 
 def find_compiled(decoder: Any, layers: nn.ModuleList, attend: AttentionFunction) -> CompiledDecoder | None:
