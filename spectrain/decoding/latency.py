@@ -10,17 +10,20 @@ import torch
 from torch import Tensor
 
 from spectrain.drafters.base import Drafter
+from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.models.device import synchronize_device
 from spectrain.models.target import Target
 from spectrain.trees.base import Draft, Prefix, Rollout, RoundResult, TreeBuilder
-from spectrain.trees.measurements import Latency
+from spectrain.trees.measurements import Latency, list_timed_sizes
 from spectrain.trees.token_tree import TokenTree
 
 from .acceptance import Greedy
 from .loop import decode
 
-TIMED_TREE_SIZES = (1, 2, 4, 8, 16, 32, 64)
+# Verifications of each size that are timed before a round, after a first one, and the factor of the smallest tree's time above
+# which no larger tree is timed.
+NUM_TIMED, LARGEST_FACTOR = 3, 4.0
 
 
 def measure_latency(
@@ -31,7 +34,7 @@ def measure_latency(
     They are timed after the shortest prompt and after the longest one, repeated up to `max_text_tokens` tokens, because
     attention over a long text costs more for every node.
     """
-    sizes = [size for size in TIMED_TREE_SIZES if size < builder.budget] + [builder.budget]
+    sizes = list_timed_sizes(builder.budget)
     verify: dict[int, dict[int, float]] = {}
     step: dict[int, dict[int, float]] = {}
     starts: list[float] = []
@@ -78,6 +81,30 @@ def time_levels(target: Target, prompt: list[int], depth: int, repeats: int = 5)
             cache.roll_back()
     chain_seconds, star_seconds = (float(np.median(times)) for times in seconds)
     return max(0.0, chain_seconds - star_seconds) / (depth - 1)
+
+
+def time_verification(context: Context, sizes: list[int]) -> dict[int, float]:
+    """Return the seconds to verify trees of these sizes behind the committed tokens, the children of the root at random.
+
+    Sizes are timed in turn. The cache is left as it was.
+    """
+    times: dict[int, list[float]] = {}
+    for repeat in range(1 + NUM_TIMED):
+        for size in sizes if repeat == 0 else list(times):
+            tokens = torch.randint(context.target.head.vocab_size, (len(context.root), size), device=context.root.device)
+            parents = torch.zeros_like(tokens)
+            parents[:, 0] = -1
+            synchronize_device(tokens.device)
+            start = time.perf_counter()
+            features = context.target.verify(TokenTree.from_parents(tokens, parents), context.cache, context.layers)
+            assert features.logits is not None
+            features.logits.argmax(-1)
+            synchronize_device(tokens.device)
+            times.setdefault(size, []).append(time.perf_counter() - start)
+            context.cache.roll_back()
+            if repeat == 0 and times[size][0] > LARGEST_FACTOR * times[sizes[0]][0]:
+                break
+    return {size: float(np.median(seconds[1:])) for size, seconds in times.items()}
 
 
 class LatencyProbe(TreeBuilder):

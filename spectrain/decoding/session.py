@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
+import torch
+
 from spectrain.drafters.base import Drafter, Drafts
 from spectrain.drafters.capabilities import TunableDrafter
 from spectrain.errors import UserError
@@ -21,7 +23,8 @@ from .calibration import calibrate_builders, resolve_rule
 from .captured import CapturedRunner, capture_blocker
 from .fallback import COMPILE_BACKENDS, ExecutionMode, Fallback
 from .generation import DecodingSteps, Generation, OnRound, no_callback, run_to_end
-from .loop import EagerRunner, decode, decode_steps, make_request
+from .loop import EagerRunner, decode, decode_steps, make_request, prefill_context
+from .selective import draft_selectively, refresh_times
 
 EngineChoice = Literal["auto", "captured", "eager"]
 """auto captures rounds on a GPU; captured does so also on a CPU, where it is slower and gives the same; eager never does."""
@@ -142,8 +145,11 @@ class Session:
         return self._shared_fallback.run(start_decoding)
 
     def warm_up(self, prompts: list[list[int]], max_new_tokens: int, sequence_ids: list[int] | None = None) -> None:
-        """Compile and capture what such a batch needs, so that its decoding can be timed."""
-        if self.eager_reason is not None or have_images(prompts):
+        """Compile, capture and time what such a batch needs, so that its decoding can be timed."""
+        if have_images(prompts):
+            return
+        if self.eager_reason is not None:
+            self._time_batch(prompts, max_new_tokens)
             return
 
         def compile_and_capture(mode: ExecutionMode) -> None:
@@ -151,6 +157,26 @@ class Session:
                 self._captured_runner(mode).decode(prompts, max_new_tokens, sequence_ids, ignore_eos=True)
 
         self._shared_fallback.run(compile_and_capture)
+
+    @torch.inference_mode()
+    def _time_batch(self, prompts: list[list[int]], max_new_tokens: int) -> None:
+        """Time the verification of trees for a new number of prompts, if the tree builder chooses by measured times."""
+        if self.drafter is None or self.builder is None or not self.builder.decides_to_draft:
+            return
+        if self.threads is not None:
+            torch.set_num_threads(self.threads.chosen)
+        setting = len(prompts), torch.get_num_threads()
+        if setting not in self._timed_settings:
+            self._timed_settings.add(setting)
+            request = make_request(self.target, prompts, max_new_tokens)
+            refresh_times(
+                self.builder, prefill_context(self.target, self.rule, request, self.drafter, self.builder), is_new_batch=True
+            )
+
+    @cached_property
+    def _timed_settings(self) -> set[tuple[int, int]]:
+        """The numbers of prompts and threads that `warm_up` has timed."""
+        return set()
 
     @cached_property
     def threads(self) -> ThreadTuner | None:
@@ -219,6 +245,8 @@ class Session:
             runner.round_drafter = self.pruning.wrap_drafter(runner.round_drafter)
         if self.guard is not None:
             self.guard.wrap_runner(runner, max_new_tokens)
+        elif runner.builder.decides_to_draft:
+            draft_selectively(runner, max_new_tokens)
         return runner
 
 

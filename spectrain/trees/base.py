@@ -49,6 +49,10 @@ class Prefix(Protocol):
     def round(self) -> int:
         """The number of drafts made so far."""
 
+    @property
+    def begins(self) -> bool:
+        """Whether this is the first round of a decoding."""
+
 
 class Rollout(ABC):
     """One round of a drafter that drafts step by step."""
@@ -203,6 +207,7 @@ class TreeBuilder(ABC):
     verifies_all: bool = False  # every node passed to a rollout is in the tree
     is_fixed: bool = False  # trees have one size and depth, without a host-device synchronisation
     uses_latency: bool = False  # the tree depends on measured times
+    decides_to_draft: bool = False  # rounds whose draft would not pay are plain steps
     learns_from_trees: bool = False  # it learns from the trees that were verified, so pruned ones mislead it
     requirements: tuple[str, ...] = ()  # what it must be prepared with: "hits", "latency", "rehearsal" (rounds to learn from)
 
@@ -219,6 +224,17 @@ class TreeBuilder(ABC):
     @abstractmethod
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         """Draft a tree below `prefix.root`, step by step."""
+
+    def should_draft(self, prefix: Prefix) -> bool:
+        """Tell whether the next round drafts; asked before each round if the builder decides to draft."""
+        return True
+
+    def untimed_sizes(self, prefix: Prefix, is_new_batch: bool = False) -> list[int]:
+        """Return the tree sizes whose verification should be timed before the next round, in ascending order."""
+        return []
+
+    def record_times(self, prefix: Prefix, seconds: dict[int, float], total_seconds: float) -> None:
+        """Take the measured seconds to verify trees of these sizes; the measurement took `total_seconds`."""
 
     def needs_drafter(self, prefix: Prefix, tries: list[Trie]) -> bool:
         """Tell whether the drafter should run although these copies are available without it."""
@@ -271,6 +287,15 @@ class WrappedBuilder(TreeBuilder):
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         return self.builder.expand(prefix, rollout)
+
+    def should_draft(self, prefix: Prefix) -> bool:
+        return self.builder.should_draft(prefix)
+
+    def untimed_sizes(self, prefix: Prefix, is_new_batch: bool = False) -> list[int]:
+        return self.builder.untimed_sizes(prefix, is_new_batch)
+
+    def record_times(self, prefix: Prefix, seconds: dict[int, float], total_seconds: float) -> None:
+        self.builder.record_times(prefix, seconds, total_seconds)
 
     def needs_drafter(self, prefix: Prefix, tries: list[Trie]) -> bool:
         return self.builder.needs_drafter(prefix, tries)

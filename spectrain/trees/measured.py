@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass
+import time
 
 import numpy as np
 import torch
@@ -12,11 +11,15 @@ from torch import Tensor
 from spectrain.errors import UserError
 
 from .base import Prefix, Rollout, RoundResult, TreeBuilder
+from .copy_tree import CopyTree
+from .draft_choice import DraftChoice
 from .growing import GrowingTree
-from .measurements import Calibration, Latency
+from .measurements import Calibration, Latency, list_timed_sizes
+from .round_costs import RoundCosts
 from .token_tree import TokenTree
 from .trie import Trie
 
+UNKNOWN_ROUND = 1.5, 1.0  # expected tokens and cost of a drafted round before any tree was grown: drafting is tried at first
 CONTEXT_STRIDE = 32  # tokens by which a context grows before its times are interpolated again
 
 
@@ -69,10 +72,15 @@ class Auto(LatencyAwareBuilder):
     cost of the larger tree included. Its gain is estimated from earlier rounds whose copies promised as many tokens, times the
     fraction of such gains that was realised: tokens accepted beyond what copies alone would have yielded. From time to time
     the drafter runs anyway, to update the estimate; less often as trials accumulate.
+
+    A round drafts only if drafted rounds gain more tokens than plain steps would in the same time (`DraftChoice`). Times belong
+    to a batch size and a number of threads. For others than the calibrated ones they are estimated at first, and measured
+    once a few rounds ran with them; they are measured again when drafted rounds take longer or shorter than expected,
+    compared with plain steps.
     """
 
     name = "auto"
-    learns_from_trees = True
+    learns_from_trees = decides_to_draft = True
 
     def __init__(
         self,
@@ -89,65 +97,151 @@ class Auto(LatencyAwareBuilder):
         self.check_settings(depth=(depth, 1), budget=(budget, 2), top_k=(top_k, 1), memory=(memory, 1))
         self.max_drafted = (depth - 1) * top_k
         self.text_length = 0  # tokens of the longest text in this round
-        self.step_seconds = self.start_seconds = 0.0
+        self.costs_by_setting: dict[tuple[int, int], RoundCosts] = {}  # by batch size and number of threads
+        self.setting, self.num_settled = (0, 0), 0  # batch size and threads of this round, and rounds in a row with them
+        self.token_curves = np.zeros((depth, budget))  # running means: expected tokens by levels and nodes of a tree
+        self.num_curves = 0  # rounds in these means, at most memory
         self.predicted_rates = np.ones(depth)  # running means, by depth: predicted acceptance ...
         self.observed_rates = np.ones(depth)  # ... and observed acceptance
         self.expected_by_depth: Tensor | None = None  # [B, depth + 1] expected tokens of this round
         self.num_levels = 0  # levels that the drafter made in this round
-        self.copy_seconds = 0.0  # drafting time of a round that only copies
+        self.is_skipped = False  # this round was decided to be a plain step
+        self.has_timed = False  # verification was timed in this round, whose own times are not those of others
+        self.num_unread = 0  # tokens that the drafter reads in this round beyond those of one round
+        self.last_draft_length = 0  # text length at the last drafted round
         self.copy_tree: CopyTree | None = None  # copies of this round, where the drafter may run too
         self.promised_tokens: float | None = None  # expected gain of the drafter over copies in this round
         self.mean_promised = self.mean_gained = 1.0  # running means of expected and realised gains ...
         self.num_judged = 4  # ... over so many rounds; the first four count as fully realised
-        self.drafter_gains: dict[int, DrafterGain] = defaultdict(
-            DrafterGain
-        )  # gains of the drafter by bucket of the copies' expected tokens
-        self.tree_sizes: list[int] = []  # tree size of every round
+        self.tree_sizes: list[int] = []  # tree size of every drafted round
+        self.num_rounds = 0  # rounds in which the builder decided whether to draft
 
     def prepare(self, calibration: Calibration) -> None:
         super().prepare(calibration)
         latency = self.require_latency()
-        self.start_seconds, self.step_seconds = latency.start_seconds, latency.estimate_step(self.top_k)
+        self.costs_by_setting.clear()
+        self.setting = latency.batch, torch.get_num_threads()
+        self.costs = self.costs_by_setting[self.setting] = self._make_costs(latency)
+        self.costs.is_timed = True
+        self._use_costs()
+
+    def _make_costs(self, latency: Latency) -> RoundCosts:
+        """Return the costs of rounds with these times, before any of them ran."""
+        choice = DraftChoice(*self._expected_round(latency), self.memory)
+        return RoundCosts(latency, choice, latency.start_seconds, latency.estimate_step(self.top_k))
+
+    def _use_costs(self) -> None:
+        self.latency, self.verify_curves = self.costs.latency, self.costs.verify_curves
+
+    def _select_costs(self, prefix: Prefix) -> None:
+        """Select the costs of the prompts' number and of the number of threads; estimate new ones from the closest known."""
+        self.require_latency()
+        batch, threads = setting = len(prefix.root), torch.get_num_threads()
+        self.text_length = prefix.longest
+        self.num_settled = self.num_settled + 1 if setting == self.setting else 0
+        if setting == self.setting:
+            return
+        if setting not in self.costs_by_setting:
+            closest = min(
+                (known for known, costs in self.costs_by_setting.items() if costs.is_timed),
+                key=lambda known: (known[0] != batch, known[1] != threads, abs(known[0] - batch)),
+            )
+            self.costs_by_setting[setting] = self._make_costs(self.costs_by_setting[closest].latency.for_batch(batch))
+        self.setting, self.costs = setting, self.costs_by_setting[setting]
+        self._use_costs()
+
+    def _expected_round(self, latency: Latency) -> tuple[float, float]:
+        """Return the expected tokens of a drafted round and its cost in plain steps, for the tree that gains most."""
+        if not self.num_curves:
+            return UNKNOWN_ROUND
+        sizes, levels = range(1, self.budget + 1), np.arange(self.depth)[:, None]
+        verify = np.array([latency.estimate_verify(size, self.text_length) for size in sizes])
+        spent = latency.start_seconds + levels * latency.estimate_step(self.top_k, self.text_length)
+        costs = ((spent + verify) / verify[0])[:, 1:]
+        best = np.argmax(self.token_curves[:, 1:] - costs)
+        return float(self.token_curves[:, 1:].flat[best]), float(costs.flat[best])
+
+    def untimed_sizes(self, prefix: Prefix, is_new_batch: bool = False) -> list[int]:
+        self._select_costs(prefix)
+        is_due = not self.costs.is_timed if is_new_batch else self.costs.needs_timing(self.text_length, self.num_settled)
+        return list_timed_sizes(self.budget) if is_due else []
+
+    def record_times(self, prefix: Prefix, seconds: dict[int, float], total_seconds: float) -> None:
+        self._select_costs(prefix)
+        self.has_timed = True
+        self.costs.set_times(self.text_length, seconds, len(prefix.root))
+        self.costs.timing_end, self.costs.timing_seconds = time.monotonic(), total_seconds
+        self._use_costs()
+        if not self.costs.choice.has_drafted:
+            self.costs.choice = DraftChoice(*self._expected_round(self.costs.latency), self.memory)
+
+    def should_draft(self, prefix: Prefix) -> bool:
+        self._select_costs(prefix)
+        if prefix.begins:
+            self.last_draft_length = 0
+        self.num_rounds += 1
+        unread = self.text_length - self.last_draft_length
+        self.num_unread = unread if unread > self.depth + 1 else 0
+        reading = self.num_unread * self.costs.reading_seconds
+        self.is_skipped = not self.costs.choice.should_draft(reading / self.verify_seconds(self.text_length)[0])
+        if not self.is_skipped:
+            self.last_draft_length = self.text_length
+        return not self.is_skipped
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
-        self.text_length, latency = prefix.longest, self.require_latency()
+        self._select_costs(prefix)
+        latency, costs = self.require_latency(), self.costs
         tree = GrowingTree(self, prefix, rollout)
         device = prefix.root.device
         depths = torch.zeros_like(tree.tokens)
         trust = np.minimum.accumulate(np.clip(self.observed_rates / self.predicted_rates, 0.05, 1.5))
         correction = torch.tensor([0.0, *np.log(trust)], dtype=torch.float32, device=device)
         verify = torch.tensor(self.verify_seconds(self.text_length), dtype=torch.float32, device=device)
-        depth = self.max_depth(rollout)
+        depth, curves = self.max_depth(rollout), list[Tensor]()
         for level in range(depth):
             scores = tree.add_children(self.top_k)
             depths = torch.cat([depths, torch.full_like(scores, level + 1, dtype=torch.int64)], dim=1)
             chances = (tree.scores + correction[depths]).exp().sort(dim=1, descending=True).values[:, : self.budget]
             tokens = chances.mean(0).cumsum(0)  # the root alone emits one
-            spent = self.start_seconds + level * self.step_seconds + latency.estimate_levels(level + 1)
+            curves.append(tokens)
+            spent = costs.start_seconds + level * costs.step_seconds + latency.estimate_levels(level + 1)
             speed = tokens / (spent + verify[: len(tokens)])
             if level + 1 == depth:
                 break
             best = scores.sort(dim=1, descending=True, stable=True)
             mass = float((best.values[:, : self.top_k] + correction[level + 1]).exp().sum(1).mean())
             carried = self.observed_rates[level + 1] / max(self.observed_rates[level], 1e-6)
-            if mass * carried < (self.step_seconds + latency.level_seconds) * float(speed.max()):
+            if mass * carried < (costs.step_seconds + latency.level_seconds) * float(speed.max()):
                 break  # another level costs more time than its expected tokens save
             tree.extend_frontier(best.indices[:, : self.top_k])
         size = max(2, int(speed.argmax()) + 1)
         self.num_levels = level + 1
+        self._update_curves(curves)
         ranked = tree.scores.sort(dim=1, descending=True, stable=True)
         self.expected_by_depth = torch.zeros(len(prefix.root), self.depth + 1, device=device)
         self.expected_by_depth.scatter_add_(1, depths.gather(1, ranked.indices[:, :size]), ranked.values[:, :size].exp())
         return tree.select_best(size)
 
+    def _update_curves(self, curves: list[Tensor]) -> None:
+        """Add the expected tokens of this round's trees, by levels and nodes; levels that it lacks repeat its last one."""
+        self.num_curves = min(self.num_curves + 1, self.memory)
+        levels = [curve.tolist() for curve in curves]
+        complete = [level + [level[-1]] * (self.budget - len(level)) for level in levels]
+        complete += [complete[-1]] * (self.depth - len(complete))
+        self.token_curves += (np.array(complete) - self.token_curves) / self.num_curves
+
     def needs_drafter(self, prefix: Prefix, tries: list[Trie]) -> bool:
-        self.copy_tree, self.text_length = None, prefix.longest
+        self._select_costs(prefix)
+        self.copy_tree, costs = None, self.costs
         if not are_calibrated(tries):
             return True
-        self.copy_tree = copies = self._fastest_copies(tries, self.copy_seconds)
-        alone, added = self.copy_seconds + copies.seconds, self.drafter_gains[copies.gain_bucket]
+        self.copy_tree = copies = self._fastest_copies(tries, costs.copy_seconds)
+        alone, added = costs.copy_seconds + copies.seconds, costs.drafter_gains[copies.gain_bucket]
         drafting = (
-            self.start_seconds - self.copy_seconds + max(0.0, added.num_levels - 1) * self.step_seconds + added.verify_seconds
+            costs.start_seconds
+            - costs.copy_seconds
+            + max(0.0, added.num_levels - 1) * costs.step_seconds
+            + added.verify_seconds
         )
         tokens = added.num_tokens * min(1.0, max(0.0, self.mean_gained / max(self.mean_promised, 1e-6)))
         return added.needs_trial() or tokens * alone > copies.num_tokens * drafting
@@ -156,14 +250,14 @@ class Auto(LatencyAwareBuilder):
         """Return the fastest size after drafting; copies and drafted nodes compete by calibrated probability."""
         if not are_calibrated(tries):
             return self.budget
-        self.text_length = prefix.longest
+        self._select_costs(prefix)
         if self.num_levels:
-            fastest = self._fastest_copies(tries, self.start_seconds + (self.num_levels - 1) * self.step_seconds)
+            fastest = self._fastest_copies(tries, self.costs.start_seconds + (self.num_levels - 1) * self.costs.step_seconds)
         else:
-            fastest = self.copy_tree or self._fastest_copies(tries, self.copy_seconds)
+            fastest = self.copy_tree or self._fastest_copies(tries, self.costs.copy_seconds)
         if self.num_levels and self.copy_tree is not None:
             self.promised_tokens = fastest.num_tokens - self.copy_tree.num_tokens
-            added = self.drafter_gains[self.copy_tree.gain_bucket]
+            added = self.costs.drafter_gains[self.copy_tree.gain_bucket]
             added.update_means(self.promised_tokens, self.num_levels, fastest.seconds - self.copy_tree.seconds, 1 / self.memory)
         self.expected_by_depth = fastest.expected_by_depth
         return fastest.size
@@ -192,85 +286,63 @@ class Auto(LatencyAwareBuilder):
             self.mean_promised += judge_rate * (promised - self.mean_promised)
             self.mean_gained += judge_rate * (copies.drafter_gain(round) - self.mean_gained)
         judged = (round.tree.valid & round.tree.can_emit).sum(1)
-        if int(judged.max()) == 1:
-            return  # nothing was drafted
-        self.tree_sizes.append(int(judged.max()))
-        latency = self.require_latency()
-        expected_seconds = latency.estimate_verify(self.tree_sizes[-1], self.text_length)
-        expected_seconds += latency.estimate_levels(int(round.tree.depths.max())) if latency.level_seconds else 0.0
-        slowdown = (round.seconds["verify"] + round.seconds["accept"]) / expected_seconds
-        drafting = round.seconds["draft"] / max(slowdown, 1e-9)
-        if levels > 1:
-            step = max(0.0, (drafting - self.start_seconds) / (levels - 1))
-            self.step_seconds += rate * (step - self.step_seconds)
-        elif levels == 0:
-            self.copy_seconds += rate * (drafting - self.copy_seconds)
-        else:
-            self.start_seconds += rate * (drafting - self.start_seconds)
-        if self.expected_by_depth is None:
-            return  # uncalibrated copies
+        size = int(judged.max())
+        if size > 1:
+            self.tree_sizes.append(size)
+        if not self.has_timed:
+            self._record_choice(round, size, levels)
+            self._update_costs(round, size, levels)
+        self.num_unread, self.is_skipped, self.has_timed = 0, False, False
+        if self.expected_by_depth is None or size == 1:
+            return  # uncalibrated copies, or nothing was drafted
         for expected, count in zip(self.expected_by_depth.tolist(), (round.counts * (judged > 1)).tolist()):
             for depth in range(1, self.depth + 1):
                 if count and expected[depth]:
                     self.predicted_rates[depth - 1] += rate * (expected[depth] - self.predicted_rates[depth - 1])
                     self.observed_rates[depth - 1] += rate * ((count > depth) - self.observed_rates[depth - 1])
 
+    def _update_costs(self, round: RoundResult, size: int, levels: int) -> None:
+        """Update the running means of drafting times by those of a round that drafted."""
+        costs, drafting, rate = self.costs, self._drafting_seconds(round), 1 / self.memory
+        if size == 1:
+            return
+        if levels > 1 and not self.num_unread:
+            step = max(0.0, (drafting - costs.start_seconds) / (levels - 1))
+            costs.step_seconds += rate * (step - costs.step_seconds)
+        elif levels == 0:
+            costs.copy_seconds += rate * (drafting - costs.copy_seconds)
+        elif not self.num_unread:
+            costs.start_seconds += rate * (drafting - costs.start_seconds)
+        else:
+            reading = max(0.0, drafting - costs.start_seconds - (levels - 1) * costs.step_seconds) / self.num_unread
+            costs.reading_seconds += (reading - costs.reading_seconds) * (max(rate, 0.25) if costs.reading_seconds else 1)
+
+    def _verify_seconds(self, tree: TokenTree) -> float:
+        """Return the expected seconds to verify a tree."""
+        size, latency = int((tree.valid & tree.can_emit).sum(1).max()), self.require_latency()
+        levels = latency.estimate_levels(int(tree.depths.max())) if latency.level_seconds else 0.0
+        return latency.estimate_verify(size, self.text_length) + levels
+
+    def _drafting_seconds(self, round: RoundResult) -> float:
+        """Return the drafting time of a round, divided by how much slower its verification was than measured."""
+        slowdown = (round.seconds["verify"] + round.seconds["accept"]) / self._verify_seconds(round.tree)
+        return round.seconds["draft"] / max(slowdown, 1e-9)
+
+    def _record_choice(self, round: RoundResult, size: int, levels: int) -> None:
+        """Record time and tokens of a round with the choice whether to draft."""
+        choice, costs, active = self.costs.choice, self.costs, round.counts > 0
+        seconds, step = sum(round.seconds.values()), self.verify_seconds(self.text_length)[0]
+        if self.is_skipped:
+            choice.record_plain(seconds / step)
+        elif bool(active.any()):
+            choice.is_preparing = size == 1 and not choice.is_preparing
+            drafting = costs.start_seconds + max(0, levels - 1) * costs.step_seconds
+            modelled = drafting + self._verify_seconds(round.tree)
+            reading = max(0.0, self._drafting_seconds(round) - drafting) if self.num_unread else 0.0
+            is_timed = not self.num_unread and size > 1
+            tokens = float(round.counts.sum() / active.sum())
+            choice.record_draft(tokens, modelled / step, seconds / modelled if is_timed else None, reading / step)
+
     def report_settings(self) -> dict[str, object]:
         middle = sorted(self.tree_sizes)[len(self.tree_sizes) // 2] if self.tree_sizes else None
         return {**super().report_settings(), "median_size": middle}
-
-
-@dataclass(frozen=True)
-class CopyTree:
-    """The fastest tree of ready continuations. Shapes: B batch, D depth."""
-
-    size: int  # nodes, the root included
-    num_tokens: float  # expected tokens of a round
-    seconds: float  # time to verify the tree
-    expected_by_depth: Tensor  # [B, 1 + D] expected accepted nodes, by depth
-    tries: list[Trie]
-    nodes: list[set[int]]  # selected nodes of each trie
-
-    @property
-    def gain_bucket(self) -> int:
-        """The bucket of expected tokens by which gains are averaged; at most 6, because more buckets have fewer rounds each."""
-        return min(6, round(2 * self.num_tokens))
-
-    def drafter_gain(self, outcome: RoundResult) -> float:
-        """Return how many more tokens per text a round with drafted nodes accepted than these copies alone would have."""
-        assert outcome.path is not None
-        paths = outcome.tree.tokens.gather(1, outcome.path).tolist()
-        accepted = [path[1:count] for path, count in zip(paths, outcome.counts.tolist())]
-        return sum(len(tokens) - self._matched_length(row, tokens) for row, tokens in enumerate(accepted)) / len(accepted)
-
-    def _matched_length(self, row: int, tokens: list[int]) -> int:
-        """Return how many of the tokens after a text's root follow a path of these nodes."""
-        node: int | None = 0
-        for length, token in enumerate(tokens):
-            node = None if node is None else self.tries[row].find_child(node, token)
-            if node not in self.nodes[row]:
-                return length
-        return len(tokens)
-
-
-@dataclass
-class DrafterGain:
-    """The drafter's expected gain over copies of one bucket: running means over the rounds in which it ran."""
-
-    num_tokens: float = 0.0
-    num_levels: float = 1.0
-    verify_seconds: float = 0.0  # added seconds of the larger tree
-    num_trials: int = 0
-    rounds_skipped: int = 0  # rounds without the drafter since the last trial
-
-    def needs_trial(self) -> bool:
-        """Tell whether trials are too few or too long ago."""
-        self.rounds_skipped += 1
-        return self.num_trials < 4 or self.rounds_skipped >= 16 * self.num_trials
-
-    def update_means(self, tokens: float, levels: int, verifying: float, rate: float) -> None:
-        self.num_trials, self.rounds_skipped = self.num_trials + 1, 0
-        rate = max(rate, 1 / self.num_trials)
-        self.num_tokens += rate * (tokens - self.num_tokens)
-        self.num_levels += rate * (levels - self.num_levels)
-        self.verify_seconds += rate * (verifying - self.verify_seconds)

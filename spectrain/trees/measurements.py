@@ -1,5 +1,7 @@
 """Measurements that tree builders are prepared with; decoding/calibration.py makes them."""
 
+from __future__ import annotations
+
 import json
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -10,6 +12,13 @@ from typing import Any
 import numpy as np
 
 from spectrain.files import write_text
+
+TIMED_SIZES = (1, 2, 4, 8, 16, 32, 64)
+
+
+def list_timed_sizes(budget: int) -> list[int]:
+    """Return the tree sizes to time for trees of up to `budget` nodes."""
+    return [size for size in TIMED_SIZES if size < budget] + [budget]
 
 
 @dataclass(frozen=True)
@@ -24,6 +33,19 @@ class Latency:
     step_seconds: dict[int, dict[int, float]]  # context -> nodes -> one further draft step
     start_seconds: float  # the first draft step, which also reads accepted tokens
     level_seconds: float = 0.0  # added time per level after the first, where layers keep a state and run level by level
+    batch: int = 1  # prompts that were decoded together
+
+    def for_batch(self, batch: int) -> Latency:
+        """Estimate the times for another number of prompts, as those of one tree of as many nodes as all trees have."""
+        share = batch / self.batch
+        if share == 1:
+            return self
+        verify, step = (
+            {length: {size: _interpolate_nodes(times, size * share) for size in times} for length, times in table.items()}
+            for table in (self.verify_seconds, self.step_seconds)
+        )
+        longer = self.estimate_step(share) / max(self.estimate_step(1), 1e-9)
+        return Latency(verify, step, self.start_seconds * max(1.0, longer), self.level_seconds, batch)
 
     def estimate_verify(self, nodes: float, context: int = 0) -> float:
         return _interpolate_context(self.verify_seconds, context, nodes)

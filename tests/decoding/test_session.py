@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 
 from spectrain.decoding.acceptance import Greedy, Match
 from spectrain.decoding.acceptance.rejection import RecursiveRejection
@@ -19,7 +20,8 @@ from spectrain.experimental.layer_skip.drafter import LayerSkipping
 from spectrain.experimental.pruning.pruning import Pruning
 from spectrain.experimental.shared.guard import Guard
 from spectrain.models.target import Target
-from spectrain.trees import Chain, Eagle2, Static
+from spectrain.trees import Auto, Chain, Eagle2, Static
+from spectrain.trees.measurements import Calibration, Latency
 from tests.decoding.test_captured import facts
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [9, 10], [100, 3, 44, 8]]
@@ -127,3 +129,20 @@ def test_from_drafter_tunes_calibrates_and_checks(shallow: Target) -> None:
     assert len(requested) == 2
     with pytest.raises(UserError, match="acceptance=recursive"):
         Session.from_drafter(shallow, Eagle3(shallow, vocab_size=64), Chain(2), RecursiveRejection(), prompts)
+
+
+@pytest.mark.parametrize("cost", [0.0, 1.0])
+def test_session_drafts_by_measured_times(shallow: Target, cost: float) -> None:
+    """Where a draft step takes as long as many target steps, most rounds are plain; output and drafts are the same. Trees for
+    three prompts are timed once."""
+    builder = Auto(depth=3, budget=8, top_k=3)
+    builder.prepare(Calibration(latency=Latency({4: {1: 1e-3, 8: 1e-3}}, {4: {1: cost, 8: cost}}, cost)))
+    drafter = Eagle3(shallow, vocab_size=512).eval()
+    session = Session(shallow, Greedy(), drafter, builder)
+    plain = [generation.output for generation in decode(shallow, PROMPTS, Greedy(), 24)]
+    for _ in range(2):
+        session.warm_up(PROMPTS, 24)
+        drafted = session.decode(PROMPTS, 24)
+        assert [generation.output for generation in drafted] == plain
+    assert (3, torch.get_num_threads()) in builder.costs_by_setting and builder.costs.is_timed
+    assert set(builder.costs.latency.verify_seconds) == {max(map(len, PROMPTS))}

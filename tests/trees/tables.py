@@ -50,7 +50,7 @@ def context(rows: Sequence[int] = ROWS) -> Any:
     """A round of these rows: their roots, keys and lengths."""
     lengths = torch.tensor([length(row) for row in rows])
     root, keys = torch.tensor([101 + row for row in rows]), torch.tensor(rows)
-    return SimpleNamespace(root=root, sequence_ids=keys, lengths=lengths, longest=int(lengths.max()))
+    return SimpleNamespace(root=root, sequence_ids=keys, lengths=lengths, longest=int(lengths.max()), begins=False)
 
 
 def length(row: int) -> int:
@@ -143,9 +143,11 @@ def grown(make: Callable[[], TreeBuilder], scores: Scores = random_scores) -> To
 
 
 def assert_rows_alone(make: Callable[[], TreeBuilder], scores: Scores = random_scores) -> None:
-    """Every row of a batch has the tree that it has alone."""
+    """Every row of a batch has the tree that it has alone, or with its like, where times depend on the number of rows."""
     tree = make().expand(context(), Table(scores))
     for row in ROWS:
-        alone = make().expand(context([row]), Table(scores, [row]))
+        builder = make()
+        rows = [row] * (len(ROWS) if builder.decides_to_draft else 1)
+        alone = builder.expand(context(rows), Table(scores, rows))
         assert paths(alone, 0) == paths(tree, row)
         assert_q(alone, 0, row, scores, make().temperature)

@@ -12,7 +12,8 @@ from spectrain.errors import UserError
 from spectrain.experimental.cast.builder import Cast, choose_size
 from spectrain.trees import Auto, Eagle2
 from spectrain.trees.base import RoundResult
-from spectrain.trees.measured import CopyTree, LatencyAwareBuilder
+from spectrain.trees.copy_tree import CopyTree
+from spectrain.trees.measured import LatencyAwareBuilder
 from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import TokenTree
 from spectrain.trees.trie import Trie
@@ -42,7 +43,7 @@ def prepared(
     """A builder that knows the cost of a step over n nodes, step n, and of verifying them, base + node n."""
     verify, steps = {n: base + node * n for n in SIZES}, {n: step * n for n in SIZES}
     other = {40: dict.fromkeys(SIZES, 100.0)} if context else {}  # behind a context that is longer than the rows'
-    builder.prepare(Calibration(latency=Latency({context: verify, **other}, {context: steps, **other}, start)))
+    builder.prepare(Calibration(latency=Latency({context: verify, **other}, {context: steps, **other}, start, batch=2)))
     return builder
 
 
@@ -211,7 +212,7 @@ def test_auto_drafts_a_single_level_where_steps_are_expensive() -> None:
 
 def observed(builder: Auto, tree: TokenTree, counts: list[int], node: float) -> None:
     """Tell a builder what became of its round, at the costs it was prepared with."""
-    seconds = {"draft": builder.start_seconds + (builder.num_levels - 1) * builder.step_seconds, "accept": 0.0}
+    seconds = {"draft": builder.costs.start_seconds + (builder.num_levels - 1) * builder.costs.step_seconds, "accept": 0.0}
     seconds["verify"] = 1 + node * tree.tokens.shape[1]
     builder.observe(RoundResult(tree, torch.zeros(0), torch.tensor(counts), seconds))
 
@@ -342,7 +343,7 @@ def test_auto_counts_the_cost_of_a_larger_tree() -> None:
     for verifying, asks in ((0.0, True), (0.25, True), (0.4, False)):
         builder = prepared(Auto(), 0.2, 1.0, 0.0, 0.2)
         for _ in range(4):
-            builder.drafter_gains[2].update_means(0.5, 1, verifying, 1.0)
+            builder.costs.drafter_gains[2].update_means(0.5, 1, verifying, 1.0)
         assert builder.needs_drafter(context(), [copies([])]) is asks
 
 

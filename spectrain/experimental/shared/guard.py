@@ -129,7 +129,7 @@ class GuardedBuilder(WrappedBuilder):
 
 
 class GuardedSystem(EvalExtension):
-    """Decodes with the drafter's own system under a guard."""
+    """Decodes with the drafter's own system under a guard; a tree that decides whether to draft needs none."""
 
     def adapt_system(self, candidate: Candidate, first: System) -> System:
-        return replace(first, guard=Guard())
+        return first if first.builder.decides_to_draft else replace(first, guard=Guard())

@@ -1,0 +1,48 @@
+"""Rounds that draft only where their tree builder expects a gain."""
+
+from __future__ import annotations
+
+import time
+
+from spectrain.drafters.base import Drafter
+from spectrain.drafters.context import Context
+from spectrain.drafters.layers.skippable import SkippableDrafter
+from spectrain.trees.base import Draft, TreeBuilder
+
+from .latency import time_verification
+from .loop import EagerRunner
+
+
+class SelectiveDrafter(SkippableDrafter):
+    """Asks a tree builder before every round whether to draft, and times verification for it where it needs that.
+
+    A drafter that copies costs little and has weighed its copies itself, so it drafts in every round.
+    """
+
+    def __init__(self, drafter: Drafter, builder: TreeBuilder) -> None:
+        super().__init__(drafter)
+        self.builder = builder
+        self.is_skippable = not (drafter.capabilities.is_copier or drafter.capabilities.has_no_q)
+
+    def draft(self, context: Context) -> Draft:
+        refresh_times(self.builder, context)
+        if not self.is_skippable or self.builder.should_draft(context):
+            return super().draft(context)
+        self.skip(context)
+        return Draft()
+
+
+def refresh_times(builder: TreeBuilder, context: Context, is_new_batch: bool = False) -> None:
+    """Time verification for a builder where it needs that. `is_new_batch`: also if the number of threads may still change."""
+    if sizes := builder.untimed_sizes(context, is_new_batch):
+        start = time.perf_counter()
+        seconds = time_verification(context, sizes)
+        builder.record_times(context, seconds, time.perf_counter() - start)
+
+
+def draft_selectively(runner: EagerRunner, max_new_tokens: int) -> None:
+    """Let a runner draft only where its tree builder expects a gain."""
+    assert runner.drafter is not None
+    runner.round_drafter = SelectiveDrafter(runner.drafter, runner.builder)
+    # A drafter that reads skipped tokens writes as many slots in every row as in the one with most of them.
+    runner.extra_slots = max_new_tokens

@@ -1,0 +1,94 @@
+"""The choice between a round with a draft and a plain step, by measured times and tokens of earlier rounds."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+# Share of all steps that trials of a drafter that does not pay may lose, and that plain steps may lose where it pays.
+TRIAL_ALLOWANCE, STEP_ALLOWANCE = 0.008, 0.003
+# Rounds that an expected gain counts for before any was drafted.
+PRIOR_ROUNDS = 4
+# Drafted rounds that the cost of reading a prompt, or skipped tokens, is spread over.
+ROUNDS_PER_READING = 32
+# Last rounds of one kind whose median time is compared with a round of the other kind, and comparisons that count.
+COMPARED_ROUNDS, NUM_COMPARISONS = 5, 9
+
+
+class DraftChoice:
+    """Decides before every round whether to draft, for one batch size and number of threads.
+
+    The unit of gains and costs is a plain step. A drafted round gains its tokens and costs its time; the mean gain over the
+    last drafted rounds decides. The other kind of round is tried now and then: each round of the better kind saves a share of
+    its steps, and a trial is due as soon as the savings cover its expected loss. So trials lose this share at most, a drafter
+    that loses little is tried often, and a trial that gains pays for the next one.
+
+    Costs are modelled ones, times how much longer than modelled drafted rounds took compared with plain ones. A trial is
+    compared with the last rounds of the other kind only, so that a change of the machine's load affects both.
+    """
+
+    def __init__(self, tokens: float, cost: float, window: int = 64) -> None:
+        # Drafted rounds over which means are taken.
+        self.window = window
+        # Running means of tokens and modelled cost of drafted rounds, at first what is expected, and the number of rounds in
+        # them.
+        self.mean_tokens, self.mean_cost, self.num_rounds = tokens, cost, PRIOR_ROUNDS
+        # Steps that trials may lose.
+        self.savings = 0.0
+        # Observed over modelled seconds of the last rounds, with a draft (True) and without (False).
+        self.time_ratios: dict[bool, deque[float]] = {kind: deque(maxlen=COMPARED_ROUNDS) for kind in (False, True)}
+        # Ratios of drafted rounds over those of plain steps.
+        self.comparisons: deque[float] = deque([1.0], maxlen=NUM_COMPARISONS)
+        # Whether the drafter proposed nothing in the last round, in which it may have prepared the next one.
+        self.is_preparing = False
+        # Whether drafting was expected to pay in this round, and whether any round was drafted.
+        self.prefers_draft = True
+        self.has_drafted = False
+
+    @property
+    def relative_cost(self) -> float:
+        """How much longer drafted rounds take than plain steps, relative to their modelled times."""
+        return median(self.comparisons)
+
+    @property
+    def mean_gain(self) -> float:
+        """The tokens of a drafted round minus its cost, on average."""
+        return self.mean_tokens - self.mean_cost * self.relative_cost
+
+    def should_draft(self, reading_cost: float = 0.0) -> bool:
+        """Tell whether the next round drafts, if the drafter has to read skipped tokens first for `reading_cost` steps."""
+        self.prefers_draft = self.mean_gain > reading_cost / ROUNDS_PER_READING
+        expected_loss = self.mean_gain if self.prefers_draft else reading_cost - self.mean_gain
+        return self.is_preparing or self.prefers_draft != (self.savings >= expected_loss)
+
+    def record_plain(self, time_ratio: float) -> None:
+        """Record a round without a draft, which took `time_ratio` times its modelled seconds."""
+        if self.prefers_draft:
+            self._compare(False, time_ratio)
+            self.savings = max(0.0, self.savings - self.mean_gain)
+        else:
+            self.savings += TRIAL_ALLOWANCE
+        self.time_ratios[False].append(time_ratio)
+
+    def record_draft(self, tokens: float, cost: float, time_ratio: float | None, reading_cost: float = 0.0) -> None:
+        """Record a drafted round of `tokens` tokens: `cost` modelled steps, and `reading_cost` steps for skipped tokens.
+
+        `time_ratio` is None if the time of the round is not that of others.
+        """
+        if time_ratio is not None:
+            if not self.prefers_draft:
+                self._compare(True, time_ratio)
+            self.time_ratios[True].append(time_ratio)
+        had_gained, gain = self.mean_gain > 0, tokens - cost * self.relative_cost
+        self.has_drafted = True
+        self.savings += STEP_ALLOWANCE * tokens if self.prefers_draft else gain - reading_cost
+        self.num_rounds = min(self.num_rounds + 1, self.window)
+        self.mean_tokens += (tokens - self.mean_tokens) / self.num_rounds
+        self.mean_cost += (cost - self.mean_cost) / self.num_rounds
+        if had_gained != (self.mean_gain > 0):
+            self.savings = 0.0
+
+    def _compare(self, is_drafted: bool, time_ratio: float) -> None:
+        """Compare the time of a trial with those of the last rounds of the other kind."""
+        if others := self.time_ratios[not is_drafted]:
+            self.comparisons.append(time_ratio / median(others) if is_drafted else median(others) / time_ratio)

@@ -1,0 +1,79 @@
+"""Measured times and gains of rounds of one batch size and number of threads."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+
+from .draft_choice import DraftChoice
+from .measurements import Latency
+
+# Rounds in a row with the same batch size and number of threads after which its verification is timed.
+SETTLED_ROUNDS = 4
+# Verification is timed again where drafted rounds take this factor more or less than modelled, compared with plain ones ...
+UNSTEADY_FACTOR = 1.25
+# ... or the text is this many times longer than the longest timed one, after a pause of this many times its duration.
+LENGTH_FACTOR, PAUSE_FACTOR = 2.0, 100.0
+
+
+@dataclass
+class DrafterGain:
+    """The drafter's expected gain over copies of one bucket: running means over the rounds in which it ran."""
+
+    num_tokens: float = 0.0
+    num_levels: float = 1.0
+    verify_seconds: float = 0.0  # added seconds of the larger tree
+    num_trials: int = 0
+    rounds_skipped: int = 0  # rounds without the drafter since the last trial
+
+    def needs_trial(self) -> bool:
+        """Tell whether trials are too few or too long ago."""
+        self.rounds_skipped += 1
+        return self.num_trials < 4 or self.rounds_skipped >= 16 * self.num_trials
+
+    def update_means(self, tokens: float, levels: int, verifying: float, rate: float) -> None:
+        self.num_trials, self.rounds_skipped = self.num_trials + 1, 0
+        rate = max(rate, 1 / self.num_trials)
+        self.num_tokens += rate * (tokens - self.num_tokens)
+        self.num_levels += rate * (levels - self.num_levels)
+        self.verify_seconds += rate * (verifying - self.verify_seconds)
+
+
+@dataclass
+class RoundCosts:
+    """What rounds of one batch size and number of threads take, and whether they draft."""
+
+    latency: Latency
+    choice: DraftChoice
+    start_seconds: float  # running mean of the first draft step
+    step_seconds: float  # of every further draft step
+    copy_seconds: float = 0.0  # drafting time of a round that only copies
+    reading_seconds: float = 0.0  # of each token that the drafter reads beyond those of one round
+    # The drafter's gains by bucket of the copies' expected tokens.
+    drafter_gains: dict[int, DrafterGain] = field(default_factory=lambda: defaultdict(DrafterGain))
+    # Seconds to verify every size, by context length.
+    verify_curves: dict[int, list[float]] = field(default_factory=dict)
+    # Whether verification was timed for this batch size and number of threads.
+    is_timed: bool = False
+    # Time of the end of the last timing, and its duration.
+    timing_end: float = 0.0
+    timing_seconds: float = 0.0
+
+    def needs_timing(self, length: int, num_rounds: int) -> bool:
+        """Tell whether to time verification before a round behind `length` tokens, the `num_rounds`-th in a row."""
+        if not self.is_timed:
+            return num_rounds >= SETTLED_ROUNDS
+        if time.monotonic() - self.timing_end < PAUSE_FACTOR * self.timing_seconds:
+            return False
+        relative_cost = self.choice.relative_cost
+        is_unsteady = max(relative_cost, 1 / relative_cost) > UNSTEADY_FACTOR
+        return is_unsteady or length > LENGTH_FACTOR * max(self.latency.verify_seconds)
+
+    def set_times(self, length: int, seconds: dict[int, float], batch: int) -> None:
+        """Replace the verification times by those measured for these sizes behind `length` tokens."""
+        self.latency = replace(self.latency, verify_seconds={length: seconds}, batch=batch)
+        self.choice.comparisons.clear()
+        self.choice.comparisons.append(1.0)
+        self.verify_curves.clear()
+        self.is_timed = True

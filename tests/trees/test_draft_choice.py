@@ -1,0 +1,79 @@
+"""Rounds draft where that pays, and what trying costs is bounded."""
+
+from random import Random
+
+import pytest
+
+from spectrain.trees.draft_choice import DraftChoice
+
+STEP = 0.02  # seconds of a plain step
+
+
+def stream(choice: DraftChoice, rate: float, cost: float, num_tokens: int, seed: int = 0) -> tuple[list[bool], float, int]:
+    """Decode so many tokens with drafts of which each is accepted at a rate: which rounds drafted, steps spent, tokens."""
+    drafted, emitted, spent, draw = [], 0, 0.0, Random(seed)
+    while emitted < num_tokens:
+        drafted.append(choice.should_draft())
+        noise, tokens = draw.lognormvariate(0, 0.1), 1
+        while drafted[-1] and tokens < 6 and draw.random() < rate:
+            tokens += 1
+        if drafted[-1]:
+            choice.record_draft(tokens, cost, noise)
+        else:
+            choice.record_plain(noise)
+        emitted, spent = emitted + tokens, spent + (cost if drafted[-1] else 1.0) * noise
+    return drafted, spent, emitted
+
+
+@pytest.mark.parametrize("rate, cost", [(0.0, 1.1), (0.0, 1.5), (0.0, 4.0), (0.25, 1.6), (0.35, 1.6)])
+def test_drafting_that_loses_costs_little(rate: float, cost: float) -> None:
+    """Over 2,000 tokens a drafter that does not pay costs 2.5 % at most, and is tried until the end."""
+    for seed in range(5):
+        drafted, spent, emitted = stream(DraftChoice(1.5, 1.0), rate, cost, 2000, seed)
+        assert spent <= 1.025 * emitted and any(drafted[-1500:])
+
+
+@pytest.mark.parametrize("rate, cost", [(0.6, 1.5), (0.7, 2.0), (0.9, 4.0)])
+def test_drafting_that_pays_goes_on(rate: float, cost: float) -> None:
+    """Nearly all rounds draft, and some are plain steps that measure one."""
+    drafted, spent, emitted = stream(DraftChoice(1.5, 1.0), rate, cost, 3000)
+    assert 0.8 * len(drafted) < drafted.count(True) < len(drafted) and spent < emitted
+
+
+def test_drafting_returns_when_acceptance_rises() -> None:
+    """After a stretch that does not pay, one that does is drafted again."""
+    choice = DraftChoice(1.5, 1.0)
+    before, *_ = stream(choice, 0.1, 1.5, 1000)
+    after, *_ = stream(choice, 0.7, 1.5, 3000)
+    assert before[-500:].count(True) < 50 < 400 < after[-500:].count(True)
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_times_that_the_model_misses_decide(factor: float) -> None:
+    """Drafted rounds of two tokens that take 1.5 modelled steps pay where they take half of that, and not where twice."""
+    choice = DraftChoice(2.0, 1.5)
+    for _ in range(600):
+        if choice.should_draft():
+            choice.record_draft(2.0, 1.5, factor)
+        else:
+            choice.record_plain(1.0)
+    assert choice.relative_cost == factor and choice.prefers_draft == (factor < 1)
+    assert choice.mean_gain == pytest.approx(2 - 1.5 * factor, abs=0.1)
+
+
+def test_reading_skipped_tokens_defers_a_trial() -> None:
+    """A trial is due when the savings cover its loss and the reading before it; the reading is paid from the savings."""
+    choice = DraftChoice(1.0, 1.1)
+    rounds = 0
+    while not choice.should_draft(reading_cost=0.3):
+        choice.record_plain(1.0)
+        rounds += 1
+    assert rounds == pytest.approx(0.4 / 0.008, abs=1)
+    choice.record_draft(1.0, 1.1, None, reading_cost=0.3)
+    assert choice.savings == pytest.approx(0.0, abs=0.009) and not choice.should_draft()
+
+
+def test_a_preparing_round_is_followed_by_a_draft() -> None:
+    choice = DraftChoice(1.0, 2.0)
+    choice.is_preparing = True
+    assert choice.should_draft() and not DraftChoice(1.0, 2.0).should_draft()
