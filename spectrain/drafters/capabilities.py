@@ -92,6 +92,21 @@ class DrafterWithExits(ABC):
         """Return the same drafter, with shared weights, at another exit."""
 
 
+class ContextParallelDrafter(ABC):
+    """A drafter whose loss processes share by columns of a batch (`trainer.context_parallel`): only its attention, in the
+    training through `Batch.piece`, reads other columns."""
+
+    @property
+    @abstractmethod
+    def label_reach(self) -> int:
+        """The largest number of columns from a column to the labels of its losses."""
+
+    @property
+    @abstractmethod
+    def num_heads(self) -> int:
+        """The number of query heads of its attention."""
+
+
 class TunableDrafter(ABC):
     """A drafter that searches its settings before decoding, on the target's greedy answers to prompts that are not scored."""
 

@@ -22,13 +22,13 @@ from spectrain.models.target import Target
 from spectrain.trees.base import Draft
 
 from .base import Losses, TrainingState
-from .capabilities import SavedFiles
+from .capabilities import ContextParallelDrafter, SavedFiles
 from .context import Context
 
 VARIANTS = (*NORM_VARIANTS, "norm_output", "own_embedding")
 
 
-class Eagle3(UnrolledEagle):
+class Eagle3(UnrolledEagle, ContextParallelDrafter):
     """EAGLE-3 with training-time test (section 3.2): `ttt_steps` unrolled drafts share one backward pass.
 
     Three layers of the target are fused into the first hidden state; each later draft step reads the un-normed output of the
@@ -84,6 +84,10 @@ class Eagle3(UnrolledEagle):
             init_self_attention(self.self_attn)
 
     # Training
+
+    @property
+    def label_reach(self) -> int:
+        return self.num_steps
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Unroll the drafter over its own hidden states, with the true tokens as input; gradients flow through it all.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from spectrain.config.values import Share, Steps
 from spectrain.drafters.layers.feature_layer import FeatureLayerDrafter, StepKeysValues
+from spectrain.drafters.layers.layers import num_heads
 from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.state_rollout import StateRollout
 from spectrain.drafters.layers.target_layer import TargetLayer, make_cached_attention
@@ -22,19 +23,18 @@ from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.architectures.mtp import MTP_HINT, has_mtp_layer, load_mtp_layer
-from spectrain.models.attention import unrolled_attention
 from spectrain.models.kv_cache import AttentionOptions, TreeCache
 from spectrain.trees.base import Draft
 
 from .base import Losses, TrainingState
-from .capabilities import SavedFiles
+from .capabilities import ContextParallelDrafter, SavedFiles
 from .context import Context
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
 
 
-class Mtp(FeatureLayerDrafter):
+class Mtp(FeatureLayerDrafter, ContextParallelDrafter):
     """One layer of the target's kind, with the target's embedding and head: h' = norm(layer(M [norm(E(x)); norm(h)]))
     (DeepSeek-V3, equations 21 to 23).
 
@@ -113,26 +113,35 @@ class Mtp(FeatureLayerDrafter):
 
     # Training
 
+    @property
+    def label_reach(self) -> int:
+        return self.num_steps
+
+    @property
+    def num_heads(self) -> int:
+        return num_heads(self.block.decoder.config)
+
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Unroll the layer over its own output; gradients flow through all steps."""
-        assert batch.features is not None
-        supervision = Supervision(self, batch)
-        return self._judge_steps(supervision, self.unroll_steps(batch, batch.features.at_layer("final"), supervision, state))
+        supervision, final = Supervision(self, batch), batch.input_features.at_layer("final")
+        return self._judge_steps(supervision, self.unroll_steps(batch, final, supervision, state))
 
     def run_step(
         self, batch: Batch, hidden: Tensor, step: int, earlier_kv: list[StepKeysValues]
     ) -> tuple[Tensor, StepKeysValues]:
         """Run one draft step over states [B, T, D] after the keys and values of earlier steps; return its own too."""
         # Tokens that roll in from beyond the end of a document are never supervised.
-        tokens = batch.tokens.roll(-1 - step, dims=1)
+        tokens = batch.piece.cut_columns(batch.tokens.roll(-1 - step, dims=1))
+        positions = batch.piece.cut_columns(batch.positions + step)
         new_kv: list[StepKeysValues] = []
 
         def attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+            q, k, v = batch.piece.exchange_qkv(q, k, v, step)
             new_kv.append((k, v))
             keys, values = ([kv[part] for kv in (*earlier_kv, new_kv[0])] for part in (0, 1))
-            return unrolled_attention(q, keys, values, batch.lengths, options)
+            return batch.piece.attend_unrolled(q, keys, values, batch.lengths, options)
 
-        return self.block(self.inputs(tokens, hidden), batch.positions + step, attend), new_kv[0]
+        return self.block(self.inputs(tokens, hidden), positions, attend), new_kv[0]
 
     def _judge_steps(self, supervision: Supervision, states: list[Tensor]) -> Losses:
         """Compute the losses of the states of every step's supervised indices together."""

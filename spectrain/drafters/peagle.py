@@ -22,12 +22,12 @@ from spectrain.drafters.layers.mask_token import check_mask_unused, resolve_mask
 from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
-from spectrain.models.attention import causal_attention
+from spectrain.models.kv_cache import AttentionOptions
 from spectrain.models.step_cost import BatchShape, Run, StepCost
 from spectrain.trees.base import Draft, MarginalRollout
 
 from .base import Losses, TrainingState
-from .capabilities import OnePassCost, SavedFiles
+from .capabilities import ContextParallelDrafter, OnePassCost, SavedFiles
 from .context import Context
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 NUM_DRAFTS = 8
 
 
-class PEagle(EagleDrafter):
+class PEagle(EagleDrafter, ContextParallelDrafter):
     """EAGLE-3's layers, with `num_drafts` - 1 masks after the root.
 
     A mask is the mask token's embedding with one learned `mask_hidden` instead of the target's features. Training supervises
@@ -102,6 +102,10 @@ class PEagle(EagleDrafter):
 
     # Training
 
+    @property
+    def label_reach(self) -> int:
+        return self.num_drafts
+
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
         """Return the cost of the layers over all tokens and masks."""
         share = self.drop.masks_per_token
@@ -113,40 +117,56 @@ class PEagle(EagleDrafter):
 
         The label of position t is the target's distribution at t + 1, that of its mask of depth d the one at t + d + 1.
         """
-        assert batch.features is not None
-        chains = sample_chains(batch, self.drop, state.step)
-        states = self._trained_states(batch, chains, state)
+        all_chains = sample_chains(batch, self.drop, state.step)
+        chains, states = all_chains.select_own(batch), self._trained_states(batch, all_chains, state)
         supervision = Supervision(self, batch)
-        rows = supervision.is_supervised(0).flatten().nonzero()[:, 0]
-        label_rows, own = torch.cat([rows, chains.anchors]), torch.arange(len(chains.depths), device=rows.device)
+        is_supervised = supervision.is_supervised(0)
+        rows = is_supervised.flatten().nonzero()[:, 0]
+        documents = _document_index(batch)
+        row_documents = batch.piece.cut_columns(documents.view_as(batch.tokens))[is_supervised]
+        label_documents = torch.cat([row_documents, documents[chains.anchors]])
         depths = torch.cat([torch.zeros_like(rows), chains.depths])
-        state_index = torch.cat([rows, batch.tokens.numel() + own])
+        own = torch.arange(len(chains.depths), device=rows.device)
+        state_index = torch.cat([rows, is_supervised.numel() + own])
         label_index = torch.cat([supervision.label_index(0), supervision.row_index.flatten()[chains.label_positions]])
         label_index, order = label_index.sort(stable=True)
-        depths, weights = depths[order], chains.document_weights(_document_index(batch)[label_rows])[order]
+        depths, weights = depths[order], chains.document_weights(label_documents)[order]
         hidden = self.head_inputs(states[0, state_index[order]])
         loss, right = supervision.judge_states(hidden, self.lm_head, label_index, weights)
         return Losses.by_depth({self.divergence: loss}, right, depths, self.num_drafts)
 
-    def _trained_states(self, batch: Batch, chains: Chains, state: TrainingState) -> Tensor:
-        """Return the states [1, N + C, D] of all positions, then of all masks."""
-        assert batch.features is not None
-        length, count = batch.tokens.numel(), len(chains.depths)
-        lengths = batch.lengths or (batch.tokens.shape[1],) * len(batch.tokens)
+    def _trained_states(self, batch: Batch, all_chains: Chains, state: TrainingState) -> Tensor:
+        """Return the states [1, N + C, D] of the positions of this process, then of its masks."""
+        piece, chains = batch.piece, all_chains.select_own(batch)
+        count = len(chains.depths)
         masks = self.project_fused(self.mask_hidden).expand(-1, count, -1)
-        hidden = torch.cat([self.fuse_features(batch.features).flatten(0, 1)[None], masks], dim=1)
+        hidden = torch.cat([self.fuse_features(batch.input_features).flatten(0, 1)[None], masks], dim=1)
         # The token that rolls in from beyond a document's end is never supervised.
-        next_tokens = batch.tokens.roll(-1, dims=1).reshape(1, -1)
+        next_tokens = piece.cut_columns(batch.tokens.roll(-1, dims=1)).reshape(1, -1)
         tokens = torch.cat([next_tokens, next_tokens.new_full((1, count), self.mask_token_id)], dim=1)
         positions = batch.positions.expand_as(batch.tokens).reshape(1, -1)
         positions = torch.cat([positions, positions[:, chains.anchors] + chains.depths], dim=1)
-        rope = self.rotary(self.fc.weight.detach(), positions)
+        # Some scalings of the rotary embedding depend on the last position of the complete text.
+        cos, sin = self.rotary(self.fc.weight.detach(), positions)
+        own = torch.arange(batch.tokens.numel() + count, device=tokens.device)
+        rows, mask_rows = own.split([batch.tokens.numel(), count])
+        own = torch.cat([piece.cut_columns(rows.view_as(batch.tokens)).flatten(), mask_rows])
+        rope = cos[:, own], sin[:, own]
+        seen_chains = all_chains if piece.attends_all_slots else chains
+        owners = piece.find_owners(all_chains.anchors % batch.tokens.shape[1])
 
         def attend(number: int, attention: Attention, x: Tensor) -> Tensor:
-            (q, own_q), (k, own_k), (v, own_v) = (part.split([length, count], 2) for part in attention.project_qkv(x, rope))
-            label_rows = causal_attention(q, k, v, lengths, window=self.window)
-            masks = chain_attention(own_q, own_k, own_v, (k, v), chains, self.window)
-            return attention.project_output(torch.cat([label_rows, masks], dim=2))
+            (q, own_q), (k, own_k), (v, own_v) = (
+                part.split([next_tokens.numel(), count], 2) for part in attention.project_qkv(x, rope)
+            )
+            # [1, heads, B t, D] -> [B, heads, t, D]
+            rows = (part[0].unflatten(1, (len(batch.tokens), -1)).transpose(0, 1) for part in (q, k, v))
+            q, k, v = piece.exchange_qkv(*rows)
+            attended = piece.attend_unrolled(q, [k], [v], batch.lengths, AttentionOptions(window=self.window))
+            context = k.transpose(0, 1).flatten(1, 2)[None], v.transpose(0, 1).flatten(1, 2)[None]
+            mask_qkv = piece.exchange_slots((own_q, own_k, own_v), owners)
+            masks = piece.return_slots(chain_attention(*mask_qkv, context, seen_chains, self.window), owners)
+            return attention.project_output(torch.cat([attended.transpose(0, 1).flatten(1, 2)[None], masks], dim=2))
 
         states: Tensor = state.run_checkpointed(self.run_layers, tokens, hidden, attend)
         return states

@@ -117,6 +117,9 @@ class Source(ABC):
     def begin(self, drafter: nn.Module) -> None:
         """Receive the drafter in its state before the first step of the training, resumed or not."""
 
+    def leave_writing(self) -> None:
+        """Write nothing to disk, because another process sees the same batches and writes their features."""
+
     def writable_store(self) -> FeatureCache | None:
         """Return the prepared store that batches add to; None if the source writes nothing to disk."""
         return None

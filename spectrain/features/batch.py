@@ -11,6 +11,8 @@ from torch.nn.utils.rnn import pad_sequence
 from spectrain.data.chat import Example
 from spectrain.models.features import Features, document_positions
 
+from .context_piece import WHOLE, ContextGroup, ContextPiece, SplitPiece
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -37,6 +39,8 @@ class Batch:
     visible: Tensor | tuple[Tensor, ...] | None = None
     # Of each document, the only tokens that carry loss: the first of them and the one after the last. None if any may.
     loss_windows: tuple[tuple[int, int], ...] | None = None
+    # The columns that this process runs. Features exist at them and at the next ones, up to the labels of its losses.
+    piece: ContextPiece = WHOLE
 
     @property
     def max_document_length(self) -> int:
@@ -52,6 +56,38 @@ class Batch:
     def next_is_supervised(self) -> Tensor:
         """[B, T] bool, True at positions whose next token is of the same document and carries loss."""
         return torch.nn.functional.pad((self.loss_mask & (self.positions > 0))[:, 1:], (0, 1))
+
+    @property
+    def input_features(self) -> Features:
+        """The features at the columns that this process runs."""
+        assert self.features is not None
+        if self.piece.is_whole:
+            return self.features
+        count = self.piece.cut_columns(self.tokens).shape[1]
+        return replace(self.features, tokens=self.features.tokens[:, :count], hidden=self.features.hidden[:, :count])
+
+    @property
+    def feature_columns(self) -> slice:
+        """The columns at which this process has features."""
+        if not isinstance(self.piece, SplitPiece) or self.features is None:
+            return slice(0, self.tokens.shape[1])
+        return slice(self.piece.start, self.piece.start + self.features.hidden.shape[1])
+
+    def select_labels(self, is_predicted: Tensor) -> Tensor:
+        """Return is_predicted [B, T] without the columns at which this process has no features."""
+        selected = torch.zeros_like(is_predicted)
+        selected[:, self.feature_columns] = is_predicted[:, self.feature_columns]
+        return selected
+
+    def split_context(self, group: ContextGroup, label_reach: int) -> "Batch":
+        """Return the batch with the features of this process: at its columns and `label_reach` next ones."""
+        piece = group.make_piece(self.tokens.shape[1])
+        features = self.features
+        if features is not None:
+            columns = slice(piece.start, piece.stop + label_reach)
+            # The copy lets the other features go.
+            features = replace(features, tokens=features.tokens[:, columns], hidden=features.hidden[:, columns].clone())
+        return replace(self, piece=piece, features=features)
 
     def at_next_token(self, part: Tensor | None) -> Tensor | None:
         """Return the values [R] of `part` [B, T] at the tokens after these positions; None if there is no `part`."""

@@ -85,6 +85,10 @@ class StoredSource(FeatureSource):
         contents = self.own_store.contents
         return f"; from {contents.target} ({contents.path}), compared by embedding, norm and output layer"
 
+    def leave_writing(self) -> None:
+        if self.own_store is not None:
+            self.own_store.is_writer = False
+
     def writable_store(self) -> FeatureStore | None:
         return self.own_store
 
@@ -111,9 +115,6 @@ class StoredSource(FeatureSource):
         self.store = self.own_store = FeatureStore(
             self.path, requested, self.max_gb * 1e9, self.shard_mb * 1e6, repair=self.capture
         )
-        if target.sharding == "tensor" and dist.get_rank():
-            # All processes of a tensor-parallel target see the same data, so only the first one writes.
-            self.own_store.is_writer = False
         return self.store
 
     def _requested_contents(

@@ -5,6 +5,7 @@ A row is a token that a module runs over, or a state that an output layer reads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import astuple, dataclass, replace
 from typing import Any
@@ -19,18 +20,28 @@ OUTPUT_LAYERS = ("lm_head", "lm_down")
 class BatchShape:
     """The sizes of a batch: texts, tokens of the longest one, tokens with padding, and tokens that carry loss."""
 
-    texts: int
+    texts: float
     length: int
     tokens: int
     supervised: int
     # Largest number of consecutive tokens of a text that carry loss in a step; None if all may.
     loss_tokens: int | None = None
 
+    def split_columns(self, parts: int) -> BatchShape:
+        """Return the sizes of the piece of the columns that has most supervised tokens, of `parts` pieces. Draft steps run over
+        a complete piece, and its share of the texts counts what is drawn of each text."""
+        if parts == 1:
+            return self
+        tokens = math.ceil(self.tokens / parts)
+        supervised = min(self.supervised, tokens)
+        texts = self.texts * supervised / max(1, self.supervised)
+        return replace(self, texts=texts, tokens=tokens, supervised=supervised, loss_tokens=None)
+
     def window_rows(self, num_steps: int) -> int:
         """Count the positions at which `num_steps` draft steps predict the tokens of the windows: all tokens without any."""
         if self.loss_tokens is None:
             return self.tokens
-        return min(self.tokens, self.texts * (self.loss_tokens + num_steps + 1))
+        return min(self.tokens, int(self.texts) * (self.loss_tokens + num_steps + 1))
 
 
 @dataclass(frozen=True)

@@ -143,9 +143,13 @@ def largest_batches(batches: Sequence[BatchShape]) -> set[BatchShape]:
 
 
 def step_moments(models: Models, stage: Stage, batch: BatchShape) -> list[dict[str, float]]:
-    """Return the bytes by part while logits exist, after them, in the optimiser's step, and in a forward without gradients."""
-    trained, cost = trained_parameters(stage), stage_cost(models, stage, batch)
-    judged, features = cost.judged, {"features": float(feature_bytes(models, stage, batch))}
+    """Return the bytes by part while logits exist, after them, in the optimiser's step, and in a forward without gradients.
+
+    All but the target's forward are those of the piece of the texts that a device runs.
+    """
+    piece, all_features = batch.split_columns(models.trainer.context_parallel), float(feature_bytes(models, stage, batch))
+    trained, cost = trained_parameters(stage), stage_cost(models, stage, piece)
+    judged, features = cost.judged, {"features": float(feature_bytes(models, stage, piece))}
     stored = sum(stored_bytes(models, run) for run in cost.runs) + cast_bytes(models, cost)
     head = FLOAT_BYTES * judged.vocab_size * (judged.width or models.target.width)  # the gradient of an output layer
     after = stored + judged.layers * head + cost.backward_values * FLOAT_BYTES
@@ -155,7 +159,7 @@ def step_moments(models: Models, stage: Stage, batch: BatchShape) -> list[dict[s
         features | {"activations": stored + (judged.layers - 1) * head, "logits": logits_bytes(models, judged)},
         features | {"activations": after},
         features | {"activations": scratch, "gradients": bytes_of(trained)},
-        features | {"target activations": forward_bytes(models, forward_rows)},
+        {"features": all_features, "target activations": forward_bytes(models, forward_rows)},
     ]
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from spectrain.config.spec import RunSpec
-from spectrain.drafters.capabilities import adapts_layers
+from spectrain.drafters.capabilities import ContextParallelDrafter, adapts_layers
 from spectrain.errors import UserError
 from spectrain.export.targets import TargetFiles
 from spectrain.features.store_contents import TORCH_DTYPES, count_state_bytes
@@ -25,6 +25,7 @@ from spectrain.runs.serve import describe_launches
 from spectrain.servers.commands import is_decreasing, round_rates
 from spectrain.servers.engines import ENGINES, simulate_acceptance
 from spectrain.servers.row_times import advise_engine, find_times
+from spectrain.training.parallel import check_context
 
 from .footprint import DiskSizes, Models, bytes_of, count_parameters, largest_piece_bytes, lent_parameters, peak_memory
 from .hours import Rate, estimate_hours
@@ -126,6 +127,7 @@ def plan(spec: RunSpec, options: Plan) -> dict[str, Any]:
     """Return everything that is known of a run before it starts, as plain numbers."""
     work = read_workload(spec, options.tokens, options.devices)
     models = Models.from_spec(spec, options.torch_device, work.num_steps)
+    check_context(models.trainer.context_parallel, models.drafter, spec.source.build(), models.target, options.devices)
     memory = plan_memory(spec, options, models, work)
     operations = count_operations(spec, models, work)
     limit, peak = options.limit(), sum(memory.values())
@@ -168,6 +170,9 @@ def list_notes(spec: RunSpec, options: Plan, work: Workload, models: Models) -> 
     if work.is_counted and read_tokenizer(spec) is None:
         notes.append("the target has no tokenizer with a chat template here; tokens are counted with that of target=tiny")
     notes += list_weight_notes(models)
+    if (size := models.trainer.context_parallel) > 1:
+        repeated = "" if reads_features(spec) else "; each of them runs the target over the complete text"
+        notes.append(f"{size} devices share a text, and memory is that of the one with most supervised tokens{repeated}")
     if spec.source.build().needs_server:
         notes.append(
             "the server's memory and arithmetic are not counted; hours hold if it captures states as fast as this trains"
@@ -263,7 +268,7 @@ def list_changes(spec: RunSpec, options: Plan, models: Models, memory: dict[str,
         weights = memory.get("target weights", 0) + memory.get("packed copies of weights", 0)
         change = "target.parts=head" if reads_features(spec) else "source=store target.parts=head"
         peaks[change] = peak - max(0, weights - bytes_of(lent_parameters(models.target)))
-    for settings in cheaper_settings(spec, models):
+    for settings in cheaper_settings(spec, models, options.devices):
         changed = spec
         for key, value in settings.items():
             group, _, name = key.partition(".")
@@ -285,8 +290,8 @@ def format_setting(setting: tuple[str, Any]) -> str:
     return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
 
 
-def cheaper_settings(spec: RunSpec, models: Models) -> list[dict[str, Any]]:
-    """Return settings of this run that take less memory."""
+def cheaper_settings(spec: RunSpec, models: Models, num_devices: int) -> list[dict[str, Any]]:
+    """Return settings of this run on this number of devices that take less memory."""
     trainer, settings = models.trainer, spec.drafter.with_defaults()
     choices: list[dict[str, Any]] = []
     if trainer.batch_tokens >= 512:
@@ -301,6 +306,8 @@ def cheaper_settings(spec: RunSpec, models: Models) -> list[dict[str, Any]]:
         choices.append({"drafter.adapt": "lora"})
     if trainer.loss_tokens is None and spec.data.build().max_length >= 2 * SUGGESTED_LOSS_TOKENS:
         choices.append({"trainer.loss_tokens": SUGGESTED_LOSS_TOKENS})
+    if num_devices > trainer.context_parallel == 1 and isinstance(models.drafter, ContextParallelDrafter):
+        choices.append({"trainer.context_parallel": num_devices})
     if not trainer.gradient_checkpointing and not adapts_layers(models.drafter):
         choices.append({"trainer.gradient_checkpointing": True})
     return choices

@@ -51,7 +51,7 @@ def read_workload(spec: RunSpec, num_tokens: int | None, num_devices: int) -> Wo
     epoch = float(sum(batch.tokens for batch in batches))
     tokens = float(dataset.num_tokens if num_tokens is None else num_tokens)
     padded = epoch if num_tokens is None else tokens
-    per_step = trainer.accumulate * num_devices * epoch / len(batches)
+    per_step = trainer.accumulate * num_devices / trainer.context_parallel * epoch / len(batches)
     num_steps = trainer.max_steps or max(1, math.ceil(trainer.epochs * padded / per_step))
     return Workload(dataset, batches, num_steps, num_steps * per_step / padded, padded, tokens, num_tokens is None)
 
@@ -106,11 +106,14 @@ def reads_features(spec: RunSpec) -> bool:
 
 
 def target_epochs(spec: RunSpec, models: Models, work: Workload) -> float:
-    """Return how often the target runs over the data: once over batches whose features are all cached."""
+    """Return how often the target runs over the data: once over batches whose features are all cached, on every device of
+    those that share a text.
+    """
     total = work.tokens * token_feature_bytes(models)
     cached = cached_features(spec, models, work) / total if total else 0.0
     rows = len(work.dataset.examples) / len(work.batches) or 1.0
-    return min(1.0, work.epochs) + max(0.0, work.epochs - 1) * (1 - cached**rows)
+    once = min(1.0, work.epochs) + max(0.0, work.epochs - 1) * (1 - cached**rows)
+    return once * models.trainer.context_parallel
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from .score import evaluate, score
 # Settings that a resumed run may change, because they change nothing that is learnt.
 CHANGEABLE_KEYS = {
     "trainer": ("resume", "save_every", "log_every", "keep_checkpoints", "patience", "timeout", "max_skipped",
-                "gradient_checkpointing", "sharding", "accumulate"),
+                "gradient_checkpointing", "sharding", "accumulate", "context_parallel", "context_method"),
     "target": ("device", "parts", "sharding", "trust_remote_code"),
 }  # fmt: skip
 

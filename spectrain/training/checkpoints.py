@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -204,6 +204,15 @@ class Tally:
         total.steps, total.supervised, total.seconds = tallies[0].steps, tallies[0].supervised, tallies[0].seconds
         total.times = tallies[min(rank, len(tallies) - 1)].times
         return total
+
+    def scale_sums(self, factor: float) -> "Tally":
+        """Return the tally with its sums over batches multiplied, as where more processes than before see the same data."""
+        if factor == 1:
+            return self
+        terms = {name: factor * term for name, term in self.terms.items()}
+        hits, counts = ([factor * value for value in values] for values in (self.hits, self.counts))
+        loss, tokens = factor * self.loss, round(factor * self.tokens)
+        return replace(self, loss=loss, tokens=tokens, terms=terms, hits=hits, counts=counts)
 
 
 def get_random_state() -> dict[str, Tensor]:

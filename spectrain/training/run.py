@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from spectrain.data.chat import Example
 from spectrain.data.dataset import BatchQueue, BatchStream, Dataset
 from spectrain.drafters.base import Drafter, TrainingState, stage_at
+from spectrain.drafters.capabilities import ContextParallelDrafter
 from spectrain.errors import RunError, RunInterrupted, UserError
 from spectrain.features.base import BatchRequest, Source, SourceError
 from spectrain.features.batch import Batch
@@ -137,7 +138,8 @@ class TrainingRun:
         if self.trainer.max_steps is None and self.trainer.max_minutes is None:
             self.budget.max_steps = progress["num_steps"]
         self.accumulate = self._batches_per_process(progress["batches_a_step"])
-        self.tally = Tally.from_saved(progress["tallies"], shared.rank, shared.num_processes)
+        copies = shared.num_copies / progress.get("copies", 1)
+        self.tally = Tally.from_saved(progress["tallies"], shared.rank, shared.num_processes).scale_sums(copies)
         self.saved_step, self.tokens, self.seconds = self.step, progress["tokens"], progress["seconds"]
         drawn = {name for name in tensors if name.startswith("rng.")}
         set_random_state({name: tensors[name] for name in drawn}, shared.rank)
@@ -182,7 +184,7 @@ class TrainingRun:
             return False
         timer.mark("together")
         self.monitor.report_status(self.step, "computing")
-        scale = self.parallel.num_data_ranks / max(1, supervised)  # gradients are averaged over processes
+        scale = self.parallel.num_loss_parts / max(1, supervised)  # gradients are averaged over processes
         self.drafter.train()
         for number, (batch, examples) in enumerate(zip(batches, example_batches), 1):
             now.add_tally(self._add_gradients(batch, examples, scale, is_last=number == len(batches)))
@@ -237,8 +239,12 @@ class TrainingRun:
         batch = self.source.make_batch(
             BatchRequest(examples, self.target, layers, self.trainer.packing, self.step, self.drafter)
         )
-        num_tokens = self.trainer.loss_tokens
-        return batch if num_tokens is None else sample_loss_windows(batch, num_tokens, self.trainer.seed, self.step)
+        num_tokens, context = self.trainer.loss_tokens, self.parallel.context
+        if num_tokens is not None:
+            batch = sample_loss_windows(batch, num_tokens, self.trainer.seed, self.step)
+        if context is not None and isinstance(self.drafter, ContextParallelDrafter):
+            batch = batch.split_context(context, self.drafter.label_reach)
+        return batch
 
     def _add_gradients(self, batch: Batch, examples: list[Example], scale: float, is_last: bool) -> Tally:
         """Add a batch to the gradients, as the last of a step or not; what it adds to the tally."""
@@ -251,7 +257,8 @@ class TrainingRun:
         share = self.parallel.num_data_ranks
         terms = {name: float(term.detach()) * scale / share for name, term in losses.terms.items()}
         tokens = sum(len(example.tokens) for example in examples)
-        hits, counts = losses.hits.detach().float().tolist(), losses.counts.detach().float().tolist()
+        parts = self.parallel.num_loss_parts / share
+        hits, counts = ((part.detach().float() * parts).tolist() for part in (losses.hits, losses.counts))
         return Tally(float(total.detach()) / share, tokens=tokens, terms=terms, hits=hits, counts=counts)
 
     def _finish_step(self, step_tally: Tally, is_finite: bool) -> None:
@@ -365,7 +372,7 @@ class TrainingRun:
                 "seconds": self.seconds, "optimizer": numbers, "num_steps": self.num_steps,
                 "stage": self.stage, "stage_began": self.stage_start, "spent": asdict(self.budget.time_spent),
                 "looks": asdict(self.validation_history),
-                "batches_a_step": self.accumulate * shared.num_data_ranks,
+                "batches_a_step": self.accumulate * shared.num_data_ranks, "copies": shared.num_copies,
             }  # fmt: skip
             path = checkpoint_path(self.run, self.step)
             save_checkpoint(path, weights, tensors, progress, self.trainer.keep_checkpoints)

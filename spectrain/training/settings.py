@@ -9,7 +9,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -217,6 +217,12 @@ class TrainerSettings:
     mixed_precision: str = "auto"
     # How processes share the drafter and its optimizer: ddp, fsdp2, zero2 or zero3; auto takes what the launcher asks for.
     sharding: Sharding = "auto"
+    # Number of neighbouring processes that share the texts of a batch, each running a piece of every text; it divides the
+    # number of processes.
+    context_parallel: Count = 1
+    # How attention reads the pieces of other processes: their heads are exchanged (ulysses), keys and values are gathered
+    # (gather), or the first where the number of heads allows it (auto).
+    context_method: Literal["auto", "ulysses", "gather"] = "auto"
     # Recompute activations in the backward pass, which saves memory and costs time.
     gradient_checkpointing: bool = False
     # Number of steps in a row with a gradient that is not finite after which the run stops.
@@ -244,7 +250,7 @@ class TrainerSettings:
             raise UserError(f"trainer.resume={self.resume}: use auto, or leave it out")
 
     def make_trial(self: SettingsT, steps: int) -> SettingsT:
-        """Return these settings for a few steps of a measurement, without checkpoints and validation."""
+        """Return these settings for a few steps of a measurement, on one process, without checkpoints and validation."""
         return replace(
             self,
             max_steps=steps,
@@ -254,6 +260,7 @@ class TrainerSettings:
             keep_best=False,
             stop_after=None,
             resume=None,
+            context_parallel=1,
         )
 
     def autocast_dtype(self, target: Target, device: torch.device) -> torch.dtype | None:

@@ -16,14 +16,21 @@ from accelerate import Accelerator
 from spectrain.config.spec import RunSpec
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter
-from spectrain.drafters.capabilities import adapts_layers
+from spectrain.drafters.capabilities import ContextParallelDrafter, adapts_layers
 from spectrain.errors import UserError
 from spectrain.features.base import Source
 from spectrain.models.target import Target
 
 from .checkpoints import TrainingResult, checkpoint_path
 from .metrics import MetricsFile, Tracker, TrainingProgress
-from .parallel import ParallelStrategy, connect_processes, make_strategy
+from .parallel import (
+    ParallelStrategy,
+    check_context,
+    choose_method,
+    connect_processes,
+    make_context_group,
+    make_strategy,
+)
 from .run import TrainingRun
 from .settings import TrainerSettings
 
@@ -85,8 +92,7 @@ class Trainer(TrainerSettings):
         """
         run.mkdir(parents=True, exist_ok=True)
         accelerator = self.make_accelerator()
-        copies = accelerator.num_processes if target.sharding == "tensor" else 1
-        shared = make_strategy(accelerator, self.sharding, copies, self.autocast_dtype(target, accelerator.device))
+        shared = self._share_drafter(accelerator, drafter, target, source)
         self._validate(drafter, source, shared)
         self._validate_held_out(shared, dataset, target)
         job = TrainingRun(self, drafter, target, source, shared, self.num_steps(dataset, shared.num_data_ranks))
@@ -94,6 +100,7 @@ class Trainer(TrainerSettings):
         begun = job.restore_or_start(run, dataset)
         if shared.is_main:
             how = f"{shared.num_processes} processes, {shared.name}; " if shared.num_processes > 1 else ""
+            how += "" if shared.context is None else f"{shared.context.size} share a text ({shared.context.method}); "
             print(how + self._describe_batches(dataset) if begun is None else f"going on from {begun}", flush=True)
         with TrainingReport(job, tracker) as report, StopSignals() as stop, job.monitor:
             try:
@@ -108,6 +115,19 @@ class Trainer(TrainerSettings):
             except RuntimeError as error:
                 raise job.monitor.explain_failure(error, run) from error
         return job.finish()
+
+    def _share_drafter(self, accelerator: Accelerator, drafter: Drafter, target: Target, source: Source) -> ParallelStrategy:
+        """Return how the processes share the drafter and their batches; only one of those that see the same data stores it."""
+        size, context = self.context_parallel, None
+        check_context(size, drafter, source, target, accelerator.num_processes)
+        if size > 1 and isinstance(drafter, ContextParallelDrafter):
+            context = make_context_group(accelerator, size, choose_method(self.context_method, size, drafter))
+        copies = accelerator.num_processes if target.sharding == "tensor" else size
+        autocast = self.autocast_dtype(target, accelerator.device)
+        shared = make_strategy(accelerator, self.sharding, copies, autocast, context)
+        if shared.rank % copies:
+            source.leave_writing()
+        return shared
 
     def _step_metrics(self, job: TrainingRun, dataset: Dataset) -> dict[str, Any] | None:
         """Return the metrics of the last step where they are due, with a validation where one is due."""

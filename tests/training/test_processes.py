@@ -28,6 +28,7 @@ WORKER = Path(__file__).with_name("worker.py")
 FAMILIES = ("eagle3", "medusa", "medusa2", "hydra", "causal", "pard", "peagle", "mtp", "kangaroo", "gated_lora", "early_exit",
             "amphista", "ctc", "gumiho", "transformer_heads", "redrafter", "eagle1", "uno", "streams", "ppd")  # fmt: skip
 QUICK = [("eagle3", "ddp"), ("gated_lora", "ddp"), ("causal", "fsdp2"), ("early_exit", "zero2"), ("medusa2", "zero3")]
+CONTEXT = [("eagle3", "ddp"), ("dflash", "fsdp2")]
 SLOW = [(family, way) for way in ("ddp", "fsdp2", "zero2", "zero3") for family in FAMILIES
         if (family, way) not in QUICK and (family, way) != ("early_exit", "fsdp2")]  # fmt: skip
 
@@ -124,6 +125,10 @@ def trained(alone: Jobs) -> Jobs:
     """All that two processes do, in one launch, for to start one takes longer than to train: every way of sharing parameters,
     interrupted runs, the first part of one that moves to one process, a slow process and, last, a dead one."""
     many = [alone.job(family, way, {"batch_tokens": 64, "sharding": way}) for family, way in possible(QUICK)]
+    many += [
+        alone.job(family, "context", {"batch_tokens": 128, "sharding": way, "packing": True, "context_parallel": 2})
+        for family, way in CONTEXT
+    ]
     many += [alone.job("eagle3", "target_fsdp2", {"batch_tokens": 64}, target="fsdp2")]
     many += [alone.job("eagle3", "target_tensor", {"batch_tokens": 128}, target="tensor")]
     many += [job for family, way in possible(RESUMED) for job in alone.interrupted(family, way)]
@@ -155,6 +160,15 @@ def test_two_processes_are_as_good_as_one(trained: Jobs, family: str, way: str) 
     if (family, way) not in possible(QUICK):
         pytest.skip("DeepSpeed is not installed")
     assert_same(trained.by_one(family, "one"), trained.run(family, way))
+
+
+@pytest.mark.parametrize("family", [family for family, _ in CONTEXT])
+def test_two_processes_share_texts(trained: Jobs, family: str) -> None:
+    """Two processes that run half of the packed texts each give the losses and weights of one, and count what it counts."""
+    assert_same(trained.by_one(family, "one"), trained.run(family, "context"))
+    one, two = (json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+                for run in (trained.run(family, "one"), trained.run(family, "context")))  # fmt: skip
+    assert [one[key] for key in ("agreement", "tokens")] == [two[key] for key in ("agreement", "tokens")]
 
 
 @pytest.mark.parametrize("way", ["fsdp2", "tensor"])

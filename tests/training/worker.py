@@ -52,6 +52,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "experimental.jacobi.drafter.Jacobi",
         {"block": 3, "num_blocks": 2, "adapt": "lora", "rank": 4, "self_distillation": True},
     ),
+    "dflash": (
+        "drafters.dflash.DFlash",
+        {"block_size": 3, "num_layers": 2, "num_anchors": 4, "vocab_size": 256, "mask_token_id": 0},
+    ),
     "early_exit": ("drafters.early_exit.EarlyExit", {"max_dropout": 0.5, "exit_scale": 1.0, "self_distillation": True}),
 }
 

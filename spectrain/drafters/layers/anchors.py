@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spectrain.features.batch import Batch
+from spectrain.features.context_piece import ContextPiece, RowOwners
 from spectrain.kernels.dispatch import kernels_enabled
 from spectrain.randomness import ANCHORS, sequence_generator
 
@@ -48,6 +49,53 @@ class Anchors:
         counts = torch.tensor([count for count, _ in self.document_sizes], device=self.token_indices.device)
         document = torch.arange(len(self.document_sizes), device=self.token_indices.device).repeat_interleave(counts)
         return document, torch.tensor([tokens for _, tokens in self.document_sizes], device=self.token_indices.device)
+
+    def select_anchors(self, own: Tensor) -> Anchors:
+        """Return these anchors, of ascending indices."""
+        counts = self.supervised_tokens[0][own].bincount(minlength=len(self.document_sizes)).tolist()
+        sizes = tuple((count, tokens) for count, (_, tokens) in zip(counts, self.document_sizes))
+        return Anchors(self.token_indices[own], self.positions[own], sizes)
+
+
+@dataclass(frozen=True)
+class SharedAnchors:
+    """The anchors of a batch, and those whose blocks this process runs."""
+
+    all: Anchors
+    own: Anchors
+    own_index: Tensor  # of the own anchors among all
+    owners: RowOwners
+    piece: ContextPiece
+
+    @classmethod
+    def share_anchors(cls, anchors: Anchors, batch: Batch) -> SharedAnchors:
+        """Give every process the anchors at its columns."""
+        columns, piece = anchors.token_indices % batch.tokens.shape[1], batch.piece
+        own_index = piece.find_own(columns)
+        own = anchors if piece.is_whole else anchors.select_anchors(own_index)
+        return cls(anchors, own, own_index, piece.find_owners(columns), piece)
+
+    def attend_blocks(
+        self, q: Tensor, k: Tensor, v: Tensor, context: tuple[Tensor, Tensor], causal: bool, window: int | None
+    ) -> Tensor:
+        """Return `block_attention` of the own blocks [A, H, S, D] to the context of this process [B, G, t, D]."""
+        slots, piece = q.shape[2], self.piece
+        keys, values = (part.transpose(0, 1).flatten(1, 2)[None] for part in piece.exchange_keys(*context))
+        rows = piece.exchange_slots((_blocks_to_rows(q), _blocks_to_rows(k), _blocks_to_rows(v)), self.owners)
+        q, k, v = (_rows_to_blocks(part, slots) for part in rows)
+        anchors = self.all if piece.attends_all_slots else self.own
+        attended = block_attention(q, k, v, (keys, values), anchors, causal, window)
+        return _rows_to_blocks(piece.return_slots(_blocks_to_rows(attended), self.owners), slots)
+
+
+def _blocks_to_rows(blocks: Tensor) -> Tensor:
+    """Return blocks [A, H, S, D] as rows [1, H, A, S D] of their anchors."""
+    return blocks.transpose(0, 1).flatten(2)[None]
+
+
+def _rows_to_blocks(rows: Tensor, slots: int) -> Tensor:
+    """Undo `_blocks_to_rows`."""
+    return rows[0].unflatten(2, (slots, -1)).transpose(0, 1)
 
 
 def sample_anchors(batch: Batch, count: int, seed: int, step: int) -> Anchors:

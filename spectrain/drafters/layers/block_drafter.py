@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from spectrain.config.values import Count, NotNegative, Seed, Steps, VocabularySize
 from spectrain.drafters.base import Losses, Stage, TrainingState
-from spectrain.drafters.capabilities import Capture, OnePassCost, SavedFiles
+from spectrain.drafters.capabilities import Capture, ContextParallelDrafter, OnePassCost, SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
@@ -26,7 +26,7 @@ from spectrain.models.kv_cache import AttentionOptions, TreeCache
 from spectrain.models.step_cost import BatchShape, Run, StepCost
 from spectrain.trees.base import Draft, Rollout
 
-from .anchors import Anchors, block_attention, sample_anchors
+from .anchors import Anchors, SharedAnchors, sample_anchors
 from .judged_drafts import JudgedDrafts
 from .layers import Mlp, NormedAttention, append_and_attend, check_layer_keys, init_from_target, llama_config, make_rotary
 from .mask_token import check_mask_unused, resolve_mask_token
@@ -89,7 +89,7 @@ class BlockLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class BlockDrafter(VocabularyDrafter):
+class BlockDrafter(VocabularyDrafter, ContextParallelDrafter):
     """Layers over blocks of mask tokens, with the target's fused features as further keys and values in every layer.
 
     The embedding and the output layer are the target's and stay frozen. `vocab_size` restricts the output layer to the tokens
@@ -175,6 +175,14 @@ class BlockDrafter(VocabularyDrafter):
     # Training
 
     @property
+    def label_reach(self) -> int:
+        return self.num_drafts
+
+    @property
+    def num_heads(self) -> int:
+        return self._block_layers[0].self_attn.num_heads
+
+    @property
     def stages(self) -> list[Stage]:
         return [Stage.single(self, self.layers, final_reach=0)]
 
@@ -187,33 +195,34 @@ class BlockDrafter(VocabularyDrafter):
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Train a block after every sampled anchor, all in one forward."""
-        assert batch.features is not None
         anchors = sample_anchors(batch, self.num_anchors, self.seed, state.step)
         hidden = self._training_states(batch, anchors, state)[:, self.first_draft_slot :]
         supervision = Supervision(self, batch, label_source=self.label_source)
-        return self.judge_drafts(JudgedDrafts(supervision, batch, anchors, hidden))
+        return self.judge_drafts(JudgedDrafts(supervision, batch, SharedAnchors.share_anchors(anchors, batch).own, hidden))
 
     @abstractmethod
     def judge_drafts(self, drafts: JudgedDrafts) -> Losses:
         """Compute the losses of the supervised drafts."""
 
     def _training_states(self, batch: Batch, anchors: Anchors, state: TrainingState) -> Tensor:
-        """Compute the normed states [A, S, W] of every block."""
-        assert batch.features is not None
-        positions = batch.positions.expand_as(batch.tokens).reshape(1, -1)
-        context = self.project_context(batch.features).flatten(0, 1)[None]
-        context_rope = self.rotary(context, positions)
-        x = self.embed_blocks(batch.tokens.flatten()[anchors.token_indices])
-        rope = self.rotary(x, anchors.positions[:, None] + torch.arange(self.block_size, device=x.device))
+        """Compute the normed states [A, S, W] of the blocks of this process."""
+        shared = SharedAnchors.share_anchors(anchors, batch)
+        context = self.project_context(batch.input_features)
+        # Some scalings of the rotary embedding depend on the last position of all processes.
+        cos, sin = self.rotary(context, batch.positions)
+        context_rope = batch.piece.cut_columns(cos), batch.piece.cut_columns(sin)
+        x = self.embed_blocks(batch.tokens.flatten()[shared.own.token_indices])
+        cos, sin = self.rotary(x, anchors.positions[:, None] + torch.arange(self.block_size, device=x.device))
+        rope = cos[shared.own_index], sin[shared.own_index]
         for layer in self.blocks:
-            x = state.run_checkpointed(self._run_training_layer, layer, x, rope, context, context_rope, anchors)
+            x = state.run_checkpointed(self._run_training_layer, layer, x, rope, context, context_rope, shared)
         return self.norm(x)
 
     def _run_training_layer(
-        self, layer: BlockLayer, x: Tensor, rope: Rope, context: Tensor, context_rope: Rope, anchors: Anchors
+        self, layer: BlockLayer, x: Tensor, rope: Rope, context: Tensor, context_rope: Rope, anchors: SharedAnchors
     ) -> Tensor:
         context_kv = layer.self_attn.project_kv(context, context_rope)
-        return layer(x, rope, lambda q, k, v: block_attention(q, k, v, context_kv, anchors, self.causal, self.window))
+        return layer(x, rope, lambda q, k, v: anchors.attend_blocks(q, k, v, context_kv, self.causal, self.window))
 
     def project_context(self, features: Features) -> Tensor:
         """Project the target's fused layers to the context [.., W] that every layer reads."""

@@ -11,7 +11,7 @@ D head size.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +54,19 @@ class Chains:
     def label_positions(self) -> Tensor:
         """The positions [C] where the target predicts the same tokens as the masks: one before the predicted token."""
         return self.anchors + self.depths + 1
+
+    def select_own(self, batch: Batch) -> Chains:
+        """Return the chains whose anchors stand at the columns that this process runs."""
+        if batch.piece.is_whole:
+            return self
+        own = batch.piece.find_own(self.anchors % batch.tokens.shape[1])
+        chunks, begin = [], 0
+        is_own = torch.zeros(len(self.depths), dtype=torch.bool).index_fill(0, own.cpu(), True)
+        for masks, tokens in self.chunks:
+            count = int(is_own[masks].sum())
+            chunks += [(slice(begin, begin + count), tokens)] if count else []
+            begin += count
+        return replace(self, anchors=self.anchors[own], depths=self.depths[own], chunks=tuple(chunks))
 
     def document_weights(self, documents: Tensor) -> Tensor:
         """Return the loss weights [R] of predictions of these documents; those of a document sum to its supervised tokens."""

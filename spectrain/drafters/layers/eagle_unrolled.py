@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from spectrain.drafters.base import Losses, TrainingState
 from spectrain.drafters.context import Context
 from spectrain.features.batch import Batch
-from spectrain.models.attention import MASKED_ROWS, unrolled_attention
+from spectrain.models.attention import MASKED_ROWS
 from spectrain.models.kv_cache import AttentionOptions, TreeCache
 from spectrain.models.step_cost import BatchShape, Run, StepCost
 from spectrain.models.target import Target
@@ -58,7 +58,8 @@ class UnrolledEagle(EagleDrafter):
 
         With windows of the loss, positions before a window run in the first step only.
         """
-        rows, states = WindowRows.select(batch, count), list[Tensor]()
+        # A piece of the columns is run completely in every step.
+        rows, states = WindowRows.select(batch, count) if batch.piece.is_whole else None, list[Tensor]()
         for step, hidden in enumerate(self.unroll_steps(batch, count, state, rows)):
             is_supervised = supervision.is_supervised(step)
             whole = rows is None or hidden.shape[1] == is_supervised.shape[1]
@@ -71,8 +72,7 @@ class UnrolledEagle(EagleDrafter):
         The first step reads the target's features, each later one the states of the step before it. Where `rows` are given,
         later steps, and the first one as far as nothing else reads it, return the states [B, W, D] of these positions.
         """
-        assert batch.features is not None
-        hidden, step_kv = self.fuse_features(batch.features), list[LayerKeysValues]()
+        hidden, step_kv = self.fuse_features(batch.input_features), list[LayerKeysValues]()
         for step in range(count):
             if step == 1 and rows is not None and hidden.shape[1] == batch.tokens.shape[1]:
                 hidden = rows.take(hidden)
@@ -94,23 +94,25 @@ class UnrolledEagle(EagleDrafter):
         and return them.
         """
         # Tokens that roll in from beyond the end of a document are never supervised.
-        tokens, positions = batch.tokens.roll(-1 - step, dims=1), batch.positions + step
+        tokens, positions = batch.piece.cut_columns(batch.tokens.roll(-1 - step, dims=1)), batch.positions + step
         if step and rows is not None:
             tokens, positions = rows.take(tokens), rows.take(positions)
-        rope = self.rotary(self.fc.weight.detach(), positions)
+        # Some scalings of the rotary embedding depend on the last position of the complete text.
+        cos, sin = self.rotary(self.fc.weight.detach(), positions)
+        rope = batch.piece.cut_columns(cos), batch.piece.cut_columns(sin)
         new_kv: LayerKeysValues = []
         # Nothing reads what the last layer returns before a window.
         is_cut = step == 0 and rows is not None and self.num_layers == 1
 
         def attend(number: int, attention: Attention, x: Tensor) -> Tensor:
-            q, k, v = attention.project_qkv(x, rope)
+            q, k, v = batch.piece.exchange_qkv(*attention.project_qkv(x, rope), step)
             new_kv.append((k, v))
             keys, values = ([kv[number][part] for kv in (*earlier_kv, new_kv)] for part in (0, 1))
             options = AttentionOptions(window=self.window)
             if rows is not None and (step or is_cut):
                 q = rows.take_heads(q) if is_cut else q
                 return attention.project_output(rows.attend(q, keys, values, options))
-            return attention.project_output(unrolled_attention(q, keys, values, batch.lengths, options))
+            return attention.project_output(batch.piece.attend_unrolled(q, keys, values, batch.lengths, options))
 
         if not is_cut or rows is None:
             return self.run_layers(tokens, hidden, attend), new_kv

@@ -22,6 +22,7 @@ class JudgedDrafts:
 
     def __init__(self, supervision: Supervision, batch: Batch, anchors: Anchors, states: Tensor) -> None:
         self.supervision, self.anchors, self.states = supervision, anchors, states  # [A, K, W]
+        self.piece = batch.piece
         self.num_drafts, rows = states.shape[1], supervision.row_index.flatten()
         depths = torch.arange(self.num_drafts, device=rows.device)
         positions = anchors.token_indices[:, None] + depths
@@ -41,6 +42,7 @@ class JudgedDrafts:
         """Scale weights [A, K] of drafts so that those of a document sum to its number of supervised tokens; return [R]."""
         document, tokens = self.anchors.supervised_tokens
         totals = torch.zeros(len(tokens), device=weights.device).index_add(0, document, (weights * self.is_judged).sum(1))
+        totals = self.piece.sum_over_processes(totals)
         return self.select_judged(weights * (tokens / totals.clamp(min=1e-9))[document][:, None])
 
     def decayed_weights(self, decay: float) -> Tensor:

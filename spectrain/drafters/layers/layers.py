@@ -85,7 +85,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: LlamaConfig, in_width: int, window: int | None = None) -> None:
         super().__init__()
-        self.head_dim, self.window = config.head_dim, window
+        self.head_dim, self.window, self.num_heads = config.head_dim, window, config.num_attention_heads
         self.q_proj = nn.Linear(in_width, config.num_attention_heads * config.head_dim, bias=False)
         self.k_proj = nn.Linear(in_width, config.num_key_value_heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(in_width, config.num_key_value_heads * config.head_dim, bias=False)

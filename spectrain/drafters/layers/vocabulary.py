@@ -142,9 +142,9 @@ class Supervision:
         # Labels of a cross-entropy: the data's tokens, or the target's most likely ones.
         label_source: Literal["data", "target"] = "data",
     ) -> None:
-        self.drafter, self.positions = drafter, batch.positions
+        self.drafter, self.positions, self.piece = drafter, batch.positions, batch.piece
         # The earliest prediction is that of token 2, at position 0.
-        is_predicted = batch.next_is_supervised & (batch.positions > 0)
+        is_predicted = batch.select_labels(batch.next_is_supervised & (batch.positions > 0))
         self.row_index = torch.full(batch.tokens.shape, -1, dtype=torch.int64, device=batch.tokens.device)
         self.row_index[is_predicted] = torch.arange(int(is_predicted.sum()), device=batch.tokens.device)
         self.tokens_past_error, self.weight = (
@@ -159,7 +159,7 @@ class Supervision:
                 final = batch.features.at_layer("final")
             uses_target_mass = drafter.divergence in ACCEPTANCE_LOSSES
             self.labels, log_probs = restrict_target(
-                final[is_predicted], drafter.head.projection, drafter.draft_ids, uses_target_mass
+                final[is_predicted[:, batch.feature_columns]], drafter.head.projection, drafter.draft_ids, uses_target_mass
             )
             self.target_log_probs = TargetLogProbs(log_probs)
         # A label outside the draft vocabulary has an arbitrary id; it has no loss and counts as a miss.
@@ -175,12 +175,12 @@ class Supervision:
         return torch.nn.functional.pad(later, (0, self.row_index.shape[1] - later.shape[1]), value=-1)
 
     def is_supervised(self, step: int) -> Tensor:
-        """Return [B, T] bool: the positions that are supervised at a step."""
-        return self._row_index_at(step) >= 0
+        """Return [B, T] bool: the positions that are supervised at a step, of those that this process runs."""
+        return self.piece.cut_columns(self._row_index_at(step)) >= 0
 
     def label_index(self, step: int) -> Tensor:
         """Return the rows [R] of the labels of a step's supervised positions."""
-        rows = self._row_index_at(step)
+        rows = self.piece.cut_columns(self._row_index_at(step))
         return rows[rows >= 0]
 
     def join_steps(self, count: int) -> tuple[Tensor, Tensor, Tensor]:

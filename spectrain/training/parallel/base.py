@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from spectrain.drafters.base import Drafter, Losses, TrainingState
 from spectrain.features.batch import Batch
+from spectrain.features.context_piece import ContextGroup
 from spectrain.models.target import Target
 
 from ..checkpoints import collect_tensors, flatten_optimizer, unflatten_optimizer
@@ -34,10 +35,18 @@ class ParallelStrategy(ABC):
     # Parameters are ordinary full tensors, and torch's own optimizer holds all of its state.
     full_parameters = True
 
-    def __init__(self, accelerator: Accelerator, num_copies: int = 1, autocast: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        num_copies: int = 1,
+        autocast: torch.dtype | None = None,
+        context: ContextGroup | None = None,
+    ) -> None:
         self.accelerator, self.autocast = accelerator, autocast
+        # The processes that share the columns of a batch with this one; None if it runs all of them.
+        self.context = context
         self.rank, self.num_processes = accelerator.process_index, accelerator.num_processes
-        # Neighbouring processes that see the same data, because they run the target together.
+        # Neighbouring processes that see the same data, because they share its columns or run the target together.
         self.num_copies = num_copies
         self.data_rank, self.num_data_ranks = self.rank // num_copies, self.num_processes // num_copies
         self.device = accelerator.device
@@ -45,6 +54,11 @@ class ParallelStrategy(ABC):
         self.timer = StepTimer(self.device)
         # The optimizer of the parameters that this process updates.
         self.optimizer: torch.optim.Optimizer
+
+    @property
+    def num_loss_parts(self) -> int:
+        """The number of processes whose losses add up to the loss of a step; others compute the same."""
+        return self.num_data_ranks * (1 if self.context is None else self.context.size)
 
     @abstractmethod
     def set_drafter(self, drafter: Drafter, target: Target) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from spectrain.drafters.base import Drafter, Losses, TrainingState
 from spectrain.errors import RunError
 from spectrain.features.batch import Batch
+from spectrain.features.context_piece import ContextGroup
 from spectrain.models.target import Target
 
 from ..checkpoints import collect_tensors
@@ -20,8 +21,15 @@ class ZeroStrategy(ParallelStrategy):
 
     is_reusable = full_parameters = False
 
-    def __init__(self, accelerator: Accelerator, stage: int, num_copies: int = 1, autocast: torch.dtype | None = None) -> None:
-        super().__init__(accelerator, num_copies, autocast)
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        stage: int,
+        num_copies: int = 1,
+        autocast: torch.dtype | None = None,
+        context: ContextGroup | None = None,
+    ) -> None:
+        super().__init__(accelerator, num_copies, autocast, context)
         self.name, self.stage, self.unsharded = f"zero{stage}", stage, stage == 2
 
     def set_drafter(self, drafter: Drafter, target: Target) -> None:

@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
 from spectrain.errors import RunError, UserError, first_line
+from spectrain.features.context_piece import ContextGroup
 
 from .base import ParallelStrategy, ReplicatedStrategy
 from .deepspeed import ZeroStrategy
@@ -110,9 +111,14 @@ def warn_of_shared_store() -> None:
 
 
 def make_strategy(
-    accelerator: Accelerator, sharding: Sharding, num_copies: int = 1, autocast: torch.dtype | None = None
+    accelerator: Accelerator,
+    sharding: Sharding,
+    num_copies: int = 1,
+    autocast: torch.dtype | None = None,
+    context: ContextGroup | None = None,
 ) -> ParallelStrategy:
-    """Return the strategy. `num_copies` neighbouring processes see the same data; matrix products run in `autocast`."""
+    """Return the strategy. `num_copies` neighbouring processes see the same data, and those of `context` share its columns;
+    matrix products run in `autocast`."""
     strategy = resolve_sharding(sharding)
     # Norms in float32 take half-precision states, and torch warns that this is slower.
     if autocast is not None:
@@ -121,11 +127,11 @@ def make_strategy(
     if strategy != "ddp" and not dist.is_initialized():
         _init_single_process(accelerator.device)
     if strategy == "fsdp2":
-        return FullyShardedStrategy(accelerator, num_copies, autocast)
+        return FullyShardedStrategy(accelerator, num_copies, autocast, context)
     return (
-        ReplicatedStrategy(accelerator, num_copies, autocast)
+        ReplicatedStrategy(accelerator, num_copies, autocast, context)
         if strategy == "ddp"
-        else ZeroStrategy(accelerator, int(strategy[-1]), num_copies, autocast)
+        else ZeroStrategy(accelerator, int(strategy[-1]), num_copies, autocast, context)
     )
 
 
