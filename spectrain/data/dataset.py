@@ -124,10 +124,18 @@ class Dataset:
         return BatchingEfficiency(len(batches), self.num_tokens / room, self.num_tokens / sum(run))
 
     def stream_batches(
-        self, batching: Batching, rank: int = 0, num_processes: int = 1, state: StreamState | None = None
+        self,
+        batching: Batching,
+        rank: int = 0,
+        num_processes: int = 1,
+        state: StreamState | None = None,
+        batches_per_step: int | None = None,
     ) -> BatchStream:
-        """Return the batches of one process over endless epochs; a saved `state` continues where it was saved."""
-        return EpochBatchStream(self, batching, rank, num_processes, state)
+        """Return the batches of one process over endless epochs; a saved `state` continues where it was saved.
+
+        `batches_per_step` is needed where processes do not share the batches of a step equally.
+        """
+        return EpochBatchStream(self, batching, rank, num_processes, state, batches_per_step)
 
     def unread_lines(self) -> list[str]:
         """Return a line for each thing that the rows say and nothing reads, with its count."""
@@ -244,16 +252,22 @@ class BatchingEfficiency:
 class BatchStream(ABC, Iterator[list[Example]]):
     """One process's share of the batches; their numbers and order do not depend on the number of processes.
 
-    Of the batches after `batches_done`, the j-th goes to process j % num_processes, whether a step takes one batch or more.
+    Of the `batches_per_step` batches of a step, the j-th goes to process j % num_processes.
     """
 
-    def __init__(self, rank: int, num_processes: int, state: StreamState | None) -> None:
+    def __init__(self, rank: int, num_processes: int, state: StreamState | None, batches_per_step: int | None = None) -> None:
         self.rank, self.num_processes = rank, num_processes
+        self.batches_per_step = batches_per_step or num_processes
         self.batches_done: int = state["batches_done"] if state else 0  # by all processes
+        self.step_start = self.batches_done
 
     def __next__(self) -> list[Example]:
-        number = self.batches_done + self.rank
-        self.batches_done += self.num_processes
+        # A process without a batch of its own gets that of another one.
+        number = self.batches_done + self.rank % self.batches_per_step
+        end = self.step_start + self.batches_per_step
+        is_last = number + self.num_processes >= end
+        self.batches_done = end if is_last else self.batches_done + self.num_processes
+        self.step_start = end if is_last else self.step_start
         return self.take_batch(number)
 
     @abstractmethod
@@ -300,8 +314,16 @@ class BatchQueue(Iterator[list[Example]]):
 class EpochBatchStream(BatchStream):
     """The batches of a data set in memory, one epoch after another."""
 
-    def __init__(self, dataset: Dataset, batching: Batching, rank: int, num_processes: int, state: StreamState | None) -> None:
-        super().__init__(rank, num_processes, state)
+    def __init__(
+        self,
+        dataset: Dataset,
+        batching: Batching,
+        rank: int,
+        num_processes: int,
+        state: StreamState | None,
+        batches_per_step: int | None = None,
+    ) -> None:
+        super().__init__(rank, num_processes, state, batches_per_step)
         self.dataset, self.batching = dataset, batching
         # The current epoch, and the number of its first batch.
         self.epoch, self.first_batch = 0, 0

@@ -209,9 +209,10 @@ class StreamedDataset(Dataset):
         raise UserError("trainer.max_steps: a stream does not know how much it holds; say how many steps to train")
 
     def stream_batches(
-        self, batching: Batching, rank: int = 0, num_processes: int = 1, state: StreamState | None = None
-    ) -> ShardBatchStream:
-        return ShardBatchStream(self, batching, rank, num_processes, state)
+        self, batching: Batching, rank: int = 0, num_processes: int = 1, state: StreamState | None = None,
+        batches_per_step: int | None = None,
+    ) -> ShardBatchStream:  # fmt: skip
+        return ShardBatchStream(self, batching, rank, num_processes, state, batches_per_step)
 
     def summary_line(self) -> str:
         return (
@@ -276,14 +277,18 @@ class ShardBatchStream(BatchStream):
     """The batches of a stream; a process reads only its own shards."""
 
     def __init__(
-        self, dataset: StreamedDataset, batching: Batching, rank: int, num_processes: int, state: StreamState | None
-    ) -> None:
-        super().__init__(rank, num_processes, state)
+        self, dataset: StreamedDataset, batching: Batching, rank: int, num_processes: int, state: StreamState | None,
+        batches_per_step: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(rank, num_processes, state, batches_per_step)
         self.dataset, self.data, self.batching = dataset, dataset.data, batching
         self.held_out = {example.content_hash for example in dataset.held_out}
         count = self.data.shards
         self.shard_states: list[list[int]] = state["shards"] if state else [[number, 0, 0, 0] for number in range(count)]
         own_shards = {(self.batches_done + rank + taken * num_processes) % count for taken in range(count)}
+        if self.batches_per_step % num_processes:
+            # The number of its first batch in a step moves through all shards.
+            own_shards = set(range(count))
         self.shards = {number: StreamShard(*self.shard_states[number]) for number in sorted(own_shards)}
         start = min(shard.window for shard in self.shards.values())
         self.windows = WindowReader(self.data, start, self._is_needed, state["windows"] if state else None)

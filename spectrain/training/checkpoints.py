@@ -188,6 +188,11 @@ class Tally:
         self.hits = [own + more for own, more in zip_longest(self.hits, other.hits, fillvalue=0.0)]
         self.counts = [own + more for own, more in zip_longest(self.counts, other.counts, fillvalue=0.0)]
 
+    def without_counts(self) -> "Tally":
+        """Return the names and depths of this tally with sums of zero."""
+        zeros = [0.0] * len(self.hits)
+        return Tally(terms=dict.fromkeys(self.terms, 0.0), hits=zeros, counts=zeros)
+
     @classmethod
     def from_saved(cls, saved: list[dict[str, Any]], rank: int, count: int) -> "Tally":
         """Restore the tally of this process. With another number of processes, rank 0 takes all sums."""
@@ -198,9 +203,8 @@ class Tally:
         total = cls()
         for tally in tallies:
             total.add_tally(tally)
-        if rank:  # the same names and depths, of which nothing is this one's
-            zeros = [0.0] * len(total.hits)
-            total = cls(terms=dict.fromkeys(total.terms, 0.0), hits=zeros, counts=zeros)
+        if rank:
+            total = total.without_counts()
         total.steps, total.supervised, total.seconds = tallies[0].steps, tallies[0].supervised, tallies[0].seconds
         total.times = tallies[min(rank, len(tallies) - 1)].times
         return total

@@ -15,7 +15,7 @@ from spectrain.data.chat import Example
 from spectrain.data.dataset import BatchQueue, BatchStream, Dataset
 from spectrain.drafters.base import Drafter, TrainingState, stage_at
 from spectrain.drafters.capabilities import ContextParallelDrafter
-from spectrain.errors import RunError, RunInterrupted, UserError
+from spectrain.errors import RunError, RunInterrupted
 from spectrain.features.base import BatchRequest, Source, SourceError
 from spectrain.features.batch import Batch
 from spectrain.features.loss_window import sample_loss_windows
@@ -68,7 +68,7 @@ class TrainingRun:
         self.trainer, self.drafter, self.target = trainer, drafter, target
         self.source, self.parallel, self.monitor = source, parallel, ProcessMonitor(parallel, trainer.patience)
         self.budget = Budget(num_steps, trainer.max_minutes)
-        self.accumulate = trainer.accumulate  # batches of a step, on this process
+        self.batches_per_step = trainer.accumulate * parallel.num_data_ranks
         self.step = 0  # steps done
         self.stage = self.stage_start = 0  # the stage of the optimiser, and its first step
         self.averages = None if trainer.ema is None else WeightAverages(trainer.ema)
@@ -116,8 +116,9 @@ class TrainingRun:
         self.max_text_length = dataset.max_text_length
         if checkpoint is not None:
             self.parallel.load_optimizer(tensors, numbers)
+        shared = self.parallel
         self.stream = dataset.stream_batches(
-            self.trainer.batch_settings, self.parallel.data_rank, self.parallel.num_data_ranks, self.data_position
+            self.trainer.batch_settings, shared.data_rank, shared.num_data_ranks, self.data_position, self.batches_per_step
         )
         self.batches = BatchQueue(self.stream, self.source.num_ahead, self.source.request_ahead)
         self.data_position = self.batches.state_dict()
@@ -137,7 +138,7 @@ class TrainingRun:
         self.step, self.data_position, self.skipped = progress["step"], progress["stream"], progress["skipped"]
         if self.trainer.max_steps is None and self.trainer.max_minutes is None:
             self.budget.max_steps = progress["num_steps"]
-        self.accumulate = self._batches_per_process(progress["batches_a_step"])
+        self._share_batches(progress["batches_a_step"])
         copies = shared.num_copies / progress.get("copies", 1)
         self.tally = Tally.from_saved(progress["tallies"], shared.rank, shared.num_processes).scale_sums(copies)
         self.saved_step, self.tokens, self.seconds = self.step, progress["tokens"], progress["seconds"]
@@ -148,17 +149,23 @@ class TrainingRun:
             self.averages.load({name.removeprefix("ema."): tensors[name] for name in averaged}, shared.device)
         return {name: tensor for name, tensor in tensors.items() if name not in drawn | averaged}
 
-    def _batches_per_process(self, batches: int) -> int:
-        """Return how many batches each process accumulates so that a step takes as many in total as before."""
+    def _share_batches(self, batches: int) -> None:
+        """Let a step take as many batches as before, by however many processes."""
         count = self.parallel.num_data_ranks
-        if batches % count:
-            raise UserError(
-                f"trainer.resume=auto: a step of this run takes {batches} batches, which {count} processes cannot share "
-                "equally; start a number of processes that divides it"
-            )
-        if batches // count != self.accumulate and self.parallel.is_main:
-            print(f"{count} processes accumulate {batches // count} batches each, so that a step takes {batches} as before")
-        return batches // count
+        if batches != self.batches_per_step and self.parallel.is_main:
+            equally = f"{batches // count} each" if batches % count == 0 else f"up to {-(-batches // count)} each"
+            print(f"{count} processes share the {batches} batches that a step takes as before, {equally}")
+        self.batches_per_step = batches
+
+    @property
+    def num_own_batches(self) -> int:
+        """The batches of a step that are this process's own. Processes may differ by one; one may have none."""
+        return len(range(self.parallel.data_rank, self.batches_per_step, self.parallel.num_data_ranks))
+
+    @property
+    def num_batches_run(self) -> int:
+        """The batches that every process runs in a step: where parameters are sharded, all run equally many forwards."""
+        return -(-self.batches_per_step // self.parallel.num_data_ranks)
 
     # Steps
 
@@ -167,8 +174,10 @@ class TrainingRun:
     ) -> bool:
         """Run an optimiser step over this process's share of batches, which took `data_seconds` to read.
 
-        Return False, and take no step, where a process was asked to stop.
+        A process with fewer batches than others runs its last one again with a weight of 0. Return False, and take no step,
+        where a process was asked to stop.
         """
+        example_batches = example_batches + example_batches[-1:] * (self.num_batches_run - len(example_batches))
         self._prepare_step()
         if self.threads is not None:
             self.threads.set_threads()
@@ -178,7 +187,8 @@ class TrainingRun:
         timer.mark("features")
         self.monitor.report_status(self.step, WAITING)
         supervised, stops = self.parallel.all_reduce(
-            sum(batch.num_supervised for batch in batches), float(stop_signal is not None or self.source_failure is not None)
+            sum(batch.num_supervised for batch in batches[: self.num_own_batches]),
+            float(stop_signal is not None or self.source_failure is not None),
         )
         if stops:
             return False
@@ -187,7 +197,9 @@ class TrainingRun:
         scale = self.parallel.num_loss_parts / max(1, supervised)  # gradients are averaged over processes
         self.drafter.train()
         for number, (batch, examples) in enumerate(zip(batches, example_batches), 1):
-            now.add_tally(self._add_gradients(batch, examples, scale, is_last=number == len(batches)))
+            is_last, is_own = number == len(batches), number <= self.num_own_batches
+            added = self._add_gradients(batch, examples, scale if is_own else 0.0, is_last)
+            now.add_tally(added if is_own else added.without_counts())
         finite = self.parallel.step()
         timer.end()
         self._take_times(with_newest=False)
@@ -372,7 +384,7 @@ class TrainingRun:
                 "seconds": self.seconds, "optimizer": numbers, "num_steps": self.num_steps,
                 "stage": self.stage, "stage_began": self.stage_start, "spent": asdict(self.budget.time_spent),
                 "looks": asdict(self.validation_history),
-                "batches_a_step": self.accumulate * shared.num_data_ranks, "copies": shared.num_copies,
+                "batches_a_step": self.batches_per_step, "copies": shared.num_copies,
             }  # fmt: skip
             path = checkpoint_path(self.run, self.step)
             save_checkpoint(path, weights, tensors, progress, self.trainer.keep_checkpoints)

@@ -194,7 +194,7 @@ class Trainer(TrainerSettings):
         """Run one step on this process's share of the data. On a stop signal to any process, save and exit."""
         began = time.perf_counter()
         job.monitor.report_status(job.step, "reading data")
-        share = list(islice(job.batches, job.accumulate))
+        share = list(islice(job.batches, max(1, job.num_own_batches)))
         done = job.train_step(share, stop.stop_signal, time.perf_counter() - began)
         if not done:
             job.save_and_stop(stop.stop_signal)

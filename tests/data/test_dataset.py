@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from random import Random
 
@@ -119,6 +120,20 @@ def test_order_does_not_depend_on_processes_or_resumes(plan: list[tuple[int, int
     assert merged_order(dataset, packed, plan) == [
         next(one) for one in [dataset.stream_batches(Batching(100, 3, packed))] for _ in range(48)
     ]
+
+
+@pytest.mark.parametrize("processes", [3, 5])
+def test_a_step_keeps_its_batches_on_a_number_of_processes_that_does_not_divide_them(processes: int) -> None:
+    """Four batches a step, shared by three, or by five of which one has none: those of one process in the same order."""
+    dataset, order = made(30), iter(made(30).stream_batches(Batching(100, 3)))
+    state = {"batches_done": 4 * 2}
+    expected = list(islice(order, 4 * 5))[8:]
+    streams = [dataset.stream_batches(Batching(100, 3), rank, processes, state, 4) for rank in range(processes)]
+    for step in range(3):
+        shares = [[next(stream) for _ in range(rank, max(4, rank + 1), processes)] for rank, stream in enumerate(streams)]
+        taken = [shares[number % processes][number // processes] for number in range(4)]
+        assert taken == expected[4 * step : 4 * step + 4]
+        assert {stream.state_dict()["batches_done"] for stream in streams} == {8 + 4 * (step + 1)}
 
 
 def test_batch_pads_on_the_right_without_loss() -> None:

@@ -75,6 +75,7 @@ ALONE: dict[str, dict[str, Any]] = {  # a batch of 8, four accumulated batches o
     "packed": {"batch_tokens": 64, "accumulate": 2, "packing": True},
 }
 EPOCH = {"batch_tokens": 32, "max_steps": None, "epochs": 1.0, "save_every": 3, "log_every": 1}
+UNEVEN = {"batch_tokens": 32, "accumulate": 3, "max_steps": 3, "save_every": 1}
 RESUMED = [("medusa2", "zero2")]
 SLOWLY_RESUMED = [("causal", "fsdp2"), ("eagle3", "ddp"), ("eagle3", "zero2"), ("eagle3", "zero3")]
 
@@ -133,6 +134,8 @@ def trained(alone: Jobs) -> Jobs:
     many += [alone.job("eagle3", "target_tensor", {"batch_tokens": 128}, target="tensor")]
     many += [job for family, way in possible(RESUMED) for job in alone.interrupted(family, way)]
     many += [alone.job("medusa2", "moved", EPOCH, count=32, leave=4), alone.job("medusa2", "unmoved", EPOCH, count=32)]
+    train(alone.job("eagle3", "uneven", UNEVEN, count=32, leave=1))
+    many += [alone.job("eagle3", "uneven", {**UNEVEN, "accumulate": 1}, count=32)]
     many += [alone.job("eagle3", "slow", {**OPTIONS, "max_steps": 1, "patience": 1.0}, slow=True)]
     many += [alone.job("eagle3", "dead", {**OPTIONS, "max_steps": 50}, count=40, die=[1, 2])]
     status, alone.said = start(many, alone.folder)
@@ -220,6 +223,15 @@ def test_a_run_goes_on_with_another_number_of_processes(trained: Jobs) -> None:
     train(trained.job("medusa2", "moved", EPOCH, count=32))
     assert len(losses(trained.run("medusa2", "unmoved"))) == 8
     assert_same(trained.run("medusa2", "unmoved"), trained.run("medusa2", "moved"))
+
+
+def test_processes_share_the_batches_of_a_step_unequally(trained: Jobs) -> None:
+    """Begun on one process with three batches a step, continued on two, which take two and one: the same losses and weights."""
+    train(trained.job("eagle3", "even", UNEVEN, count=32))
+    assert_same(trained.run("eagle3", "even"), trained.run("eagle3", "uneven"))
+    lines = [json.loads(line) for line in (trained.run("eagle3", "uneven") / "metrics.jsonl").read_text().splitlines()]
+    assert [line["tokens"] for line in lines] == [3 * 32, 6 * 32, 9 * 32]
+    assert set(lines[-1]["step_seconds"]) == {"data", "target", "drafter", "others"} and lines[-1]["slowest"]["rank"] in (0, 1)
 
 
 def test_a_dead_process_is_named(trained: Jobs) -> None:
