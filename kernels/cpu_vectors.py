@@ -34,6 +34,11 @@ def compile_inline(function: Callable[..., Any]) -> Any:
     return numba.njit(function, error_model="numpy")
 
 
+def compile_reduction(function: Callable[..., Any]) -> Any:
+    """Compile a function into those that call it, with sums in any order, so that they are made in vectors."""
+    return numba.njit(function, error_model="numpy", fastmath={"reassoc", "nsz", "nnan"})
+
+
 def intrinsic(function: Callable[..., Any]) -> Any:
     """Make a function of types, which returns a signature and what emits its code, into one of values."""
     return numba.extending.intrinsic(function)
@@ -54,7 +59,7 @@ def make_pointer(dtype: Any) -> Any:
 
 to_halves, to_floats = make_pointer(types.uint16), make_pointer(types.float32)
 to_doubles, to_bytes = make_pointer(types.float64), make_pointer(types.uint8)
-to_longs = make_pointer(types.int64)
+to_words, to_longs = make_pointer(types.int32), make_pointer(types.int64)
 
 
 @intrinsic

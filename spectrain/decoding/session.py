@@ -286,6 +286,9 @@ def prepare_for_decoding(drafter: Drafter, target: Target, low_precision: bool =
     unpack_linears(drafter)
     if low_precision:
         pack_linears(drafter, low_precision=True)
+    for part in drafter.modules():
+        if isinstance(part, Drafter):
+            part.prepare_kernels()
     return drafter
 
 

@@ -154,6 +154,10 @@ class Drafter(nn.Module, ABC):
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """Initialise a new training, given how often each token [V] occurs in the assistant's turns; called once."""
 
+    def prepare_kernels(self) -> None:
+        """Load the compiled kernels that drafting runs, or compile them, so that no timed round does; by default there are
+        none."""
+
     def forward(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Return the loss; data-parallel wrappers call `forward`."""
         return self.loss(batch, target, state)

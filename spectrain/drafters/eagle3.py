@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from spectrain.config.values import Count, Share, Steps, VocabularySize
+from spectrain.drafters.layers.compiled_cpu_eagle import find_compiled
 from spectrain.drafters.layers.eagle_layers import NORM_VARIANTS, EagleSettings, check_architecture
 from spectrain.drafters.layers.eagle_unrolled import UnrolledEagle
 from spectrain.drafters.layers.layers import init_self_attention
@@ -100,7 +102,16 @@ class Eagle3(UnrolledEagle, ContextParallelDrafter):
 
     # Decoding
 
+    @torch.inference_mode()
+    def prepare_kernels(self) -> None:
+        compiled = find_compiled(self)
+        if compiled is not None:
+            compiled.warm_up()
+
     def draft(self, context: Context) -> Draft:
         """Read the features of the last accepted tokens, and draft from the last of them."""
         root, cache = self.read_accepted(context)
+        compiled = find_compiled(self)
+        if compiled is not None and compiled.can_run(cache):
+            return Draft(compiled.start_rollout(cache, root, context.builder.max_drafted, self.draft_ids))
         return Draft(StateRollout(self, cache, root, self.draft_ids))

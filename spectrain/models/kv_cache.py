@@ -228,9 +228,13 @@ class TreeCache(Cache):
     @property
     def can_lend_storage(self) -> bool:
         """Return whether kernels may write and read the slots of layers themselves."""
+        return self.lends_storage(torch.bfloat16)
+
+    def lends_storage(self, dtype: torch.dtype) -> bool:
+        """Return whether kernels may write and read the slots of layers themselves, with numbers of this type."""
         parts = self.kv_transform, self.query_observer, self.shapes, self.position_offsets
-        is_half = self.storage is None or self.storage.dtype == torch.bfloat16
-        return is_half and not self.returns_all_keys and all(part is None for part in parts)
+        is_stored_so = self.storage is None or self.storage.dtype == dtype
+        return is_stored_so and not self.returns_all_keys and all(part is None for part in parts)
 
     def lend_storage(self, num_new: int, num_heads: int, size: int, dtype: torch.dtype) -> Tensor:
         """Return the storage, for kernels that append the keys of `num_new` nodes in every layer."""

@@ -20,8 +20,10 @@ from spectrain.errors import UserError
 from spectrain.models.fast import FeatureLinear
 from spectrain.models.features import Features, Layer
 from spectrain.models.kv_cache import TreeCache
+from spectrain.models.limits import has_dynamic_rope
 
 from . import fused_cpu_eagle
+from .compiled_cpu_eagle import MAX_READ, find_compiled
 from .layers import LAYER_KEYS, Attention, Mlp, NormedAttention, check_layer_keys, init_from_target, llama_config, make_rotary
 from .output_layer import init_output_layer, make_output_layer, project_down
 from .vocabulary import VocabularyDrafter
@@ -115,7 +117,7 @@ class EagleDrafter(VocabularyDrafter):
         self.post_attention_layernorm, self.mlp, self.norm = make_norm(), Mlp(config), make_norm()
         self.later = nn.ModuleList(LaterLayer(config, attention, settings.window) for _ in range(settings.num_layers - 1))
         self.lm_down, self.lm_head = make_output_layer(width, vocab_size, settings.head_rank)
-        self.rotary = make_rotary(config)
+        self.rotary, self.has_dynamic_rope = make_rotary(config), has_dynamic_rope(config)
         self.add_vocabulary(vocab_size, rows)
         self.cache: TreeCache | None = None
 
@@ -192,6 +194,9 @@ class EagleDrafter(VocabularyDrafter):
 
     def run(self, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: TreeCache, visible: Tensor | None) -> Tensor:
         """Run new nodes, append them to the cache, and return their output states [B, F, D]."""
+        compiled = find_compiled(self) if visible is None and tokens.shape[1] <= MAX_READ else None
+        if compiled is not None and compiled.can_run(cache):
+            return compiled.read_tokens(tokens, hidden, cache)
         if fused_cpu_eagle.uses_fused_cpu(self):
             return fused_cpu_eagle.run_layer(self, tokens, hidden, positions, cache, visible)
         rope = self.rotary(self.fc.weight.detach(), positions)

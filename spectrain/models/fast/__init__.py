@@ -19,6 +19,7 @@ from .packed_linears import (
     lowest_precision,
     pack_linears,
     packed_product,
+    packed_weights,
     shared_input,
     unpack_linears,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "merged_attention",
     "pack_linears",
     "packed_product",
+    "packed_weights",
     "paired_forwards",
     "runs_rows_alone",
     "shared_input",

@@ -331,3 +331,10 @@ def packed_product(linear: Any, input: Tensor) -> Tensor:
 def shared_input(linear: Any) -> SharedInput | None:
     """Return the linears that read the same input as a packed one; None where it is not packed or is alone."""
     return linear.forward.shared if is_packed(linear) else None
+
+
+def packed_weights(linear: Any) -> PackedWeights:
+    """Return the up-to-date packed weights of a packed linear, with those of the linears that read the same input."""
+    weights: PackedWeights = (linear.forward.shared or linear.forward).weights
+    weights.refresh()
+    return weights

@@ -1,0 +1,151 @@
+"""Products of a few float32 rows with 8-bit weights on a CPU with AVX512-VNNI, compiled by Numba.
+
+They compute what FBGEMM's dynamic linears compute: inputs are rounded to 8 bits with one scale and one zero point for all rows,
+products are added as integers, and the sums are scaled. Next weights are fetched meanwhile, so a product takes the time in
+which its weights are read. Shapes: N rows, K input width, O output width.
+
+Weights are stored in panels [O / 32, K / 4, 2, 16, 4]: for four inputs, the weights of 32 outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, types
+from numba.core import cgutils
+
+from .cpu_linear import LINE, PAIRS
+from .cpu_vectors import (
+    WIDE,
+    WORD,
+    VectorBuilder,
+    advance,
+    compile_inline,
+    compile_reduction,
+    intrinsic,
+    to_bytes,
+    to_floats,
+    to_words,
+)
+
+COLUMNS = 32  # outputs of a panel
+MAX_TILE_ROWS = 12  # whose sums fit in the registers, two vectors each
+FETCH_AHEAD = 16 * 1024  # bytes
+LARGEST_BYTE = 255
+
+
+class ByteLinear(NamedTuple):
+    """The addresses of a linear's weights in panels, of their scales [O] in float32 and sums [O] in int32, and its sizes."""
+
+    panels: int
+    scales: int
+    sums: int
+    width: int
+    num_outputs: int
+
+
+@intrinsic
+def multiply_bytes(context: Any, rows: Any, x: Any, x_stride: Any, panel: Any, quads: Any, sums: Any) -> Any:
+    """Multiply 1 to 12 rows of unsigned bytes with a panel, by code of their own for each number of rows.
+
+    Arguments: the number of rows, their address and the bytes between them, the address of the panel, its number of four
+    inputs, and the address of int32 sums [rows, 32].
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        num_rows, *operands = args
+        blocks = [builder.append_basic_block() for _ in range(MAX_TILE_ROWS)]
+        done, cases = builder.append_basic_block(), builder.switch(num_rows, blocks[-1])
+        for number, block in enumerate(blocks, start=1):
+            cases.add_case(WIDE(number), block)
+            builder.position_at_end(block)
+            _emit_tile(builder, number, *operands)
+            builder.branch(done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), generate
+
+
+def _emit_tile(builder: Any, num_rows: int, x: Any, x_stride: Any, panel: Any, quads: Any, sums: Any) -> None:
+    multiply_add = ir.InlineAsm(ir.FunctionType(PAIRS, [PAIRS] * 3), "vpdpbusd $3, $2, $0", "=v,0,v,v", side_effect=False)
+    byte_pointer = ir.IntType(8).as_pointer()
+    fetch_type = ir.FunctionType(ir.VoidType(), [byte_pointer, WORD, WORD, WORD])
+    fetch = cgutils.get_or_insert_function(builder.module, fetch_type, "llvm.prefetch.p0")
+    undefined, zeros = ir.Constant(PAIRS, ir.Undefined), ir.Constant(PAIRS, [0] * 16)
+    rows, halves = range(num_rows), range(2)
+
+    def load(address: Any, kind: Any) -> Any:
+        return builder.load(builder.inttoptr(address, kind.as_pointer()), align=4)
+
+    def step(index: Any, totals: list[Any]) -> list[Any]:
+        """Add the products of four inputs: two vectors of weights, and the inputs of every row in all lanes."""
+        start = builder.add(panel, builder.mul(index, WIDE(2 * LINE)))
+        weights = [load(builder.add(start, WIDE(LINE * half)), PAIRS) for half in halves]
+        for half in halves:
+            ahead = builder.inttoptr(builder.add(start, WIDE(FETCH_AHEAD + LINE * half)), byte_pointer)
+            builder.call(fetch, [ahead, WORD(0), WORD(2), WORD(1)])
+        first, after = builder.add(x, builder.mul(index, WIDE(4))), []
+        for row in rows:
+            four = load(builder.add(first, builder.mul(x_stride, WIDE(row))), WORD)
+            repeated = builder.shuffle_vector(builder.insert_element(undefined, four, WORD(0)), undefined, zeros)
+            after += [builder.call(multiply_add, [totals[2 * row + half], repeated, weights[half]]) for half in halves]
+        return after
+
+    for number, total in enumerate(VectorBuilder(builder).loop(quads, [zeros] * (2 * num_rows), step)):
+        builder.store(total, builder.inttoptr(builder.add(sums, WIDE(LINE * number)), PAIRS.as_pointer()), align=4)
+
+
+@compile_reduction
+def find_range(x: Any, count: int) -> Any:
+    """Return the smallest and the largest of float32 numbers and 0."""
+    numbers, low, high = carray(x, (count,)), np.float32(0), np.float32(0)
+    for i in range(count):
+        low, high = min(low, numbers[i]), max(high, numbers[i])
+    return low, high
+
+
+@compile_inline
+def choose_scale(low: float, high: float) -> Any:
+    """Return the scale and the zero point by which numbers between `low` and `high`, and 0, are rounded to 8 bits."""
+    scale = np.float32((float(high) - float(low)) / LARGEST_BYTE)
+    if scale == np.float32(0) or np.isinf(np.float32(1) / scale):
+        scale = np.float32(0.1)
+    below, above = float(low) / float(scale), float(high) / float(scale)
+    zero = -below if abs(below) < LARGEST_BYTE + abs(above) else LARGEST_BYTE - above
+    return scale, int(min(max(np.rint(zero), 0.0), float(LARGEST_BYTE)))
+
+
+@compile_inline
+def round_to_bytes(x: Any, count: int, scale: float, zero: int, out: Any) -> None:
+    """Store numbers x as bytes: x / scale + zero."""
+    numbers, rounded = carray(x, (count,)), carray(out, (count,))
+    factor, offset = np.float32(1) / np.float32(scale), np.float32(zero)
+    for i in range(count):
+        value = np.rint(numbers[i] * factor) + offset
+        rounded[i] = np.uint8(np.int32(min(max(value, np.float32(0)), np.float32(LARGEST_BYTE))))
+
+
+@compile_inline
+def multiply_rounded(x: int, rows: int, linear: ByteLinear, out: int, scratch: int) -> None:
+    """Store float32 rows x [N, K] times the weights of a linear, [N, O]; `scratch` holds 12 x 32 int32 and N K bytes."""
+    width, num_outputs = linear.width, linear.num_outputs
+    low, high = find_range(to_floats(x), rows * width)
+    scale, zero = choose_scale(low, high)
+    rounded = scratch + 4 * MAX_TILE_ROWS * COLUMNS
+    round_to_bytes(to_floats(x), rows * width, scale, zero, to_bytes(rounded))
+    parts = (rows + MAX_TILE_ROWS - 1) // MAX_TILE_ROWS
+    most = (rows + parts - 1) // parts
+    for first in range(0, num_outputs, COLUMNS):
+        scales = carray(advance(to_floats(linear.scales), first), (COLUMNS,))
+        offsets = carray(advance(to_words(linear.sums), first), (COLUMNS,))
+        for row in range(0, rows, most):
+            count = min(most, rows - row)
+            multiply_bytes(count, rounded + row * width, width, linear.panels + first * width, width // 4, scratch)
+            for r in range(count):
+                sums = carray(advance(to_words(scratch), r * COLUMNS), (COLUMNS,))
+                result = carray(advance(to_floats(out), (row + r) * num_outputs + first), (COLUMNS,))
+                for i in range(COLUMNS):
+                    result[i] = np.float32(sums[i] - np.int32(zero) * offsets[i]) * (scale * scales[i])
