@@ -20,6 +20,7 @@ from spectrain.provenance import collect_provenance
 from spectrain.training.adapters import describe_adapters
 from spectrain.training.checkpoints import TrainingResult, checkpoint_step, latest_checkpoint, resume_advice
 from spectrain.training.metrics import Tracker, read_last_step, track_run
+from spectrain.training.parallel import disconnect_processes, wait_for_loading
 from spectrain.training.trainer import Trainer
 
 from .drafters import apply_init_shape, init_drafter, save_drafter
@@ -71,6 +72,7 @@ def train_and_score(spec: RunSpec, target: Target | None = None, dataset: Datase
             score_finished(spec, trained)
         elif trained.inputs.evaluation is not None:
             score_trained(spec, trained)
+    disconnect_processes()
     return trained.folder
 
 
@@ -90,7 +92,7 @@ def train(spec: RunSpec, stack: ExitStack, target: Target | None, dataset: Datas
     if accelerator.is_main_process:
         open_run(run, spec, inputs.dataset, inputs.target, has_checkpoint=checkpoint is not None)
         print(f"{run}: {inputs.report_lines[0]}", *inputs.report_lines[1:], sep="\n", flush=True)
-    accelerator.wait_for_everyone()
+    wait_for_loading(accelerator, run)
     step = 0 if checkpoint is None else checkpoint_step(checkpoint)
     tracker = stack.enter_context(track_run(tracker, run, spec.to_nodes(), step=step))
     try:

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -84,6 +85,23 @@ def connect_processes(sharding: Sharding, timeout: float = 30.0) -> Accelerator:
     if accelerator.num_processes != expected:
         raise RunError(f"launch: {expected} processes were started, {accelerator.num_processes} are connected; use torchrun")
     return accelerator
+
+
+def wait_for_loading(accelerator: Accelerator, run: Path) -> None:
+    """Wait until all processes have loaded data and models; raise a RunError if one of them has gone."""
+    try:
+        accelerator.wait_for_everyone()
+    except RuntimeError as error:
+        raise RunError(
+            f"launch: another process stopped while data and models were loaded ({first_line(error)[:200]}); its own message "
+            f"says why; then use the same command with trainer.resume=auto run={run}"
+        ) from error
+
+
+def disconnect_processes() -> None:
+    """End the connections of several processes, so that none is in use while the interpreter ends."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def explain_no_connection(error: RuntimeError) -> str:

@@ -91,8 +91,9 @@ class ProcessMonitor:
         self.exit_message = self.explanation or own
         self.stop_event.set()
         if self.num_processes > 1:
-            # The last heartbeat says farewell; it blocks if rank 0 is out of reach.
-            self.exchange_thread.join(HEARTBEAT_SECONDS)
+            # The last heartbeat says farewell; it blocks if rank 0 is out of reach. A thread that is still in the store when
+            # the interpreter ends would abort the process.
+            self.exchange_thread.join(SILENCE_AFTER_ERROR_SECONDS)
 
     def report_status(self, step: int, activity: str) -> None:
         """Report the step and the activity of this process, which may be waiting for the others."""
