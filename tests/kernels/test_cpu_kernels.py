@@ -47,6 +47,34 @@ def test_attention_equals_float64_whatever_other_nodes_there_are(length: int) ->
             )
 
 
+@pytest.mark.parametrize(("num_heads", "num_key_heads", "size"), [(9, 3, 64), (5, 5, 32), (12, 2, 32), (3, 1, 48)])
+def test_tokens_of_several_texts_attend_as_alone(num_heads: int, num_key_heads: int, size: int) -> None:
+    """Single tokens of texts of different lengths, with groups and heads that have a kernel of their own and others."""
+    torch.manual_seed(0)
+    lengths, capacity, attention = torch.tensor([0, 1, 15, 16, 77]), 90, cpu_kernels.load_kernels()
+    count, width = len(lengths), num_key_heads * size
+    slots, heads = (
+        torch.randn(2, count, capacity, width).bfloat16(),
+        torch.randn(count, num_heads * size + 2 * width).bfloat16(),
+    )
+    cos, sin, mask = torch.rand(count, size).bfloat16(), torch.rand(count, size).bfloat16(), torch.ones(1, count).bool()
+    single_slots, single_heads = slots.clone(), heads.clone()
+    out, single_out = torch.empty(2, count, num_heads * size).bfloat16()
+    memory, starts = cpu_kernels.working_memory(1 << 16).data_ptr(), torch.arange(count) * capacity
+    shape = num_heads, num_key_heads, size
+    attention.batch_attention.rotate_attend_texts_half(
+        *(x.data_ptr() for x in (heads, cos, sin, slots[0], slots[1])), width, starts.data_ptr(), lengths.data_ptr(), count, 1,
+        mask.data_ptr(), 1, *shape, out.data_ptr(), 0.3, memory,
+    )  # fmt: skip
+    for text, length in enumerate(lengths.tolist()):
+        parts = single_heads[text], cos[text], sin[text], single_slots[0, text], single_slots[1, text]
+        attention.attention.rotate_attend_half(
+            *(x.data_ptr() for x in parts), width, length, 1, mask.data_ptr(), 1, *shape, single_out[text].data_ptr(), 0.3,
+            memory,
+        )  # fmt: skip
+    assert torch.equal(out, single_out) and torch.equal(slots, single_slots)
+
+
 def test_tokens_drawn_by_bounds_are_those_of_all_noise() -> None:
     """Of flat and steep distributions, of tokens that are cut, and of sums so large that rounding decides."""
     torch.manual_seed(0)
