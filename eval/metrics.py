@@ -150,6 +150,8 @@ class SystemSummary(SystemNumbers):
     guard: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
     # The times that a reader of the answers sees, without the drafter and with it, and the bound that they are compared with.
     user_times: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
+    # Joules of a token without the drafter and with it, prefill included, where the device counts them.
+    joules_per_token: dict[str, float] | None = field(default=None, metadata=OPTIONAL)
     # Price of a million tokens without the drafter and with it, by eval.price_per_hour.
     price_per_million: dict[str, float | None] | None = field(default=None, metadata=OPTIONAL)
     # Whether outputs equal their reference; None where that was not checked.

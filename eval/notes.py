@@ -77,6 +77,12 @@ def explain_numbers(summary: Summary) -> Iterator[str]:
         yield describe_user_times(summary)
     if price := summary.get("price_per_million"):
         yield f"Price of a million tokens: {price['autoregressive']:.4g} without the drafter, {price['drafted']:.4g} with it."
+    if joules := summary.get("joules_per_token"):
+        yield f"Joules per token: {joules['autoregressive']:.3g} without the drafter, {joules['drafted']:.3g} with it."
+    if device := summary.get("other_device"):
+        listed = ", ".join(f"{speedup:.2f} at {size}" for size, speedup in device["by_batch"].items())
+        limits = f"{device['bandwidth']:g} GB/s and {device['tflops']:g} TFLOP/s"
+        yield (f"Predicted speedup by prompts at once on a device of {limits}, with each forward at its lower bound: {listed}.")
     yield from _describe_precision(setting)
     if context := setting.get("context"):
         lengths = ", ".join(map(format_length, context["lengths"]))

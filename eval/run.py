@@ -35,6 +35,7 @@ from spectrain.eval.report import print_table
 from spectrain.eval.selection import PromptedEvaluation
 from spectrain.eval.summary import (
     EvaluationSummary,
+    predict_device,
     sample_line,
     speedup_limits,
     write_lines,
@@ -219,6 +220,7 @@ class Evaluation(PromptedEvaluation):
                 eager_because=reason if is_eager else None,
                 not_run={**decoder.fallback.failures} or None,
                 user_times={"bound_ms": self.bound_ms, **compare_user_times(answers, self.bound_ms)},
+                joules_per_token=decoding.joules_per_token(system.name),
                 price_per_million=price_tokens(numbers["tokens_per_second"], self.price_per_hour),
                 pruning=None
                 if system.pruning is None
@@ -257,6 +259,8 @@ class Evaluation(PromptedEvaluation):
             limits["forced"] = oracle.summary(results.summaries[DRAFTER])
         ceiling = results.turns[ORACLE] if has_forced else []
         limits["bounds"] = speedup_limits(candidate.target, candidate.drafter, answers, ceiling)
+        if self.other_device is not None:
+            limits["other_device"] = predict_device(candidate.target, candidate.drafter, answers, self.other_device)
         if not candidate.rule.lossless or self.quality:
             # Compare answers token by token if the rule should not change them.
             is_deterministic = not candidate.rule.matching_rule().is_random

@@ -84,6 +84,9 @@ class EvalSettings:
     bound_ms: float = 50.0
     # Price of an hour of this machine, from which the price of a million tokens is computed; null computes none.
     price_per_hour: float | None = None
+    # Device to predict the speedup on, by its memory's gigabytes per second and its 10^12 operations per second in the target's
+    # type, as in {bandwidth: 3350, tflops: 989}; null predicts none.
+    other_device: dict[str, float] | None = None
     # With a server: numbers of requests at the same time, each of which is measured with every prompt.
     concurrency: tuple[int, ...] = (1,)
     # With a server: limits of the time to the first token and of the time per later token, as in {ttft: 500ms, itl: 50ms}.
@@ -97,6 +100,9 @@ class EvalSettings:
         for key in ("max_minutes", "bound_ms", "price_per_hour"):
             if (value := getattr(self, key)) is not None and not value > 0:
                 raise UserError(f"eval.{key}={value}: use more than 0")
+        device = self.other_device
+        if device is not None and (set(device) != {"bandwidth", "tflops"} or min(device.values()) <= 0):
+            raise UserError(f"eval.other_device={device}: give both numbers, as in {{bandwidth: 3350, tflops: 989}}")
         for level in self.concurrency:
             refuse_below("concurrency", level, 1)
         if self.engine not in get_args(EngineChoice):

@@ -1,7 +1,7 @@
 """What is written about an evaluation: summary.json, samples.jsonl, rounds.parquet, prompts.parquet."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,11 @@ from spectrain.eval.kinds import kind_runs
 from spectrain.eval.metrics import SystemSummary, Turn
 from spectrain.files import atomic_write, write_text
 from spectrain.models.chat_template import ChatTemplate
-from spectrain.models.device import roofline_seconds
+from spectrain.models.device import DeviceLimits, measure_limits, roofline_seconds
 from spectrain.models.target import Target
+
+PREDICTED_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Numbers of texts at once for which the speedup on another device is predicted."""
 
 
 @dataclass
@@ -58,7 +61,7 @@ def speedup_limits(target: Target, drafter: Drafter, turns: Sequence[Turn], orac
     drafting then has no time of its own.
     oracle: the measured speedup of a chain as deep as the tree whose drafts are all right, the ceiling of a better drafter.
     roofline: the speedup if a draft step, a step and a verification took the least time that this machine's memory and
-    arithmetic allow; None for a mixture of experts, which reads only some of its weights.
+    arithmetic allow.
     forwards_per_round: present if drafting runs the target too; tokens per forward count verifications alone.
     """
     length = metrics.pooled_acceptance(turns)
@@ -69,22 +72,40 @@ def speedup_limits(target: Target, drafter: Drafter, turns: Sequence[Turn], orac
     step = sum(sum(times.values()) for turn in turns for times in turn.autoregressive.round_seconds) / steps
     verify = sum(times["verify"] for turn in turns for times in turn.drafted.round_seconds) / rounds
     batch = turns[0].drafted.batch_size
-    nodes = sum(sum(turn.drafted.node_counts) for turn in turns) / rounds
-    depth = sum(sum(turn.drafted.depths) for turn in turns) / rounds
-    sparse = bool(getattr(target.config, "num_experts", None) or getattr(target.config, "num_local_experts", None))
-    floor = roofline_seconds(target.model, batch, target.device, target.dtype)
-    read = drafter.cost.weights(target)
-    drafting = drafter.cost.num_passes(depth) * roofline_seconds(read, batch, target.device, target.dtype)
-    verifying = roofline_seconds(target.model, batch * nodes, target.device, target.dtype)
+    limits = measure_limits(target.device, target.dtype)
+    floor = roofline_seconds(target.model, batch, limits)
+    roofline = roofline_speedup(target, drafter, turns, limits, batch)
     forwards = 1 + drafter.cost.num_target_forwards()
     return {
         **({"forwards_per_round": forwards} if forwards > 1 else {}),
         "engine_efficiency": round(metrics.speedup(turns) / length, 4),
         "zero_cost_draft": None if any(sum(turn.drafted.idle_counts) for turn in turns) else round(length * step / verify, 4),
         "oracle": round(metrics.speedup(oracle), 4) if oracle else None,
-        "roofline": None if sparse else round(length * floor / (drafting + verifying), 4),
-        "autoregressive_of_floor": None if sparse else round(floor / step, 4),
+        "roofline": round(roofline, 4),
+        "autoregressive_of_floor": round(floor / step, 4),
     }
+
+
+def roofline_speedup(target: Target, drafter: Drafter, turns: Sequence[Turn], limits: DeviceLimits, batch: int) -> float:
+    """Return the speedup of these tokens per forward if every forward took its lower bound on a device, for `batch` texts."""
+    rounds = sum(len(turn.drafted.round_lengths) for turn in turns)
+    nodes = sum(sum(turn.drafted.node_counts) for turn in turns) / rounds
+    depth = sum(sum(turn.drafted.depths) for turn in turns) / rounds
+    drafting = drafter.cost.num_passes(depth) * roofline_seconds(drafter.cost.weights(target), batch, limits)
+    verifying = roofline_seconds(target.model, batch * nodes, limits)
+    step = roofline_seconds(target.model, batch, limits)
+    return metrics.pooled_acceptance(turns) * step / (drafting + verifying)
+
+
+def predict_device(target: Target, drafter: Drafter, turns: Sequence[Turn], device: Mapping[str, float]) -> dict[str, Any]:
+    """Predict the speedup on a device of this bandwidth (GB/s) and arithmetic (TFLOP/s), by number of texts at once.
+
+    Every forward takes its lower bound there, so attention over a long context and the start of kernels are left out; tokens
+    per forward and trees are those measured here.
+    """
+    limits = DeviceLimits(device["bandwidth"] * 1e9, device["tflops"] * 1e12)
+    speedups = {size: round(roofline_speedup(target, drafter, turns, limits, size), 4) for size in PREDICTED_BATCHES}
+    return {**device, "by_batch": speedups}
 
 
 def sample_line(turn: Turn, template: ChatTemplate | None) -> dict[str, Any]:

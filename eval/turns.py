@@ -1,7 +1,7 @@
 """Decoding in turn: for every prompt the autoregressive run and the drafted runs follow each other, in a rotating order."""
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ from spectrain.eval.prompts import Prompt, TurnAnswer
 from spectrain.eval.systems import Decoder, System
 from spectrain.eval.time_limit import MIN_PROMPTS, TimeLimit
 from spectrain.models.chat_template import Kind
+from spectrain.models.energy import find_energy_reader
 from spectrain.training.metrics import Pace, format_duration
 
 AUTOREGRESSIVE, ORACLE = "autoregressive", "oracle"
@@ -59,6 +60,9 @@ class Interleaving:
         self.batches: list[list[TurnRequest]] = []
         self.left_out = Counter[str]()
         self.console, self.pace = Console(stderr=True), Pace(0)
+        # Joules and tokens of the autoregressive run and of every system, where the device counts energy.
+        self.read_energy = find_energy_reader(decoder.target.device)
+        self.joules, self.num_tokens = defaultdict[str, float](float), Counter[str]()
         # How often all is decoded; how many prompts were decoded, and how many seconds the first time took.
         self.repeats, self.num_prompts, self.seconds = 1, 0, 0.0
 
@@ -148,8 +152,19 @@ class Interleaving:
         for offset in range(len(contenders)):
             system = contenders[(offset + number) % len(contenders)]
             name = AUTOREGRESSIVE if system is None else system.name
+            start = self.read_energy() if self.read_energy else 0.0
             runs[name] = self.decoder(system, tokens, self.max_new_tokens, keys)
+            if self.read_energy:
+                self.joules[name] += self.read_energy() - start
+                self.num_tokens[name] += sum(len(run.output) for run in runs[name])
         return runs
+
+    def joules_per_token(self, name: str) -> dict[str, float] | None:
+        """Return the joules of a token without and with a system, prefill included; None where the device counts none."""
+        if self.read_energy is None:
+            return None
+        pair = {"autoregressive": AUTOREGRESSIVE, "drafted": name}
+        return {key: round(self.joules[run] / max(1, self.num_tokens[run]), 6) for key, run in pair.items()}
 
     def repeat(self, times: int) -> None:
         """Decode every autoregressive and drafted pair again, `times` - 1 times, if the first times are unsteady.

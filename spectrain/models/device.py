@@ -3,11 +3,14 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+
+from spectrain.models.step_cost import is_experts
 
 
 def synchronize_device(device: torch.device) -> None:
@@ -49,14 +52,49 @@ def forward_weights(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if id(parameter) not in looked_up]
 
 
-def roofline_seconds(module: nn.Module, rows: float, device: torch.device, dtype: torch.dtype) -> float:
-    """Return the lower bound in seconds of a forward over so many rows: reading every weight once, or its arithmetic."""
-    weights = forward_weights(module)
-    if not weights:
-        return 0.0
-    size = sum(weight.numel() * weight.element_size() for weight in weights)
-    products = 2 * rows * sum(weight.numel() for weight in weights)
-    return max(size / measure_bandwidth(device), products / measure_flops(device, dtype))
+@dataclass(frozen=True)
+class DeviceLimits:
+    """What a device can do at most."""
+
+    # Bytes per second that it reads from memory.
+    bandwidth: float
+    # Floating-point operations per second.
+    flops: float
+
+
+def measure_limits(device: torch.device, dtype: torch.dtype) -> DeviceLimits:
+    """Measure the limits of a device of this machine."""
+    return DeviceLimits(measure_bandwidth(device), measure_flops(device, dtype))
+
+
+def roofline_seconds(module: nn.Module, rows: float, limits: DeviceLimits) -> float:
+    """Return the lower bound in seconds of a forward over so many rows: reading every weight once, or its arithmetic.
+
+    A mixture of experts reads those of its E experts that some row chooses, E (1 - (1 - k / E) ^ rows) of them on average if
+    each row chooses k of them independently, and computes k for each row.
+    """
+    experts = {id(weight): share for weight, share in expert_weights(module)}
+    size = products = 0.0
+    for weight in forward_weights(module):
+        share = experts.get(id(weight), 1.0)
+        size += weight.numel() * weight.element_size() * (1 - (1 - share) ** rows)
+        products += 2 * rows * share * weight.numel()
+    return max(size / limits.bandwidth, products / limits.flops)
+
+
+def expert_weights(module: nn.Module) -> Iterator[tuple[nn.Parameter, float]]:
+    """Yield the stacked weights of experts, and the share of the experts that a row chooses."""
+    for parent in module.modules():
+        for child in parent.children():
+            if is_experts(child):
+                parts: list[Any] = [child, parent, *parent.children()]
+                chosen = next((part.top_k for part in parts if has_top_k(part)), 1)
+                yield from ((weight, chosen / len(weight)) for weight in child.parameters() if weight.dim() == 3)
+
+
+def has_top_k(module: Any) -> bool:
+    """Tell whether a module says how many experts a row chooses."""
+    return isinstance(getattr(module, "top_k", None), int)
 
 
 def _time_call(work: Callable[[], object], device: torch.device) -> float:

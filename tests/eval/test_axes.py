@@ -9,6 +9,7 @@ import pytest
 from spectrain.decoding.acceptance import Greedy
 from spectrain.drafters.ngram import Ngram
 from spectrain.eval import metrics
+from spectrain.eval.axes import load
 from spectrain.eval.axes.load import POLICIES, TimeTable, simulate_load, simulate_policies
 from spectrain.eval.axes.points import Crossover, find_crossover, measure_point
 from spectrain.eval.axes.sweep import BatchSweep, ContextSweep, TemperatureSweep
@@ -95,9 +96,11 @@ def test_sweeps_are_decoded_and_written(shallow: Target, tmp_path: Path, monkeyp
     """Every point has the target's own answers, the first batch has the tokens of the evaluation, and a comparison and the
     report take the sweep from the folder."""
     kept: list[Results] = []
+    monkeypatch.setattr(load, "LOADS", (0.5, 1.0))
     report = BatchSweep.report
     monkeypatch.setattr(BatchSweep, "report", lambda sweep, results: [kept.append(results), report(sweep, results)][1])
-    scored = evaluation(tmp_path, check=False, sweep="batch", batches=(1, 2, 64), context=(48,))
+    scored = evaluation(tmp_path, check=False, sweep="batch", batches=(1, 2, 64), context=(48,),
+                        other_device={"bandwidth": 100.0, "tflops": 1e6})  # fmt: skip
     scored.check_prompts(shallow)
     folder = tmp_path / "run" / "eval" / "batch"
     summary = scored.score(Candidate(shallow, Ngram(shallow), Chain(3), Greedy(), SETTING), folder)
@@ -106,6 +109,8 @@ def test_sweeps_are_decoded_and_written(shallow: Target, tmp_path: Path, monkeyp
     assert axis["points"][0]["acceptance_length"] == summary["acceptance_length"]["pooled"]
     assert all(point["identical"] == point["checked"] for point in axis["points"])
     assert (folder / "axis.md").read_text().count("\n") > 4 and "<svg" in (folder / "axis.svg").read_text()
+    # Where only memory counts and drafting reads nothing, the speedup is the tokens per forward.
+    assert summary["other_device"]["by_batch"][1] == pytest.approx(summary["acceptance_length"]["pooled"], abs=1e-3)
     axes = collect_axes([ScoredRun.read("one", folder)])
     assert list(axes) == ["batch"]
     write_report(tmp_path / "report.html", [], {"rows": [], "axes": axes})

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from spectrain.drafters.ngram import Ngram
-from spectrain.models.device import capture_graph, forward_weights, measure_bandwidth, measure_flops, roofline_seconds
+from spectrain.models.device import DeviceLimits, capture_graph, forward_weights, roofline_seconds
 from spectrain.models.target import Target
 
 CPU = torch.device("cpu")
@@ -26,10 +26,22 @@ def test_shared_weights_are_read_once() -> None:
 def test_roofline_is_memory_or_arithmetic(tiny: Target) -> None:
     """A few rows cost the reading of the weights, very many their arithmetic; a drafter without weights costs nothing."""
     parameters = sum(weight.numel() for weight in forward_weights(tiny.model))
-    few, many = (roofline_seconds(tiny.model, rows, CPU, torch.float32) for rows in (1e-9, 1e9))
-    assert few == 4 * parameters / measure_bandwidth(CPU)
-    assert many == 2 * parameters * 1e9 / measure_flops(CPU, torch.float32)
-    assert roofline_seconds(Ngram(tiny), 16, CPU, torch.float32) == 0
+    limits = DeviceLimits(1e9, 1e12)
+    few, many = (roofline_seconds(tiny.model, rows, limits) for rows in (1e-9, 1e9))
+    assert few == pytest.approx(4 * parameters / 1e9)
+    assert many == pytest.approx(2 * parameters * 1e9 / 1e12)
+    assert roofline_seconds(Ngram(tiny), 16, limits) == 0
+
+
+def test_experts_are_read_where_a_row_chooses_them() -> None:
+    """Of 4 experts with 2 chosen by a row, one row reads 2 and two rows read 3 on average; each row computes 2."""
+    layer = nn.Module()
+    layer.top_k = 2  # type: ignore[assignment]
+    layer.experts = nn.Module()
+    layer.experts.down_proj = nn.Parameter(torch.zeros(4, 5, 5))
+    seconds = [roofline_seconds(layer, rows, DeviceLimits(4.0, 1e9)) for rows in (1, 2)]
+    assert seconds == [2 * 25, 3 * 25]
+    assert roofline_seconds(layer, 10, DeviceLimits(1e9, 2.0)) == 10 * 2 * 25
 
 
 def test_a_failed_capture_restores_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
