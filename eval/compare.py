@@ -27,12 +27,14 @@ from spectrain.config.spec import RunSpec
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter
 from spectrain.errors import RunInterrupted, UserError, suggest_nearest
+from spectrain.eval.axes.points import AXIS_LABELS
 from spectrain.eval.columns import tracked_comparison
 from spectrain.eval.comparison import ScoredRun
 from spectrain.eval.engines import compare_engines, read_scores
 from spectrain.eval.page import write_report
 from spectrain.eval.recommendations import compare_runs
 from spectrain.eval.report import print_comparison, print_engines
+from spectrain.eval.settings import refuse_unknown
 from spectrain.files import write_text
 from spectrain.models.target import Target
 from spectrain.runs.score import evaluate
@@ -62,7 +64,11 @@ class Comparison:
     # score of the run. Null compares drafters.
     scores: str | list[str] | None = None
 
+    # Axes over which every drafter is swept as well: batch, context and temperature. Each takes a few times as long as a score.
+    sweeps: tuple[str, ...] = ()
+
     def __post_init__(self) -> None:
+        refuse_unknown("sweeps", self.sweeps, tuple(AXIS_LABELS), group="compare")
         for key, value in (("seconds", self.seconds), ("tokens", self.tokens), ("batch", self.batch)):
             if value is not None and not value > 0:
                 raise UserError(f"compare.{key}={value}: use more than 0")
@@ -179,7 +185,7 @@ class Contest:
         """Write what all runs share; raise UserError if a comparison that continues would change it."""
         variable = ("trainer.resume", "tracker")
         passed = sorted(override.lstrip("+") for override in self.passed if not override_key(override, 2).startswith(variable))
-        compared = {key: value for key, value in self.requested.node.items() if key not in ("training_free", "batch")}
+        compared = {key: value for key, value in self.requested.node.items() if key not in ("training_free", "batch", "sweeps")}
         text = json.dumps({"compare": compared, "settings": passed}, default=str, indent=2) + "\n"
         file = self.folder / "compare.json"
         if file.exists() and file.read_text() != text:
@@ -233,20 +239,29 @@ class Contest:
         return run
 
     def score_batch(self, spec: RunSpec) -> ScoredRun:
-        """Score a run once more with several prompts at once, if that is missing, and read both scores."""
+        """Score a run with several prompts at once and over the axes of compare.sweeps, if that is missing, and read the
+        scores."""
         run, name = Path(str(spec.run)), batched_name(self.comparison)
-        if self.comparison.batch is not None and not (run / "eval" / name / "summary.json").exists():
-            first = json.loads((run / "eval" / spec.evaluation_name / "summary.json").read_text())
-            settings = {"name": name, "batch_size": self.comparison.batch, "limit": NUM_BATCHES * self.comparison.batch,
-                        "calibration_limit": 4, "check": False, "oracle": False, "report": False}  # fmt: skip
-            batched = spec.with_settings("eval", **settings)
-            if "skipped" in first["setting"]["drafter"]:
-                # Layers that the first score's search chose to skip.
-                batched = batched.with_settings("drafter", skipped=first["setting"]["drafter"]["skipped"])
-            with log_to_file(run):
-                evaluate(batched, run, None if (run / "target").is_dir() else self.target)
-            free_memory()
+        quick = {"check": False, "oracle": False, "report": False}
+        if (batch := self.comparison.batch) is not None:
+            self.score_again(spec, name, {"batch_size": batch, "limit": NUM_BATCHES * batch, "calibration_limit": 4, **quick})
+        for over in self.comparison.sweeps:
+            self.score_again(spec, over, {"sweep": over, "baselines": [], **quick})
         return ScoredRun.read(run.name, run / "eval" / spec.evaluation_name, run / "eval" / name)
+
+    def score_again(self, spec: RunSpec, name: str, settings: dict[str, Any]) -> None:
+        """Score a scored run once more, with other settings of `eval` and under another name, unless that is done."""
+        run = Path(str(spec.run))
+        if (run / "eval" / name / "summary.json").exists():
+            return
+        first = json.loads((run / "eval" / spec.evaluation_name / "summary.json").read_text())
+        spec = spec.with_settings("eval", name=name, **settings)
+        if "skipped" in first["setting"]["drafter"]:
+            # Layers that the first score's search chose to skip.
+            spec = spec.with_settings("drafter", skipped=first["setting"]["drafter"]["skipped"])
+        with log_to_file(run):
+            evaluate(spec, run, None if (run / "target").is_dir() else self.target)
+        free_memory()
 
     def load_dataset(self, spec: RunSpec) -> Dataset:
         """Load the data of a configuration, tokenized once for all runs with the same settings."""

@@ -142,7 +142,7 @@ def refuse_below(key: str, value: Any, least: int) -> None:
         raise UserError(f"eval.{key}={value}: use {least} or more")
 
 
-def refuse_unknown(key: str, names: tuple[str, ...], choices: tuple[str, ...]) -> None:
+def refuse_unknown(key: str, names: tuple[str, ...], choices: tuple[str, ...], group: str = "eval") -> None:
     """Refuse names that a setting does not know."""
     if unknown := sorted({*names} - {*choices}):
-        raise UserError(f"eval.{key}: {unknown[0]!r} is unknown; choose from {', '.join(choices)}")
+        raise UserError(f"{group}.{key}: {unknown[0]!r} is unknown; choose from {', '.join(choices)}")

@@ -158,7 +158,9 @@ def describe_crossover(axis: dict[str, Any]) -> str:
 def name_value(over: str, value: float) -> str:
     """Format a value of an axis with what it counts."""
     text = format_axis_value(over, value)
-    return f"temperature {text}" if over == "temperature" else f"{text} {AXIS_LABELS[over]}"
+    if over == "temperature":
+        return f"temperature {text}"
+    return "1 prompt" if over == "batch" and value == 1 else f"{text} {AXIS_LABELS[over]}"
 
 
 def render_axis(named: NamedAxes, id: str) -> Markup:
