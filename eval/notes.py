@@ -81,8 +81,8 @@ def explain_numbers(summary: Summary) -> Iterator[str]:
         yield f"Joules per token: {joules['autoregressive']:.3g} without the drafter, {joules['drafted']:.3g} with it."
     if device := summary.get("other_device"):
         listed = ", ".join(f"{speedup:.2f} at {size}" for size, speedup in device["by_batch"].items())
-        limits = f"{device['bandwidth']:g} GB/s and {device['tflops']:g} TFLOP/s"
-        yield (f"Predicted speedup by prompts at once on a device of {limits}, with each forward at its lower bound: {listed}.")
+        numbers = f"{device['bandwidth']:g} GB/s and {device['tflops']:g} TFLOP/s"
+        yield f"Predicted speedup by prompts at once on a device of {numbers}, with each forward at its lower bound: {listed}."
     yield from _describe_precision(setting)
     if context := setting.get("context"):
         lengths = ", ".join(map(format_length, context["lengths"]))
