@@ -45,7 +45,7 @@ def _scale_by_power(context: Any, value: Any, shifted: Any) -> Any:
 
 
 @_compile_exact
-def _exp(x: Any) -> Any:
+def exp_negative(x: Any) -> Any:
     """Return e^x of float32 numbers up to 0."""
     shifted = x * LOG2_E + ROUNDER
     n = shifted - ROUNDER
@@ -102,7 +102,7 @@ def _exponentials(z: Any, largest: Any, scale: Any, powers: Any) -> Any:
     """Store e^(scale (z - largest)) [V], and return their sum."""
     total = ZERO
     for i in range(len(z)):
-        powers[i] = _exp((widen(z[i]) - largest) * scale)
+        powers[i] = exp_negative((widen(z[i]) - largest) * scale)
         total += powers[i]
     return total
 

@@ -23,7 +23,7 @@ from spectrain.kernels.fused_attention import document_attention, fused_attentio
 from spectrain.kernels.tree_attention import Visibility, eager_attention, tree_attention
 
 from .compiled_layers import attend_layer, mark_layer_done
-from .fast import is_mergeable, merged_attention
+from .fast import is_compiled_text, is_mergeable, merged_attention, text_attention
 from .kv_cache import DEFAULT_OPTIONS, AttentionOptions, KeyValueShape, TreeCache
 from .masks import make_mask
 
@@ -50,7 +50,24 @@ def causal_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Return [B, H, T, D]: each token attends to itself and earlier tokens of its document, within the last `window`
-    positions."""
+    positions. Features and training take compiled kernels where there are any."""
+    longest = max(lengths or (q.shape[2],))
+    if softcap is None and sinks is None and (window is None or window >= longest) and is_compiled_text(q, k, v, longest):
+        return attend_per_document(lambda q, k, v: text_attention(q, k, v, scale), lengths, q, k, v)
+    return torch_causal_attention(q, k, v, lengths, scale, window, softcap, sinks)
+
+
+def torch_causal_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: tuple[int, ...] | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return causal attention by torch's own kernels. Prompts that are decoded take them, because `generate` does."""
     by_scores = softcap is not None or sinks is not None
     longest = max(lengths or (q.shape[2],))
     window = None if window is not None and window >= longest else window
@@ -212,7 +229,8 @@ def layer_attention(  # transformers calls it, by these names
         if tree_cache is not None:
             tree_cache.write(layer, key, value)
         lengths = lengths if chunk is None else chunk_lengths(lengths or (query.shape[2],), chunk)
-        return causal_attention(query, key, value, lengths, *options).transpose(1, 2).contiguous(), None
+        attend = causal_attention if tree_cache is None else torch_causal_attention
+        return attend(query, key, value, lengths, *options).transpose(1, 2).contiguous(), None
     if isinstance(visibility, list):
         trees = iter(visibility if chunk is None else [tree.in_chunks(chunk) for tree in visibility])
         attended = attend_per_document(

@@ -9,9 +9,11 @@ import torch.nn.functional as F
 from spectrain.kernels import cpu_kernels
 from spectrain.kernels.counter import gumbel_noise, make_key
 from spectrain.kernels.cpu_choices import can_choose_by_noise
+from spectrain.kernels.cpu_texts import has_text_kernels
 from spectrain.kernels.onednn import onednn_linear
 from spectrain.kernels.tree_attention import Visibility, tree_attention_reference
 from spectrain.kernels.tree_walks import draw_tokens
+from spectrain.models.attention import unrolled_attention
 from spectrain.trees.token_tree import TokenTree
 
 NUM_HEADS, NUM_KEY_HEADS, SIZE = 6, 2, 32
@@ -133,3 +135,24 @@ def test_panels_have_the_bits_of_onednn(width: int) -> None:
 def test_kernels_are_switched_off_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECTRAIN_KERNELS", "reference")
     assert not cpu_kernels.has_cpu_kernels(torch.bfloat16, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("length", [1, 33, 70])
+def test_attention_of_texts_has_the_gradients_of_float64(length: int) -> None:
+    """Within bfloat16, alone and with a key of a later step that each token sees."""
+    torch.manual_seed(0)
+    q, grad = torch.randn(2, 2, NUM_HEADS, length, SIZE).bfloat16()
+    k, v, later_keys, later_values = torch.randn(4, 2, NUM_KEY_HEADS, length, SIZE).bfloat16()
+    if not has_text_kernels(q, k, v, length):
+        pytest.skip("no AVX512-BF16")
+    for keys, values in (([k], [v]), ([k, later_keys], [v, later_values])):
+        parts = [
+            [part.clone().to(dtype).requires_grad_() for part in (q, *keys, *values)] for dtype in (q.dtype, torch.float64)
+        ]
+        outputs = [unrolled_attention(x[0], x[1 : 1 + len(keys)], x[1 + len(keys) :], None) for x in parts]
+        torch.testing.assert_close(outputs[0].double(), outputs[1], atol=0.02, rtol=0.02)
+        for output in outputs:
+            output.backward(grad.to(output.dtype))
+        for actual, expected in zip(*parts):
+            error = (actual.grad.double() - expected.grad).norm() / expected.grad.norm().clamp(min=1)
+            assert error < 0.01

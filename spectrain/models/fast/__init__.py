@@ -23,6 +23,7 @@ from .packed_linears import (
     shared_input,
     unpack_linears,
 )
+from .text_attention import is_compiled_text, text_attention
 
 __all__ = [
     "CachedRotation",
@@ -30,6 +31,7 @@ __all__ = [
     "enforce_batch_invariance",
     "fuse_cpu_forwards",
     "has_batch_invariance",
+    "is_compiled_text",
     "is_large_weight",
     "is_mergeable",
     "is_packed",
@@ -43,6 +45,7 @@ __all__ = [
     "shared_input",
     "shared_product",
     "speed_up_linears",
+    "text_attention",
     "unpack_linears",
 ]
 

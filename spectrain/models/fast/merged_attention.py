@@ -18,7 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spectrain.kernels.cpu_texts import attend_text, text_gradients
 from spectrain.kernels.fused_attention import document_starts, supports_flash
+
+from .text_attention import is_compiled_text
 
 aten = torch.ops.aten
 
@@ -63,7 +66,12 @@ class _MergedAttention(torch.autograd.Function):
     ) -> Tensor:
         batch, num_heads, length, size = q.shape
         groups, ctx.scale = num_heads // k.shape[1], scale
-        first, lse, ctx.causal_state = _causal_forward(q, _repeat_heads(k, groups), _repeat_heads(v, groups), scale, lengths)
+        ctx.is_compiled = lengths is None and is_compiled_text(q, k, v, length)
+        if ctx.is_compiled:
+            first, lse = attend_text(q, k, v, scale)
+        else:
+            heads = _repeat_heads(k, groups), _repeat_heads(v, groups)
+            first, lse, ctx.causal_state = _causal_forward(q, *heads, scale, lengths)
         shape = batch, -1, groups, length
         grouped = q.unflatten(1, (-1, groups))[:, :, :, None].float()
         scores = (grouped * later_keys[:, :, None]).sum(-1) * scale  # [B, K, G, S, T]
@@ -79,9 +87,12 @@ class _MergedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, later_keys, later_values, out, total, share = ctx.saved_tensors
         groups, scale = q.shape[1] // k.shape[1], ctx.scale
-        repeated = _repeat_heads(k, groups), _repeat_heads(v, groups)
-        grad_q, grad_k, grad_v = _causal_backward(grad.contiguous(), q, *repeated, out, total, ctx.causal_state, scale)
-        grad_k, grad_v = (part.unflatten(1, (-1, groups)).sum(2) for part in (grad_k, grad_v))
+        if ctx.is_compiled:
+            grad_q, grad_k, grad_v = text_gradients(grad, q, k, v, out, total, scale)
+        else:
+            repeated = _repeat_heads(k, groups), _repeat_heads(v, groups)
+            grad_q, grad_k, grad_v = _causal_backward(grad.contiguous(), q, *repeated, out, total, ctx.causal_state, scale)
+            grad_k, grad_v = (part.unflatten(1, (-1, groups)).sum(2) for part in (grad_k, grad_v))
         grad, out, q = (part.float().unflatten(1, (-1, groups))[:, :, :, None] for part in (grad, out, q))
         grad_scores = share * ((grad * later_values[:, :, None]).sum(-1) - (grad * out).sum(-1)) * scale
         grad_q = grad_q + (grad_scores[..., None] * later_keys[:, :, None]).sum(3).flatten(1, 2)
