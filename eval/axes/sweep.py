@@ -82,18 +82,28 @@ class AxisSweep(EvalExtension):
             console.print(sentence, markup=False)
 
     def decode_pairs(self, decoder: Decoder, system: System, texts: Sequence[Turn], size: int) -> list[Batch]:
-        """Decode texts in batches of `size`, at least `MIN_BATCHES` of more than one text, without a drafter and with it."""
-        count = max(-(-len(texts) // size), 1 if size == 1 else MIN_BATCHES)
-        order = [*islice(cycle(range(len(texts))), count * size)]
-        batches: list[Batch] = []
-        for first in range(0, len(order), size):
-            rows = order[first : first + size]
-            prompts, keys = [texts[row].drafted.prompt for row in rows], [row + 1 for row in rows]
-            if first == 0:
-                decoder.decode_interleaved(system, prompts, min(WARM_UP_TOKENS, self.max_new_tokens), keys)
-            runs = decoder.decode_interleaved(system, prompts, self.max_new_tokens, keys)
-            batches.append([pair_turn(texts[row], *pair) for row, *pair in zip(rows, *runs)])
-        return batches
+        """Decode all texts in batches of `size`, without a drafter and with it."""
+        rows_of_batches = choose_batches(len(texts), size)
+        self.warm_up(decoder, system, texts, rows_of_batches[0])
+        return [self.decode_pair(decoder, system, texts, rows) for rows in rows_of_batches]
+
+    def warm_up(self, decoder: Decoder, system: System, texts: Sequence[Turn], rows: Sequence[int]) -> None:
+        """Decode the beginning of a batch, which is not timed."""
+        limit = min(WARM_UP_TOKENS, self.max_new_tokens)
+        decoder.decode_interleaved(system, [texts[row].drafted.prompt for row in rows], limit, [row + 1 for row in rows])
+
+    def decode_pair(self, decoder: Decoder, system: System, texts: Sequence[Turn], rows: Sequence[int]) -> Batch:
+        """Decode a batch of texts without a drafter and with it."""
+        prompts, keys = [texts[row].drafted.prompt for row in rows], [row + 1 for row in rows]
+        runs = decoder.decode_interleaved(system, prompts, self.max_new_tokens, keys)
+        return [pair_turn(texts[row], *pair) for row, *pair in zip(rows, *runs)]
+
+
+def choose_batches(num_texts: int, size: int) -> list[list[int]]:
+    """Return the texts of every batch, by number: all texts in turn, in at least `MIN_BATCHES` batches of more than one."""
+    count = max(-(-num_texts // size), 1 if size == 1 else MIN_BATCHES)
+    order = [*islice(cycle(range(num_texts)), count * size)]
+    return [order[first : first + size] for first in range(0, len(order), size)]
 
 
 def pair_turn(text: Turn, plain: Generation, drafted: Generation) -> Turn:
@@ -114,25 +124,36 @@ class BatchSweep(AxisSweep):
     sizes: Sequence[int] = (1, 2, 4, 8, 16, 32)
 
     def measure_points(self, results: Results) -> Iterator[AxisPoint]:
-        first, target = results.systems[0], results.candidate.target
-        texts = results.turns[first.name]
-        decoder = Decoder(target, first.rule.matching_rule(), self.engine)
-        sizes = sorted({size for size in self.sizes if size <= len(texts)})
+        first, texts = results.systems[0], results.turns[results.systems[0].name]
+        sizes = sorted({size for size in self.sizes if size <= len(texts)}) or [1]
         if missing := sorted({*self.sizes} - {*sizes}):
             listed = ", ".join(map(str, missing))
             self.left_out.append(f"Batches of {listed} need as many prompts; {len(texts)} turns were scored.")
+        systems = {
+            size: replace(first, name=f"{first.name}-batch-{size}", builder=copy.deepcopy(first.builder)) for size in sizes
+        }
         timed: dict[int, tuple[AxisPoint, list[Batch]]] = {}
-        for size in sizes or [1]:
-            system = replace(first, name=f"{first.name}-batch-{size}", builder=copy.deepcopy(first.builder))
-            batches = self.decode_pairs(decoder, system, texts, size)
-            answers = [text.autoregressive.output for text in texts]
-            outputs = [*islice(cycle(answers), sum(map(len, batches)))]
-            is_fixed = first.rule.fixes_choice
-            labels = describe_tree(system.builder), first.rule.name
-            point = measure_point(size, batches, *labels, self.bound_ms, outputs if is_fixed else None)
-            timed[size] = point, batches
-            yield point
+        for size, batches in self.decode_sizes(results.candidate.target, systems, texts).items():
+            answers = islice(cycle([text.autoregressive.output for text in texts]), sum(map(len, batches)))
+            labels = describe_tree(systems[size].builder), first.rule.name
+            outputs = [*answers] if first.rule.fixes_choice else None
+            timed[size] = measure_point(size, batches, *labels, self.bound_ms, outputs), batches
+        yield from (point for point, _ in timed.values())
         self.load = simulate_policies(make_time_table(timed), self.bound_ms)
+
+    def decode_sizes(self, target: Target, systems: dict[int, System], texts: Sequence[Turn]) -> dict[int, list[Batch]]:
+        """Decode all texts in batches of every size. Batches of all sizes alternate, so that a slow minute of the machine slows
+        every size."""
+        decoders = {size: Decoder(target, system.rule.matching_rule(), self.engine) for size, system in systems.items()}
+        jobs: list[tuple[float, int, list[int]]] = []
+        for size, system in systems.items():
+            batches = choose_batches(len(texts), size)
+            self.warm_up(decoders[size], system, texts, batches[0])
+            jobs += [((number + 0.5) / len(batches), size, rows) for number, rows in enumerate(batches)]
+        decoded: dict[int, list[Batch]] = {size: [] for size in systems}
+        for _, size, rows in sorted(jobs):
+            decoded[size].append(self.decode_pair(decoders[size], systems[size], texts, rows))
+        return decoded
 
 
 def make_time_table(timed: dict[int, tuple[AxisPoint, list[Batch]]]) -> TimeTable:
