@@ -157,14 +157,14 @@ class DFlash2(BlockDrafter):
         before, labels = drafts.select_judged(drafts.previous_tokens), supervision.label_ids[drafts.label_index]
         weights = weights * self.t2d[supervision.labels[drafts.label_index]]
         selector_losses, selected = [], []
-        for rows in split_rows(len(labels)):
+        # Without rows, the selector still needs gradients, because other processes wait for them.
+        for rows in [*split_rows(len(labels))] or [slice(0, 0)]:
             part = (tensor[rows] for tensor in (drafts.hidden, before, labels, weights))
             loss, tokens = checkpoint(self._select_candidates, *part, use_reentrant=False)
             selector_losses.append(loss)
             selected.append(tokens)
-        selector_loss = torch.stack(selector_losses).sum() if selector_losses else judged.loss.new_zeros(())
-        predictions = torch.cat(selected) if selected else judged.predictions
-        return drafts.sum_losses({self.divergence: judged.loss, "selector": self.selector_weight * selector_loss}, predictions)
+        terms = {self.divergence: judged.loss, "selector": self.selector_weight * torch.stack(selector_losses).sum()}
+        return drafts.sum_losses(terms, torch.cat(selected))
 
     def _select_candidates(self, hidden: Tensor, before: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return the selector's loss over rows [r], and the draft ids [r] of the candidates that it ranks first."""

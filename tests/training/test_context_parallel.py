@@ -79,14 +79,16 @@ def compare(family: str, kind: str, group: ContextGroup, target: Target) -> str 
     whole = gradients(drafter, one)
     part = drafter.loss(batch.split_context(group, REACH), target, state)
     shared = gradients(drafter, part)
-    if shared.keys() != whole.keys():
-        return f"no gradient of {sorted(whole.keys() ^ shared.keys())}"
+    missing: list[Any] = [None] * group.size
+    dist.all_gather_object(missing, sorted(whole.keys() ^ shared.keys()))
+    if any(missing):
+        return f"no gradient of {missing}"
     judged = torch.stack([part.hits, part.counts])
     for tensor in (loss := part.total.detach().clone(), judged, *(shared[name] for name in sorted(shared))):
         dist.all_reduce(tensor)
     scale = max(float(value.abs().max()) for value in whole.values())
     error = max(float((shared[name] - whole[name]).abs().max()) / scale for name in whole)
-    error = max(error, float(loss / one.total - 1))
+    error = max(error, abs(float(loss / one.total.detach() - 1)))
     return None if error < 3e-5 and torch.equal(judged, torch.stack([one.hits, one.counts])) else f"error {error}"
 
 

@@ -1,0 +1,93 @@
+"""Peak memory of EAGLE-3's training on tiny by the length of a text, planned and measured, on one process or on several that
+share the text (float32; the target runs too):
+
+    python -m benchmarks.long_memory
+    torchrun --nproc-per-node 2 -m benchmarks.long_memory
+
+torch's profiler records every allocation. The largest peak of all processes counts.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from accelerate.utils import gather_object
+
+from spectrain.config.build import GroupSpec
+from spectrain.config.spec import RunSpec
+from spectrain.data.chat import Example
+from spectrain.data.dataset import Dataset
+from spectrain.features.live_source import LiveSource
+from spectrain.files import write_text
+from spectrain.models.loading import load_hf
+from spectrain.planning.footprint import Models, bytes_of, peak_memory
+from spectrain.planning.workload import batch_shape
+from spectrain.provenance import collect_provenance
+from spectrain.training.trainer import Trainer
+
+from .command import run_benchmark
+from .online import measure_peak
+
+TINY = Path(__file__).parents[1] / "spectrain" / "data" / "tiny"
+STEPS = 2  # Adam's state is there from the second step on
+
+
+@dataclass
+class LongMemory:
+    """Plan and measure a training on one text of each length, all of whose tokens carry loss."""
+
+    # Lengths of the text in tokens.
+    lengths: tuple[int, ...] = (1024, 4096, 16384, 32768)
+    # Number of draft steps that are unrolled.
+    ttt_steps: int = 3
+    # Whether draft steps are computed again in the backward pass.
+    gradient_checkpointing: bool = False
+    # JSON file of the results; null writes none.
+    out: str | None = None
+
+    def run(self) -> None:
+        rows = [self._measure_length(length) for length in self.lengths]
+        if self.out is not None and os.environ.get("RANK", "0") == "0":
+            write_text(Path(self.out), json.dumps({"rows": rows, "provenance": collect_provenance()}, indent=2) + "\n")
+
+    def _measure_length(self, length: int) -> dict[str, float]:
+        """Return planned and measured bytes of one length, and print them."""
+        with tempfile.TemporaryDirectory() as folder:
+            spec, processes = self._make_settings(length, Path(folder)), int(os.environ.get("WORLD_SIZE", "1"))
+            examples = [Example([3 + n % 2000 for n in range(length)], [False] + [True] * (length - 1))]
+            parts = peak_memory(Models.from_spec(spec, torch.device("cpu"), 1000), [batch_shape(examples, False)])
+            target = load_hf(str(Path(folder) / "target"), dtype="float32")
+            drafter, trainer = spec.drafter.build(target=target), Trainer.from_spec(spec)
+            resident = bytes_of([*target.parameters(), *drafter.parameters(), *drafter.buffers()])
+            target.pack_weights()
+            fit = partial(trainer.fit, drafter, target, Dataset(examples, 1, 0, 0), LiveSource(), Path(folder) / "run")
+            measured = max(gather_object([measure_peak(fit, resident, torch.device("cpu"))]))
+        planned = sum(parts.values())
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{length} tokens, {processes} processes: planned {planned / 1e6:.1f} MB, measured {measured / 1e6:.1f} MB, "
+                  f"ratio {planned / measured:.2f}; {parts}", flush=True)  # fmt: skip
+        return {"length": length, "processes": processes, "planned_bytes": planned, "measured_bytes": measured}
+
+    def _make_settings(self, length: int, folder: Path) -> RunSpec:
+        """Return the settings of a training on a copy of tiny that takes texts of any length."""
+        shutil.copytree(TINY, folder / "target")
+        config = json.loads((TINY / "config.json").read_text())
+        write_text(folder / "target" / "config.json", json.dumps({**config, "max_position_embeddings": max(self.lengths)}))
+        settings = {
+            "batch_tokens": length, "max_steps": STEPS, "mixed_precision": "no",
+            "gradient_checkpointing": self.gradient_checkpointing, "context_parallel": int(os.environ.get("WORLD_SIZE", "1")),
+        }  # fmt: skip
+        return RunSpec(
+            target=GroupSpec("target", "hf", {"model": str(folder / "target"), "dtype": "float32"}),
+            drafter=GroupSpec("drafter", "eagle3", {"ttt_steps": self.ttt_steps}),
+            trainer=GroupSpec("trainer", "default", settings),
+        )
+
+
+if __name__ == "__main__":
+    run_benchmark(LongMemory)
