@@ -13,7 +13,7 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, types
 
-from .cpu_vectors import WORD, advance, compile_cached, compile_inline, compile_reduction, intrinsic, to_floats, to_longs
+from .cpu_vectors import WORD, advance, compile_inline, compile_reduction, intrinsic
 
 LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
 LOWEST = -87.0  # exp of less is not a normal float32
@@ -79,7 +79,7 @@ def gate_rows(inner: Any, out: Any, rows: int, width: int) -> None:
 
 
 @compile_reduction
-def _find_largest(x: Any, width: int) -> Any:
+def find_largest(x: Any, width: int) -> Any:
     numbers = carray(x, (width,))
     largest = numbers[0]
     for i in range(1, width):
@@ -98,7 +98,7 @@ def _sum_exps(x: Any, width: int, largest: float) -> Any:
 @compile_inline
 def normalize_row(logits: Any, width: int) -> None:
     """Replace logits [V] by their log-probabilities."""
-    numbers, largest = carray(logits, (width,)), _find_largest(logits, width)
+    numbers, largest = carray(logits, (width,)), find_largest(logits, width)
     log_sum = largest + np.log(_sum_exps(logits, width, largest))
     for i in range(width):
         numbers[i] -= log_sum
@@ -123,17 +123,7 @@ def select_best(x: Any, width: int, count: int, out_values: Any, out_indices: An
         _insert(numbers[i], i, values, indices, i + 1)
     for first in range(count, width, BLOCK):
         size = min(BLOCK, width - first)
-        if _find_largest(advance(x, first), size) > values[count - 1]:
+        if find_largest(advance(x, first), size) > values[count - 1]:
             for i in range(first, first + size):
                 if numbers[i] > values[count - 1]:
                     _insert(numbers[i], i, values, indices, count)
-
-
-@compile_cached
-def select_best_rows(x: int, rows: int, width: int, count: int, values: int, indices: int) -> None:
-    """Store the `count` largest numbers of rows x [N, V] in descending order, [N, K], and their indices in int64."""
-    for row in range(rows):
-        select_best(
-            to_floats(x + 4 * row * width), width, count, to_floats(values + 4 * row * count),
-            to_longs(indices + 8 * row * count),
-        )  # fmt: skip

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .cpu_trees import prepare_tree_kernels
 from .onednn import onednn_linear
 from .tree_attention import Visibility
 
@@ -237,5 +238,6 @@ def prepare_kernels() -> None:
     batch_attention.rotate_attend_texts_half(*addresses, *texts, 1, mask.data_ptr(), 1, 1, 1, HEAD_STEP, out, 1.0, memory)
     rows.add_norm(first, 0, first, 0, out, 1, HEAD_STEP, 1.0, lanes or LANE_COUNTS[0], memory)
     rows.gate(first, table.data_ptr(), out, 1, HEAD_STEP, 1)
+    prepare_tree_kernels()
     if has_panel_kernels():
         find_chunk(PANEL_COLUMNS, 2)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .cpu_trees import are_served, commit_tokens
 from .dispatch import jit, runs_on
 
 try:
@@ -116,6 +117,8 @@ def _empty_outputs(nodes: Tensor, path: Tensor, counts: Tensor, *others: Any) ->
 def token_commit(nodes: Tensor, path: Tensor, counts: Tensor, bonus: Tensor, texts: TextBatch) -> tuple[Tensor, Tensor]:
     """Do what `token_commit_reference` does, in place, without synchronisation, in one launch where the kernel runs."""
     if not runs_on(texts.tokens.device):
+        if are_served(nodes, path, counts, bonus, *texts):
+            return commit_tokens(nodes, path, counts, bonus, texts)
         return token_commit_reference(nodes, path, counts, bonus, texts)
     outputs: tuple[Tensor, Tensor] = _launch_emit(*(x.contiguous() for x in (nodes, path, counts, bonus)), *texts)
     return outputs

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .counter import fold_in_kernel, gumbel_in_kernel
+from .cpu_trees import accept_greedy, are_served
 from .dispatch import jit, runs_on
 from .sampling_cuts import (
     ARGMAX_TILES,
@@ -280,6 +281,8 @@ def sampling_arguments(draws: SamplingSpec, logits: Tensor) -> tuple[Any, ...]:
 def tree_greedy(nodes: TreeNodes, logits: Tensor) -> Verdict:
     """Compute `tree_greedy_reference` by the kernels where they run: on a GPU, or interpreted for tests."""
     if not can_run_kernel(logits):
+        if logits.dtype == torch.float32 and are_served(logits, nodes.tokens, nodes.parents, nodes.can_accept):
+            return Verdict(*accept_greedy(nodes.tokens, nodes.parents, nodes.can_accept, nodes.height, logits))
         return tree_greedy_reference(nodes, logits)
     return Verdict(*_launch_match(*tree_arguments(nodes, logits), None, None, 0, 1.0, None, None))
 

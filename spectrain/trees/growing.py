@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
 from spectrain.kernels import counter
 from spectrain.kernels.counter import fold_key, gumbel_noise
+from spectrain.kernels.cpu_trees import MAX_CHILDREN, append_children, are_served, select_nodes
 from spectrain.randomness import DRAFT
 
 from .base import Prefix, Rollout, TreeBuilder
@@ -61,7 +64,12 @@ class GrowingTree:
         self.log_q = rollout.start()
         self.num_levels = self.max_width = 0
         self.draft_probs: list[tuple[Tensor, Tensor]] = []  # frontier nodes and the q that their children were drawn from
-        self.key = counter.make_key(DRAFT, builder.seed, prefix.sequence_ids, prefix.lengths)  # [B] of this round's draws
+        self.prefix = prefix
+
+    @cached_property
+    def key(self) -> Tensor:
+        """The key [B] of this round's draws."""
+        return counter.make_key(DRAFT, self.builder.seed, self.prefix.sequence_ids, self.prefix.lengths)
 
     def add_children(self, width: int, allowed: Tensor | None = None, counts: Tensor | None = None) -> Tensor:
         """Add `width` children to every frontier node; where `allowed` [B, F, K] is False they stay padding.
@@ -70,6 +78,13 @@ class GrowingTree:
         new level.
         """
         width = min(width, self.log_q.shape[-1])
+        if allowed is None and self._can_append(width):
+            self.num_levels, self.max_width = self.num_levels + 1, max(self.max_width, width)
+            self.level_start, tree = self.tokens.shape[1], (self.tokens, self.parents, self.scores)
+            self.tokens, self.parents, self.scores = append_children(
+                self.log_q, width, self.rollout.draft_ids, self.frontier, tree
+            )
+            return self.scores[:, self.level_start :]
         ids, log_q = self._pick_children(width, counts)
         scores = self.scores.gather(1, self.frontier)[..., None] + log_q
         if allowed is not None:
@@ -102,6 +117,11 @@ class GrowingTree:
 
     def select_nodes(self, keep: Tensor) -> TokenTree:
         """Return the tree of nodes `keep` [B, N], ascending and closed under parents; nodes of score -inf are padding."""
+        tree = self.tokens, self.parents, self.scores
+        if self.builder.children == "deterministic" and are_served(*tree, keep := keep.contiguous()):
+            tokens, parents, scores, valid = select_nodes(keep, tree)
+            every, ids, bounds = torch.ones_like(valid), self.rollout.draft_ids, (self.num_levels, self.max_width)
+            return TokenTree(tokens, parents, valid, every, "deterministic", None, ids, *bounds, scores=scores)
         renumber = torch.full_like(self.tokens, -1)
         renumber.scatter_(1, keep, torch.arange(keep.shape[1], device=keep.device).expand_as(keep))
         old = self.parents.gather(1, keep)
@@ -121,6 +141,15 @@ class GrowingTree:
         drawn = self.builder.children, q, self.rollout.draft_ids
         scores = self.scores.gather(1, keep)
         return TokenTree(tokens, parents, valid, every, *drawn, self.num_levels, self.max_width, scores=scores)
+
+    def _can_append(self, width: int) -> bool:
+        """Return whether a kernel adds the most likely children to the tree."""
+        if self.builder.children != "deterministic" or self.rollout.stop_mask is not None or width > MAX_CHILDREN:
+            return False
+        ids = [] if self.rollout.draft_ids is None else [self.rollout.draft_ids]
+        is_served = are_served(self.log_q, self.tokens, self.parents, self.scores, *ids)
+        self.frontier = self.frontier.contiguous()
+        return is_served and self.log_q.dtype == torch.float32
 
     def _pick_children(self, width: int, counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return draft ids [B, F, K] of children and their log q; sampled ones in the order of the draw."""

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from spectrain.kernels.cpu_trees import are_served, find_ancestors
 from spectrain.kernels.round_log import tree_stats
 from spectrain.kernels.token_commit import gather_emitted
 from spectrain.kernels.tree_attention import pack_words
@@ -80,8 +81,15 @@ class TokenTree:
         return bool(((self.parents == chain) | ~(self.valid & self.can_emit)).all())
 
     @cached_property
+    def _ancestors_and_depths(self) -> tuple[Tensor, Tensor] | None:
+        """What a kernel finds at once, or None where it does not run."""
+        return find_ancestors(self.parents) if are_served(self.parents) else None
+
+    @cached_property
     def ancestors(self) -> Tensor:
         """The ancestor mask [B, N, N] bool: True where node j is node i or one of its ancestors."""
+        if self._ancestors_and_depths is not None:
+            return self._ancestors_and_depths[0]
         num_nodes = self.tokens.shape[1]
         eye = torch.eye(num_nodes, device=self.tokens.device)
         if num_nodes == 1:
@@ -96,7 +104,7 @@ class TokenTree:
     @cached_property
     def depths(self) -> Tensor:
         """The depth of every node [B, N] int64, 0 at the root."""
-        return self.ancestors.sum(-1) - 1
+        return self.ancestors.sum(-1) - 1 if self._ancestors_and_depths is None else self._ancestors_and_depths[1]
 
     def select_nodes(self, keep: Tensor) -> "TokenTree":
         """Return the tree of the nodes that `keep` [B, N] marks, closed under parents; padded to the longest row."""
