@@ -124,6 +124,8 @@ def advise_domains(exact: Sequence[Variant]) -> tuple[str, str] | None:
         categories = variant.entry.get("by_category") or {}
         return min(((name, float(numbers["speedup"])) for name, numbers in categories.items()), key=lambda pair: pair[1])
 
+    # With eval.context, categories are lengths.
+    exact = [variant for variant in exact if not variant.run.eval_setting.get("context")]
     judged = [variant for variant in exact if len(variant.entry.get("by_category") or {}) > 1 and variant.entry["speedup"]]
     if not judged:
         return None
