@@ -120,7 +120,7 @@ def check_words(command: str, words: list[str]) -> None:
         if not value and any(key.name == name for key in schema.keys):
             raise UserError(f"{name}=: it is empty; write {name}=VALUE, or leave it out")
         head = re.split(r"[./@]", name)[0]
-        if name in schema.groups and not word.startswith("~"):
+        if name in schema.groups and not (word.startswith("~") and value in ("", "null")):
             check_choice(name, value, folders, sweeps)
         elif head not in allowed and head != "hydra":
             raise UserError(f"{head}: there is no such key{suggest_key(setting[1], head, schema, allowed)}")
@@ -159,12 +159,13 @@ def check_flag(word: str, following: str | None, allowed_keys: list[str], schema
 
 
 def check_choice(group: str, value: str, folders: list[Path], sweeps: bool) -> None:
-    """Raise a UserError unless the choice is one of the group's files or, in a sweep, several of them."""
+    """Raise a UserError unless the choice is one of the group's files or, in a list or a sweep, several of them."""
     files = choice_files(group, folders)
-    if value.startswith("[") or value in (*files, "null", "None"):
+    if value in (*files, "[]"):
         return
-    chosen = value.split(",")
-    if len(chosen) > 1 and not sweeps and all(entry in files for entry in chosen):
+    is_list = value.startswith("[")
+    chosen = [entry.strip(" '\"") for entry in value.strip("[]").split(",")] if is_list else value.split(",")
+    if not is_list and len(chosen) > 1 and not sweeps and all(entry in files for entry in chosen):
         raise UserError(f"{group}={value}: several values are a sweep; add -m, or choose one")
     if re.search(r"\s\w+[\w.]*=", value):
         raise UserError(f"{group}={value}: these are several settings in one pair of quotes; quote them one by one")

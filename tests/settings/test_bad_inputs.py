@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import spectrain
 from spectrain.cli.chat import Chat, TerminalChat
 from spectrain.cli.main import with_exit_codes
+from spectrain.cli.overrides import check_words
 from spectrain.config.build import build, check_overrides
 from spectrain.config.choices import load_schema
 from spectrain.config.spec import RunSpec
@@ -234,6 +235,13 @@ def test_lines_that_are_no_text(line: bytes, errors: str, monkeypatch: pytest.Mo
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(line), encoding="utf-8", errors=errors))
     with pytest.raises(UserError, match="standard input: it"):
         TerminalChat.answer_lines(SimpleNamespace(screen=None, settings=SimpleNamespace(raw=False)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("word", ["target=null", "~target=3", "target=[3]", "tree=None", "target={a: 1}"])
+def test_choices_of_a_wrong_type(word: str) -> None:
+    """A group takes the names of its choices, and null is none."""
+    with pytest.raises(UserError, match=r"^(target|tree)=.*: there is no such choice; valid are "):
+        check_words("data regenerate", [word])
 
 
 @pytest.mark.parametrize("word", ["eval.prompts=", "data.path=", "target.device="])
