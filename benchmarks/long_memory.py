@@ -4,19 +4,23 @@ share the text (float32; the target runs too):
     python -m benchmarks.long_memory
     torchrun --nproc-per-node 2 -m benchmarks.long_memory
 
-torch's profiler records every allocation. The largest peak of all processes counts.
+Every storage that an operation returns is counted until it is freed, by whatever thread: torch's profiler misses those that
+gloo's threads free. The largest peak of all processes counts.
 """
 
 import json
 import os
 import shutil
 import tempfile
+import weakref
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from spectrain.config.build import GroupSpec
 from spectrain.config.spec import RunSpec
@@ -31,10 +35,36 @@ from spectrain.provenance import collect_provenance
 from spectrain.training.trainer import Trainer
 
 from .command import run_benchmark
-from .online import measure_peak
 
 TINY = Path(__file__).parents[1] / "spectrain" / "data" / "tiny"
 STEPS = 2  # Adam's state is there from the second step on
+
+
+class StorageTracker(TorchDispatchMode):
+    """Counts the bytes of the storages that operations return, and their highest sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}  # address of a storage -> bytes
+        self.current = self.highest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._add_storage(tensor.untyped_storage())
+        return result
+
+    def _add_storage(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self.sizes:
+            return
+        self.sizes[storage._cdata] = storage.nbytes()
+        self.current += storage.nbytes()
+        self.highest = max(self.highest, self.current)
+        weakref.finalize(storage, self._remove_storage, storage._cdata)
+
+    def _remove_storage(self, address: int) -> None:
+        self.current -= self.sizes.pop(address, 0)
 
 
 @dataclass
@@ -63,10 +93,13 @@ class LongMemory:
             parts = peak_memory(Models.from_spec(spec, torch.device("cpu"), 1000), [batch_shape(examples, False)])
             target = load_hf(str(Path(folder) / "target"), dtype="float32")
             drafter, trainer = spec.drafter.build(target=target), Trainer.from_spec(spec)
-            resident = bytes_of([*target.parameters(), *drafter.parameters(), *drafter.buffers()])
-            target.pack_weights()
-            fit = partial(trainer.fit, drafter, target, Dataset(examples, 1, 0, 0), LiveSource(), Path(folder) / "run")
-            measured = max(gather_object([measure_peak(fit, resident, torch.device("cpu"))]))
+            with StorageTracker() as tracker:
+                # Weights that a first operation returns are counted by the tracker, so only the others are added.
+                target.pack_weights()
+                trainer.fit(drafter, target, Dataset(examples, 1, 0, 0), LiveSource(), Path(folder) / "run")
+            weights = [*target.parameters(), *drafter.parameters(), *drafter.buffers()]
+            resident = bytes_of(weight for weight in weights if weight.untyped_storage()._cdata not in tracker.sizes)
+            measured = max(gather_object([resident + tracker.highest]))
         planned = sum(parts.values())
         if os.environ.get("RANK", "0") == "0":
             print(f"{length} tokens, {processes} processes: planned {planned / 1e6:.1f} MB, measured {measured / 1e6:.1f} MB, "
