@@ -1,5 +1,6 @@
 """A log has a line every half minute, whatever the steps, with the loss, the speed and the time that is left."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -69,11 +70,32 @@ def test_waits_and_the_slowest_process_are_printed(clock: Clock, capsys: pytest.
     assert alone == {"step_seconds": {"data": 0.1, "target": 0.5, "drafter": 0.4}}
 
 
-def test_the_times_of_a_step_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+class Event:
+    """Stands for an event of a GPU, which is read only after its step has ended."""
+
+    ticks: Iterator[float]
+    synchronized = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.time = next(Event.ticks)
+
+    def synchronize(self) -> None:
+        Event.synchronized += 1
+
+    def elapsed_time(self, other: "Event") -> float:
+        return 1e3 * (other.time - self.time)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_times_of_a_step_add_up(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """The parts are those between the marks, each step is read once, and the newest only where it may be waited for."""
-    ticks = iter([10.0, 11.0, 13.0, 16.0, 20.0, 25.0, 30.0, 31.0, 32.0, 33.0])
+    Event.ticks = ticks = iter([10.0, 11.0, 13.0, 16.0, 20.0, 25.0, 30.0, 31.0, 32.0, 33.0])
     monkeypatch.setattr(step_timer.time, "perf_counter", lambda: next(ticks))
-    timer = StepTimer(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    timer = StepTimer(torch.device(device))
     timer.start(0.5)
     for name in ("features", "together", "computed", "exchanged"):
         timer.mark(name)

@@ -28,6 +28,8 @@ HEARTBEAT_SECONDS = 2.0
 SILENCE_SECONDS = 30.0
 # The same after an error of the connection, which proves that something is gone.
 SILENCE_AFTER_ERROR_SECONDS = 10.0
+# Heartbeats in a row that a process must miss to count as silent.
+SILENT_BEATS = 3
 WAITING = "waiting"
 # What is in the messages of torch's errors if a connection has failed.
 CONNECTION_SIGNS = ("onnection", "peer", "NCCL", "gloo", "Gloo", "imed out", "imeout", "ocket")
@@ -176,15 +178,21 @@ class ProcessMonitor:
                 return f"{_describe(rank, sign)} stopped at step {sign.step + 1}: {sign.farewell}"
         return next((sign.farewell for _, sign in ended), None)
 
-    def _slow_processes(self) -> dict[int, float]:
-        """Return the seconds of the current activity of processes that keep this one waiting."""
-        now, ages = time.monotonic(), {}
+    def _silent_processes(self) -> dict[int, float]:
+        """Return the seconds of silence of processes that are frozen or out of reach, while the store answers."""
+        now = time.monotonic()
+        if now - self.answer_time > SILENT_BEATS * HEARTBEAT_SECONDS:
+            return {}
+        ages = {rank: now - sign.read_time for rank, sign in self.heartbeats.items() if sign.farewell is None}
+        return {rank: age for rank, age in ages.items() if age > SILENT_BEATS * HEARTBEAT_SECONDS and rank != self.rank}
+
+    def _slow_processes(self, silent: dict[int, float]) -> dict[int, tuple[float, str]]:
+        """Return seconds and activity of the processes that keep this one waiting for longer than `patience`."""
+        slow = {rank: (seconds, "silence") for rank, seconds in silent.items()}
         for rank, sign in self.heartbeats.items():
-            silence = now - sign.read_time
-            # A frozen process sends nothing; the others' newest heartbeat is a few seconds old.
-            ages[rank] = sign.seconds + (silence if silence > 3 * HEARTBEAT_SECONDS else 0.0)
-        busy = {rank: age for rank, age in ages.items() if self.heartbeats[rank].activity != WAITING and rank != self.rank}
-        return {rank: age for rank, age in busy.items() if age > self.patience and self.heartbeats[rank].farewell is None}
+            if sign.activity != WAITING and sign.farewell is None and rank != self.rank:
+                slow[rank] = (sign.seconds + silent.get(rank, 0.0), sign.activity)
+        return {rank: (seconds, activity) for rank, (seconds, activity) in slow.items() if seconds > self.patience}
 
     # The second thread
 
@@ -200,16 +208,17 @@ class ProcessMonitor:
 
     def _report_slow(self) -> None:
         """On the first waiting process, print which processes keep the others waiting."""
+        silent = self._silent_processes()
         waiting = [rank for rank, sign in self.heartbeats.items() if sign.activity == WAITING and sign.farewell is None]
-        if not waiting or min(waiting) != self.rank:
+        if min(set(waiting) - set(silent), default=None) != self.rank:
             return
-        for rank, seconds in self._slow_processes().items():
+        for rank, (seconds, activity) in self._slow_processes(silent).items():
             sign = self.heartbeats[rank]
             if (rank, sign.step) not in self.reported_slow:
                 self.reported_slow.add((rank, sign.step))
                 print(
                     f"spectrain: training: {_describe(rank, sign)} keeps the others waiting at step {sign.step + 1}: "
-                    f"{seconds:.0f} s of {sign.activity}",
+                    f"{seconds:.0f} s of {activity}",
                     file=sys.stderr,
                     flush=True,
                 )

@@ -1,0 +1,60 @@
+"""What processes conclude from the heartbeats of the others; test_processes.py has the same with real processes."""
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spectrain.training.parallel.monitor import WAITING, Heartbeat, ProcessMonitor
+
+
+def make_monitor(rank: int, ages: dict[int, float], **beats: Any) -> ProcessMonitor:
+    """A monitor on four machines that read the heartbeat of each rank so many seconds ago, and its own just now."""
+    alone: Any = SimpleNamespace(rank=rank, num_processes=1)
+    monitor = ProcessMonitor(alone, patience=5.0)
+    monitor.step = 7
+    now = time.monotonic()
+    for other in range(4):
+        beat = {"beat": 1, "step": 7, "activity": WAITING, "seconds": 0.0, "host": f"machine{other}", "pid": 100 + other,
+                "farewell": None, "is_about_another": False, **beats.get(f"rank{other}", {})}  # fmt: skip
+        monitor.heartbeats[other] = Heartbeat(**beat, read_time=now - ages.get(other, 0.0))
+    return monitor
+
+
+def test_a_silent_process_is_dead() -> None:
+    """After 30 s, or 10 s once a connection has failed."""
+    monitor = make_monitor(0, {2: 12.0})
+    assert monitor.find_dead(30.0) is None
+    assert monitor.find_dead(10.0) == "rank 2 (machine2, process 102) died in step 8, or the network to it is cut"
+
+
+def test_a_machine_that_hears_nobody_is_cut_off() -> None:
+    """Rank 0, which keeps the heartbeats, is alone with its own; the others get no answer from it."""
+    first = make_monitor(0, {1: 40.0, 2: 40.0, 3: 40.0}).find_dead(30.0)
+    assert first is not None and first.startswith("no other process has answered for 30 s, so ") and "cut off" in first
+    other = make_monitor(3, {})
+    assert other.find_dead(30.0) is None
+    other.answer_time -= 31
+    assert other.find_dead(30.0) == "rank 0 (machine0, process 100) has not answered for 30 s, so it died or the network is cut"
+
+
+def test_the_first_failure_is_named() -> None:
+    """Processes that stopped because of another one pass its name on; one that finished is no failure."""
+    passed_on = {"farewell": "rank 2 (machine2, process 102) died in step 8", "is_about_another": True}
+    assert make_monitor(0, {}, rank1=passed_on, rank3={"farewell": ""}).find_dead(30.0) == passed_on["farewell"]
+    own = {"farewell": "RunError: no space is left"}
+    found = make_monitor(0, {}, rank1=passed_on, rank2=own).find_dead(30.0)
+    assert found == "rank 2 (machine2, process 102) stopped at step 8: RunError: no space is left"
+
+
+def test_a_frozen_process_is_slow(capsys: pytest.CaptureFixture[str]) -> None:
+    """It sends nothing, so its silence counts as the time of what it did last. The first waiting process says so, once."""
+    for rank, lines in ((0, 1), (1, 0)):
+        monitor = make_monitor(rank, {3: 9.0}, rank3={"activity": "reading data", "seconds": 1.0})
+        monitor._report_slow()
+        monitor._report_slow()
+        said = capsys.readouterr().err.splitlines()
+        assert len(said) == lines and all("machine3" in line and "at step 8: 10 s of reading data" in line for line in said)
+    make_monitor(1, {0: 9.0})._report_slow()  # frozen while it waited
+    assert "rank 0 (machine0, process 100) keeps the others waiting at step 8: 9 s of silence" in capsys.readouterr().err
