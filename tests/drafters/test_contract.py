@@ -16,6 +16,7 @@ from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
+from spectrain.decoding.session import Session
 from spectrain.drafters.base import Drafter, TrainingState, stage_at
 from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest
@@ -28,6 +29,7 @@ from spectrain.training.adapters import LoraAdapter, merge_adapters
 from spectrain.training.checkpoints import select_trained_groups
 from spectrain.training.trainer import Trainer
 from spectrain.trees import Chain, Eagle2, TreeBuilder
+from spectrain.trees.base import Prefix
 from tests.decoding.rounds import Keeping
 from tests.targets import cut_tiny
 
@@ -82,6 +84,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "ppd": ("ppd", {"ensembles": 2, "num_hosts": 3, "rank": 0, "sampler": False, "step_decay": 0.8}),
 }
 TOYS: dict[str, type[Drafter]] = {"frozen heads": FrozenHeads, "independent": Independent}
+
+
+class Alternating(Eagle2):
+    """Drafts in some rounds, two of them in a row, and makes plain steps of the others."""
+
+    decides_to_draft = True
+
+    def should_draft(self, prefix: Prefix) -> bool:
+        self.num_rounds = getattr(self, "num_rounds", 0) + 1
+        return self.num_rounds % 5 in (2, 3, 0)
 
 
 @cache
@@ -198,15 +210,17 @@ def test_loss_falls(name: str, target: Target, tmp_path: Path) -> None:
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", each(0), indirect=True)
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("builder", [Chain(3), Eagle2(depth=3, budget=8, top_k=3)], ids=["chain", "eagle2"])
+@pytest.mark.parametrize("builder", [Chain(3), Eagle2(3, 8, 3), Alternating(3, 8, 3)], ids=["chain", "eagle2", "alternating"])
 def test_drafted_equals_greedy(name: str, target: Target, batch: int, builder: TreeBuilder) -> None:
-    """Greedy drafted output equals greedy autoregressive output, from well-formed trees rooted at the newest token."""
+    """Greedy drafted output equals greedy autoregressive output, from well-formed trees rooted at the newest token, also where
+    some rounds are plain steps."""
     drafter, _ = prepared(name, target)
     drafter.eval()
     kept = Keeping(builder)
     prompts = [torch.randint(3, 2000, (length,)).tolist() for length in (5, 9, 2)[:batch]]
-    expected = [decode(target, [prompt], Greedy(), 10)[0].output for prompt in prompts]
-    assert [found.output for found in decode(target, prompts, Greedy(), 10, drafter, kept)] == expected
+    expected = [decode(target, [prompt], Greedy(), 10, ignore_eos=True)[0].output for prompt in prompts]
+    session = Session(target, Greedy(), drafter, kept)
+    assert [found.output for found in session.decode(prompts, 10, ignore_eos=True)] == expected
     assert kept.trees
 
 
