@@ -11,17 +11,26 @@ from torch import Tensor, nn
 from .features import Layer
 
 
+class InputReader:
+    """A hook that stores the states that enter a layer, and changes nothing."""
+
+    def __init__(self, captured: dict[Layer, Tensor], layer: int) -> None:
+        self.captured, self.layer = captured, layer
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.captured[self.layer] = args[0] if args else kwargs["hidden_states"]
+
+
+def only_reads_input(module: nn.Module) -> bool:
+    """Return whether all hooks of a module only store the states that enter it."""
+    return not module._forward_hooks and all(type(hook) is InputReader for hook in module._forward_pre_hooks.values())
+
+
 @contextmanager
 def capture_stream(modules: nn.ModuleList, layers: Sequence[Layer]) -> Iterator[dict[Layer, Tensor]]:
     """Capture what enters the given layers, and what leaves the last one, while the context is open. "final" is left out."""
     captured: dict[Layer, Tensor] = {}
     num_layers = len(modules)
-
-    def make_hook(layer: int) -> Any:
-        def store_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            captured[layer] = args[0] if args else kwargs["hidden_states"]
-
-        return store_input
 
     def store_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         captured[num_layers] = output[0] if isinstance(output, tuple) else output
@@ -31,7 +40,7 @@ def capture_stream(modules: nn.ModuleList, layers: Sequence[Layer]) -> Iterator[
         if layer == num_layers:
             handles.append(modules[-1].register_forward_hook(store_output))
         elif layer != "final":
-            handles.append(modules[layer].register_forward_pre_hook(make_hook(layer), with_kwargs=True))
+            handles.append(modules[layer].register_forward_pre_hook(InputReader(captured, layer), with_kwargs=True))
     try:
         yield captured
     finally:

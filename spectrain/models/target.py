@@ -190,9 +190,10 @@ class Target(ModelParts):
 
     def check_layers(self, layers: Sequence[Layer]) -> None:
         """Raise UserError for a layer that this target does not have."""
+        num_layers = self.num_layers
         for layer in layers:
-            if layer != "final" and not 0 <= layer <= self.num_layers:
-                raise UserError(f"drafter.layers: {layer} is not a layer of {self.name}, which has 0 to {self.num_layers}")
+            if layer != "final" and not 0 <= layer <= num_layers:
+                raise UserError(f"drafter.layers: {layer} is not a layer of {self.name}, which has 0 to {num_layers}")
 
     def check_single_stream(self) -> None:
         """Raise UserError where a layer reads more than one state per token."""

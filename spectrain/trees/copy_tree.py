@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from .base import RoundResult
 from .trie import Trie
+
+
+def are_calibrated(tries: list[Trie]) -> bool:
+    """Tell whether the weights of all tries are acceptance probabilities."""
+    return bool(tries) and all(trie.is_calibrated for trie in tries)
+
+
+def chances_by_depth(tries: list[Trie], nodes: list[list[int]], depth: int, budget: int) -> np.ndarray:
+    """Return the acceptance probability of each text's nodes, in their order, at the node's depth: [B, depth + 1, budget]."""
+    chances = np.zeros((len(tries), depth + 1, budget))
+    for text_chances, trie, chosen in zip(chances, tries, nodes):
+        text_chances[[trie.depths[node] for node in chosen], range(len(chosen))] = [trie.weights[node] for node in chosen]
+    return chances
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from spectrain.errors import UserError
 
 from .base import Prefix, Rollout, RoundResult, TreeBuilder
-from .copy_tree import CopyTree
+from .copy_tree import CopyTree, are_calibrated, chances_by_depth
 from .draft_choice import DraftChoice
 from .growing import GrowingTree
 from .measurements import Calibration, Latency, list_timed_sizes
@@ -45,19 +45,6 @@ class LatencyAwareBuilder(TreeBuilder):
         if context not in self.verify_curves:
             self.verify_curves[context] = [latency.estimate_verify(size, context) for size in range(1, self.budget + 1)]
         return self.verify_curves[context]
-
-
-def are_calibrated(tries: list[Trie]) -> bool:
-    """Tell whether the weights of all tries are acceptance probabilities."""
-    return bool(tries) and all(trie.is_calibrated for trie in tries)
-
-
-def chances_by_depth(tries: list[Trie], nodes: list[list[int]], depth: int, budget: int) -> np.ndarray:
-    """Return the acceptance probability of each text's nodes, in their order, at the node's depth: [B, depth + 1, budget]."""
-    chances = np.zeros((len(tries), depth + 1, budget))
-    for text_chances, trie, chosen in zip(chances, tries, nodes):
-        text_chances[[trie.depths[node] for node in chosen], range(len(chosen))] = [trie.weights[node] for node in chosen]
-    return chances
 
 
 class Auto(LatencyAwareBuilder):
@@ -114,7 +101,7 @@ class Auto(LatencyAwareBuilder):
         self.mean_promised = self.mean_gained = 1.0  # running means of expected and realised gains ...
         self.num_judged = 4  # ... over so many rounds; the first four count as fully realised
         self.tree_sizes: list[int] = []  # tree size of every drafted round
-        self.num_rounds = 0  # rounds in which the builder decided whether to draft
+        self.num_rounds = self.num_plain = 0  # rounds in which the builder decided whether to draft, and those without one
 
     def prepare(self, calibration: Calibration) -> None:
         super().prepare(calibration)
@@ -278,6 +265,12 @@ class Auto(LatencyAwareBuilder):
         return CopyTree(size, float(tokens[size - 1]), float(seconds[size - 1]), expected, tries, selected)
 
     def observe(self, round: RoundResult) -> None:
+        if self.is_skipped:
+            if not self.has_timed:
+                self.costs.choice.record_plain(sum(round.seconds.values()) / self.verify_seconds(self.text_length)[0])
+            self.num_unread, self.is_skipped, self.has_timed = 0, False, False
+            self.num_plain += 1
+            return
         rate, levels, self.num_levels = 1 / self.memory, self.num_levels, 0
         copies, self.copy_tree, promised, self.promised_tokens = self.copy_tree, None, self.promised_tokens, None
         if copies is not None and promised is not None and int(round.counts.min()):  # a finished row emits nothing
@@ -292,7 +285,7 @@ class Auto(LatencyAwareBuilder):
         if not self.has_timed:
             self._record_choice(round, size, levels)
             self._update_costs(round, size, levels)
-        self.num_unread, self.is_skipped, self.has_timed = 0, False, False
+        self.num_unread, self.has_timed = 0, False
         if self.expected_by_depth is None or size == 1:
             return  # uncalibrated copies, or nothing was drafted
         for expected, count in zip(self.expected_by_depth.tolist(), (round.counts * (judged > 1)).tolist()):
@@ -332,9 +325,7 @@ class Auto(LatencyAwareBuilder):
         """Record time and tokens of a round with the choice whether to draft."""
         choice, costs, active = self.costs.choice, self.costs, round.counts > 0
         seconds, step = sum(round.seconds.values()), self.verify_seconds(self.text_length)[0]
-        if self.is_skipped:
-            choice.record_plain(seconds / step)
-        elif bool(active.any()):
+        if bool(active.any()):
             choice.is_preparing = size == 1 and not choice.is_preparing
             drafting = costs.start_seconds + max(0, levels - 1) * costs.step_seconds
             modelled = drafting + self._verify_seconds(round.tree)
@@ -345,4 +336,5 @@ class Auto(LatencyAwareBuilder):
 
     def report_settings(self) -> dict[str, object]:
         middle = sorted(self.tree_sizes)[len(self.tree_sizes) // 2] if self.tree_sizes else None
-        return {**super().report_settings(), "median_size": middle}
+        share = round(self.num_plain / self.num_rounds, 4) if self.num_rounds else None
+        return {**super().report_settings(), "median_size": middle, "undrafted_share": share}

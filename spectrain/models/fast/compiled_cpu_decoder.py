@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from spectrain.models.forward_override import Forward, override_forwards
 from spectrain.models.limits import has_dynamic_rope
+from spectrain.models.residual_stream import only_reads_input
 
 from .batch_invariance import has_batch_invariance
 from .compiled_cpu_layers import (
@@ -127,6 +128,11 @@ class CompiledDecoder:
         for layer, forward in zip(self.layers, self.forwards):
             if layer._forward_hooks or layer._forward_pre_hooks:
                 hidden, added = hidden if added is None else join_terms(hidden, added), None
+            if layer._forward_pre_hooks and only_reads_input(layer):
+                for hook in layer._forward_pre_hooks.values():
+                    hook(layer, (hidden.view(shape),), {})
+                hidden, added = forward.layer_kernels.run(hidden, None, buffers)
+            elif layer._forward_hooks or layer._forward_pre_hooks:
                 with override_forwards([(layer, forward)]):
                     hidden = layer(hidden.view(shape), position_embeddings=angles, tree_cache=tree_cache, **kwargs)
                 hidden = flatten_texts(hidden)
