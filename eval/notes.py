@@ -181,7 +181,7 @@ def list_caveats(summary: Summary) -> Iterator[str]:
     if skipped := setting["drafter"].get("skipped"):
         yield f"Drafted without layers {skipped}; drafter.skipped={str(skipped).replace(' ', '')} uses them again."
     if (share := summary["tree"].get("undrafted_share")) is not None:
-        yield f"tree={summary['tree']['name']}: {share:.0%} of the rounds were plain steps, because a draft would not have paid."
+        yield f"tree={summary['tree']['name']}: {share:.0%} of the rounds were plain steps, as a draft would not have paid."
     if guard := summary.get("guard"):
         yield f"Guard: {guard['drafted_rounds']} rounds drafted, {guard['plain_rounds']} not."
     if setting.get("skipped"):
