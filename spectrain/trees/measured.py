@@ -130,10 +130,12 @@ class Auto(LatencyAwareBuilder):
             return
         if setting not in self.costs_by_setting:
             closest = min(
-                (known for known, costs in self.costs_by_setting.items() if costs.is_timed),
-                key=lambda known: (known[0] != batch, known[1] != threads, abs(known[0] - batch)),
+                (other for other, costs in self.costs_by_setting.items() if costs.is_timed),
+                key=lambda other: (other[0] != batch, other[1] != threads, abs(other[0] - batch)),
             )
-            self.costs_by_setting[setting] = self._make_costs(self.costs_by_setting[closest].latency.for_batch(batch))
+            known = self.costs_by_setting[closest]
+            costs = self.costs_by_setting[setting] = self._make_costs(known.latency.for_batch(batch))
+            costs.reading_seconds = known.reading_seconds * batch / closest[0]
         self.setting, self.costs = setting, self.costs_by_setting[setting]
         self._use_costs()
 
