@@ -9,6 +9,8 @@ from statistics import median
 TRIAL_ALLOWANCE, STEP_ALLOWANCE = 0.008, 0.003
 # Rounds that an expected gain counts for before any was drafted.
 PRIOR_ROUNDS = 4
+# Comparisons that are made as soon as a drafted round was timed, because modelled costs may be wrong by half at first.
+FIRST_COMPARISONS = 3
 # Drafted rounds that the cost of reading a prompt, or skipped tokens, is spread over.
 ROUNDS_PER_READING = 32
 # Last rounds of one kind whose median time is compared with a round of the other kind, and comparisons that count.
@@ -44,6 +46,8 @@ class DraftChoice:
         # Whether drafting was expected to pay in this round, and whether any round was drafted.
         self.prefers_draft = True
         self.has_drafted = False
+        # Whether the last round was drafted, and the number of comparisons so far.
+        self.was_drafted, self.num_compared = False, 0
 
     @property
     def relative_cost(self) -> float:
@@ -59,10 +63,16 @@ class DraftChoice:
         """Tell whether the next round drafts, if the drafter has to read skipped tokens first for `reading_cost` steps."""
         self.prefers_draft = self.mean_gain > reading_cost / ROUNDS_PER_READING
         expected_loss = self.mean_gain if self.prefers_draft else reading_cost - self.mean_gain
-        return self.is_preparing or self.prefers_draft != (self.savings >= expected_loss)
+        if self.is_preparing:
+            return True
+        if self.prefers_draft and self.time_ratios[True] and self.num_compared < FIRST_COMPARISONS:
+            # Between two of these steps a round drafts.
+            return not self.was_drafted
+        return self.prefers_draft != (self.savings >= expected_loss)
 
     def record_plain(self, time_ratio: float) -> None:
         """Record a round without a draft, which took `time_ratio` times its modelled seconds."""
+        self.was_drafted = False
         if self.prefers_draft:
             self._compare(False, time_ratio)
             self.savings = max(0.0, self.savings - self.mean_gain)
@@ -80,7 +90,7 @@ class DraftChoice:
                 self._compare(True, time_ratio)
             self.time_ratios[True].append(time_ratio)
         had_gained, gain = self.mean_gain > 0, tokens - cost * self.relative_cost
-        self.has_drafted = True
+        self.has_drafted = self.was_drafted = True
         self.savings += STEP_ALLOWANCE * tokens if self.prefers_draft else gain - reading_cost
         self.num_rounds = min(self.num_rounds + 1, self.window)
         self.mean_tokens += (tokens - self.mean_tokens) / self.num_rounds
@@ -91,4 +101,5 @@ class DraftChoice:
     def _compare(self, is_drafted: bool, time_ratio: float) -> None:
         """Compare the time of a trial with those of the last rounds of the other kind."""
         if others := self.time_ratios[not is_drafted]:
+            self.num_compared += 1
             self.comparisons.append(time_ratio / median(others) if is_drafted else median(others) / time_ratio)
