@@ -180,7 +180,7 @@ def list_caveats(summary: Summary) -> Iterator[str]:
         )
     if skipped := setting["drafter"].get("skipped"):
         yield f"Drafted without layers {skipped}; drafter.skipped={str(skipped).replace(' ', '')} uses them again."
-    if (share := summary["tree"].get("undrafted_share")) is not None:
+    if (share := summary.get("tree", {}).get("undrafted_share")) is not None:
         yield f"tree={summary['tree']['name']}: {share:.0%} of the rounds were plain steps, as a draft would not have paid."
     if guard := summary.get("guard"):
         yield f"Guard: {guard['drafted_rounds']} rounds drafted, {guard['plain_rounds']} not."

@@ -23,8 +23,8 @@ def test_bench_decode_prints_ratios(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_bench_train_prints_throughput(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Tokens per second, total and supervised, and the share of target, drafter and rest."""
+    """Tokens per second, total and supervised, and the share of data, target, drafter, other processes and rest."""
     run(monkeypatch, "bench", "train", "recipe=eagle3", "target=tiny", "data.limit=20", "data.max_length=96")
     printed = " ".join(capsys.readouterr().out.split())
     assert re.search(r"\d+ tokens/s, \d+ supervised", printed)
-    assert re.search(r"target \d+%, drafter \d+%, rest \d+%", printed)
+    assert re.search(r"data \d+%, target \d+%, drafter \d+%, others \d+%, rest \d+%", printed)

@@ -109,7 +109,7 @@ def test_launches_do_not_depend_on_the_batch() -> None:
     committed = json.loads(COMMITTED.read_text())
     for name in ROUNDS:
         one, eight = ({part: n["launches"] for part, n in committed[f"{name}, batch {b}"].items()} for b in (1, 8))
-        assert all(one[part] <= eight[part] <= one[part] + 3 for part in one)
+        assert all(one[part] <= eight[part] <= one[part] + 4 for part in one)
 
 
 @pytest.mark.parametrize("ask", [Tensor.item, Tensor.tolist, bool, lambda x: x.nonzero(), lambda x: x[x > 0]])

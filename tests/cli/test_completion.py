@@ -96,7 +96,8 @@ def test_values_are_those_that_a_type_lists() -> None:
     """Literals and booleans have all their values offered."""
     assert offered("train", "trainer.packing=") == ["trainer.packing=false", "trainer.packing=true"]
     assert offered("eval", "eval.sweep=") == offered("train", "eval.sweep=")
-    assert offered("train", "eval.sweep=") == ["eval.sweep=exit", "eval.sweep=length", "eval.sweep=prune", "eval.sweep=tree"]
+    sweeps = ("batch", "context", "exit", "length", "prune", "temperature", "tree")
+    assert offered("train", "eval.sweep=") == [f"eval.sweep={sweep}" for sweep in sweeps]
     assert offered("train", "drafter=eagle3", "drafter.start=r") == ["drafter.start=random"]
     assert offered("convert", "format=") == sorted(f"format={layout}" for layout in FORMATS)
     assert offered("export", "format=") == sorted(f"format={layout}" for layout in EXPORT_FORMATS)

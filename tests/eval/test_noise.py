@@ -1,6 +1,7 @@
 """A speedup that cannot be, or that was measured beside something else, is not to be quoted."""
 
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,7 +118,7 @@ class Scripted:
     """Stands for a decoder whose autoregressive runs are slowed now and then, as by another process; in turn, both are."""
 
     def __init__(self, slow: set[int]) -> None:
-        self.slow, self.calls = slow, 0
+        self.slow, self.calls, self.target = slow, 0, SimpleNamespace(device=torch.device("cpu"))
 
     def __call__(self, system: Any, prompts: Any, limit: int, sequence_ids: list[int]) -> list[Generation]:
         self.calls += system is None
@@ -135,8 +136,6 @@ class Scripted:
 
 def interleaved(decoder: Scripted, count: int) -> Interleaving:
     """Eight turns, or so many, decoded once by a stand-in."""
-    from types import SimpleNamespace
-
     decoding = Interleaving(decoder, [SimpleNamespace(name="drafter")], [], None, 8, 1)  # type: ignore[arg-type, list-item]
     for number in range(count):
         asked: Any = SimpleNamespace(prompt=SimpleNamespace(id=str(number), category="all"), turn=0, tokens=[1], sequence_id=1,

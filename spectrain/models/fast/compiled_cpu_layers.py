@@ -131,8 +131,8 @@ def add_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, eps: float, s
 
 
 def flatten_texts(hidden: Tensor) -> Tensor:
-    """Return the nodes of all texts [B, N, D] after each other, [1, B N, D]."""
-    return hidden.reshape(1, -1, hidden.shape[-1])
+    """Return the nodes of all texts [B, N, D] after each other, [1, B N, D], contiguous as kernels read them."""
+    return hidden.reshape(1, -1, hidden.shape[-1]).contiguous()
 
 
 def join_terms(hidden: Tensor, added: Tensor) -> Tensor:
