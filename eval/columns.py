@@ -197,21 +197,28 @@ GROUP_COLUMNS = (
 """What rounds are grouped by -> the columns of the groups."""
 
 
-def percentile_column(key: str, title: str, description: str) -> Column:
-    """Return the column of the percentiles of a time."""
+def percentile_column(key: str, title: str, description: str, logged_name: str | None = None) -> Column:
+    """Return the column of the percentiles of a time, which trackers get by `logged_name`."""
     names = ("p50", "p95", "p99")
     return Column(
-        f"serving.drafted.{key}",
+        key,
         title,
         lambda times: " / ".join(format_milliseconds(times[name]) for name in names),
         f"{description}: percentiles 50, 95 and 99.",
-        logged={f"{key}/{name}": f"serving.drafted.{key}.{name}" for name in names},
+        logged=None if logged_name is None else {f"{logged_name}/{name}": f"{key}.{name}" for name in names},
     )
 
 
 SERVING_COLUMNS = (
-    percentile_column("first_token_ms", "ms to the first token", "Milliseconds to the first token, waiting included"),
-    percentile_column("per_token_ms", "ms per token", "Milliseconds per later token, the mean of an answer"),
+    percentile_column(
+        "serving.drafted.first_token_ms",
+        "ms to the first token",
+        "Milliseconds to the first token, waiting included",
+        "first_token_ms",
+    ),
+    percentile_column(
+        "serving.drafted.per_token_ms", "ms per token", "Milliseconds per later token, the mean of an answer", "per_token_ms"
+    ),
     Column(
         "serving.drafted.tokens_per_second",
         "tokens/s of all",

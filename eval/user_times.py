@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from spectrain.decoding.generation import Generation
-from spectrain.eval.columns import Column, format_milliseconds, list_systems
+from spectrain.eval.columns import Column, list_systems, percentile_column
 from spectrain.eval.metrics import Turn
 
 
@@ -78,20 +78,17 @@ def compare_user_times(turns: Sequence[Turn], bound_ms: float) -> dict[str, Any]
     return {name: asdict(measure_user_times(generations, bound_ms)) for name, generations in runs.items()}
 
 
-def user_time_column(key: str, title: str, description: str) -> Column:
-    """Return the column of the percentiles of a time."""
-    names = ("p50", "p95", "p99")
-    return Column(
-        f"user_times.drafted.{key}",
-        title,
-        lambda times: " / ".join(format_milliseconds(times[name]) for name in names),
-        f"{description}: percentiles 50, 95 and 99.",
-    )
-
-
 USER_TIME_COLUMNS = (
-    user_time_column("first_token_ms", "ms to the first token", "Milliseconds to read the prompt and emit the first token"),
-    user_time_column("between_tokens_ms", "ms between tokens", "Milliseconds from a token to the next; those of a round are 0"),
+    percentile_column(
+        "user_times.drafted.first_token_ms",
+        "ms to the first token",
+        "Milliseconds to read the prompt and emit the first token",
+    ),
+    percentile_column(
+        "user_times.drafted.between_tokens_ms",
+        "ms between tokens",
+        "Milliseconds from a token to the next; those of a round are 0",
+    ),
     Column(
         "user_times.drafted.within_bound",
         "within eval.bound_ms",

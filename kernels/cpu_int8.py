@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from llvmlite import ir
 from numba import carray, types
-from numba.core import cgutils
 
-from .cpu_linear import LINE, PAIRS
+from .cpu_linear import LINE, PAIRS, add_products
 from .cpu_vectors import (
     WIDE,
-    WORD,
     VectorBuilder,
     advance,
     compile_inline,
     compile_reduction,
+    emit_cases,
+    emit_fetch,
     intrinsic,
     to_bytes,
     to_floats,
@@ -56,14 +56,7 @@ def multiply_bytes(context: Any, rows: Any, x: Any, x_stride: Any, panel: Any, q
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         num_rows, *operands = args
-        blocks = [builder.append_basic_block() for _ in range(MAX_TILE_ROWS)]
-        done, cases = builder.append_basic_block(), builder.switch(num_rows, blocks[-1])
-        for number, block in enumerate(blocks, start=1):
-            cases.add_case(WIDE(number), block)
-            builder.position_at_end(block)
-            _emit_tile(builder, number, *operands)
-            builder.branch(done)
-        builder.position_at_end(done)
+        emit_cases(builder, num_rows, MAX_TILE_ROWS, lambda number: _emit_tile(builder, number, *operands))
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 6), generate
@@ -71,30 +64,15 @@ def multiply_bytes(context: Any, rows: Any, x: Any, x_stride: Any, panel: Any, q
 
 def _emit_tile(builder: Any, num_rows: int, x: Any, x_stride: Any, panel: Any, quads: Any, sums: Any) -> None:
     multiply_add = ir.InlineAsm(ir.FunctionType(PAIRS, [PAIRS] * 3), "vpdpbusd $3, $2, $0", "=v,0,v,v", side_effect=False)
-    byte_pointer = ir.IntType(8).as_pointer()
-    fetch_type = ir.FunctionType(ir.VoidType(), [byte_pointer, WORD, WORD, WORD])
-    fetch = cgutils.get_or_insert_function(builder.module, fetch_type, "llvm.prefetch.p0")
-    undefined, zeros = ir.Constant(PAIRS, ir.Undefined), ir.Constant(PAIRS, [0] * 16)
-    rows, halves = range(num_rows), range(2)
 
-    def load(address: Any, kind: Any) -> Any:
-        return builder.load(builder.inttoptr(address, kind.as_pointer()), align=4)
+    def add_quad(index: Any, totals: list[Any]) -> list[Any]:
+        ahead = builder.add(panel, builder.add(builder.mul(index, WIDE(2 * LINE)), WIDE(FETCH_AHEAD)))
+        for half in range(2):
+            emit_fetch(builder, builder.add(ahead, WIDE(LINE * half)), 2)
+        return add_products(builder, multiply_add, (x, x_stride, panel), index, totals)
 
-    def step(index: Any, totals: list[Any]) -> list[Any]:
-        """Add the products of four inputs: two vectors of weights, and the inputs of every row in all lanes."""
-        start = builder.add(panel, builder.mul(index, WIDE(2 * LINE)))
-        weights = [load(builder.add(start, WIDE(LINE * half)), PAIRS) for half in halves]
-        for half in halves:
-            ahead = builder.inttoptr(builder.add(start, WIDE(FETCH_AHEAD + LINE * half)), byte_pointer)
-            builder.call(fetch, [ahead, WORD(0), WORD(2), WORD(1)])
-        first, after = builder.add(x, builder.mul(index, WIDE(4))), []
-        for row in rows:
-            four = load(builder.add(first, builder.mul(x_stride, WIDE(row))), WORD)
-            repeated = builder.shuffle_vector(builder.insert_element(undefined, four, WORD(0)), undefined, zeros)
-            after += [builder.call(multiply_add, [totals[2 * row + half], repeated, weights[half]]) for half in halves]
-        return after
-
-    for number, total in enumerate(VectorBuilder(builder).loop(quads, [zeros] * (2 * num_rows), step)):
+    zeros = ir.Constant(PAIRS, [0] * 16)
+    for number, total in enumerate(VectorBuilder(builder).loop(quads, [zeros] * (2 * num_rows), add_quad)):
         builder.store(total, builder.inttoptr(builder.add(sums, WIDE(LINE * number)), PAIRS.as_pointer()), align=4)
 
 

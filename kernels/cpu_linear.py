@@ -18,9 +18,20 @@ from typing import Any
 import llvmlite.binding
 from llvmlite import ir
 from numba import carray, types
-from numba.core import cgutils
 
-from .cpu_vectors import WIDE, WORD, VectorBuilder, advance, compile_cached, intrinsic, narrow, to_floats, to_halves
+from .cpu_vectors import (
+    WIDE,
+    WORD,
+    VectorBuilder,
+    advance,
+    compile_cached,
+    emit_cases,
+    emit_fetch,
+    intrinsic,
+    narrow,
+    to_floats,
+    to_halves,
+)
 
 COLUMNS = 32  # outputs of a panel
 MAX_TILE_ROWS = 14  # whose sums fit in the registers, two vectors each
@@ -46,17 +57,31 @@ def multiply_rows(
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         num_rows, *operands = args
-        blocks = [builder.append_basic_block() for _ in range(MAX_TILE_ROWS)]
-        done, cases = builder.append_basic_block(), builder.switch(num_rows, blocks[-1])
-        for number, block in enumerate(blocks, start=1):
-            cases.add_case(WIDE(number), block)
-            builder.position_at_end(block)
-            _emit_tile(builder, number, *operands)
-            builder.branch(done)
-        builder.position_at_end(done)
+        emit_cases(builder, num_rows, MAX_TILE_ROWS, lambda number: _emit_tile(builder, number, *operands))
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 6, types.boolean, types.int64, types.int64), generate
+
+
+def add_products(builder: Any, multiply_add: Any, operands: tuple[Any, Any, Any], index: Any, totals: list[Any]) -> list[Any]:
+    """Add the products of word number `index` of every row, of 4 bytes, with two vectors of weights to two totals per row.
+
+    Operands: the address of the rows and the bytes between them, and the address of the panel. The word stands in all lanes.
+    """
+    x, x_stride, panel = operands
+    undefined, zeros = ir.Constant(PAIRS, ir.Undefined), ir.Constant(PAIRS, [0] * 16)
+
+    def load(address: Any, kind: Any) -> Any:
+        return builder.load(builder.inttoptr(address, kind.as_pointer()), align=4)
+
+    start = builder.add(panel, builder.mul(index, WIDE(2 * LINE)))
+    weights = [load(builder.add(start, WIDE(LINE * half)), PAIRS) for half in range(2)]
+    first, after = builder.add(x, builder.mul(index, WIDE(4))), []
+    for row in range(len(totals) // 2):
+        word = load(builder.add(first, builder.mul(x_stride, WIDE(row))), WORD)
+        repeated = builder.shuffle_vector(builder.insert_element(undefined, word, WORD(0)), undefined, zeros)
+        after += [builder.call(multiply_add, [totals[2 * row + half], repeated, weights[half]]) for half in range(2)]
+    return after
 
 
 def _emit_tile(
@@ -65,29 +90,12 @@ def _emit_tile(
     multiply_add = ir.InlineAsm(
         ir.FunctionType(SUMS, [SUMS, PAIRS, PAIRS]), "vdpbf16ps $3, $2, $0", "=v,0,v,v", side_effect=False
     )
-    byte_pointer = ir.IntType(8).as_pointer()
-    fetch_type = ir.FunctionType(ir.VoidType(), [byte_pointer, WORD, WORD, WORD])
-    fetch = cgutils.get_or_insert_function(builder.module, fetch_type, "llvm.prefetch.p0")
-    undefined, zeros = ir.Constant(PAIRS, ir.Undefined), ir.Constant(PAIRS, [0] * 16)
-    rows, halves = range(num_rows), range(2)
-
-    def load(address: Any, kind: Any) -> Any:
-        return builder.load(builder.inttoptr(address, kind.as_pointer()), align=4)
 
     def add_pair(index: Any, totals: list[Any]) -> list[Any]:
-        """Add the products of a pair of inputs: two vectors of weights, and the pair of every row in all lanes."""
-        start = builder.add(panel, builder.mul(index, WIDE(2 * LINE)))
-        weights = [load(builder.add(start, WIDE(LINE * half)), PAIRS) for half in halves]
         lines = builder.add(fetched, builder.mul(index, step))
-        for half in halves:
-            ahead = builder.inttoptr(builder.add(lines, WIDE(LINE * half)), byte_pointer)
-            builder.call(fetch, [ahead, WORD(0), WORD(3), WORD(1)])
-        first, after = builder.add(x, builder.mul(index, WIDE(4))), []
-        for row in rows:
-            pair = load(builder.add(first, builder.mul(x_stride, WIDE(row))), WORD)
-            repeated = builder.shuffle_vector(builder.insert_element(undefined, pair, WORD(0)), undefined, zeros)
-            after += [builder.call(multiply_add, [totals[2 * row + half], repeated, weights[half]]) for half in halves]
-        return after
+        for half in range(2):
+            emit_fetch(builder, builder.add(lines, WIDE(LINE * half)), 3)
+        return add_products(builder, multiply_add, (x, x_stride, panel), index, totals)
 
     initial = [ir.Constant(SUMS, [0.0] * 16)] * (2 * num_rows)
     # The sums of this chunk, after those of the chunks before it.

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import carray, types
-from numba.core import cgutils
 
 from .cpu_vectors import (
     LANES,
@@ -26,6 +25,8 @@ from .cpu_vectors import (
     VectorBuilder,
     advance,
     compile_inline,
+    emit_cases,
+    emit_fetch,
     intrinsic,
     narrow,
     to_doubles,
@@ -61,18 +62,6 @@ def _transpose(builder: Any, rows: list[Any]) -> list[Any]:
 def _to_doubles(builder: Any, words: Any) -> Any:
     """Return float64 numbers of the bits of float32."""
     return builder.fpext(builder.bitcast(words, FLOATS), DOUBLES)
-
-
-def _for_each_group(builder: Any, group: Any, emit: Any) -> None:
-    """Emit code of its own for each number of query heads per key-value head."""
-    blocks = [builder.append_basic_block() for _ in range(MAX_GROUP)]
-    done, cases = builder.append_basic_block(), builder.switch(group, blocks[-1])
-    for number, block in enumerate(blocks, start=1):
-        cases.add_case(WIDE(number), block)
-        builder.position_at_end(block)
-        emit(number)
-        builder.branch(done)
-    builder.position_at_end(done)
 
 
 @intrinsic
@@ -119,7 +108,7 @@ def _score_keys(
                         sums[2 * g + half], builder.add(builder.add(out, builder.mul(out_stride, WIDE(g))), WIDE(64 * half))
                     )
 
-        _for_each_group(builder, group, emit)
+        emit_cases(builder, group, MAX_GROUP, emit)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 9), generate
@@ -192,7 +181,7 @@ def _add_values(
             for value, output in zip(vectors.loop(count, [vectors.load(x) for x in outputs], add_row), outputs):
                 vectors.store(value, output)
 
-        _for_each_group(builder, group, emit)
+        emit_cases(builder, group, MAX_GROUP, emit)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 9), generate
@@ -203,10 +192,7 @@ def _fetch(context: Any, address: Any) -> Any:
     """Fetch the line of an address into the second-level cache."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        byte_pointer = ir.IntType(8).as_pointer()
-        fetch_type = ir.FunctionType(ir.VoidType(), [byte_pointer, WORD, WORD, WORD])
-        fetch = cgutils.get_or_insert_function(builder.module, fetch_type, "llvm.prefetch.p0")
-        builder.call(fetch, [builder.inttoptr(args[0], byte_pointer), WORD(0), WORD(2), WORD(1)])
+        emit_fetch(builder, args[0], 2)
         return context.get_dummy_value()
 
     return types.void(types.int64), generate

@@ -103,6 +103,26 @@ def narrow(context: Any, value: Any, like: Any) -> Any:
     return like(types.float32, like), generate
 
 
+def emit_cases(builder: Any, number: Any, most: int, emit: Callable[[int], None]) -> None:
+    """Emit code of its own for each value of `number` from 1 to `most`."""
+    blocks = [builder.append_basic_block() for _ in range(most)]
+    done, cases = builder.append_basic_block(), builder.switch(number, blocks[-1])
+    for value, block in enumerate(blocks, start=1):
+        cases.add_case(WIDE(value), block)
+        builder.position_at_end(block)
+        emit(value)
+        builder.branch(done)
+    builder.position_at_end(done)
+
+
+def emit_fetch(builder: Any, address: Any, locality: int) -> None:
+    """Fetch the line of an address, into the second-level cache by a locality of 2, and into the first by 3."""
+    byte_pointer = ir.IntType(8).as_pointer()
+    fetch_type = ir.FunctionType(ir.VoidType(), [byte_pointer, WORD, WORD, WORD])
+    fetch = cgutils.get_or_insert_function(builder.module, fetch_type, "llvm.prefetch.p0")
+    builder.call(fetch, [builder.inttoptr(address, byte_pointer), WORD(0), WORD(locality), WORD(1)])
+
+
 class VectorBuilder:
     """Emits vector instructions at the position of an LLVM builder."""
 

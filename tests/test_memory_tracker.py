@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from spectrain.models.attention import causal_attention
 from spectrain.models.fast import pack_linears
+from spectrain.models.kv_cache import AttentionOptions
 from tests.memory_tracker import FORMULAS, MemoryTracker, autocasting
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -131,7 +132,7 @@ def test_packed_documents_count_as_each_of_them(window: int | None) -> None:
                     torch.empty(1, heads, sum(lengths), 16, device="cuda", dtype=torch.bfloat16, requires_grad=True)
                     for heads in (4, 2, 2)
                 )
-                causal_attention(q, k, v, lengths, window=window).sum().backward()
+                causal_attention(q, k, v, lengths, AttentionOptions(window=window)).sum().backward()
         found.append(tracker.flops["other"])
     assert found[0] == found[1] == 4 * 16 * 4 * (7**2 + 30**2 + 2**2) * 7 // 2
 

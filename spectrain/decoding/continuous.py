@@ -73,8 +73,8 @@ class ContinuousBatch:
             self.texts.append(text)
         return text.generation
 
-    def step(self) -> list[Generation]:
-        """Emit one token of every text. Return the texts that are done, which leave the batch."""
+    def step(self) -> None:
+        """Emit one token of every text; those that are done leave the batch."""
         if self.threads is not None:
             self.threads.set_threads()
         start, stop_ids = time.perf_counter(), self.target.stop_ids
@@ -82,10 +82,9 @@ class ContinuousBatch:
             text.generation.emit_tokens([token], stop_ids, self.limit)
         if self.threads is not None:
             self.threads.record_step(time.perf_counter() - start, STEP_WORK + len(self.texts))
-        done = [text.generation for text in self.texts if text.generation.is_done]
-        if done:
-            self._keep([number for number, text in enumerate(self.texts) if not text.generation.is_done])
-        return done
+        running = [number for number, text in enumerate(self.texts) if not text.generation.is_done]
+        if len(running) < len(self.texts):
+            self._keep(running)
 
     def clear(self) -> None:
         """Remove every text."""

@@ -40,43 +40,29 @@ def attend_per_document(attend: AttentionFunction, lengths: tuple[int, ...] | No
 
 
 def causal_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: tuple[int, ...] | None = None,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...] | None = None, options: AttentionOptions = DEFAULT_OPTIONS
 ) -> Tensor:
-    """Return [B, H, T, D]: each token attends to itself and earlier tokens of its document, within the last `window`
+    """Return [B, H, T, D]: each token attends to itself and earlier tokens of its document, within the last `options.window`
     positions. Features and training take compiled kernels where there are any."""
     longest = max(lengths or (q.shape[2],))
-    if softcap is None and sinks is None and (window is None or window >= longest) and is_compiled_text(q, k, v, longest):
-        return attend_per_document(lambda q, k, v: text_attention(q, k, v, scale), lengths, q, k, v)
-    return torch_causal_attention(q, k, v, lengths, scale, window, softcap, sinks)
+    is_unlimited = options.window is None or options.window >= longest
+    if is_unlimited and not needs_scores(options) and is_compiled_text(q, k, v, longest):
+        return attend_per_document(lambda q, k, v: text_attention(q, k, v, options.scale), lengths, q, k, v)
+    return torch_causal_attention(q, k, v, lengths, options)
 
 
 def torch_causal_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: tuple[int, ...] | None = None,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...] | None = None, options: AttentionOptions = DEFAULT_OPTIONS
 ) -> Tensor:
     """Return causal attention by torch's own kernels. Prompts that are decoded take them, because `generate` does."""
-    by_scores = softcap is not None or sinks is not None
     longest = max(lengths or (q.shape[2],))
-    window = None if window is not None and window >= longest else window
-    packed = lengths is not None and len(lengths) > 1
+    if options.window is not None and options.window >= longest:
+        options = options._replace(window=None)
+    window, by_scores, packed = options.window, needs_scores(options), lengths is not None and len(lengths) > 1
     if not by_scores and (packed or window is not None) and supports_documents(q, v):
-        return document_attention(q, k, v, lengths, scale, window)
+        return document_attention(q, k, v, lengths, options.scale, window)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        options = AttentionOptions(scale, window, softcap, sinks)
         if by_scores or (window is not None and q.shape[2] > window):
             return attend_rows(q, [k], [v], 0, options)
         return _attend_masked(q, k, v, None, options)
@@ -84,9 +70,14 @@ def torch_causal_attention(
     return attend_per_document(attend, lengths, q, k, v)
 
 
+def needs_scores(options: AttentionOptions) -> bool:
+    """Tell whether the scores themselves are needed, which fused attention does not have."""
+    return options.softcap is not None or options.sinks is not None
+
+
 def _attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: AttentionOptions) -> Tensor:
-    """Return [B, H, T, D], by a mask [T, S], or causal without one. Only a softcap or sinks need the scores themselves."""
-    if options.softcap is not None or options.sinks is not None:
+    """Return [B, H, T, D], by a mask [T, S], or causal without one."""
+    if needs_scores(options):
         scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
         return eager_attention(q, k, v, mask, scale, options.softcap, options.sinks)
     return fused_attention(q, k, v, mask, mask is None and q.shape[2] > 1, options.scale)
@@ -138,17 +129,17 @@ def unrolled_attention(
 ) -> Tensor:
     """Return [B, H, T, D] for a drafter that is unrolled over its own states. The keys of the first step are causal; of each
     later step, token t sees the key of its own index. Each step is one position later, and a window counts positions."""
-    scale, window, softcap, sinks = options
     if len(keys) == 1:
-        return causal_attention(q, keys[0], values[0], lengths, *options)
-    steps, by_scores = len(keys), softcap is not None or sinks is not None
+        return causal_attention(q, keys[0], values[0], lengths, options)
+    steps, window = len(keys), options.window
 
     def join(parts: Sequence[Tensor], lengths: tuple[int, ...] | None) -> Tensor:
         later_keys, later_values = (torch.stack([*parts[begin + 1 : begin + steps]], dim=2) for begin in (1, 1 + steps))
-        return merged_attention(parts[0], parts[1], parts[1 + steps], later_keys, later_values, scale, lengths)
+        return merged_attention(parts[0], parts[1], parts[1 + steps], later_keys, later_values, options.scale, lengths)
 
     def is_joined(q: Tensor, longest: int) -> bool:
-        return is_mergeable(q, values[0]) and not by_scores and (window is None or longest + steps - 1 <= window)
+        is_unlimited = window is None or longest + steps - 1 <= window
+        return is_mergeable(q, values[0]) and not needs_scores(options) and is_unlimited
 
     def attend(q: Tensor, *parts: Tensor) -> Tensor:
         if is_joined(q, q.shape[2]):
@@ -221,29 +212,30 @@ def layer_attention(  # transformers calls it, by these names
     if ranges is not None and layer in ranges:
         sliding_window, chunk = ranges[layer].window, ranges[layer].chunk
     visibility = visibility if layer_visibility is None else layer_visibility[layer]
-    options = scale, sliding_window, softcap, s_aux
+    arguments = scale, sliding_window, softcap, s_aux
+    options = AttentionOptions(*arguments)
     if attends is not None:
-        return attends(query, key, value, AttentionOptions(*options)).transpose(1, 2).contiguous(), None
+        return attends(query, key, value, options).transpose(1, 2).contiguous(), None
     if visibility is None:
         _check_keys(key.shape[2] == query.shape[2], layer)
         if tree_cache is not None:
             tree_cache.write(layer, key, value)
         lengths = lengths if chunk is None else chunk_lengths(lengths or (query.shape[2],), chunk)
         attend = causal_attention if tree_cache is None else torch_causal_attention
-        return attend(query, key, value, lengths, *options).transpose(1, 2).contiguous(), None
+        return attend(query, key, value, lengths, options).transpose(1, 2).contiguous(), None
     if isinstance(visibility, list):
         trees = iter(visibility if chunk is None else [tree.in_chunks(chunk) for tree in visibility])
         attended = attend_per_document(
-            lambda q, k, v: tree_attention(q, k, v, next(trees), *options), lengths, query, key, value
+            lambda q, k, v: tree_attention(q, k, v, next(trees), *arguments), lengths, query, key, value
         )
         return attended.transpose(1, 2).contiguous(), None
     visibility = visibility if chunk is None else visibility.in_chunks(chunk)
     if tree_cache is None:
-        return tree_attention(query, key, value, visibility, *options).transpose(1, 2).contiguous(), None
+        return tree_attention(query, key, value, visibility, *arguments).transpose(1, 2).contiguous(), None
     mark_layer_done(layer)
     if tree_cache.query_observer is not None:
         tree_cache.query_observer(layer, query, scale)
-    attended = tree_cache.attend(layer, query, key, value, visibility, AttentionOptions(*options))
+    attended = tree_cache.attend(layer, query, key, value, visibility, options)
     return attended.transpose(1, 2).contiguous(), None
 
 

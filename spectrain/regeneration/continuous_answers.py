@@ -131,16 +131,15 @@ class ContinuousAnswers:
                 self._finish(answer, generation)
 
     def _finish(self, answer: PendingAnswer, generation: Generation) -> None:
-        chat, outcome = answer.chat, None
+        chat = answer.chat
         try:
             chat.add_answer(self.steps.parse(chat, answer.prompt, generation))
         except AnswerError as given_up:
-            outcome = given_up.to_failed_row(chat.pending)
+            self.on_outcome(answer.shard, given_up.to_failed_row(chat.pending))
         except Exception:  # whatever a tokenizer can raise
-            return self._answer_alone(answer)
-        if outcome is not None:
-            return self.on_outcome(answer.shard, outcome)
-        self._advance(answer.shard, chat)
+            self._answer_alone(answer)
+        else:
+            self._advance(answer.shard, chat)
 
     def _answer_alone(self, answer: PendingAnswer) -> None:
         for outcome in self.steps.answer_alone(answer.chat.pending):

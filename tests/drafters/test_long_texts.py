@@ -62,7 +62,7 @@ def test_masked_attention_by_rows_changes_nothing(
     def run() -> list[Tensor]:
         q, keys, values = make_parts(steps)
         if steps == 1:
-            output = causal_attention(q, keys[0], values[0], window=window, softcap=softcap)
+            output = causal_attention(q, keys[0], values[0], None, AttentionOptions(None, window, softcap, None))
         else:
             output = unrolled_attention(q, keys, values, None, AttentionOptions(None, window, softcap, None))
         (output * torch.linspace(-1, 1, 8)).sum().backward()

@@ -16,6 +16,7 @@ from spectrain.features.batch import Batch, collate
 from spectrain.features.live_source import LiveSource
 from spectrain.models.attention import causal_attention, unrolled_attention
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
+from spectrain.models.kv_cache import AttentionOptions
 from spectrain.models.target import Target
 from spectrain.runs.drafters import is_trainable
 from spectrain.training.run import select_trained_groups
@@ -199,7 +200,7 @@ def test_attention_by_document_is_attention_under_a_mask(steps: int, lengths: tu
 def test_windows_and_softcaps_by_document(window: int | None, softcap: float | None) -> None:
     """The same as of every document alone."""
     q, k, v = (torch.randn(1, heads, 23, 8) for heads in (4, 2, 2))
-    whole = causal_attention(q, k, v, (5, 1, 17), 0.3, window, softcap)
+    whole = causal_attention(q, k, v, (5, 1, 17), AttentionOptions(0.3, window, softcap))
     parts = zip(*(part.split((5, 1, 17), dim=2) for part in (q, k, v)))
-    alone = [causal_attention(*part, None, 0.3, window, softcap) for part in parts]
+    alone = [causal_attention(*part, None, AttentionOptions(0.3, window, softcap)) for part in parts]
     assert torch.equal(whole, torch.cat(alone, dim=2))

@@ -84,7 +84,7 @@ def unrolled(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tens
 
 PATHS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "causal": causal_attention,
-    "causal, window": partial(causal_attention, window=20),
+    "causal, window": partial(causal_attention, options=AttentionOptions(window=20)),
     "packed": partial(causal_attention, lengths=(40, 56)),
     "unrolled": unrolled,
     "unrolled, window": partial(unrolled, window=20),
@@ -198,8 +198,8 @@ def standing_in_backward(
 Attending = Callable[[Tensor, Tensor, Tensor], Tensor]
 DOCUMENTS: dict[str, Attending] = {
     "packed": partial(causal_attention, lengths=(5, 1, 14)),
-    "packed, window": partial(causal_attention, lengths=(5, 1, 14), window=6, scale=0.4),
-    "window": partial(causal_attention, window=6),
+    "packed, window": partial(causal_attention, lengths=(5, 1, 14), options=AttentionOptions(0.4, 6)),
+    "window": partial(causal_attention, options=AttentionOptions(window=6)),
     "unrolled": lambda q, k, v: unrolled_attention(
         q, [k, 2 * k, k - 1], [v, v + 1, v * v], (5, 1, 14), AttentionOptions(scale=0.3)
     ),

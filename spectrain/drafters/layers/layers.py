@@ -106,7 +106,7 @@ class Attention(nn.Module):
 
     def attend_causal(self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...] | None = None) -> Tensor:
         """Compute training attention: causal, and inside each packed document of these lengths."""
-        return self.project_output(causal_attention(q, k, v, lengths, window=self.window))
+        return self.project_output(causal_attention(q, k, v, lengths, AttentionOptions(window=self.window)))
 
     def attend_cached(
         self, q: Tensor, k: Tensor, v: Tensor, cache: TreeCache, visible: Tensor | None, layer: int = 0

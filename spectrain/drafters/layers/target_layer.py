@@ -119,7 +119,7 @@ def make_cached_attention(cache: TreeCache, visible: Tensor | None, positions: T
         q, k, v = (F.pad(part, (0, size - part.shape[-1])) for part in (q, k, v))
         if visible is None:
             cache.write(0, k, v)
-            outputs = causal_attention(q, k, v, None, *options)
+            outputs = causal_attention(q, k, v, None, options)
         else:
             outputs = append_and_attend(q, k, v, cache, visible, 0, options, positions)
         return outputs[..., :value_size]
