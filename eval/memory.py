@@ -29,13 +29,14 @@ def extra_memory(
     matching = rule.matching_rule()
     with_drafter = peak_bytes(lambda: decode(target, [prompt], rule, length, drafter, builder), target.device)
     without = peak_bytes(lambda: decode(target, [prompt], matching, length), target.device)
-    weights = own_bytes(target, drafter)
+    # Quantized copies of the target's weights are no parameters of the drafter: only its cost names them.
+    weights = own_bytes(target, nn.ModuleList([drafter, drafter.cost.weights(target)]))
     working = max(0, with_drafter - without)
     return {"weights": weights, "working": working, "extra": weights + working}
 
 
 def own_bytes(target: Target, drafter: nn.Module) -> int:
-    """Count the bytes of the drafter's parameters and buffers that are not the target's."""
+    """Count the bytes of a drafter's parameters and buffers that are not the target's."""
     target_addresses = {tensor.data_ptr() for tensor in iterate_plain_tensors(target)}
     own = {tensor.data_ptr(): tensor for tensor in iterate_plain_tensors(drafter)}
     return sum(tensor.numel() * tensor.element_size() for address, tensor in own.items() if address not in target_addresses)

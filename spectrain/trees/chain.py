@@ -18,10 +18,11 @@ class Chain(TreeBuilder):
     """A chain of up to `depth` draft tokens: the most likely ones or, with children=sampled, sampled ones.
 
     With `stop`, a row ends before a token whose acceptance probability is below it. That is the product of the largest q along
-    the path or, with stop_on=token, the largest q after the path alone (the second exit of Kangaroo, Liu et al., 2024). Where
-    the drafter predicts the acceptance probability c itself, c is used, so that stop=1-h is the rule of SpecDec++ (Huang et
-    al., 2024): the chain ends where 1 - prod(c) > h. The decision does not depend on the token, so sampled chains stay
-    lossless; discarding a sampled token would not.
+    the path or, with stop_on=token, the largest q after the path alone (the second exit of Kangaroo, Liu et al., 2024; the
+    fallback of BiLD, Kim et al., 2023). With stop_on=path, a drafter that predicts the acceptance probability c itself gives c
+    instead of the largest q, so that stop=1-h is the rule of SpecDec++ (Huang et al., 2024): the chain ends where
+    1 - prod(c) > h. The decision does not depend on the token, so sampled chains stay lossless; discarding a sampled token
+    would not.
     """
 
     name = "chain"
@@ -40,8 +41,8 @@ class Chain(TreeBuilder):
         seed: int = 0,
         # A chain ends before a token whose acceptance probability is below this threshold; 0 always drafts the full depth.
         stop: float = 0.0,
-        # What the threshold stop is compared with: the product of probabilities along the path (path) or the next token's
-        # alone (token).
+        # What the threshold stop is compared with: the product of acceptance probabilities along the path (path), or the
+        # drafter's largest probability of the next token alone (token).
         stop_on: Literal["path", "token"] = "path",
     ) -> None:
         self.depth, self.children, self.temperature, self.seed, self.stop = depth, children, temperature, seed, stop
@@ -85,11 +86,12 @@ class Chain(TreeBuilder):
     def should_draw(self, draft: GrowingTree, level: int) -> Tensor:
         """Mark the rows [B] that draft one more token after `level` others; decided before it is drawn."""
         accept_probs = draft.rollout.accept_probs
-        accept_prob = (
-            (draft.log_q[:, 0] / self.temperature).softmax(-1).amax(-1) if accept_probs is None else accept_probs[:, 0]
-        )
-        self.confidence = self.confidence * accept_prob
-        return (accept_prob if self.stop_on == "token" else self.confidence) >= self.stop
+        if accept_probs is not None and self.stop_on == "path":
+            self.confidence = self.confidence * accept_probs[:, 0]
+            return self.confidence >= self.stop
+        largest = (draft.log_q[:, 0] / self.temperature).softmax(-1).amax(-1)
+        self.confidence = largest if self.stop_on == "token" else self.confidence * largest
+        return self.confidence >= self.stop
 
     def should_run(self, draft: GrowingTree, level: int) -> Tensor:
         """Mark the rows [B] whose newest token, after `level` others, the drafter runs to draft another one."""

@@ -91,15 +91,19 @@ def test_a_rollout_says_it_of_every_node(shallow: Target) -> None:
 
 
 def test_chains_end_by_it(shallow: Target) -> None:
-    """A head that is sure of every token ends no chain, one that doubts all of them every one, and the output stays greedy."""
+    """A head that is sure of every token ends no chain, one that doubts all of them every one, and the output stays greedy.
+    With stop_on=token (BiLD, Kangaroo) the drafter's own largest probability decides, and the head nothing."""
     drafter: Any = Causal(shallow, num_layers=1, stop_head=0).eval()
     prompt, builder = [[5, 6, 7, 8]], Chain(4, stop=0.3)
     expected = decode(shallow, prompt, Greedy(), 12)[0].output
+    by_token, trees = Chain(4, stop=1e-3, stop_on="token"), []
     for bias, length in ((9.0, 4), (-9.0, 0)):
         torch.nn.init.constant_(drafter.stop_head.output.bias, bias)
         tree = proposed(drafter, begun(shallow, prompt, drafter, builder), builder)
         assert tree.tokens.shape[1] == 1 + length
         assert decode(shallow, prompt, Greedy(), 12, drafter, builder)[0].output == expected
+        trees.append(proposed(drafter, begun(shallow, prompt, drafter, by_token), by_token).tokens)
+    assert torch.equal(*trees) and trees[0].shape[1] > 1
 
 
 def test_a_negative_number_of_layers_is_refused(shallow: Target) -> None:

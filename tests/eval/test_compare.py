@@ -27,6 +27,7 @@ from spectrain.eval.comparison import SAME_DRAFTER, ScoredRun, check_same, list_
 from spectrain.eval.memory import MemoryCounter, extra_memory, own_bytes
 from spectrain.eval.recommendations import Variant, advise_sampling, compare_runs, ratio_interval, recommend
 from spectrain.eval.report import print_comparison
+from spectrain.experimental.less_cache.drafter import SelfDraft
 from spectrain.models.target import Target
 from spectrain.trees import Chain
 
@@ -364,3 +365,8 @@ def test_extra_memory_is_the_drafters(tiny: Target) -> None:
     found = extra_memory(tiny, drafter, Chain(3), Greedy(), prompt)
     assert found["extra"] == found["weights"] + found["working"] and found["working"] > 0
     assert extra_memory(tiny, Ngram(tiny), Chain(3), Greedy(), prompt)["weights"] == 0
+    # A quantized copy of the target's weights is memory too, although it is no parameter.
+    coded = SelfDraft(tiny, "full", weights="int4")
+    codes = extra_memory(tiny, coded, Chain(3), Greedy(), prompt)["weights"]
+    assert coded.quantized_weights is not None
+    assert codes == sum(part.numel() * part.element_size() for part in coded.quantized_weights.tensors) > 0
