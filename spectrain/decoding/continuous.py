@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from spectrain.models.kv_cache import TreeCache
 from spectrain.models.pooled_cache import PooledCache
 from spectrain.models.target import Target
 from spectrain.models.threads import ThreadTuner
@@ -24,11 +25,26 @@ STEP_WORK = 9
 
 
 @dataclass(frozen=True)
+class TextPrefix:
+    """The tokens of a finished text with their keys and values: a longer prompt that begins with them runs only its rest."""
+
+    tokens: list[int]
+    cache: TreeCache
+
+    def count_shared(self, prompt: list[int]) -> int:
+        """Return the number of tokens that a prompt begins with, its last token excluded."""
+        pairs = zip(self.tokens, prompt[:-1])
+        return next((at for at, (token, other) in enumerate(pairs) if token != other), min(len(self.tokens), len(prompt) - 1))
+
+
+@dataclass
 class RunningText:
     """A text in the batch."""
 
     sequence_id: int  # key of its random draws
     generation: Generation
+    # What a later prompt can begin with, once the text is done.
+    prefix: TextPrefix | None = None
 
 
 class ContinuousBatch:
@@ -58,10 +74,17 @@ class ContinuousBatch:
         return self.cache.find_segment(len(prompt) + self.limit) is not None
 
     @torch.inference_mode()
-    def add(self, prompt: list[int], sequence_id: int) -> Generation:
-        """Run a prompt and emit its first token; unless it is done by that, its text joins the batch, which has room for it."""
+    def add(self, prompt: list[int], sequence_id: int, prefix: TextPrefix | None = None) -> RunningText:
+        """Run a prompt, or what follows the given prefix of it, and emit its first token. Unless it is done by that, its text
+        joins the batch, which has room for it."""
         cache, lengths = self.target.new_cache(1, len(prompt)), torch.tensor([len(prompt)])
-        features = self.target.prefill(torch.tensor([prompt]), lengths, cache, ())
+        num_shared = 0 if prefix is None else prefix.count_shared(prompt)
+        if prefix is not None and num_shared:
+            assert prefix.cache.storage is not None
+            cache.fill_slots(prefix.cache.storage[:, :, 0, :num_shared])
+            features = self.target.extend(torch.tensor([prompt[num_shared:]]), cache)
+        else:
+            features = self.target.prefill(torch.tensor([prompt]), lengths, cache, ())
         assert features.logits is not None
         token = int(self.rule.choose_tokens(features.logits, torch.tensor([sequence_id]), lengths[:, None]))
         text = RunningText(sequence_id, Generation(prompt))
@@ -71,7 +94,7 @@ class ContinuousBatch:
             assert segment is not None, "has_room says so"
             self.cache.add_text(segment, cache)
             self.texts.append(text)
-        return text.generation
+        return text
 
     def step(self) -> None:
         """Emit one token of every text; those that are done leave the batch."""
@@ -84,6 +107,9 @@ class ContinuousBatch:
             self.threads.record_step(time.perf_counter() - start, STEP_WORK + len(self.texts))
         running = [number for number, text in enumerate(self.texts) if not text.generation.is_done]
         if len(running) < len(self.texts):
+            for number, text in enumerate(self.texts):
+                if text.generation.is_done:
+                    text.prefix = self._copy_prefix(number)
             self._keep(running)
 
     def clear(self) -> None:
@@ -102,6 +128,15 @@ class ContinuousBatch:
         self.cache.commit(None, torch.ones_like(ids))
         chosen: list[int] = tokens[:, 0].tolist()
         return chosen
+
+    @torch.inference_mode()
+    def _copy_prefix(self, number: int) -> TextPrefix:
+        """Return the tokens of a text that have run: all but its last."""
+        generation = self.texts[number].generation
+        tokens = (generation.prompt + generation.output)[:-1]
+        cache = self.target.new_cache(1, len(tokens))
+        self.cache.copy_text(number, cache)
+        return TextPrefix(tokens, cache)
 
     def _keep(self, kept: list[int]) -> None:
         self.texts = [self.texts[number] for number in kept]

@@ -339,6 +339,14 @@ class TreeCache(Cache):
             self.lengths += committed
             self.longest += committed
 
+    def fill_slots(self, keys_values: Tensor) -> None:
+        """Commit the keys and values [layers, 2, T, H, D] of T tokens in an empty cache of one row."""
+        layers, both, length, *slot = keys_values.shape
+        self.storage = keys_values.new_zeros(layers, both, 1, self.max_length, *slot)
+        self.storage[:, :, 0, :length] = keys_values
+        self.add_uncommitted(length)
+        self.commit(None, torch.full_like(self.lengths, length))
+
     def crop(self, lengths: Tensor) -> None:
         """Cut every row to `lengths` [B] committed tokens, which is at most its length, and discard the appended nodes."""
         self._check_no_states()

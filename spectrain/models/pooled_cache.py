@@ -41,6 +41,12 @@ class PooledCache(TreeCache):
         self.segments.append(segment)
         self._set_texts(torch.cat([self.lengths, source.lengths]))
 
+    def copy_text(self, number: int, destination: TreeCache) -> None:
+        """Copy the committed tokens of a text into an empty cache of one row."""
+        assert self.storage is not None
+        start, length = self.segments[number].start, int(self.lengths[number])
+        destination.fill_slots(self.storage[:, :, 0, start : start + length])
+
     def keep_texts(self, kept: list[int]) -> None:
         """Remove all texts but those with these numbers, which are then numbered anew."""
         self.segments = [self.segments[text] for text in kept]

@@ -117,6 +117,16 @@ class Target(ModelParts):
         last = features.at_layer("final").gather(1, (lengths - 1)[:, None, None].expand(-1, 1, self.width))
         return Features(tokens, features.layers, features.hidden, self.head.logits(last))
 
+    def extend(self, tokens: Tensor, cache: TreeCache) -> Features:
+        """Run further tokens [B, N] of texts behind the committed ones, and commit them. Return features with logits [B, 1, V]
+        after the last of them."""
+        chain = TokenTree.from_chain(tokens)
+        positions = cache.lengths[:, None] + chain.depths
+        features = self.run(tokens, ForwardPlan(layers=("final",), positions=positions, mask=chain.ancestors, cache=cache))
+        cache.commit(None, torch.full_like(cache.lengths, tokens.shape[1]))
+        last = features.at_layer("final")[:, -1:]
+        return Features(tokens, features.layers, features.hidden, self.head.logits(last))
+
     def verify(self, tree: TokenTree, cache: TreeCache, layers: tuple[Layer, ...] = ()) -> Features:
         """Run a tree [B, N] on top of the committed tokens of the cache and return logits [B, N, V] at every node. Commit
         afterwards.

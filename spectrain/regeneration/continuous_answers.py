@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from spectrain.data.messages import Conversation
 from spectrain.data.shards import FailedRow, PendingRow, Row, Shard
-from spectrain.decoding.continuous import ContinuousBatch
+from spectrain.decoding.continuous import ContinuousBatch, RunningText, TextPrefix
 from spectrain.decoding.generation import Generation
 from spectrain.errors import UserError
 from spectrain.models.images import have_images
@@ -34,6 +34,8 @@ class PendingAnswer:
     shard: Shard
     chat: ChatProgress
     prompt: list[int]
+    # The conversation so far, of which the prompt is a continuation.
+    prefix: TextPrefix | None = None
 
 
 class ContinuousAnswers:
@@ -49,7 +51,7 @@ class ContinuousAnswers:
     ) -> None:
         self.batch, self.sampling, self.steps, self.on_outcome = batch, sampling, steps, on_outcome
         self.waiting: deque[PendingAnswer] = deque()
-        self.running: list[tuple[Generation, PendingAnswer]] = []
+        self.running: list[tuple[RunningText, PendingAnswer]] = []
 
     def write_answers(self, shards: Iterable[Shard]) -> None:
         """Take shards one by one, when there is room in the batch, and answer their conversations."""
@@ -77,7 +79,7 @@ class ContinuousAnswers:
             self._advance(*following)
         return True
 
-    def _advance(self, shard: Shard, chat: ChatProgress) -> None:
+    def _advance(self, shard: Shard, chat: ChatProgress, prefix: TextPrefix | None = None) -> None:
         """Let the next answer of a conversation wait, or pass the conversation on where it has no further one."""
         outcome: Row | FailedRow | None = None
         try:
@@ -85,7 +87,7 @@ class ContinuousAnswers:
             if conversation is None:
                 outcome = chat.finished_row
             else:
-                self.waiting.append(PendingAnswer(shard, chat, self.steps.make_prompt(conversation)))
+                self.waiting.append(PendingAnswer(shard, chat, self.steps.make_prompt(conversation), prefix))
         except AnswerError as given_up:
             outcome = given_up.to_failed_row(chat.pending)
         except UserError as error:
@@ -101,15 +103,15 @@ class ContinuousAnswers:
         if not self.batch.has_room(answer.prompt):
             return False
         try:
-            generation = self.batch.add(answer.prompt, answer.chat.pending.key)
+            text = self.batch.add(answer.prompt, answer.chat.pending.key, answer.prefix)
         except Exception:  # whatever a model or a full memory can raise
-            generation = None
-        if generation is None:
+            text = None
+        if text is None:
             self._answer_alone(answer)
-        elif generation.is_done:
-            self._finish(answer, generation)
+        elif text.generation.is_done:
+            self._finish(answer, text)
         else:
-            self.running.append((generation, answer))
+            self.running.append((text, answer))
         return True
 
     def _step(self) -> None:
@@ -125,21 +127,21 @@ class ContinuousAnswers:
             for _, answer in running:
                 self._answer_alone(answer)
             return
-        self.running = [(generation, answer) for generation, answer in running if not generation.is_done]
-        for generation, answer in running:
-            if generation.is_done:
-                self._finish(answer, generation)
+        self.running = [(text, answer) for text, answer in running if not text.generation.is_done]
+        for text, answer in running:
+            if text.generation.is_done:
+                self._finish(answer, text)
 
-    def _finish(self, answer: PendingAnswer, generation: Generation) -> None:
+    def _finish(self, answer: PendingAnswer, text: RunningText) -> None:
         chat = answer.chat
         try:
-            chat.add_answer(self.steps.parse(chat, answer.prompt, generation))
+            chat.add_answer(self.steps.parse(chat, answer.prompt, text.generation))
         except AnswerError as given_up:
             self.on_outcome(answer.shard, given_up.to_failed_row(chat.pending))
         except Exception:  # whatever a tokenizer can raise
             self._answer_alone(answer)
         else:
-            self._advance(answer.shard, chat)
+            self._advance(answer.shard, chat, text.prefix)
 
     def _answer_alone(self, answer: PendingAnswer) -> None:
         for outcome in self.steps.answer_alone(answer.chat.pending):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hydra import compose, initialize_config_module
 
 from spectrain.config.build import build
@@ -151,6 +152,45 @@ def test_answers_are_the_targets_own(tmp_path: Path, tiny: Target, dtype: str, t
             text = tiny.tokenizer.decode(alone.output, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             ended = alone.output[-1] in tiny.stop_ids
             assert (row.messages[at]["content"], size, reason) == (text, len(alone.output), "stop" if ended else "length")
+
+
+@pytest.mark.skipif(not has_batch_invariance(), reason="rows of bfloat16 depend on others here")
+def test_later_turns_run_only_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Continuous batching runs the first prompt of a conversation whole, and of later ones what follows the earlier answer's
+    last token but one; keys, values and logits are those of the whole prompt, up to the rounding of bfloat16."""
+    target = load_tiny(dtype="bfloat16")
+    target.pack_weights()
+    prefill, extend, sizes = Target.prefill, Target.extend, []
+
+    def prefill_counted(self: Target, tokens: Any, *rest: Any) -> Any:
+        sizes.append(("whole", tokens.shape[1]))
+        return prefill(self, tokens, *rest)
+
+    def extend_counted(self: Target, tokens: Any, cache: Any) -> Any:
+        sizes.append(("rest", tokens.shape[1]))
+        return extend(self, tokens, cache)
+
+    monkeypatch.setattr(Target, "prefill", prefill_counted)
+    monkeypatch.setattr(Target, "extend", extend_counted)
+    questions = ["Why is the sky blue?", "And at night?", "Say it in one word."]
+    chat = [{"role": role, "content": text} for text in questions for role in ("user", "assistant")]
+    (row,) = make(tmp_path / "out", target, Listed([chat])).values()
+    prompts, ids = [], {}
+    for at, output in zip((1, 3, 5), row.answer_ids or [], strict=True):
+        prompts.append(tokenize_prompt(target.template, Conversation(row.messages, answer_ids=dict(ids)).up_to(at)))
+        ids[at] = output
+    shared = [len(prompt) + size - 1 for prompt, size in zip(prompts, row.num_tokens)]
+    assert sizes == [("whole", len(prompts[0]))] + [("rest", len(prompts[turn]) - shared[turn - 1]) for turn in (1, 2)]
+
+    tokens, cuts = torch.tensor([prompts[2]]), len(prompts[1])
+    whole, parts = target.new_cache(1, tokens.shape[1]), target.new_cache(1, tokens.shape[1])
+    expected = prefill(target, tokens, torch.tensor([tokens.shape[1]]), whole, ()).logits
+    prefill(target, tokens[:, :cuts], torch.tensor([cuts]), parts, ())
+    actual = extend(target, tokens[:, cuts:], parts).logits
+    assert expected is not None and actual is not None and whole.storage is not None and parts.storage is not None
+    assert whole.longest == parts.longest == tokens.shape[1]
+    torch.testing.assert_close(actual, expected, atol=0.1, rtol=0.05)
+    torch.testing.assert_close(parts.storage, whole.storage, atol=0.1, rtol=0.05)
 
 
 @pytest.mark.sweep(2, free=("change",))
