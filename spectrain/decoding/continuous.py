@@ -10,8 +10,8 @@ import time
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from spectrain.models.kv_cache import TreeCache
 from spectrain.models.pooled_cache import PooledCache
 from spectrain.models.target import Target
 from spectrain.models.threads import ThreadTuner
@@ -29,7 +29,7 @@ class TextPrefix:
     """The tokens of a finished text with their keys and values: a longer prompt that begins with them runs only its rest."""
 
     tokens: list[int]
-    cache: TreeCache
+    keys_values: Tensor  # [layers, 2, T, H, D]
 
     def count_shared(self, prompt: list[int]) -> int:
         """Return the number of tokens that a prompt begins with, its last token excluded."""
@@ -80,8 +80,7 @@ class ContinuousBatch:
         cache, lengths = self.target.new_cache(1, len(prompt)), torch.tensor([len(prompt)])
         num_shared = 0 if prefix is None else prefix.count_shared(prompt)
         if prefix is not None and num_shared:
-            assert prefix.cache.storage is not None
-            cache.fill_slots(prefix.cache.storage[:, :, 0, :num_shared])
+            cache.fill_slots(prefix.keys_values[:, :, :num_shared])
             features = self.target.extend(torch.tensor([prompt[num_shared:]]), cache)
         else:
             features = self.target.prefill(torch.tensor([prompt]), lengths, cache, ())
@@ -94,6 +93,8 @@ class ContinuousBatch:
             assert segment is not None, "has_room says so"
             self.cache.add_text(segment, cache)
             self.texts.append(text)
+        # Layers refer to the cache, so it would keep its memory until the next collection of garbage.
+        cache.storage = None
         return text
 
     def step(self) -> None:
@@ -133,10 +134,7 @@ class ContinuousBatch:
     def _copy_prefix(self, number: int) -> TextPrefix:
         """Return the tokens of a text that have run: all but its last."""
         generation = self.texts[number].generation
-        tokens = (generation.prompt + generation.output)[:-1]
-        cache = self.target.new_cache(1, len(tokens))
-        self.cache.copy_text(number, cache)
-        return TextPrefix(tokens, cache)
+        return TextPrefix((generation.prompt + generation.output)[:-1], self.cache.copy_text(number))
 
     def _keep(self, kept: list[int]) -> None:
         self.texts = [self.texts[number] for number in kept]

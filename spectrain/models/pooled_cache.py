@@ -41,11 +41,11 @@ class PooledCache(TreeCache):
         self.segments.append(segment)
         self._set_texts(torch.cat([self.lengths, source.lengths]))
 
-    def copy_text(self, number: int, destination: TreeCache) -> None:
-        """Copy the committed tokens of a text into an empty cache of one row."""
+    def copy_text(self, number: int) -> Tensor:
+        """Return a copy of the keys and values of a text's committed tokens, [layers, 2, T, H, D]."""
         assert self.storage is not None
         start, length = self.segments[number].start, int(self.lengths[number])
-        destination.fill_slots(self.storage[:, :, 0, start : start + length])
+        return self.storage[:, :, 0, start : start + length].clone()
 
     def keep_texts(self, kept: list[int]) -> None:
         """Remove all texts but those with these numbers, which are then numbered anew."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spectrain.data.messages import Conversation
 from spectrain.data.shards import FailedRow, PendingRow, Row, Shard
@@ -111,7 +111,8 @@ class ContinuousAnswers:
         elif text.generation.is_done:
             self._finish(answer, text)
         else:
-            self.running.append((text, answer))
+            # The text has a copy of the prefix.
+            self.running.append((text, replace(answer, prefix=None)))
         return True
 
     def _step(self) -> None:
