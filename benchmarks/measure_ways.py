@@ -50,6 +50,35 @@ LOSSY = {
     "sigmoid": ["acceptance=sigmoid"],
     "sigmoid, high=10": ["acceptance=sigmoid", "acceptance.high=10"],
 }
+
+
+def list_phrase_drafters(target: str, models: tuple[str, str], limit: list[str]) -> dict[str, list[str]]:
+    """Drafters that copy, look up or share, each after its base; the runs of a model to lengthen and of one to combine."""
+    shared, chain = [f"target={target}", "acceptance=greedy", *limit], ["tree=chain", "tree.depth=4"]
+    drafters = {
+        "ngram": [*SIXTEEN, "drafter=ngram"],
+        "retrieval": [*SIXTEEN, "drafter=retrieval"],
+        "bigrams": [*SIXTEEN, "drafter=bigrams", f"drafter.table=WORK/bigrams-{target}"],
+        "bigrams alone": [*SIXTEEN, "drafter=bigrams", "drafter.copies=false", f"drafter.table=WORK/bigrams-{target}"],
+        "trigrams": [*SIXTEEN, "drafter=trigrams"],
+        "trigrams and copies": [*SIXTEEN, "drafter=trigrams", "drafter.copies=true"],
+        "ngram, chain": [*chain, "drafter=ngram"],
+        "ouroboros over ngram, chain": [*chain, "drafter=ouroboros", "drafter.inner=ngram"],
+        "model, chain": [*chain, f"run={models[0]}"],
+        "ouroboros over the model, chain": [*chain, "drafter=ouroboros", f"drafter.inner={models[0]}"],
+        "model": [*SIXTEEN, f"run={models[0]}"],
+        "graph over the model": [*SIXTEEN, "drafter=graph", f"drafter.inner={models[0]}"],
+        "graph over the model, 3 tokens": [*SIXTEEN, "drafter=graph", f"drafter.inner={models[0]}", "drafter.suffix=3"],
+        "eagle3": [*SIXTEEN, f"run={models[1]}"],
+        "hybrid": [*SIXTEEN, "drafter=hybrid", f"drafter.inner={models[1]}"],
+        "respec": [*SIXTEEN, "drafter=respec", f"drafter.inner={models[1]}"],
+        "respec, chance": [
+            *SIXTEEN, "drafter=respec", f"drafter.inner={models[1]}", "drafter.entropy=null", "drafter.chance=0.3",
+        ],
+    }  # fmt: skip
+    return {name: [*arguments, *shared] for name, arguments in drafters.items()}
+
+
 GROUPS: dict[str, dict[str, list[str]]] = {  # rows: the arguments of `spectrain eval`
     "lossy": {name: [*DRAWN, "eval.limit=24", "eval.max_new_tokens=32", *rule] for name, rule in LOSSY.items()},
     "tasks": {
@@ -91,6 +120,10 @@ GROUPS: dict[str, dict[str, list[str]]] = {  # rows: the arguments of `spectrain
         name: [f"run=WORK/{name}", *CHAIN, *FORTY]
         for name in ("gkd", *(run for run in RUNS if run.startswith("more-")))
     },
+    "phrases": list_phrase_drafters("tiny", ("WORK/gkd", "WORK/eagle3"), TWENTY_FOUR),
+    "phrases-smollm2": list_phrase_drafters(
+        "smollm2", ("smollm2-eagle3", "smollm2-eagle3"), ["eval.limit=12", "eval.max_new_tokens=48", "eval.repeats=1"]
+    ),
     "overlap": {
         f"{way}, chain of {depth}": [
             GKD, "tree=chain", f"tree.depth={depth}", *TWENTY_FOUR, "acceptance=greedy", "eval.repeats=1",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from spectrain.data.datastore import Datastore
 from spectrain.drafters.layers.copies import CopySource
-from spectrain.drafters.layers.inner_drafters import DrafterWrapper, build_inner
+from spectrain.drafters.layers.inner_drafters import DrafterWrapper, InnerCost, build_inner
 from spectrain.drafters.layers.skippable import SkippableDrafter
 from spectrain.errors import UserError
 from spectrain.models.features import Features
@@ -29,21 +29,11 @@ if TYPE_CHECKING:
 PATIENCE = 256
 
 
-class CostWithCopies(DraftingCost):
+class CostWithCopies(InnerCost):
     """The cost of the inner drafter, and the slots of the tokens that it reads later."""
 
     def extra_nodes(self, builder: TreeBuilder) -> int:
-        return int(self.drafter.inner.cost.extra_nodes(builder)) + PATIENCE
-
-    def num_passes(self, depth: float) -> float:
-        return float(self.drafter.inner.cost.num_passes(depth))
-
-    def weights(self, target: Target) -> nn.Module:
-        weights: nn.Module = self.drafter.inner.cost.weights(target)
-        return weights
-
-    def first_verified_layer(self) -> int:
-        return int(self.drafter.inner.cost.first_verified_layer())
+        return super().extra_nodes(builder) + PATIENCE
 
 
 class DrafterWithCopies(DrafterWrapper, PromptRunner, StoreReader):

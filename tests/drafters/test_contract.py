@@ -44,7 +44,8 @@ EAGLE3 = {"vocab_size": 512, "ttt_steps": 3}
 SMALL: dict[str, dict[str, Any]] = {
     "eagle3": EAGLE3, "hybrid": {"inner": {"choice": "eagle3", **EAGLE3}}, "peagle": {"num_layers": 2},
     "dflash": {"num_layers": 2, "block_size": 4}, "dspark": {"num_layers": 2, "block_size": 4},
-    "dflash2": {"num_layers": 2, "block_size": 4},
+    "dflash2": {"num_layers": 2, "block_size": 4}, "respec": {"inner": {"choice": "eagle3", **EAGLE3}},
+    **{name: {"inner": {"choice": "causal", "num_layers": 1}} for name in ("graph", "ouroboros")},
 }  # fmt: skip
 ARCHITECTURE: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -5,15 +5,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from spectrain.config.build import build
 from spectrain.config.choices import resolve_choice
 from spectrain.drafters.base import Drafter, Losses, Stage, TrainingState
+from spectrain.drafters.capabilities import DraftingCost
 from spectrain.features.batch import Batch
+from spectrain.trees.base import TreeBuilder
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
+
+
+class InnerCost(DraftingCost):
+    """The cost of the drafter `inner` of another one."""
+
+    def extra_nodes(self, builder: TreeBuilder) -> int:
+        return int(self.drafter.inner.cost.extra_nodes(builder))
+
+    def num_passes(self, depth: float) -> float:
+        return float(self.drafter.inner.cost.num_passes(depth))
+
+    def weights(self, target: Target) -> nn.Module:
+        weights: nn.Module = self.drafter.inner.cost.weights(target)
+        return weights
+
+    def first_verified_layer(self) -> int:
+        return int(self.drafter.inner.cost.first_verified_layer())
 
 
 class DrafterWrapper(Drafter):

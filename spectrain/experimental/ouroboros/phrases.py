@@ -1,0 +1,54 @@
+"""Phrases of a text, and the phrases that verification found in rejected drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class PhrasePool:
+    """The phrases of one text by their first token, the newest last."""
+
+    def __init__(self, length: int, capacity: int) -> None:
+        # Tokens of the longest phrase, and phrases that are retained per first token.
+        self.length, self.capacity = length, capacity
+        self.phrases: dict[int, list[tuple[int, ...]]] = {}
+        # The newest `length` - 1 tokens of the text.
+        self.tail: list[int] = []
+
+    def add_phrase(self, phrase: Sequence[int]) -> None:
+        """Add the first tokens of a phrase as the newest of its first token; a single token is no phrase."""
+        kept = tuple(phrase[: self.length])
+        if len(kept) < 2:
+            return
+        phrases = self.phrases.setdefault(kept[0], [])
+        if kept in phrases:
+            phrases.remove(kept)
+        phrases.append(kept)
+        del phrases[: -self.capacity]
+
+    def add_text(self, tokens: list[int]) -> None:
+        """Add every full phrase that ends in these new tokens of the text."""
+        text = self.tail + tokens
+        for end in range(self.length, len(text) + 1):
+            self.add_phrase(text[end - self.length : end])
+        self.tail = text[-(self.length - 1) :]
+
+    def find_continuations(self, token: int, count: int) -> list[list[int]]:
+        """Return what follows a token in its `count` newest phrases, the newest first."""
+        return [list(phrase[1:]) for phrase in reversed(self.phrases.get(token, [])[-count:])]
+
+
+def find_agreeing_runs(
+    tokens: Sequence[int], parents: Sequence[int], answers: Sequence[int], rejected: Sequence[bool]
+) -> list[list[int]]:
+    """Return the longest runs of rejected nodes that each have the token that the target predicts at their parent.
+
+    Such nodes were rejected only because an earlier one was wrong. Nodes are listed with parents before children; runs of a
+    single node are left out.
+    """
+    runs: dict[int, list[int]] = {}
+    for node in range(1, len(tokens)):
+        if rejected[node] and tokens[node] == answers[parents[node]]:
+            runs[node] = [*runs.get(parents[node], []), tokens[node]]
+    continued = {parents[node] for node in runs}
+    return [run for node, run in runs.items() if node not in continued and len(run) > 1]
