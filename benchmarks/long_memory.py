@@ -90,7 +90,8 @@ class LongMemory:
         with tempfile.TemporaryDirectory() as folder:
             spec, processes = self._make_settings(length, Path(folder)), int(os.environ.get("WORLD_SIZE", "1"))
             examples = [Example([3 + n % 2000 for n in range(length)], [False] + [True] * (length - 1))]
-            parts = peak_memory(Models.from_spec(spec, torch.device("cpu"), 1000), [batch_shape(examples, False)])
+            models = Models.from_spec(spec, torch.device("cpu"), 1000, processes)
+            parts = peak_memory(models, [batch_shape(examples, False)])
             target = load_hf(str(Path(folder) / "target"), dtype="float32")
             drafter, trainer = spec.drafter.build(target=target), Trainer.from_spec(spec)
             with StorageTracker() as tracker:

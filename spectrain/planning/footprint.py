@@ -43,9 +43,11 @@ class Models:
     num_steps: int
     # Format of the target's quantized weights (`weights.FORMATS`); None if they are dense.
     weight_format: str | None = None
+    # Number of devices that train together.
+    num_devices: int = 1
 
     @classmethod
-    def from_spec(cls, spec: RunSpec, device: torch.device, num_steps: int) -> "Models":
+    def from_spec(cls, spec: RunSpec, device: torch.device, num_steps: int, num_devices: int = 1) -> "Models":
         """Build target and drafter as a training begins with them."""
         target, drafter = build_without_weights(spec, str(device))
         if (training := drafter.capabilities.target_training) is not None:
@@ -54,7 +56,7 @@ class Models:
         with torch.device("meta"):
             adapt_drafter(spec, drafter, target)
         weight_format = find_format_name(target, spec.target.get("quantization"))
-        return cls(target, drafter, Trainer.from_spec(spec), device, num_steps, weight_format)
+        return cls(target, drafter, Trainer.from_spec(spec), device, num_steps, weight_format, num_devices)
 
     @cached_property
     def stage_shares(self) -> dict[int, float]:
@@ -75,6 +77,11 @@ class Models:
     @property
     def is_cpu(self) -> bool:
         return self.device.type == "cpu"
+
+    @property
+    def has_gradient_buckets(self) -> bool:
+        """Whether devices hold a second copy of the drafter's gradients, in which DDP averages them."""
+        return self.num_devices > 1 and self.trainer.sharding in ("auto", "ddp")
 
     @cached_property
     def product_bytes(self) -> int:
@@ -182,6 +189,7 @@ def resident_bytes(models: Models, stage: Stage) -> dict[str, float]:
         "drafter weights": bytes_of([*models.drafter.parameters(), *models.drafter.buffers(), *copy]),
         "packed copies of weights": packed_bytes(frozen, {id(p) for p in trained}) if models.is_cpu else 0,
         "optimiser state": 2 * bytes_of(trained),
+        "gradient buckets": bytes_of(p for p in trained if id(p) in models.own_ids) if models.has_gradient_buckets else 0,
     }
 
 

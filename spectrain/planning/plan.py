@@ -126,7 +126,7 @@ class Plan:
 def plan(spec: RunSpec, options: Plan) -> dict[str, Any]:
     """Return everything that is known of a run before it starts, as plain numbers."""
     work = read_workload(spec, options.tokens, options.devices)
-    models = Models.from_spec(spec, options.torch_device, work.num_steps)
+    models = Models.from_spec(spec, options.torch_device, work.num_steps, options.devices)
     check_context(models.trainer.context_parallel, models.drafter, spec.source.build(), models.target, options.devices)
     memory = plan_memory(spec, options, models, work)
     operations = count_operations(spec, models, work)
@@ -251,7 +251,8 @@ def sharded_memory(models: Models, memory: dict[str, int], devices: int) -> dict
     if devices == 1:
         return {}
     states = sum(memory.get(part, 0) for part in ("drafter weights", "gradients", "optimiser state"))
-    drafter = sum(memory.values()) - states * (devices - 1) // devices + memory.get("drafter weights", 0)
+    total = sum(memory.values()) - memory.get("gradient buckets", 0)
+    drafter = total - states * (devices - 1) // devices + memory.get("drafter weights", 0)
     # Processes cannot share quantized weights.
     if models.weight_format is not None:
         return {"drafter": drafter}
@@ -274,7 +275,7 @@ def list_changes(spec: RunSpec, options: Plan, models: Models, memory: dict[str,
             group, _, name = key.partition(".")
             changed = changed.with_settings(group, **{name: value})
         work = read_workload(changed, options.tokens, options.devices)
-        other = Models.from_spec(changed, options.torch_device, work.num_steps)
+        other = Models.from_spec(changed, options.torch_device, work.num_steps, options.devices)
         peaks[" ".join(map(format_setting, settings.items()))] = sum(plan_memory(changed, options, other, work).values())
     room = (options.limit() or math.inf) * (1 - RESERVE)
     changes = [

@@ -223,6 +223,22 @@ def test_a_target_without_layers_takes_the_memory_of_its_head(little: tuple[str,
         planned(*settings, "+target.parts=head", "plan.calibrate=true")
 
 
+def test_devices_that_share_texts(little: tuple[str, str]) -> None:
+    """Two devices hold DDP's buckets, a second copy of the gradients. Where they share a text, each holds what one holds of a
+    text half as long; only the target reads it all."""
+
+    def parts(length: int, *settings: str) -> dict[str, int]:
+        texts = (f"data.max_length={length}", f"trainer.batch_tokens={length}", "plan.tokens=100000", "trainer.max_steps=4")
+        found: dict[str, int] = planned("recipe=eagle3", *little, *texts, *settings)["memory"]["parts"]
+        return found
+
+    alone, two = parts(512), parts(512, "plan.devices=2")
+    shared = parts(1024, "plan.devices=2", "trainer.context_parallel=2")
+    assert "gradient buckets" not in alone and two == alone | {"gradient buckets": alone["optimiser state"] // 2}
+    assert "gradient buckets" not in parts(512, "plan.devices=2", "trainer.sharding=fsdp2")
+    assert shared.keys() == two.keys() and all(shared[part] == pytest.approx(two[part], rel=0.01) for part in two)
+
+
 MOE = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48,
     "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,

@@ -1,0 +1,180 @@
+"""Tokens per forward of drafters by position in long documents, with every prompt read once for all of them."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spectrain.config.build import GroupSpec
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import make_context, make_request, run_prompts
+from spectrain.drafters.base import Drafter
+from spectrain.drafters.context import Context
+from spectrain.eval.intervals import interval
+from spectrain.models.target import Target
+from spectrain.runs.drafters import build_drafter, load_description, load_weights
+from spectrain.trees import Chain
+from spectrain.trees.base import RootOnlyBuilder
+
+from .context import continue_prompt
+from .long_documents import Document
+from .long_target import RANGES, iterate_test_documents
+
+DEPTH, ANSWER_TOKENS = 4, 48
+EXTRA_SLOTS = 64
+"""Slots of the caches for the nodes of a round."""
+LEAD_TOKENS = 16
+"""Tokens of a segment that a prompt ends with, so that it is clear whether the segment repeats another one."""
+
+
+@dataclass(frozen=True)
+class System:
+    """A trained drafter, which may decode with other settings than it was trained with."""
+
+    name: str
+    run: str  # folder of the training
+    changes: dict[str, Any] = field(default_factory=dict)  # settings of the drafter
+    # Number of first tokens that stay when all but the newest `window` tokens of a prompt are left out; None reads all.
+    sinks: int | None = None
+    window: int = 0
+
+    def load(self, work: Path, target: Target) -> Drafter:
+        """Build the drafter with its weights."""
+        directory = work / self.run / "drafter"
+        spec = GroupSpec.from_node("drafter", load_description(directory, None)["drafter"]).with_settings(**self.changes)
+        drafter = build_drafter(spec, target)
+        load_weights(drafter, directory, target)
+        return drafter.eval()
+
+
+@dataclass(frozen=True)
+class LongPrompt:
+    """The first tokens of a document, up to a place in a repetition or in new text."""
+
+    id: str
+    tokens: list[int]
+    position: str  # the range of its end, as in 1-2k
+    kind: str  # repeated or new
+    # Tokens back to the passage that is repeated; None in new text.
+    distance: int | None
+
+
+@dataclass
+class EvictedContext(Context):
+    """A context whose drafter reads only some positions of the prompt, numbered as if these were all (StreamingLLM,
+    Xiao et al., 2024)."""
+
+    read_positions: Tensor | None = None  # [1, P]
+
+    @property
+    def next_tokens(self) -> Tensor:
+        """Tokens [B, P] that follow the positions of the new features."""
+        if self.round or self.read_positions is None:
+            return super().next_tokens
+        return self.tokens.gather(1, self.read_positions + 1)
+
+
+def evict_prompt(context: Context, sinks: int, window: int) -> Context:
+    """Return the context with the first `sinks` and the last `window` positions of its prompt for the drafter."""
+    length = int(context.lengths)
+    if length <= sinks + window:
+        return context
+    read = torch.cat([torch.arange(sinks), torch.arange(length - window, length)])[None]
+    parts = {part.name: getattr(context, part.name) for part in fields(Context)}
+    parts |= {"new_features": context.new_features.gather(read), "num_new": torch.tensor([sinks + window])}
+    return EvictedContext(**parts, read_positions=read)
+
+
+def make_prompts(target: Target, count: int) -> list[LongPrompt]:
+    """Return prompts from `count` documents: two of each range of positions, one in a repetition and one in new text."""
+    prompts = []
+    for number, document in zip(range(count), iterate_test_documents(target.tokenizer)):
+        for low, high in RANGES:
+            # Prompts of a range end at another place in each document, and their answers inside the range.
+            first = low + max(256, (high - low) // 8)
+            start = first + (high - first - 3 * ANSWER_TOKENS) * number // count
+            for kind in ("repeated", "new"):
+                prompt = cut_prompt(document, start, kind, f"{low // 1024}-{high // 1024}k", number)
+                prompts += [] if prompt is None or len(prompt.tokens) + ANSWER_TOKENS > high else [prompt]
+    return prompts
+
+
+def cut_prompt(document: Document, start: int, kind: str, position: str, number: int) -> LongPrompt | None:
+    """Return the prompt that ends in the first passage of a kind after `start`; None if there is none."""
+    for segment in document.segments:
+        is_repeated = segment.source is not None
+        if segment.start >= start and not segment.is_fact and is_repeated == (kind == "repeated"):
+            end, distance = segment.start + LEAD_TOKENS, None if segment.source is None else segment.start - segment.source
+            return LongPrompt(f"{number} {position} {kind}", document.tokens[:end], position, kind, distance)
+    return None
+
+
+@torch.inference_mode()
+def score_systems(systems: Sequence[System], work: Path, target: Target, count: int) -> None:
+    """Continue all prompts with every system that has not done so yet, and write one file of numbers for each."""
+    missing = [system for system in systems if not score_path(work, system).exists()]
+    drafters = {system: system.load(work, target) for system in missing}
+    layers = tuple(dict.fromkeys(layer for drafter in drafters.values() for layer in drafter.layers))
+    rows: dict[str, list[dict[str, Any]]] = {system.name: [] for system in missing}
+    for prompt in make_prompts(target, count) if missing else []:
+        context = read_prompt(target, prompt, layers)
+        reference = continue_prompt(context, None, RootOnlyBuilder())
+        for system, drafter in drafters.items():
+            seen = context if system.sinks is None else evict_prompt(context, system.sinks, system.window)
+            answer = continue_prompt(seen, drafter, Chain(DEPTH))
+            rows[system.name].append(describe_answer(prompt, answer, reference))
+        print(f"scored: {prompt.id}", {name: row[-1]["tokens"] / row[-1]["rounds"] for name, row in rows.items()}, flush=True)
+    for system in missing:
+        score_path(work, system).write_text(json.dumps(rows[system.name]))
+
+
+def score_path(work: Path, system: System) -> Path:
+    """Return the file of a system's numbers."""
+    return work / f"scored-{system.name}.json"
+
+
+def read_prompt(target: Target, prompt: LongPrompt, layers: tuple[Any, ...]) -> Context:
+    """Run a prompt with the features that all drafters need."""
+    request = make_request(target, [prompt.tokens], ANSWER_TOKENS, ignore_eos=True)
+    cache = target.new_cache(1, len(prompt.tokens) + ANSWER_TOKENS + EXTRA_SLOTS)
+    context = make_context(target, Chain(DEPTH), cache, layers, 0)
+    run_prompts(context, None, Greedy(), request)
+    return context
+
+
+def describe_answer(prompt: LongPrompt, answer: Generation, reference: Generation) -> dict[str, Any]:
+    """Return tokens and rounds of an answer, the median time of a draft, and whether it is the target's own answer."""
+    rounds = answer.complete_round_lengths
+    return {
+        "id": prompt.id, "position": prompt.position, "kind": prompt.kind, "distance": prompt.distance,
+        "length": len(prompt.tokens), "tokens": sum(rounds), "rounds": len(rounds),
+        # The first draft also reads the prompt.
+        "draft_ms": round(1e3 * median([seconds["draft"] for seconds in answer.round_seconds[1:]] or [0.0]), 3),
+        "identical": answer.output == reference.output,
+    }  # fmt: skip
+
+
+def summarize_scores(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return tokens per forward with 95 % intervals over prompts by position, of all prompts and of each kind."""
+    rows, table = list(rows), dict[str, Any]()
+    for low, high in RANGES:
+        name = f"{low // 1024}-{high // 1024}k"
+        placed = [row for row in rows if row["position"] == name]
+        kinds = {"all": placed, **{kind: [row for row in placed if row["kind"] == kind] for kind in ("repeated", "new")}}
+        table[name] = {kind: pool_rounds(part) for kind, part in kinds.items()}
+        table[name]["draft_ms"] = round(median(row["draft_ms"] for row in placed), 3)
+    return {"by_position": table, "identical": sum(row["identical"] for row in rows), "checked": len(rows)}
+
+
+def pool_rounds(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return tokens per forward over all rounds of some prompts, with a 95 % interval over prompts."""
+    columns = np.array([[row["tokens"], row["rounds"]] for row in rows], dtype=np.float64)
+    tokens, rounds = columns.sum(0)
+    return {"acceptance_length": round(tokens / rounds, 4), "ci95": interval(columns, (1, -1)), "prompts": len(rows)}
