@@ -52,9 +52,9 @@ class LongDrafters:
     # Recipes to train; the first one is also the one that is changed for long texts.
     families: tuple[str, ...] = tuple(FAMILIES)
     # Steps of each training, of 4,096 tokens.
-    steps: int = 48
+    steps: int = 40
     # Number of documents that prompts are cut from: two for each range of positions.
-    documents: int = 10
+    documents: int = 8
 
     def run(self) -> None:
         self.folder = Path(self.work).absolute()
