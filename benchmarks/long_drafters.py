@@ -21,8 +21,8 @@ from spectrain.runs.drafters import load_training_facts
 
 from .command import run_benchmark
 from .long_documents import DocumentWriter, read_passages
-from .long_scoring import System, score_path, score_systems, summarize_scores
-from .long_target import ROPE_THETA, train_target
+from .long_scoring import System, make_prompts, read_scores, score_systems, summarize_scores
+from .long_target import ROPE_THETA, iterate_test_documents, train_target
 
 SHORT, LONG = 512, 4096
 FAMILIES = {
@@ -69,7 +69,8 @@ class LongDrafters:
         target = load_hf(str(self.folder / "target"), dtype="float32")
         target.pack_weights()
         systems = self._list_systems()
-        score_systems(systems, self.folder, target, self.documents)
+        documents = [document for document, _ in zip(iterate_test_documents(target.tokenizer), range(self.documents))]
+        score_systems(systems, self.folder, target, make_prompts(documents))
         if self.out is not None:
             self._write_results(systems)
 
@@ -122,7 +123,7 @@ class LongDrafters:
             rows.append({
                 "name": system.name, "run": system.run, "changes": system.changes, "sinks": system.sinks,
                 "training": {key: facts[key] for key in ("steps", "tokens", "max_length")} | {"cpu_seconds": seconds},
-                **summarize_scores(json.loads(score_path(self.folder, system).read_text())),
+                **summarize_scores(read_scores(self.folder, system)),
             })  # fmt: skip
         target = json.loads((self.folder / "target" / "perplexity.json").read_text())
         results = {"target": target, "rows": rows, "provenance": collect_provenance()}

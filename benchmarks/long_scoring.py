@@ -18,6 +18,7 @@ from spectrain.decoding.loop import make_context, make_request, run_prompts
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.context import Context
 from spectrain.eval.intervals import interval
+from spectrain.files import write_text
 from spectrain.models.target import Target
 from spectrain.runs.drafters import build_drafter, load_description, load_weights
 from spectrain.trees import Chain
@@ -25,9 +26,11 @@ from spectrain.trees.base import RootOnlyBuilder
 
 from .context import continue_prompt
 from .long_documents import Document
-from .long_target import RANGES, iterate_test_documents
+from .long_target import RANGES
 
 DEPTH, ANSWER_TOKENS = 4, 48
+ROWS = 512
+"""Rows of the logits that exist at one time."""
 EXTRA_SLOTS = 64
 """Slots of the caches for the nodes of a round."""
 LEAD_TOKENS = 16
@@ -39,15 +42,16 @@ class System:
     """A trained drafter, which may decode with other settings than it was trained with."""
 
     name: str
-    run: str  # folder of the training
-    changes: dict[str, Any] = field(default_factory=dict)  # settings of the drafter
+    run: str  # folder of the training, or directory of a drafter
+    changes: dict[str, Any] = field(default_factory=dict, hash=False)  # settings of the drafter
     # Number of first tokens that stay when all but the newest `window` tokens of a prompt are left out; None reads all.
     sinks: int | None = None
     window: int = 0
 
     def load(self, work: Path, target: Target) -> Drafter:
         """Build the drafter with its weights."""
-        directory = work / self.run / "drafter"
+        folder = work / self.run
+        directory = folder if (folder / "config.json").exists() else folder / "drafter"
         spec = GroupSpec.from_node("drafter", load_description(directory, None)["drafter"]).with_settings(**self.changes)
         drafter = build_drafter(spec, target)
         load_weights(drafter, directory, target)
@@ -92,10 +96,10 @@ def evict_prompt(context: Context, sinks: int, window: int) -> Context:
     return EvictedContext(**parts, read_positions=read)
 
 
-def make_prompts(target: Target, count: int) -> list[LongPrompt]:
-    """Return prompts from `count` documents: two of each range of positions, one in a repetition and one in new text."""
-    prompts = []
-    for number, document in zip(range(count), iterate_test_documents(target.tokenizer)):
+def make_prompts(documents: Sequence[Document]) -> list[LongPrompt]:
+    """Return prompts from documents: two of each range of positions, one in a repetition and one in new text."""
+    prompts, count = list[LongPrompt](), len(documents)
+    for number, document in enumerate(documents):
         for low, high in RANGES:
             # Prompts of a range end at another place in each document, and their answers inside the range.
             first = low + max(256, (high - low) // 8)
@@ -117,22 +121,44 @@ def cut_prompt(document: Document, start: int, kind: str, position: str, number:
 
 
 @torch.inference_mode()
-def score_systems(systems: Sequence[System], work: Path, target: Target, count: int) -> None:
-    """Continue all prompts with every system that has not done so yet, and write one file of numbers for each."""
-    missing = [system for system in systems if not score_path(work, system).exists()]
-    drafters = {system: system.load(work, target) for system in missing}
-    layers = tuple(dict.fromkeys(layer for drafter in drafters.values() for layer in drafter.layers))
-    rows: dict[str, list[dict[str, Any]]] = {system.name: [] for system in missing}
-    for prompt in make_prompts(target, count) if missing else []:
+def score_systems(systems: Sequence[System], work: Path, target: Target, prompts: Sequence[LongPrompt]) -> None:
+    """Continue every prompt with each system that has not done so yet, and write the numbers after each prompt."""
+    rows = {system: read_scores(work, system) for system in systems}
+    done = {system: {row["id"] for row in rows[system]} for system in systems}
+    missing = {prompt.id: [system for system in systems if prompt.id not in done[system]] for prompt in prompts}
+    drafters = {system: system.load(work, target) for system in systems if any(system in some for some in missing.values())}
+    layers = tuple(dict.fromkeys(("final", *(layer for drafter in drafters.values() for layer in drafter.layers))))
+    for prompt in prompts:
+        if not missing[prompt.id]:
+            continue
         context = read_prompt(target, prompt, layers)
+        nats = measure_nats(target, context, prompt)
         reference = continue_prompt(context, None, RootOnlyBuilder())
-        for system, drafter in drafters.items():
+        for system in missing[prompt.id]:
             seen = context if system.sinks is None else evict_prompt(context, system.sinks, system.window)
-            answer = continue_prompt(seen, drafter, Chain(DEPTH))
-            rows[system.name].append(describe_answer(prompt, answer, reference))
-        print(f"scored: {prompt.id}", {name: row[-1]["tokens"] / row[-1]["rounds"] for name, row in rows.items()}, flush=True)
-    for system in missing:
-        score_path(work, system).write_text(json.dumps(rows[system.name]))
+            answer = continue_prompt(seen, drafters[system], Chain(DEPTH))
+            rows[system].append(describe_answer(prompt, answer, reference) | {"nats": nats})
+            write_text(score_path(work, system), json.dumps(rows[system]))
+        lengths = {system.name: rows[system][-1]["tokens"] / rows[system][-1]["rounds"] for system in missing[prompt.id]}
+        print(f"scored: {prompt.id}, {len(prompt.tokens)} tokens, {nats}", lengths, flush=True)
+
+
+def measure_nats(target: Target, context: Context, prompt: LongPrompt) -> dict[str, list[float]]:
+    """Return the sum of the target's losses in nats and the number of tokens by position, over all tokens of a prompt."""
+    final, tokens = context.new_features.at_layer("final")[0], torch.tensor(prompt.tokens)
+    losses = torch.cat([
+        torch.nn.functional.cross_entropy(target.head.logits(part).float(), labels, reduction="none")
+        for part, labels in zip(final[:-1].split(ROWS), tokens[1:].split(ROWS))
+    ])  # fmt: skip
+    parts = {f"{low // 1024}-{high // 1024}k": losses[max(0, low - 1) : high - 1] for low, high in RANGES}
+    return {name: [round(float(part.sum()), 2), len(part)] for name, part in parts.items() if len(part)}
+
+
+def read_scores(work: Path, system: System) -> list[dict[str, Any]]:
+    """Return the numbers of the prompts that a system has continued."""
+    path = score_path(work, system)
+    rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    return rows
 
 
 def score_path(work: Path, system: System) -> Path:

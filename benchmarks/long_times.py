@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +59,14 @@ class LongTimes:
         """Return the CPU milliseconds per token of the text of each part, and print them."""
         batch = collate([Example([3 + n % 2000 for n in range(length)], [False] + [True] * (length - 1))], False)
 
-        def add_features() -> Batch:
-            return replace(batch, features=self.target.features(batch.tokens, self.drafter.layers))
-
-        complete = add_features()
-        seconds = {"target": time_call(add_features), "all tokens": time_call(lambda: self._run_step(complete))}
+        seconds = dict[str, float]()
+        seconds["target"], features = time_call(lambda: self.target.features(batch.tokens, self.drafter.layers))
+        complete = replace(batch, features=features)
+        seconds["all tokens"], _ = time_call(lambda: self._run_step(complete))
         if length > self.loss_tokens:
             # Windows lie at random places.
             windows = [sample_loss_windows(complete, self.loss_tokens, seed, 0) for seed in range(4)]
-            seconds["window"] = sum(time_call(lambda w=window: self._run_step(w)) for window in windows) / len(windows)
+            seconds["window"] = sum(time_call(partial(self._run_step, window))[0] for window in windows) / len(windows)
         row = {"length": length, "ms_per_token": {name: round(1e3 * value / length, 4) for name, value in seconds.items()}}
         print(row, flush=True)
         return row
@@ -77,15 +77,15 @@ class LongTimes:
         self.drafter.zero_grad(set_to_none=True)
 
 
-def time_call(call: Callable[[], Any]) -> float:
-    """Return the CPU seconds of a call: the least of several calls where one is short."""
+def time_call(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the CPU seconds of a call, the least of several calls where one is short, and its result."""
     best = total = 0.0
     while total < LEAST_SECONDS:
         start = time.process_time()
-        call()
+        result = call()
         spent = time.process_time() - start
         best, total = min(best or spent, spent), total + spent
-    return best
+    return best, result
 
 
 if __name__ == "__main__":
