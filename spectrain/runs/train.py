@@ -24,6 +24,7 @@ from spectrain.training.parallel import disconnect_processes, wait_for_loading
 from spectrain.training.trainer import Trainer
 
 from .drafters import apply_init_shape, init_drafter, save_drafter
+from .lock import lock_run
 from .score import evaluate, score
 
 # Settings that a resumed run may change, because they change nothing that is learnt.
@@ -91,6 +92,7 @@ def train(spec: RunSpec, stack: ExitStack, target: Target | None, dataset: Datas
     checkpoint = latest_checkpoint(run)
     if accelerator.is_main_process:
         open_run(run, spec, inputs.dataset, inputs.target, has_checkpoint=checkpoint is not None)
+        stack.enter_context(lock_run(run))
         print(f"{run}: {inputs.report_lines[0]}", *inputs.report_lines[1:], sep="\n", flush=True)
     wait_for_loading(accelerator, run)
     step = 0 if checkpoint is None else checkpoint_step(checkpoint)

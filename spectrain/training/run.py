@@ -1,4 +1,4 @@
-"""A training run: its progress, its steps and its checkpoints."""
+"""A training run: its steps, its checkpoints and its end."""
 
 import signal
 import socket
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from spectrain.data.chat import Example
-from spectrain.data.dataset import BatchQueue, BatchStream, Dataset
+from spectrain.data.dataset import BatchQueue, Dataset
 from spectrain.drafters.base import Drafter, TrainingState, stage_at
 from spectrain.drafters.capabilities import ContextParallelDrafter
 from spectrain.errors import RunError, RunInterrupted
@@ -27,9 +27,6 @@ from .adapters import merge_adapters
 from .checkpoints import (
     Tally,
     TrainingResult,
-    ValidationHistory,
-    WeightAverages,
-    best_weights_path,
     checkpoint_path,
     delete_best_except,
     get_random_state,
@@ -40,20 +37,19 @@ from .checkpoints import (
     save_best,
     save_checkpoint,
     select_trained_groups,
-    set_random_state,
 )  # fmt: skip
-from .parallel import WAITING, ParallelStrategy, ProcessMonitor, summarize_processes
-from .settings import Budget, TimeSpent, TrainerSettings
+from .parallel import WAITING, ParallelStrategy, ProcessMonitor
+from .progress import RunProgress
+from .settings import TrainerSettings
+from .stop_signals import StopSignals
 from .validation import measure_acceptance
 
 TRIAL_STEPS = 2  # steps that each number of threads is timed by, twice as many at the start
 
 
-class TrainingRun:
+class TrainingRun(RunProgress):
     """The objects and the progress of one training run. Call `start_training`, then `train_step` repeatedly."""
 
-    run: Path
-    stream: BatchStream  # of the data, on this process
     batches: BatchQueue  # of this stream, as the source receives them ahead
 
     def __init__(
@@ -65,35 +61,13 @@ class TrainingRun:
         parallel: ParallelStrategy,
         num_steps: int | None,
     ) -> None:
-        self.trainer, self.drafter, self.target = trainer, drafter, target
-        self.source, self.parallel, self.monitor = source, parallel, ProcessMonitor(parallel, trainer.patience)
-        self.budget = Budget(num_steps, trainer.max_minutes)
-        self.batches_per_step = trainer.accumulate * parallel.num_data_ranks
-        self.step = 0  # steps done
-        self.stage = self.stage_start = 0  # the stage of the optimiser, and its first step
-        self.averages = None if trainer.ema is None else WeightAverages(trainer.ema)
-        self.validation_history = ValidationHistory()  # at held-out data
-        self.saved_step = self.saved_best_step = 0  # step of the newest checkpoint, step of the best validation saved with it
-        self.skipped = self.skipped_in_a_row = 0  # steps that changed nothing, because something was not finite
-        self.tally = Tally()  # since the last line of metrics
-        self.tokens, self.seconds = 0, 0.0  # up to there, on all processes
-        self.max_text_length = 0  # of the data, in tokens
-        self.data_position: dict[str, Any] | None = None  # where this process stands in the data
+        super().__init__(trainer, source, parallel, num_steps)
+        self.drafter, self.target = drafter, target
+        self.monitor = ProcessMonitor(parallel, trainer.patience)
         self.threads = make_tuner(parallel.device, TRIAL_STEPS) if parallel.num_processes == 1 else None
         self.source_failure: str | None = None  # why the source gives no more batches
         self.trained_ids: set[int] = set()  # parameters of this stage and those before it,
         self.num_trained = 0  # and their numbers
-
-    @property
-    def num_steps(self) -> float:
-        """Return the steps of the run; with a time limit, an estimate."""
-        return self.budget.num_steps(self.step)
-
-    @property
-    def is_done(self) -> bool:
-        """Tell whether the budget is used up or validation has stopped improving."""
-        stop_after = self.trainer.stop_after
-        return self.budget.is_done(self.step) or (stop_after is not None and self.validation_history.without_gain >= stop_after)
 
     # Beginning
 
@@ -111,7 +85,7 @@ class TrainingRun:
         if checkpoint is not None:
             weights, tensors, progress = load_checkpoint(checkpoint)
             load_trained_weights(self.drafter, self.target, weights)
-            tensors, numbers = self._restore_progress(progress, tensors), progress["optimizer"]
+            tensors, numbers = self.restore_progress(progress, tensors), progress["optimizer"]
         self.start_training()
         self.max_text_length = dataset.max_text_length
         if checkpoint is not None:
@@ -123,39 +97,6 @@ class TrainingRun:
         self.batches = BatchQueue(self.stream, self.source.num_ahead, self.source.request_ahead)
         self.data_position = self.batches.state_dict()
         return checkpoint
-
-    def _restore_progress(self, progress: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Restore the progress of a checkpoint; return the tensors of the optimizer."""
-        shared = self.parallel
-        self.stage, self.stage_start = progress["stage"], progress["stage_began"]
-        self.budget.resume_from(TimeSpent(**progress["spent"]))
-        self.validation_history = ValidationHistory(**progress["looks"])
-        if self.trainer.keep_best and not best_weights_path(self.run, self.validation_history.best_step).exists():
-            self.validation_history = ValidationHistory()  # its weights are gone
-        self.saved_best_step = self.validation_history.best_step
-        if shared.is_main:
-            delete_best_except(self.run, {self.saved_best_step})
-        self.step, self.data_position, self.skipped = progress["step"], progress["stream"], progress["skipped"]
-        if self.trainer.max_steps is None and self.trainer.max_minutes is None:
-            self.budget.max_steps = progress["num_steps"]
-        self._share_batches(progress["batches_a_step"])
-        copies = shared.num_copies / progress.get("copies", 1)
-        self.tally = Tally.from_saved(progress["tallies"], shared.rank, shared.num_processes).scale_sums(copies)
-        self.saved_step, self.tokens, self.seconds = self.step, progress["tokens"], progress["seconds"]
-        drawn = {name for name in tensors if name.startswith("rng.")}
-        set_random_state({name: tensors[name] for name in drawn}, shared.rank)
-        averaged = {name for name in tensors if name.startswith("ema.")}
-        if self.averages is not None:
-            self.averages.load({name.removeprefix("ema."): tensors[name] for name in averaged}, shared.device)
-        return {name: tensor for name, tensor in tensors.items() if name not in drawn | averaged}
-
-    def _share_batches(self, batches: int) -> None:
-        """Let a step take as many batches as before, by however many processes."""
-        count = self.parallel.num_data_ranks
-        if batches != self.batches_per_step and self.parallel.is_main:
-            equally = f"{batches // count} each" if batches % count == 0 else f"up to {-(-batches // count)} each"
-            print(f"{count} processes share the {batches} batches that a step takes as before, {equally}")
-        self.batches_per_step = batches
 
     @property
     def num_own_batches(self) -> int:
@@ -202,7 +143,7 @@ class TrainingRun:
             now.add_tally(added if is_own else added.without_counts())
         finite = self.parallel.step()
         timer.end()
-        self._take_times(with_newest=False)
+        self.take_times(with_newest=False)
         self._record_threads(time.perf_counter() - began, now.tokens)
         now.supervised = int(supervised)
         self._finish_step(now, finite)
@@ -310,59 +251,6 @@ class TrainingRun:
                     delete_best_except(self.run, {self.step, self.saved_best_step})
         return metrics
 
-    def collect_metrics(self) -> dict[str, Any]:
-        """Return the means over all processes since the last call, and the data position. Every process must call this."""
-        shared, tally = self.parallel, self.tally
-        self._take_times(with_newest=True)
-        self.tally = Tally()
-        names, depths = sorted(tally.terms), len(tally.hits)
-        values = [tally.loss, tally.tokens, self.source.take_waited_seconds()]
-        values += [*(tally.terms[name] for name in names), *tally.hits]
-        loss, tokens, waited, *rest = shared.all_reduce(*values, *tally.counts)
-        hits, counts = rest[len(names) : len(names) + depths], rest[len(names) + depths :]
-        if tally.steps and counts and not any(counts) and shared.is_main:
-            print(f"spectrain: training: no supervised draft position up to step {self.step}; use longer answers or "
-                  "fewer draft steps", file=sys.stderr)  # fmt: skip
-        steps, seconds = max(1, tally.steps), max(tally.seconds, 1e-9)
-        terms = {name: value / steps for name, value in zip(names, rest)}
-        self.tokens += int(tokens)
-        self.seconds += tally.seconds
-        position, processes = self._gather_progress(tally)
-        shares = {
-            part: processes["step_seconds"].get(part, 0.0) * steps / seconds for part in ("data", "target", "drafter", "others")
-        }
-        return {
-            "step": self.step,
-            "loss": loss / steps if tally.steps else None,
-            **({"losses": terms} if len(terms) > 1 else {}),
-            "agreement": [round(hit / max(1.0, count), 4) for hit, count in zip(hits, counts)],
-            "lr": self.lr,
-            "skipped": self.skipped,
-            "tokens": self.tokens,
-            "seconds": round(self.seconds, 3),
-            "tokens_per_second": tokens / seconds,
-            "supervised_per_second": tally.supervised / seconds,
-            "time_share": {
-                **{part: round(share, 3) for part, share in shares.items()},
-                "rest": round(max(0.0, 1 - sum(shares.values())), 3),
-                # This is a part of the target's share.
-                **({"server": round(waited / shared.num_data_ranks / seconds, 3)} if self.source.needs_server else {}),
-            },
-            **processes,
-            **self.stream.data_metrics(position),
-        }  # fmt: skip
-
-    def _gather_progress(self, tally: Tally) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the merged data position and what the time of the processes went to. Every process must call this."""
-        gathered = self.parallel.all_gather((self.data_position, tally.times, socket.gethostname()))
-        positions, times, hosts = zip(*gathered)
-        merged = self.stream.merge_states(list(positions[:: self.parallel.num_copies]))
-        return merged, summarize_processes(list(times), list(hosts), tally.steps)
-
-    def _take_times(self, with_newest: bool) -> None:
-        """Add the times of steps that have ended to the tally."""
-        self.tally.add_tally(Tally(times=self.parallel.timer.take_times(with_newest)))
-
     # Ending
 
     def save(self) -> None:
@@ -371,40 +259,41 @@ class TrainingRun:
         self.source.flush()
         weights = shared.gather_trained_weights(self.drafter, self.target)
         tensors, numbers = shared.gather_optimizer_state()
-        self._take_times(with_newest=True)
+        self.take_times(with_newest=True)
         tallies, drawn = shared.all_gather(asdict(self.tally)), shared.all_gather(get_random_state())
-        position = self._gather_progress(self.tally)[0]
+        position = self.gather_progress(self.tally)[0]
         if shared.is_main:
             for rank, own in enumerate(drawn):
                 tensors |= {f"rng.{name}.{rank}": tensor for name, tensor in own.items()}
             if self.averages is not None:
                 tensors |= {f"ema.{name}": tensor.cpu() for name, tensor in self.averages.averages.items()}
-            progress = {
-                "step": self.step, "stream": position, "skipped": self.skipped, "tallies": tallies, "tokens": self.tokens,
-                "seconds": self.seconds, "optimizer": numbers, "num_steps": self.num_steps,
-                "stage": self.stage, "stage_began": self.stage_start, "spent": asdict(self.budget.time_spent),
-                "looks": asdict(self.validation_history),
-                "batches_a_step": self.batches_per_step, "copies": shared.num_copies,
-            }  # fmt: skip
+            progress = self.state_dict(position, tallies, numbers)
             path = checkpoint_path(self.run, self.step)
+            self.monitor.report_status(self.step, "saving a checkpoint")
             save_checkpoint(path, weights, tensors, progress, self.trainer.keep_checkpoints)
             delete_best_except(self.run, {self.validation_history.best_step})
         self.saved_step, self.saved_best_step = self.step, self.validation_history.best_step
+        self.monitor.report_status(self.step, WAITING)
         shared.wait_for_all()
 
-    def save_and_stop(self, stop_signal: int | None) -> NoReturn:
-        """Save and raise RunInterrupted, after a stop signal to this process or another, or RunError if a source failed."""
+    def save_and_stop(self, stop: StopSignals) -> NoReturn:
+        """Save and raise RunInterrupted, after a stop signal to this process or another, or RunError if a source failed.
+
+        Where the signal did not arrive the exit status is 1, so that a launcher neither takes the run for finished nor waits
+        for launchers that the signal has ended: torchrun waits for them after a status of 0, for five minutes.
+        """
         if self.step > self.saved_step:
             self.save()
         failures = [failure for failure in self.parallel.all_gather(self.source_failure) if failure is not None]
         if failures:
             where = f"step {self.step} is saved" if self.step else "no step was finished"
             raise RunError(f"{failures[0]}; {where}; go on with the same command, trainer.resume=auto run={self.run}")
-        signals = [number for number in self.parallel.all_gather(stop_signal) if number is not None]
-        name = signal.Signals(signals[0]).name
+        signals = self.parallel.all_gather((stop.stop_signal, socket.gethostname()))
+        rank, number, host = next((rank, number, host) for rank, (number, host) in enumerate(signals) if number is not None)
+        name = signal.Signals(number).name + (f" to rank {rank} ({host})" if len(signals) > 1 else "")
         after = f"after step {self.step}, which is saved" if self.step else "in the first step"
         how = f"stopped by {name} {after}; go on with the same command, trainer.resume=auto run={self.run}"
-        raise RunInterrupted(how if self.parallel.is_main else "", 0 if signals[0] == signal.SIGTERM else 1)
+        raise RunInterrupted(how if self.parallel.is_main else "", 0 if stop.stop_signal == signal.SIGTERM else 1)
 
     def abort(self) -> NoReturn:
         """Raise a RunError after too many skipped steps in a row."""

@@ -1,13 +1,10 @@
 """The training loop. It knows no drafter family: a drafter provides its losses and its parameter groups."""
 
-import signal
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -33,31 +30,7 @@ from .parallel import (
 )
 from .run import TrainingRun
 from .settings import TrainerSettings
-
-
-class StopSignals:
-    """While it is entered, SIGTERM and the first SIGINT are only recorded, so that the current step can end."""
-
-    def __init__(self) -> None:
-        self.stop_signal: int | None = None
-        self.previous_handlers: dict[int, Any] = {}
-
-    def __enter__(self) -> "StopSignals":
-        if threading.current_thread() is threading.main_thread():
-            self.previous_handlers = {
-                number: signal.signal(number, self._record_signal) for number in (signal.SIGTERM, signal.SIGINT)
-            }
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for number, handler in self.previous_handlers.items():
-            signal.signal(number, handler)
-
-    def _record_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.stop_signal is not None:
-            # The second SIGINT stops at once.
-            raise KeyboardInterrupt
-        self.stop_signal = self.stop_signal or number
+from .stop_signals import StopSignals
 
 
 @dataclass
@@ -197,7 +170,7 @@ class Trainer(TrainerSettings):
         share = list(islice(job.batches, max(1, job.num_own_batches)))
         done = job.train_step(share, stop.stop_signal, time.perf_counter() - began)
         if not done:
-            job.save_and_stop(stop.stop_signal)
+            job.save_and_stop(stop)
         job.data_position = job.batches.state_dict()
         job.tally.seconds += time.perf_counter() - began
         job.budget.record_time(job.parallel)

@@ -1,5 +1,6 @@
 """Run folders: resuming under the settings that a run began with, and where scores go."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from hydra import compose, initialize_config_module
 from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
 from spectrain.runs.folder import find_results_folder
+from spectrain.runs.lock import lock_run
 from spectrain.runs.train import check_resumable
 
 
@@ -35,3 +37,11 @@ def test_scores_of_a_shipped_drafter_go_below_runs(tmp_path: Path, monkeypatch: 
     (tmp_path / "smollm2-eagle3").mkdir()
     for run in (Path("smollm2-eagle3"), Path("runs/mine"), tmp_path / "other"):
         assert find_results_folder(run) == run
+
+
+def test_a_second_launch_is_refused(tmp_path: Path) -> None:
+    """While a process holds the lock of a run folder, another one names it; afterwards the lock is free."""
+    with lock_run(tmp_path), pytest.raises(UserError, match=rf"another launch trains .*\(process {os.getpid()} on"):
+        lock_run(tmp_path, seconds=0.0).__enter__()
+    with lock_run(tmp_path, seconds=0.0):
+        pass

@@ -48,13 +48,45 @@ def test_the_first_failure_is_named() -> None:
     assert found == "rank 2 (machine2, process 102) stopped at step 8: RunError: no space is left"
 
 
-def test_a_frozen_process_is_slow(capsys: pytest.CaptureFixture[str]) -> None:
-    """It sends nothing, so its silence counts as the time of what it did last. The first waiting process says so, once."""
-    for rank, lines in ((0, 1), (1, 0)):
-        monitor = make_monitor(rank, {3: 9.0}, rank3={"activity": "reading data", "seconds": 1.0})
+def read_messages(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line.removeprefix("spectrain: training: ") for line in capsys.readouterr().err.splitlines()]
+
+
+@pytest.mark.parametrize("activity", [WAITING, "computing"])
+def test_a_frozen_process_is_named_by_its_silence(capsys: pytest.CaptureFixture[str], activity: str) -> None:
+    """Whatever the others do: they may wait in any exchange. The first process that runs names it once, and says when it is
+    back."""
+    others = {f"rank{rank}": {"activity": activity, "seconds": 9.0} for rank in range(3)}
+    for reporter, frozen in ((0, 3), (1, 0)):
+        monitor = make_monitor(reporter, {frozen: 9.0}, **others)
+        monitor.answer_time -= 9.0 if frozen == 0 else 0.0
+        for _ in range(2):
+            monitor._report_silent(monitor._silent_processes())
+        name = f"rank {frozen} (machine{frozen}, process 10{frozen})"
+        assert read_messages(capsys) == [
+            f"{name} has sent no heartbeat for 9 s in step 8, so it is frozen or its network is cut"
+        ]
+        monitor._report_silent({})
+        assert read_messages(capsys) == [f"{name} sends heartbeats again, after about 9 s"]
+    other = make_monitor(2, {3: 9.0})
+    other._report_silent(other._silent_processes())
+    assert read_messages(capsys) == []
+
+
+def test_a_frozen_process_blames_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+    """The time in which a process did not run itself is no silence of the others."""
+    monitor = make_monitor(0, {1: 15.0, 2: 15.0, 3: 15.0})
+    monitor._forgive_pause(14.5)
+    assert monitor._silent_processes() == {}
+    assert len(messages := read_messages(capsys)) == 1 and "did not run for 14 s" in messages[0]
+
+
+def test_a_slow_process_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """It sends heartbeats that say what it does. The first waiting process names it once for each step."""
+    slow = {"rank0": {"activity": "reading data", "seconds": 6.0}}
+    for reporter in (1, 2):
+        monitor = make_monitor(reporter, {}, **slow)
         monitor._report_slow()
         monitor._report_slow()
-        said = capsys.readouterr().err.splitlines()
-        assert len(said) == lines and all("machine3" in line and "at step 8: 10 s of reading data" in line for line in said)
-    make_monitor(1, {0: 9.0})._report_slow()  # frozen while it waited
-    assert "rank 0 (machine0, process 100) keeps the others waiting at step 8: 9 s of silence" in capsys.readouterr().err
+        name = "rank 0 (machine0, process 100) keeps the others waiting at step 8: 6 s of reading data"
+        assert read_messages(capsys) == [name] * (reporter == 1)

@@ -1,5 +1,6 @@
 """The contract between the trainer and the strategies by which processes share a drafter, and copies as one (DDP)."""
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -142,7 +143,14 @@ class ReplicatedStrategy(ParallelStrategy):
         """Wrap the model anew for each stage: DDP registers the parameters that are trained."""
         if self.num_processes > 1 and any(parameter.requires_grad for parameter in self.drafter.parameters()):
             device_ids = [self.device] if self.device.type == "cuda" else None
-            self.model = nn.parallel.DistributedDataParallel(self.drafter, device_ids=device_ids)
+            # DDP searches for unused parameters because it then keeps its first buckets. Otherwise it arranges them anew after
+            # the first step, the order in which an exchange adds the processes up depends on the position in a bucket, and a
+            # resumed run differs by rounding.
+            warnings.filterwarnings("ignore", ".*find_unused_parameters=True was specified")
+            self.model = nn.parallel.DistributedDataParallel(self.drafter, device_ids=device_ids, find_unused_parameters=True)
+            # Buffers are constants, such as maps of vocabularies: no forward waits for a broadcast of them. The second name is
+            # that of torch before 2.13.
+            self.model.forward_sync_buffers = self.model.broadcast_buffers = False
         self._time_gradients()
 
     def _time_gradients(self) -> None:

@@ -1,7 +1,8 @@
-"""A monitor of the processes of a run, which names one that dies, loses its network or falls behind.
+"""A monitor of the processes of a run, which names one that dies, freezes, loses its network or falls behind.
 
 A thread exchanges heartbeats through a store on rank 0. A store that no longer answers blocks this thread, so a second one only
-reads the clock and what the first has left.
+reads the clock and what the first has left. Silence is judged by heartbeats alone: what a process does says nothing about it,
+because the others may wait in any exchange, and the frozen one never enters it. Clocks of two processes are never compared.
 """
 
 import json
@@ -23,13 +24,13 @@ from spectrain.errors import RunError, UserError
 from .base import ParallelStrategy
 
 # Seconds between heartbeats.
-HEARTBEAT_SECONDS = 2.0
+HEARTBEAT_SECONDS = 1.0
+# Seconds without a heartbeat after which a process is named as silent. A message follows within 3 more heartbeats.
+SILENT_SECONDS = 5.0
 # Seconds without a heartbeat after which a process counts as dead while others wait for it.
 SILENCE_SECONDS = 30.0
 # The same after an error of the connection, which proves that something is gone.
 SILENCE_AFTER_ERROR_SECONDS = 10.0
-# Heartbeats in a row that a process must miss to count as silent.
-SILENT_BEATS = 3
 WAITING = "waiting"
 # What is in the messages of torch's errors if a connection has failed.
 CONNECTION_SIGNS = ("onnection", "peer", "NCCL", "gloo", "Gloo", "imed out", "imeout", "ocket")
@@ -56,8 +57,9 @@ class Heartbeat:
 class ProcessMonitor:
     """Exchanges heartbeats of all processes through a store, which a thread writes and reads.
 
-    A process is dead if its thread sends no heartbeats. It is slow if all others have waited for it for `patience` seconds in
-    the same step; a message names it once for each step. A process that waits for a dead one ends itself.
+    A process is silent if its thread sends no heartbeats for `SILENT_SECONDS`, and dead after `SILENCE_SECONDS`; a process that
+    waits for a dead one ends itself. It is slow if the others have waited for it for `patience` seconds in the same step; a
+    message names it once for each step.
     """
 
     def __init__(self, parallel: ParallelStrategy, patience: float) -> None:
@@ -65,6 +67,8 @@ class ProcessMonitor:
         self.step, self.status_time, self.activity = 0, time.monotonic(), "starting"
         self.stop_event = threading.Event()
         self.reported_slow: set[tuple[int, int]] = set()
+        # Seconds of silence of the processes that a message has named and that are still silent.
+        self.reported_silent: dict[int, float] = {}
         self.num_beats = 0
         self.heartbeats: dict[int, Heartbeat] = {}
         # When the store last answered.
@@ -76,9 +80,15 @@ class ProcessMonitor:
             return
         port = parallel.all_gather(_find_free_port() if self.rank == 0 else 0)[0]
         host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        self.store = dist.TCPStore(  # type: ignore[attr-defined]
-            host, port, self.num_processes, self.rank == 0, timedelta(seconds=SILENCE_SECONDS), wait_for_workers=False
-        )
+        try:
+            self.store = dist.TCPStore(  # type: ignore[attr-defined]
+                host, port, self.num_processes, self.rank == 0, timedelta(seconds=SILENCE_SECONDS), wait_for_workers=False
+            )
+        except RuntimeError as error:
+            raise RunError(
+                f"launch: rank {self.rank} on {socket.gethostname()} does not reach port {port} of {host}, where processes "
+                "exchange heartbeats; let the machines of a run connect to one another on all ports"
+            ) from error
         self.exchange_thread = threading.Thread(target=self._exchange_heartbeats, daemon=True)
         self.watch_thread = threading.Thread(target=self._watch_processes, daemon=True)
 
@@ -179,49 +189,83 @@ class ProcessMonitor:
         return next((sign.farewell for _, sign in ended), None)
 
     def _silent_processes(self) -> dict[int, float]:
-        """Return the seconds of silence of processes that are frozen or out of reach, while the store answers."""
+        """Return the seconds of silence of other processes that are frozen or out of reach."""
         now = time.monotonic()
-        if now - self.answer_time > SILENT_BEATS * HEARTBEAT_SECONDS:
-            return {}
-        ages = {rank: now - sign.read_time for rank, sign in self.heartbeats.items() if sign.farewell is None}
-        return {rank: age for rank, age in ages.items() if age > SILENT_BEATS * HEARTBEAT_SECONDS and rank != self.rank}
+        running = {rank: sign for rank, sign in self.heartbeats.items() if sign.farewell is None and rank != self.rank}
+        if self.rank and now - self.answer_time > SILENT_SECONDS:
+            # Without the store of rank 0 nothing is known about the others.
+            return {0: now - self.answer_time} if 0 in running else {}
+        ages = {rank: now - sign.read_time for rank, sign in running.items()}
+        return {rank: age for rank, age in ages.items() if age > SILENT_SECONDS}
 
-    def _slow_processes(self, silent: dict[int, float]) -> dict[int, tuple[float, str]]:
+    def _slow_processes(self) -> dict[int, tuple[float, str]]:
         """Return seconds and activity of the processes that keep this one waiting for longer than `patience`."""
-        slow = {rank: (seconds, "silence") for rank, seconds in silent.items()}
-        for rank, sign in self.heartbeats.items():
-            if sign.activity != WAITING and sign.farewell is None and rank != self.rank:
-                slow[rank] = (sign.seconds + silent.get(rank, 0.0), sign.activity)
+        others = {rank: sign for rank, sign in self.heartbeats.items() if sign.farewell is None and rank != self.rank}
+        slow = {rank: (sign.seconds, sign.activity) for rank, sign in others.items() if sign.activity != WAITING}
         return {rank: (seconds, activity) for rank, (seconds, activity) in slow.items() if seconds > self.patience}
 
     # The second thread
 
     def _watch_processes(self) -> None:
+        last = time.monotonic()
         while not self.stop_event.wait(HEARTBEAT_SECONDS):
-            waited = time.monotonic() - self.status_time if self.activity == WAITING else 0.0
-            if waited >= self.patience:
+            now = time.monotonic()
+            self._forgive_pause(now - last - HEARTBEAT_SECONDS)
+            last = now
+            silent = self._silent_processes()
+            self._report_silent(silent)
+            unchanged = now - self.status_time
+            if self.activity == WAITING and unchanged >= self.patience and not silent:
                 self._report_slow()
-            if waited > SILENCE_SECONDS and (message := self.find_dead(SILENCE_SECONDS)):
-                advice = "go on with the same command and trainer.resume=auto run=DIR"
-                print(f"spectrain: training: {message}; {advice}", file=sys.stderr, flush=True)
+            if unchanged > SILENCE_SECONDS and (message := self.find_dead(SILENCE_SECONDS)):
+                _print_message(f"{message}; go on with the same command and trainer.resume=auto run=DIR")
                 os._exit(1)  # a collective that waits for a dead process never returns
+
+    def _forgive_pause(self, pause: float) -> None:
+        """Count none of the time in which this process itself did not run as silence of the others."""
+        if pause < HEARTBEAT_SECONDS:
+            return
+        now = time.monotonic()
+        self.answer_time = min(now, self.answer_time + pause)
+        for sign in self.heartbeats.values():
+            sign.read_time = min(now, sign.read_time + pause)
+        if pause > SILENT_SECONDS:
+            _print_message(f"this process, rank {self.rank} ({socket.gethostname()}), did not run for {pause:.0f} s")
+
+    def _report_silent(self, silent: dict[int, float]) -> None:
+        """On the first process that runs, print which processes are silent, and which are so no longer."""
+        for rank in [rank for rank in self.reported_silent if rank not in silent]:
+            seconds = self.reported_silent.pop(rank)
+            if self.heartbeats[rank].farewell is None:
+                _print_message(f"{_describe(rank, self.heartbeats[rank])} sends heartbeats again, after about {seconds:.0f} s")
+        running = [rank for rank, sign in self.heartbeats.items() if sign.farewell is None and rank not in silent]
+        if min(running, default=None) != self.rank:
+            return
+        for rank, seconds in silent.items():
+            if rank not in self.reported_silent:
+                sign = self.heartbeats[rank]
+                _print_message(
+                    f"{_describe(rank, sign)} has sent no heartbeat for {seconds:.0f} s in step {self.step + 1}, so it is "
+                    "frozen or its network is cut"
+                )
+        self.reported_silent = silent
 
     def _report_slow(self) -> None:
         """On the first waiting process, print which processes keep the others waiting."""
-        silent = self._silent_processes()
         waiting = [rank for rank, sign in self.heartbeats.items() if sign.activity == WAITING and sign.farewell is None]
-        if min(set(waiting) - set(silent), default=None) != self.rank:
+        if min(waiting, default=None) != self.rank:
             return
-        for rank, (seconds, activity) in self._slow_processes(silent).items():
+        for rank, (seconds, activity) in self._slow_processes().items():
             sign = self.heartbeats[rank]
             if (rank, sign.step) not in self.reported_slow:
                 self.reported_slow.add((rank, sign.step))
-                print(
-                    f"spectrain: training: {_describe(rank, sign)} keeps the others waiting at step {sign.step + 1}: "
-                    f"{seconds:.0f} s of {activity}",
-                    file=sys.stderr,
-                    flush=True,
+                _print_message(
+                    f"{_describe(rank, sign)} keeps the others waiting at step {sign.step + 1}: {seconds:.0f} s of {activity}"
                 )
+
+
+def _print_message(message: str) -> None:
+    print(f"spectrain: training: {message}", file=sys.stderr, flush=True)
 
 
 def _describe(rank: int, sign: Heartbeat) -> str:
