@@ -18,7 +18,7 @@ from spectrain.models.chat_template import Kind
 from spectrain.models.images import have_images
 from spectrain.models.target import Target
 from spectrain.servers.base import Completion, CompletionRequest, DraftCounters, Server
-from spectrain.servers.client import ServerError
+from spectrain.servers.errors import ServerError
 from spectrain.servers.workers import run_workers
 
 # Tokens of an answer that only warms the server up.

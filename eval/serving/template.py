@@ -15,7 +15,7 @@ from spectrain.eval.prompts import Prompt
 from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.target import Target
 from spectrain.servers.base import CompletionRequest, Server
-from spectrain.servers.client import ServerError
+from spectrain.servers.errors import ServerError
 
 # Prompts that are sent as messages.
 NUM_CHECKED = 4

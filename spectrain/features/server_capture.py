@@ -11,7 +11,7 @@ from typing import Any
 from spectrain.data.chat import Example
 from spectrain.errors import RunError
 from spectrain.files import write_text
-from spectrain.servers.client import ServerError
+from spectrain.servers.errors import ServerError
 from spectrain.servers.workers import run_workers
 
 from .server_states import StateRequester, StatesError

@@ -17,7 +17,7 @@ from spectrain.errors import UserError
 from spectrain.models.features import Layer
 from spectrain.models.target import Target
 from spectrain.servers.base import Server
-from spectrain.servers.client import ServerError
+from spectrain.servers.errors import ServerError
 
 from .base import BatchRequest, FeatureSource, SourceError
 from .batch import Batch, pad_or_pack

@@ -19,7 +19,7 @@ from spectrain.errors import UserError
 from spectrain.models.features import Layer
 from spectrain.models.target import Target
 from spectrain.servers.base import Completion, CompletionRequest, ServedModel, Server
-from spectrain.servers.client import ServerError
+from spectrain.servers.errors import ServerError
 
 from .store_contents import format_layers
 

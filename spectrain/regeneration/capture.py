@@ -23,7 +23,7 @@ from spectrain.features.store import FeatureStore
 from spectrain.features.stored_source import StoredSource
 from spectrain.models.target import Target
 from spectrain.servers.base import CompletionRequest
-from spectrain.servers.client import ServerError
+from spectrain.servers.errors import ServerError
 
 from .chat_progress import AnswerError, ChatProgress, GeneratedAnswer
 from .sampling import Sampling

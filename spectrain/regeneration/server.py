@@ -8,7 +8,7 @@ from typing import Any
 from spectrain.data.messages import Conversation
 from spectrain.data.shards import FailedRow, PendingRow, Row, Shard
 from spectrain.servers.base import Completion, CompletionRequest, Server
-from spectrain.servers.client import ServerError
+from spectrain.servers.errors import ServerError
 from spectrain.servers.workers import run_workers
 
 from .chat_progress import AnswerError, ChatProgress, GeneratedAnswer

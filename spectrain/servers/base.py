@@ -20,12 +20,14 @@ from spectrain.models.chat_template import Message
 from spectrain.trees import Chain
 from spectrain.trees.base import TreeBuilder
 
-from .client import HttpClient, ServerError
 from .commands import EngineCommand, EngineLaunch
+from .errors import ServerError
 from .settings import ClientSettings
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from .client import HttpClient
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,9 @@ class Server(ABC):
 
     def __init__(self, config: ClientSettings) -> None:
         self.settings = config
+        # The client takes a second to import, which commands without a server spare.
+        from .client import HttpClient
+
         self.clients = [HttpClient(config, url) for url in config.urls]
         self.model = config.model
 

@@ -6,12 +6,13 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from openai import APIConnectionError, APIError, APIStatusError, AsyncOpenAI, AsyncStream, Omit, OpenAI, Timeout
 
 from spectrain.errors import UserError
 
+from .errors import MALFORMED, FailureKind, ServerError, error_text
 from .settings import ClientSettings
 
 # Temporary refusals, besides the server's own errors (500 and above).
@@ -21,21 +22,7 @@ RETRY_PAUSE = 1.0
 # Longest time to wait for a connection, in seconds.
 CONNECT_SECONDS = 10.0
 RAW_RESPONSE_HEADER = "X-Stainless-Raw-Response"
-MALFORMED = (ValueError, KeyError, TypeError, IndexError, AttributeError)
-FailureKind = Literal["failed", "too_long", "unreachable"]
 Parsed = TypeVar("Parsed")
-
-
-class ServerError(Exception):
-    """A request that failed for good, with the reason.
-
-    `kind` is "too_long" for a prompt beyond the context, "unreachable" if nothing answers at the address any more, and else
-    "failed".
-    """
-
-    def __init__(self, kind: FailureKind, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
 
 
 class HttpClient:
@@ -204,9 +191,3 @@ def is_transient(error: APIStatusError) -> bool:
 def status_text(error: APIStatusError) -> str:
     """Return the status and the reason in one line."""
     return f"status {error.status_code}: {' '.join(error.response.text.split())[:300]}"
-
-
-def error_text(error: Exception) -> str:
-    """Return an error in one line: the network error behind the client's own, which may have no message."""
-    error = error.__cause__ if isinstance(error.__cause__, Exception) else error
-    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")

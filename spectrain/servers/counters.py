@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
+from typing import TYPE_CHECKING
 
 from .base import DraftCounters
-from .client import HttpClient
+
+if TYPE_CHECKING:
+    from .client import HttpClient
 
 COUNTER_LINE = re.compile(r"^(\w+):spec_decode_num_(\w+)_total(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 # Seconds between two readings of counters, which lag behind the answers.

@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from spectrain.data.messages import Conversation
 from spectrain.errors import UserError
@@ -27,11 +27,14 @@ from .base import (
     TimedStep,
     add_counters,
 )
-from .client import MALFORMED, HttpClient, ServerError, error_text
 from .commands import EngineCommand, EngineLaunch
 from .counters import read_settled_counters
+from .errors import MALFORMED, ServerError, error_text
 from .llamacpp_command import LlamaCppSettings, find_program, start_llamacpp
 from .openai import OpenAIServer
+
+if TYPE_CHECKING:
+    from .client import HttpClient
 
 VERSION_LINE = re.compile(r"^version: (.+)$", re.MULTILINE)
 VERSION_SECONDS = 30

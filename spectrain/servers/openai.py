@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from spectrain.data.messages import Conversation, parse_tool_calls
 from spectrain.models.chat_template import Message
 
 from .base import Completion, CompletionRequest, DraftedRounds, RequestTimes, Server, ServerCapabilities, TimedStep
-from .client import MALFORMED, HttpClient, ServerError, error_text
+from .errors import MALFORMED, ServerError, error_text
 from .settings import ClientSettings
+
+if TYPE_CHECKING:
+    from .client import HttpClient
 
 
 class OpenAIServer(Server):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,12 +19,15 @@ from spectrain.data.messages import Conversation
 from spectrain.errors import UserError
 
 from .base import Completion, CompletionRequest, DraftCounters, RequestTimes, ServerCapabilities, add_counters
-from .client import MALFORMED, HttpClient, ServerError, error_text
 from .commands import EngineCommand, EngineLaunch
 from .environments import EngineEnvironment, read_environment
+from .errors import MALFORMED, ServerError, error_text
 from .openai import OpenAIServer
 from .settings import EngineSettings
 from .sglang_command import PACKAGES, start_sglang
+
+if TYPE_CHECKING:
+    from .client import HttpClient
 
 
 class SglangServer(OpenAIServer):

@@ -14,7 +14,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -32,13 +32,16 @@ from .base import (
     TimedStep,
     add_counters,
 )
-from .client import HttpClient, ServerError
 from .commands import EngineCommand, EngineLaunch, is_decreasing
 from .counters import read_settled_counters
 from .environments import EngineEnvironment, read_environment
+from .errors import ServerError
 from .openai import OpenAIServer
 from .settings import EngineSettings
 from .vllm_command import PACKAGES, start_vllm
+
+if TYPE_CHECKING:
+    from .client import HttpClient
 
 # Seconds between two attempts at a lock.
 LOCK_POLL_SECONDS = 0.005

@@ -20,7 +20,8 @@ from spectrain.servers.base import (
     ServerCapabilities,
     add_counters,
 )
-from spectrain.servers.client import HttpClient, ServerError
+from spectrain.servers.client import HttpClient
+from spectrain.servers.errors import ServerError
 from spectrain.servers.settings import ClientSettings
 from spectrain.trees import Chain
 

@@ -11,8 +11,8 @@ import pytest
 from spectrain.data.messages import Conversation
 from spectrain.errors import UserError
 from spectrain.servers.base import Completion, CompletionRequest, DraftCounters, DraftedRounds
-from spectrain.servers.client import ServerError
 from spectrain.servers.commands import LOOKUP, DrafterLaunch, EngineLaunch
+from spectrain.servers.errors import ServerError
 from spectrain.servers.llamacpp import LlamaCppServer, parse_rounds, parse_steps
 from spectrain.servers.llamacpp_command import (
     INSTALLED,

@@ -15,9 +15,9 @@ import pytest
 
 from spectrain.errors import UserError
 from spectrain.servers.base import Completion, CompletionRequest, DraftCounters
-from spectrain.servers.client import ServerError
 from spectrain.servers.commands import LOOKUP, DrafterLaunch, EngineLaunch
 from spectrain.servers.environments import EngineEnvironment
+from spectrain.servers.errors import ServerError
 from spectrain.servers.openvino import OpenVinoServer
 from spectrain.servers.openvino_command import SCRIPT, OpenVinoSettings, serve_openvino, start_openvino
 from spectrain.servers.openvino_ir import IR_NAME

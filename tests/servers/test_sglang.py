@@ -13,8 +13,8 @@ from spectrain.data.messages import Conversation
 from spectrain.errors import UserError
 from spectrain.models.target import Target
 from spectrain.servers.base import Completion, CompletionRequest, DraftCounters
-from spectrain.servers.client import ServerError
 from spectrain.servers.commands import DrafterLaunch, EngineLaunch
+from spectrain.servers.errors import ServerError
 from spectrain.servers.settings import EngineSettings
 from spectrain.servers.sglang import SglangServer, parse_counters, parse_states
 from tests.servers.engines import fake_python

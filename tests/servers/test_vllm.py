@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from spectrain.servers.base import DraftCounters, DraftedRounds, RequestTimes, add_counters
-from spectrain.servers.client import ServerError
 from spectrain.servers.counters import parse_counters
+from spectrain.servers.errors import ServerError
 from spectrain.servers.openai import count_new_tokens, join_parts
 from spectrain.servers.vllm import add_engine_clock, read_states_file, time_steps, wait_for_writer
 
