@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spectrain.config.values import Share
 from spectrain.drafters.layers.block_drafter import BlockConfig, BlockDrafter
-from spectrain.drafters.layers.judged_drafts import JudgedDrafts
+from spectrain.drafters.layers.judged_drafts import JudgedDrafts, SlotStates
 from spectrain.drafters.layers.losses import LossName
 from spectrain.errors import UserError
 from spectrain.kernels.linear_divergence import split_rows
@@ -21,6 +21,7 @@ from spectrain.models.step_cost import BatchShape, StepCost
 from spectrain.trees.base import MarginalRollout, Rollout
 
 from .base import Losses
+from .context import Context
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -88,6 +89,6 @@ class DFlash(BlockDrafter):
 
     # Decoding
 
-    def make_rollout(self, root: Tensor, states: Tensor) -> Rollout:
+    def make_rollout(self, context: Context, slots: SlotStates) -> Rollout:
         """Return a rollout of marginals: the distribution of a slot does not depend on the path."""
-        return MarginalRollout(root, self.log_q(self.compute_products(states)), self.draft_ids)
+        return MarginalRollout(context.root, self.log_q(self.compute_products(slots.drafting)), self.draft_ids)

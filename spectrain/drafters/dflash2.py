@@ -23,13 +23,14 @@ from spectrain.drafters.layers.block_drafter import (
     BlockLayer,
     Rope,
 )
-from spectrain.drafters.layers.judged_drafts import JudgedDrafts
+from spectrain.drafters.layers.judged_drafts import JudgedDrafts, SlotStates
 from spectrain.drafters.layers.losses import LossName
 from spectrain.errors import UserError
 from spectrain.kernels.linear_divergence import split_rows
 from spectrain.trees.base import DepthRollout, Rollout, gather_by_depth
 
 from .base import Losses
+from .context import Context
 
 if TYPE_CHECKING:
     from spectrain.models.step_cost import BatchShape, StepCost
@@ -189,8 +190,8 @@ class DFlash2(BlockDrafter):
 
     # Decoding
 
-    def make_rollout(self, root: Tensor, states: Tensor) -> Rollout:
-        return _Selected(self, root, states)
+    def make_rollout(self, context: Context, slots: SlotStates) -> Rollout:
+        return _Selected(self, context.root, slots.drafting)
 
 
 class _Selected(DepthRollout):

@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.config.values import Count, NotNegative, Share, Steps
-from spectrain.drafters.layers.block_drafter import BlockConfig, BlockDrafter
-from spectrain.drafters.layers.judged_drafts import JudgedDrafts
-from spectrain.drafters.layers.losses import acceptance_rate
-from spectrain.kernels.linear_divergence import linear_divergence
+from spectrain.drafters.layers.block_drafter import BlockConfig
+from spectrain.drafters.layers.judged_drafts import JudgedDrafts, SlotStates
+from spectrain.drafters.layers.low_rank_blocks import CarriedRollout, CombinedLoss, LowRankDrafter
 from spectrain.models.step_cost import BatchShape, Run, StepCost
-from spectrain.trees.base import DepthRollout, Rollout, gather_by_depth
+from spectrain.trees.base import Rollout, gather_by_depth
 
 from .base import Losses
+from .context import Context
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -101,7 +101,7 @@ class DSparkConfig(BlockConfig):
     sample_from_anchor: bool = True
 
 
-class DSpark(BlockDrafter):
+class DSpark(LowRankDrafter):
     """DFlash's layers over a shifted block: slot s, from 0, drafts the token after its own position.
 
     The loss of a draft is ce CE(data) + 2 tv TV(p, q), weighted by exp(-d / decay). A confidence head adds its binary
@@ -109,7 +109,7 @@ class DSpark(BlockDrafter):
     cut together with all later ones.
     """
 
-    saved = replace(BlockDrafter.saved, shape=(*BlockDrafter.saved.shape, "markov_head", "rank", "confidence"))
+    saved = replace(LowRankDrafter.saved, shape=(*LowRankDrafter.saved.shape, "markov_head", "rank", "confidence"))
 
     def __init__(self, target: Target, config: DSparkConfig) -> None:
         super().__init__(target, config)
@@ -127,6 +127,10 @@ class DSpark(BlockDrafter):
         """Whether drafts end below a confidence threshold."""
         return self.confidence_head is not None and self.confidence_threshold > 0
 
+    @property
+    def readout(self) -> nn.Linear:
+        return self.markov.markov_w2
+
     # Training
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
@@ -135,27 +139,14 @@ class DSpark(BlockDrafter):
         cell = self.markov.gate_proj or self.markov.joint_proj or nn.Identity()
         inputs = 2 * (target.width + rank) + 5 * rank * (self.markov.kind == "rnn")
         runs = [*cost.runs, Run(cell, cost.judged.rows, 0, extra=inputs)]
-        return StepCost(runs, replace(cost.judged, width=target.width + rank))
+        return replace(cost, runs=runs)
 
     def judge_drafts(self, drafts: JudgedDrafts) -> Losses:
-        """Compute all terms in one pass through the output layer [W ; W2] over [h ; m], which includes the Markov head."""
+        """Compute all terms in one pass through the joint output layer, which includes the Markov head."""
         embedded = self.markov.markov_w1(drafts.previous_tokens)
         markov_states = drafts.select_judged(self.markov.run_path(drafts.states, embedded))
-        head = self.projection
-        joint_head = replace(head, weight=torch.cat([head.weight, self.markov.markov_w2.weight], dim=1))
-        tokens = drafts.select_judged(drafts.tokens)
-        slots = torch.searchsorted(self.draft_ids, tokens).clamp(max=len(self.draft_ids) - 1)
-        loss = _CombinedLoss(self.ce, self.tv)
-        target_log_probs, weights = drafts.supervision.target_log_probs, drafts.decayed_weights(self.decay)
-        assert target_log_probs is not None
-        judged = linear_divergence(
-            torch.cat([drafts.hidden, markov_states], dim=-1),
-            joint_head,
-            target_log_probs.select_rows(drafts.label_index),
-            loss,
-            weights,
-            (slots, self.t2d[tokens]),
-        )
+        loss, weights = CombinedLoss(self.ce, 2 * self.tv), drafts.decayed_weights(self.decay)
+        judged = loss.judge(drafts, torch.cat([drafts.hidden, markov_states], dim=-1), self.joint_projection, weights)
         terms = {"ce_tv": judged.loss}
         if self.confidence_head is not None:
             confidence = self.confidence_head(torch.cat([drafts.hidden, drafts.select_judged(embedded)], dim=-1))
@@ -167,45 +158,24 @@ class DSpark(BlockDrafter):
 
     # Decoding
 
-    def make_rollout(self, root: Tensor, states: Tensor) -> Rollout:
-        return _Markov(self, root, states)
+    def make_rollout(self, context: Context, slots: SlotStates) -> Rollout:
+        return _Markov(self, context.root, slots.drafting)
 
 
-class _CombinedLoss:
-    """Computes ce CE + 2 tv TV of chunks of rows, and records the acceptance rate of every row in order."""
-
-    def __init__(self, ce: float, tv: float) -> None:
-        self.ce, self.tv = ce, tv
-        self.acceptance_rates: list[Tensor] = []
-
-    def __call__(self, log_p: Tensor, log_q: Tensor, labels: Tensor, in_vocabulary: Tensor) -> Tensor:
-        rate = acceptance_rate(log_p, log_q)
-        self.acceptance_rates.append(rate.detach())
-        cross_entropy = -log_q.gather(-1, labels[:, None])[:, 0]
-        return self.ce * cross_entropy * in_vocabulary + 2 * self.tv * (1 - rate)
-
-
-class _Markov(DepthRollout):
+class _Markov(CarriedRollout):
     """Drafts one round: a node's logits are its slot's plus the Markov head's term of its token, or with rnn of its path."""
 
     def __init__(self, drafter: DSpark, root: Tensor, states: Tensor) -> None:
-        super().__init__(root, states.shape[1])
+        super().__init__(root, states.shape[1], states.new_zeros(len(root), drafter.markov.rank))
         self.drafter, self.states, self.products = drafter, states, drafter.compute_products(states)  # [B, K, W], [B, K, V]
         self.draft_ids = drafter.draft_ids
-        self.carried = states.new_zeros(len(root), 1, drafter.markov.rank)  # [B, nodes so far, M] states before each node
 
-    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        parent_states = self.carried.gather(1, parents[..., None].expand(-1, -1, self.carried.shape[-1]))
-        self.carried = torch.cat([self.carried, parent_states], dim=1)
-        return super().extend(tokens, parents)
-
-    def log_probs_at(self, depth: Tensor, tokens: Tensor) -> Tensor:
-        drafter, count = self.drafter, tokens.shape[1]
+    def step(self, depth: Tensor, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        drafter = self.drafter
         hidden, embedded = gather_by_depth(self.states, depth), drafter.markov.markov_w1(tokens)
-        term, state = drafter.markov(hidden, embedded, self.carried[:, -count:])
-        self.carried = torch.cat([self.carried[:, :-count], state], dim=1)
+        term, state = drafter.markov(hidden, embedded, state)
         if drafter.cuts_drafts and drafter.confidence_head is not None:
             confidence = drafter.confidence_head(torch.cat([hidden, embedded], dim=-1))
             self.accept_probs = confidence.sigmoid()
             self.stop_mask = self.accept_probs < drafter.confidence_threshold
-        return drafter.log_q(gather_by_depth(self.products, depth) + drafter.markov.markov_w2(term).float())
+        return drafter.corrected_log_q(gather_by_depth(self.products, depth), term), state

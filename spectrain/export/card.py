@@ -24,7 +24,8 @@ FAMILY_TITLES = {
     "eagle3": "EAGLE-3", "peagle": "P-EAGLE", "medusa": "Medusa", "causal": "distilled draft model", "pard": "PARD",
     "gated_lora": "gated LoRA", "uno": "Uno", "early_exit": "LayerSkip", "dflash": "DFlash", "dspark": "DSpark",
     "dflash2": "DFlash2", "mtp": "MTP", "amphista": "Amphista", "ctc": "CTC drafting", "gumiho": "Gumiho",
-    "transformer_heads": "transformer heads", "eagle1": "EAGLE", "redrafter": "ReDrafter",
+    "transformer_heads": "transformer heads", "eagle1": "EAGLE", "redrafter": "ReDrafter", "domino": "Domino",
+    "xpress": "XPress",
 }  # fmt: skip
 
 

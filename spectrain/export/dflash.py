@@ -1,4 +1,4 @@
-"""The base of the layouts of DFlash, DSpark and DFlash2. Spectrain's `blocks.N.` are `layers.N.`, `markov.` is `markov_head.`.
+"""The base of the layouts of DFlash and its relatives. Spectrain's `blocks.N.` are `layers.N.`, `markov.` is `markov_head.`.
 
 Embedding and output layer are the target's. Two numberings of the fused layers exist: `target_layer_ids` names a layer by its
 output, one less than the stream entering the next layer, which `aux_hidden_state_layer_ids` and spectrain name.
@@ -32,11 +32,17 @@ class BlockFamily:
     fixed_entries: dict[str, Any] = field(default_factory=dict)  # further entries of config.json
     is_shifted: bool = False  # its authors train with sample_from_anchor
     allows_draft_vocabulary: bool = True  # its readers accept a draft vocabulary
+    module: str = ""  # of its class, if it is not in `spectrain.drafters`
 
     @property
     def name(self) -> str:
         """The value of `drafter` and of `speculators_model_type`."""
         return self.title.lower()
+
+    @property
+    def constructor(self) -> str:
+        """The path of its class."""
+        return f"{self.module or f'spectrain.drafters.{self.name}'}.{self.title}"
 
     def read_settings(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return the family's own settings from config.json; raise KeyError naming the keys that are missing."""
@@ -59,7 +65,16 @@ DFLASH2 = BlockFamily(
     "DFlash2", {key: key for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")},
     ("candidate_selector", "attention_conv", "mlp_conv"), allows_draft_vocabulary=False,
 )  # fmt: skip
-FAMILIES = {family.name: family for family in (DFLASH, DSPARK, DFLASH2)}
+DOMINO = BlockFamily(
+    "Domino", {"rank": "emb_dim", "gru_width": "gru_hidden_dim", "uncorrected": "pure_draft_prefix_len"},
+    ("prefix_gru", "embed_proj"), {"projector_type": "domino"}, is_shifted=True, allows_draft_vocabulary=False,
+    module="spectrain.experimental.domino.drafter",
+)  # fmt: skip
+XPRESS = BlockFamily(
+    "XPress", {"rank": "xpress_rank", "mlp_ratio": "xpress_mlp_ratio", "num_passes": "num_jacobi_passes"},
+    ("refiner_head", "xpress_head"), module="spectrain.experimental.xpress.drafter",
+)  # fmt: skip
+FAMILIES = {family.name: family for family in (DFLASH, DSPARK, DFLASH2, DOMINO, XPRESS)}
 
 BLOCK_SETTINGS = (
     "block_size", "num_layers", "layers", "vocab_size", "sample_from_anchor", "causal", "window", "mask_token_id",
@@ -86,6 +101,10 @@ class DFlashLayout(FusedLayout):
         "mlp_conv": "a convolution over the block, which DFlash2 has",
         "markov_head": "a Markov head, which DSpark has",
         "confidence_head": "a confidence head, which DSpark has",
+        "prefix_gru": "a recurrent cell over the block, which Domino has",
+        "embed_proj": "a correction by earlier tokens, which Domino has",
+        "refiner_head": "a refiner of the block, which XPress has",
+        "xpress_head": "a refiner of the block, which XPress has",
         "mask_hidden": "a hidden state for masks, which P-EAGLE has",
         "attention_sink": "an attention sink, which our layers lack",
         **FusedLayout.foreign_parts,
@@ -96,8 +115,12 @@ class DFlashLayout(FusedLayout):
     }  # fmt: skip
 
     def __init__(self) -> None:
-        self.constructor = f"spectrain.drafters.{self.family.name}.{self.family.title}"
+        self.constructor = self.family.constructor
         self.own_parts = self.family.own_parts
+
+    @property
+    def choice(self) -> str:
+        return f"drafter={self.family.name}"
 
     @property
     def covers(self) -> tuple[str, ...]:

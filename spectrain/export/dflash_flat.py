@@ -21,6 +21,8 @@ from .huggingface import generate_snippet
 from .layout import DrafterCheckpoint, DrafterFiles, Finding, require_target, write_json, write_tensors
 from .targets import TargetFiles
 
+CAUSAL_KEYS = ("causal", "causal_head")
+"""Keys that say that a block attends causally: the one that vLLM reads, and JetSpec's own."""
 DEEPSPEC_ARCHITECTURE = "Qwen3DSparkModel"  # DeepSpec's DFlash has it, too, with markov_rank 0
 
 
@@ -49,7 +51,8 @@ class FlatDFlash(DFlashLayout):
         slides, window = "sliding_attention" in (config.get("layer_types") or []), None
         if slides or config.get("use_swa"):
             window = config.get("swa_window_size") or config["sliding_window"]
-        causal = next(value for value in (config.get("is_causal"), config.get("causal"), slides) if value is not None)
+        flags = [config.get(key) for key in ("is_causal", *CAUSAL_KEYS)]
+        causal = next(value for value in (*flags, slides) if value is not None)
         shifted = config.get("sample_from_anchor", DEEPSPEC_ARCHITECTURE in (config.get("architectures") or []))
         settings = {
             "block_size": config["block_size"],
@@ -104,13 +107,17 @@ class FlatDFlash(DFlashLayout):
             raise UserError(
                 f"{EMBEDDING}: {self.engine} uses the target's embedding, and this drafter has its own; use --to vllm"
             )
+        self.check_causality(settings)
+        if min(settings["layers"]) < 1:
+            raise UserError("layers: target_layer_ids cannot number the stream entering layer 0; use --to vllm")
+
+    def check_causality(self, settings: dict[str, Any]) -> None:
+        """Raise UserError where readers would attend to other slots of a block than in training."""
         if settings["causal"] != (settings["window"] is not None):
             raise UserError(
                 f"drafter.causal={str(settings['causal']).lower()}, drafter.window={settings['window']}: SGLang treats "
                 "layers with a window as causal and others as not; use --to vllm"
             )
-        if min(settings["layers"]) < 1:
-            raise UserError("layers: target_layer_ids cannot number the stream entering layer 0; use --to vllm")
 
     def extra_config(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
         """Return the entries of config.json that do not describe the layers."""

@@ -31,7 +31,7 @@ class TableRow:
 
 NATIVE_FAMILIES = (
     "eagle3 peagle medusa hydra kangaroo causal pard gated_lora uno early_exit dflash dspark dflash2 mtp amphista ctc eagle1 "
-    "gumiho redrafter transformer_heads"
+    "gumiho redrafter transformer_heads domino xpress"
 )
 LAYOUTS = (
     TableRow("gguf_eagle3.GgufEagle3", "gguf", "eagle3", ".gguf"),
@@ -47,10 +47,14 @@ LAYOUTS = (
     TableRow("dflash_speculators.SpeculatorsDFlash", "vllm", "dflash"),
     TableRow("dflash_speculators.SpeculatorsDFlash2", "vllm", "dflash2"),
     TableRow("dflash_speculators.SpeculatorsDSpark", "vllm", "dspark"),
+    TableRow("dflash_research.SpeculatorsXPress", "speculators", "xpress"),
     TableRow("medusa.VllmMedusa", "vllm", "medusa"),
     TableRow("eagle1.VllmEagle1", "vllm", "eagle1"),
     TableRow("dflash_flat.FlatDFlash2", "sglang flat", "dflash2"),
     TableRow("dflash_flat.FlatDSpark", "sglang flat", "dspark"),
+    TableRow("dflash_research.FlatDomino", "flat", "domino"),
+    TableRow("dflash_research.FlatXPress", "flat", "xpress"),
+    TableRow("dflash_research.FlatJetSpec", "jetspec", "dflash"),
     TableRow("dflash_flat.FlatDFlash", "sglang flat", "dflash"),
     TableRow("eagle1.SglangEagle1", "sglang", "eagle1"),
     TableRow("eagle1.OriginalEagle1", "eagle", "eagle1"),

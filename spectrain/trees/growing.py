@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -13,7 +14,7 @@ from spectrain.kernels.cpu_trees import MAX_CHILDREN, append_children, are_serve
 from spectrain.randomness import DRAFT
 
 from .base import Prefix, Rollout, TreeBuilder
-from .token_tree import TokenTree
+from .token_tree import Children, TokenTree
 
 NEG_INF = float("-inf")
 MIN_PROB = 1e-20  # smallest probability that can be sampled; well above the float32 limit
@@ -45,6 +46,45 @@ def pick_top_and_sampled(q: Tensor, width: int, noise: Tensor, counts: Tensor | 
     return ids, top.values.scatter(-1, last[..., None], residual.gather(-1, drawn)).log(), residual
 
 
+@dataclass(frozen=True)
+class ChildDraw:
+    """How children of nodes are picked in a round. The same nodes and distributions always have the same children, so that a
+    drafter can know in advance what a builder will draw."""
+
+    children: Children
+    temperature: float
+    key: Tensor | None  # [B] of the round's draws; None if nothing is drawn
+
+    @classmethod
+    def of_round(cls, builder: TreeBuilder, prefix: Prefix) -> ChildDraw:
+        """Return the draws of a builder in the round below a prefix."""
+        if builder.children == "deterministic":
+            return cls(builder.children, builder.temperature, None)
+        key = counter.make_key(DRAFT, builder.seed, prefix.sequence_ids, prefix.lengths)
+        return cls(builder.children, builder.temperature, key)
+
+    def pick(
+        self, log_q: Tensor, nodes: Tensor, width: int, counts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Pick children of nodes [B, F], their indices in the tree, from log q [B, F, V]: their draft ids [B, F, K], in the
+        order of the draw, their log q, and the distribution [B, F, V] that they were drawn from, if they were."""
+        if self.key is None:
+            best = log_q.topk(width, dim=-1)
+            return best.indices, best.values, None
+        q = sampling_probs(log_q, self.temperature)
+        keys, size = fold_key(self.key[:, None], nodes), q.shape[-1]  # a node's own
+        if self.children == "top_and_sampled":
+            return pick_top_and_sampled(q, width, gumbel_noise(keys, size), counts)
+        log_q = q.log()
+        if self.children == "without_replacement":
+            ids = (log_q + gumbel_noise(keys, size)).topk(width, dim=-1).indices
+        else:
+            ids = torch.stack(
+                [(log_q + gumbel_noise(fold_key(keys, number), size)).argmax(-1) for number in range(width)], dim=-1
+            )
+        return ids, log_q.gather(-1, ids), q
+
+
 class GrowingTree:
     """A tree that grows level by level; its frontier are the nodes with a distribution and no children yet.
 
@@ -67,9 +107,9 @@ class GrowingTree:
         self.prefix = prefix
 
     @cached_property
-    def key(self) -> Tensor:
-        """The key [B] of this round's draws."""
-        return counter.make_key(DRAFT, self.builder.seed, self.prefix.sequence_ids, self.prefix.lengths)
+    def draw(self) -> ChildDraw:
+        """The draws of this round."""
+        return ChildDraw.of_round(self.builder, self.prefix)
 
     def add_children(self, width: int, allowed: Tensor | None = None, counts: Tensor | None = None) -> Tensor:
         """Add `width` children to every frontier node; where `allowed` [B, F, K] is False they stay padding.
@@ -153,21 +193,7 @@ class GrowingTree:
 
     def _pick_children(self, width: int, counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return draft ids [B, F, K] of children and their log q; sampled ones in the order of the draw."""
-        if self.builder.children == "deterministic":
-            best = self.log_q.topk(width, dim=-1)
-            return best.indices, best.values
-        q = sampling_probs(self.log_q, self.builder.temperature)
-        keys, size = fold_key(self.key[:, None], self.frontier), q.shape[-1]  # a node's own
-        if self.builder.children == "top_and_sampled":
-            ids, log_q, q = pick_top_and_sampled(q, width, gumbel_noise(keys, size), counts)
-            self.draft_probs.append((self.frontier, q))
-            return ids, log_q
-        self.draft_probs.append((self.frontier, q))
-        log_q = q.log()
-        if self.builder.children == "without_replacement":
-            ids = (log_q + gumbel_noise(keys, size)).topk(width, dim=-1).indices
-        else:
-            ids = torch.stack(
-                [(log_q + gumbel_noise(fold_key(keys, number), size)).argmax(-1) for number in range(width)], dim=-1
-            )
-        return ids, log_q.gather(-1, ids)
+        ids, log_q, drawn_from = self.draw.pick(self.log_q, self.frontier, width, counts)
+        if drawn_from is not None:
+            self.draft_probs.append((self.frontier, drawn_from))
+        return ids, log_q

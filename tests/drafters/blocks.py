@@ -49,8 +49,8 @@ def attended(drafter: BlockDrafter, layer: Any, context: Tensor, normed: Tensor,
 
 
 @torch.no_grad()
-def states_behind(drafter: BlockDrafter, target: Target, text: list[int]) -> Tensor:
-    """[K, W] the normed states of the drafting slots behind a text whose last token is not run."""
+def states_behind(drafter: BlockDrafter, target: Target, text: list[int], every: bool = False) -> Tensor:
+    """[K, W] the normed states of the drafting slots, or of all, behind a text whose last token is not run."""
     features = target.features(torch.tensor([text[:-1]]), drafter.layers)
     context = drafter.hidden_norm(drafter.fc(features.fuse_layers(drafter.fused_layers)))[0]
     embed = drafter.head.embedding if drafter.embed_tokens is None else drafter.embed_tokens
@@ -65,7 +65,7 @@ def states_behind(drafter: BlockDrafter, target: Target, text: list[int]) -> Ten
                 x = x + part(normed)  # type: ignore[operator]
             else:
                 x = x + convolved(around, part(convolved(around, normed, normed, 0)), normed, 1)  # type: ignore[operator]
-    found: Tensor = drafter.norm(x)[drafter.first_draft_slot :]
+    found: Tensor = drafter.norm(x)[0 if every else drafter.first_draft_slot :]
     return found
 
 

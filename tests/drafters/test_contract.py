@@ -46,6 +46,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "dflash": {"num_layers": 2, "block_size": 4}, "dspark": {"num_layers": 2, "block_size": 4},
     "dflash2": {"num_layers": 2, "block_size": 4}, "respec": {"inner": {"choice": "eagle3", **EAGLE3}},
     **{name: {"inner": {"choice": "causal", "num_layers": 1}} for name in ("graph", "ouroboros")},
+    "domino": {"num_layers": 1, "block_size": 4, "gru_width": 16, "rank": 8},
+    "xpress": {"num_layers": 1, "block_size": 4, "rank": 8},
 }  # fmt: skip
 ARCHITECTURE: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -1,6 +1,7 @@
 """DSpark: the Markov head along a block, its loss, and where the confidence head cuts."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.dspark import DSpark, DSparkConfig
 from spectrain.drafters.layers.anchors import sample_anchors
+from spectrain.drafters.layers.judged_drafts import SlotStates
 from spectrain.experimental.dyspec.builder import DySpec
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
@@ -201,6 +203,7 @@ def test_without_its_heads_it_is_dflash(shallow: Target) -> None:
     with torch.no_grad():
         drafter.markov.markov_w2.weight.zero_()
     states = states_behind(drafter, shallow, PROMPTS[0])
-    rollout = drafter.make_rollout(torch.tensor([PROMPTS[0][-1]]), states[None])
+    context: Any = SimpleNamespace(root=torch.tensor([PROMPTS[0][-1]]))
+    rollout = drafter.make_rollout(context, SlotStates(states[None], 0))
     said = F.log_softmax(drafter.head.logits(states), dim=-1)
     torch.testing.assert_close(rollout.start()[0, 0], said[0])

@@ -68,6 +68,8 @@ def ours(directory: Path, tiny: Target, drafter: str, **options: Any) -> Path:
 
 DFLASH = {"block_size": 5, "num_layers": 2}
 DSPARK = {**DFLASH, "rank": 8}
+DOMINO = {**DFLASH, "gru_width": 12, "rank": 8}
+XPRESS = {**DFLASH, "rank": 8, "num_passes": 2}
 DFLASH2 = {**DFLASH, "selector_rank": 8}
 UNO = {"num_masks": 3, "rank": 4}
 CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
@@ -147,6 +149,15 @@ CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
         ),
         ("vllm", "spectrain"),
     ),
+    "jetspec": (lambda path, tiny: ours(path, tiny, "dflash", causal=True, **DFLASH), ("jetspec", "spectrain")),
+    "domino": (lambda path, tiny: ours(path, tiny, "domino", **DOMINO), ("flat", "spectrain")),
+    "domino, unshifted": (
+        lambda path, tiny: ours(path, tiny, "domino", sample_from_anchor=False, uncorrected=0, layers=[1, 3, 8], **DOMINO),
+        ("flat", "spectrain"),
+    ),
+    "xpress": (lambda path, tiny: ours(path, tiny, "xpress", **XPRESS), ("speculators", "flat", "spectrain")),
+    "xpress, cut vocabulary": (
+        lambda path, tiny: ours(path, tiny, "xpress", vocab_size=256, mlp_ratio=1, **XPRESS), ("speculators", "spectrain")),
     "a flat P-EAGLE": (foreign.peagle, ("vllm", "flat", "spectrain")),
     "DeepSpec's DSpark": (foreign.deepspec_dspark, ("vllm", "sglang", "spectrain")),
     "speculators' DSpark": (foreign.speculators_dspark, ("vllm", "spectrain")),

@@ -27,7 +27,7 @@ from spectrain.models.step_cost import BatchShape, Run, StepCost
 from spectrain.trees.base import Draft, Rollout
 
 from .anchors import Anchors, SharedAnchors, sample_anchors
-from .judged_drafts import JudgedDrafts
+from .judged_drafts import JudgedDrafts, SlotStates
 from .layers import Mlp, NormedAttention, append_and_attend, check_layer_keys, init_from_target, llama_config, make_rotary
 from .mask_token import check_mask_unused, resolve_mask_token
 from .vocabulary import Supervision, VocabularyDrafter
@@ -196,9 +196,12 @@ class BlockDrafter(VocabularyDrafter, ContextParallelDrafter):
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Train a block after every sampled anchor, all in one forward."""
         anchors = sample_anchors(batch, self.num_anchors, self.seed, state.step)
-        hidden = self._training_states(batch, anchors, state)[:, self.first_draft_slot :]
-        supervision = Supervision(self, batch, label_source=self.label_source)
-        return self.judge_drafts(JudgedDrafts(supervision, batch, SharedAnchors.share_anchors(anchors, batch).own, hidden))
+        slots = SlotStates(self._training_states(batch, anchors, state), self.first_draft_slot)
+        supervision, own = (
+            Supervision(self, batch, label_source=self.label_source),
+            SharedAnchors.share_anchors(anchors, batch).own,
+        )
+        return self.judge_drafts(JudgedDrafts(supervision, batch, own, slots, state.progress))
 
     @abstractmethod
     def judge_drafts(self, drafts: JudgedDrafts) -> Losses:
@@ -251,11 +254,11 @@ class BlockDrafter(VocabularyDrafter, ContextParallelDrafter):
     def draft(self, context: Context) -> Draft:
         """Read the features of the last accepted tokens, then run the block of the root once."""
         self.cache = context.drafting_cache(self.cache, len(self.blocks), 1 + self.block_size)
-        return Draft(self.make_rollout(context.root, self._decoding_states(context, self.cache)[:, self.first_draft_slot :]))
+        return Draft(self.make_rollout(context, SlotStates(self._decoding_states(context, self.cache), self.first_draft_slot)))
 
     @abstractmethod
-    def make_rollout(self, root: Tensor, states: Tensor) -> Rollout:
-        """Return a rollout from the roots [B] and the states [B, K, W] of the drafting slots."""
+    def make_rollout(self, context: Context, slots: SlotStates) -> Rollout:
+        """Return a rollout from the roots and the states of their blocks."""
 
     def _decoding_states(self, context: Context, cache: TreeCache) -> Tensor:
         """Compute the normed states [B, S, W] of the block after each root; only the context stays in the cache."""

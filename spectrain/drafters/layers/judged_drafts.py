@@ -1,6 +1,11 @@
-"""The supervised drafts of blocks after anchors. Shapes: A anchors, K drafts of a block, W width, R supervised drafts."""
+"""The supervised drafts of blocks after anchors.
+
+Shapes: A anchors, S slots of a block, K drafts of it, W width, R supervised drafts.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +18,19 @@ from .anchors import Anchors
 from .vocabulary import Supervision
 
 
+@dataclass(frozen=True)
+class SlotStates:
+    """The normed states of the slots of blocks, in training and in decoding."""
+
+    every: Tensor  # [A, S, W]
+    first_draft_slot: int
+
+    @property
+    def drafting(self) -> Tensor:
+        """The states [A, K, W] of the slots that draft."""
+        return self.every[:, self.first_draft_slot :]
+
+
 class JudgedDrafts:
     """The supervised drafts of a batch, flat and ordered by their labels' rows, as a block drafter's loss reads them.
 
@@ -20,9 +38,13 @@ class JudgedDrafts:
     without a gap.
     """
 
-    def __init__(self, supervision: Supervision, batch: Batch, anchors: Anchors, states: Tensor) -> None:
-        self.supervision, self.anchors, self.states = supervision, anchors, states  # [A, K, W]
-        self.piece = batch.piece
+    def __init__(
+        self, supervision: Supervision, batch: Batch, anchors: Anchors, slots: SlotStates, progress: float = 0.0
+    ) -> None:
+        self.supervision, self.batch, self.anchors, self.slots = supervision, batch, anchors, slots
+        self.progress = progress  # share of the training that is done
+        self.states, self.piece = slots.drafting, batch.piece
+        states = self.states  # [A, K, W]
         self.num_drafts, rows = states.shape[1], supervision.row_index.flatten()
         depths = torch.arange(self.num_drafts, device=rows.device)
         positions = anchors.token_indices[:, None] + depths
@@ -37,6 +59,18 @@ class JudgedDrafts:
     def select_judged(self, slots: Tensor) -> Tensor:
         """Select values [A, K, ..] of the supervised drafts, in order [R, ..]."""
         return slots[self.is_judged][self.order]
+
+    def fill_judged(self, rows: Tensor) -> Tensor:
+        """Undo `select_judged` for integers [R]: return [A, K], zero at drafts that are not judged."""
+        values = torch.zeros(self.is_judged.shape, dtype=rows.dtype, device=rows.device)
+        values[self.is_judged] = rows[self.order.argsort()]
+        return values
+
+    @property
+    def tokens_before_anchors(self) -> Tensor:
+        """The token [A] before each anchor; the anchor itself at the start of a document."""
+        indices = self.anchors.token_indices
+        return self.batch.tokens.flatten()[torch.where(self.anchors.positions > 0, indices - 1, indices)]
 
     def normalize_weights(self, weights: Tensor) -> Tensor:
         """Scale weights [A, K] of drafts so that those of a document sum to its number of supervised tokens; return [R]."""

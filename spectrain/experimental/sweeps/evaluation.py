@@ -28,6 +28,7 @@ SWEPT: dict[str, Callable[[int, int], TreeBuilder]] = {
     "dyspec": choose_builder("dyspec", children="deterministic"),
     "entropy": choose_builder("entropy"),
     "cast": choose_builder("cast"),
+    "one_pass": choose_builder("one_pass"),
     "auto": Auto,
 }
 """Choices of `tree` that take a depth and a budget."""

@@ -1,0 +1,225 @@
+"""Heads on DFlash's block that read the drafts before a slot, against their formulas: Domino, XPress; and JetSpec's trees."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spectrain.config.build import build
+from spectrain.drafters.base import TrainingState
+from spectrain.drafters.layers.anchors import sample_anchors
+from spectrain.drafters.layers.judged_drafts import SlotStates
+from spectrain.experimental.domino.drafter import Domino
+from spectrain.experimental.jetspec.builder import OnePassTree
+from spectrain.experimental.xpress.drafter import XPress
+from spectrain.features.base import BatchRequest
+from spectrain.features.batch import Batch
+from spectrain.features.live_source import LiveSource
+from spectrain.models.target import Target
+from spectrain.trees import Chain, TreeBuilder
+from spectrain.trees.base import MarginalRollout
+from spectrain.trees.growing import ChildDraw
+
+from .blocks import dataset, states_behind
+
+TEXT = [5, 81, 300, 7, 42, 1999]
+PATH = [12, 900, 33]
+CHAIN = Chain(3)
+DOMINO = "spectrain.experimental.domino.drafter.Domino"
+XPRESS = "spectrain.experimental.xpress.drafter.XPress"
+
+
+def make(target: Target, constructor: str, **options: Any) -> Any:
+    """A drafter of blocks of four with random weights, large enough that every part matters."""
+    torch.manual_seed(7)
+    settings = {"_target_": constructor, "block_size": 4, "num_layers": 1, "num_anchors": 5, **options}
+    drafter = build(settings, target=target)
+    counts = torch.arange(target.head.vocab_size, 0, -1)
+    counts[drafter.mask_token_id] = 0
+    drafter.prepare(target, counts)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if parameter.requires_grad and parameter.dim() > 1:
+                parameter.add_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+    return drafter.eval()
+
+
+def batch_of(target: Target, drafter: Any, rows: list[int]) -> Batch:
+    return LiveSource().make_batch(BatchRequest(dataset()[rows], target, drafter.layers))
+
+
+def rollout_after(drafter: Any, states: Tensor, text: list[int], builder: TreeBuilder = CHAIN, has_anchor: bool = False) -> Any:
+    """The rollout after a text, from the states of its block: those of all slots, or of the drafting ones."""
+    tokens = torch.tensor([text])
+    lengths = torch.tensor([len(text) - 1])
+    context = SimpleNamespace(
+        root=tokens[:, -1], tokens=tokens, lengths=lengths, builder=builder, sequence_ids=torch.zeros(1, dtype=torch.int64)
+    )
+    return drafter.make_rollout(context, SlotStates(states[None], drafter.first_draft_slot if has_anchor else 0))
+
+
+def follow(rollout: Any, path: list[int]) -> Tensor:
+    """Log q [len(path) + 1, V] after the root and after each token of a path."""
+    log_q = [rollout.start()[0, 0]]
+    for parent, token in enumerate(path):
+        log_q.append(rollout.extend(torch.tensor([[token]]), torch.tensor([[parent]]))[0, 0])
+    return torch.stack(log_q)
+
+
+@torch.no_grad()
+def domino_by_formula(drafter: Domino, states: Tensor, tokens: list[int]) -> Tensor:
+    """Log q [len(tokens), V] of drafts after these previous tokens, by the equations of a GRU (gates r, z, n)."""
+    state, log_q = torch.zeros(drafter.prefix_gru.hidden_size), []
+    for d, (token, z) in enumerate(zip(tokens, states)):
+        from_input = (drafter.prefix_gru.weight_ih_l0 @ drafter.embed(torch.tensor(token))).chunk(3)
+        from_state = (drafter.prefix_gru.weight_hh_l0 @ state).chunk(3)
+        reset, update = ((from_input[i] + from_state[i]).sigmoid() for i in range(2))
+        state = (1 - update) * (from_input[2] + reset * from_state[2]).tanh() + update * state
+        inner = drafter.embed_proj[0].weight @ torch.cat([z, state])
+        logits = drafter.head.output.weight[drafter.draft_ids] @ z
+        if d >= drafter.uncorrected:
+            logits = logits + drafter.embed_proj[2].weight @ (inner * inner.sigmoid())
+        log_q.append(logits.log_softmax(-1))
+    return torch.stack(log_q)
+
+
+@pytest.mark.parametrize("options", [{}, {"sample_from_anchor": False, "vocab_size": 512, "uncorrected": 0}])
+@torch.no_grad()
+def test_domino_steps_as_its_training_scans(shallow: Target, options: dict[str, Any]) -> None:
+    """Stepping the GRU token by token = the formulas = the scan over the block that training judges; what a slot reads is
+    earlier; without W2 the logits are DFlash's bit for bit."""
+    drafter = make(shallow, DOMINO, gru_width=12, rank=8, **options)
+    states = states_behind(drafter, shallow, TEXT)[:3]
+    log_q = follow(rollout_after(drafter, states, TEXT), PATH[:2])
+    torch.testing.assert_close(log_q, domino_by_formula(drafter, states, [TEXT[-1], *PATH[:2]]), rtol=1e-4, atol=1e-5)
+    tokens = torch.tensor([[TEXT[-1], *PATH[:2]]])
+    terms = drafter.correct(states[None], drafter.prefix_gru(drafter.embed(tokens))[0], torch.arange(3))
+    scanned = drafter.corrected_log_q(drafter.compute_products(states[None]), terms)[0]
+    torch.testing.assert_close(log_q, scanned, rtol=1e-4, atol=1e-5)
+    other = follow(rollout_after(drafter, states, TEXT), [PATH[0], 4])
+    assert torch.equal(other[:2], log_q[:2]) and not torch.allclose(other[2], log_q[2])
+    drafter.readout.weight.zero_()
+    assert torch.equal(
+        follow(rollout_after(drafter, states, TEXT), PATH[:2])[1:], drafter.log_q(drafter.compute_products(states[None]))[0, 1:]
+    )
+
+
+def test_domino_trains_its_head_as_the_base_fades(shallow: Target) -> None:
+    """With lam = 1 the head gets a gradient of exactly zero; halfway to its end the loss is half of each cross-entropy."""
+    drafter = make(shallow, DOMINO, gru_width=12, rank=8)
+    batch = batch_of(shallow, drafter, [0, 1])
+    drafter.loss(batch, shallow, TrainingState()).total.backward()
+    assert all(not parameter.grad.any() for part in (drafter.prefix_gru, drafter.embed_proj) for parameter in part.parameters())
+    assert drafter.fc.weight.grad.any()
+    terms = [drafter.loss(batch, shallow, TrainingState(progress=progress)).terms for progress in (0.0, 0.25, 0.5)]
+    assert "base" not in terms[2]
+    assert float(terms[1]["base"].detach()) == pytest.approx(float(terms[0]["base"].detach()) / 2)
+    assert float(terms[1]["corrected"].detach()) == pytest.approx(float(terms[2]["corrected"].detach()) / 2)
+
+
+def xpress_logits(drafter: XPress, slots: Tensor, tokens: list[int]) -> Tensor:
+    """Logits [K, V] of the drafting slots after these tokens [S] before all slots, with the mixer folded into I + tril(L)."""
+    head, mean = drafter.refiner_head, slots.mean(0)
+    a = torch.stack(
+        [
+            head.in_proj.weight @ torch.cat([head.down_h.weight @ z, head.down_g.weight @ mean, head.token_embed.weight[token]])
+            for z, token in zip(slots, tokens)
+        ]
+    )
+    folded = torch.eye(len(slots)) + head.mix_l.tril()
+    c = torch.einsum("mkj,jm->km", folded, a)
+    inner = c @ head.mlp_gate.weight.T
+    c = c + (inner * inner.sigmoid() * (c @ head.mlp_up.weight.T)) @ head.mlp_down.weight.T
+    rows = drafter.head.output.weight[drafter.draft_ids]
+    return (slots @ rows.T + c @ head.readout.weight.T)[drafter.first_draft_slot :]
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("builder", [CHAIN, Chain(3, "sampled", 0.8, seed=3)], ids=["greedy", "drawn"])
+@torch.no_grad()
+def test_xpress_passes_reach_what_left_to_right_drafting_draws(shallow: Target, builder: Chain, shifted: bool) -> None:
+    """After m passes the first m drafts are those of drafting one after the other with the same noise, and after all passes
+    all are; q of the last pass is that of the drafts which it read, and slot k's does not depend on the noise from k on."""
+    drafter = make(shallow, XPRESS, rank=8, sample_from_anchor=shifted)
+    slots = states_behind(drafter, shallow, TEXT, every=True)
+    context: Any = SimpleNamespace(sequence_ids=torch.zeros(1, dtype=torch.int64), lengths=torch.tensor([len(TEXT) - 1]))
+    draw, count = ChildDraw.of_round(builder, context), drafter.num_drafts
+    tokens, expected = [TEXT[-2], TEXT[-1], 0, 0, 0, 0][1 - drafter.first_draft_slot :][: len(slots)], []
+    for k in range(count):
+        log_q = xpress_logits(drafter, slots, tokens)[k].log_softmax(-1)
+        expected.append(log_q)
+        child = int(draw.pick(log_q[None, None], torch.tensor([[k]]), 1)[0])
+        if drafter.first_draft_slot + k + 1 < len(slots):
+            tokens[drafter.first_draft_slot + k + 1] = child
+    for passes in range(1, count + 1):
+        drafter.num_passes = passes
+        rollout = rollout_after(drafter, slots, TEXT, builder, has_anchor=True)
+        torch.testing.assert_close(rollout.log_q[0, :passes], torch.stack(expected[:passes]), rtol=1e-4, atol=1e-4)
+    drafter.readout.weight.zero_()
+    plain = drafter.log_q(drafter.compute_products(slots[None, drafter.first_draft_slot :]))
+    assert torch.equal(rollout_after(drafter, slots, TEXT, builder, has_anchor=True).log_q, plain)
+
+
+@torch.no_grad()
+def test_xpress_reads_earlier_drafts_only(shallow: Target) -> None:
+    """Another token before slot j changes no slot before j."""
+    drafter = make(shallow, XPRESS, rank=8)
+    block = drafter.refiner_head.project_block(states_behind(drafter, shallow, TEXT, every=True)[None])
+    tokens = torch.tensor([[300, 7, 42, 1999]])
+    terms = drafter.refiner_head(block, tokens)
+    for j in range(4):
+        other = drafter.refiner_head(block, tokens.scatter(1, torch.tensor([[j]]), 11))
+        assert torch.equal(other[:, :j], terms[:, :j]) and not torch.allclose(other[:, j], terms[:, j])
+
+
+def test_xpress_loss_has_every_pass(shallow: Target) -> None:
+    """Passes over the drafter's own drafts, with the refiner's block projected once, = a loop over formulas."""
+    drafter = make(shallow, XPRESS, rank=8, consistency_passes=2, decay=0.0, ce=0.0, tv=1.0, base_weight=0.5, num_anchors=1)
+    batch = batch_of(shallow, drafter, [0])
+    losses = drafter.loss(batch, shallow, TrainingState())
+    anchors = sample_anchors(batch, 1, drafter.seed, 0)
+    place, text = int(anchors.token_indices), batch.tokens[0].tolist()
+    log_p = shallow.head.logits(shallow.features(batch.tokens, ("final",)).at_layer("final"))[0].softmax(-1)
+    with torch.no_grad():
+        slots = states_behind(drafter, shallow, text[: place + 1], every=True)
+        judged = 0
+        while judged < 3 and place + judged + 1 < len(text) and batch.loss_mask[0, place + judged + 1]:
+            judged += 1
+        base = drafter.scale_and_cap(drafter.compute_products(slots))[1:]
+        drafts, passes = text[place + 1 : place + 4], []
+        for number in range(3):
+            tokens = [text[place - 1], text[place], *drafts][:4]
+            passes.append(xpress_logits(drafter, slots, [*tokens, *[0] * (4 - len(tokens))]))
+            drafts = (passes[-1] if number else base).argmax(-1).tolist()
+        rejected = [
+            float(sum(1 - torch.minimum(log_p[place + d], logits[d].softmax(-1)).sum() for d in range(judged)))
+            for logits in (base, *passes)
+        ]
+    scale = float(batch.loss_mask[0, 1:].sum()) / judged
+    assert float(losses.terms["refined"].detach()) == pytest.approx(scale * rejected[1], rel=1e-3)
+    assert float(losses.terms["base"].detach()) == pytest.approx(0.5 * scale * rejected[0], rel=1e-3)
+    assert float(losses.terms["consistency"].detach()) == pytest.approx(0.3 * scale * (rejected[2] + rejected[3]) / 2, rel=1e-3)
+
+
+def test_a_one_pass_tree_continues_the_likeliest_path() -> None:
+    """Against a search over all nodes; width 1 is the greedy chain."""
+    log_q = torch.randn(1, 4, 6, generator=torch.Generator().manual_seed(2)).log_softmax(-1)
+    prefix: Any = SimpleNamespace(root=torch.tensor([9]))
+    tree = OnePassTree(depth=4, budget=12, width=3).expand(prefix, MarginalRollout(prefix.root, log_q))
+    best = log_q[0].topk(3, dim=-1)
+    paths, opened = {(): 0.0}, set()
+    while len(paths) < 12:
+        path = max((path for path in paths if path not in opened and len(path) < 4), key=lambda path: paths[path])
+        opened.add(path)
+        for score, token in zip(best.values[len(path)].tolist(), best.indices[len(path)].tolist()):
+            if len(paths) < 12:
+                paths[(*path, token)] = paths[path] + score
+    found: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tree.tokens[0, 1:].tolist(), tree.parents[0, 1:].tolist()):
+        found.append((*found[parent], token))
+    assert found == list(paths)
+    assert tree.scores is not None and tree.scores[0].tolist() == pytest.approx(list(paths.values()), abs=1e-5)
+    chain = OnePassTree(depth=4, budget=9, width=1).expand(prefix, MarginalRollout(prefix.root, log_q))
+    assert chain.tokens[0].tolist() == [9, *log_q[0].argmax(-1).tolist()] and chain.is_chain
