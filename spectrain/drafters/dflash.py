@@ -91,4 +91,4 @@ class DFlash(BlockDrafter):
 
     def make_rollout(self, context: Context, slots: SlotStates) -> Rollout:
         """Return a rollout of marginals: the distribution of a slot does not depend on the path."""
-        return MarginalRollout(context.root, self.log_q(self.compute_products(slots.drafting)), self.draft_ids)
+        return MarginalRollout(context.root, self.log_q(self.compute_products(slots.draft_states)), self.draft_ids)

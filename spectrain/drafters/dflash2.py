@@ -191,7 +191,7 @@ class DFlash2(BlockDrafter):
     # Decoding
 
     def make_rollout(self, context: Context, slots: SlotStates) -> Rollout:
-        return _Selected(self, context.root, slots.drafting)
+        return _Selected(self, context.root, slots.draft_states)
 
 
 class _Selected(DepthRollout):

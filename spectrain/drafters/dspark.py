@@ -159,7 +159,7 @@ class DSpark(LowRankDrafter):
     # Decoding
 
     def make_rollout(self, context: Context, slots: SlotStates) -> Rollout:
-        return _Markov(self, context.root, slots.drafting)
+        return _Markov(self, context.root, slots.draft_states)
 
 
 class _Markov(CarriedRollout):

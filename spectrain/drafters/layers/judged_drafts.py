@@ -22,13 +22,13 @@ from .vocabulary import Supervision
 class SlotStates:
     """The normed states of the slots of blocks, in training and in decoding."""
 
-    every: Tensor  # [A, S, W]
+    all_states: Tensor  # [A, S, W]
     first_draft_slot: int
 
     @property
-    def drafting(self) -> Tensor:
+    def draft_states(self) -> Tensor:
         """The states [A, K, W] of the slots that draft."""
-        return self.every[:, self.first_draft_slot :]
+        return self.all_states[:, self.first_draft_slot :]
 
 
 class JudgedDrafts:
@@ -43,7 +43,7 @@ class JudgedDrafts:
     ) -> None:
         self.supervision, self.batch, self.anchors, self.slots = supervision, batch, anchors, slots
         self.progress = progress  # share of the training that is done
-        self.states, self.piece = slots.drafting, batch.piece
+        self.states, self.piece = slots.draft_states, batch.piece
         states = self.states  # [A, K, W]
         self.num_drafts, rows = states.shape[1], supervision.row_index.flatten()
         depths = torch.arange(self.num_drafts, device=rows.device)

@@ -107,7 +107,7 @@ class Domino(LowRankDrafter):
 
     def make_rollout(self, context: Context, slots: SlotStates) -> Rollout:
         """Return a rollout over the first slots: the last one of a shifted block is trained and drafts nothing."""
-        return _Corrected(self, context.root, slots.drafting[:, : max(1, self.block_size - 1)])
+        return _Corrected(self, context.root, slots.draft_states[:, : max(1, self.block_size - 1)])
 
 
 class _Corrected(CarriedRollout):

@@ -134,7 +134,7 @@ class XPress(LowRankDrafter):
     def judge_drafts(self, drafts: JudgedDrafts) -> Losses:
         """Return the losses of the corrected logits, of passes over the drafter's own drafts, and of DFlash's logits."""
         weights, loss = drafts.decayed_weights(self.decay), CombinedLoss(self.ce, self.tv)
-        block, head = self.refiner_head.project_block(drafts.slots.every), self.joint_projection
+        block, head = self.refiner_head.project_block(drafts.slots.all_states), self.joint_projection
         roots, base = drafts.previous_tokens[:, 0], loss.judge(drafts, drafts.hidden, self.projection, weights)
         inputs, results = drafts.tokens, []
         for number in range(1 + self.consistency_passes):
@@ -154,7 +154,7 @@ class XPress(LowRankDrafter):
 
     def make_rollout(self, context: Context, slots: SlotStates) -> Rollout:
         """Return a rollout of the marginals of the last pass."""
-        products, block = self.compute_products(slots.drafting), self.refiner_head.project_block(slots.every)
+        products, block = self.compute_products(slots.draft_states), self.refiner_head.project_block(slots.all_states)
         draw = ChildDraw.of_round(context.builder, context)
         lengths, tokens = context.lengths, context.tokens
         first = torch.where(lengths > 0, tokens.gather(1, (lengths - 1).clamp(min=0)[:, None])[:, 0], context.root)
