@@ -17,7 +17,7 @@ from spectrain.decoding.session import Session
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
-from spectrain.experimental.router.arms import Arm
+from spectrain.experimental.router.arms import Arm, Hedge
 from spectrain.experimental.router.drafter import MAX_UNREAD, NUM_TRIALS, DrafterRouter
 from spectrain.experimental.router.voting import VotingRollout
 from spectrain.experimental.shared.guard import Guard
@@ -111,8 +111,8 @@ Stream = tuple[list[list[int]], list[list[int]]]
 
 
 def test_in_a_stream_of_two_domains_the_better_drafter_is_used(shallow: Target, stream: Stream) -> None:
-    """Texts of two domains follow each other, and either drafter knows one of them: after 50 rounds, nine of ten are drafted by
-    the one that knows the text, those after a change of the domain counted."""
+    """Texts of two domains follow each other, and either drafter knows one of them: after 50 rounds, three of four are drafted
+    by the one that knows the text, those after each of the three changes of the domain counted."""
     prompts, texts = stream
     domains = [0, 0, 1, 1, 0, 1]
     known = [[text for text, domain in zip(texts, domains) if domain == number] for number in (0, 1)]
@@ -123,7 +123,7 @@ def test_in_a_stream_of_two_domains_the_better_drafter_is_used(shallow: Target, 
         (found,) = decode(shallow, [prompt], Greedy(), 90, drafter, Chain(2), ignore_eos=True)
         assert prompt + found.output == text
         used += [pick == domain for pick in drafter.picks[before:]]
-    assert len(used) > 150 and sum(used[50:]) >= 0.9 * len(used[50:])
+    assert len(used) > 150 and sum(used[50:]) >= 0.75 * len(used[50:])
 
 
 @pytest.mark.parametrize("by", ["hedge", "bandit"])
@@ -217,6 +217,39 @@ def test_votes_are_counted(shallow: Target, prompts: list[list[int]]) -> None:
     silent = VotingRollout([Says(8, knows=False)], [1.0], 9)
     torch.testing.assert_close(silent.start().exp(), torch.full((1, 1, 9), 1 / 9))
     assert silent.stop_mask is not None and silent.stop_mask.all()
+
+
+def streams(count: int, rounds: int) -> list[np.ndarray]:
+    """Speeds [rounds, arms] that make a choice hard: nearly equal ones, ones that alternate, random ones, and ones that turn
+    against whoever is ahead."""
+    noise = np.random.default_rng(3)
+    equal, turning = np.full((rounds, count), 0.97), np.zeros((rounds, count))
+    equal[:, -1] = 1.0
+    hedge = Hedge(count, None)
+    for speeds in turning:
+        speeds[:] = np.where(np.arange(count) == hedge.weights.argmax(), 0.2, 1.0)
+        hedge.add_gains(speeds)
+    return [equal, 0.1 + (np.arange(rounds)[:, None] + np.arange(count)) % 2, noise.random((rounds, count)) + 0.01, turning]
+
+
+@pytest.mark.parametrize("count", [2, 5])
+@pytest.mark.parametrize("memory", [None, 16])
+def test_hedge_regrets_no_more_than_the_theory_allows(count: int, memory: int | None) -> None:
+    """What the weights earn, faded as the gains are, falls short of the best arm's by at most the bound, after every round;
+    without fading an arm that is 3 % slower for ever ends with less than a hundredth of the weight."""
+    for speeds in streams(count, 3000):
+        hedge, earned, best = Hedge(count, memory), 0.0, np.zeros(count)
+        for number, row in enumerate(speeds, 1):
+            gains, weights = row / row.max(), hedge.weights
+            earned, best = hedge.fade * earned + float(weights @ gains), hedge.fade * best + gains
+            hedge.add_gains(row)
+            rounds = number if memory is None else memory
+            assert best.max() - earned <= 2 * np.sqrt(rounds * np.log(count) / 2) + np.sqrt(np.log(count) / 8)
+    if memory is None:
+        hedge = Hedge(count, None)
+        for row in streams(count, 30000)[0][:, :]:
+            hedge.add_gains(row)
+        assert hedge.weights[:-1].max() < 0.01
 
 
 def test_nothing_is_promised_deeper_than_a_drafter_drafts() -> None:

@@ -48,9 +48,9 @@ class DrafterRouter(Drafter):
 
     by=hedge (Not-a-Bandit) needs no exploration. Every `score_every`-th round all drafters read the new text, which they would
     have to read before their next draft, and each is teacher-forced along the tokens that the round emits, in one step where
-    possible. So all are scored on the same text. Exponential weights over the expected tokens per second, with fading memory,
-    are the probabilities with which a drafter is picked. Expected are the tokens of a chain with the observed acceptance rates,
-    over the median time of its rounds.
+    possible. So all are scored on the same text. Exponential weights over the summed gains of these rounds are the
+    probabilities with which a drafter is picked. A gain is the expected tokens per second as a share of the best drafter's:
+    those of a chain with the observed acceptance rates, over the median time of its rounds.
 
     by=bandit scores only the drafter of a round, and draws acceptance rates from Beta posteriors, so that drafters with few
     rounds are explored (SPIN and other bandits). by=vote runs all of them: a token's share of q is the weight of the drafters
@@ -71,8 +71,8 @@ class DrafterRouter(Drafter):
         by: Literal["hedge", "bandit", "vote"] = "hedge",
         # Number of rounds from one that scores all drafters to the next, with by=hedge.
         score_every: int = 4,
-        # Number of scored rounds over which observations fade.
-        memory: int = 8,
+        # Number of scored rounds over which observations and gains fade; null remembers all rounds.
+        memory: int | None = 16,
         # Seed of the random choices.
         seed: int = 0,
     ) -> None:
@@ -81,19 +81,20 @@ class DrafterRouter(Drafter):
         if len(inner_settings) < 2:
             raise UserError("drafter.inner: name two drafters or more to choose from, as in drafter.inner=[ngram,runs/NAME]")
         for key, value in (("score_every", score_every), ("memory", memory)):
-            if value < 1:
+            if value is not None and value < 1:
                 raise UserError(f"drafter.{key}={value}: use 1 or more")
         built = [build_nestable(setting, "inner", target) for setting in inner_settings]
         drafters = [drafter for drafter, _ in built]
         self.inner = nn.ModuleList(drafters).requires_grad_(False)
         self.saved = replace(self.saved, settings={"inner": [description for _, description in built]})
         self.by, self.score_every, self.layers = by, score_every, union_layers(drafters)
-        self.arms = [Arm(1 - 1 / memory, NUM_TIMED_ROUNDS) for _ in drafters]
         self.hedge = Hedge(len(drafters), memory)
+        self.arms = [Arm(self.hedge.fade, NUM_TIMED_ROUNDS) for _ in drafters]
         self.rng = np.random.default_rng(seed)
         self.clock: Callable[[], float] = time.perf_counter
         self.verify_seconds: deque[float] = deque(maxlen=NUM_TIMED_ROUNDS)  # seconds
         self.picks: list[int] = []  # the drafter of each round
+        self.scored_all = False  # whether this round scores every drafter
         self.verified: Features | None = None  # the target's features of this round's tree
 
     @property
@@ -105,6 +106,7 @@ class DrafterRouter(Drafter):
         for arm in self.arms:
             arm.queue_features(context)
         pick, runs_all, margin = self._pick_arm(context), self.scores_all, 2 * (context.builder.depth + 1)
+        self.scored_all = runs_all
         for number, (arm, drafter) in enumerate(zip(self.arms, self.inner)):
             must_read = context.begins or arm.num_unread + margin > MAX_UNREAD
             if runs_all or must_read or number == pick:
@@ -152,8 +154,8 @@ class DrafterRouter(Drafter):
                 arm.score_draft(context, accepted.path, logits)
             self.inner[number].commit(replace(context, round=arm.num_drafts), accepted)  # type: ignore[operator]
             arm.recording = None
-        if self.by != "bandit" and all(arm.seconds for arm in self.arms):
-            self.hedge.update_gains(
+        if self.scored_all and all(arm.seconds for arm in self.arms):
+            self.hedge.add_gains(
                 np.array([self._tokens_per_second(arm.acceptance_rates(context.builder.depth), arm) for arm in self.arms])
             )
         self.verified = None
