@@ -6,6 +6,7 @@ that small targets can be measured; the perplexity next to each length shows wha
 
 import json
 import math
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,8 @@ class ContextBench:
     depth: int = 4
     # Tokens of the cache that windows, SnapKV and Quest read.
     budget: int = 256
+    # Names of the drafters to measure, such as [snap, signs]; null measures all of them.
+    drafters: tuple[str, ...] | None = None
     # JSON file of the results; the plot is written next to it with the suffix .svg.
     out: str = "eval/results/context.json"
 
@@ -79,6 +82,8 @@ class ContextBench:
             "int4 weights": make(target, "full", weights="int4"),
             "quest, int4 weights": make(target, "quest", budget, weights="int4"),
             "quest, 3 guesses": make(target, "quest", budget, guesses=3),
+            **{name: make(target, name, budget) for name in ("defensive", "compress", "signs", "clusters")},
+            **{name: make(target, name) for name in ("sink4", "turbo4", "merged")},
         }
 
     @torch.inference_mode()
@@ -87,7 +92,10 @@ class ContextBench:
         trained_length = target.max_length
         extend_context(target, max(self.lengths) + self.new_tokens)
         target.pack_weights()
-        drafters = {name: drafter.to(target.device).eval() for name, drafter in self.build_drafters(target).items()}
+        every = self.build_drafters(target)
+        if unknown := {*(self.drafters or ())} - {*every}:
+            raise UserError(f"drafters={sorted(unknown)}: choose from {', '.join(every)}")
+        drafters = {name: every[name].to(target.device).eval() for name in self.drafters or every}
         text = take_tokens(target, self.prompts * max(self.lengths))
         rows = [self.measure_length(target, drafters, text, length) for length in self.lengths]
         setting = {
@@ -107,22 +115,33 @@ class ContextBench:
         generations: dict[str, list[Generation]] = {name: [] for name in drafters}
         reads = dict.fromkeys(drafters, BytesRead())
         identical, losses = dict.fromkeys(drafters, 0), []
+        seconds = dict.fromkeys(("reference", *drafters), 0.0)
         for start in range(0, self.prompts * length, length):
             prompt = text[start : start + length]
             request = make_request(target, [prompt], self.new_tokens, ignore_eos=True)
             widest = max(drafters.values(), key=lambda drafter: drafter.guesses)
             context = prefill_context(target, Greedy(), request, widest, builder)
             losses.append(prompt_loss(context, prompt))
-            reference = continue_prompt(context, None, RootOnlyBuilder())
+            reference, seconds["reference"] = time_call(seconds["reference"], context, None, RootOnlyBuilder())
             for name, drafter in drafters.items():
-                generations[name].append(generation := continue_prompt(context, drafter, builder))
+                generation, seconds[name] = time_call(seconds[name], context, drafter, builder)
+                generations[name].append(generation)
                 reads[name] += drafter.bytes_read
                 identical[name] += generation.output == reference.output
         entries = {
-            name: {**acceptance_entry(answers), "identical": identical[name], **measure_traffic(target, reads[name], answers)}
+            name: {
+                **acceptance_entry(answers), "identical": identical[name], **measure_traffic(target, reads[name], answers),
+                "cpu_ratio": round(seconds[name] / seconds["reference"], 3),
+            }
             for name, answers in generations.items()
-        }
+        }  # fmt: skip
         return {"length": length, "perplexity": round(math.exp(sum(losses) / len(losses)), 2), "drafters": entries}
+
+
+def time_call(earlier: float, context: Context, drafter: Drafter | None, builder: TreeBuilder) -> tuple[Generation, float]:
+    """Continue a prompt; return the answer, and the processor's seconds of this and `earlier` answers."""
+    start = time.process_time()
+    return continue_prompt(context, drafter, builder), earlier + time.process_time() - start
 
 
 def extend_context(target: Target, length: int) -> None:

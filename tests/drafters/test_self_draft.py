@@ -29,11 +29,15 @@ from tests.decoding.rounds import begun
 from tests.models import architectures
 
 TEXTS = ("The bees find the hive. The bees find the hive and the bees", "one two three four one two three", "What is it?")
+SMALL = {"choice": "causal", "num_layers": 1}
 WHOLE: dict[str, dict[str, Any]] = {
     "window": {"cache": "window", "budget": 400},
     "snap": {"cache": "snap", "budget": 400},
     "quest": {"cache": "quest", "budget": 400, "page": 4},
     "refreshed": {"cache": "snap", "budget": 400, "refresh": 1},
+    **{name: {"cache": name, "budget": 400, "group": 4} for name in ("defensive", "compress", "signs", "clusters")},
+    "merged": {"cache": "merged", "merge": 0.0, "group": 4},
+    "outliers": {"cache": "sink4", "outliers": 4, "group": 4},
 }
 LESS: dict[str, dict[str, Any]] = {
     "window": {"cache": "window", "budget": 7, "sinks": 2},
@@ -45,6 +49,19 @@ LESS: dict[str, dict[str, Any]] = {
     "weights4": {"cache": "full", "weights": "int4", "guesses": 2},
     "both": {"cache": "quest", "budget": 8, "page": 4, "weights": "int4", "guesses": 2},
     "coded": {"cache": "int4", "group": 4, "weights": "int8"},
+    "compress": {"cache": "compress", "budget": 6, "observe": 3, "refresh": 2},
+    "defensive": {
+        "cache": "defensive",
+        "budget": 6,
+        "observe": 3,
+        "guesses": 2,
+        "helper": {"choice": "causal", "num_layers": 1},
+    },
+    "signs": {"cache": "signs", "budget": 6, "group": 4, "refresh": 1},
+    "clusters": {"cache": "clusters", "budget": 1},
+    "merged": {"cache": "merged", "group": 8, "merge": 0.5},
+    "sink4": {"cache": "sink4", "group": 4, "outliers": 1},
+    "turbo4": {"cache": "turbo4", "group": 4},
 }
 
 
@@ -76,7 +93,7 @@ def windowed(tiny: Target, window: int) -> Target:
     return Target(model, tiny.tokenizer, "windowed", "")
 
 
-@pytest.mark.parametrize("case", ["window", "snap", "quest"])
+@pytest.mark.parametrize("case", ["window", "snap", "quest", "compress"])
 def test_window_layers_miss_nothing(tiny: Target, prompts: list[list[int]], case: str) -> None:
     """Layers that see 6 positions draft what they say from any 12 tokens: whatever is chosen, these hold the newest."""
     target = windowed(tiny, 6)
@@ -166,6 +183,28 @@ def test_guesses_change_no_draft(shallow: Target) -> None:
         found.append((one.output, one.round_lengths))
         read.append(drafter.bytes_read.weights)
     assert found[0] == found[1] and read[1] < read[0]
+
+
+def test_a_helper_that_is_right_saves_forwards(shallow: Target, prompts: list[list[int]]) -> None:
+    """A small model drafts for the target on its reduced cache: the same rounds; where its guesses are what the target says,
+    a chain of 4 takes the root's forward with three guesses and no other."""
+    settings = {"cache": "window", "budget": 12, "guesses": 3}
+    helped = SelfDraft(shallow, **settings, helper=SMALL)
+    rounds = [
+        [(one.output, one.round_lengths) for one in decode(shallow, prompts, Greedy(), 16, drafter, Chain(4), ignore_eos=True)]
+        for drafter in (SelfDraft(shallow, **{**settings, "guesses": 0}), helped)
+    ]
+    assert rounds[0] == rounds[1]
+    drafter = SelfDraft(shallow, **settings, helper=SMALL)
+    context = begun(shallow, prompts[:1], drafter, Chain(4))
+    with torch.inference_mode():
+        tokens = Chain(4).grow(context, SelfDraft(shallow, **{**settings, "guesses": 0}).draft(context)).tokens[0, 1:].tolist()
+        draft, nodes = drafter.draft(context), list[int]()
+        rollout: Any = draft.rollout
+        rollout.guesser.continue_paths = lambda paths, last, count: torch.tensor([[*tokens, 0, 0, 0][len(paths[0]) :][:count]])
+        run = drafter.compute_log_probs
+        drafter.compute_log_probs = lambda *given: nodes.append(given[1].shape[1]) or run(*given)  # type: ignore
+        assert Chain(4).grow(context, draft).tokens[0, 1:].tolist() == tokens and nodes == [4]
 
 
 # What it reads
@@ -290,6 +329,9 @@ def test_a_window_layer_reads_what_it_reaches(tiny: Target) -> None:
         ({"cache": "quest", "page": 20, "budget": 8}, "drafter.budget=8: use 20 or more"),
         ({"refresh": 0}, "drafter.refresh=0: use 1 or more"),
         ({"guesses": -1}, "drafter.guesses=-1: use 0 or more"),
+        ({"helper": "ngram"}, "drafter.helper: it guesses what a draft step runs; give drafter.guesses"),
+        ({"cache": "merged", "merge": 0.6}, "drafter.merge=0.6: only every other token"),
+        ({"cache": "sink4", "group": 4, "outliers": 5}, "drafter.outliers=5: a group has drafter.group=4"),
     ],
 )
 def test_mistakes_are_named(shallow: Target, options: dict[str, Any], message: str) -> None:

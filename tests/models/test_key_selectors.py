@@ -4,10 +4,19 @@ import torch
 
 from spectrain.experimental.less_cache.key_selectors import (
     POOL_SIZE,
+    KeySelector,
     QuestSelector,
     SelectionInput,
     SnapKVSelector,
     StreamingLLMSelector,
+)
+from spectrain.experimental.less_cache.ragged_selectors import DefensiveKVSelector, KVCompressSelector, mask_unselected
+from spectrain.experimental.less_cache.retrieval_selectors import (
+    NUM_SINKS,
+    ClusterSelector,
+    SignSelector,
+    cluster_keys,
+    round_to_signs,
 )
 
 LENGTHS = torch.tensor([41, 30])
@@ -21,7 +30,7 @@ def seen(num_queries: int) -> SelectionInput:
     return SelectionInput(torch.randn(2, int(LENGTHS.max()), KEYS, 8), LENGTHS, queries)
 
 
-def chosen(chooser: StreamingLLMSelector | SnapKVSelector | QuestSelector, what: SelectionInput) -> list[list[list[int]]]:
+def chosen(chooser: KeySelector, what: SelectionInput) -> list[list[list[int]]]:
     """The chosen tokens of every text and head, in their order."""
     counts = chooser.count_selected(what.lengths)
     places = chooser.select_keys(0, what, counts)
@@ -86,3 +95,61 @@ def test_bounds_of_full_pages_are_cached() -> None:
     growing.select_keys(0, what._replace(lengths=lengths), growing.count_selected(lengths))
     assert growing.selection_bytes(0, what) == (10 - 4 + 7 - 4) * 4 * what.token_bytes + 2 * (10 + 7) * what.token_bytes
     assert chosen(growing, what) == chosen(QuestSelector(8, 4), what)
+
+
+def test_signs_stand_for_keys() -> None:
+    """Of eight tokens with keys of one channel: a key is the nearer of two levels in its group, and the tokens with the highest
+    scores are chosen, the newest always."""
+    keys = torch.tensor([0.0, 4.0, 3.0, 1.0, -8.0, 8.0, 7.0, -2.0])[None, :, None, None]
+    assert round_to_signs(keys, 4).flatten().tolist() == [1, 3, 3, 1, -4, 4, 4, -4]
+    query = torch.ones(1, 1, 1, 1, 1)
+    for sign, expected in ((1.0, {5, 6, 7}), (-1.0, {4, 7, 0, 3})):
+        what = SelectionInput(keys, torch.tensor([8]), sign * query)
+        assert set(chosen(SignSelector(len(expected), 4), what)[0][0]) == expected
+
+
+def test_heads_share_one_threshold() -> None:
+    """One head attends to a single token and the other to all alike: of four tokens for the two, beside the observed ones, the
+    first takes one and the second the rest, whose other slots are hidden."""
+    keys = torch.zeros(1, 8, 2, 1)
+    keys[0, 0, 0] = 9.0
+    selector = KVCompressSelector(3, 1)
+    what = SelectionInput(keys, torch.tensor([8]), torch.ones(1, 2, 1, 1, 1))
+    selector.count_votes = lambda weights: weights.sum((2, 3)) * torch.tensor([1, 0.9])[:, None]  # type: ignore
+    selector.plan_budgets({0: what})
+    counts = selector.head_counts[0]
+    votes = selector.votes[0][0]
+    best = sorted(((float(vote), head) for head in (0, 1) for vote in votes[head]), reverse=True)[:6]
+    assert counts[0].tolist() == [sum(head == number for _, head in best) for number in (0, 1)] and counts.sum() == 6
+    assert counts[0, 0] != counts[0, 1]
+    visible = mask_unselected(counts, counts.amax(1), 8)[0]
+    width = int(counts.max())
+    assert [row[:width].sum() for row in visible] == counts[0].tolist() and visible[:, width:].all()
+
+
+def test_the_worst_case_votes() -> None:
+    """A token that one of many queries needs has that query's vote, and one that none needs half the mean."""
+    weights = torch.zeros(1, 1, 1, 4, 8)
+    weights[0, 0, 0, :, 0], weights[0, 0, 0, 3, 5] = 0.9, 0.8
+    votes = DefensiveKVSelector(4, 1).count_votes(weights)[0, 0]
+    floor = (0.9 + 0.8) / 8 / 2
+    expected = torch.tensor([0.9, *[floor] * 4, 0.8, *[floor] * 2])
+    torch.testing.assert_close(votes, expected / expected.sum())
+
+
+def test_clusters_are_chosen_by_their_centroids() -> None:
+    """Keys in two directions make two clusters; the query's takes the budget, after the sinks and what is in no cluster."""
+    keys = torch.tensor([[1.0, 0.1], [0.1, 1.0]]).repeat(4, 1)
+    labels, centroids = cluster_keys(keys[None, None], 2)
+    assert labels[0, 0].tolist() == [0, 1] * 4 or labels[0, 0].tolist() == [1, 0] * 4
+    torch.testing.assert_close(centroids[0, 0, labels[0, 0]], keys)
+    length = NUM_SINKS + 320 + 5
+    text = torch.randn(length, 2) * 0.01 + torch.tensor([[1.0, 0.0], [0.0, 1.0]])[torch.arange(length) % 2]
+    selector = ClusterSelector(40)
+    what = SelectionInput(text[None, :, None], torch.tensor([length]), torch.tensor([0.0, 1.0])[None, None, None, None])
+    selector.max_extra = NUM_SINKS + 5
+    chosen(selector, what._replace(keys=what.keys[:, :-5], lengths=torch.tensor([length - 5])))
+    (tokens,) = chosen(selector, what)[0]
+    clustered = [token for token in tokens if NUM_SINKS <= token < NUM_SINKS + 320]
+    assert {*range(NUM_SINKS), *range(NUM_SINKS + 320, length)} <= set(tokens) and len(clustered) == 40
+    assert all(token % 2 for token in clustered)

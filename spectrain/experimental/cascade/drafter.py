@@ -18,8 +18,8 @@ from spectrain.drafters.context import Context
 from spectrain.drafters.layers.inner_drafters import DrafterWrapper
 from spectrain.errors import UserError
 from spectrain.experimental.shared.copy_rollout import as_rollout
-from spectrain.experimental.shared.nesting import build_nestable, union_layers
-from spectrain.trees.base import MAX_NODES, Draft, Rollout, TreeBuilder, WrappedBuilder
+from spectrain.experimental.shared.nesting import LargerBuilder, build_nestable, union_layers
+from spectrain.trees.base import MAX_NODES, Draft, Rollout
 from spectrain.trees.token_tree import AcceptedPath
 
 if TYPE_CHECKING:
@@ -99,14 +99,6 @@ class Cascade(DrafterWrapper):
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
         self.inner.commit(context, accepted)
         self.helper.commit(context, accepted)
-
-
-class LargerBuilder(WrappedBuilder):
-    """A builder with room for guesses, which a rollout receives in addition to the builder's nodes."""
-
-    def __init__(self, builder: TreeBuilder, ahead: int) -> None:
-        super().__init__(builder)
-        self.max_drafted = (builder.max_drafted + 1) * (1 + ahead)
 
 
 class IndexedRollout:

@@ -11,14 +11,18 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from spectrain.errors import UserError
 from spectrain.experimental.less_cache.bytes_read import slot_bytes
 from spectrain.kernels.tree_attention import Visibility
-from spectrain.models.kv_cache import KVTransform, QueryObserver, TreeCache
+from spectrain.models.kv_cache import AttentionOptions, KVTransform, QueryObserver, TreeCache
 
+from .codecs import KVCodec
 from .key_selectors import KeySelector, SelectionInput, most_recent
 from .quantized_kv import Bits, QuantizedGroups, quantize_groups
+from .ragged_selectors import KVCompressSelector, mask_unselected
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -84,6 +88,8 @@ class SelectedCache(TreeCache):
         self.storage = source.storage.new_zeros(shape)
         self.synced_lengths = torch.zeros_like(source.lengths)  # [B] tokens of the text at the last selection or copy
         self.window_starts = torch.zeros_like(source.lengths)  # [B] index in the text of slot 0 of a window layer
+        self.head_counts: dict[int, Tensor] = {}  # [B, H] slots that heads read, of layers whose heads differ
+        self.num_selected = torch.zeros_like(source.lengths)  # [B] slots of the selection
         self.is_empty = False
 
     def visibility(
@@ -96,10 +102,12 @@ class SelectedCache(TreeCache):
     def select_tokens(self, queries: RecentQueries) -> int:
         """Copy the selected tokens; return the bytes that were read."""
         source, num_bytes = self.source, 0
+        selections = {layer: self._make_input(layer, queries) for layer in source.attention_layers}
+        if isinstance(self.selector, KVCompressSelector):
+            self.selector.plan_budgets({layer: every for layer, every in selections.items() if layer not in self.windows})
+            self.head_counts = self.selector.head_counts
         counts = self.selector.count_selected(source.lengths)
-        for layer in source.attention_layers:
-            keys = source.keys_values(layer)[0][:, : source.longest]
-            selection = SelectionInput(keys, source.lengths, queries.group_by_key_head(layer, keys.shape[2]))
+        for layer, selection in selections.items():
             if layer in self.windows:
                 indices = most_recent(selection, counts)
             else:
@@ -111,7 +119,40 @@ class SelectedCache(TreeCache):
         self.lengths.copy_(counts)
         self.longest = int(counts.max())
         self.synced_lengths, self.window_starts = source.lengths.clone(), source.lengths - counts
-        return num_bytes + int(counts.sum()) * sum(self.slot_bytes.values())
+        self.num_selected = counts
+        return num_bytes + sum(self._selected_bytes(layer, counts) for layer in self.slot_bytes)
+
+    def _make_input(self, layer: int, queries: RecentQueries) -> SelectionInput:
+        keys = self.source.keys_values(layer)[0][:, : self.source.longest]
+        return SelectionInput(keys, self.source.lengths, queries.group_by_key_head(layer, keys.shape[2]))
+
+    def _selected_bytes(self, layer: int, counts: Tensor) -> int:
+        """Return the bytes of the selected tokens of a layer, `counts` [B] where its heads select equally many."""
+        counts = self.head_counts[layer].float().mean(1) if layer in self.head_counts else counts
+        return int(counts.sum() * self.slot_bytes[layer])
+
+    def attend(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, visibility: Visibility, options: AttentionOptions
+    ) -> Tensor:
+        """Append and attend as `TreeCache.attend`; heads that selected fewer tokens do not see the other slots."""
+        if layer not in self.head_counts:
+            return super().attend(layer, queries, keys, values, visibility, options)
+        if options.softcap is not None or options.sinks is not None:
+            raise UserError(
+                "drafter.cache: compress and defensive cannot run layers with soft caps or sinks; use drafter.cache=snap"
+            )
+        all_keys, all_values = self.append(layer, keys, values)
+        visible = mask_unselected(self.head_counts[layer], self.num_selected, all_keys.shape[2])[:, :, None]  # [B, H, 1, T]
+        mask = visibility.attention_mask(None)
+        visible = visible if mask is None else visible & mask
+        group = queries.shape[1] // keys.shape[1]
+        visible = visible.repeat_interleave(group, dim=1).expand(-1, -1, queries.shape[2], -1)
+        return F.scaled_dot_product_attention(
+            queries.to(all_keys.dtype), all_keys, all_values, visible, scale=options.scale, enable_gqa=True
+        ).to(queries.dtype)
+
+    def lends_storage(self, dtype: torch.dtype) -> bool:
+        return not self.head_counts and super().lends_storage(dtype)
 
     def copy_committed(self) -> int:
         """Copy the tokens committed since the last copy; return the bytes that were read."""
@@ -134,7 +175,14 @@ class SelectedCache(TreeCache):
     def bytes_read(self, nodes: int) -> int:
         """Return the bytes of keys and values that the forward which appended the last `nodes` read."""
         lengths = [length + self.uncommitted for length in self.lengths.tolist()]
-        return sum(slot * count_read_tokens(lengths, nodes, self.windows.get(layer)) for layer, slot in self.slot_bytes.items())
+        unread = {
+            layer: int((self.num_selected - counts.float().mean(1)).sum() * self.slot_bytes[layer])
+            for layer, counts in self.head_counts.items()
+        }
+        return sum(
+            slot * count_read_tokens(lengths, nodes, self.windows.get(layer)) - unread.get(layer, 0)
+            for layer, slot in self.slot_bytes.items()
+        )
 
 
 def count_read_tokens(lengths: list[int], nodes: int, window: int | None) -> int:
@@ -167,21 +215,28 @@ class QuantizedKV:
         if num_full > num_quantized:
             for layer in source.attention_layers:
                 keys, values = (part[:, num_quantized:num_full] for part in source.keys_values(layer))
-                groups = keys.unflatten(1, (-1, size)).permute(0, 1, 3, 4, 2)
-                self.keys[layer] = append_groups(
-                    self.keys.get(layer), num_quantized // size, quantize_groups(groups, self.bits)
-                )
-                self.values[layer] = append_groups(self.values.get(layer), num_quantized, quantize_groups(values, self.bits))
+                self._code_groups(layer, num_quantized, keys, values)
         return num_new * sum(self.slot_bytes.values())
+
+    def _code_groups(self, layer: int, first: int, keys: Tensor, values: Tensor) -> None:
+        """Code the keys and values [B, T, H, D] of full groups that follow the `first` tokens."""
+        groups = keys.unflatten(1, (-1, self.group_size)).permute(0, 1, 3, 4, 2)
+        self.keys[layer] = append_groups(self.keys.get(layer), first // self.group_size, quantize_groups(groups, self.bits))
+        self.values[layer] = append_groups(self.values.get(layer), first, quantize_groups(values, self.bits))
+
+    def _decode(self, layer: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """Return the coded keys and values [B, H, T, D] of a layer, or None before its first group."""
+        if layer not in self.keys:
+            return None
+        keys = self.keys[layer].dequantize(dtype).permute(0, 2, 1, 4, 3).flatten(2, 3)
+        return keys, self.values[layer].dequantize(dtype).transpose(1, 2)
 
     def __call__(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values [B, H, T, D] that a forward reads."""
-        if layer not in self.keys:
+        decoded = self._decode(layer, keys.dtype)
+        if decoded is None:
             return keys, values
-        coded = self.keys[layer].dequantize(keys.dtype).permute(0, 2, 1, 4, 3).flatten(2, 3)
-        return self._append_unquantized(coded, keys), self._append_unquantized(
-            self.values[layer].dequantize(values.dtype).transpose(1, 2), values
-        )
+        return self._append_unquantized(decoded[0], keys), self._append_unquantized(decoded[1], values)
 
     def _append_unquantized(self, coded: Tensor, full: Tensor) -> Tensor:
         size = coded.shape[2]
@@ -208,6 +263,35 @@ class QuantizedKV:
         groups, keys, values = -(-tokens // self.group_size), self.keys[layer][:3], self.values[layer][:3]
         parts = [(part, groups) for part in keys] + [(part, groups * self.group_size) for part in values]
         return sum(count * part[0, 0].numel() * part.element_size() for part, count in parts)
+
+
+class DecodedKV(QuantizedKV):
+    """All keys and values of a target's cache as a codec returns them, stored decoded; bytes are those of the codes."""
+
+    def __init__(self, target: Target, source: TreeCache, codec: KVCodec, group: int) -> None:
+        super().__init__(target, source, 8, group)
+        self.codec = codec
+        self.decoded: dict[int, tuple[Tensor, Tensor]] = {}  # [B, H, T, D] keys and values, by layer
+        attention = target.architecture.attention_layers
+        self.shapes = {layer: every.shape for layer, every in attention.items()}
+
+    def _code_groups(self, layer: int, first: int, keys: Tensor, values: Tensor) -> None:
+        new = tuple(part.transpose(1, 2) for part in self.codec.approximate(keys, values, self.group_size))
+        if layer in self.decoded:
+            new = tuple(torch.cat([old[:, :, :first], part], dim=2) for old, part in zip(self.decoded[layer], new))
+        self.decoded[layer] = new[0], new[1]
+
+    def _decode(self, layer: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        if layer not in self.decoded:
+            return None
+        keys, values = self.decoded[layer]
+        return keys.to(dtype), values.to(dtype)
+
+    def _quantized_bytes(self, layer: int, tokens: int) -> int:
+        shape, groups = self.shapes[layer], -(-tokens // self.group_size)
+        itemsize = self.slot_bytes[layer] // (shape.num_heads * (shape.key_size + shape.value_size))
+        size = self.codec.group_bytes(shape.key_size, shape.value_size, self.group_size, itemsize)
+        return round(groups * shape.num_heads * size)
 
 
 def append_groups(earlier: QuantizedGroups | None, num_groups: int, new: QuantizedGroups) -> QuantizedGroups:

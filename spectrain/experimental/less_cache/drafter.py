@@ -5,34 +5,42 @@ Shapes: B batch, N nodes, M nodes run so far in this round, F frontier nodes, V 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.drafters.base import Drafter
-from spectrain.drafters.capabilities import Capabilities, DraftingCost
+from spectrain.drafters.capabilities import Capabilities, DraftingCost, SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.copies import GrowingTexts
 from spectrain.errors import UserError
 from spectrain.experimental.less_cache.bytes_read import BytesRead, key_bytes, weight_bytes
-from spectrain.experimental.less_cache.caches import QuantizedKV, RecentQueries, SelectedCache, hook_cache
+from spectrain.experimental.less_cache.caches import DecodedKV, QuantizedKV, RecentQueries, SelectedCache, hook_cache
+from spectrain.experimental.less_cache.codecs import KVCodec, MergingCodec, OutlierCodec, RotatingCodec
 from spectrain.experimental.less_cache.key_selectors import KeySelector, QuestSelector, SnapKVSelector, StreamingLLMSelector
 from spectrain.experimental.less_cache.quantized_kv import Bits, QuantizedWeights
+from spectrain.experimental.less_cache.ragged_selectors import DefensiveKVSelector, KVCompressSelector
+from spectrain.experimental.less_cache.retrieval_selectors import ClusterSelector, SignSelector
+from spectrain.experimental.less_cache.steps import CopyGuesser, Guesser, HelperGuesser, SelfSteps
+from spectrain.experimental.shared.copy_rollout import as_rollout
+from spectrain.experimental.shared.nesting import LargerBuilder, build_nestable
 from spectrain.models.features import Features
 from spectrain.models.forward_override import override_forwards
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
-from spectrain.trees.base import Draft, Rollout, TreeBuilder
+from spectrain.trees.base import Draft, TreeBuilder
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
 
-DraftCache = Literal["full", "window", "snap", "quest", "int8", "int4"]
+DraftCache = Literal[
+    "full", "window", "snap", "defensive", "compress", "quest", "signs", "clusters", "int8", "int4", "sink4", "turbo4", "merged"
+]
 WeightPrecision = Literal["full", "int8", "int4"]
 BITS: dict[str, Bits] = {"int8": 8, "int4": 4}
 
@@ -41,7 +49,8 @@ class SelfDraftCost(DraftingCost):
     drafter: SelfDraft
 
     def extra_nodes(self, builder: TreeBuilder) -> int:
-        return self.drafter.guesses * (1 + builder.max_drafted)
+        helper = self.drafter.helper
+        return self.drafter.guesses * (1 + builder.max_drafted) + (0 if helper is None else helper.cost.extra_nodes(builder))
 
     def weights(self, target: Target) -> nn.Module:
         return self.drafter.drafting_weights(target)
@@ -53,42 +62,53 @@ class SelfDraftCost(DraftingCost):
 class SelfDraft(Drafter):
     """Drafts with all layers of the target on a reduced cache, and verifies with the full cache.
 
-    `cache` is what a draft reads of the text: `budget` tokens, which are the first `sinks` and the newest (window:
-    StreamingLLM), those with most attention of the newest `observe` tokens (snap: SnapKV, by head) or pages of `page` tokens by
-    bounds of their keys (quest: Quest, by head), selected again every `refresh` rounds, as in MagicDec (Chen et al., 2025); or
-    all tokens in few bits (int8, int4: KIVI), by groups of `group` tokens. `weights` rounds the weights that a draft reads and
-    shares the cache (QSpec, Zhao et al., 2024). The keys and values of drafts are dropped: verification runs every node again,
-    with all keys and full weights.
+    `cache` is what a draft reads of the text. A selection has `budget` tokens: the first `sinks` and the newest (window:
+    StreamingLLM), those with most attention of the newest `observe` tokens (snap: SnapKV, by head; compress: KV-Compress, by
+    one threshold for all heads; defensive: DefensiveKV, by the worst case), pages of `page` tokens by bounds of their keys
+    (quest: Quest), tokens by the signs of their keys (signs: FIER) or clusters of keys (clusters: ClusterKV). It is made again
+    every `refresh` rounds, as in MagicDec (Chen et al., 2025). Otherwise a draft reads all tokens in fewer bytes, by groups of
+    `group` tokens: in few bits (int8, int4: KIVI; sink4: SinkQ, with exact outliers), rotated (turbo4: TurboQuant) or merged
+    (merged: Chelsea). `weights` rounds the weights that a draft reads and shares the cache (QSpec, Zhao et al., 2024). The
+    keys and values of drafts are dropped: verification runs every node again, with all keys and full weights.
 
-    With `guesses`, so many tokens after a draft step are copied from the text and run with it. Where the step's choice is the
-    first of them, the next step is computed already (TriForce's hierarchy, Sun et al., 2024, with copies for its smallest
-    model). Guesses change no draft, only how often the target runs.
+    With `guesses`, so many tokens after a draft step are guessed and run with it. Where the step's choice is the first of them,
+    the next step is computed already: TriForce's hierarchy (Sun et al., 2024), in which the drafter `helper` drafts for the
+    target on its reduced cache, or copies from the text do. Guesses change no draft, only how often the target runs.
     """
 
     capabilities = Capabilities(nestable=False)
+    saved = SavedFiles(inner=("helper",))
     _cost_type = SelfDraftCost
 
     def __init__(
         self,
         target: Target,
-        # Keys and values that a draft reads: full, window, snap or quest for selected tokens, int8 or int4 for all in few bits.
+        # Keys and values that a draft reads: full; window, snap, defensive, compress, quest, signs or clusters for selected
+        # tokens; int8, int4, sink4, turbo4 or merged for all in fewer bytes.
         cache: DraftCache = "snap",
         # Number of tokens of the text that a draft reads, with a selection.
         budget: int = 256,
         # Number of first tokens of the text that cache=window always contains.
         sinks: int = 4,
-        # Number of newest tokens whose queries vote with cache=snap.
+        # Number of newest tokens whose queries vote with cache=snap, defensive and compress.
         observe: int = 32,
         # Number of consecutive tokens that cache=quest selects together.
         page: int = 16,
         # Number of rounds between two selections.
         refresh: int = 8,
-        # Number of tokens whose keys share a scale, with cache=int8 and int4.
+        # Number of tokens whose keys share a scale, with cache=int8, int4, sink4 and signs, or are merged among themselves.
         group: int = 32,
         # Precision of the weights that a draft reads.
         weights: WeightPrecision = "full",
-        # Number of tokens copied from the text that run together with a draft step; 0 copies none.
+        # Number of guessed tokens that run together with a draft step; 0 guesses none.
         guesses: int = 0,
+        # Small drafter that guesses: a run folder, a drafter directory, or a choice, alone or with settings; null copies from
+        # the text.
+        helper: str | dict[str, Any] | None = None,
+        # Number of tokens of each group and head that cache=sink4 leaves as they are.
+        outliers: int = 2,
+        # Share of the tokens of a group that cache=merged merges into others, at most 0.5.
+        merge: float = 0.25,
     ) -> None:
         super().__init__()
         choices = (("cache", cache, get_args(DraftCache)), ("weights", weights, get_args(WeightPrecision)))
@@ -97,21 +117,39 @@ class SelfDraft(Drafter):
                 raise UserError(f"drafter.{key}={choice}: choose from {', '.join(allowed)}")
         if cache == weights == "full":
             raise UserError("drafter.cache=full: with drafter.weights=full a draft reads as much as verification; change one")
-        min_budget = {"window": sinks + 1, "snap": observe + 1, "quest": page}.get(cache, 1)
+        voting = dict.fromkeys(("snap", "defensive", "compress"), observe + 1)
+        min_budget = {"window": sinks + 1, **voting, "quest": page}.get(cache, 1)
         for key, value, minimum in (
             ("budget", budget, min_budget), ("sinks", sinks, 0), ("observe", observe, 1), ("page", page, 1),
             ("refresh", refresh, 1), ("group", group, 1), ("guesses", guesses, 0),
+            ("outliers", outliers, 0), ("merge", merge, 0),
         ):  # fmt: skip
             if value < minimum:
                 raise UserError(f"drafter.{key}={value}: use {minimum} or more")
+        if merge > 0.5:
+            raise UserError(f"drafter.merge={merge}: only every other token can be merged; use 0.5 or less")
+        if outliers > group:
+            raise UserError(f"drafter.outliers={outliers}: a group has drafter.group={group} tokens; use as many or fewer")
+        if helper is not None and not guesses:
+            raise UserError("drafter.helper: it guesses what a draft step runs; give drafter.guesses=4 or so")
         check_target(target, cache)
+        self.helper: Drafter | None = None
+        if helper is not None:
+            self.helper, description = build_nestable(helper, "helper", target)
+            self.helper.requires_grad_(False)
+            self.layers, self.saved = self.helper.layers, SavedFiles(inner=("helper",), settings={"helper": description})
         self.cache, self.bits, self.refresh, self.group, self.guesses = cache, BITS.get(weights), refresh, group, guesses
-        selectors = {
-            "window": lambda: StreamingLLMSelector(budget, sinks),
-            "snap": lambda: SnapKVSelector(budget, observe),
-            "quest": lambda: QuestSelector(budget, page),
-        }
-        self.selector: KeySelector | None = selectors[cache]() if cache in selectors else None
+        selectors: dict[str, Callable[[], KeySelector]] = {
+            "window": lambda: StreamingLLMSelector(budget, sinks), "snap": lambda: SnapKVSelector(budget, observe),
+            "defensive": lambda: DefensiveKVSelector(budget, observe), "compress": lambda: KVCompressSelector(budget, observe),
+            "quest": lambda: QuestSelector(budget, page), "signs": lambda: SignSelector(budget, group),
+            "clusters": lambda: ClusterSelector(budget),
+        }  # fmt: skip
+        codecs: dict[str, KVCodec] = {
+            "sink4": OutlierCodec(4, outliers), "turbo4": RotatingCodec(4), "merged": MergingCodec(merge),
+        }  # fmt: skip
+        self.codec = codecs.get(cache)
+        self.selector = selectors[cache]() if cache in selectors else None
         self.texts = GrowingTexts(3)
         self.bytes_read = BytesRead()  # bytes that drafting has read in this decoding
         self.weight_bytes = 0  # weight bytes of every forward
@@ -143,7 +181,7 @@ class SelfDraft(Drafter):
         if context.round == 0:
             self._start_texts(context)
         self._update_selection(context)
-        if self.guesses:
+        if self.guesses and self.helper is None:
             self.texts.append_committed(context)
 
         def drop_drafts(tree: TokenTree) -> TokenTree:
@@ -152,12 +190,21 @@ class SelfDraft(Drafter):
 
         return Draft(SelfSteps(self, context), add_mask_nodes=drop_drafts)
 
+    def make_guesser(self, context: Context) -> Guesser:
+        """Return what guesses in this round: copies from the text, or the helper."""
+        if self.helper is None:
+            return CopyGuesser(self.texts, context.tokens.device)
+        larger = replace(context, builder=LargerBuilder(context.builder, 1 + self.guesses))
+        return HelperGuesser(as_rollout(self.helper.draft(larger), larger))
+
     def verify(self, context: Context, tree: TokenTree) -> Features:
         with hook_cache(context.cache, query_observer=self.queries if self.queries.num_queries else None):
             return super().verify(context, tree)
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
         self.queries.commit(accepted.path, accepted.counts)
+        if self.helper is not None:
+            self.helper.commit(context, accepted)
 
     def drafting_cache(self, context: Context) -> TreeCache:
         """Return the cache that drafts run on."""
@@ -192,6 +239,8 @@ class SelfDraft(Drafter):
         self.weight_bytes = weight_bytes(context.target, quantized)
         if self.cache in BITS:
             self.quantized_kv = QuantizedKV(context.target, context.cache, BITS[self.cache], self.group)
+        if self.codec is not None:
+            self.quantized_kv = DecodedKV(context.target, context.cache, self.codec, self.group)
         if self.selector is None:
             return
         self.selector.reset()
@@ -252,79 +301,3 @@ def check_target(target: Target, cache: DraftCache) -> None:
             f"target {target.name}: its layers attend within chunks of the text, which a selection lacks; use "
             "drafter.cache=full drafter.weights=int8"
         )
-
-
-class SelfSteps(Rollout):
-    """One round: every node runs once, together with guesses after it where there are any."""
-
-    def __init__(self, drafter: SelfDraft, context: Context) -> None:
-        self.drafter, self.context = drafter, context
-        empty = context.root[:, None][:, :0]
-        self.tokens, self.parents, self.depth = empty, empty, empty  # [B, M] of the nodes that have run
-        self.visible = torch.zeros(len(empty), 0, 0, dtype=torch.bool, device=empty.device)
-        self.log_q: Tensor | None = None  # [B, M, V]
-        self.node_index = empty  # [B, nodes of the builder] index of each among the nodes that have run
-
-    def start(self) -> Tensor:
-        root = self.context.root[:, None]
-        return self._log_q_after(root, torch.full_like(root, -1))
-
-    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        return self._log_q_after(tokens, self.node_index.gather(1, parents))
-
-    def _log_q_after(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Return log q [B, F, V] after nodes below ones that have run; the nodes run unless all of them were guessed."""
-        indices = self._find_run_nodes(tokens, parents)
-        if indices is None:
-            indices = self.tokens.shape[1] + torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-            self._run(tokens, parents)
-        self.node_index = torch.cat([self.node_index, indices], dim=1)
-        assert self.log_q is not None
-        return self.log_q.gather(1, indices[..., None].expand(-1, -1, self.log_q.shape[-1]))
-
-    def _find_run_nodes(self, tokens: Tensor, parents: Tensor) -> Tensor | None:
-        """Return the indices [B, F] of these nodes where all of them have run, or None."""
-        if not self.drafter.guesses or not self.tokens.shape[1]:
-            return None
-        same = (self.tokens[:, None] == tokens[..., None]) & (self.parents[:, None] == parents[..., None])  # [B, F, M]
-        return same.long().argmax(-1) if bool(same.any(-1).all()) else None
-
-    def _run(self, tokens: Tensor, parents: Tensor) -> None:
-        """Run nodes and, after a single one, its guesses."""
-        first, num_nodes = self.tokens.shape[1], tokens.shape[1]
-        if self.drafter.guesses and num_nodes == 1:
-            guesses = self._guess_tokens(tokens, parents)
-            chain = torch.arange(first, first + guesses.shape[1], device=tokens.device).expand_as(guesses)
-            tokens, parents = torch.cat([tokens, guesses], dim=1), torch.cat([parents, chain], dim=1)
-        self.tokens, self.parents = torch.cat([self.tokens, tokens], dim=1), torch.cat([self.parents, parents], dim=1)
-        for level in parents.split(1, dim=1) if num_nodes == 1 else (parents,):
-            self._add_level(level)
-        visible, depth = self.visible[:, first:], self.depth[:, first:]
-        log_q = self.drafter.compute_log_probs(self.context, tokens, depth, visible)
-        self.log_q = log_q if self.log_q is None else torch.cat([self.log_q, log_q], dim=1)
-
-    def _add_level(self, parents: Tensor) -> None:
-        """Add nodes below `parents` [B, F], -1 for the root, to depths and visibility."""
-        count, size = parents.shape[1], self.depth.shape[1]
-        if not size:
-            above, depth = self.visible.new_zeros(len(parents), count, 0), torch.zeros_like(parents)
-        else:
-            above = self.visible.gather(1, parents[..., None].expand(-1, -1, size))
-            depth = self.depth.gather(1, parents) + 1
-        itself = torch.eye(count, dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)
-        self.visible = torch.cat([F.pad(self.visible, (0, count)), torch.cat([above, itself], dim=2)], dim=1)
-        self.depth = torch.cat([self.depth, depth], dim=1)
-
-    def _guess_tokens(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Return [B, guesses], copied from where the text contains the same end, path and node."""
-        rows: list[Any] = []
-        run_tokens, run_parents = self.tokens.tolist(), self.parents.tolist()
-        requests = zip(self.drafter.texts.rows, tokens[:, 0].tolist(), parents[:, 0].tolist())
-        for row, (text, token, parent) in enumerate(requests):
-            path = [token] if parent >= 0 else []  # the root is the text's end
-            while parent > 0:
-                path.insert(0, run_tokens[row][parent])
-                parent = run_parents[row][parent]
-            continuation = text.continue_path(path, self.drafter.guesses)
-            rows.append(continuation or [token] * self.drafter.guesses)
-        return torch.tensor(rows, device=tokens.device)

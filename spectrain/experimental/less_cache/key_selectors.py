@@ -34,6 +34,7 @@ class KeySelector(ABC):
 
     num_queries = 0  # of the newest tokens
     max_extra = 0  # tokens beyond the budget that it may select
+    is_ragged = False  # heads select different numbers of tokens
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -81,17 +82,24 @@ class SnapKVSelector(KeySelector):
         self.num_queries = num_queries
 
     def select_keys(self, layer: int, selection: SelectionInput, counts: Tensor) -> Tensor:
+        return self.score_tokens(selection).topk(int(counts.max()), dim=-1).indices
+
+    def score_tokens(self, selection: SelectionInput) -> Tensor:
+        """Return the votes [B, H, T], infinite for the observed tokens and minus infinity past the end of a text."""
         keys, lengths, queries = selection
         assert queries is not None
         indices, num_queries = torch.arange(keys.shape[1], device=keys.device), queries.shape[3]
         query_positions = lengths[:, None] - num_queries + torch.arange(num_queries, device=keys.device)  # [B, Q]
         scores = queries.float() @ keys.float().permute(0, 2, 3, 1)[:, :, None]  # [B, H, G, Q, T]
         is_later = indices > query_positions[..., None]  # [B, Q, T]
-        votes = scores.masked_fill(is_later[:, None, None], -INF).softmax(-1).sum((2, 3))
+        votes = self.count_votes(scores.masked_fill(is_later[:, None, None], -INF).softmax(-1))
         votes = F.avg_pool1d(votes, POOL_SIZE, 1, POOL_SIZE // 2)
         votes = votes.masked_fill((indices >= lengths[:, None] - num_queries)[:, None], INF)
-        votes = votes.masked_fill((indices >= lengths[:, None])[:, None], -INF)
-        return votes.topk(int(counts.max()), dim=-1).indices
+        return votes.masked_fill((indices >= lengths[:, None])[:, None], -INF)
+
+    def count_votes(self, weights: Tensor) -> Tensor:
+        """Sum attention weights [B, H, G, Q, T] to votes [B, H, T]."""
+        return weights.sum((2, 3))
 
     def selection_bytes(self, layer: int, selection: SelectionInput) -> int:
         return int(selection.lengths.sum()) * selection.token_bytes

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from spectrain.drafters.base import Drafter
+from spectrain.drafters.layers.inner_drafters import build_inner
 from spectrain.errors import UserError
 from spectrain.models.features import Layer
+from spectrain.trees.base import TreeBuilder, WrappedBuilder
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
-
-
-from spectrain.drafters.layers.inner_drafters import build_inner
 
 
 def build_nestable(choice: str | dict[str, Any], key: str, target: Target) -> tuple[Drafter, dict[str, Any]]:
@@ -31,3 +30,11 @@ def union_layers(drafters: Sequence[Drafter]) -> tuple[Layer, ...]:
     """Return the layers that any of these drafters reads, in order."""
     layers = {layer for drafter in drafters for layer in drafter.layers}
     return (*sorted(layer for layer in layers if isinstance(layer, int)), *(("final",) if "final" in layers else ()))
+
+
+class LargerBuilder(WrappedBuilder):
+    """A builder with room for guesses, which a rollout receives in addition to the builder's nodes."""
+
+    def __init__(self, builder: TreeBuilder, ahead: int) -> None:
+        super().__init__(builder)
+        self.max_drafted = (builder.max_drafted + 1) * (1 + ahead)
