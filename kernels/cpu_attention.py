@@ -1,14 +1,14 @@
 """Kernels of decoder layers on a CPU, compiled by Numba: attention, with what lies between two linears.
 
 Shapes: N rows (tokens or tree nodes), M appended nodes, H query heads, K key-value heads, G = H / K, d head size, T key slots,
-P = N G queries that share a key-value head, padded to a multiple of 8.
+P = N G queries that share a key-value head, padded to a multiple of 16. A word of 32 bits is a float32 or a pair of bfloat16.
 
-Tensors are passed by address. Attention reads every key and value once. It widens them to float64 and adds in the order of the
-slots: scores [T, P] in the order of d, weights and values in the order of T. A key that a node does not see adds 0. So a
-node's float64 bits are those of the same token alone, whatever other nodes lie between its ancestors.
+Tensors are passed by address. Attention reads keys and values as they are stored and sums in float32, in a fixed order: scores
+[T, P] in the order of d, weights and weighted values in the order of T. A key that a node does not see adds 0. So a node's
+bits are those of the same token alone, whatever other nodes lie between its ancestors.
 
 Numba keeps compiled code beside this file, or in the user's cache folder, until this file changes; save this file too after a
-change of cpu_vectors.py.
+change of cpu_vectors.py or cpu_attention_tiles.py.
 """
 
 from __future__ import annotations
@@ -18,68 +18,136 @@ from typing import Any
 import numpy as np
 from numba import carray
 
+from .cpu_attention_tiles import exp_columns, make_score_product, make_value_sum
 from .cpu_vectors import (
     LANES,
     advance,
+    as_words,
     compile_cached,
     compile_inline,
-    exp_columns,
-    make_product,
+    count_words,
     narrow,
     to_bytes,
-    to_doubles,
+    to_floats,
     to_halves,
+    to_longs,
+    to_words,
     widen,
 )
 
-BLOCK = 48  # keys or values that are widened at a time
-HIDDEN_SCORE = -1e300
+HIDDEN_SCORE = -1e30
+KEY_TILE, SHORT_KEY_TILE = 12, 8  # keys whose scores with up to two, or three, vectors of queries are summed in registers
+ROW_TILE, SHORT_ROW_TILE = 6, 3  # queries whose sums of 64 numbers lie in registers
 
-multiply_8x1, multiply_1x1 = make_product(8, 1), make_product(1, 1)
-multiply_6x2, multiply_3x2, multiply_1x2 = make_product(6, 2), make_product(3, 2), make_product(1, 2)
+score_12x1, score_12x2, score_8x3 = make_score_product(12, 1), make_score_product(12, 2), make_score_product(8, 3)
+score_1x1, score_1x2, score_1x3 = make_score_product(1, 1), make_score_product(1, 2), make_score_product(1, 3)
+sum_6x4, sum_3x4, sum_1x4 = make_value_sum(6, 4), make_value_sum(3, 4), make_value_sum(1, 4)
+sum_6x1, sum_1x1 = make_value_sum(6, 1), make_value_sum(1, 1)
 
 
 @compile_inline
-def _multiply(
-    rows: int, vectors: int, a: int, a_row: int, a_column: int, b: int, b_row: int, c: int, c_row: int, length: int
+def _score_tile(
+    keys: Any, slot_stride: int, rows: int, queries: int, row_bytes: int, scores: int, words: int, scale: Any, vectors: int
 ) -> None:
-    """Add A [rows, length] B [length, 8 vectors] to C [rows, 8 vectors]; arguments as in `make_product`."""
-    j = 0
-    while j + 2 <= vectors:
-        shift, r = 8 * j * LANES, 0
-        while r + 6 <= rows:
-            multiply_6x2(a + 8 * r * a_row, a_row, a_column, b + shift, b_row, c + 8 * r * c_row + shift, c_row, length)
-            r += 6
-        while r + 3 <= rows:
-            multiply_3x2(a + 8 * r * a_row, a_row, a_column, b + shift, b_row, c + 8 * r * c_row + shift, c_row, length)
-            r += 3
-        while r < rows:
-            multiply_1x2(a + 8 * r * a_row, a_row, a_column, b + shift, b_row, c + 8 * r * c_row + shift, c_row, length)
-            r += 1
-        j += 2
-    if j < vectors:
-        shift, r = 8 * j * LANES, 0
-        while r + 8 <= rows:
-            multiply_8x1(a + 8 * r * a_row, a_row, a_column, b + shift, b_row, c + 8 * r * c_row + shift, c_row, length)
-            r += 8
-        while r < rows:
-            multiply_1x1(a + 8 * r * a_row, a_row, a_column, b + shift, b_row, c + 8 * r * c_row + shift, c_row, length)
-            r += 1
+    """Score 1 key, or as many as a tile has, with one to three vectors of queries."""
+    if vectors == 1:
+        if rows == 1:
+            score_1x1(keys, slot_stride, queries, row_bytes, scores, words, scale)
+        else:
+            score_12x1(keys, slot_stride, queries, row_bytes, scores, words, scale)
+    elif vectors == 2:
+        if rows == 1:
+            score_1x2(keys, slot_stride, queries, row_bytes, scores, words, scale)
+        else:
+            score_12x2(keys, slot_stride, queries, row_bytes, scores, words, scale)
+    elif rows == 1:
+        score_1x3(keys, slot_stride, queries, row_bytes, scores, words, scale)
+    else:
+        score_8x3(keys, slot_stride, queries, row_bytes, scores, words, scale)
 
 
 @compile_inline
-def _widen_rows(source: Any, start: int, row_stride: int, rows: int, width: int, target: int) -> None:
-    """Widen rows [rows, width] of numbers, which begin at `start`, to float64."""
-    for r in range(rows):
-        x = carray(advance(source, start + r * row_stride), (width,))
-        y = carray(to_doubles(target + 8 * r * width), (width,))
-        for i in range(width):
-            y[i] = widen(x[i])
+def _score_keys(
+    keys: Any, slot_stride: int, length: int, queries: int, padded: int, scores: int, words: int, scale: Any
+) -> None:
+    """Store the scores [T, P] of keys with the queries [words, P]. The last tile begins early rather than end late."""
+    row_bytes, left, shift = 4 * padded, padded // LANES, 0
+    while left > 0:
+        vectors = 2 if left == 4 else min(left, 3)
+        tile = SHORT_KEY_TILE if vectors == 3 else KEY_TILE
+        rows = tile if length >= tile else 1
+        for first in range(0, length, rows):
+            start = min(first, length - rows)
+            _score_tile(
+                advance(keys, start * slot_stride), slot_stride, rows, queries + shift, row_bytes,
+                scores + shift + start * row_bytes, words, scale, vectors,
+            )  # fmt: skip
+        left -= vectors
+        shift += 4 * LANES * vectors
 
 
 @compile_inline
-def _hide_slots(scores: Any, mask: Any, num_prefix: int, num_appended: int, num_nodes: int, group: int, padded: int) -> None:
-    """Lower the scores [T, P] of the appended nodes that a node does not see by `mask` [N, M]."""
+def _sum_rows(
+    values: Any,
+    slot_stride: int,
+    weights: int,
+    weight_bytes: int,
+    sums: int,
+    sum_bytes: int,
+    length: int,
+    rows: int,
+    width: int,
+) -> None:
+    """Sum one, three or six rows of values, 64 or 16 numbers of each."""
+    if width == 4:
+        if rows == ROW_TILE:
+            sum_6x4(values, slot_stride, weights, weight_bytes, sums, sum_bytes, length)
+        elif rows == SHORT_ROW_TILE:
+            sum_3x4(values, slot_stride, weights, weight_bytes, sums, sum_bytes, length)
+        else:
+            sum_1x4(values, slot_stride, weights, weight_bytes, sums, sum_bytes, length)
+    elif rows == ROW_TILE:
+        sum_6x1(values, slot_stride, weights, weight_bytes, sums, sum_bytes, length)
+    else:
+        sum_1x1(values, slot_stride, weights, weight_bytes, sums, sum_bytes, length)
+
+
+@compile_inline
+def _sum_values(
+    values: Any, slot_stride: int, length: int, weights: int, padded: int, sums: int, num_rows: int, head_size: int
+) -> None:
+    """Store the values [T, d] weighted by weights [T, P], summed, [rows, d]."""
+    left, shift = head_size // LANES, 0
+    while left > 0:
+        width, row = 4 if left >= 4 else 1, 0
+        while row < num_rows:
+            rest = num_rows - row
+            # Rows that are few more than a tile of three take one of six, which begins early.
+            rows = ROW_TILE if rest >= ROW_TILE or (rest > SHORT_ROW_TILE and num_rows >= ROW_TILE) else SHORT_ROW_TILE
+            if rows > num_rows or (width == 1 and rows == SHORT_ROW_TILE):
+                rows = 1
+            start = min(row, num_rows - rows)
+            _sum_rows(
+                advance(values, shift), slot_stride, weights + 4 * start, 4 * padded, sums + 4 * (start * head_size + shift),
+                4 * head_size, length, rows, width,
+            )  # fmt: skip
+            row = start + rows
+        left -= width
+        shift += width * LANES
+
+
+@compile_inline
+def _hide_slots(
+    scores: Any, mask: Any, num_prefix: int, num_appended: int, num_nodes: int, group: int, padded: int, hidden: int
+) -> None:
+    """Lower the scores [T, P] of the appended nodes that a node does not see by `mask` [N, M], and of the first `hidden` [N]
+    slots; it is 0 where every node sees all of these."""
+    if hidden != 0:
+        counts = carray(to_longs(hidden), (num_nodes,))
+        for n in range(num_nodes):
+            for t in range(counts[n]):
+                for g in range(group):
+                    scores[t * padded + n * group + g] = HIDDEN_SCORE
     for m in range(num_appended):
         for n in range(num_nodes):
             if not mask[n * num_appended + m]:
@@ -89,60 +157,51 @@ def _hide_slots(scores: Any, mask: Any, num_prefix: int, num_appended: int, num_
 
 @compile_inline
 def _attend_head(
-    keys: Any, values: Any, start: int, slot_stride: int, num_prefix: int, num_appended: int, mask: Any, num_nodes: int,
-    group: int, head_size: int, out: Any, out_start: int, out_stride: int, scratch: int,
+    keys: Any, values: Any, slot_stride: int, num_prefix: int, num_appended: int, mask: Any, num_nodes: int, group: int,
+    head_size: int, words: int, out: Any, out_start: int, out_stride: int, scale: Any, scratch: int, hidden: int,
 ) -> None:  # fmt: skip
-    """Attend with the queries of one key-value head, which lie first in `scratch`: transposed and scaled, [d, P]."""
+    """Attend with the queries of one key-value head, which lie first in `scratch`: transposed, [words, P]."""
     num_rows, length = num_nodes * group, num_prefix + num_appended
-    vectors = (num_rows + LANES - 1) // LANES
-    padded = vectors * LANES
-    # 1. Scores [T, P], and a block of widened keys.
-    scores = scratch + 8 * head_size * padded
-    block = scores + 8 * length * padded
-    all_scores = carray(to_doubles(scores), (length * padded,))
-    all_scores[:] = 0.0
-    for first in range(0, length, BLOCK):
-        count = min(BLOCK, length - first)
-        _widen_rows(keys, start + first * slot_stride, slot_stride, count, head_size, block)
-        _multiply(count, vectors, block, head_size, 1, scratch, padded, scores + 8 * first * padded, padded, head_size)
-    _hide_slots(all_scores, mask, num_prefix, num_appended, num_nodes, group, padded)
+    padded = (num_rows + LANES - 1) // LANES * LANES
+    # 1. Scores [T, P].
+    scores = scratch + 4 * words * padded
+    _score_keys(keys, slot_stride, length, scratch, padded, scores, words, scale)
+    all_scores = carray(to_floats(scores), (length * padded,))
+    _hide_slots(all_scores, mask, num_prefix, num_appended, num_nodes, group, padded, hidden)
     # 2. Weights, in place, and their sums [P].
-    all_totals = block + 8 * BLOCK * head_size
-    for j in range(vectors):
-        exp_columns(scores + 8 * j * LANES, padded, length, all_totals + 8 * j * LANES)
+    all_totals = scores + 4 * length * padded
+    for j in range(padded // LANES):
+        exp_columns(scores + 4 * j * LANES, 4 * padded, length, all_totals + 4 * j * LANES)
     # 3. Weighted values [P, d].
-    all_sums, totals = all_totals + 8 * padded, carray(to_doubles(all_totals), (padded,))
-    carray(to_doubles(all_sums), (num_rows * head_size,))[:] = 0.0
-    for first in range(0, length, BLOCK):
-        count = min(BLOCK, length - first)
-        _widen_rows(values, start + first * slot_stride, slot_stride, count, head_size, block)
-        weights = scores + 8 * first * padded
-        _multiply(num_rows, head_size // LANES, weights, 1, padded, block, head_size, all_sums, head_size, count)
+    all_sums, totals = all_totals + 4 * padded, carray(to_floats(all_totals), (padded,))
+    _sum_values(values, slot_stride, length, scores, padded, all_sums, num_rows, head_size)
     for r in range(num_rows):
         result = carray(advance(out, r // group * out_stride + out_start + r % group * head_size), (head_size,))
-        sums = carray(to_doubles(all_sums + 8 * r * head_size), (head_size,))
+        sums = carray(to_floats(all_sums + 4 * r * head_size), (head_size,))
         for d in range(head_size):
-            result[d] = narrow(np.float32(sums[d] / totals[r]), result[d])
+            result[d] = narrow(sums[d] / totals[r], result[d])
 
 
 @compile_inline
 def _attend(
     queries: Any, node_stride: int, head_stride: int, keys: Any, values: Any, slot_stride: int, num_prefix: int,
     num_appended: int, mask: Any, num_nodes: int, num_heads: int, num_key_heads: int, head_size: int, out: Any, scale: float,
-    scratch: int,
+    scratch: int, hidden: int = 0,
 ) -> None:  # fmt: skip
-    group = num_heads // num_key_heads
+    group, words = num_heads // num_key_heads, count_words(queries, head_size)
     padded = (num_nodes * group + LANES - 1) // LANES * LANES
-    transposed = carray(to_doubles(scratch), (head_size * padded,))
-    transposed[:] = 0.0
+    transposed = carray(to_words(scratch), (words * padded,))
+    transposed[:] = 0
     for head in range(num_key_heads):
         for r in range(num_nodes * group):
-            q = carray(advance(queries, r // group * node_stride + (head * group + r % group) * head_stride), (head_size,))
-            for d in range(head_size):
-                transposed[d * padded + r] = widen(q[d]) * scale
+            query = advance(queries, r // group * node_stride + (head * group + r % group) * head_stride)
+            q = carray(as_words(query), (words,))
+            for i in range(words):
+                transposed[i * padded + r] = q[i]
         _attend_head(
-            keys, values, head * head_size, slot_stride, num_prefix, num_appended, mask, num_nodes, group, head_size,
-            out, head * group * head_size, num_heads * head_size, scratch,
+            advance(keys, head * head_size), advance(values, head * head_size), slot_stride, num_prefix, num_appended, mask,
+            num_nodes, group, head_size, words, out, head * group * head_size, num_heads * head_size, np.float32(scale),
+            scratch, hidden,
         )  # fmt: skip
 
 
@@ -180,12 +239,14 @@ def _rotate_append(
 def attend_half(
     queries: int, node_stride: int, head_stride: int, keys: int, values: int, slot_stride: int, num_prefix: int,
     num_appended: int, mask: int, num_nodes: int, num_heads: int, num_key_heads: int, head_size: int, out: int, scale: float,
-    scratch: int,
+    scratch: int, hidden: int,
 ) -> None:  # fmt: skip
-    """Attend in bfloat16 with queries [N, H, d] of these strides to the slots [T, K d] of a text, into [N, H d]."""
+    """Attend in bfloat16 with queries [N, H, d] of these strides to the slots [T, K d] of a text, into [N, H d]. Of these, each
+    node does not see the first `hidden` [N], unless that is 0."""
     _attend(
         to_halves(queries), node_stride, head_stride, to_halves(keys), to_halves(values), slot_stride, num_prefix, num_appended,
         to_bytes(mask), num_nodes, num_heads, num_key_heads, head_size, to_halves(out), scale, scratch,
+        hidden,
     )  # fmt: skip
 
 
@@ -204,4 +265,36 @@ def rotate_attend_half(
     _attend(
         to_halves(heads), width, head_size, to_halves(keys), to_halves(values), slot_stride, num_prefix, num_appended,
         to_bytes(mask), num_nodes, num_heads, num_key_heads, head_size, to_halves(out), scale, scratch,
+    )  # fmt: skip
+
+
+@compile_cached
+def attend_float(
+    queries: int, node_stride: int, head_stride: int, keys: int, values: int, slot_stride: int, num_prefix: int,
+    num_appended: int, mask: int, num_nodes: int, num_heads: int, num_key_heads: int, head_size: int, out: int, scale: float,
+    scratch: int, hidden: int,
+) -> None:  # fmt: skip
+    """Compute the same in float32."""
+    _attend(
+        to_floats(queries), node_stride, head_stride, to_floats(keys), to_floats(values), slot_stride, num_prefix, num_appended,
+        to_bytes(mask), num_nodes, num_heads, num_key_heads, head_size, to_floats(out), scale, scratch,
+        hidden,
+    )  # fmt: skip
+
+
+@compile_cached
+def rotate_attend_float(
+    heads: int, cos: int, sin: int, keys: int, values: int, slot_stride: int, num_prefix: int, num_appended: int, mask: int,
+    num_nodes: int, num_heads: int, num_key_heads: int, head_size: int, out: int, scale: float, scratch: int,
+) -> None:  # fmt: skip
+    """Compute the same in float32."""
+    shift = 4 * slot_stride * (num_prefix + num_appended - num_nodes)
+    _rotate_append(
+        to_floats(heads), to_floats(cos), to_floats(sin), to_floats(keys + shift), to_floats(values + shift), slot_stride,
+        num_nodes, num_heads, num_key_heads, head_size,
+    )  # fmt: skip
+    width = (num_heads + 2 * num_key_heads) * head_size
+    _attend(
+        to_floats(heads), width, head_size, to_floats(keys), to_floats(values), slot_stride, num_prefix, num_appended,
+        to_bytes(mask), num_nodes, num_heads, num_key_heads, head_size, to_floats(out), scale, scratch,
     )  # fmt: skip

@@ -28,7 +28,9 @@ def _multiply_tile(rows: int, count: int, head_size: int, panels: int, blocks: i
     """Store the products of `count` rows [.., d] with blocks of 32 keys, [blocks, count, 32]."""
     for block in range(blocks):
         panel = panels + 2 * block * COLUMNS * head_size
-        multiply_rows(count, rows, 2 * head_size, panel, head_size // 2, sums + 4 * block * TILE, False, panel, 0)
+        multiply_rows(
+            to_halves(rows), count, rows, 2 * head_size, panel, head_size // 2, sums + 4 * block * TILE, False, panel, 0
+        )
 
 
 @compile_inline

@@ -25,7 +25,9 @@ def _load_losses() -> Any:
 
 def has_loss_kernels(products: Tensor, softcap: float | None = None) -> bool:
     """Return whether the kernels take these products [r, V] and logits that are capped so."""
-    return softcap is None and torch.get_num_threads() <= MAX_THREADS and has_cpu_kernels(products.dtype, products.device)
+    if softcap is not None or products.dtype != torch.bfloat16 or torch.get_num_threads() > MAX_THREADS:
+        return False
+    return has_cpu_kernels(products.dtype, products.device)
 
 
 def compare_logits(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .cpu_kernels import has_cpu_kernels, load_kernels, working_memory
+from .cpu_kernels import attention_size, has_cpu_kernels, working_memory
 
 PANEL_COLUMNS, INPUT_STEP = 32, 4
 """Divisors of a linear's output and input width."""
@@ -108,8 +108,8 @@ class EagleKernels:
     def _view_slots(self, slots: Tensor, num_committed: int, num_appended: int, num_new: int) -> Any:
         """Return what kernels are told of the slots and of the working memory of attention."""
         num_heads, num_key_heads, size, _ = self.shape
-        rows, length = num_new * (num_heads // num_key_heads) + 7, num_committed + num_appended
-        memory = working_memory(rows * (2 * size + length + 1) + load_kernels().attention.BLOCK * size)
+        rows, length = num_new * (num_heads // num_key_heads), num_committed + num_appended
+        memory = working_memory(attention_size(rows, length, size))
         keys = slots.data_ptr()
         values = keys + slots.stride(0) * FLOAT_BYTES
         return self.kernels.EagleSlots(keys, values, num_committed, num_appended, memory.data_ptr())

@@ -1,6 +1,6 @@
 """EAGLE's layer over a few nodes of one text on a CPU, compiled by Numba: from tokens to log-probabilities in one call.
 
-It computes what the modules of the drafter compute on 8-bit weights. Attention is that of `cpu_attention`, in float64. Shapes:
+It computes what the modules of the drafter compute on 8-bit weights. Attention is that of `cpu_attention`. Shapes:
 F new nodes, M appended nodes (the new ones last), N nodes of a draft (the root first, which is no appended node), D width, H
 query heads, K key-value heads, d head size, I inner width, V draft vocabulary. Tensors are passed by address; numbers are
 float32 where nothing else is said.

@@ -15,9 +15,10 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, types
 
-from .cpu_linear import LINE, PAIRS, add_products
+from .cpu_linear import LINE, add_products
 from .cpu_vectors import (
     WIDE,
+    WORDS,
     VectorBuilder,
     advance,
     compile_inline,
@@ -63,17 +64,21 @@ def multiply_bytes(context: Any, rows: Any, x: Any, x_stride: Any, panel: Any, q
 
 
 def _emit_tile(builder: Any, num_rows: int, x: Any, x_stride: Any, panel: Any, quads: Any, sums: Any) -> None:
-    multiply_add = ir.InlineAsm(ir.FunctionType(PAIRS, [PAIRS] * 3), "vpdpbusd $3, $2, $0", "=v,0,v,v", side_effect=False)
+    vectors = VectorBuilder(builder)
+    product = ir.InlineAsm(ir.FunctionType(WORDS, [WORDS] * 3), "vpdpbusd $3, $2, $0", "=v,0,v,v", side_effect=False)
+
+    def multiply_add(fours: Any, weights: Any, total: Any) -> Any:
+        return builder.call(product, [total, fours, weights])
 
     def add_quad(index: Any, totals: list[Any]) -> list[Any]:
         ahead = builder.add(panel, builder.add(builder.mul(index, WIDE(2 * LINE)), WIDE(FETCH_AHEAD)))
         for half in range(2):
             emit_fetch(builder, builder.add(ahead, WIDE(LINE * half)), 2)
-        return add_products(builder, multiply_add, (x, x_stride, panel), index, totals)
+        return add_products(vectors, multiply_add, (x, x_stride, panel), index, totals)
 
-    zeros = ir.Constant(PAIRS, [0] * 16)
-    for number, total in enumerate(VectorBuilder(builder).loop(quads, [zeros] * (2 * num_rows), add_quad)):
-        builder.store(total, builder.inttoptr(builder.add(sums, WIDE(LINE * number)), PAIRS.as_pointer()), align=4)
+    zeros = ir.Constant(WORDS, [0] * 16)
+    for number, total in enumerate(vectors.loop(quads, [zeros] * (2 * num_rows), add_quad)):
+        vectors.store(total, vectors.offset(sums, WIDE(number), LINE))
 
 
 @compile_reduction

@@ -40,11 +40,37 @@ class CompiledKernels(NamedTuple):
     rows: Any
 
 
+class TypedKernels(NamedTuple):
+    """The kernels for numbers of one type. Each is compiled, or loaded, at its first call."""
+
+    attend: Any
+    rotate_attend: Any
+    rotate_attend_texts: Any
+    add_norm: Any
+    norm_heads: Any
+    gate: Any
+
+
 def load_kernels() -> CompiledKernels:
     """Return the compiled kernels where `has_cpu_kernels` is true."""
     kernels = _import_kernels()
     assert kernels is not None
     return kernels
+
+
+@cache
+def select_kernels(dtype: torch.dtype) -> TypedKernels:
+    """Return the kernels for tensors of this type where `has_cpu_kernels` is true."""
+    attention, batch_attention, rows = load_kernels()
+    if dtype == torch.bfloat16:
+        return TypedKernels(
+            attention.attend_half, attention.rotate_attend_half, batch_attention.rotate_attend_texts_half, rows.add_norm_half,
+            rows.norm_heads_half, rows.gate_half,
+        )  # fmt: skip
+    return TypedKernels(
+        attention.attend_float, attention.rotate_attend_float, batch_attention.rotate_attend_texts_float, rows.add_norm_float,
+        rows.norm_heads_float, rows.gate_float,
+    )  # fmt: skip
 
 
 @cache
@@ -60,9 +86,11 @@ def _import_kernels() -> CompiledKernels | None:
 
 def has_cpu_kernels(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether compiled kernels serve tensors of this type."""
-    if device.type != "cpu" or dtype != torch.bfloat16 or os.environ.get("SPECTRAIN_KERNELS") == "reference":
+    if device.type != "cpu" or os.environ.get("SPECTRAIN_KERNELS") == "reference":
         return False
-    return _import_kernels() is not None
+    # Other processors have too few registers for the tiles of float32.
+    is_served = dtype == torch.bfloat16 or (dtype == torch.float32 and torch.cpu._is_avx512_supported())
+    return is_served and _import_kernels() is not None
 
 
 def are_kernels_loaded() -> bool:
@@ -78,51 +106,62 @@ def working_memory(size: int) -> Tensor:
     return memory
 
 
+def attention_size(num_rows: int, length: int, head_size: int) -> int:
+    """Return the float64 numbers of working memory of attention with so many queries of a key-value head to so many slots."""
+    # Queries, scores and totals of padded rows, and the sums of the rows.
+    padded = num_rows + load_kernels().attention.LANES - 1
+    return (padded * (head_size + length + 1) + num_rows * head_size) // 2 + 1
+
+
 def attention_memory(visibility: Visibility, num_heads: int, num_key_heads: int, head_size: int) -> Tensor:
     """Return the working memory of attention with this visibility, which suffices for norms too."""
     _, num_nodes, num_appended = visibility.tree.shape
     num_rows, length = num_nodes * (num_heads // num_key_heads), visibility.longest + num_appended
-    # Queries, scores and totals of padded rows, a block of keys, and the sums of the rows.
-    padded, block = num_rows + 7, load_kernels().attention.BLOCK
-    return working_memory(padded * (head_size + length + 1) + block * head_size + num_rows * head_size)
+    return working_memory(attention_size(num_rows, length, head_size))
 
 
-def can_attend(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    visibility: Visibility,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> bool:
-    """Return whether `attend_cached` computes this attention: over everything that is visible, of heads with one even size."""
-    head_size, num_slots = keys.shape[-1], visibility.longest + visibility.tree.shape[2]
-    if (
-        softcap is not None
-        or sinks is not None
-        or visibility.chunk_size is not None
-        or (window is not None and num_slots > window)
-    ):
+def can_attend(queries: Tensor, keys: Tensor, values: Tensor, softcap: float | None, sinks: Tensor | None) -> bool:
+    """Return whether `attend_cached` computes this attention with keys [B, T, K, d]. This depends on the layer alone: all its
+    forwards sum in one way."""
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (queries, keys, values))
+    if softcap is not None or sinks is not None or learns:
         return False
-    return queries.dtype == keys.dtype and head_size % HEAD_STEP == 0 and values.shape == keys.shape
+    return queries.dtype == keys.dtype and keys.shape[-1] % HEAD_STEP == 0 and values.shape == keys.shape
 
 
-def attend_cached(queries: Tensor, keys: Tensor, values: Tensor, visibility: Visibility, scale: float) -> Tensor:
+def attend_cached(
+    queries: Tensor, keys: Tensor, values: Tensor, visibility: Visibility, scale: float, window: int | None = None
+) -> Tensor:
     """Compute softmax(q k^T * scale) v over the slots that each node sees, [B, H, N, d], laid out as [B, N, H, d]. Queries are
     [B, H, N, d]; keys and values are [B, T, K, d] with the newest nodes in them."""
-    attention = load_kernels().attention
+    attend = select_kernels(queries.dtype).attend
     batch, num_heads, num_nodes, head_size = queries.shape
     out = queries.new_empty(batch, num_nodes, num_heads, head_size)
     queries = queries if queries.stride(-1) == 1 else queries.contiguous()
     memory = attention_memory(visibility, num_heads, keys.shape[2], head_size).data_ptr()
-    for row, (length, mask) in enumerate(visibility.row_masks()):
-        attention.attend_half(
-            queries[row].data_ptr(), queries.stride(2), queries.stride(1), keys[row].data_ptr(), values[row].data_ptr(),
-            keys.stride(1), length, visibility.tree.shape[2], mask.data_ptr(), num_nodes, num_heads, keys.shape[2], head_size,
-            out[row].data_ptr(), scale, memory,
+    for row, (first, length, mask, hidden) in enumerate(visibility.row_limits(window)):
+        attend(
+            queries[row].data_ptr(), queries.stride(2), queries.stride(1), keys[row, first].data_ptr(),
+            values[row, first].data_ptr(), keys.stride(1), length - first, visibility.tree.shape[2], mask.data_ptr(),
+            num_nodes, num_heads, keys.shape[2], head_size, out[row].data_ptr(), scale, memory,
+            0 if hidden is None else hidden.data_ptr(),
         )  # fmt: skip
     return out.transpose(1, 2)
+
+
+def attend_token(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Compute the same attention with one query of each text, [B, H, 1, d], to keys and values [B, K, T, d], of which `mask`
+    [B, 1, 1, T] marks the visible ones."""
+    rows = []
+    for row in range(len(queries)):
+        slots = [x[row : row + 1].transpose(1, 2) for x in (keys, values)]
+        if mask is not None:
+            slots = [x[:, mask[row, 0, 0]] for x in slots]
+        length = torch.tensor([slots[0].shape[1] - 1])
+        visibility = Visibility(length, int(length), torch.ones(1, 1, 1, dtype=torch.bool), length[:, None], None)
+        key_slots, value_slots = (x.contiguous() for x in slots)
+        rows.append(attend_cached(queries[row : row + 1], key_slots, value_slots, visibility, scale))
+    return torch.cat(rows)
 
 
 @cache
@@ -160,22 +199,26 @@ PROBED_COUNTS = (2, 3, 5, 8, 13, 17, 32)
 """Numbers of rows for which panels must have the bits of oneDNN."""
 
 
-def has_panel_kernels() -> bool:
-    """Return whether linears of a few bfloat16 rows can run on panels of weights."""
-    return torch.cpu._is_avx512_bf16_supported() and has_cpu_kernels(torch.bfloat16, torch.device("cpu"))
+def has_panel_kernels(dtype: torch.dtype) -> bool:
+    """Return whether linears of a few rows can run on panels of weights."""
+    is_supported = torch.cpu._is_avx512_bf16_supported() if dtype == torch.bfloat16 else torch.cpu._is_avx512_supported()
+    return is_supported and has_cpu_kernels(dtype, torch.device("cpu"))
 
 
 class WeightPanels:
-    """The weights [O, K] of a linear in panels, for products of one thread that have the bits of another one."""
+    """The weights [O, K] of a linear in panels, for products of one thread whose rows do not depend on each other. Those in
+    bfloat16 are added in chunks of the inputs."""
 
     stored_bytes = 0  # of all panels
 
-    def __init__(self, weight: Tensor, chunk: int) -> None:
+    def __init__(self, weight: Tensor, chunk: int | None = None) -> None:
         from . import cpu_linear
 
-        self.multiply, self.shape, self.chunk = cpu_linear.multiply_panels, weight.shape, chunk
-        outputs, width = weight.shape
-        blocks = weight.view(outputs // PANEL_COLUMNS, 2, PANEL_COLUMNS // 2, width // 2, 2)
+        is_half, (outputs, width) = weight.dtype == torch.bfloat16, weight.shape
+        self.multiply = cpu_linear.multiply_panels_half if is_half else cpu_linear.multiply_panels_float
+        per_word = 2 if is_half else 1
+        self.shape, self.words, self.chunk = weight.shape, width // per_word, (chunk or width) // per_word
+        blocks = weight.view(outputs // PANEL_COLUMNS, 2, PANEL_COLUMNS // 2, self.words, per_word)
         self.panels = blocks.permute(0, 3, 1, 2, 4).contiguous()
         # A call holds Python's lock, so threads cannot share this memory.
         self.sums = torch.empty(cpu_linear.MAX_TILE_ROWS, PANEL_COLUMNS)
@@ -187,14 +230,18 @@ class WeightPanels:
     def supports(weight: Tensor) -> bool:
         """Return whether weights can be stored in panels, and there is still room for them."""
         has_room = WeightPanels.stored_bytes + weight.nbytes <= MAX_PANEL_BYTES
-        return has_room and weight.dtype == torch.bfloat16 and weight.shape[0] % PANEL_COLUMNS == weight.shape[1] % 2 == 0
+        step = 2 if weight.dtype == torch.bfloat16 else 1
+        return has_room and weight.shape[0] % PANEL_COLUMNS == weight.shape[1] % step == 0
 
-    def product(self, x: Tensor) -> Tensor:
-        """Return x [.., N, K] times the weights, [.., N, O]."""
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x [.., N, K] times the weights plus the bias, [.., N, O]."""
         x = x if x.is_contiguous() else x.contiguous()
         (outputs, width), (panels, sums) = self.shape, self.addresses
         out = x.new_empty((*x.shape[:-1], outputs))
-        self.multiply(x.data_ptr(), panels, out.data_ptr(), x.numel() // width, width, outputs, self.chunk, sums)
+        offset = 0 if bias is None else bias.data_ptr()
+        self.multiply(
+            x.data_ptr(), panels, offset, out.data_ptr(), x.numel() // width, self.words, outputs, self.chunk, sums
+        )  # fmt: skip
         return out
 
 
@@ -221,23 +268,25 @@ def find_chunk(outputs: int, width: int) -> int | None:
 
 
 @cache
-def prepare_kernels() -> None:
-    """Load every kernel, or compile it where this machine has not, so that no step that is timed does."""
-    attention, batch_attention, rows = load_kernels()
-    lanes, table, memory = norm_lanes(), silu_table(), working_memory(1 << 12).data_ptr()
+def prepare_kernels(dtype: torch.dtype) -> None:
+    """Load every kernel of a type, or compile it where this machine has not, so that no step that is timed does."""
+    kernels, lanes, memory = select_kernels(dtype), norm_lanes() or LANE_COUNTS[0], working_memory(1 << 12).data_ptr()
     visibility = Visibility(torch.zeros(1, dtype=torch.int64), 0, torch.ones(1, 1, 1).bool(), torch.zeros(1, 1), None)
-    x = torch.zeros(1, 3, 1, HEAD_STEP, dtype=torch.bfloat16)
+    x = torch.zeros(1, 3, 1, HEAD_STEP, dtype=dtype)
     attend_cached(x[:, :1], x[:, :1], x[:, :1], visibility, 1.0)
     ((_, mask),) = visibility.row_masks()
-    result, slots = torch.zeros_like(x), torch.zeros(2, HEAD_STEP, dtype=torch.bfloat16)
+    result, slots, zero = torch.zeros_like(x), torch.zeros(2, HEAD_STEP, dtype=dtype), torch.zeros(1, dtype=torch.int64)
     first, out = x.data_ptr(), result.data_ptr()
     addresses = first, first, first, slots[0].data_ptr(), slots[1].data_ptr()
-    attention.rotate_attend_half(*addresses, HEAD_STEP, 0, 1, mask.data_ptr(), 1, 1, 1, HEAD_STEP, out, 1.0, memory)
-    zero = torch.zeros(1, dtype=torch.int64)
+    kernels.rotate_attend(*addresses, HEAD_STEP, 0, 1, mask.data_ptr(), 1, 1, 1, HEAD_STEP, out, 1.0, memory)
     texts = HEAD_STEP, zero.data_ptr(), zero.data_ptr(), 1
-    batch_attention.rotate_attend_texts_half(*addresses, *texts, 1, mask.data_ptr(), 1, 1, 1, HEAD_STEP, out, 1.0, memory)
-    rows.add_norm(first, 0, first, 0, out, 1, HEAD_STEP, 1.0, lanes or LANE_COUNTS[0], memory)
-    rows.gate(first, table.data_ptr(), out, 1, HEAD_STEP, 1)
-    prepare_tree_kernels()
-    if has_panel_kernels():
-        find_chunk(PANEL_COLUMNS, 2)
+    kernels.rotate_attend_texts(*addresses, *texts, 1, mask.data_ptr(), 1, 1, 1, HEAD_STEP, out, 1.0, memory)
+    kernels.add_norm(first, 0, first, 0, out, 1, HEAD_STEP, 1.0, lanes, memory)
+    kernels.norm_heads(out, first, first, 1, 1, 1, HEAD_STEP, 1.0, lanes, memory)
+    if dtype == torch.bfloat16:
+        kernels.gate(first, silu_table().data_ptr(), out, 1, HEAD_STEP, 1)
+        prepare_tree_kernels()
+        if has_panel_kernels(dtype):
+            find_chunk(PANEL_COLUMNS, 2)
+    else:
+        kernels.gate(first, out, 1, HEAD_STEP)

@@ -35,7 +35,7 @@ def has_text_kernels(q: Tensor, k: Tensor, v: Tensor, longest: int) -> bool:
     fits = (
         longest <= MAX_LENGTH and q.shape[2] == k.shape[2] and q.shape[-1] == v.shape[-1] and q.shape[-1] % PANEL_COLUMNS == 0
     )
-    return fits and q.numel() > 0 and torch.get_num_threads() <= MAX_THREADS and has_panel_kernels()
+    return fits and q.numel() > 0 and torch.get_num_threads() <= MAX_THREADS and has_panel_kernels(torch.bfloat16)
 
 
 def attend_text(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -1,27 +1,34 @@
 """Vector code for kernels on a CPU: LLVM instructions that Numba has no names for. Importing it imports Numba.
 
-Numbers of a model are bfloat16, read as uint16, or float32; sums are float64. Vectors have 8 float64.
+Numbers of a model are bfloat16, read as uint16, or float32; sums are float32. Vectors have 16 float32, or 16 words of 32 bits:
+each word is a float32 or a pair of bfloat16.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
+import llvmlite.binding
 import numba.extending
+import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-LANES = 8
-WORD, WIDE, DOUBLE = ir.IntType(32), ir.IntType(64), ir.DoubleType()
-VECTOR = ir.VectorType(DOUBLE, LANES)
-VECTOR_BYTES = 8 * LANES
-LN2_HIGH, LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
-ROUNDER = 1.5 * 2.0**52  # adding it leaves a float64 rounded to an integer, in the low bits of the sum
-LOWEST = -708.0  # exp of less is below the smallest normal float64
-TAYLOR_TERMS = 13  # the remainder is below 1e-17 where |x| is at most ln(2) / 2
+LANES = 16
+WORD, WIDE, FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
+VECTOR, WORDS, HALVES = (ir.VectorType(kind, LANES) for kind in (FLOAT, WORD, ir.IntType(16)))
+VECTOR_BYTES = 4 * LANES
+LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440054690583e-4
+ROUNDER = 1.5 * 2.0**23  # adding it leaves a float32 rounded to an integer, in the low bits of the sum
+LOWEST = -87.0  # exp of less is below the smallest normal float32
+TAYLOR_TERMS = 7  # the remainder is below 1e-8 where |x| is at most ln(2) / 2
+
+# The inline assembly of pairs needs it.
+llvmlite.binding.initialize_native_asmparser()
 
 
 def compile_cached(function: Callable[..., Any]) -> Any:
@@ -58,7 +65,7 @@ def make_pointer(dtype: Any) -> Any:
 
 
 to_halves, to_floats = make_pointer(types.uint16), make_pointer(types.float32)
-to_doubles, to_bytes = make_pointer(types.float64), make_pointer(types.uint8)
+to_bytes = make_pointer(types.uint8)
 to_words, to_longs = make_pointer(types.int32), make_pointer(types.int64)
 
 
@@ -66,6 +73,20 @@ to_words, to_longs = make_pointer(types.int32), make_pointer(types.int64)
 def advance(context: Any, pointer: Any, count: Any) -> Any:
     """Return the pointer `count` numbers after this one."""
     return pointer(pointer, types.int64), lambda context, builder, signature, args: builder.gep(args[0], [args[1]])
+
+
+@intrinsic
+def as_words(context: Any, pointer: Any) -> Any:
+    """Return a pointer to numbers of a model as one to words of 32 bits."""
+    signature = types.CPointer(types.int32)(pointer)
+    return signature, lambda context, builder, signature, args: builder.bitcast(args[0], WORD.as_pointer())
+
+
+@intrinsic
+def count_words(context: Any, pointer: Any, count: Any) -> Any:
+    """Return the words of 32 bits that `count` numbers of a model take."""
+    shift = WIDE(1 if pointer.dtype == types.uint16 else 0)
+    return types.int64(pointer, types.int64), lambda context, builder, signature, args: builder.lshr(args[1], shift)
 
 
 @intrinsic
@@ -124,31 +145,37 @@ def emit_fetch(builder: Any, address: Any, locality: int) -> None:
 
 
 class VectorBuilder:
-    """Emits vector instructions at the position of an LLVM builder."""
+    """Emits vector instructions at the position of an LLVM builder. Addresses are integers."""
 
     def __init__(self, builder: Any) -> None:
         self.builder = builder
         product = ir.FunctionType(VECTOR, [VECTOR] * 3)
-        self.fused = cgutils.get_or_insert_function(builder.module, product, f"llvm.fmuladd.v{LANES}f64")
+        self.fused = cgutils.get_or_insert_function(builder.module, product, f"llvm.fma.v{LANES}f32")
 
-    def address(self, base: Any, index: Any) -> Any:
-        """Return the address of element `index` of float64 numbers."""
-        return self.builder.add(base, self.builder.mul(index, WIDE(8)))
+    def offset(self, base: Any, index: Any, size: int = 1) -> Any:
+        """Return the address of element `index` of elements of `size` bytes."""
+        return self.builder.add(base, self.builder.mul(index, WIDE(size)))
 
-    def load(self, address: Any) -> Any:
-        return self.builder.load(self.builder.inttoptr(address, VECTOR.as_pointer()), align=8)
+    def load(self, address: Any, kind: Any = VECTOR) -> Any:
+        return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=2)
 
     def store(self, value: Any, address: Any) -> None:
-        self.builder.store(value, self.builder.inttoptr(address, VECTOR.as_pointer()), align=8)
+        self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer()), align=4)
 
-    def load_repeated(self, address: Any) -> Any:
+    def load_repeated(self, address: Any, kind: Any = FLOAT) -> Any:
         """Return a number in every lane."""
-        return self.repeat(self.builder.load(self.builder.inttoptr(address, DOUBLE.as_pointer())))
+        return self.repeat(self.load(address, kind))
+
+    def load_widened(self, address: Any, is_half: bool) -> Any:
+        """Return 16 numbers of a model as float32."""
+        if not is_half:
+            return self.load(address)
+        return self.widen_low(self.builder.zext(self.load(address, HALVES), WORDS))
 
     def repeat(self, number: Any) -> Any:
-        undefined, index = ir.Constant(VECTOR, ir.Undefined), ir.IntType(32)
-        first = self.builder.insert_element(undefined, number, index(0))
-        return self.builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(index, LANES), [0] * LANES))
+        vector = ir.VectorType(number.type, LANES)
+        first = self.builder.insert_element(ir.Constant(vector, ir.Undefined), number, WORD(0))
+        return self.builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), ir.Constant(WORDS, [0] * LANES))
 
     def constant(self, number: float) -> Any:
         return ir.Constant(VECTOR, [number] * LANES)
@@ -156,10 +183,28 @@ class VectorBuilder:
     def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
         return self.builder.call(self.fused, [a, b, c])
 
+    def multiply_pairs(self, a: Any, b: Any, sums: Any) -> Any:
+        """Add to every sum the products of two bfloat16, one after the other."""
+        if has_pair_products():
+            kind = ir.FunctionType(VECTOR, [VECTOR, WORDS, WORDS])
+            return self.builder.call(ir.InlineAsm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v", side_effect=False), [sums, a, b])
+        sums = self.multiply_add(self.widen_high(a), self.widen_high(b), sums)
+        return self.multiply_add(self.widen_low(a), self.widen_low(b), sums)
+
+    def multiply_words(self, a: Any, b: Any, sums: Any) -> Any:
+        """Add to every sum the product of two float32, given as words."""
+        return self.multiply_add(self.builder.bitcast(a, VECTOR), self.builder.bitcast(b, VECTOR), sums)
+
+    def widen_low(self, words: Any) -> Any:
+        return self.builder.bitcast(self.builder.shl(words, ir.Constant(WORDS, [16] * LANES)), VECTOR)
+
+    def widen_high(self, words: Any) -> Any:
+        return self.builder.bitcast(self.builder.and_(words, ir.Constant(WORDS, [0xFFFF0000] * LANES)), VECTOR)
+
     def exp(self, x: Any) -> Any:
         """Return e^x of numbers up to 0, to the last bits: 2^n e^r with r = x - n ln(2), by the Taylor series. Below LOWEST
         it is 0."""
-        builder, integers = self.builder, ir.VectorType(WIDE, LANES)
+        builder = self.builder
         rounded = self.multiply_add(x, self.constant(1 / math.log(2)), self.constant(ROUNDER))
         n = builder.fsub(rounded, self.constant(ROUNDER))
         r = self.multiply_add(n, self.constant(-LN2_HIGH), x)
@@ -167,8 +212,8 @@ class VectorBuilder:
         series = self.constant(1 / math.factorial(TAYLOR_TERMS))
         for term in reversed(range(TAYLOR_TERMS)):
             series = self.multiply_add(series, r, self.constant(1 / math.factorial(term)))
-        exponent = builder.shl(builder.bitcast(rounded, integers), ir.Constant(integers, [52] * LANES))
-        scaled = builder.bitcast(builder.add(builder.bitcast(series, integers), exponent), VECTOR)
+        exponent = builder.shl(builder.bitcast(rounded, WORDS), ir.Constant(WORDS, [23] * LANES))
+        scaled = builder.bitcast(builder.add(builder.bitcast(series, WORDS), exponent), VECTOR)
         return builder.select(builder.fcmp_ordered(">", x, self.constant(LOWEST)), scaled, self.constant(0.0))
 
     def maximum(self, a: Any, b: Any) -> Any:
@@ -191,66 +236,7 @@ class VectorBuilder:
         return after[1:]
 
 
-def make_product(num_rows: int, num_vectors: int) -> Any:
-    """Return a function that adds a matrix product to C [rows, 8 vectors], in float64, each number summed in the order of i.
-
-    C[r, :] += sum over i of A[r, i] B[i, :]. Arguments: the address of A and its strides along r and i, those of B along i and
-    of C along r, in numbers, and the number of i, at least 1.
-    """
-
-    @intrinsic
-    def multiply(context: Any, a: Any, a_row: Any, a_column: Any, b: Any, b_row: Any, c: Any, c_row: Any, length: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            a, a_row, a_column, b, b_row, c, c_row, length = args
-            vectors, columns = VectorBuilder(builder), range(num_vectors)
-            starts = [vectors.address(c, builder.mul(c_row, WIDE(r))) for r in range(num_rows)]
-            outputs = [builder.add(start, WIDE(VECTOR_BYTES * j)) for start in starts for j in columns]
-
-            def step(i: Any, sums: list[Any]) -> list[Any]:
-                start = vectors.address(b, builder.mul(i, b_row))
-                parts = [vectors.load(builder.add(start, WIDE(VECTOR_BYTES * j))) for j in columns]
-                first = builder.mul(i, a_column)
-                rows = [builder.add(first, builder.mul(a_row, WIDE(r))) for r in range(num_rows)]
-                factors = [vectors.load_repeated(vectors.address(a, row)) for row in rows]
-                return [
-                    vectors.multiply_add(factors[r], parts[j], sums[r * num_vectors + j])
-                    for r in range(num_rows)
-                    for j in columns
-                ]
-
-            for total, output in zip(vectors.loop(length, [vectors.load(x) for x in outputs], step), outputs):
-                vectors.store(total, output)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 8), generate
-
-    return multiply
-
-
-@intrinsic
-def exp_columns(context: Any, scores: Any, row_stride: Any, length: Any, sums: Any) -> Any:
-    """Replace 8 columns of float64 scores [length, 8] by e^(score - largest), and store the sum of each column, which is summed
-    in the order of the rows."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        scores, row_stride, length, sums = args
-        vectors = VectorBuilder(builder)
-
-        def row(index: Any) -> Any:
-            return vectors.address(scores, builder.mul(index, row_stride))
-
-        def take_largest(index: Any, values: list[Any]) -> list[Any]:
-            return [vectors.maximum(vectors.load(row(index)), values[0])]
-
-        (largest,) = vectors.loop(length, [vectors.load(scores)], take_largest)
-
-        def exponentiate(index: Any, values: list[Any]) -> list[Any]:
-            weight = vectors.exp(builder.fsub(vectors.load(row(index)), largest))
-            vectors.store(weight, row(index))
-            return [builder.fadd(values[0], weight)]
-
-        (total,) = vectors.loop(length, [vectors.constant(0.0)], exponentiate)
-        vectors.store(total, sums)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), generate
+@cache
+def has_pair_products() -> bool:
+    """Return whether the processor multiplies pairs of bfloat16."""
+    return bool(torch.cpu._is_avx512_bf16_supported())

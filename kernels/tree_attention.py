@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,15 @@ def pack_words(mask: Tensor) -> Tensor:
     return packed.view(torch.int64)
 
 
+class RowLimits(NamedTuple):
+    """What N nodes of a row see of T slots: committed ones, and M appended nodes."""
+
+    first: int  # slot that some node sees
+    length: int  # of the committed slots
+    mask: Tensor  # [N, M] bool
+    hidden: Tensor | None  # [N] int64: slots from the first on that each node does not see
+
+
 @dataclass
 class Visibility:
     """What each of N new nodes sees: the committed prefix, and the appended nodes that `tree` marks."""
@@ -56,6 +65,7 @@ class Visibility:
     _words: Tensor | None = None
     _chunked: dict[int, Visibility] = field(default_factory=dict)
     _row_masks: list[tuple[int, Tensor]] = field(default_factory=list)
+    _row_limits: dict[int | None, list[RowLimits]] = field(default_factory=dict)
 
     def attention_mask(self, window: int | None) -> Tensor | None:
         """Return [B, 1, N, T] bool, or None where every new node sees every slot; built once for all layers."""
@@ -83,10 +93,34 @@ class Visibility:
             self._row_masks.extend(zip(lengths, self.tree.contiguous()))
         return self._row_masks
 
+    def row_limits(self, window: int | None) -> list[RowLimits]:
+        """Return what the nodes of each row on a CPU see within a window and within chunks; built once for all layers."""
+        if window not in self._row_limits:
+            num_slots = self.longest + self.tree.shape[2]
+            if self.chunk_size is None and (window is None or num_slots <= window):
+                self._row_limits[window] = [RowLimits(0, length, mask, None) for length, mask in self.row_masks()]
+            else:
+                self._row_limits[window] = self._limit_rows(window)
+        return self._row_limits[window]
+
+    def _limit_rows(self, window: int | None) -> list[RowLimits]:
+        assert self.key_positions is not None
+        here = self.query_positions.expand(self.tree.shape[:2])
+        oldest = torch.zeros_like(here) if window is None else here - window + 1
+        if self.chunk_size is not None:
+            oldest = torch.maximum(oldest, here // self.chunk_size * self.chunk_size)
+        tree = (self.tree & (self.key_positions[:, None] >= oldest[:, :, None])).contiguous()
+        hidden = oldest.clamp(min=0).minimum(self.lengths[:, None])
+        firsts, lengths = hidden.amin(1), self.lengths.tolist()
+        hidden = (hidden - firsts[:, None]).contiguous()
+        return [RowLimits(*limits) for limits in zip(firsts.tolist(), lengths, tree, hidden)]
+
     def in_chunks(self, size: int) -> Visibility:
         """Return the visibility of layers that attend within chunks of `size` positions; built once."""
         if size not in self._chunked:
-            self._chunked[size] = replace(self, chunk_size=size, _masks={}, _biases={}, _chunked={}, _row_masks=[])
+            self._chunked[size] = replace(
+                self, chunk_size=size, _masks={}, _biases={}, _chunked={}, _row_masks=[], _row_limits={}
+            )
         return self._chunked[size]
 
     def _build_mask(self, window: int | None) -> Tensor | None:

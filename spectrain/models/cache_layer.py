@@ -12,7 +12,7 @@ from spectrain.kernels.cpu_kernels import has_cpu_kernels
 
 
 def attention_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the type in which keys are attended to. On a CPU half precision becomes float64: the rounded sums over
+    """Return the type in which keys are attended to by torch. On a CPU half precision becomes float64: the rounded sums over
     keys are then the same in whatever order the keys lie, while in half precision one different bit changes the logits."""
     return torch.float64 if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16) else dtype
 

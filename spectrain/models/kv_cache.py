@@ -187,8 +187,8 @@ class TreeCache(Cache):
         self.write(layer, keys, values)
         if self.kv_transform is None and has_cpu_kernels(self.dtype, queries.device):
             slots = self.keys_values(layer)
-            if can_attend(queries, *slots, visibility, window, softcap, sinks):
-                return attend_cached(queries, *slots, visibility, scale)
+            if can_attend(queries, *slots, softcap, sinks):
+                return attend_cached(queries, *slots, visibility, scale, window)
         return tree_attention(queries, *self.read(layer, keys.shape[2]), visibility, scale, window, softcap, sinks)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -228,12 +228,12 @@ class TreeCache(Cache):
     @property
     def can_lend_storage(self) -> bool:
         """Return whether kernels may write and read the slots of layers themselves."""
-        return self.lends_storage(torch.bfloat16)
+        return self.lends_storage(torch.bfloat16, torch.float32)
 
-    def lends_storage(self, dtype: torch.dtype) -> bool:
-        """Return whether kernels may write and read the slots of layers themselves, with numbers of this type."""
+    def lends_storage(self, *dtypes: torch.dtype) -> bool:
+        """Return whether kernels may write and read the slots of layers themselves, with numbers of one of these types."""
         parts = self.kv_transform, self.query_observer, self.shapes, self.position_offsets
-        is_stored_so = self.storage is None or self.storage.dtype == dtype
+        is_stored_so = self.storage is None or self.storage.dtype in dtypes
         return is_stored_so and not self.returns_all_keys and all(part is None for part in parts)
 
     def lend_storage(self, num_new: int, num_heads: int, size: int, dtype: torch.dtype) -> Tensor:

@@ -10,6 +10,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from spectrain.kernels.cpu_kernels import attend_token, can_attend, has_cpu_kernels
+
 from .cache_layer import attention_dtype
 from .fast import is_packed, pack_linears, paired_forwards, unpack_linears
 from .forward_override import override_forwards
@@ -19,12 +21,18 @@ from .target import Target
 EXACT_SDPA = "sdpa_exact"
 
 
-def _sdpa_exact(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """Call transformers' SDPA; single tokens attend in float64, rounded once."""
-    dtype = query.dtype
-    if query.shape[2] == 1:
-        query, key, value = query.double(), key.double(), value.double()
-    return sdpa_attention_forward(module, query, key, value, *args, **kwargs)[0].to(dtype), None
+def _sdpa_exact(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Call transformers' SDPA; single tokens attend as they do in spectrain: by its kernel, or in float64, rounded once."""
+    if query.shape[2] > 1:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
+    slots, scale = (key.transpose(1, 2), value.transpose(1, 2)), kwargs.get("scaling") or query.shape[-1] ** -0.5
+    if has_cpu_kernels(query.dtype, query.device) and can_attend(query, *slots, kwargs.get("softcap"), kwargs.get("s_aux")):
+        assert attention_mask is None or attention_mask.dtype == torch.bool
+        return attend_token(query, key, value, attention_mask, scale).transpose(1, 2), None
+    attended, _ = sdpa_attention_forward(module, query.double(), key.double(), value.double(), attention_mask, *args, **kwargs)
+    return attended.to(query.dtype), None
 
 
 AttentionInterface.register(EXACT_SDPA, _sdpa_exact)
@@ -34,7 +42,7 @@ AttentionMaskInterface.register(EXACT_SDPA, sdpa_mask)
 @contextmanager
 def reference_model(target: Target) -> Iterator[Any]:
     """Yield the unmodified target: transformers' attention and cache, torch's linears. In half precision on a CPU single tokens
-    attend in float64, as they do here, and a single row is multiplied as a pair where one alone has other bits."""
+    attend in the order of sums of this project, and a single row is multiplied as a pair where one alone has other bits."""
     model: Any = target.model
     architecture, is_paired = target.architecture, target.dtype == torch.bfloat16 and target.device.type == "cpu"
     packed = any(is_packed(module) for module in model.modules())
@@ -50,7 +58,7 @@ def reference_model(target: Target) -> Iterator[Any]:
 
 
 def _reference_attention(target: Target) -> str:
-    """Return the attention that transformers would choose; on a CPU in half precision, with single tokens in float64."""
+    """Return the attention that transformers would choose; on a CPU in half precision, the one of `_sdpa_exact`."""
     if not target.model._supports_sdpa:
         return "eager"
     is_exact = target.architecture.attends_by_masks or attention_dtype(target.dtype, target.device) == target.dtype

@@ -1,4 +1,4 @@
-"""Layers in few calls compute what transformers' own do, bit by bit, and step aside where something else is to run."""
+"""Layers in few calls compute what transformers' own do, and step aside where something else is to run."""
 
 import copy
 from collections.abc import Callable
@@ -32,9 +32,11 @@ CONFIGS: dict[str, Any] = {
     "llama with biases": hf.LlamaConfig(**SIZE, attention_bias=True, mlp_bias=True, head_dim=16, rope_parameters=SCALED),
     "qwen2": hf.Qwen2Config(**SIZE, use_sliding_window=True, sliding_window=5, max_window_layers=1),
     "qwen3": hf.Qwen3Config(**SIZE, head_dim=16),
-    "qwen3 in bfloat16": hf.Qwen3Config(**SIZE, head_dim=16, dtype="bfloat16"),
+    "qwen3 in bfloat16": hf.Qwen3Config(**{**SIZE, "intermediate_size": 64}, head_dim=16, dtype="bfloat16"),
     "qwen2 in bfloat16": hf.Qwen2Config(**{**SIZE, "hidden_size": 64, "intermediate_size": 1056}, dtype="bfloat16"),
 }
+
+COMPILED = ("llama with biases", "qwen3", "qwen3 in bfloat16", "qwen2 in bfloat16")  # whose decoder is compiled on a CPU
 
 pytestmark = pytest.mark.skipif(not packable_dtypes(), reason="torch has no oneDNN here")
 
@@ -94,16 +96,35 @@ def halves_skipped(target: Target) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("ask", [prompt_and_tree, single_trees, packed_texts, halves_skipped])
-def test_fused_layers_equal_transformers_layers_bit_by_bit(
+def test_fused_layers_equal_transformers_layers(
     target: Target, ask: Callable[[Target], list[Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same with the layers' own forwards, to the last bit."""
+    """The same with the layers' own forwards, to the last bit; in float32 compiled kernels have sums of their own."""
     torch.manual_seed(1)
     lean = ask(target)
     monkeypatch.setattr(standard, "fuse_cpu_forwards", lambda *args: [])
     torch.manual_seed(1)
+    tolerance = 1e-5 if target.name in COMPILED and target.dtype == torch.float32 else 0.0
     for one, other in zip(lean, ask(target), strict=True):
-        assert one.isfinite().all() and one.std() > 0.1 and torch.equal(one, other)
+        assert one.isfinite().all() and one.std() > 0.1
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance * float(other.abs().max()))
+
+
+def test_nodes_have_the_bits_of_single_tokens(target: Target) -> None:
+    """Where kernels compute the layers, in either type."""
+    if target.name not in COMPILED or not has_cpu_kernels(target.dtype, target.device):
+        pytest.skip("nothing is compiled here")
+    torch.manual_seed(0)
+    prompt, tokens = torch.randint(3, 64, (1, 9)), torch.randint(3, 64, (1, 17))
+    with torch.inference_mode():
+        cache = target.new_cache(1, 64)
+        target.prefill(prompt, torch.tensor([9]), cache, ())
+        logits = target.verify(TokenTree.from_chain(tokens), cache).logits
+        cache.roll_back()
+        for node in range(tokens.shape[1]):
+            alone = target.verify(TokenTree.from_chain(tokens[:, node : node + 1]), cache).logits
+            cache.commit(torch.tensor([[0]]), torch.tensor([1]))
+            assert logits is not None and alone is not None and torch.equal(alone[0, 0], logits[0, node])
 
 
 def test_compiled_decoder_is_made_anew_after_changes(target: Target) -> None:
@@ -115,7 +136,7 @@ def test_compiled_decoder_is_made_anew_after_changes(target: Target) -> None:
 
     first = find()
     has_kernels = has_cpu_kernels(target.dtype, target.device) and norm_lanes() is not None
-    assert (first is not None) == (target.name == "qwen2 in bfloat16" and has_kernels)
+    assert (first is not None) == (target.name in COMPILED and has_kernels)
     if first is None:
         return
     assert find() is first

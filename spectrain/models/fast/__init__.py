@@ -55,6 +55,6 @@ def speed_up_linears(model: nn.Module) -> None:
     pack_linears(model)
     first = next(model.parameters())
     if has_cpu_kernels(first.dtype, first.device):
-        prepare_kernels()
+        prepare_kernels(first.dtype)
     if first.device.type == "cuda":
         merge_linears(model)

@@ -1,4 +1,4 @@
-"""A whole decoder in bfloat16 on a CPU, from tokens to its final norm, in the calls of its compiled layers alone.
+"""A whole decoder on a CPU, from tokens to its final norm, in the calls of its compiled layers alone.
 
 It serves the forwards of decoding: the nodes of a tree or a single token over a cache. Shapes: N nodes, D width, d head size.
 """
@@ -33,7 +33,7 @@ from .compiled_cpu_layers import (
 )
 from .fused_cpu_layers import AttentionFunction, CachedRotation, is_fusable
 
-DECODERS = ("LlamaModel", "Qwen2Model")  # decoders that embed, run their layers, and norm
+DECODERS = ("LlamaModel", "Qwen2Model", "Qwen3Model")  # decoders that embed, run their layers, and norm
 ANGLES_STEP = 128
 """Positions whose angles are computed together: few enough that torch computes all in vectors, on one thread."""
 

@@ -1,6 +1,7 @@
-"""Fused decoder layers in bfloat16 on a CPU: four linears, and between them compiled kernels.
+"""Fused decoder layers on a CPU: four linears, and between them compiled kernels.
 
-They compute what `FusedLayer` computes, bit by bit, for the nodes of a tree or a single token. A layer keeps the addresses of
+They compute what `FusedLayer` computes for the nodes of a tree or a single token: bit by bit in bfloat16, and in float32 with
+bits that do not depend on the other nodes. A layer keeps the addresses of
 its weights, so a forward has no other operations. Shapes: N nodes, D width, H query heads, K key-value heads, d head size, I
 inner width.
 """
@@ -22,8 +23,8 @@ from spectrain.models.kv_cache import TreeCache
 from .fused_cpu_layers import AttentionFunction, CachedRotation, FusedLayer, is_fusable
 from .packed_linears import PackedProduct, shared_input
 
-VECTOR_WIDTH = 32
-"""Divisor of the inner width, so that torch computes all activations in vectors: the last numbers of others have other bits."""
+VECTOR_WIDTHS = {torch.bfloat16: 32, torch.float32: 16}
+"""Divisor of the inner width, so that all activations are computed in vectors: the last numbers of others have other bits."""
 
 
 class NodeBuffers:
@@ -35,13 +36,14 @@ class NodeBuffers:
     ) -> None:
         num_rows, size = hidden.shape[1], layer.head_size
         num_texts, num_nodes, num_appended = visibility.tree.shape
-        self.copies = 2 if num_rows == 1 and PackedProduct.is_paired(layer.inner_width) else 1
+        self.copies = 2 if num_rows == 1 and PackedProduct.is_paired(layer.inner_width, hidden.dtype) else 1
         self.normed, self.first_sum, self.second_sum = (torch.empty_like(hidden) for _ in range(3))
         self.attended = hidden.new_empty(1, num_rows, layer.num_heads * size)
         self.inner = hidden.new_empty(1, num_rows * self.copies, layer.inner_width)
         # Working memory, also of the norms.
         self.memory = cpu_kernels.attention_memory(visibility, layer.num_heads, layer.num_key_heads, size)
         storage = cache.lend_storage(num_nodes, layer.num_key_heads, size, hidden.dtype)
+        assert storage.dtype == hidden.dtype
         self.angles = [angle.contiguous() for angle in angles]
         self.keys, self.values = storage[0, 0].data_ptr(), storage[0, 1].data_ptr()
         self.layer_bytes = storage.stride(0) * storage.element_size()
@@ -49,10 +51,10 @@ class NodeBuffers:
         self.before = [angle.data_ptr() for angle in self.angles]
         if num_texts == 1:
             ((length, mask),) = visibility.row_masks()
-            self.attend, prefix = layer.kernels.attention.rotate_attend_half, [length]
+            self.attend, prefix = layer.kernels.rotate_attend, [length]
         else:
             mask, self.starts, self.lengths = visibility.tree.contiguous(), cache.row_starts(), visibility.lengths.contiguous()
-            self.attend = layer.kernels.batch_attention.rotate_attend_texts_half
+            self.attend = layer.kernels.rotate_attend_texts
             prefix = [self.starts.data_ptr(), self.lengths.data_ptr(), num_texts]
         self.mask = mask
         self.after = [
@@ -75,22 +77,30 @@ class LayerKernels:
         self.num_heads, self.num_key_heads = (size // self.head_size for size in qkv.sizes[:2])
         self.inner_width, self.eps = mlp.gate_proj.out_features, norms[0].variance_epsilon
         self.norm_weights = [norm.weight for norm in norms]
-        self.kernels, self.lanes = cpu_kernels.load_kernels(), cpu_kernels.norm_lanes()
-        self.table = cpu_kernels.silu_table()
+        # Norms of queries and keys, as in Qwen3.
+        self.head_norms = [attention.q_norm, attention.k_norm] if getattr(attention, "q_norm", None) is not None else []
+        dtype = self.norm_weights[0].dtype
+        self.kernels, self.lanes = cpu_kernels.select_kernels(dtype), cpu_kernels.norm_lanes()
+        # The activations of all numbers, where these are few enough.
+        self.table = cpu_kernels.silu_table() if dtype == torch.bfloat16 else None
 
     @staticmethod
     def supports(layer: Any) -> bool:
         """Return whether the kernels compute what a fusable layer computes."""
         attention, mlp, weight = layer.self_attn, layer.mlp, layer.input_layernorm.weight
         linears = attention.q_proj, attention.o_proj, mlp.gate_proj
-        if not cpu_kernels.has_cpu_kernels(weight.dtype, weight.device) or getattr(attention, "q_norm", None) is not None:
+        if not all(map(PackedProduct.supports, (*linears, mlp.down_proj))):
+            return False
+        if not cpu_kernels.has_cpu_kernels(weight.dtype, weight.device) or cpu_kernels.norm_lanes() is None:
             return False
         if weight.shape[0] > cpu_kernels.MAX_WIDTH or attention.head_dim % cpu_kernels.HEAD_STEP:
             return False
-        if mlp.gate_proj.out_features % VECTOR_WIDTH or any(PackedProduct.is_paired(linear.in_features) for linear in linears):
+        if mlp.gate_proj.out_features % VECTOR_WIDTHS[weight.dtype]:
+            return False
+        if any(PackedProduct.is_paired(linear.in_features, weight.dtype) for linear in linears):
             return False
         is_silu = isinstance(mlp.act_fn, nn.SiLU) or type(mlp.act_fn).__name__ == "SiLUActivation"
-        return is_silu and getattr(attention, "sliding_window", None) is None and cpu_kernels.norm_lanes() is not None
+        return is_silu and getattr(attention, "sliding_window", None) is None
 
     def run(self, hidden: Tensor, added: Tensor | None, buffers: NodeBuffers) -> tuple[Tensor, Tensor]:
         """Run the layer on hidden + added [1, N, D]. Return two terms of its output: one of the buffers, and
@@ -104,27 +114,37 @@ class LayerKernels:
             hidden = buffers.first_sum
         self._attend(qkv(buffers.normed), buffers)
         add_norm(hidden, output(buffers.attended), second, self.eps, buffers.second_sum, buffers)
-        inner = gate_up(buffers.normed)
-        num_nodes, out = hidden.shape[1], buffers.inner
-        self.kernels.rows.gate(
-            inner.data_ptr(), self.table.data_ptr(), out.data_ptr(), num_nodes, self.inner_width, buffers.copies
-        )
+        inner, out = gate_up(buffers.normed), buffers.inner
+        sizes = hidden.shape[1], self.inner_width
+        if self.table is None:
+            self.kernels.gate(inner.data_ptr(), out.data_ptr(), *sizes)
+        else:
+            self.kernels.gate(inner.data_ptr(), self.table.data_ptr(), out.data_ptr(), *sizes, buffers.copies)
         return buffers.second_sum, down(out)
 
     def _attend(self, heads: Tensor, buffers: NodeBuffers) -> None:
         """Rotate heads [1, N, (H + 2 K) d], append keys and values to the cache, and attend."""
         mark_layer_done(self.index)
         shift = self.index * buffers.layer_bytes
+        if self.head_norms:
+            self._norm_heads(heads, buffers)
         buffers.attend(
             heads.data_ptr(), *buffers.before, buffers.keys + shift, buffers.values + shift, *buffers.after, self.scale,
             buffers.memory.data_ptr(),
+        )  # fmt: skip
+
+    def _norm_heads(self, heads: Tensor, buffers: NodeBuffers) -> None:
+        query_norm, key_norm = self.head_norms
+        self.kernels.norm_heads(
+            heads.data_ptr(), query_norm.weight.data_ptr(), key_norm.weight.data_ptr(), heads.shape[1], self.num_heads,
+            self.num_key_heads, self.head_size, query_norm.variance_epsilon, self.lanes, buffers.memory.data_ptr(),
         )  # fmt: skip
 
 
 def add_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, eps: float, summed: Tensor, buffers: NodeBuffers) -> None:
     """Store hidden + added [1, N, D] in `summed`, and its norm in the buffer for that."""
     _, rows, width = hidden.shape
-    cpu_kernels.load_kernels().rows.add_norm(
+    cpu_kernels.select_kernels(hidden.dtype).add_norm(
         hidden.data_ptr(), 0 if added is None else added.data_ptr(), weight.data_ptr(), summed.data_ptr(),
         buffers.normed.data_ptr(), rows, width, eps, cpu_kernels.norm_lanes(), buffers.memory.data_ptr(),
     )  # fmt: skip

@@ -100,6 +100,8 @@ class PackedWeights:
         if self.packed_int8 is not None:
             output = torch.ops.quantized.linear_dynamic(input.float(), self.packed_int8).to(input.dtype)
             return output if bias is None else output + bias
+        if self.packed.dtype == input.dtype and (panels := self._serving_panels(input)) is not None:
+            return panels.product(input, bias)
         if self._is_small(self.packed) and input.numel() <= FEW_ROWS * input.shape[-1]:
             return F.linear(input, self.packed, bias)
         if self.packed.dtype == input.dtype:
@@ -128,18 +130,29 @@ class PackedWeights:
         return weights[0] if len(weights) == 1 else torch.cat(weights)
 
     def find_panels(self) -> WeightPanels | None:
-        """Return the packed weights in panels where one thread multiplies a few rows by them faster, with the same bits."""
+        """Return the packed weights in panels where one thread multiplies a few rows by them faster: in bfloat16 with the bits
+        of oneDNN, in float32 with bits that do not depend on the other rows."""
         if self.panels is None and torch.get_num_threads() == 1:
             self.panels = self._make_panels() or False
         return self.panels or None if torch.get_num_threads() == 1 else None
 
+    def _serving_panels(self, input: Tensor) -> WeightPanels | None:
+        """Return the panels by which to multiply an input [.., D]: that of a step of decoding."""
+        is_decoding = input.numel() <= CONSISTENT_ROWS * input.shape[-1] or batch_invariant.get()
+        return self.find_panels() if is_decoding else None
+
     def _make_panels(self) -> WeightPanels | None:
-        if not has_panel_kernels() or self.packed is None or self.packed_int8 is not None or self.join_biases() is not None:
+        weight = self.linears[0].weight
+        if self.packed is None or self.packed_int8 is not None or self.packed.dtype != weight.dtype:
+            return None
+        if not has_panel_kernels(weight.dtype) or (self.low_precision and weight.dtype == torch.float32):
             return None
         weight = self._stack_weights()
-        if not is_large_weight(weight.numel()) or not WeightPanels.supports(weight):
+        if not WeightPanels.supports(weight):
             return None
-        chunk = find_chunk(*weight.shape)
+        if weight.dtype == torch.float32:
+            return WeightPanels(weight)
+        chunk = find_chunk(*weight.shape) if is_large_weight(weight.numel()) else None
         return None if chunk is None else WeightPanels(weight, chunk)
 
     def join_biases(self) -> Tensor | None:
@@ -170,9 +183,6 @@ class PackedWeights:
     def _bfloat16_product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply in bfloat16, in pieces small enough that the bits of a row do not depend on the others."""
         rows = input.reshape(-1, input.shape[-1])
-        is_decoding = len(rows) <= CONSISTENT_ROWS or batch_invariant.get()
-        if is_decoding and (panels := self.find_panels()) is not None:
-            return panels.product(input)
         if len(rows) <= CONSISTENT_ROWS or not batch_invariant.get():
             return multiply_paired(input, lambda rows: onednn_linear(rows, weight, bias))
         parts = [multiply_paired(part, lambda rows: onednn_linear(rows, weight, bias)) for part in rows.split(CONSISTENT_ROWS)]
@@ -184,7 +194,7 @@ class PackedWeights:
 
 
 class PackedProduct:
-    """The product of rows of bfloat16 with weights that stay as they are: panels, or the call of oneDNN alone."""
+    """The product of rows with weights that stay as they are: panels, or the call of oneDNN or BLAS alone."""
 
     def __init__(self, weights: PackedWeights) -> None:
         weights.refresh()
@@ -192,15 +202,25 @@ class PackedProduct:
         self.source, self.weight, self.bias = weights, weights.packed, weights.join_biases()
 
     @staticmethod
-    def is_paired(width: int) -> bool:
+    def supports(linear: Any) -> bool:
+        """Return whether a packed linear is multiplied in the type of its weights, and so are those that read its input."""
+        packed = [linear.forward.weights, *([linear.forward.shared.weights] if linear.forward.shared is not None else [])]
+        return all(weights.packed_dtype == linear.weight.dtype for weights in packed)
+
+    @staticmethod
+    def is_paired(width: int, dtype: torch.dtype) -> bool:
         """Return whether a single row of this width has to be multiplied with a copy of itself (`multiply_paired`)."""
-        return not is_batch_invariant(width, 1)
+        return dtype == torch.bfloat16 and not is_batch_invariant(width, 1)
 
     def __call__(self, input: Tensor) -> Tensor:
         """Return the outputs of all linears side by side, [1, N, D] -> [1, N, O]."""
         panels = self.source.find_panels()
         if panels is not None:
-            return panels.product(input)
+            return panels.product(input, self.bias)
+        if not self.weight.is_mkldnn:
+            return F.linear(input, self.weight, self.bias)
+        if input.dtype == torch.float32:
+            return linear_pointwise(input, self.weight, self.bias, "none", [], "")
         parts = [linear_pointwise(part, self.weight, self.bias, "none", [], "") for part in input.split(CONSISTENT_ROWS, dim=1)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
