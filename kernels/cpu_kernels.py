@@ -86,7 +86,7 @@ def _import_kernels() -> CompiledKernels | None:
 
 def has_cpu_kernels(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether compiled kernels serve tensors of this type."""
-    if device.type != "cpu" or os.environ.get("SPECTRAIN_KERNELS") == "reference":
+    if device.type != "cpu" or os.environ.get("SPECTRAIN_KERNELS") in ("reference", "triton"):
         return False
     # Other processors have too few registers for the tiles of float32.
     is_served = dtype == torch.bfloat16 or (dtype == torch.float32 and torch.cpu._is_avx512_supported())
