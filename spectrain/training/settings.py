@@ -45,6 +45,11 @@ def _can_fuse(groups: ParameterGroups) -> bool:
     return all(type(parameter) is nn.Parameter and parameter.device.type == "cpu" for parameter in parameters)
 
 
+def _count_versions(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Count a new version of every parameter, by which packed copies of weights notice a change; a fused step does not."""
+    torch.autograd.graph.increment_version([parameter for group in optimizer.param_groups for parameter in group["params"]])
+
+
 class AdamW(UpdateRule):
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019)."""
 
@@ -53,7 +58,11 @@ class AdamW(UpdateRule):
     def make_optimizer(
         self, groups: ParameterGroups, lr: float, betas: tuple[float, float], weight_decay: float
     ) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=weight_decay, fused=_can_fuse(groups) or None)
+        is_fused = _can_fuse(groups)
+        optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=weight_decay, fused=is_fused or None)
+        if is_fused:
+            optimizer.register_step_post_hook(_count_versions)
+        return optimizer
 
 
 class Muon(UpdateRule):

@@ -16,24 +16,15 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from spectrain.kernels.cpu_kernels import has_cpu_kernels
 from spectrain.models.forward_override import Forward, override_forwards
-from spectrain.models.limits import has_dynamic_rope
 from spectrain.models.residual_stream import only_reads_input
 
 from .batch_invariance import has_batch_invariance
-from .compiled_cpu_layers import (
-    CompiledLayer,
-    LayerKernels,
-    NodeBuffers,
-    add_norm,
-    flatten_texts,
-    fuse_cpu_layers,
-    is_compiled_call,
-    join_terms,
-)
-from .fused_cpu_layers import AttentionFunction, CachedRotation, is_fusable
+from .compile_blockers import AttentionFunction, find_call_blocker, find_decoder_blocker
+from .compiled_cpu_layers import CompiledLayer, NodeBuffers, add_norm, flatten_texts, fuse_cpu_layers, join_terms
+from .fused_cpu_layers import CachedRotation
 
-DECODERS = ("LlamaModel", "Qwen2Model", "Qwen3Model")  # decoders that embed, run their layers, and norm
 ANGLES_STEP = 128
 """Positions whose angles are computed together: few enough that torch computes all in vectors, on one thread."""
 
@@ -49,7 +40,7 @@ def fuse_cpu_forwards(
     """Yield the decoder with its compiled forward where that serves tokens [B, N] with these arguments of attention, else the
     layers that can be fused, each with its fused forward. Without `tokens` not all layers run, or on other inputs."""
     compiled = None
-    if tokens is not None and is_compiled_call(tokens, arguments):
+    if tokens is not None and find_call_blocker(arguments) is None:
         compiled = find_compiled(decoder, layers, attend)
     if compiled is not None:
         yield decoder, compiled
@@ -57,30 +48,23 @@ def fuse_cpu_forwards(
         yield from fuse_cpu_layers(layers, attend)
 
 
-def runs_rows_alone(decoder: nn.Module, layers: nn.ModuleList, attend: AttentionFunction) -> bool:
-    """Return whether kernels run a whole decoder, and give a row the same bits whatever the other rows are."""
-    return has_batch_invariance() and find_compiled(decoder, layers, attend) is not None
+def runs_rows_alone(decoder: Any, layers: nn.ModuleList, attend: AttentionFunction) -> bool:
+    """Return whether kernels run a whole decoder, and give a row the same bits whatever the other rows and the number of
+    threads are: in bfloat16. Linears of float32 sum in another order on several threads."""
+    is_half = next(decoder.parameters()).dtype == torch.bfloat16
+    return is_half and has_batch_invariance() and find_compiled(decoder, layers, attend) is not None
 
 
 def find_compiled(decoder: Any, layers: nn.ModuleList, attend: AttentionFunction) -> CompiledDecoder | None:
-    """Return the compiled forward of a decoder, or None where kernels do not compute all its layers."""
+    """Return the compiled forward of a decoder, or None where kernels do not compute it (`find_decoder_blocker`)."""
     compiled = _decoders.get(decoder)
     if compiled is not None and compiled.is_current(attend):
         return compiled
     _decoders.pop(decoder, None)
-    if type(decoder).__name__ not in DECODERS or decoder.layers is not layers or has_dynamic_rope(decoder.config):
-        return None
-    outside = decoder.embed_tokens, decoder.norm, decoder.rotary_emb
-    if type(decoder.embed_tokens) is not nn.Embedding or any(_is_overridden(module) for module in (*outside, *layers)):
-        return None
-    if not all(is_fusable(layer, attend) and LayerKernels.supports(layer) for layer in layers):
+    if find_decoder_blocker(decoder, layers, attend) is not None:
         return None
     compiled = _decoders[decoder] = CompiledDecoder(decoder, attend)
     return compiled
-
-
-def _is_overridden(module: nn.Module) -> bool:
-    return "forward" in vars(module)
 
 
 class CompiledDecoder:
@@ -107,8 +91,10 @@ class CompiledDecoder:
 
     def is_current(self, attend: AttentionFunction) -> bool:
         """Return whether the layers still compute what was compiled; called at every forward, so made of quick comparisons."""
+        weight = self.norm.weight
         return (
-            ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation) is attend
+            has_cpu_kernels(weight.dtype, weight.device)
+            and ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation) is attend
             and not any(self.hooks)
             and all(map(operator.is_, map(GET_FORWARD, self.attributes), self.overrides))
             and all(map(operator.is_, map(operator.getitem, self.tables, self.names), self.weights))

@@ -1,9 +1,8 @@
 """Fused decoder layers on a CPU: four linears, and between them compiled kernels.
 
 They compute what `FusedLayer` computes for the nodes of a tree or a single token: bit by bit in bfloat16, and in float32 with
-bits that do not depend on the other nodes. A layer keeps the addresses of
-its weights, so a forward has no other operations. Shapes: N nodes, D width, H query heads, K key-value heads, d head size, I
-inner width.
+bits that do not depend on the other nodes. A layer keeps the addresses of its weights, so a forward has no other operations.
+Shapes: N nodes, D width, H query heads, K key-value heads, d head size, I inner width.
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ from spectrain.models.compiled_layers import mark_layer_done
 from spectrain.models.forward_override import Forward
 from spectrain.models.kv_cache import TreeCache
 
-from .fused_cpu_layers import AttentionFunction, CachedRotation, FusedLayer, is_fusable
-from .packed_linears import PackedProduct, shared_input
-
-VECTOR_WIDTHS = {torch.bfloat16: 32, torch.float32: 16}
-"""Divisor of the inner width, so that all activations are computed in vectors: the last numbers of others have other bits."""
+from .compile_blockers import AttentionFunction, find_call_blocker, find_fusion_blocker, find_layer_blocker
+from .fused_cpu_layers import CachedRotation, FusedLayer
+from .packed_linears import shared_input
+from .packed_product import PackedProduct
 
 
 class NodeBuffers:
@@ -84,24 +82,6 @@ class LayerKernels:
         # The activations of all numbers, where these are few enough.
         self.table = cpu_kernels.silu_table() if dtype == torch.bfloat16 else None
 
-    @staticmethod
-    def supports(layer: Any) -> bool:
-        """Return whether the kernels compute what a fusable layer computes."""
-        attention, mlp, weight = layer.self_attn, layer.mlp, layer.input_layernorm.weight
-        linears = attention.q_proj, attention.o_proj, mlp.gate_proj
-        if not all(map(PackedProduct.supports, (*linears, mlp.down_proj))):
-            return False
-        if not cpu_kernels.has_cpu_kernels(weight.dtype, weight.device) or cpu_kernels.norm_lanes() is None:
-            return False
-        if weight.shape[0] > cpu_kernels.MAX_WIDTH or attention.head_dim % cpu_kernels.HEAD_STEP:
-            return False
-        if mlp.gate_proj.out_features % VECTOR_WIDTHS[weight.dtype]:
-            return False
-        if any(PackedProduct.is_paired(linear.in_features, weight.dtype) for linear in linears):
-            return False
-        is_silu = isinstance(mlp.act_fn, nn.SiLU) or type(mlp.act_fn).__name__ == "SiLUActivation"
-        return is_silu and getattr(attention, "sliding_window", None) is None
-
     def run(self, hidden: Tensor, added: Tensor | None, buffers: NodeBuffers) -> tuple[Tensor, Tensor]:
         """Run the layer on hidden + added [1, N, D]. Return two terms of its output: one of the buffers, and
         [1, N, D] that may be followed by copies."""
@@ -160,15 +140,6 @@ def join_terms(hidden: Tensor, added: Tensor) -> Tensor:
     return hidden + added[:, : hidden.shape[1]]
 
 
-def is_compiled_call(hidden: Tensor, kwargs: dict[str, Any]) -> bool:
-    """Return whether a call of a layer or decoder over [B, N, D] is one that the kernels serve."""
-    cache, visibility = kwargs.get("tree_cache"), kwargs.get("visibility")
-    if not isinstance(visibility, Visibility) or cache is None or visibility.chunk_size is not None:
-        return False
-    is_plain = kwargs.get("ranges") is None and kwargs.get("layer_visibility") is None and kwargs.get("calls") is None
-    return is_plain and cache.can_lend_storage
-
-
 class CompiledLayer(FusedLayer):
     """The forward of a layer: by kernels where they serve the call, else in torch's operations."""
 
@@ -177,7 +148,7 @@ class CompiledLayer(FusedLayer):
         self.layer_kernels = LayerKernels(layer)
 
     def run(self, hidden_states: Tensor, mask: Tensor | None, angles: tuple[Tensor, Tensor], kwargs: dict[str, Any]) -> Tensor:
-        if not is_compiled_call(hidden_states, kwargs):
+        if find_call_blocker(kwargs) is not None:
             return super().run(hidden_states, mask, angles, kwargs)
         cache, visibility, rows = kwargs["tree_cache"], kwargs["visibility"], flatten_texts(hidden_states)
         buffers = NodeBuffers(rows, angles, cache, visibility, self.layer_kernels)
@@ -190,6 +161,6 @@ def fuse_cpu_layers(layers: Iterable[nn.Module], attend: AttentionFunction) -> I
     attend by `attend`, where their configuration chooses its implementation."""
     rotation = CachedRotation()
     for layer in layers:
-        if is_fusable(layer, attend):
-            kind = CompiledLayer if LayerKernels.supports(layer) else FusedLayer
+        if find_fusion_blocker(layer, attend) is None:
+            kind = FusedLayer if find_layer_blocker(layer, attend) else CompiledLayer
             yield layer, kind(layer, rotation, attend)

@@ -7,40 +7,14 @@ N tokens or nodes, D width, H query heads, K key-value heads, d head size, I inn
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .packed_linears import SharedInput, is_packed, packed_product, shared_input
-
-LLAMA_LIKE_LAYERS = ("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")  # layer classes with this arithmetic
-
-
-AttentionFunction = Callable[..., tuple[Tensor, None]]
-"""The attention of a layer, with the arguments of transformers' attention interface."""
-
-
-def is_fusable(layer: Any, attend: AttentionFunction) -> bool:
-    """Return whether a layer is like Llama's and computes exactly what its class says, on packed weights."""
-    if type(layer).__name__ not in LLAMA_LIKE_LAYERS:
-        return False
-    attention, mlp = layer.self_attn, layer.mlp
-    norms = layer.input_layernorm, layer.post_attention_layernorm
-    qkv = attention.q_proj, attention.k_proj, attention.v_proj
-    linears = *qkv, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj
-    if not all(map(is_packed, linears)) or shared_input(attention.q_proj) is None or shared_input(mlp.gate_proj) is None:
-        return False
-    if norms[0].weight.dtype not in (torch.float32, torch.bfloat16):
-        return False
-    if ALL_ATTENTION_FUNCTIONS.get(attention.config._attn_implementation) is not attend:
-        return False
-    if any("forward" in vars(module) for module in (layer, attention, mlp, *norms)):
-        return False
-    return not any(module._forward_hooks or module._forward_pre_hooks for module in (attention, mlp, *norms, *linears))
+from .compile_blockers import AttentionFunction
+from .packed_linears import SharedInput, packed_product, shared_input
 
 
 class CachedRotation:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.kernels.cpu_kernels import WeightPanels, find_chunk, has_panel_kernels
-from spectrain.kernels.onednn import linear_pointwise, onednn_linear
+from spectrain.kernels.onednn import onednn_linear
 from spectrain.models.architectures.quantized import has_dense_weight
 from spectrain.models.forward_override import set_forward
 
@@ -27,7 +27,6 @@ from .batch_invariance import (
     CONSISTENT_ROWS,
     batch_invariant,
     has_bfloat16,
-    is_batch_invariant,
     multiply_paired,
     packable_dtypes,
 )
@@ -139,7 +138,7 @@ class PackedWeights:
     def _serving_panels(self, input: Tensor) -> WeightPanels | None:
         """Return the panels by which to multiply an input [.., D]: that of a step of decoding."""
         is_decoding = input.numel() <= CONSISTENT_ROWS * input.shape[-1] or batch_invariant.get()
-        return self.find_panels() if is_decoding else None
+        return self.find_panels() if is_decoding and has_panel_kernels(input.dtype) else None
 
     def _make_panels(self) -> WeightPanels | None:
         weight = self.linears[0].weight
@@ -191,38 +190,6 @@ class PackedWeights:
     @staticmethod
     def _is_small(weight: Tensor) -> bool:
         return weight.dtype == torch.float32 and not is_large_weight(weight.numel())
-
-
-class PackedProduct:
-    """The product of rows with weights that stay as they are: panels, or the call of oneDNN or BLAS alone."""
-
-    def __init__(self, weights: PackedWeights) -> None:
-        weights.refresh()
-        assert weights.packed is not None and weights.packed_int8 is None
-        self.source, self.weight, self.bias = weights, weights.packed, weights.join_biases()
-
-    @staticmethod
-    def supports(linear: Any) -> bool:
-        """Return whether a packed linear is multiplied in the type of its weights, and so are those that read its input."""
-        packed = [linear.forward.weights, *([linear.forward.shared.weights] if linear.forward.shared is not None else [])]
-        return all(weights.packed_dtype == linear.weight.dtype for weights in packed)
-
-    @staticmethod
-    def is_paired(width: int, dtype: torch.dtype) -> bool:
-        """Return whether a single row of this width has to be multiplied with a copy of itself (`multiply_paired`)."""
-        return dtype == torch.bfloat16 and not is_batch_invariant(width, 1)
-
-    def __call__(self, input: Tensor) -> Tensor:
-        """Return the outputs of all linears side by side, [1, N, D] -> [1, N, O]."""
-        panels = self.source.find_panels()
-        if panels is not None:
-            return panels.product(input, self.bias)
-        if not self.weight.is_mkldnn:
-            return F.linear(input, self.weight, self.bias)
-        if input.dtype == torch.float32:
-            return linear_pointwise(input, self.weight, self.bias, "none", [], "")
-        parts = [linear_pointwise(part, self.weight, self.bias, "none", [], "") for part in input.split(CONSISTENT_ROWS, dim=1)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 class SharedInput(SharedProduct):
