@@ -151,8 +151,8 @@ class SelectedCache(TreeCache):
             queries.to(all_keys.dtype), all_keys, all_values, visible, scale=options.scale, enable_gqa=True
         ).to(queries.dtype)
 
-    def lends_storage(self, dtype: torch.dtype) -> bool:
-        return not self.head_counts and super().lends_storage(dtype)
+    def lends_storage(self, *dtypes: torch.dtype) -> bool:
+        return not self.head_counts and super().lends_storage(*dtypes)
 
     def copy_committed(self) -> int:
         """Copy the tokens committed since the last copy; return the bytes that were read."""
