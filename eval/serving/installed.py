@@ -5,9 +5,8 @@ from __future__ import annotations
 import io
 import os
 import shlex
-import socket
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from spectrain.runs.folder import find_results_folder
 from spectrain.runs.serve import find_served_drafter
 from spectrain.servers.base import Server
 from spectrain.servers.engines import ENGINES
+from spectrain.servers.ports import find_free_ports
 
 # Prompts that are scored at most, from all categories in turn.
 MAX_PROMPTS = 12
@@ -127,15 +127,6 @@ def score_quietly(name: str, settings: Mapping[str, Any], spec: RunSpec, run: Pa
     }
     with redirect_stdout(io.StringIO()):
         return score_server(config)
-
-
-def find_free_ports(count: int) -> list[int]:
-    """Return ports of this machine at which nothing listens."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def describe_gain(title: str, summary: Mapping[str, Any]) -> str:

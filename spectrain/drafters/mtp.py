@@ -22,6 +22,7 @@ from spectrain.drafters.layers.target_layer import TargetLayer, make_cached_atte
 from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
+from spectrain.features.context_piece import UnrolledRows
 from spectrain.models.architectures.mtp import MTP_HINT, has_mtp_layer, load_mtp_layer
 from spectrain.models.kv_cache import AttentionOptions, TreeCache
 from spectrain.trees.base import Draft
@@ -139,7 +140,7 @@ class Mtp(FeatureLayerDrafter, ContextParallelDrafter):
             q, k, v = batch.piece.exchange_qkv(q, k, v, step)
             new_kv.append((k, v))
             keys, values = ([kv[part] for kv in (*earlier_kv, new_kv[0])] for part in (0, 1))
-            return batch.piece.attend_unrolled(q, keys, values, batch.lengths, options)
+            return batch.piece.attend_unrolled(UnrolledRows(q, keys, values, batch.lengths, options))
 
         return self.block(self.inputs(tokens, hidden), positions, attend), new_kv[0]
 

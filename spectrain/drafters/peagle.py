@@ -22,6 +22,7 @@ from spectrain.drafters.layers.mask_token import check_mask_unused, resolve_mask
 from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
+from spectrain.features.context_piece import UnrolledRows
 from spectrain.models.kv_cache import AttentionOptions
 from spectrain.models.step_cost import BatchShape, Run, StepCost
 from spectrain.trees.base import Draft, MarginalRollout
@@ -162,7 +163,8 @@ class PEagle(EagleDrafter, ContextParallelDrafter):
             # [1, heads, B t, D] -> [B, heads, t, D]
             rows = (part[0].unflatten(1, (len(batch.tokens), -1)).transpose(0, 1) for part in (q, k, v))
             q, k, v = piece.exchange_qkv(*rows)
-            attended = piece.attend_unrolled(q, [k], [v], batch.lengths, AttentionOptions(window=self.window))
+            options = AttentionOptions(window=self.window)
+            attended = piece.attend_unrolled(UnrolledRows(q, [k], [v], batch.lengths, options))
             context = k.transpose(0, 1).flatten(1, 2)[None], v.transpose(0, 1).flatten(1, 2)[None]
             mask_qkv = piece.exchange_slots((own_q, own_k, own_v), owners)
             masks = piece.return_slots(chain_attention(*mask_qkv, context, seen_chains, self.window), owners)

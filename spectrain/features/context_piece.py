@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,16 @@ from spectrain.models.kv_cache import DEFAULT_OPTIONS, AttentionOptions
 
 ContextMethod = Literal["ulysses", "gather"]
 QueriesKeysValues = tuple[Tensor, Tensor, Tensor]
+
+
+class UnrolledRows(NamedTuple):
+    """What `unrolled_attention` reads: queries, and the keys and values of the text and of earlier draft steps."""
+
+    q: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+    lengths: tuple[int, ...] | None
+    options: AttentionOptions = DEFAULT_OPTIONS
 
 
 @dataclass(frozen=True)
@@ -81,16 +91,9 @@ class ContextPiece:
         """Return the keys and values of all columns, of the heads that this process attends to, from own ones [B, G, t, D]."""
         return k, v
 
-    def attend_unrolled(
-        self,
-        q: Tensor,
-        keys: list[Tensor],
-        values: list[Tensor],
-        lengths: tuple[int, ...] | None,
-        options: AttentionOptions = DEFAULT_OPTIONS,
-    ) -> Tensor:
+    def attend_unrolled(self, rows: UnrolledRows) -> Tensor:
         """Return `unrolled_attention` at the columns of this process, [B, H, t, D], from exchanged tensors."""
-        return unrolled_attention(q, keys, values, lengths, options)
+        return unrolled_attention(*rows)
 
     def exchange_slots(self, qkv: QueriesKeysValues, owners: RowOwners) -> QueriesKeysValues:
         """Return queries, keys and values of draft slots [1, H or G, R, D] as their attention reads them, from own ones."""
@@ -153,17 +156,12 @@ class HeadsPiece(SplitPiece):
         k, v = self._exchange_heads((k, v), self.owners)
         return k, v
 
-    def attend_unrolled(
-        self,
-        q: Tensor,
-        keys: list[Tensor],
-        values: list[Tensor],
-        lengths: tuple[int, ...] | None,
-        options: AttentionOptions = DEFAULT_OPTIONS,
-    ) -> Tensor:
-        if options.sinks is not None:
-            options = options._replace(sinks=options.sinks.chunk(self.group.size)[self.group.rank])
-        return self.group.return_heads(unrolled_attention(q, keys, values, lengths, options), self.owners)
+    def attend_unrolled(self, rows: UnrolledRows) -> Tensor:
+        sinks = rows.options.sinks
+        if sinks is not None:
+            own = rows.options._replace(sinks=sinks.chunk(self.group.size)[self.group.rank])
+            rows = rows._replace(options=own)
+        return self.group.return_heads(unrolled_attention(*rows), self.owners)
 
     def exchange_slots(self, qkv: QueriesKeysValues, owners: RowOwners) -> QueriesKeysValues:
         q, k, v = (owners.restore_order(part) for part in self._exchange_heads(qkv, owners))
@@ -189,14 +187,8 @@ class KeysPiece(SplitPiece):
         k, v = self.group.collect_rows([part.expand(self.group.size, *part.shape) for part in (k, v)], self.owners)
         return k, v
 
-    def attend_unrolled(
-        self,
-        q: Tensor,
-        keys: list[Tensor],
-        values: list[Tensor],
-        lengths: tuple[int, ...] | None,
-        options: AttentionOptions = DEFAULT_OPTIONS,
-    ) -> Tensor:
+    def attend_unrolled(self, rows: UnrolledRows) -> Tensor:
+        q, keys, values, lengths, options = rows
         # The sum keeps a process without columns in the exchanges of the backward pass.
         outputs, begin = [q[:, :, :0] + 0 * sum(part.sum() for part in (keys[0], values[0]))], 0
         for length in lengths or (keys[0].shape[2],):

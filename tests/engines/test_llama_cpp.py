@@ -49,9 +49,9 @@ from spectrain.servers.commands import DrafterLaunch, EngineLaunch
 from spectrain.servers.launch import RunningEngine, start_engine
 from spectrain.servers.llamacpp import LlamaCppServer
 from spectrain.servers.llamacpp_command import LlamaCppSettings, find_program
+from spectrain.servers.ports import find_free_port
 from spectrain.trees import Chain
 from tests.export.gguf_files import Change, change_gguf, change_rows, separate
-from tests.servers.engines import free_port
 
 from .faults import check_cause
 
@@ -176,7 +176,7 @@ def make_launch(target_name: str, out: Path) -> DrafterLaunch:
 
 
 def start_server(target: str, drafter: DrafterLaunch | None, dtype: str = "float32") -> AbstractContextManager[RunningEngine]:
-    settings = LlamaCppSettings(port=free_port(), slots=1, threads=1, max_length=1024)
+    settings = LlamaCppSettings(port=find_free_port(), slots=1, threads=1, max_length=1024)
     return start_engine(LlamaCppServer(settings), EngineLaunch(target, "served", dtype, drafter))
 
 
@@ -312,7 +312,7 @@ def count_shared_rounds(own: Generation, completion: Completion) -> tuple[int, i
 @pytest.fixture(scope="module", params=["smollm2", "tiny"])
 def tokenizing(request: pytest.FixtureRequest, target_file: Callable[..., str]) -> Iterator[tuple[str, Any]]:
     """The address of a server without a drafter, and our tokenizer of its target."""
-    settings = LlamaCppSettings(port=free_port(), slots=1, threads=1, max_length=256)
+    settings = LlamaCppSettings(port=find_free_port(), slots=1, threads=1, max_length=256)
     with start_engine(LlamaCppServer(settings), EngineLaunch(target_file(request.param), "served", "float32")) as engine:
         yield engine.url.removesuffix("/v1"), TargetFiles(request.param).tokenizer
 

@@ -45,10 +45,10 @@ from spectrain.servers.launch import start_engine
 from spectrain.servers.openvino import OpenVinoServer
 from spectrain.servers.openvino_command import OpenVinoSettings
 from spectrain.servers.openvino_ir import IR_NAME, PYTHON, IrConverter, read_openvino_environment
+from spectrain.servers.ports import find_free_port
 from spectrain.trees import Chain, Eagle2
 from spectrain.trees.base import TreeBuilder
 from tests.export.gguf_files import interleave
-from tests.servers.engines import free_port
 
 from .faults import check_cause
 
@@ -139,7 +139,9 @@ class Prompts:
 
 
 def answer(files: TargetFiles, prompts: list[list[int]], drafter: DrafterLaunch | None, **settings: Any) -> list[Completion]:
-    config = OpenVinoSettings(python=ENGINE_PYTHON, port=free_port(), dtype="float32", threads=1, concurrency=ROWS, **settings)
+    config = OpenVinoSettings(
+        python=ENGINE_PYTHON, port=find_free_port(), dtype="float32", threads=1, concurrency=ROWS, **settings
+    )
 
     async def request(server: Any) -> list[Completion]:
         gate = asyncio.Semaphore(ROWS)
@@ -250,7 +252,7 @@ def test_seeded_faults_are_named(
     shutil.copytree(export("EAGLE-3"), folder)
     launch = EngineLaunch(files.engine_path, "target", drafter=launch_of(folder, files))
     change(folder)
-    server = OpenVinoServer(OpenVinoSettings(python=ENGINE_PYTHON, port=free_port(), dtype="float32", threads=1))
+    server = OpenVinoServer(OpenVinoSettings(python=ENGINE_PYTHON, port=find_free_port(), dtype="float32", threads=1))
     with start_engine(server, launch) as engine:
         # The score of a shipped drafter is written below the current folder.
         monkeypatch.chdir(tmp_path)

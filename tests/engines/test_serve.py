@@ -17,8 +17,8 @@ from spectrain.models.target import Target
 from spectrain.runs.serve import find_captured_layers, find_served_drafter, launch_target, write_untrained
 from spectrain.servers.base import Completion, CompletionRequest, Server
 from spectrain.servers.launch import start_engine
+from spectrain.servers.ports import find_free_port
 from spectrain.servers.vllm import VllmServer, VllmSettings
-from tests.servers.engines import free_port
 
 pytest.importorskip("vllm")
 
@@ -34,7 +34,7 @@ def spec() -> RunSpec:
 
 
 def make_server(**settings: Any) -> VllmServer:
-    return VllmServer(VllmSettings(python=sys.executable, port=free_port(), concurrency=4, **settings))
+    return VllmServer(VllmSettings(python=sys.executable, port=find_free_port(), concurrency=4, **settings))
 
 
 def complete_all(server: Server, requests: Sequence[CompletionRequest]) -> list[Completion]:

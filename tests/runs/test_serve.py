@@ -17,9 +17,10 @@ from spectrain.export.layouts import detect_layout, read_files
 from spectrain.models.target import Target
 from spectrain.runs import serve
 from spectrain.servers.commands import EngineLaunch
+from spectrain.servers.ports import find_free_port
 from spectrain.servers.vllm import VllmServer, VllmSettings
 from tests.export.test_converter import ours
-from tests.servers.engines import becomes_true, fake_python, free_port, is_running
+from tests.servers.engines import becomes_true, fake_python, is_running
 
 Serve = Callable[..., str]
 
@@ -126,7 +127,7 @@ def test_a_signal_stops_the_engine(
     number: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends the command without an error, also where a shell has let it ignore SIGINT, and nothing runs on."""
-    child_file, port = tmp_path / "child", free_port()
+    child_file, port = tmp_path / "child", find_free_port()
     arguments = ["--child-file", str(child_file)]
     server = VllmServer(VllmSettings(python=fake_python(tmp_path), port=port, arguments=arguments))
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,7 +1,6 @@
 """What tests of started engines share: the interpreter of the fake engine, and free ports."""
 
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -14,13 +13,6 @@ def fake_python(folder: Path) -> str:
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -S {Path(__file__).with_name("fake_engine.py")} "$@"\n')
     program.chmod(0o755)
     return str(program)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def is_running(process: int) -> bool:

@@ -14,10 +14,11 @@ import pytest
 from spectrain.errors import RunError, UserError
 from spectrain.servers.commands import EngineLaunch
 from spectrain.servers.launch import explain_log, start_engine
+from spectrain.servers.ports import find_free_port
 from spectrain.servers.process_group import stop_group
 from spectrain.servers.vllm import VllmServer, VllmSettings
 
-from .engines import becomes_true, fake_python, free_port, is_running, package_path
+from .engines import becomes_true, fake_python, is_running, package_path
 
 LAUNCH = EngineLaunch("TARGET", "tiny")
 
@@ -29,7 +30,9 @@ def own_logs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def make_server(folder: Path, *arguments: str, seconds: float = 30.0) -> VllmServer:
-    return VllmServer(VllmSettings(python=fake_python(folder), port=free_port(), arguments=[*arguments], start_seconds=seconds))
+    return VllmServer(
+        VllmSettings(python=fake_python(folder), port=find_free_port(), arguments=[*arguments], start_seconds=seconds)
+    )
 
 
 def test_an_engine_runs_inside_the_block_alone(tmp_path: Path) -> None:
@@ -99,7 +102,7 @@ with run_group([python, "--port", port, "--child-file", child], os.environ, sys.
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_nothing_outlives_the_process_that_started_it(tmp_path: Path, number: signal.Signals) -> None:
     """Even if spectrain is killed, the engine and its child end."""
-    child_file, words = tmp_path / "child", [fake_python(tmp_path), str(free_port())]
+    child_file, words = tmp_path / "child", [fake_python(tmp_path), str(find_free_port())]
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, *words, str(child_file)],
         stdout=subprocess.PIPE,

@@ -6,7 +6,6 @@ test_processes.py has the quick proof through the trainer; this matrix is slow. 
 import json
 import multiprocessing
 import os
-import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from spectrain.features.context_piece import ContextGroup
 from spectrain.features.live_source import LiveSource
 from spectrain.models.loading import load_hf
 from spectrain.models.target import Target
+from spectrain.servers.ports import find_free_port
 from spectrain.training.parallel import check_context, choose_method
 from tests import commands
 from tests.factories import make_drafter
@@ -108,9 +108,7 @@ def as_rank(rank: int, size: int, port: int, jobs: list[tuple[str, str, str]], m
 
 def launch() -> None:
     size, jobs, model = json.loads(sys.argv[1])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = find_free_port()
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=as_rank, args=(rank, size, port, jobs, model)) for rank in range(size)]
     for process in processes:

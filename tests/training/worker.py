@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from functools import cache
@@ -25,6 +24,7 @@ from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
 from spectrain.models.loading import load_hf
 from spectrain.models.target import Target
+from spectrain.servers.ports import find_free_port
 from spectrain.training.trainer import Trainer
 from tests.factories import make_drafter
 
@@ -148,9 +148,7 @@ def as_rank(rank: int, port: int, jobs: list[dict[str, Any]]) -> None:
 def launch() -> None:
     """Two processes as torchrun starts them, but forked from this one, which has imported everything, and left to themselves:
     torchrun ends the others where one is killed, here they must."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = find_free_port()
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=as_rank, args=(rank, port, json.loads(sys.argv[1]))) for rank in range(2)]
     for process in processes:

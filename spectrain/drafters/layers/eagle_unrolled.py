@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from spectrain.drafters.base import Losses, TrainingState
 from spectrain.drafters.context import Context
 from spectrain.features.batch import Batch
+from spectrain.features.context_piece import UnrolledRows
 from spectrain.models.attention import MASKED_ROWS
 from spectrain.models.kv_cache import AttentionOptions, TreeCache
 from spectrain.models.step_cost import BatchShape, Run, StepCost
@@ -112,7 +113,7 @@ class UnrolledEagle(EagleDrafter):
             if rows is not None and (step or is_cut):
                 q = rows.take_heads(q) if is_cut else q
                 return attention.project_output(rows.attend(q, keys, values, options))
-            return attention.project_output(batch.piece.attend_unrolled(q, keys, values, batch.lengths, options))
+            return attention.project_output(batch.piece.attend_unrolled(UnrolledRows(q, keys, values, batch.lengths, options)))
 
         if not is_cut or rows is None:
             return self.run_layers(tokens, hidden, attend), new_kv

@@ -20,6 +20,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from spectrain.errors import RunError, UserError
+from spectrain.servers.ports import find_free_port
 
 from .base import ParallelStrategy
 
@@ -78,7 +79,7 @@ class ProcessMonitor:
         self.explanation: str | None = None
         if self.num_processes == 1:
             return
-        port = parallel.all_gather(_find_free_port() if self.rank == 0 else 0)[0]
+        port = parallel.all_gather(find_free_port() if self.rank == 0 else 0)[0]
         host = os.environ.get("MASTER_ADDR", "127.0.0.1")
         try:
             self.store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -284,9 +285,3 @@ def _is_alive(sign: Heartbeat, now: float, silence: float) -> bool:
         return False
     except OSError:
         return True
-
-
-def _find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
