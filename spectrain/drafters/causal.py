@@ -161,8 +161,9 @@ class _Nodes(Rollout):
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
         return self.run(tokens, *self.branches.add_nodes(parents))
 
-    def extend_path(self, tokens: Tensor, parents: Tensor, given: int) -> Tensor:
-        return self.run(tokens, *self.branches.add_path(parents, tokens.shape[1]))
+    def extend_levels(self, levels: list[tuple[Tensor, Tensor]]) -> Tensor:
+        tokens, parents = zip(*levels)
+        return self.run(torch.cat(tokens, dim=1), *self.branches.add_levels(list(parents)))
 
     def run(self, tokens: Tensor, depth: Tensor, visible: Tensor) -> Tensor:
         """Return log q [B, F, V] after new nodes at depths [B, F], which attend to nodes by the mask `visible`."""

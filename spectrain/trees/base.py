@@ -78,11 +78,17 @@ class Rollout(ABC):
 
         `num_given` nodes were passed before, the root included. Some drafters run the path in one step.
         """
+        columns = tokens.split(1, dim=1)
+        later = [torch.full_like(parents, num_given + step)[:, None] for step in range(len(columns) - 1)]
+        return self.extend_levels(list(zip(columns, [parents[:, None], *later])))
+
+    def extend_levels(self, levels: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Return log-probabilities [B, F, V] after the nodes of several levels, each with tokens and parents as `extend` takes
+        them; parents may be in the level before. Some drafters run all levels in one step."""
         log_probs, estimates = [], []
-        for step, column in enumerate(tokens.split(1, dim=1)):
-            log_probs.append(self.extend(column, parents[:, None]))
+        for tokens, parents in levels:
+            log_probs.append(self.extend(tokens, parents))
             estimates.append((self.accept_probs, self.stop_mask))
-            parents = torch.full_like(parents, num_given + step)
         accept_probs, stop_masks = zip(*estimates)
         self.accept_probs = None if self.accept_probs is None else torch.cat(accept_probs, dim=1)
         self.stop_mask = None if self.stop_mask is None else torch.cat(stop_masks, dim=1)
@@ -122,13 +128,12 @@ class BranchVisibility:
         itself = torch.eye(num_new, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
         return depth, self._append_nodes(depth, torch.cat([above, itself], dim=2))
 
-    def add_path(self, parents: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Add a path of `count` nodes, the first of them below `parents` [B]; return the same."""
-        batch, steps = len(parents), torch.arange(1, count + 1, device=parents.device)
-        depth = self.depths.gather(1, parents[:, None]) + steps
-        above = self.visible.gather(1, parents[:, None, None].expand(-1, 1, self.visible.shape[-1])).expand(-1, count, -1)
-        path = (steps[:, None] >= steps).expand(batch, -1, -1)
-        return depth, self._append_nodes(depth, torch.cat([above, path], dim=2))
+    def add_levels(self, levels: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Add levels of nodes below `parents` [B, F] each, which may be in the level before; return the same of all nodes."""
+        parts = [self.add_nodes(parents) for parents in levels]
+        size = self.visible.shape[-1]
+        visible = torch.cat([F.pad(part, (0, size - part.shape[-1])) for _, part in parts], dim=1)
+        return torch.cat([depth for depth, _ in parts], dim=1), visible
 
     def _append_nodes(self, depth: Tensor, visible: Tensor) -> Tensor:
         self.visible = torch.cat([F.pad(self.visible, (0, depth.shape[1])), visible], dim=1)

@@ -99,6 +99,21 @@ def test_right_guesses_save_forwards(shallow: Target, prompts: list[list[int]]) 
     assert seen[1:] == [1] * 6
 
 
+def test_right_guesses_save_forwards_of_trees(shallow: Target, prompts: list[list[int]]) -> None:
+    """The same with dynamic trees: a helper that is the inner drafter itself guesses which nodes the tree goes on with, so
+    the four forwards of a tree of depth 5, of three nodes each, become two."""
+    drafter, builder = made(shallow, inner=INNER, helper=INNER, ahead=2), Eagle2(5, 12, 3)
+    drafter.helper.load_state_dict(drafter.inner.state_dict())
+    context = begun(shallow, prompts[:2], drafter, builder)
+    seen = forwards(drafter.inner)
+    tree = proposed(drafter, context, builder)
+    assert seen[1:] == [9, 3]
+    alone = made(shallow, "causal", num_layers=2)
+    context = begun(shallow, prompts[:2], alone, builder)
+    seen = forwards(alone)
+    assert torch.equal(proposed(alone, context, builder).tokens, tree.tokens) and seen[1:] == [3] * 4
+
+
 @pytest.mark.parametrize("helper", ["copies", "small model", "features"])
 def test_deeper_than_the_handover_the_helper_speaks(shallow: Target, prompts: list[list[int]], helper: str) -> None:
     """Along a path, what is said to the depth of `handover` is the inner drafter's, and from there on the helper's."""

@@ -6,7 +6,6 @@ Shapes: B batch, N nodes of the builder, F new ones of them, G tokens guessed ah
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import count
 from math import log
 from typing import TYPE_CHECKING, Any
 
@@ -39,10 +38,10 @@ class CascadeCost(DraftingCost):
 class Cascade(DrafterWrapper):
     """The drafter `inner`, for which the cheaper drafter `helper` drafts, and which may hand over to it.
 
-    Vertical (CS Drafting, section 3; Staged speculative decoding, Spector and Re, 2023): in a chain, `inner` runs a token
-    together with the `ahead` tokens that `helper` guesses to follow it. Its result after a guess is used where the chain
-    follows that guess. Its q is the same as alone, in fewer forwards, so every rule stays as lossless as for `inner` alone. A
-    helper may be a cascade itself.
+    Vertical (CS Drafting, section 3; Staged speculative decoding, Spector and Re, 2023): `inner` runs a token together with
+    the `ahead` tokens that `helper` guesses to follow it, and a level of a tree together with the `ahead` levels that `helper`
+    guesses below it. Its results after guesses are used where the tree goes on with them. Its q is the same as alone, in fewer
+    forwards, so every rule stays as lossless as for `inner` alone. A helper may be a cascade itself.
 
     Horizontal: tokens deeper than `handover`, and their q, are the helper's.
 
@@ -120,33 +119,41 @@ class IndexedRollout:
         self.num_nodes += tokens.shape[1]
         return log_q
 
-    def extend_guess(self, token: Tensor) -> Tensor:
-        """Return log q [B, 1, V] after a guess [B, 1] below the last node."""
-        log_q = self.rollout.extend(token, torch.full_like(token, self.num_nodes - 1))
-        self.num_nodes += 1
+    def extend_guesses(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """Return log q [B, F, V] after guesses below nodes of the rollout [B, F]."""
+        log_q = self.rollout.extend(tokens, parents)
+        self.num_nodes += tokens.shape[1]
         return log_q
 
-    def extend_with_guesses(self, path: Tensor, parents: Tensor) -> Tensor:
-        """Return log q [B, 1 + G, V] after a path: a node of the builder below `parents` [B, 1], and guesses after it."""
-        log_q = self.rollout.extend_path(path, self.indices.gather(1, parents)[:, 0], self.num_nodes)
-        self.record_indices(self.num_nodes)
-        self.num_nodes += path.shape[1]
+    def extend_with_guesses(self, levels: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Return log q [B, F, V] after nodes of the builder, the first of `levels`, and levels of guesses after them. Parents
+        are nodes of the rollout."""
+        log_q = self.rollout.extend_levels(levels)
+        self.record_indices(self.num_nodes, levels[0][0].shape[1])
+        self.num_nodes += sum(tokens.shape[1] for tokens, _ in levels)
         return log_q
 
-    def record_indices(self, first: int, count: int = 1) -> None:
-        """Record the indices of the builder's next nodes."""
+    def record_indices(self, first: int, count: int) -> None:
+        """Record the indices of the builder's next nodes, which follow each other."""
         new = torch.arange(first, first + count, device=self.indices.device).expand(len(self.indices), -1)
         self.indices = torch.cat([self.indices, new], dim=1)
 
 
 @dataclass(frozen=True)
-class GuessedNode:
-    """A guess that inner has run, with inner's results after it."""
+class GuessedLevel:
+    """Guesses of one level that inner has run, with inner's results after them."""
 
-    token: Tensor  # [B, 1]
-    log_q: Tensor  # [B, 1, V]
-    accept_probs: Tensor | None  # [B, 1]
-    indices: tuple[int, int]  # its node index in inner and in the helper
+    tokens: Tensor  # [B, F]
+    parents: Tensor  # [B, F] nodes of inner
+    log_q: Tensor  # [B, F, V]
+    accept_probs: Tensor | None  # [B, F]
+    first_indices: tuple[int, int]  # the node index of the first guess in inner and in the helper
+
+    def find_nodes(self, tokens: Tensor, parents: Tensor) -> Tensor | None:
+        """Return the guess [B, N] that each of these nodes is, by its token and its parent in inner, or None if some is not a
+        guess."""
+        same = (self.tokens[:, None] == tokens[..., None]) & (self.parents[:, None] == parents[..., None])
+        return same.long().argmax(-1) if bool(same.any(-1).all()) else None
 
 
 class CascadeRollout(Rollout):
@@ -159,26 +166,32 @@ class CascadeRollout(Rollout):
         if self.handover is not None and inner.depth_limit is not None:
             self.handover = min(self.handover, inner.depth_limit)
         self.inner_depth = min(context.builder.depth, self.handover or context.builder.depth)
-        self.guesses: list[GuessedNode] = []  # guesses below the newest node
+        self.guesses: list[GuessedLevel] = []  # levels of guesses below the newest nodes
+        # Of the newest nodes: the index of the first one, inner's log q [B, F, V] after them, and the log q of their paths.
+        self.newest: tuple[int, Tensor, Tensor] | None = None
         hands_over = self.handover is not None
         self.draft_ids, self.depth_limit = (None, helper.depth_limit) if hands_over else (inner.draft_ids, inner.depth_limit)
 
     def start(self) -> Tensor:
         log_q, helper_log_q = self.inner.start(), self.helper.start()
         self.accept_probs, self.stop_mask = self.inner.rollout.accept_probs, self.inner.rollout.stop_mask
-        return self._widen(self._qualify(log_q, helper_log_q, self.helper.rollout.stop_mask), self.inner)
+        log_q = self._qualify(log_q, helper_log_q, self.helper.rollout.stop_mask)
+        return self._finish(log_q, 0, torch.zeros(log_q.shape[:2], device=log_q.device))
 
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        is_newest = tokens.shape[1] == 1 and bool((parents == self.depth.shape[1] - 1).all())
         depth = self.depth.gather(1, parents) + 1
+        scores, first = self._path_scores(tokens, parents), self.depth.shape[1]
         self.depth = torch.cat([self.depth, depth], dim=1)
         deepest = int(depth.max())
-        if is_newest and self.guesses and deepest < self.inner_depth and torch.equal(self.guesses[0].token, tokens):
-            return self._widen(self._use_guess(self.guesses.pop(0)), self.inner)
+        if self.guesses and deepest < self.inner_depth:
+            guessed = self.guesses[0].find_nodes(tokens, self.inner.indices.gather(1, parents))
+            if guessed is not None:
+                return self._finish(self._use_guesses(self.guesses.pop(0), guessed), first, scores)
         self.guesses = []
         num_guesses = min(self.cascade.ahead, self.inner_depth - 1 - deepest)
-        if tokens.shape[1] == 1 and num_guesses > 0:
-            return self._widen(self._run_ahead(tokens, parents, num_guesses), self.inner)
+        if num_guesses > 0:
+            return self._finish(self._run_ahead(tokens, parents, scores, num_guesses), first, scores)
+        self.newest = None
         helper_log_q = self._widen(self.helper.extend(tokens, parents), self.helper)
         is_handed_over = depth >= (self.handover or MAX_NODES)
         if bool(is_handed_over.all()):
@@ -194,35 +207,58 @@ class CascadeRollout(Rollout):
         )
         return torch.where(is_handed_over[..., None], helper_log_q, self._widen(log_q, self.inner)) if self.handover else log_q
 
-    def _use_guess(self, guess: GuessedNode) -> Tensor:
-        """Return inner's log q after a guess that has become a node of the builder."""
-        self.inner.record_indices(guess.indices[0])
-        self.helper.record_indices(guess.indices[1])
-        self.accept_probs, self.stop_mask = guess.accept_probs, None
-        return guess.log_q
+    def _finish(self, log_q: Tensor, first: int, scores: Tensor) -> Tensor:
+        """Remember inner's log q after the newest nodes, and return it."""
+        self.newest = first, log_q, scores
+        return self._widen(log_q, self.inner)
 
-    def _run_ahead(self, tokens: Tensor, parents: Tensor, max_guesses: int) -> Tensor:
-        """Return log q [B, 1, V] after a node [B, 1]; inner runs it together with the helper's guesses after it.
+    def _path_scores(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """Return the log q [B, F] of the paths to new nodes, as far as their parents are the newest nodes; else 0."""
+        if self.newest is None or tokens.shape[1] == 1:
+            return torch.zeros(tokens.shape, device=tokens.device)
+        first, log_q, scores = self.newest
+        local = (parents - first).clamp(min=0)
+        ids = self.inner.rollout.draft_ids
+        index = tokens if ids is None else torch.searchsorted(ids, tokens).clamp(max=len(ids) - 1)
+        after = log_q.gather(1, local[..., None].expand(-1, -1, log_q.shape[-1])).gather(-1, index[..., None])[..., 0]
+        return torch.where(parents >= first, scores.gather(1, local) + after, 0.0)
 
-        There are at most `max_guesses` guesses, and none where the helper has no draft.
+    def _use_guesses(self, level: GuessedLevel, guessed: Tensor) -> Tensor:
+        """Return inner's log q [B, F, V] after guesses [B, F] of a level that have become nodes of the builder."""
+        for source, first in zip((self.inner, self.helper), level.first_indices):
+            source.indices = torch.cat([source.indices, first + guessed], dim=1)
+        self.accept_probs = None if level.accept_probs is None else level.accept_probs.gather(1, guessed)
+        self.stop_mask = None
+        return level.log_q.gather(1, guessed[..., None].expand(-1, -1, level.log_q.shape[-1]))
+
+    def _run_ahead(self, tokens: Tensor, parents: Tensor, scores: Tensor, max_levels: int) -> Tensor:
+        """Return log q [B, F, V] after nodes [B, F]; inner runs them together with levels of the helper's guesses after them.
+
+        A level of guesses holds as many nodes as the builder's: those with the best paths by inner's `scores` [B, F] and the
+        helper's log q, which a dynamic tree would go on with. There are at most `max_levels` levels, and none where the helper
+        has no draft.
         """
-        helper = self.helper
-        path, helper_log_q, stop_masks = [tokens], [helper.extend(tokens, parents)], [helper.rollout.stop_mask]
-        first_indices = self.inner.num_nodes, helper.num_nodes - 1
-        while len(path) <= max_guesses and not (stop_masks[-1] is not None and bool(stop_masks[-1].all())):
-            path.append(helper.rollout.to_target_ids(helper_log_q[-1].argmax(-1)))
-            helper_log_q.append(helper.extend_guess(path[-1]))
+        helper, width = self.helper, tokens.shape[1]
+        inner_nodes = self.inner.indices.gather(1, parents)
+        helper_log_q, stop_masks = [helper.extend(tokens, parents)], [helper.rollout.stop_mask]
+        levels, firsts = [(tokens, inner_nodes)], [(self.inner.num_nodes, helper.num_nodes - width)]
+        while len(levels) <= max_levels and not (stop_masks[-1] is not None and bool(stop_masks[-1].all())):
+            best = helper_log_q[-1].topk(min(width, helper_log_q[-1].shape[-1]), dim=-1)  # [B, F, K]
+            scores, order = (scores[..., None] + best.values).flatten(1).topk(width, dim=1)
+            guesses = helper.rollout.to_target_ids(best.indices.flatten(1).gather(1, order))
+            local = order // best.indices.shape[-1]
+            levels.append((guesses, firsts[-1][0] + local))
+            helper_log_q.append(helper.extend_guesses(guesses, firsts[-1][1] + local))
             stop_masks.append(helper.rollout.stop_mask)
+            firsts.append((firsts[-1][0] + width, helper.num_nodes - width))
         stop_mask = None if stop_masks[0] is None else torch.cat([mask for mask in stop_masks if mask is not None], dim=1)
-        log_q = self._qualify(
-            self.inner.extend_with_guesses(torch.cat(path, dim=1), parents), torch.cat(helper_log_q, dim=1), stop_mask
-        )
+        log_q = self._qualify(self.inner.extend_with_guesses(levels), torch.cat(helper_log_q, dim=1), stop_mask)
         accept_probs = self.inner.rollout.accept_probs
-        estimates = [None] * len(path) if accept_probs is None else list(accept_probs.split(1, dim=1))
-        nodes = list(zip(path, log_q.split(1, dim=1), estimates, zip(count(first_indices[0]), count(first_indices[1]))))
-        self.guesses = [GuessedNode(*node) for node in nodes[1:]]
+        estimates = [None] * len(levels) if accept_probs is None else list(accept_probs.split(width, dim=1))
+        parts = log_q.split(width, dim=1)
+        self.guesses = [GuessedLevel(*level, part, *rest) for level, part, *rest in zip(levels, parts, estimates, firsts)][1:]
         self.accept_probs, self.stop_mask = estimates[0], None
-        return nodes[0][1]
+        return parts[0]
 
     def _qualify(self, log_q: Tensor, helper_log_q: Tensor, stop_mask: Tensor | None) -> Tensor:
         """Return inner's log q [B, F, V], with its largest value exchanged for the helper's first choice where that passes."""

@@ -1,4 +1,4 @@
-"""Multi-step speculative sampling (SpecInfer, Miao et al., 2024, algorithm 2): children of a node are drawn from several q's."""
+"""Multi-step speculative sampling (SpecInfer, Miao et al., 2024, algorithm 2): a node has draws from several q's."""
 
 from __future__ import annotations
 
