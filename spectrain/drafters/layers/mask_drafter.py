@@ -23,7 +23,7 @@ from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.images import refuse_images
 from spectrain.randomness import NOISE
-from spectrain.trees.base import Draft, TreeBuilder
+from spectrain.trees.base import Draft, Rollout, TreeBuilder
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 from .tree_masks import MaskRollout, append_masks, end_probabilities, parallel_chains_mask
@@ -169,7 +169,7 @@ class MaskDrafter(Drafter, PromptRunner):
 
         return Draft(self.make_rollout(context, self.states), add_mask_nodes=add_to_ready)
 
-    def make_rollout(self, context: Context, states: Tensor) -> MaskRollout:
+    def make_rollout(self, context: Context, states: Tensor) -> Rollout:
         """Return a rollout from the states [B, K, D] of masks; with strategy=apart the first one is the root's."""
         return MaskRollout(context.root, states, self.head, self.sampler, self.strategy == "apart")
 
