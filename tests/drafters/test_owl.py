@@ -22,7 +22,8 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def drafter(shallow: Target) -> Owl:
-    return shaken(Owl(shallow, num_steps=STEPS, mask_ratio=0.2), shallow)  # type: ignore[no-any-return]
+    made: Owl = shaken(Owl(shallow, num_steps=STEPS, mask_ratio=0.2), shallow)
+    return made
 
 
 @torch.no_grad()
@@ -75,10 +76,12 @@ def test_masks_change_no_logits(shallow: Target, drafter: Owl) -> None:
             tree = proposed(drafter, context, Eagle2(3, 8, 3))
             assert drafter.masks is not None
             before = drafter.masks.clone()
-            drafter.masks += size
-            found.append(drafter.verify(context, tree).logits)
+            drafter.masks.add_(size)
+            logits = drafter.verify(context, tree).logits
             drafter.masks.copy_(before)
-    assert found[0] is not None and torch.equal(found[0], found[1])
+            assert logits is not None
+            found.append(logits)
+    assert torch.equal(*found)
     for builder in (Chain(3), Eagle2(3, 8, 3)):
         expected = [one.output for one in decode(shallow, prompts, Greedy(), 16, ignore_eos=True)]
         assert [one.output for one in decode(shallow, prompts, Greedy(), 16, drafter, builder, ignore_eos=True)] == expected

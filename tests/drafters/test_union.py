@@ -1,6 +1,7 @@
 """Trees of several drafters are merged by path, and judged so that the output is the target's, whoever drew a token."""
 
 from collections import defaultdict
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -27,7 +28,8 @@ SHAPES = [widths(1), widths(1, 1), widths(2)]
 
 def merged(p: Model, qs: list[Model], drafts: list[Draft], dice: RandomSource) -> tuple[DrawnTree, list[tuple[int, ...]]]:
     """The union of trees that drafters draw from their own q, and the path of every node."""
-    row, paths = MergedRow([0]), [()]
+    row = MergedRow([0])
+    paths: list[tuple[int, ...]] = [()]
     drawn_trees = [draft(q, dice) for draft, q in zip(drafts, qs)]
     for tree in drawn_trees:
         row.add_tree(tree.as_tree("sampled"), 0)
@@ -64,12 +66,7 @@ def test_paths_are_merged() -> None:
     second = TokenTree.from_parents(torch.tensor([[9, 3, 1, 4]]), torch.tensor([[-1, 0, 0, 2]]))
     plain = merge_trees([first, second], 6)
     assert plain.tokens.tolist() == [[9, 1, 2, 3, 4]] and plain.parents.tolist() == [[-1, 0, 1, 0, 1]]
-    trees = [
-        TokenTree(
-            *(getattr(tree, name) for name in ("tokens", "parents", "valid", "can_emit")), "sampled", torch.rand(1, size, 6)
-        )
-        for tree, size in ((first, 3), (second, 4))
-    ]
+    trees = [replace(tree, children="sampled", q=torch.rand(1, tree.tokens.shape[1], 6)) for tree in (first, second)]
     union = merge_trees(trees, 6)
     assert isinstance(union, UnionTree) and union.draws == ({0: [(1, 0), (3, 1), (1, 1)], 1: [(2, 0), (4, 1)]},)
     for tree, q, nodes in zip(trees, union.drafter_q, ([0, 1, 2], [0, 3, 1, 4])):

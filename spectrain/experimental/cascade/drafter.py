@@ -254,9 +254,13 @@ class CascadeRollout(Rollout):
         stop_mask = None if stop_masks[0] is None else torch.cat([mask for mask in stop_masks if mask is not None], dim=1)
         log_q = self._qualify(self.inner.extend_with_guesses(levels), torch.cat(helper_log_q, dim=1), stop_mask)
         accept_probs = self.inner.rollout.accept_probs
-        estimates = [None] * len(levels) if accept_probs is None else list(accept_probs.split(width, dim=1))
+        no_estimates: list[Tensor | None] = [None] * len(levels)
+        estimates = no_estimates if accept_probs is None else list(accept_probs.split(width, dim=1))
         parts = log_q.split(width, dim=1)
-        self.guesses = [GuessedLevel(*level, part, *rest) for level, part, *rest in zip(levels, parts, estimates, firsts)][1:]
+        self.guesses = [
+            GuessedLevel(*level, part, estimate, first)
+            for level, part, estimate, first in zip(levels[1:], parts[1:], estimates[1:], firsts[1:])
+        ]
         self.accept_probs, self.stop_mask = estimates[0], None
         return parts[0]
 

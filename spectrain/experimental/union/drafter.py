@@ -30,12 +30,12 @@ class UnionCost(DraftingCost):
     drafter: UnionDrafter
 
     def extra_nodes(self, builder: TreeBuilder) -> int:
-        inner = self.drafter.inner
-        most = max(drafter.cost.extra_nodes(builder) for drafter in inner)  # type: ignore[operator, union-attr]
-        return (len(inner) - 1) * builder.budget + int(most)
+        inner: Any = self.drafter.inner
+        return (len(inner) - 1) * builder.budget + int(max(drafter.cost.extra_nodes(builder) for drafter in inner))
 
     def num_passes(self, depth: float) -> float:
-        return sum(float(drafter.cost.num_passes(depth)) for drafter in self.drafter.inner)  # type: ignore[operator, union-attr]
+        inner: Any = self.drafter.inner
+        return float(sum(drafter.cost.num_passes(depth) for drafter in inner))
 
 
 class UnionDrafter(Drafter):
