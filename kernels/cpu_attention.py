@@ -1,11 +1,12 @@
 """Kernels of decoder layers on a CPU, compiled by Numba: attention, with what lies between two linears.
 
-Shapes: N rows (tokens or tree nodes), M appended nodes, H query heads, K key-value heads, G = H / K, d head size, T key slots,
-P = N G queries that share a key-value head, padded to a multiple of 16. A word of 32 bits is a float32 or a pair of bfloat16.
+Shapes: B texts, N rows (tokens or tree nodes) of each, M appended nodes of each, H query heads, K key-value heads, G = H / K, d
+head size, T key slots, P = N G queries that share a key-value head, padded to a multiple of 16. A word of 32 bits is a float32
+or a pair of bfloat16.
 
 Tensors are passed by address. Attention reads keys and values as they are stored and sums in float32, in a fixed order: scores
 [T, P] in the order of d, weights and weighted values in the order of T. A key that a node does not see adds 0. So a node's
-bits are those of the same token alone, whatever other nodes lie between its ancestors.
+bits are those of the same token alone, whatever other nodes lie between its ancestors, and whatever other texts there are.
 
 Numba keeps compiled code beside this file, or in the user's cache folder, until this file changes; save this file too after a
 change of cpu_vectors.py or cpu_attention_tiles.py.
@@ -183,11 +184,12 @@ def _attend_head(
 
 
 @compile_inline
-def _attend(
+def attend_text(
     queries: Any, node_stride: int, head_stride: int, keys: Any, values: Any, slot_stride: int, num_prefix: int,
     num_appended: int, mask: Any, num_nodes: int, num_heads: int, num_key_heads: int, head_size: int, out: Any, scale: float,
-    scratch: int, hidden: int = 0,
+    scratch: int, hidden: int,
 ) -> None:  # fmt: skip
+    """Attend with queries [N, H, d] of these strides to the slots [T, K d] of a text, into [N, H d]."""
     group, words = num_heads // num_key_heads, count_words(queries, head_size)
     padded = (num_nodes * group + LANES - 1) // LANES * LANES
     transposed = carray(to_words(scratch), (words * padded,))
@@ -206,7 +208,7 @@ def _attend(
 
 
 @compile_inline
-def _rotate_append(
+def rotate_append(
     heads: Any, cos: Any, sin: Any, keys: Any, values: Any, slot_stride: int, num_nodes: int, num_heads: int,
     num_key_heads: int, head_size: int,
 ) -> None:  # fmt: skip
@@ -235,66 +237,59 @@ def _rotate_append(
             new_keys[i], new_values[i] = new[i], new[count + i]
 
 
-@compile_cached
-def attend_half(
-    queries: int, node_stride: int, head_stride: int, keys: int, values: int, slot_stride: int, num_prefix: int,
-    num_appended: int, mask: int, num_nodes: int, num_heads: int, num_key_heads: int, head_size: int, out: int, scale: float,
-    scratch: int, hidden: int,
+@compile_inline
+def _attend_texts(
+    queries: Any, node_stride: int, head_stride: int, cos: Any, sin: Any, rotates: bool, keys: Any, values: Any,
+    slot_stride: int, starts: int, lengths: int, num_texts: int, num_appended: int, masks: int, num_nodes: int, num_heads: int,
+    num_key_heads: int, head_size: int, out: Any, scale: float, scratch: int, hidden: int,
 ) -> None:  # fmt: skip
-    """Attend in bfloat16 with queries [N, H, d] of these strides to the slots [T, K d] of a text, into [N, H d]. Of these, each
-    node does not see the first `hidden` [N], unless that is 0."""
-    _attend(
-        to_halves(queries), node_stride, head_stride, to_halves(keys), to_halves(values), slot_stride, num_prefix, num_appended,
-        to_bytes(mask), num_nodes, num_heads, num_key_heads, head_size, to_halves(out), scale, scratch,
-        hidden,
-    )  # fmt: skip
+    first_slots, num_committed = carray(to_longs(starts), (num_texts,)), carray(to_longs(lengths), (num_texts,))
+    for text in range(num_texts):
+        node, length = text * num_nodes, num_committed[text]
+        shift = slot_stride * first_slots[text]
+        heads = advance(queries, node * node_stride)
+        if rotates:
+            new = shift + slot_stride * (length + num_appended - num_nodes)
+            rotate_append(
+                heads, advance(cos, node * head_size), advance(sin, node * head_size), advance(keys, new), advance(values, new),
+                slot_stride, num_nodes, num_heads, num_key_heads, head_size,
+            )  # fmt: skip
+        attend_text(
+            heads, node_stride, head_stride, advance(keys, shift), advance(values, shift), slot_stride, length, num_appended,
+            to_bytes(masks + node * num_appended), num_nodes, num_heads, num_key_heads, head_size,
+            advance(out, node * num_heads * head_size), scale, scratch, 0 if hidden == 0 else hidden + 8 * node,
+        )  # fmt: skip
 
 
 @compile_cached
-def rotate_attend_half(
-    heads: int, cos: int, sin: int, keys: int, values: int, slot_stride: int, num_prefix: int, num_appended: int, mask: int,
-    num_nodes: int, num_heads: int, num_key_heads: int, head_size: int, out: int, scale: float, scratch: int,
+def attend_texts_half(
+    queries: int, node_stride: int, head_stride: int, cos: int, sin: int, keys: int, values: int, slot_stride: int, starts: int,
+    lengths: int, num_texts: int, num_appended: int, masks: int, num_nodes: int, num_heads: int, num_key_heads: int,
+    head_size: int, out: int, scale: float, scratch: int, hidden: int,
 ) -> None:  # fmt: skip
-    """Rotate heads [N, H + 2 K, d] in bfloat16, append their keys and values to the slots [T, K d], and attend."""
-    shift = 2 * slot_stride * (num_prefix + num_appended - num_nodes)
-    _rotate_append(
-        to_halves(heads), to_halves(cos), to_halves(sin), to_halves(keys + shift), to_halves(values + shift), slot_stride,
-        num_nodes, num_heads, num_key_heads, head_size,
-    )  # fmt: skip
-    width = (num_heads + 2 * num_key_heads) * head_size
-    _attend(
-        to_halves(heads), width, head_size, to_halves(keys), to_halves(values), slot_stride, num_prefix, num_appended,
-        to_bytes(mask), num_nodes, num_heads, num_key_heads, head_size, to_halves(out), scale, scratch,
-    )  # fmt: skip
+    """Attend in bfloat16 with queries [B, N, H, d] of these strides to the slots of each text, into [B, N, H d], by masks
+    [B, N, M].
 
-
-@compile_cached
-def attend_float(
-    queries: int, node_stride: int, head_stride: int, keys: int, values: int, slot_stride: int, num_prefix: int,
-    num_appended: int, mask: int, num_nodes: int, num_heads: int, num_key_heads: int, head_size: int, out: int, scale: float,
-    scratch: int, hidden: int,
-) -> None:  # fmt: skip
-    """Compute the same in float32."""
-    _attend(
-        to_floats(queries), node_stride, head_stride, to_floats(keys), to_floats(values), slot_stride, num_prefix, num_appended,
-        to_bytes(mask), num_nodes, num_heads, num_key_heads, head_size, to_floats(out), scale, scratch,
-        hidden,
+    The slots of a text begin with number `starts` [B] of all slots [.., K d], and `lengths` [B] of them are committed. Of
+    these, each node does not see the first `hidden` [B, N], unless that is 0. Unless `cos` is 0, the queries are heads
+    [B, N, H + 2 K, d], which are rotated first, and whose keys and values are appended to the slots.
+    """
+    _attend_texts(
+        to_halves(queries), node_stride, head_stride, to_halves(cos), to_halves(sin), cos != 0, to_halves(keys),
+        to_halves(values), slot_stride, starts, lengths, num_texts, num_appended, masks, num_nodes, num_heads, num_key_heads,
+        head_size, to_halves(out), scale, scratch, hidden,
     )  # fmt: skip
 
 
 @compile_cached
-def rotate_attend_float(
-    heads: int, cos: int, sin: int, keys: int, values: int, slot_stride: int, num_prefix: int, num_appended: int, mask: int,
-    num_nodes: int, num_heads: int, num_key_heads: int, head_size: int, out: int, scale: float, scratch: int,
+def attend_texts_float(
+    queries: int, node_stride: int, head_stride: int, cos: int, sin: int, keys: int, values: int, slot_stride: int, starts: int,
+    lengths: int, num_texts: int, num_appended: int, masks: int, num_nodes: int, num_heads: int, num_key_heads: int,
+    head_size: int, out: int, scale: float, scratch: int, hidden: int,
 ) -> None:  # fmt: skip
     """Compute the same in float32."""
-    shift = 4 * slot_stride * (num_prefix + num_appended - num_nodes)
-    _rotate_append(
-        to_floats(heads), to_floats(cos), to_floats(sin), to_floats(keys + shift), to_floats(values + shift), slot_stride,
-        num_nodes, num_heads, num_key_heads, head_size,
-    )  # fmt: skip
-    width = (num_heads + 2 * num_key_heads) * head_size
-    _attend(
-        to_floats(heads), width, head_size, to_floats(keys), to_floats(values), slot_stride, num_prefix, num_appended,
-        to_bytes(mask), num_nodes, num_heads, num_key_heads, head_size, to_floats(out), scale, scratch,
+    _attend_texts(
+        to_floats(queries), node_stride, head_stride, to_floats(cos), to_floats(sin), cos != 0, to_floats(keys),
+        to_floats(values), slot_stride, starts, lengths, num_texts, num_appended, masks, num_nodes, num_heads, num_key_heads,
+        head_size, to_floats(out), scale, scratch, hidden,
     )  # fmt: skip

@@ -99,11 +99,22 @@ class EagleKernels:
         states = hidden.float().contiguous()
         states = states.clone() if states is hidden else states
         self._reserve(count, count)
-        self.kernels.read_tokens(
-            self.layer, self.memory, self._view_slots(slots, num_committed, count, count), tokens.data_ptr(), states.data_ptr(),
-            count,
+        viewed, no_nodes = self._view_slots(slots, num_committed, count, count), self.kernels.EagleNodes(0, 0, 0, 0)
+        self.kernels.run_nodes(
+            self.layer, self.memory, viewed, no_nodes, tokens.data_ptr(), 0, count, states.data_ptr(), 0
         )  # fmt: skip
         return states
+
+    def score_states(self, states: Tensor) -> Tensor:
+        """Return the log-probabilities [1, F, V] after nodes with states [1, F, D]."""
+        count, kernels = states.shape[1], self.kernels
+        self._reserve(count, 1)
+        log_q, states = torch.empty(1, count, self.vocab_size), states.contiguous()
+        no_slots, no_nodes = kernels.EagleSlots(0, 0, 0, 0, 0), kernels.EagleNodes(0, 0, 0, 0)
+        kernels.run_nodes(
+            self.layer, self.memory, no_slots, no_nodes, 0, 0, count, states.data_ptr(), log_q.data_ptr()
+        )  # fmt: skip
+        return log_q
 
     def _view_slots(self, slots: Tensor, num_committed: int, num_appended: int, num_new: int) -> Any:
         """Return what kernels are told of the slots and of the working memory of attention."""
@@ -152,11 +163,7 @@ class EagleDraft:
 
     def score_root(self) -> Tensor:
         """Return the log-probabilities [1, 1, V] after the root."""
-        kernels = self.kernels
-        kernels._reserve(1, 1)
-        log_q = torch.empty(1, 1, kernels.vocab_size)
-        kernels.kernels.score_states(kernels.layer, kernels.memory, self.nodes.states, 1, log_q.data_ptr())
-        return log_q
+        return self.kernels.score_states(self.states[None, :1])
 
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """Add nodes with tokens [1, F] below `parents` [1, F], and return the log-probabilities [1, F, V] after them."""
@@ -167,8 +174,10 @@ class EagleDraft:
         tokens, parents = tokens.contiguous(), parents.contiguous()
         log_q = torch.empty(1, count, kernels.vocab_size)
         slots = kernels._view_slots(self.slots, self.num_committed, num_appended, count)
-        kernels.kernels.extend_nodes(
-            kernels.layer, kernels.memory, slots, self.nodes, tokens.data_ptr(), parents.data_ptr(), count, log_q.data_ptr()
-        )
+        states = self.states[self.num_nodes].data_ptr()
+        kernels.kernels.run_nodes(
+            kernels.layer, kernels.memory, slots, self.nodes, tokens.data_ptr(), parents.data_ptr(), count, states,
+            log_q.data_ptr(),
+        )  # fmt: skip
         self.num_nodes += count
         return log_q

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from numba import carray
 
-from .cpu_attention import _attend, _rotate_append
+from .cpu_attention import attend_text, rotate_append
 from .cpu_floats import gate_rows, norm_row, normalize_row
 from .cpu_int8 import COLUMNS, MAX_TILE_ROWS, ByteLinear, multiply_rounded
 from .cpu_vectors import advance, compile_cached, compile_inline, to_bytes, to_floats, to_halves, to_longs, widen
@@ -64,7 +64,7 @@ class EagleSlots(NamedTuple):
     values: int
     num_committed: int
     num_appended: int  # with the new nodes
-    attention: int  # working memory of `_attend`
+    attention: int  # working memory of `attend_text`
 
 
 class EagleNodes(NamedTuple):
@@ -114,14 +114,14 @@ def _attend_nodes(layer: EagleLayer, memory: EagleMemory, slots: EagleSlots, num
     size, stride = layer.head_size, layer.num_key_heads * layer.head_size
     shift = 4 * stride * (slots.num_committed + slots.num_appended - num_nodes)
     sines = memory.angles + 4 * num_nodes * size
-    _rotate_append(
+    rotate_append(
         to_floats(memory.heads), to_floats(memory.angles), to_floats(sines), to_floats(slots.keys + shift),
         to_floats(slots.values + shift), stride, num_nodes, layer.num_heads, layer.num_key_heads, size,
     )  # fmt: skip
-    _attend(
+    attend_text(
         to_floats(memory.heads), (layer.num_heads + 2 * layer.num_key_heads) * size, size, to_floats(slots.keys),
         to_floats(slots.values), stride, slots.num_committed, slots.num_appended, to_bytes(memory.mask), num_nodes,
-        layer.num_heads, layer.num_key_heads, size, to_floats(memory.attended), size**-0.5, slots.attention,
+        layer.num_heads, layer.num_key_heads, size, to_floats(memory.attended), size**-0.5, slots.attention, 0,
     )  # fmt: skip
 
 
@@ -151,18 +151,6 @@ def _run_layer(
         states[i] += sums[i]
 
 
-@compile_cached
-def read_tokens(layer: EagleLayer, memory: EagleMemory, slots: EagleSlots, tokens: int, hidden: int, num_tokens: int) -> None:
-    """Run the next tokens [F] of the text with hidden states [F, D], and store their states instead."""
-    positions = carray(to_longs(memory.positions), (num_tokens,))
-    mask = carray(to_bytes(memory.mask), (num_tokens * num_tokens,))
-    for n in range(num_tokens):
-        positions[n] = slots.num_committed + n
-        for m in range(num_tokens):
-            mask[n * num_tokens + m] = m <= n
-    _run_layer(layer, memory, slots, tokens, hidden, num_tokens, hidden)
-
-
 @compile_inline
 def _score_states(layer: EagleLayer, memory: EagleMemory, states: int, num_nodes: int, out: int) -> None:
     """Store the log-probabilities [F, V] after nodes with states [F, D]."""
@@ -173,12 +161,6 @@ def _score_states(layer: EagleLayer, memory: EagleMemory, states: int, num_nodes
     multiply_rounded(memory.inputs, num_nodes, layer.head, out, memory.rounded)
     for n in range(num_nodes):
         normalize_row(to_floats(out + 4 * n * layer.head.num_outputs), layer.head.num_outputs)
-
-
-@compile_cached
-def score_states(layer: EagleLayer, memory: EagleMemory, states: int, num_nodes: int, out: int) -> None:
-    """Store the log-probabilities [F, V] after nodes with states [F, D]."""
-    _score_states(layer, memory, states, num_nodes, out)
 
 
 @compile_inline
@@ -204,13 +186,35 @@ def _add_nodes(
             hidden[i] = source[i]
 
 
+@compile_inline
+def _store_positions(memory: EagleMemory, num_committed: int, num_tokens: int) -> None:
+    """Store the positions and the mask of the next tokens of the text."""
+    positions = carray(to_longs(memory.positions), (num_tokens,))
+    mask = carray(to_bytes(memory.mask), (num_tokens * num_tokens,))
+    for n in range(num_tokens):
+        positions[n] = num_committed + n
+        for m in range(num_tokens):
+            mask[n * num_tokens + m] = m <= n
+
+
 @compile_cached
-def extend_nodes(
+def run_nodes(
     layer: EagleLayer, memory: EagleMemory, slots: EagleSlots, nodes: EagleNodes, tokens: int, parents: int, num_nodes: int,
-    out: int,
+    states: int, out: int,
 ) -> None:  # fmt: skip
-    """Run new nodes with tokens [F] below `parents` [F], and store the log-probabilities [F, V] after them."""
-    _add_nodes(layer, memory, slots, nodes, parents, num_nodes)
-    states = nodes.states + 4 * (slots.num_appended - num_nodes + 1) * layer.output.num_outputs
-    _run_layer(layer, memory, slots, tokens, memory.hidden, num_nodes, states)
-    _score_states(layer, memory, states, num_nodes, out)
+    """Run new nodes with tokens [F] below `parents` [F], store their states [F, D] and the log-probabilities [F, V] after them.
+
+    Where `parents` is 0, the tokens are the next ones of the text, and `states` are the hidden states that they are run with;
+    where `tokens` is 0, `states` are there. Where `out` is 0, nothing is scored. All this is one function, because each that
+    ran the layer would be compiled with a copy of it.
+    """
+    if tokens != 0:
+        hidden = states
+        if parents == 0:
+            _store_positions(memory, slots.num_committed, num_nodes)
+        else:
+            _add_nodes(layer, memory, slots, nodes, parents, num_nodes)
+            hidden = memory.hidden
+        _run_layer(layer, memory, slots, tokens, hidden, num_nodes, states)
+    if out != 0:
+        _score_states(layer, memory, states, num_nodes, out)

@@ -36,16 +36,13 @@ class CompiledKernels(NamedTuple):
     """The modules with the compiled kernels."""
 
     attention: Any
-    batch_attention: Any
     rows: Any
 
 
 class TypedKernels(NamedTuple):
     """The kernels for numbers of one type. Each is compiled, or loaded, at its first call."""
 
-    attend: Any
-    rotate_attend: Any
-    rotate_attend_texts: Any
+    attend_texts: Any
     add_norm: Any
     norm_heads: Any
     gate: Any
@@ -61,27 +58,21 @@ def load_kernels() -> CompiledKernels:
 @cache
 def select_kernels(dtype: torch.dtype) -> TypedKernels:
     """Return the kernels for tensors of this type where `has_cpu_kernels` is true."""
-    attention, batch_attention, rows = load_kernels()
+    attention, rows = load_kernels()
     if dtype == torch.bfloat16:
-        return TypedKernels(
-            attention.attend_half, attention.rotate_attend_half, batch_attention.rotate_attend_texts_half, rows.add_norm_half,
-            rows.norm_heads_half, rows.gate_half,
-        )  # fmt: skip
-    return TypedKernels(
-        attention.attend_float, attention.rotate_attend_float, batch_attention.rotate_attend_texts_float, rows.add_norm_float,
-        rows.norm_heads_float, rows.gate_float,
-    )  # fmt: skip
+        return TypedKernels(attention.attend_texts_half, rows.add_norm_half, rows.norm_heads_half, rows.gate_half)
+    return TypedKernels(attention.attend_texts_float, rows.add_norm_float, rows.norm_heads_float, rows.gate_float)
 
 
 @cache
 def _import_kernels() -> CompiledKernels | None:
     """Import the compiled kernels; return None where they cannot run."""
     try:
-        from . import cpu_attention, cpu_batch_attention, cpu_rows
+        from . import cpu_attention, cpu_rows
     # Numba raises RuntimeError where it can write to no cache folder.
     except (ImportError, RuntimeError):
         return None
-    return CompiledKernels(cpu_attention, cpu_batch_attention, cpu_rows)
+    return CompiledKernels(cpu_attention, cpu_rows)
 
 
 def has_cpu_kernels(dtype: torch.dtype, device: torch.device) -> bool:
@@ -134,17 +125,17 @@ def attend_cached(
 ) -> Tensor:
     """Compute softmax(q k^T * scale) v over the slots that each node sees, [B, H, N, d], laid out as [B, N, H, d]. Queries are
     [B, H, N, d]; keys and values are [B, T, K, d] with the newest nodes in them."""
-    attend = select_kernels(queries.dtype).attend
+    attend_texts = select_kernels(queries.dtype).attend_texts
     batch, num_heads, num_nodes, head_size = queries.shape
     out = queries.new_empty(batch, num_nodes, num_heads, head_size)
     queries = queries if queries.stride(-1) == 1 else queries.contiguous()
     memory = attention_memory(visibility, num_heads, keys.shape[2], head_size).data_ptr()
-    for row, (first, length, mask, hidden) in enumerate(visibility.row_limits(window)):
-        attend(
-            queries[row].data_ptr(), queries.stride(2), queries.stride(1), keys[row, first].data_ptr(),
-            values[row, first].data_ptr(), keys.stride(1), length - first, visibility.tree.shape[2], mask.data_ptr(),
-            num_nodes, num_heads, keys.shape[2], head_size, out[row].data_ptr(), scale, memory,
-            0 if hidden is None else hidden.data_ptr(),
+    for row, (slots, mask, hidden) in enumerate(visibility.row_limits(window)):
+        first = slots.data_ptr()
+        attend_texts(
+            queries[row].data_ptr(), queries.stride(2), queries.stride(1), 0, 0, keys[row].data_ptr(), values[row].data_ptr(),
+            keys.stride(1), first, first + slots.itemsize, 1, visibility.tree.shape[2], mask.data_ptr(), num_nodes, num_heads,
+            keys.shape[2], head_size, out[row].data_ptr(), scale, memory, 0 if hidden is None else hidden.data_ptr(),
         )  # fmt: skip
     return out.transpose(1, 2)
 
@@ -274,13 +265,8 @@ def prepare_kernels(dtype: torch.dtype) -> None:
     visibility = Visibility(torch.zeros(1, dtype=torch.int64), 0, torch.ones(1, 1, 1).bool(), torch.zeros(1, 1), None)
     x = torch.zeros(1, 3, 1, HEAD_STEP, dtype=dtype)
     attend_cached(x[:, :1], x[:, :1], x[:, :1], visibility, 1.0)
-    ((_, mask),) = visibility.row_masks()
-    result, slots, zero = torch.zeros_like(x), torch.zeros(2, HEAD_STEP, dtype=dtype), torch.zeros(1, dtype=torch.int64)
+    result = torch.zeros_like(x)
     first, out = x.data_ptr(), result.data_ptr()
-    addresses = first, first, first, slots[0].data_ptr(), slots[1].data_ptr()
-    kernels.rotate_attend(*addresses, HEAD_STEP, 0, 1, mask.data_ptr(), 1, 1, 1, HEAD_STEP, out, 1.0, memory)
-    texts = HEAD_STEP, zero.data_ptr(), zero.data_ptr(), 1
-    kernels.rotate_attend_texts(*addresses, *texts, 1, mask.data_ptr(), 1, 1, 1, HEAD_STEP, out, 1.0, memory)
     kernels.add_norm(first, 0, first, 0, out, 1, HEAD_STEP, 1.0, lanes, memory)
     kernels.norm_heads(out, first, first, 1, 1, 1, HEAD_STEP, 1.0, lanes, memory)
     if dtype == torch.bfloat16:

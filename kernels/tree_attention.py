@@ -43,8 +43,7 @@ def pack_words(mask: Tensor) -> Tensor:
 class RowLimits(NamedTuple):
     """What N nodes of a row see of T slots: committed ones, and M appended nodes."""
 
-    first: int  # slot that some node sees
-    length: int  # of the committed slots
+    slots: Tensor  # [2] int64: the first slot that some node sees, and the committed slots from there on
     mask: Tensor  # [N, M] bool
     hidden: Tensor | None  # [N] int64: slots from the first on that each node does not see
 
@@ -64,7 +63,6 @@ class Visibility:
     _biases: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
     _words: Tensor | None = None
     _chunked: dict[int, Visibility] = field(default_factory=dict)
-    _row_masks: list[tuple[int, Tensor]] = field(default_factory=list)
     _row_limits: dict[int | None, list[RowLimits]] = field(default_factory=dict)
 
     def attention_mask(self, window: int | None) -> Tensor | None:
@@ -86,19 +84,13 @@ class Visibility:
             self._words = pack_words(self.tree)
         return self._words
 
-    def row_masks(self) -> list[tuple[int, Tensor]]:
-        """Return, for each row on a CPU, its committed tokens and its contiguous [N, M] bool; built once for all layers."""
-        if not self._row_masks:
-            lengths = [self.longest] if self.is_exact and len(self.tree) == 1 else self.lengths.tolist()
-            self._row_masks.extend(zip(lengths, self.tree.contiguous()))
-        return self._row_masks
-
     def row_limits(self, window: int | None) -> list[RowLimits]:
         """Return what the nodes of each row on a CPU see within a window and within chunks; built once for all layers."""
         if window not in self._row_limits:
             num_slots = self.longest + self.tree.shape[2]
             if self.chunk_size is None and (window is None or num_slots <= window):
-                self._row_limits[window] = [RowLimits(0, length, mask, None) for length, mask in self.row_masks()]
+                slots = torch.stack([torch.zeros_like(self.lengths), self.lengths], dim=1)
+                self._row_limits[window] = [RowLimits(*limits, None) for limits in zip(slots, self.tree.contiguous())]
             else:
                 self._row_limits[window] = self._limit_rows(window)
         return self._row_limits[window]
@@ -111,16 +103,14 @@ class Visibility:
             oldest = torch.maximum(oldest, here // self.chunk_size * self.chunk_size)
         tree = (self.tree & (self.key_positions[:, None] >= oldest[:, :, None])).contiguous()
         hidden = oldest.clamp(min=0).minimum(self.lengths[:, None])
-        firsts, lengths = hidden.amin(1), self.lengths.tolist()
-        hidden = (hidden - firsts[:, None]).contiguous()
-        return [RowLimits(*limits) for limits in zip(firsts.tolist(), lengths, tree, hidden)]
+        first = hidden.amin(1)
+        slots, hidden = torch.stack([first, self.lengths - first], dim=1), (hidden - first[:, None]).contiguous()
+        return [RowLimits(*limits) for limits in zip(slots, tree, hidden)]
 
     def in_chunks(self, size: int) -> Visibility:
         """Return the visibility of layers that attend within chunks of `size` positions; built once."""
         if size not in self._chunked:
-            self._chunked[size] = replace(
-                self, chunk_size=size, _masks={}, _biases={}, _chunked={}, _row_masks=[], _row_limits={}
-            )
+            self._chunked[size] = replace(self, chunk_size=size, _masks={}, _biases={}, _chunked={}, _row_limits={})
         return self._chunked[size]
 
     def _build_mask(self, window: int | None) -> Tensor | None:

@@ -5,6 +5,7 @@ import platform
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from spectrain.kernels import cpu_kernels
 from spectrain.kernels.counter import gumbel_noise, make_key
@@ -57,7 +58,7 @@ def test_nodes_attend_as_their_paths_alone_do(length: int) -> None:
 def test_tokens_of_several_texts_attend_as_alone(num_heads: int, num_key_heads: int, size: int) -> None:
     """Single tokens of texts of different lengths, with groups and heads that have a kernel of their own and others."""
     torch.manual_seed(0)
-    lengths, capacity, attention = torch.tensor([0, 1, 15, 16, 77]), 90, cpu_kernels.load_kernels()
+    lengths, capacity, attend = torch.tensor([0, 1, 15, 16, 77]), 90, cpu_kernels.select_kernels(torch.bfloat16).attend_texts
     count, width = len(lengths), num_key_heads * size
     slots, heads = (
         torch.randn(2, count, capacity, width).bfloat16(),
@@ -67,17 +68,17 @@ def test_tokens_of_several_texts_attend_as_alone(num_heads: int, num_key_heads: 
     single_slots, single_heads = slots.clone(), heads.clone()
     out, single_out = torch.empty(2, count, num_heads * size).bfloat16()
     memory, starts = cpu_kernels.working_memory(1 << 16).data_ptr(), torch.arange(count) * capacity
-    shape = num_heads, num_key_heads, size
-    attention.batch_attention.rotate_attend_texts_half(
-        *(x.data_ptr() for x in (heads, cos, sin, slots[0], slots[1])), width, starts.data_ptr(), lengths.data_ptr(), count, 1,
-        mask.data_ptr(), 1, *shape, out.data_ptr(), 0.3, memory,
-    )  # fmt: skip
-    for text, length in enumerate(lengths.tolist()):
+    before, shape = (heads.shape[1], size), (num_heads, num_key_heads, size)
+
+    def run(num_texts: int, parts: tuple[Tensor, ...], starts: Tensor, lengths: Tensor, out: Tensor) -> None:
+        queries, *others = (x.data_ptr() for x in parts)
+        after = starts.data_ptr(), lengths.data_ptr(), num_texts, 1, mask.data_ptr(), 1, *shape, out.data_ptr(), 0.3, memory, 0
+        attend(queries, *before, *others, width, *after)
+
+    run(count, (heads, cos, sin, slots[0], slots[1]), starts, lengths, out)
+    for text in range(count):
         parts = single_heads[text], cos[text], sin[text], single_slots[0, text], single_slots[1, text]
-        attention.attention.rotate_attend_half(
-            *(x.data_ptr() for x in parts), width, length, 1, mask.data_ptr(), 1, *shape, single_out[text].data_ptr(), 0.3,
-            memory,
-        )  # fmt: skip
+        run(1, parts, starts[:1], lengths[text:], single_out[text])
     assert torch.equal(out, single_out) and torch.equal(slots, single_slots)
 
 

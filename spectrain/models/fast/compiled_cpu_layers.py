@@ -46,18 +46,12 @@ class NodeBuffers:
         self.keys, self.values = storage[0, 0].data_ptr(), storage[0, 1].data_ptr()
         self.layer_bytes = storage.stride(0) * storage.element_size()
         # The arguments of the attention kernel before and after the addresses of a layer's keys and values, but its scale.
-        self.before = [angle.data_ptr() for angle in self.angles]
-        if num_texts == 1:
-            ((length, mask),) = visibility.row_masks()
-            self.attend, prefix = layer.kernels.rotate_attend, [length]
-        else:
-            mask, self.starts, self.lengths = visibility.tree.contiguous(), cache.row_starts(), visibility.lengths.contiguous()
-            self.attend = layer.kernels.rotate_attend_texts
-            prefix = [self.starts.data_ptr(), self.lengths.data_ptr(), num_texts]
-        self.mask = mask
+        width = (layer.num_heads + 2 * layer.num_key_heads) * size
+        self.before = [width, size, *(angle.data_ptr() for angle in self.angles)]
+        self.mask, self.starts, self.lengths = visibility.tree.contiguous(), cache.row_starts(), visibility.lengths.contiguous()
         self.after = [
-            storage.stride(3), *prefix, num_appended, mask.data_ptr(), num_nodes, layer.num_heads, layer.num_key_heads, size,
-            self.attended.data_ptr(),
+            storage.stride(3), self.starts.data_ptr(), self.lengths.data_ptr(), num_texts, num_appended, self.mask.data_ptr(),
+            num_nodes, layer.num_heads, layer.num_key_heads, size, self.attended.data_ptr(),
         ]  # fmt: skip
 
 
@@ -108,9 +102,9 @@ class LayerKernels:
         shift = self.index * buffers.layer_bytes
         if self.head_norms:
             self._norm_heads(heads, buffers)
-        buffers.attend(
+        self.kernels.attend_texts(
             heads.data_ptr(), *buffers.before, buffers.keys + shift, buffers.values + shift, *buffers.after, self.scale,
-            buffers.memory.data_ptr(),
+            buffers.memory.data_ptr(), 0,
         )  # fmt: skip
 
     def _norm_heads(self, heads: Tensor, buffers: NodeBuffers) -> None:

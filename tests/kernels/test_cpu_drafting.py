@@ -1,0 +1,40 @@
+"""Compiled kernels for drafting on a CPU compute products of 8 bits as plain operations do."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spectrain.kernels.cpu_drafting import ByteWeights, EagleKernels, EagleShape, has_drafting_kernels
+from spectrain.models.fast.packed_linears import has_int8, pack_int8
+
+WIDTH, VOCAB, EPS = 64, 96, 1e-5
+
+pytestmark = pytest.mark.skipif(not (has_drafting_kernels() and has_int8()), reason="no products of 8 bits here")
+
+
+def multiply_rounded(x: Tensor, weight: Tensor) -> Tensor:
+    """The product of x [N, K] and weights [O, K], both rounded to 8 bits: rows by one scale and zero point, outputs by their
+    largest weight."""
+    scales = weight.abs().amax(1) / 127
+    low, high = x.min().clamp(max=0), x.max().clamp(min=0)
+    scale = (high - low) / 255
+    zero = (-low / scale).round()
+    rounded = ((x / scale).round() + zero).clamp(0, 255) - zero
+    return (rounded.double() @ (weight / scales[:, None]).round().double().t() * scale * scales).float()
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 12, 13, 30])
+def test_scores_are_products_of_numbers_of_8_bits(num_rows: int) -> None:
+    """Log-probabilities of the normed states of one node or of several, which are multiplied in one pass or in more."""
+    torch.manual_seed(num_rows)
+    shapes = {"qkv": (128, 128), "output": (WIDTH, 64), "gate_up": (128, WIDTH), "down": (WIDTH, 64), "head": (VOCAB, WIDTH)}
+    weights = {name: torch.randn(shape) for name, shape in shapes.items()}
+    norms = {name: torch.rand(WIDTH) + 0.5 for name in ("input", "hidden", "later", "final")}
+    linears = {name: ByteWeights(pack_int8(weight)) for name, weight in weights.items()}
+    kernels = EagleKernels(torch.zeros(4, WIDTH), norms, linears, EagleShape(2, 1, 32, EPS))
+    kernels.use_angles(*torch.zeros(2, 1, 1, 32))
+    states = torch.randn(1, num_rows, WIDTH)
+    logits = multiply_rounded(F.rms_norm(states[0], (WIDTH,), norms["final"], EPS), weights["head"])
+    assert logits.std() > 1
+    torch.testing.assert_close(kernels.score_states(states)[0], logits.log_softmax(-1), rtol=1e-5, atol=1e-5)
