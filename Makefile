@@ -13,7 +13,7 @@ ENGINES_RUNS ?= runs
 # Dozens of test processes share compiled modules.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test test-full test-engines llama-cpp openvino lint docs clean
+.PHONY: help install demo follow-demo test test-full test-engines llama-cpp openvino lint docs clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -22,6 +22,9 @@ install: .venv/installed  ## create .venv with everything, the default target's 
 
 demo: install  ## train an EAGLE-3 drafter for SmolLM2-135M and measure its speedup: eight minutes
 	$(BIN)/spectrain train recipe=eagle3 data.limit=null trainer.max_minutes=3.5 eval.max_minutes=2.25 eval.serve_in=auto
+
+follow-demo: install  ## simulate a day of changing traffic: notice it, train, prove and swap a drafter: ten minutes
+	$(BIN)/python -m benchmarks.follow_day
 
 test: install lint  ## run the linters, the type checker and every quick test
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile

@@ -27,6 +27,7 @@ ROOMS = (
     ("export",),
     ("runs", "regeneration", "planning", "bench"),
     ("eval",),
+    ("follow",),
     ("experimental",),
     ("cli",),
     ("__init__", "__main__"),

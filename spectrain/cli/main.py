@@ -52,7 +52,7 @@ def dispatch_command(arguments: list[str]) -> None:
         return print(f"spectrain {package_version()}")
     if arguments[0] in HELP_WORDS:
         arguments = [*arguments[1:], "--help"]
-    count = 2 if arguments[0] in ("data", "bench") else 1
+    count = 2 if arguments[0] in ("data", "bench") or " ".join(arguments[:2]) in COMMANDS else 1
     name, words = " ".join(arguments[:count]), arguments[count:]
     if name not in COMMANDS:
         inside = [command for command in COMMANDS if command.startswith(f"{arguments[0]} ")]
@@ -208,6 +208,8 @@ COMMAND_TASKS: Mapping[str, Task] = {
     "data store": call_with_spec("features.capture.capture_features"),
     "data verify": call_with_keys("features.capture.verify_store", "path", "drop"),
     "serve": call_with_spec("runs.serve.serve_command", "capture", "print_only", "out"),
+    "follow": lambda config: lazy_import("follow.command.follow_command")(config),
+    "follow status": call_with_keys("follow.command.status_command", "run", "rollback"),
     "bench decode": call_with_spec("bench.throughput.decode_table"),
     "bench train": call_with_spec("bench.throughput.training_throughput"),
     "bench engine": call_with_spec("bench.engine.bench_engine", "bench", "out"),

@@ -14,6 +14,7 @@ from spectrain.drafters.layers.block_drafter import default_layers
 from spectrain.drafters.peagle import NUM_DRAFTS
 from spectrain.errors import UserError
 from spectrain.provenance import package_versions
+from spectrain.servers.commands import DrafterLaunch
 
 from .dflash import BLOCK_SETTINGS, FAMILIES
 from .eagle3 import complete_layer, complete_settings
@@ -35,6 +36,8 @@ from .vocabulary import check_vocabulary
 
 ARCHITECTURE_SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 """Keys of an `architecture` that needs no target."""
+CHAIN_TOKENS = 3
+"""Tokens that this project's engine drafts in a round when it serves (`server=spectrain`)."""
 
 
 class NativeLayout(Layout):
@@ -70,6 +73,9 @@ class NativeLayout(Layout):
             {file_names[name]: shape for name, shape in shapes.items() if name in required},
             {file_names[name]: shape for name, shape in shapes.items() if name not in required},
         )
+
+    def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
+        return {"spectrain": DrafterLaunch("chain", path, CHAIN_TOKENS)}
 
     def _target_files(self, files: DrafterFiles) -> TargetFiles | None:
         settings = files.read_group("target")

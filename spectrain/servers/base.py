@@ -269,6 +269,18 @@ class Server(ABC):
         """Return our own tree for what the server drafts, with so many tokens: a chain, unless the engine has trees."""
         return Chain(num_tokens)
 
+    # Address below the server's root that names the active drafter; None if the server does not tell.
+    active_drafter_address: ClassVar[str | None] = None
+
+    def swap_steps(self, folder: str) -> list[tuple[str, dict[str, Any]]]:
+        """Return the posts, as address below the server's root and body, that load the drafter of a folder into the running
+        server; [] if it takes none."""
+        return []
+
+    def active_drafter_path(self, content: dict[str, Any]) -> str | None:
+        """Return the folder of the active drafter from what `active_drafter_address` answers; None for an unknown one."""
+        return None
+
     async def read_counters(self) -> DraftCounters | None:
         """Return what the servers have counted of their drafts, added up; None if they count none."""
         return None

@@ -1,0 +1,283 @@
+"""This project's engine behind OpenAI's interface: `python -m spectrain.follow.own_engine run=DIR port=8001`.
+
+A thread decodes one request at a time; requests wait in a queue. Answers hold token ids and the rounds of each answer, and
+POST /swap_drafter loads other weights of the drafter between two requests, after a check of all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from spectrain.config.build import GroupSpec, register_resolvers
+from spectrain.config.spec import RunSpec
+from spectrain.data.chat import tokenize_prompt
+from spectrain.data.messages import Conversation
+from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import EagerRunner, decode_steps, make_request
+from spectrain.decoding.session import prepare_for_decoding
+from spectrain.drafters.base import Drafter
+from spectrain.errors import RunError, UserError
+from spectrain.models.target import Target
+from spectrain.runs.drafters import load_description, load_drafter
+from spectrain.runs.folder import require_drafter_directory
+from spectrain.trees import Chain
+
+MAX_WAITING = 1024
+DEFAULT_TOKENS = 64
+Done = Callable[[Any], None]
+
+
+@dataclass
+class EngineJob:
+    """A request that is decoded. Each step puts its new tokens into `steps`, and the end puts None."""
+
+    prompt: list[int]
+    max_new_tokens: int
+    rule: AcceptanceRule
+    loop: asyncio.AbstractEventLoop
+    steps: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+    is_cancelled: bool = False
+    generation: Generation | None = None
+
+    def hand_over(self, item: Any) -> None:
+        """Hand an item to the event loop."""
+        self.loop.call_soon_threadsafe(self.steps.put_nowait, item)
+
+
+class DecodingThread:
+    """A target with a drafter, and the thread that decodes with them."""
+
+    def __init__(self, run: str, num_tokens: int) -> None:
+        self.folder = str(require_drafter_directory("run", run))
+        description = load_description(Path(self.folder), None)
+        self.drafter_spec = GroupSpec.from_node("drafter", description["drafter"])
+        self.target: Target = GroupSpec.from_node("target", description["target"]).build()
+        self.target.pack_weights()
+        self.drafter = self.load(self.folder)
+        self.builder = Chain(num_tokens)
+        self.jobs: queue.Queue[EngineJob | Callable[[], None]] = queue.Queue(MAX_WAITING)
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def load(self, folder: str) -> Drafter:
+        """Return the drafter of a folder, ready to decode; an error is raised for files that are damaged or do not fit."""
+        spec = RunSpec(drafter=self.drafter_spec)
+        return prepare_for_decoding(load_drafter(spec, require_drafter_directory("path", folder), self.target), self.target)
+
+    def swap(self, folder: str) -> None:
+        """Use the drafter of another folder from the next request on."""
+        drafter, done = self.load(folder), threading.Event()
+
+        def exchange() -> None:
+            self.drafter, self.folder = drafter, folder
+            done.set()
+
+        self.jobs.put(exchange)
+        done.wait()
+
+    def _run(self) -> None:
+        while True:
+            job = self.jobs.get()
+            if not isinstance(job, EngineJob):
+                job()
+            elif not job.is_cancelled:
+                try:
+                    self._decode(job)
+                except Exception as error:
+                    job.hand_over(error)
+                job.hand_over(None)
+
+    def _decode(self, job: EngineJob) -> None:
+        request = make_request(self.target, [job.prompt], job.max_new_tokens)
+        num_sent = 0
+        for generations in decode_steps(EagerRunner(self.target, job.rule, self.drafter, self.builder), request):
+            job.generation = generations[0]
+            if len(job.generation.output) > num_sent:
+                job.hand_over(job.generation.output[num_sent:])
+                num_sent = len(job.generation.output)
+            if job.is_cancelled:
+                return
+
+
+class OwnEngine:
+    """The interface of the engine."""
+
+    def __init__(self, thread: DecodingThread, name: str) -> None:
+        self.thread, self.name = thread, name
+
+    def make_application(self) -> Starlette:
+        """Return the ASGI application."""
+        routes = [
+            Route("/v1/completions", self.complete, methods=["POST"]),
+            Route("/v1/chat/completions", self.complete, methods=["POST"]),
+            Route("/v1/models", self.list_models),
+            Route("/health", self.list_models),
+            Route("/drafter", self.describe_drafter),
+            Route("/swap_drafter", self.swap_drafter, methods=["POST"]),
+        ]
+        return Starlette(routes=routes)
+
+    async def list_models(self, request: Request) -> Response:
+        """Name the served model."""
+        model = {"id": self.name, "object": "model", "max_model_len": self.thread.target.max_length}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def describe_drafter(self, request: Request) -> Response:
+        """Name the folder of the active drafter."""
+        return JSONResponse({"path": self.thread.folder})
+
+    async def swap_drafter(self, request: Request) -> Response:
+        """Load other weights of the drafter."""
+        try:
+            folder = str(json.loads(await request.body())["path"])
+            await asyncio.to_thread(self.thread.swap, folder)
+        except (ValueError, KeyError, TypeError, UserError, RunError, OSError) as error:
+            return error_response(400, f"the drafter was not swapped: {error}")
+        return JSONResponse({"path": folder})
+
+    async def complete(self, request: Request) -> Response:
+        """Answer a prompt."""
+        is_chat = request.url.path.endswith("chat/completions")
+        try:
+            body = json.loads(await request.body())
+            job = self.make_job(body, is_chat)
+        except (ValueError, KeyError, TypeError, UserError) as error:
+            return error_response(400, f"{type(error).__name__}: {error}")
+        try:
+            self.thread.jobs.put_nowait(job)
+        except queue.Full:
+            return error_response(503, "too many requests wait")
+        if body.get("stream"):
+            return StreamingResponse(self.stream(job, is_chat), media_type="text/event-stream")
+        try:
+            async for _ in read_steps(job):
+                if await request.is_disconnected():
+                    break
+        except Exception as error:
+            return error_response(500, f"{type(error).__name__}: {error}")
+        finally:
+            job.is_cancelled = True
+        return JSONResponse(self.make_answer(job, is_chat))
+
+    def make_job(self, body: dict[str, Any], is_chat: bool) -> EngineJob:
+        """Return the job of a request's body."""
+        limit = int(body.get("max_completion_tokens") or body.get("max_tokens") or DEFAULT_TOKENS)
+        prompt = self.tokenize(body, is_chat)
+        if limit < 1 or len(prompt) + limit > self.thread.target.max_length:
+            raise ValueError(f"{len(prompt)} prompt tokens and {limit} new ones exceed the context length")
+        temperature = float(body.get("temperature", 0.0))
+        rule = Match(temperature=temperature, seed=int(body.get("seed") or 0)) if temperature > 0 else Greedy()
+        return EngineJob(prompt, limit, rule, asyncio.get_running_loop())
+
+    def tokenize(self, body: dict[str, Any], is_chat: bool) -> list[int]:
+        """Return the token ids of a prompt."""
+        if is_chat:
+            conversation = Conversation(body["messages"], body.get("tools"), None, body.get("chat_template_kwargs") or {})
+            return tokenize_prompt(self.thread.target.template, conversation)
+        prompt = body["prompt"]
+        if isinstance(prompt, str):
+            prompt = self.thread.target.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        vocabulary = self.thread.target.head.vocab_size
+        if not isinstance(prompt, list) or not prompt:
+            raise ValueError("prompt: give a text or a list of token ids")
+        if not all(isinstance(token, int) and 0 <= token < vocabulary for token in prompt):
+            raise ValueError("prompt: a token id is not in the vocabulary")
+        return prompt
+
+    def decode_text(self, tokens: list[int]) -> str:
+        """Return the text of tokens."""
+        text: str = self.thread.target.tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+    def make_answer(self, job: EngineJob, is_chat: bool) -> dict[str, Any]:
+        """Return the whole response."""
+        generation = job.generation
+        assert generation is not None
+        text = self.decode_text(generation.output)
+        answer = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+        choice = {"index": 0, "finish_reason": self.finish_reason(generation), "token_ids": generation.output, **answer}
+        return {"object": "completion", "model": self.name, "choices": [choice], **end_fields(generation)}
+
+    def finish_reason(self, generation: Generation) -> str:
+        """Return why an answer ended."""
+        return "stop" if generation.output[-1] in self.thread.target.stop_ids else "length"
+
+    async def stream(self, job: EngineJob, is_chat: bool) -> AsyncIterator[bytes]:
+        """Yield the events of a streamed answer."""
+        tokens, sent = list[int](), ""
+        try:
+            async for step in read_steps(job):
+                tokens += step
+                text = self.decode_text(tokens)
+                # The bytes of an unfinished character come with the next step.
+                added = "" if text.endswith("\ufffd") else text[len(sent) :]
+                sent += added
+                answer = {"delta": {"content": added}} if is_chat else {"text": added}
+                yield format_event({"choices": [{"index": 0, "finish_reason": None, "token_ids": step, **answer}]})
+            assert job.generation is not None
+            end: dict[str, Any] = {"delta": {}} if is_chat else {"text": ""}
+            last = {"index": 0, "finish_reason": self.finish_reason(job.generation), **end}
+            yield format_event({"model": self.name, "choices": [last], **end_fields(job.generation)})
+        except Exception as error:
+            yield format_event({"error": {"message": f"{type(error).__name__}: {error}"}})
+        finally:
+            job.is_cancelled = True
+        yield b"data: [DONE]\n\n"
+
+
+async def read_steps(job: EngineJob) -> AsyncIterator[list[int]]:
+    """Yield the new tokens of each step."""
+    while (step := await job.steps.get()) is not None:
+        if isinstance(step, Exception):
+            raise step
+        yield step
+
+
+def end_fields(generation: Generation) -> dict[str, Any]:
+    """Return what is known at the end of an answer: usage, prompt, and rounds."""
+    accepted = [length - 1 for length in generation.round_lengths]
+    drafted = [nodes - 1 for nodes in generation.node_counts]
+    return {
+        "usage": {"prompt_tokens": len(generation.prompt), "completion_tokens": len(generation.output)},
+        "prompt_token_ids": generation.prompt,
+        "metrics": {"rounds": {"accepted": accepted, "drafted": drafted}},
+    }
+
+
+def format_event(content: dict[str, Any]) -> bytes:
+    """Return an event of a stream."""
+    return f"data: {json.dumps(content)}\n\n".encode()
+
+
+def error_response(status: int, message: str) -> Response:
+    """Return an error in OpenAI's form."""
+    return JSONResponse({"error": {"message": message[:500], "code": status}}, status_code=status)
+
+
+def main(words: list[str]) -> None:
+    """Serve until a signal ends the process; open requests are answered first."""
+    options = {"host": "127.0.0.1", "port": "8000", "tokens": "3", "name": "spectrain"} | dict(
+        word.split("=", 1) for word in words
+    )
+    register_resolvers()
+    thread = DecodingThread(options["run"], int(options["tokens"]))
+    application = OwnEngine(thread, options["name"]).make_application()
+    uvicorn.run(application, host=options["host"], port=int(options["port"]), log_level="warning", timeout_graceful_shutdown=30)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,106 @@
+"""The files of `spectrain follow` in a run folder.
+
+RUN/follow/lock              held while a process follows this run
+RUN/follow/ledger.jsonl      every decision with its numbers
+RUN/follow/serving.json      the active drafter, the one before it, and since when
+RUN/follow/recorded.jsonl    recorded conversations, within their retention time
+RUN/follow/old.jsonl         the fixed set of old conversations
+RUN/follow/candidates/0001   a candidate: its data, drafter/ and proof.json
+RUN/follow/status.json       what `spectrain follow status` prints, at most some seconds old
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from spectrain.errors import UserError
+from spectrain.files import write_text
+
+
+@dataclass(frozen=True)
+class ActiveDrafter:
+    """The drafter that serves. `digest` is of its weights."""
+
+    path: str
+    digest: str
+    since: float
+    # The drafter before it, for a roll-back; None for the first one.
+    previous: str | None = None
+
+
+class FollowFolder:
+    """The paths of a run's files, and the small ones read and written."""
+
+    def __init__(self, run: Path) -> None:
+        self.run, self.root = run, run / "follow"
+        self.ledger, self.serving = self.root / "ledger.jsonl", self.root / "serving.json"
+        self.recorded, self.old = self.root / "recorded.jsonl", self.root / "old.jsonl"
+        self.candidates, self.status = self.root / "candidates", self.root / "status.json"
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the lock of the run; a UserError says that another process follows it."""
+        self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = FileLock(self.root / "lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise UserError(f"run={self.run}: another process follows this run; stop it first") from error
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def next_candidate(self) -> Path:
+        """Return the folder of the next candidate."""
+        numbers = [int(path.name) for path in self.candidates.glob("[0-9]*") if path.name.isdigit()]
+        return self.candidates / f"{max(numbers, default=0) + 1:04d}"
+
+    def delete_conversations(self, before: float) -> None:
+        """Delete the conversations in folders of candidates that began before a time; drafters and proofs stay."""
+        for path in self.candidates.glob("*/*.jsonl"):
+            if path.stat().st_mtime < before:
+                path.unlink()
+
+    def read_active(self, first: Path) -> ActiveDrafter:
+        """Return the active drafter: the saved one or, if there is none or its files are damaged, the run's own."""
+        saved = read_json_or_none(self.serving)
+        if saved is not None:
+            active = ActiveDrafter(**saved)
+            if hash_weights(Path(active.path)) == active.digest:
+                return active
+        return ActiveDrafter(str(first), hash_weights(first) or "", time.time())
+
+    def write_active(self, active: ActiveDrafter) -> None:
+        """Save which drafter serves."""
+        write_text(self.serving, json.dumps(asdict(active), indent=2) + "\n")
+
+
+def read_json_or_none(path: Path) -> dict[str, Any] | None:
+    """Return the content of a JSON file, or None where it is missing or damaged."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return content
+
+
+def hash_weights(folder: Path) -> str | None:
+    """Return a hash of the files of a drafter, or None if there are none."""
+    files = sorted([*folder.glob("*.safetensors"), *folder.glob("config.json")]) if folder.is_dir() else []
+    if not files:
+        return None
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(path.name.encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

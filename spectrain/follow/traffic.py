@@ -1,0 +1,104 @@
+"""Requests with their answers, as recorded: conversations for training, and rounds for the watch. No header is recorded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from typing import Any
+
+from spectrain.servers.base import DraftedRounds
+from spectrain.servers.openai import join_parts
+
+from .exchange import Exchange
+from .kinds import KindRegistry
+
+RoundsParser = Callable[[dict[str, Any]], DraftedRounds | None]
+STORED_REQUEST_KEYS = ("model", "messages", "prompt", "tools", "chat_template_kwargs", "temperature")
+
+
+@dataclass(frozen=True)
+class RecordedConversation:
+    """A prompt with its answer. Token ids are the server's own, where the answer holds them."""
+
+    kind: str
+    time: float
+    # What the request said: messages or prompt, tools, arguments of the template, and the temperature.
+    request: dict[str, Any]
+    answer: str
+    prompt_ids: list[int] | None = None
+    answer_ids: list[int] | None = None
+    # Accepted and drafted tokens of each round; () where the server does not tell.
+    accepted: tuple[int, ...] = ()
+    drafted: tuple[int, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """Return a hash of the prompt, by which duplicates are recognized."""
+        content = json.dumps([self.request.get("messages"), self.request.get("prompt")], sort_keys=True)
+        return blake2b(content.encode(errors="replace"), digest_size=12).hexdigest()
+
+    @property
+    def mean_accepted(self) -> float | None:
+        """Return the mean number of accepted tokens per draft; None without drafts."""
+        rounds = sum(1 for count in self.drafted if count)
+        return sum(self.accepted) / rounds if rounds else None
+
+    def to_row(self) -> dict[str, Any]:
+        """Return the conversation as a row of a JSON Lines file."""
+        return asdict(self)
+
+    @classmethod
+    def from_row(cls, row: dict[str, Any]) -> RecordedConversation:
+        """Return the conversation of a row."""
+        return cls(**{**row, "accepted": tuple(row["accepted"]), "drafted": tuple(row["drafted"])})
+
+
+def parse_exchange(exchange: Exchange, kinds: KindRegistry, parse_rounds: RoundsParser) -> RecordedConversation | None:
+    """Return the conversation of a request and its answer; None for one that holds no single complete answer."""
+    body, is_chat = json.loads(exchange.request), exchange.route.endswith("chat/completions")
+    response = parse_response(exchange.response, is_chat)
+    if response is None or len(response["choices"]) != 1 or body.get("n", 1) != 1:
+        return None
+    choice = response["choices"][0]
+    answer = (choice.get("message") or {}).get("content") if is_chat else choice.get("text")
+    if not isinstance(answer, str) or (is_chat and (choice.get("message") or {}).get("tool_calls")):
+        return None
+    rounds = parse_rounds(response)
+    return RecordedConversation(
+        kinds.classify(body, exchange.kind_header),
+        exchange.time,
+        {key: body[key] for key in STORED_REQUEST_KEYS if body.get(key) is not None},
+        answer,
+        prompt_ids=as_token_ids(response.get("prompt_token_ids") or choice.get("prompt_token_ids")),
+        answer_ids=as_token_ids(choice.get("token_ids")),
+        accepted=() if rounds is None else rounds.accepted,
+        drafted=() if rounds is None else rounds.drafted,
+    )
+
+
+def parse_response(content: bytes, is_chat: bool) -> dict[str, Any] | None:
+    """Return a response, that of a stream joined; None for a stream that broke off, or an error."""
+    text = content.lstrip()
+    if not text.startswith(b"data:") and not text.startswith(b":"):
+        response = json.loads(content)
+        return response if isinstance(response, dict) and response.get("choices") else None
+    events = [line[5:].strip() for line in text.splitlines() if line.startswith(b"data:")]
+    if not events or events[-1] != b"[DONE]":
+        return None
+    parts = [json.loads(event) for event in events[:-1]]
+    if any("error" in part for part in parts):
+        return None
+    return join_parts(parts, is_chat)
+
+
+def as_token_ids(value: Any) -> list[int] | None:
+    """Return a list of token ids, or None for anything else."""
+    is_valid = isinstance(value, list) and value and all(isinstance(token, int) and token >= 0 for token in value)
+    return list(value) if is_valid else None
+
+
+def mean_of(values: Sequence[float]) -> float | None:
+    """Return the mean of values, or None without any."""
+    return sum(values) / len(values) if values else None
