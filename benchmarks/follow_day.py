@@ -28,12 +28,12 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.files import write_text
 from spectrain.follow.examples import tokenize_conversation, write_examples
-from spectrain.follow.http_server import find_free_port
 from spectrain.follow.ledger import read_ledger
 from spectrain.follow.traffic import RecordedConversation
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance
+from spectrain.servers.ports import find_free_port
 
 from .follow_traffic import ANSWER_TOKENS, Body, SentAnswer, make_chats, make_questions, send_all, tokens_per_forward
 
@@ -84,7 +84,7 @@ def answer_requests(target: Target, bodies: list[Body]) -> list[Example]:
 @contextmanager
 def run_follow(run: Path, words: list[str]) -> Iterator[str]:
     """Run `spectrain follow` on a run, and yield the address of its proxy."""
-    port, engine_port = find_free_port("127.0.0.1"), find_free_port("127.0.0.1")
+    port, engine_port = find_free_port(), find_free_port()
     options = [f"{key}={value}" for key, value in OPTIONS.items()]
     command = [sys.executable, "-m", "spectrain", "follow", f"run={run}", f"follow.listen=127.0.0.1:{port}"]
     with (run.parent / "follow.log").open("ab") as log:

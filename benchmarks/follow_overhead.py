@@ -22,10 +22,11 @@ from typing import Any
 import aiohttp
 
 from spectrain.files import write_text
-from spectrain.follow.http_server import find_free_port, make_http_server
+from spectrain.follow.http_server import make_http_server
 from spectrain.follow.proxy import Proxy, Recorder
 from spectrain.follow.settings import ListenSettings
 from spectrain.follow.upstream import UpstreamSwitch
+from spectrain.servers.ports import find_free_port
 
 NUM_PARTS, PART_SECONDS = 16, 0.02
 NUM_REQUESTS = {1: 60, 16: 160, 200: 600}
@@ -116,7 +117,7 @@ async def wait_for(url: str) -> None:
 
 def run_all() -> list[dict[str, Any]]:
     """Return the rows of the measurement."""
-    ports = {name: find_free_port("127.0.0.1") for name in MODES}
+    ports = {name: find_free_port() for name in MODES}
     urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
     rows = []
     with (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
@@ -89,10 +88,3 @@ def serve_in_thread(
     finally:
         thread.server.should_exit = True
         thread.thread.join(DRAIN_SECONDS + 5)
-
-
-def find_free_port(host: str) -> int:
-    """Return a port that nothing listens at."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

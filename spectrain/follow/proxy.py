@@ -197,9 +197,13 @@ class Proxy:
             scope["method"], url, data=body or None, headers=headers, allow_redirects=False
         ) as response:
             raw = [*select_passed_headers((name.lower(), value) for name, value in response.raw_headers)]
-            await channel.begin(response.status, raw)
             async for chunk in response.content.iter_any():
+                # Headers wait for the first part, because a request whose answer has not begun can be repeated.
+                if not channel.has_begun:
+                    await channel.begin(response.status, raw)
                 await channel.send_chunk(chunk)
+            if not channel.has_begun:
+                await channel.begin(response.status, raw)
             await channel.end()
             return response.status
 

@@ -19,9 +19,10 @@ from spectrain.errors import RunError, UserError
 from spectrain.runs.serve import find_served_drafter
 from spectrain.servers.base import Server
 from spectrain.servers.launch import RunningEngine, start_engine
+from spectrain.servers.ports import find_free_port
 from spectrain.servers.settings import EngineSettings
 
-from .http_server import HttpThread, find_free_port
+from .http_server import HttpThread
 from .settings import FollowSettings
 from .state import hash_weights
 from .upstream import UpstreamSwitch, wait_until_drained
@@ -111,7 +112,7 @@ class DrafterSwapper:
         if not isinstance(settings, EngineSettings):
             raise UserError(f"server={self.server.name}: follow cannot start it; use follow.swap=keep")
         earlier = self.started
-        port = settings.port if earlier is None else find_free_port(settings.host)
+        port = settings.port if earlier is None else find_free_port()
         server = type(self.server)(replace(settings, port=port))
         drafter = find_served_drafter(replace(self.spec, run=str(directory)), server.name)
         folder = self.export(directory)
