@@ -11,8 +11,8 @@ from typing import Any
 
 from spectrain.data.readers import EmbeddedReader
 
-HELD_OUT_EVERY = 40
-"""Every so many conversations one is left to tests; the tiny target was not trained on these either."""
+HELD_OUT_EVERY = 20
+"""Every so many conversations one is left to tests."""
 MIN_PASSAGE, MAX_PASSAGE = 96, 192  # tokens
 REPEATED_SHARE, FACT_SHARE = 0.5, 0.2
 THINGS = ("lighthouse", "orchard", "ferry", "archive", "workshop", "harbor", "observatory", "bakery", "quarry", "library")

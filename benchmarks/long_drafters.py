@@ -1,10 +1,11 @@
-"""Drafters of five families, trained on texts of 512 and of 4,096 tokens, by position in texts of up to 8,192 tokens; and what
-helps a drafter that was trained on short ones.
+"""Drafters by position in texts of up to 8,192 tokens: the one that ships, what helps it, and families that are trained here.
 
-    python -m benchmarks.long_drafters [work=DIR] [out=eval/results/long-drafters.json] [families=[eagle3,mtp]]
+    python -m benchmarks.long_drafters [work=DIR] [out=eval/results/long-drafters.json]
+    python -m benchmarks.long_drafters 'families=["eagle3","dflash","mtp","peagle","gkd"]' steps=400 documents=24
 
-The target is trained first (`long_target`). Short texts are the long ones cut to pieces, so both trainings have the same
-tokens, as many in a batch, and as many steps. What the folder holds already is not done again.
+SmolLM2 reads 8,192 tokens and uses them: its perplexity by position, and with less context, is measured on the same prompts.
+The shipped drafter was trained on texts of up to 512 tokens. `families` are trained on long documents and on the same documents
+in pieces of 512 tokens: the same tokens, as many in a batch, as many steps. What the folder holds already is not done again.
 """
 
 import json
@@ -13,121 +14,143 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from spectrain.cli.main import dispatch_command
 from spectrain.files import write_text
-from spectrain.models.loading import load_hf, load_tokenizer
+from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance
-from spectrain.runs.drafters import load_training_facts
+from spectrain.runs.folder import SHIPPED_FOLDER
 
 from .command import run_benchmark
-from .long_documents import DocumentWriter, read_passages
-from .long_scoring import System, make_prompts, read_scores, score_systems, summarize_scores
-from .long_target import ROPE_THETA, iterate_test_documents, train_target
+from .long_documents import Document, DocumentWriter, read_passages
+from .long_scoring import RANGES, LongPrompt, System, make_prompts, read_scores, score_systems, summarize_scores
 
-SHORT, LONG = 512, 4096
-FAMILIES = {
-    "eagle3": (), "dflash": (), "mtp": (), "peagle": (), "gkd": ("drafter.num_layers=2",),
-}  # fmt: skip
-"""Recipes and their further settings."""
+SHORT, LONG, SCORED_LENGTH = 512, 4096, 8192
+SCALE = SCORED_LENGTH // SHORT
 ANCHORS = 64
 """Anchors of dflash in every 512 tokens of a text."""
-CONTINUED_SHARE = 5
-"""The continued training has one of so many steps."""
-SCALE = 16
-"""Quotient of the longest texts and those of the short training."""
+CONTEXTS, LAST_TOKENS = (512, 2048), 256
+"""Lengths of the context that the target gets for the last tokens of the longest prompts."""
 TRAINING = [
-    "target=hf", "target.dtype=float32", "data=tokens", "data.limit=null", "data.held_out=0", "eval=none",
-    "trainer.resume=auto", f"trainer.batch_tokens={LONG}", "trainer.save_every=null", "trainer.epochs=1",
+    "target=smollm2", "data=tokens", "data.limit=null", "data.held_out=0", "eval=none", "trainer.resume=auto",
+    f"trainer.batch_tokens={LONG}", "trainer.save_every=null", "trainer.epochs=1",
 ]  # fmt: skip
 
 
 @dataclass
 class LongDrafters:
-    """Train the target and the drafters that are missing, score them, and write the results."""
+    """Train the drafters that are missing, score all, and write the results."""
 
-    # Folder of the target, the drafters and their scores.
+    # Folder of the drafters and of all scores.
     work: str = "runs/long-drafters"
     # JSON file of the results; null writes none.
     out: str | None = "eval/results/long-drafters.json"
-    # Recipes to train; the first one is also the one that is changed for long texts.
-    families: tuple[str, ...] = tuple(FAMILIES)
+    # Recipes to train on texts of 512 and of 4,096 tokens.
+    families: tuple[str, ...] = ()
     # Steps of each training, of 4,096 tokens.
-    steps: int = 40
+    steps: int = 400
     # Number of documents that prompts are cut from: two for each range of positions.
-    documents: int = 8
+    documents: int = 3
 
     def run(self) -> None:
         self.folder = Path(self.work).absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
-        train_target(self.folder / "target")
-        self._write_data()
+        target = Target.from_pretrained("smollm2")
+        if self.families:
+            self._write_data(target)
         for family in self.families:
             for length in (SHORT, LONG):
-                self._train(f"{family}-{length}", family, length)
-        first = self.families[0]
-        self._train(f"{first}-continued", first, LONG, f"drafter.init={self.folder / f'{first}-{SHORT}'}", "trainer.lr=1e-3")
-        target = load_hf(str(self.folder / "target"), dtype="float32")
+                self._train(family, length)
         target.pack_weights()
-        systems = self._list_systems()
-        documents = [document for document, _ in zip(iterate_test_documents(target.tokenizer), range(self.documents))]
-        score_systems(systems, self.folder, target, make_prompts(documents))
+        writer = DocumentWriter(target.tokenizer, read_passages(target.tokenizer, held_out=True), seed=1)
+        documents = [writer.write_document(SCORED_LENGTH) for _ in range(self.documents)]
+        prompts, systems = make_prompts(documents), [*list_shipped(target), *self._list_trained()]
+        score_systems(systems, self.folder, target, prompts)
+        limited = measure_limited(target, self.folder, [prompt for prompt in prompts if len(prompt.tokens) > RANGES[-1][0]])
         if self.out is not None:
-            self._write_results(systems)
+            perplexity = {"by_position": pool_nats(read_scores(self.folder, systems[0])), "last_tokens_by_context": limited}
+            rows = [self._describe_system(system) for system in systems]
+            results = {"dtype": str(target.dtype), "target": perplexity, "rows": rows, "provenance": collect_provenance()}
+            write_text(Path(self.out), json.dumps(results, indent=1) + "\n")
 
-    def _list_systems(self) -> list[System]:
-        """Return the trained drafters, then the ways to change the first family's short one."""
-        trained = [System(f"{family}-{length}", f"{family}-{length}") for family in self.families for length in (SHORT, LONG)]
-        first = self.families[0]
-        run, rope = f"{first}-{SHORT}", {"rope_theta": ROPE_THETA, "rope_type": "default"}
-        # For the base of "NTK" scaling see YaRN (Peng et al., 2023), section 3.1; heads have 32 numbers.
-        ntk = {**rope, "rope_theta": ROPE_THETA * SCALE ** (32 / 30)}
-        linear = {**rope, "rope_type": "linear", "factor": float(SCALE)}
-        changed = [
-            System(f"{first}-window", run, {"window": SHORT}),
-            System(f"{first}-sinks", run, sinks=4, window=SHORT - 4),
-            System(f"{first}-linear", run, {"architecture": {"rope_parameters": linear}}),
-            System(f"{first}-ntk", run, {"architecture": {"rope_parameters": ntk}}),
-            System(f"{first}-continued", f"{first}-continued"),
-        ]
-        return [*trained, *changed]
+    def _list_trained(self) -> list[System]:
+        names = [f"{family}-{length}" for family in self.families for length in (SHORT, LONG)]
+        return [System(name, name) for name in names]
 
-    def _write_data(self) -> None:
-        """Write documents of 4,096 tokens, the same ones in pieces of 512, and further ones for the continued training."""
-        if (self.folder / f"continued-{LONG}.jsonl").exists():
+    def _write_data(self, target: Target) -> None:
+        """Write documents of 4,096 tokens, and the same ones in pieces of 512."""
+        if (self.folder / f"{LONG}.jsonl").exists():
             return
-        tokenizer = load_tokenizer(str(self.folder / "target"), False, True)
-        writer = DocumentWriter(tokenizer, read_passages(tokenizer, held_out=False), seed=2)
-        for name, count in (("first", self.steps), ("continued", self.steps // CONTINUED_SHARE)):
-            documents = [writer.write_document(LONG).tokens for _ in range(count)]
-            for length in (SHORT, LONG):
-                rows = [tokens[start : start + length] for tokens in documents for start in range(0, LONG, length)]
-                lines = [json.dumps({"input_ids": row, "loss_mask": [1] * len(row)}) for row in rows]
-                write_text(self.folder / f"{name}-{length}.jsonl", "\n".join(lines) + "\n")
+        writer = DocumentWriter(target.tokenizer, read_passages(target.tokenizer, held_out=False), seed=2)
+        documents: list[Document] = [writer.write_document(LONG) for _ in range(self.steps)]
+        for length in (SHORT, LONG):
+            rows = [document.tokens[start : start + length] for document in documents for start in range(0, LONG, length)]
+            lines = [json.dumps({"input_ids": row, "loss_mask": [1] * len(row)}) for row in rows]
+            write_text(self.folder / f"{length}.jsonl", "\n".join(lines) + "\n")
 
-    def _train(self, name: str, family: str, length: int, *settings: str) -> None:
+    def _train(self, family: str, length: int) -> None:
         """Train a drafter unless its folder holds one, and note the CPU seconds that it took."""
-        run, data = self.folder / name, self.folder / f"{'continued' if settings else 'first'}-{length}.jsonl"
+        run = self.folder / f"{family}-{length}"
         if (run / "cpu_seconds.json").exists():
             return
         anchors = [f"drafter.num_anchors={ANCHORS * length // SHORT}"] if family == "dflash" else []
-        start = time.process_time()
-        dispatch_command(["train", f"recipe={family}", f"target.model={self.folder / 'target'}", f"data.path={data}", *TRAINING,
-                          f"data.max_length={length}", f"run={run}", *anchors, *FAMILIES[family], *settings])  # fmt: skip
+        data, start = self.folder / f"{length}.jsonl", time.process_time()
+        settings = [f"recipe={family}", f"data.path={data}", f"data.max_length={length}", f"run={run}", *anchors]
+        dispatch_command(["train", *settings, *TRAINING])
         write_text(run / "cpu_seconds.json", json.dumps(round(time.process_time() - start, 1)))
 
-    def _write_results(self, systems: list[System]) -> None:
-        rows = []
-        for system in systems:
-            facts: dict[str, Any] = load_training_facts(self.folder / system.run) or {}
-            seconds = json.loads((self.folder / system.run / "cpu_seconds.json").read_text())
-            rows.append({
-                "name": system.name, "run": system.run, "changes": system.changes, "sinks": system.sinks,
-                "training": {key: facts[key] for key in ("steps", "tokens", "max_length")} | {"cpu_seconds": seconds},
-                **summarize_scores(read_scores(self.folder, system)),
-            })  # fmt: skip
-        target = json.loads((self.folder / "target" / "perplexity.json").read_text())
-        results = {"target": target, "rows": rows, "provenance": collect_provenance()}
-        write_text(Path(str(self.out)), json.dumps(results, indent=1) + "\n")
+    def _describe_system(self, system: System) -> dict[str, Any]:
+        """Return the settings and the numbers of a system."""
+        path = self.folder / system.run / "cpu_seconds.json"
+        seconds = json.loads(path.read_text()) if path.exists() else None
+        numbers = summarize_scores(read_scores(self.folder, system))
+        return {"name": system.name, "changes": system.changes, "sinks": system.sinks, "cpu_seconds": seconds, **numbers}
+
+
+def list_shipped(target: Target) -> list[System]:
+    """Return the shipped drafter as it is and with each change."""
+    run, rope = str(SHIPPED_FOLDER.absolute() / "smollm2-eagle3"), dict(target.config.rope_parameters)
+    head = target.config.hidden_size // target.config.num_attention_heads
+    # For the base of "NTK" scaling see YaRN (Peng et al., 2023), section 3.1.
+    ntk = {**rope, "rope_theta": rope["rope_theta"] * SCALE ** (head / (head - 2))}
+    linear = {**rope, "rope_type": "linear", "factor": float(SCALE)}
+    return [
+        System("full", run),
+        System("window", run, {"window": SHORT}),
+        System("sinks", run, sinks=4, window=SHORT - 4),
+        System("linear", run, {"architecture": {"rope_parameters": linear}}),
+        System("ntk", run, {"architecture": {"rope_parameters": ntk}}),
+    ]
+
+
+def pool_nats(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the perplexity by position, over all prompts."""
+    sums: dict[str, torch.Tensor] = {}
+    for row in rows:
+        for name, total in row["nats"].items():
+            sums[name] = sums.get(name, torch.zeros(2, dtype=torch.float64)) + torch.tensor(total, dtype=torch.float64)
+    return {name: round(float((nats / count).exp()), 3) for name, (nats, count) in sums.items()}
+
+
+@torch.inference_mode()
+def measure_limited(target: Target, folder: Path, prompts: list[LongPrompt]) -> dict[str, float]:
+    """Return the perplexity of the last tokens of long prompts by the length of the context before them."""
+    path, nats = folder / "limited.json", dict[str, float]()
+    if not path.exists():
+        for context in (*CONTEXTS, SCORED_LENGTH):
+            parts = [prompt.tokens[-context - LAST_TOKENS :] for prompt in prompts]
+            nats[str(context)] = sum(measure_last(target, tokens) for tokens in parts) / len(parts)
+        write_text(path, json.dumps({name: round(float(torch.tensor(value).exp()), 3) for name, value in nats.items()}))
+    limited: dict[str, float] = json.loads(path.read_text())
+    return limited
+
+
+def measure_last(target: Target, tokens: list[int]) -> float:
+    """Return the mean loss in nats of the last tokens of a text."""
+    final = target.features(torch.tensor([tokens]), ("final",)).at_layer("final")[0, -LAST_TOKENS - 1 : -1]
+    labels = torch.tensor(tokens[-LAST_TOKENS:])
+    return float(torch.nn.functional.cross_entropy(target.head.logits(final).float(), labels))
 
 
 if __name__ == "__main__":

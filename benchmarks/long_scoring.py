@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -26,8 +25,8 @@ from spectrain.trees.base import RootOnlyBuilder
 
 from .context import continue_prompt
 from .long_documents import Document
-from .long_target import RANGES
 
+RANGES = ((0, 1024), (1024, 2048), (2048, 4096), (4096, 8192))
 DEPTH, ANSWER_TOKENS = 4, 48
 ROWS = 512
 """Rows of the logits that exist at one time."""
@@ -176,13 +175,11 @@ def read_prompt(target: Target, prompt: LongPrompt, layers: tuple[Any, ...]) -> 
 
 
 def describe_answer(prompt: LongPrompt, answer: Generation, reference: Generation) -> dict[str, Any]:
-    """Return tokens and rounds of an answer, the median time of a draft, and whether it is the target's own answer."""
+    """Return tokens and rounds of an answer, and whether it is the target's own answer."""
     rounds = answer.complete_round_lengths
     return {
         "id": prompt.id, "position": prompt.position, "kind": prompt.kind, "distance": prompt.distance,
         "length": len(prompt.tokens), "tokens": sum(rounds), "rounds": len(rounds),
-        # The first draft also reads the prompt.
-        "draft_ms": round(1e3 * median([seconds["draft"] for seconds in answer.round_seconds[1:]] or [0.0]), 3),
         "identical": answer.output == reference.output,
     }  # fmt: skip
 
@@ -195,7 +192,6 @@ def summarize_scores(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
         placed = [row for row in rows if row["position"] == name]
         kinds = {"all": placed, **{kind: [row for row in placed if row["kind"] == kind] for kind in ("repeated", "new")}}
         table[name] = {kind: pool_rounds(part) for kind, part in kinds.items()}
-        table[name]["draft_ms"] = round(median(row["draft_ms"] for row in placed), 3)
     return {"by_position": table, "identical": sum(row["identical"] for row in rows), "checked": len(rows)}
 
 
