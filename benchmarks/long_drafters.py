@@ -24,7 +24,16 @@ from spectrain.runs.folder import SHIPPED_FOLDER
 
 from .command import run_benchmark
 from .long_documents import Document, DocumentWriter, read_passages
-from .long_scoring import RANGES, LongPrompt, System, make_prompts, read_scores, score_systems, summarize_scores
+from .long_scoring import (
+    RANGES,
+    LongPrompt,
+    System,
+    compare_scores,
+    make_prompts,
+    read_scores,
+    score_systems,
+    summarize_scores,
+)
 
 SHORT, LONG, SCORED_LENGTH = 512, 4096, 8192
 SCALE = SCORED_LENGTH // SHORT
@@ -70,7 +79,7 @@ class LongDrafters:
         limited = measure_limited(target, self.folder, [prompt for prompt in prompts if len(prompt.tokens) > RANGES[-1][0]])
         if self.out is not None:
             perplexity = {"by_position": pool_nats(read_scores(self.folder, systems[0])), "last_tokens_by_context": limited}
-            rows = [self._describe_system(system) for system in systems]
+            rows = [self._describe_system(system, systems[0]) for system in systems]
             results = {"dtype": str(target.dtype), "target": perplexity, "rows": rows, "provenance": collect_provenance()}
             write_text(Path(self.out), json.dumps(results, indent=1) + "\n")
 
@@ -100,11 +109,12 @@ class LongDrafters:
         dispatch_command(["train", *settings, *TRAINING])
         write_text(run / "cpu_seconds.json", json.dumps(round(time.process_time() - start, 1)))
 
-    def _describe_system(self, system: System) -> dict[str, Any]:
-        """Return the settings and the numbers of a system."""
+    def _describe_system(self, system: System, reference: System) -> dict[str, Any]:
+        """Return the settings and the numbers of a system, relative to another one too."""
         path = self.folder / system.run / "cpu_seconds.json"
         seconds = json.loads(path.read_text()) if path.exists() else None
-        numbers = summarize_scores(read_scores(self.folder, system))
+        scores = read_scores(self.folder, system)
+        numbers = {**summarize_scores(scores), "relative": compare_scores(scores, read_scores(self.folder, reference))}
         return {"name": system.name, "changes": system.changes, "sinks": system.sinks, "cpu_seconds": seconds, **numbers}
 
 

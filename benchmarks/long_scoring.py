@@ -199,4 +199,14 @@ def pool_rounds(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return tokens per forward over all rounds of some prompts, with a 95 % interval over prompts."""
     columns = np.array([[row["tokens"], row["rounds"]] for row in rows], dtype=np.float64)
     tokens, rounds = columns.sum(0)
-    return {"acceptance_length": round(tokens / rounds, 4), "ci95": interval(columns, (1, -1)), "prompts": len(rows)}
+    return {"acceptance_length": round(float(tokens / rounds), 4), "ci95": interval(columns, (1, -1)), "prompts": len(rows)}
+
+
+def compare_scores(rows: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return tokens per forward relative to those of another system, over the prompts of both beyond 1k, with an interval."""
+    others = {row["id"]: row for row in reference}
+    pairs = [(row, others[row["id"]]) for row in rows if row["id"] in others and row["position"] != "0-1k"]
+    columns = np.array([[row["tokens"], row["rounds"], other["tokens"], other["rounds"]] for row, other in pairs], dtype=float)
+    tokens, rounds, other_tokens, other_rounds = (float(value) for value in columns.sum(0))
+    ratio = tokens / rounds / (other_tokens / other_rounds)
+    return {"ratio": round(ratio, 4), "ci95": interval(columns, (1, -1, -1, 1)), "prompts": len(pairs)}

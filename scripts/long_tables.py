@@ -14,33 +14,18 @@ CHANGES = {
 """What the names of systems stand for."""
 
 
-def long_drafters_tables(results: dict[str, Any], times: dict[str, Any]) -> str:
-    """Return the tables of the target, of the changes of its drafter, and of the time of a training step."""
-    parts = [
-        "## The target uses its context", perplexity_tables(results["target"]),
-        "## The drafter by position, and what helps it", changes_table(results["rows"]),
-        "## Time of a training step by length", times_table(times),
-    ]  # fmt: skip
-    return "\n\n".join(parts)
-
-
-def perplexity_tables(target: dict[str, Any]) -> str:
-    """Return the perplexity of the target by position, and of the last tokens of long prompts by the length of the context."""
-    by_position, limited = target["by_position"], target["last_tokens_by_context"]
-    first = format_table(["at positions", *by_position], [["perplexity", *(f"{value:.2f}" for value in by_position.values())]])
-    titles = ["tokens of context", *(f"{int(length):,}" for length in list(limited)[:-1]), "all"]
-    return f"{first}\n\n{format_table(titles, [['perplexity', *(f'{value:.2f}' for value in limited.values())]])}"
-
-
-def changes_table(rows: list[dict[str, Any]]) -> str:
-    """Return tokens per forward by position of each change, and how many prompts were scored."""
+def long_drafters_table(results: dict[str, Any]) -> str:
+    """Return tokens per forward by position of each change, and relative to none, with the number of prompts."""
+    rows = results["rows"]
     cells = []
     for row in rows:
-        parts = [entry["all"] for entry in row["by_position"].values()]
-        lengths = [f"{part['acceptance_length']:.2f} {format_interval(part['ci95']) if part['ci95'] else ''}" for part in parts]
-        cells.append([CHANGES[row["name"]], *lengths])
+        lengths = [f"{entry['all']['acceptance_length']:.2f}" for entry in row["by_position"].values()]
+        relative = f"{row['relative']['ratio']:.3f} {format_interval(row['relative']['ci95'])}"
+        cells.append([CHANGES[row["name"]], *lengths, relative if row is not rows[0] else "1"])
     counts = [str(entry["all"]["prompts"]) for entry in rows[0]["by_position"].values()]
-    return format_table(["change", *rows[0]["by_position"]], [*cells, ["prompts", *counts]])
+    perplexity = [f"{value:.2f}" for value in results["target"]["by_position"].values()]
+    cells += [["prompts", *counts, str(rows[0]["relative"]["prompts"])], ["perplexity of the target", *perplexity, ""]]
+    return format_table(["change", *rows[0]["by_position"], "beyond 1k, relative to none"], cells)
 
 
 def times_table(times: dict[str, Any]) -> str:
