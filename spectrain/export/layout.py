@@ -186,6 +186,7 @@ class Layout(ABC):
     covers_all: ClassVar[bool] = False
     holds_target: ClassVar[bool] = False  # its directory is a target that contains the drafter
     needs_engine: ClassVar[bool] = False  # its files are written in the environment of its engine
+    pickled_names: ClassVar[tuple[str, ...]] = ()  # pickled copies of its weights for readers that know no other files
     mixes_dtypes: ClassVar[bool] = False  # its readers expect some tensors in float32, whatever type the others have
 
     @property

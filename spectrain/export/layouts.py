@@ -61,7 +61,9 @@ LAYOUTS = (
     TableRow("medusa.OriginalMedusa", "medusa", "medusa"),
     TableRow("dflash_flat.TransformersDFlash", "hf", "dflash"),
     TableRow("peagle.FlatPEagle", "flat", "peagle"),
-    TableRow("flat.FlatEagle3", "sglang flat", "eagle3"),
+    TableRow("flat.FlatEagle3", "sglang flat tensorrt", "eagle3"),
+    TableRow("tensorrt.TensorRtMedusa", "tensorrt", "medusa"),
+    TableRow("tensorrt.TensorRtRedrafter", "tensorrt", "redrafter"),
     TableRow("mtp.MtpTargetLayout", "mtp", "mtp"),
     TableRow("huggingface.HuggingFaceLayout", "vllm sglang hf", "causal pard early_exit"),
     TableRow("peft.PeftLayout", "peft", "gated_lora"),
@@ -78,7 +80,6 @@ SERVING_HINTS = {
     **dict.fromkeys(("cascade", "chosen", "hybrid"), f"no engine has it; {SCORE_WITHOUT_ENGINE}, or export its inner drafter"),
     "jacobi": "it has no weights of its own; the target that CLLM trained is RUN/target, in transformers format",
     "ngram": 'it has no weights; vLLM has its own, --speculative-config \'{"method": "ngram", "num_speculative_tokens": 4}\'',
-    "redrafter": f"only TensorRT-LLM drafts with a recurrent cell, from files not written here; {SCORE_WITHOUT_ENGINE}",
 }
 """Family that no engine can serve from an export -> why, and what to do instead."""
 

@@ -123,7 +123,7 @@ def check_values(files: DrafterFiles, layout: Layout) -> Iterator[Finding]:
         path.name
         for path in files.directory.iterdir()
         # The .bin of an OpenVINO model holds plain numbers.
-        if path.suffix in PICKLE_SUFFIXES and not path.with_suffix(".xml").exists()
+        if path.suffix in PICKLE_SUFFIXES and path.name not in layout.pickled_names and not path.with_suffix(".xml").exists()
     )
     if pickled:
         yield Finding(

@@ -1,5 +1,7 @@
 """ReDrafter: what is trained is what is decoded, and its equations written out."""
 
+from typing import Literal
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,26 +20,29 @@ from .forced import Probe, shaken, walk
 STEPS = 3
 
 
-def make(target: Target) -> Redrafter:
-    drafter = Redrafter(target, num_steps=STEPS, num_blocks=1, vocab_size=512)
+def make(target: Target, cell: Literal["silu", "linear"] = "silu") -> Redrafter:
+    drafter = Redrafter(target, num_steps=STEPS, num_blocks=1, vocab_size=512, cell=cell)
     return shaken(drafter, target)  # type: ignore[no-any-return]
 
 
 def by_hand(drafter: Redrafter, tokens: Tensor, final: Tensor) -> Tensor:
     """log q [V] behind tokens [k + 1], of which the first follows the state `final` [D]."""
     embedded = drafter.head.embed(tokens[None])[0]
-    state = embedded[0]
+    is_linear = drafter.cell == "linear"
+    state = drafter.rnn_w.weight @ embedded[0] if is_linear else embedded[0]
     for further in embedded[1:]:
-        state = F.silu(drafter.rnn_u.weight @ state + drafter.rnn_w.weight @ further + drafter.rnn_w.bias)
+        state = drafter.rnn_u.weight @ state + drafter.rnn_w.weight @ further + drafter.rnn_w.bias
+        state = state if is_linear else F.silu(state)
     mixed = torch.cat([state, final])
     for block in drafter.blocks:
         mixed = mixed + F.silu(block.get_submodule("linear")(mixed))
     return (drafter.lm_head.weight @ mixed).log_softmax(-1)
 
 
-def test_decoding_is_the_papers_recurrence_along_the_true_path(shallow: Target) -> None:
-    """Over rounds of one to four tokens, some without a draft, every step says what section 3.1 writes."""
-    drafter = make(shallow)
+@pytest.mark.parametrize("cell", ["silu", "linear"])
+def test_decoding_is_the_papers_recurrence_along_the_true_path(shallow: Target, cell: Literal["silu", "linear"]) -> None:
+    """Over rounds of one to four tokens, some without a draft, every step says what section 3.1 or TensorRT-LLM writes."""
+    drafter = make(shallow, cell)
     batch = random_batch(shallow, drafter.layers)
     assert batch.features is not None
     final = batch.features.at_layer("final")

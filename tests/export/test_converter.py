@@ -70,6 +70,7 @@ DFLASH = {"block_size": 5, "num_layers": 2}
 DSPARK = {**DFLASH, "rank": 8}
 DOMINO = {**DFLASH, "gru_width": 12, "rank": 8}
 XPRESS = {**DFLASH, "rank": 8, "num_passes": 2}
+REDRAFTER = {"vocab_size": 2048, "num_blocks": 1, "cell": "linear"}
 DFLASH2 = {**DFLASH, "selector_rank": 8}
 UNO = {"num_masks": 3, "rank": 4}
 CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
@@ -158,6 +159,9 @@ CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
     "xpress": (lambda path, tiny: ours(path, tiny, "xpress", **XPRESS), ("speculators", "flat", "spectrain")),
     "xpress, cut vocabulary": (
         lambda path, tiny: ours(path, tiny, "xpress", vocab_size=256, mlp_ratio=1, **XPRESS), ("speculators", "spectrain")),
+    "medusa for TensorRT-LLM": (
+        lambda path, tiny: ours(path, tiny, "medusa", vocab_size=2048, num_layers=2), ("tensorrt", "medusa", "spectrain")),
+    "redrafter": (lambda path, tiny: ours(path, tiny, "redrafter", **REDRAFTER), ("tensorrt", "spectrain")),
     "a flat P-EAGLE": (foreign.peagle, ("vllm", "flat", "spectrain")),
     "DeepSpec's DSpark": (foreign.deepspec_dspark, ("vllm", "sglang", "spectrain")),
     "speculators' DSpark": (foreign.speculators_dspark, ("vllm", "spectrain")),

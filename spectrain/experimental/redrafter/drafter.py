@@ -8,6 +8,7 @@ tokens in training, those of the path in decoding.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,8 @@ class Redrafter(VocabularyDrafter):
 
         s_0 = e_(t+1)        s_k = SiLU(U s_(k-1) + W e_(t+1+k) + b)        g_k = [s_k; h_t]        q = softmax(V blocks(g_k))
 
+    The authors' released code and TensorRT-LLM have a linear cell instead, s_0 = W e_(t+1) and s_k without SiLU.
+
     e are the target's embeddings, h its last state. `num_blocks` residual blocks over g start as the identity and V as the
     target's output layer on h, so an untrained drafter repeats the target's last prediction. It learns the target's
     distribution, as the authors distil, and step k has weight step_decay^k. Their beam search is tree=beam, which works with
@@ -40,7 +43,7 @@ class Redrafter(VocabularyDrafter):
     """
 
     layers: tuple[Layer, ...] = ("final",)
-    saved = SavedFiles(shape=("vocab_size", "num_blocks", "head_rank"))
+    saved = SavedFiles(shape=("vocab_size", "num_blocks", "head_rank", "cell"))
     capabilities = replace(VocabularyDrafter.capabilities, capture=Capture())
 
     def __init__(
@@ -58,8 +61,11 @@ class Redrafter(VocabularyDrafter):
         step_decay: Share = 0.8,
         # Rank of the factorised output layer (SlimSpec); null uses a full-rank layer.
         head_rank: Count | None = None,
+        # Recurrent cell: that of the paper's equation (silu), or of its released code, which TensorRT-LLM runs (linear).
+        cell: Literal["silu", "linear"] = "silu",
     ) -> None:
         super().__init__()
+        self.cell = cell
         self.num_steps, self.divergence, self.step_decay = num_steps, loss, step_decay
         self.head = target.head
         width, vocab_size = target.width, min(vocab_size, target.head.vocab_size)
@@ -78,13 +84,19 @@ class Redrafter(VocabularyDrafter):
         return [Stage.single(self, self.layers, final_reach=self.num_steps)]
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embed tokens, [..] -> [.., D]; the embedding of a token is also the cell's first state."""
+        """Embed tokens, [..] -> [.., D]."""
         with torch.no_grad():
             return self.head.embed(tokens).to(self.rnn_w.weight.dtype)
 
+    def first_state(self, tokens: Tensor) -> Tensor:
+        """Return the first state [.., D], after one token [..]."""
+        embedded = self.embed(tokens)
+        return F.linear(embedded, self.rnn_w.weight) if self.cell == "linear" else embedded
+
     def run_cell(self, tokens: Tensor, state: Tensor) -> Tensor:
         """Return the state [.., D] after one more token [..]."""
-        return F.silu(self.rnn_u(state) + self.rnn_w(self.embed(tokens)))
+        state = self.rnn_u(state) + self.rnn_w(self.embed(tokens))
+        return state if self.cell == "linear" else F.silu(state)
 
     def mix_states(self, state: Tensor, final: Tensor) -> Tensor:
         """Return the input of the output layer from the cell's state and the target's, [.., D] each."""
@@ -106,7 +118,7 @@ class Redrafter(VocabularyDrafter):
         assert batch.features is not None
         supervision = Supervision(self, batch)
         final = batch.features.at_layer("final").to(self.rnn_w.weight.dtype)
-        cell_states = self.embed(batch.tokens.roll(-1, dims=1))  # tokens past a document's end are never supervised
+        cell_states = self.first_state(batch.tokens.roll(-1, dims=1))  # tokens past a document's end are never supervised
         head_inputs: list[Tensor] = []  # of the supervised indices of every step
         for step in range(self.num_steps):
             if step:
@@ -132,7 +144,7 @@ class _Cells(Rollout):
 
     def __init__(self, drafter: Redrafter, final: Tensor, root: Tensor) -> None:
         self.drafter, self.final, self.draft_ids = drafter, final, drafter.draft_ids  # [B, 1, D]
-        self.states = drafter.embed(root)[:, None]  # [B, nodes so far, D]
+        self.states = drafter.first_state(root)[:, None]  # [B, nodes so far, D]
 
     def start(self) -> Tensor:
         return self._log_q_after(self.states)
