@@ -23,11 +23,12 @@ from spectrain.drafters.layers.block_drafter import (
     BlockLayer,
     Rope,
 )
+from spectrain.drafters.layers.candidates import CandidateRollout, candidate_logits
 from spectrain.drafters.layers.judged_drafts import JudgedDrafts, SlotStates
 from spectrain.drafters.layers.losses import LossName
 from spectrain.errors import UserError
 from spectrain.kernels.linear_divergence import split_rows
-from spectrain.trees.base import DepthRollout, Rollout, gather_by_depth
+from spectrain.trees.base import Rollout, gather_by_depth
 
 from .base import Losses
 from .context import Context
@@ -35,9 +36,6 @@ from .context import Context
 if TYPE_CHECKING:
     from spectrain.models.step_cost import BatchShape, StepCost
 from spectrain.models.target import Target
-
-# Log-probability of tokens that are no candidates; finite, so that 0 times it is 0.
-IMPOSSIBLE = -1e4
 
 
 class BlockConvolution(nn.Module):
@@ -181,12 +179,8 @@ class DFlash2(BlockDrafter):
 
     def _score_candidates(self, hidden: Tensor, before: Tensor, candidates: Tensor) -> Tensor:
         """Return scores [r, C] of candidates in draft ids: the output layer's logits plus the selector's term."""
-        head = self.projection
-        rows = F.embedding(candidates, head.weight)
-        products = (rows @ hidden.to(rows.dtype)[..., None])[..., 0].float()
-        if head.bias is not None:
-            products = products + head.bias[candidates]
-        return self.scale_and_cap(products) + self.candidate_selector(hidden, before, self.draft_ids[candidates])
+        logits = candidate_logits(self.projection, hidden, candidates)
+        return logits + self.candidate_selector(hidden, before, self.draft_ids[candidates])
 
     # Decoding
 
@@ -194,20 +188,16 @@ class DFlash2(BlockDrafter):
         return _Selected(self, context.root, slots.draft_states)
 
 
-class _Selected(DepthRollout):
+class _Selected(CandidateRollout):
     """Drafts one round: a node's children are its slot's candidates, ranked by its own token."""
 
     def __init__(self, drafter: DFlash2, root: Tensor, states: Tensor) -> None:
-        super().__init__(root, states.shape[1])
-        self.drafter, self.states = drafter, states  # [B, K, W]
-        self.ids = self.draft_ids = drafter.draft_ids
         logits = drafter.scale_and_cap(drafter.compute_products(states))  # [B, K, V]
-        self.vocab_size = logits.shape[-1]
-        self.unary, self.candidates = logits.topk(drafter.selector_top_k, dim=-1)  # [B, K, C]
+        self.unary, candidates = logits.topk(drafter.selector_top_k, dim=-1)  # [B, K, C]
+        super().__init__(root, candidates, drafter.draft_ids)
+        self.drafter, self.states = drafter, states  # [B, K, W]
 
-    def log_probs_at(self, depth: Tensor, tokens: Tensor) -> Tensor:
-        candidates = gather_by_depth(self.candidates, depth)
-        terms = self.drafter.candidate_selector(gather_by_depth(self.states, depth), tokens, self.ids[candidates])
-        log_q = (gather_by_depth(self.unary, depth) + terms.float()).log_softmax(-1)
-        every_log_q = log_q.new_full((*tokens.shape, self.vocab_size), IMPOSSIBLE)
-        return every_log_q.scatter(-1, candidates, log_q)
+    def score_candidates(self, depth: Tensor, tokens: Tensor) -> Tensor:
+        candidates = self.ids[gather_by_depth(self.candidates, depth)]
+        terms = self.drafter.candidate_selector(gather_by_depth(self.states, depth), tokens, candidates)
+        return gather_by_depth(self.unary, depth) + terms.float()

@@ -74,7 +74,17 @@ XPRESS = BlockFamily(
     "XPress", {"rank": "xpress_rank", "mlp_ratio": "xpress_mlp_ratio", "num_passes": "num_jacobi_passes"},
     ("refiner_head", "xpress_head"), module="spectrain.experimental.xpress.drafter",
 )  # fmt: skip
-FAMILIES = {family.name: family for family in (DFLASH, DSPARK, DFLASH2, DOMINO, XPRESS)}
+LILICORR = BlockFamily(
+    "LiLiCorr",
+    {
+        "top_k": "lilicorr_candidate_topk", "correction_width": "lilicorr_hidden_size",
+        "correction_layers": "lilicorr_num_layers", "correction_heads": "lilicorr_num_heads",
+        "correction_mlp_ratio": "lilicorr_mlp_ratio", "factor_width": "lilicorr_factor_dim",
+        "vector_eps": "lilicorr_vector_eps", "logit_scale": "lilicorr_logit_scale",
+    },
+    ("lilicorr",), {"lilicorr_enabled": True}, allows_draft_vocabulary=False,
+)  # fmt: skip
+FAMILIES = {family.name: family for family in (DFLASH, DSPARK, DFLASH2, DOMINO, XPRESS, LILICORR)}
 
 BLOCK_SETTINGS = (
     "block_size", "num_layers", "layers", "vocab_size", "sample_from_anchor", "causal", "window", "mask_token_id",
@@ -103,6 +113,7 @@ class DFlashLayout(FusedLayout):
         "confidence_head": "a confidence head, which DSpark has",
         "prefix_gru": "a recurrent cell over the block, which Domino has",
         "embed_proj": "a correction by earlier tokens, which Domino has",
+        "lilicorr.": "a correction by a lattice of candidates, which LiLiCorr has",
         "refiner_head": "a refiner of the block, which XPress has",
         "xpress_head": "a refiner of the block, which XPress has",
         "mask_hidden": "a hidden state for masks, which P-EAGLE has",

@@ -15,7 +15,7 @@ from torch import Tensor
 from spectrain.errors import UserError
 from spectrain.servers.commands import DrafterLaunch
 
-from .dflash import DFLASH2, DSPARK, DFlashLayout, qwen3_layer, refuse_draft_vocabulary, require_block_keys
+from .dflash import DFLASH2, DSPARK, LILICORR, DFlashLayout, qwen3_layer, refuse_draft_vocabulary, require_block_keys
 from .fused import EMBEDDING, HEAD, FusedConfig, equal_when_rounded, flat_rope, flatten_config
 from .huggingface import generate_snippet
 from .layout import DrafterCheckpoint, DrafterFiles, Finding, require_target, write_json, write_tensors
@@ -146,6 +146,19 @@ class FlatDFlash2(FlatDFlash):
 
     def matches_files(self, files: DrafterFiles) -> bool:
         return self.architectures[0] in (files.config.get("architectures") or [])
+
+
+class FlatLiLiCorr(FlatDFlash2):
+    """The flat layout of LiLiCorr, with the settings of the correction in `dflash_config`; engines draft whole blocks."""
+
+    title = "LiLiCorr, flat layout"
+    family = LILICORR
+    architectures = ("LiLiCorrDraftModel",)
+
+    def check_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
+        super().check_writable(drafter, target)
+        if drafter.drafter["top_k"] not in (1, 2, 4, 8, 16):
+            raise UserError(f"drafter.top_k={drafter.drafter['top_k']}: engines need a power of two up to 16")
 
 
 class FlatDSpark(FlatDFlash):

@@ -31,7 +31,7 @@ class TableRow:
 
 NATIVE_FAMILIES = (
     "eagle3 peagle medusa hydra kangaroo causal pard gated_lora uno early_exit dflash dspark dflash2 mtp amphista ctc eagle1 "
-    "gumiho redrafter transformer_heads domino xpress"
+    "gumiho redrafter transformer_heads domino xpress lilicorr"
 )
 LAYOUTS = (
     TableRow("gguf_eagle3.GgufEagle3", "gguf", "eagle3", ".gguf"),
@@ -51,6 +51,7 @@ LAYOUTS = (
     TableRow("medusa.VllmMedusa", "vllm", "medusa"),
     TableRow("eagle1.VllmEagle1", "vllm", "eagle1"),
     TableRow("dflash_flat.FlatDFlash2", "sglang flat", "dflash2"),
+    TableRow("dflash_flat.FlatLiLiCorr", "vllm sglang flat", "lilicorr"),
     TableRow("dflash_flat.FlatDSpark", "sglang flat", "dspark"),
     TableRow("dflash_research.FlatDomino", "flat", "domino"),
     TableRow("dflash_research.FlatXPress", "flat", "xpress"),

@@ -1,10 +1,11 @@
-"""Heads on DFlash's block that read the drafts before a slot, against their formulas: Domino, XPress; and JetSpec's trees."""
+"""Heads on DFlash's block against their formulas: Domino, XPress, LiLiCorr; and JetSpec's trees."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from spectrain.config.build import build
@@ -28,6 +29,7 @@ TEXT = [5, 81, 300, 7, 42, 1999]
 PATH = [12, 900, 33]
 CHAIN = Chain(3)
 DOMINO = "spectrain.experimental.domino.drafter.Domino"
+LILICORR = "spectrain.drafters.lilicorr.LiLiCorr"
 XPRESS = "spectrain.experimental.xpress.drafter.XPress"
 
 
@@ -201,6 +203,90 @@ def test_xpress_loss_has_every_pass(shallow: Target) -> None:
     assert float(losses.terms["refined"].detach()) == pytest.approx(scale * rejected[1], rel=1e-3)
     assert float(losses.terms["base"].detach()) == pytest.approx(0.5 * scale * rejected[0], rel=1e-3)
     assert float(losses.terms["consistency"].detach()) == pytest.approx(0.3 * scale * (rejected[2] + rejected[3]) / 2, rel=1e-3)
+
+
+SMALL_LATTICE = {"correction_width": 16, "correction_heads": 2, "factor_width": 8, "top_k": 3}
+
+
+@torch.no_grad()
+def lattice_by_formula(head: Any, embedded: Tensor, log_probs: Tensor, states: Tensor, context: Tensor) -> Tensor:
+    """The scores [K, C, C] of a lattice, with torch's own attention and one transition at a time."""
+    slots, size = log_probs.shape
+    nodes = []
+    for s in range(slots):
+        for i in range(size):
+            features = torch.tensor(
+                [log_probs[s, i], log_probs[s, i].exp(), log_probs[s, i] - log_probs[s].max(), i / (size - 1), float(i == 0)]
+            )
+            x = head.token_proj(embedded[s, i]) + head.pass_hidden_proj(states[s]) + head.feature_mlp(features)
+            nodes.append(x + head.slot_embedding[0, 0, s, 0] + head.rank_embedding[0, 0, 0, i])
+    x, number = torch.stack(nodes)[None], slots * size
+    for layer in head.layers:
+        bias = torch.empty(layer.attn.num_heads, number, number)
+        for n in range(number):
+            for m in range(number):
+                distance = n // size - m // size
+                bias[:, n, m] = head.relative_slot_bias[:, distance + slots] + (distance == 0) * head.same_slot_bias
+        normed = layer.attn_norm(x)
+        x = x + layer.attn(normed, normed, normed, attn_mask=bias, need_weights=False)[0]
+        x = x + layer.mlp(layer.mlp_norm(x))
+    h, a = head.output_norm(x)[0], head.anchor_norm(head.context_proj(context))
+    f = F.silu(head.factor_input_proj(torch.cat([h, a.expand_as(h), h * a], dim=-1)))
+    unit = [part / part.norm(dim=-1, keepdim=True) for part in (head.in_head(f), head.out_head(f), head.anchor_out_head(a))]
+    scores = torch.empty(slots, size, size)
+    for s in range(slots):
+        for i in range(size):
+            before = unit[1][(s - 1) * size + i] if s else unit[2]
+            scores[s, i] = 8 * unit[0][s * size : (s + 1) * size] @ before
+    return scores
+
+
+@torch.no_grad()
+def test_lilicorr_scores_every_transition(shallow: Target) -> None:
+    """By its formulas; scores are at most 8; a walk reads the row of its own token; one candidate is DFlash's argmax."""
+    drafter = make(shallow, LILICORR, **SMALL_LATTICE)
+    for parameter in (drafter.lilicorr.relative_slot_bias, drafter.lilicorr.same_slot_bias):
+        parameter.normal_()
+    log_probs, candidates = drafter.log_q(drafter.compute_products(states_behind(drafter, shallow, TEXT)[None])).topk(3)
+    states, context = states_behind(drafter, shallow, TEXT), torch.randn(shallow.width)
+    scores = drafter.score_lattice(candidates, log_probs, states[None], context[None])
+    embedded = drafter.embed(drafter.draft_ids[candidates[0]])
+    expected = lattice_by_formula(drafter.lilicorr, embedded, log_probs[0], states, context)
+    torch.testing.assert_close(scores[0], expected, rtol=1e-4, atol=1e-4)
+    assert scores.abs().max() <= 8.0001
+    features = shallow.features(torch.tensor([TEXT[:-1]]), drafter.layers)
+    around: Any = SimpleNamespace(root=torch.tensor(TEXT[-1:]), new_features=features, last_state=lambda states: states[:, -1:])
+    rollout = drafter.make_rollout(around, SlotStates(states[None], 0))
+    path = drafter.draft_ids[candidates[0, :2, 1]].tolist()
+    context = drafter.project_context(features)[0, -1]
+    rows = drafter.score_lattice(candidates, log_probs, states[None], context[None])[0].log_softmax(-1)
+    for depth, log_q in enumerate(follow(rollout, path)):
+        torch.testing.assert_close(log_q[candidates[0, depth]], rows[depth, 1], rtol=1e-4, atol=1e-4)
+        assert float(log_q.exp().sum()) == pytest.approx(1, abs=1e-4)
+    narrow = make(shallow, LILICORR, **{**SMALL_LATTICE, "top_k": 1})
+    chosen = follow(narrow.make_rollout(around, SlotStates(states[None], 0)), path).argmax(-1)
+    assert torch.equal(chosen, narrow.compute_products(states).argmax(-1))
+
+
+def test_lilicorr_adds_its_losses_to_dflashs(shallow: Target) -> None:
+    """DFlash's term is DFlash's own; the others are scaled by their weights; without gaps between logits the penalty is 0."""
+    drafter = make(shallow, LILICORR, **SMALL_LATTICE, vocab_size=8, penalty_weight=0.5)
+    plain = make(shallow, "spectrain.drafters.dflash.DFlash", vocab_size=8)
+    plain.load_state_dict({name: value for name, value in drafter.state_dict().items() if "lilicorr" not in name})
+    batch = batch_of(shallow, drafter, [0, 1])
+    # Tokens of the draft vocabulary, so that they are among the candidates.
+    tokens = drafter.draft_ids[torch.randint(0, 8, batch.tokens.shape)]
+    batch = Batch(tokens, batch.loss_mask, shallow.features(tokens, drafter.layers))
+    drafter.top_k = 3
+    terms, state = drafter.loss(batch, shallow, TrainingState()).terms, TrainingState()
+    assert torch.equal(terms["cross_entropy"], plain.loss(batch, shallow, state).terms["cross_entropy"])
+    assert terms["candidates"] > 0 and terms["penalty"] > 0
+    drafter.penalty_weight, drafter.candidate_weight = 1.0, 0.5
+    again = drafter.loss(batch, shallow, state).terms
+    torch.testing.assert_close(again["penalty"], 2 * terms["penalty"])
+    torch.testing.assert_close(again["candidates"], 2 * terms["candidates"])
+    drafter._logit_gaps = lambda *_: torch.zeros(())  # type: ignore[method-assign]
+    assert float(drafter.loss(batch, shallow, state).terms["penalty"].detach()) == 0
 
 
 def test_a_one_pass_tree_continues_the_likeliest_path() -> None:

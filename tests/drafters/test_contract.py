@@ -48,6 +48,7 @@ SMALL: dict[str, dict[str, Any]] = {
     **{name: {"inner": {"choice": "causal", "num_layers": 1}} for name in ("graph", "ouroboros")},
     "domino": {"num_layers": 1, "block_size": 4, "gru_width": 16, "rank": 8},
     "xpress": {"num_layers": 1, "block_size": 4, "rank": 8},
+    "lilicorr": {"num_layers": 1, "block_size": 4, "correction_width": 16, "correction_heads": 2, "factor_width": 8},
 }  # fmt: skip
 ARCHITECTURE: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -69,6 +69,7 @@ def ours(directory: Path, tiny: Target, drafter: str, **options: Any) -> Path:
 DFLASH = {"block_size": 5, "num_layers": 2}
 DSPARK = {**DFLASH, "rank": 8}
 DOMINO = {**DFLASH, "gru_width": 12, "rank": 8}
+LILICORR = {**DFLASH, "top_k": 4, "correction_width": 16, "correction_layers": 1, "correction_heads": 2, "factor_width": 12}
 XPRESS = {**DFLASH, "rank": 8, "num_passes": 2}
 REDRAFTER = {"vocab_size": 2048, "num_blocks": 1, "cell": "linear"}
 DFLASH2 = {**DFLASH, "selector_rank": 8}
@@ -151,6 +152,11 @@ CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
         ("vllm", "spectrain"),
     ),
     "jetspec": (lambda path, tiny: ours(path, tiny, "dflash", causal=True, **DFLASH), ("jetspec", "spectrain")),
+    "lilicorr": (lambda path, tiny: ours(path, tiny, "lilicorr", **LILICORR), ("vllm", "spectrain")),
+    "lilicorr, as wide as its target": (
+        lambda path, tiny: ours(path, tiny, "lilicorr", **{**LILICORR, "correction_width": 0, "correction_layers": 2}),
+        ("sglang", "spectrain"),
+    ),
     "domino": (lambda path, tiny: ours(path, tiny, "domino", **DOMINO), ("flat", "spectrain")),
     "domino, unshifted": (
         lambda path, tiny: ours(path, tiny, "domino", sample_from_anchor=False, uncorrected=0, layers=[1, 3, 8], **DOMINO),

@@ -24,7 +24,7 @@ from spectrain.models.loading import load_hf
 from spectrain.models.target import Target
 
 from . import test_mtp
-from .test_converter import DFLASH, DFLASH2, DOMINO, DSPARK, REDRAFTER, UNO, XPRESS, ours
+from .test_converter import DFLASH, DFLASH2, DOMINO, DSPARK, LILICORR, REDRAFTER, UNO, XPRESS, ours
 
 TINY = TargetFiles("tiny")
 
@@ -75,7 +75,8 @@ def test_a_new_layout_is_one_file_and_one_line(tiny: Target, tmp_path: Path, mon
 SMALL: dict[str, dict[str, Any]] = {
     "eagle3": {"vocab_size": 256}, "peagle": {"vocab_size": 256, "num_layers": 1}, "medusa": {"vocab_size": 2048},
     "dflash": DFLASH, "dflash2": DFLASH2, "dspark": DSPARK, "causal": {"num_layers": 1},
-    "redrafter": REDRAFTER, "domino": DOMINO, "xpress": XPRESS, "dflash_research.FlatJetSpec": {**DFLASH, "causal": True},
+    "redrafter": REDRAFTER, "domino": DOMINO, "xpress": XPRESS, "lilicorr": LILICORR,
+    "dflash_research.FlatJetSpec": {**DFLASH, "causal": True},
     "gated_lora": {"num_masks": 2, "rank": 4}, "uno.UnoLayout": UNO,
     "gguf_dflash.GgufDFlash2": {**DFLASH2, "selector_top_k": 8},
 }  # fmt: skip

@@ -56,7 +56,9 @@ SMALL: dict[str, dict[str, Any]] = {
     "eagle3": {"vocab_size": 512}, "hybrid": {"inner": EAGLE},
     "dflash": {"num_layers": 1, "block_size": 4}, "dspark": {"num_layers": 1, "block_size": 4},
     "dflash2": {"num_layers": 1, "block_size": 4}, "domino": {"num_layers": 1, "block_size": 4},
-    "xpress": {"num_layers": 1, "block_size": 4}, "peagle": {"num_layers": 1}, "medusa": {"num_heads": 2},
+    "xpress": {"num_layers": 1, "block_size": 4},
+    "lilicorr": {"num_layers": 1, "block_size": 4, "correction_width": 16, "factor_width": 8},
+    "peagle": {"num_layers": 1}, "medusa": {"num_heads": 2},
     "early_exit": {"exit_layer": 2}, "layer_skip": {"skipped": [1]}, "kangaroo": {"exit_layer": 2}, "causal": {"num_layers": 2},
     "self": {"budget": 12, "observe": 4},
 }  # fmt: skip

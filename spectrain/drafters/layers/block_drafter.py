@@ -229,7 +229,11 @@ class BlockDrafter(VocabularyDrafter, ContextParallelDrafter):
 
     def project_context(self, features: Features) -> Tensor:
         """Project the target's fused layers to the context [.., W] that every layer reads."""
-        return self.hidden_norm(self.fc(features.fuse_layers(self.fused_layers).to(self.fc.weight.dtype)))
+        return self.project_fused(features.fuse_layers(self.fused_layers))
+
+    def project_fused(self, fused: Tensor) -> Tensor:
+        """Project concatenated states of the fused layers to the context [.., W]."""
+        return self.hidden_norm(self.fc(fused.to(self.fc.weight.dtype)))
 
     def embed_blocks(self, roots: Tensor) -> Tensor:
         """Embed the blocks [A, S, W] of anchor tokens [A]: the token, then mask tokens."""

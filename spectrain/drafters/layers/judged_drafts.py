@@ -49,6 +49,7 @@ class JudgedDrafts:
         depths = torch.arange(self.num_drafts, device=rows.device)
         positions = anchors.token_indices[:, None] + depths
         label_index = torch.where(positions < len(rows), rows[positions.clamp(max=len(rows) - 1)], -1)
+        self.token_indices = positions  # [A, K] of the positions whose next token is drafted
         self.is_judged = (label_index >= 0).long().cumprod(1).bool()  # [A, K]
         self.label_index, self.order = label_index[self.is_judged].sort(stable=True)  # [R]
         tokens = F.pad(batch.tokens.flatten(), (0, self.num_drafts))
@@ -61,7 +62,7 @@ class JudgedDrafts:
         return slots[self.is_judged][self.order]
 
     def fill_judged(self, rows: Tensor) -> Tensor:
-        """Undo `select_judged` for integers [R]: return [A, K], zero at drafts that are not judged."""
+        """Undo `select_judged` for rows [R]: return [A, K], zero at drafts that are not judged."""
         values = torch.zeros(self.is_judged.shape, dtype=rows.dtype, device=rows.device)
         values[self.is_judged] = rows[self.order.argsort()]
         return values
