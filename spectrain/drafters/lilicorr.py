@@ -6,7 +6,6 @@ H width of the correction, M width of factors, V draft vocabulary, F frontier no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ from spectrain.drafters.layers.block_drafter import BlockConfig, BlockDrafter
 from spectrain.drafters.layers.candidates import CandidateRollout, candidate_logits
 from spectrain.drafters.layers.judged_drafts import JudgedDrafts, SlotStates
 from spectrain.errors import UserError
-from spectrain.kernels.linear_divergence import CHUNK_ROWS, split_rows
+from spectrain.kernels import linear_divergence
 from spectrain.models.step_cost import BatchShape, Run, StepCost
 from spectrain.trees.base import Rollout
 
@@ -188,37 +187,40 @@ class LiLiCorr(BlockDrafter):
         weights, supervision = drafts.decayed_weights(self.decay), drafts.supervision
         judged = supervision.judge_with_head(self.projection, drafts.hidden, drafts.label_index, weights)
         losses = {"cross_entropy": judged.loss}
-        parts = [self._judge_lattices(drafts, *chunk) for chunk in self._iterate_blocks(drafts)]
+        complete = drafts.is_judged.all(1).nonzero()[:, 0]
+        features = drafts.batch.input_features.fuse_layers(self.fused_layers).flatten(0, 1)
+        context = self.project_fused(features[drafts.anchors.token_indices[complete] - 1])
+        # Without blocks, the correction still needs gradients, because other processes wait for them.
+        chunk = max(1, linear_divergence.CHUNK_ROWS // self.num_drafts)
+        chunks = [*linear_divergence.split_rows(len(complete), chunk)] or [slice(0, 0)]
+        candidates, lattice_weights = self._select_candidates(drafts, complete, chunks)
+        parts = [
+            self._judge_lattices(drafts, complete[rows], context[rows], candidates[rows], lattice_weights[rows])
+            for rows in chunks
+        ]
         for name, weight, terms in zip(("candidates", "penalty"), (self.candidate_weight, self.penalty_weight), zip(*parts)):
             losses[name] = weight * torch.stack(terms).sum()
         return drafts.sum_losses(losses, judged.predictions)
 
-    def _iterate_blocks(self, drafts: JudgedDrafts) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield chunks of complete blocks [a], their candidates [a, K, C] and the loss weights [a, K] of their slots: those up
-        to the first slot whose token is no candidate, which share the weight of the document."""
-        complete = drafts.is_judged.all(1).nonzero()[:, 0]
-        # Without blocks, the correction still needs gradients, because other processes wait for them.
-        chunks = [*split_rows(len(complete), max(1, CHUNK_ROWS // self.num_drafts))] or [slice(0, 0)]
-        with torch.no_grad():
-            candidates = torch.cat(
-                [self.compute_products(drafts.states[complete[rows]]).topk(self.top_k, dim=-1).indices for rows in chunks]
-            )
-            among = (self.draft_ids[candidates] == drafts.tokens[complete][..., None]).any(-1)
-            is_scored = torch.zeros(drafts.is_judged.shape, device=among.device)
-            is_scored[complete] = among.long().cumprod(1).to(is_scored.dtype)
-            weights = drafts.fill_judged(drafts.normalize_weights(is_scored))[complete]
-        for rows in chunks:
-            yield complete[rows], candidates[rows], weights[rows]
-
-    def _judge_lattices(self, drafts: JudgedDrafts, blocks: Tensor, candidates: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
-        """Return the summed losses of the correction over blocks; the backward pass computes their logits again."""
-        features = drafts.batch.input_features.fuse_layers(self.fused_layers).flatten(0, 1)
-        context = self.project_fused(features[drafts.anchors.token_indices[blocks] - 1])
-        gaps = self._logit_gaps(drafts, blocks, candidates)
-        tokens = drafts.tokens[blocks]
-        losses: tuple[Tensor, ...] = checkpoint(
-            self._lattice_losses, drafts.states[blocks], context, candidates, tokens, (weights, gaps), use_reentrant=False
+    @torch.no_grad()
+    def _select_candidates(self, drafts: JudgedDrafts, blocks: Tensor, chunks: list[slice]) -> tuple[Tensor, Tensor]:
+        """Return the candidates [a, K, C] of blocks, and the loss weights [a, K] of their slots: those up to the first slot
+        whose token is no candidate share the weight of the document."""
+        candidates = torch.cat(
+            [self.compute_products(drafts.states[blocks[rows]]).topk(self.top_k, dim=-1).indices for rows in chunks]
         )
+        among = (self.draft_ids[candidates] == drafts.tokens[blocks][..., None]).any(-1)
+        is_scored = torch.zeros(drafts.is_judged.shape, device=among.device)
+        is_scored[blocks] = among.long().cumprod(1).to(is_scored.dtype)
+        return candidates, drafts.fill_judged(drafts.normalize_weights(is_scored))[blocks]
+
+    def _judge_lattices(
+        self, drafts: JudgedDrafts, blocks: Tensor, context: Tensor, candidates: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the summed losses of the correction over blocks; the backward pass computes their logits again."""
+        weights_and_gaps = weights, self._logit_gaps(drafts, blocks, candidates)
+        inputs = drafts.states[blocks], context, candidates, drafts.tokens[blocks], weights_and_gaps
+        losses: tuple[Tensor, Tensor] = checkpoint(self._lattice_losses, *inputs, use_reentrant=False)
         return losses
 
     @torch.no_grad()
