@@ -25,7 +25,7 @@ FAMILY_TITLES = {
     "gated_lora": "gated LoRA", "uno": "Uno", "early_exit": "LayerSkip", "dflash": "DFlash", "dspark": "DSpark",
     "dflash2": "DFlash2", "mtp": "MTP", "amphista": "Amphista", "ctc": "CTC drafting", "gumiho": "Gumiho",
     "transformer_heads": "transformer heads", "eagle1": "EAGLE", "redrafter": "ReDrafter", "domino": "Domino",
-    "xpress": "XPress", "lilicorr": "LiLiCorr",
+    "xpress": "XPress", "lilicorr": "LiLiCorr", "vispec": "ViSpec",
 }  # fmt: skip
 
 

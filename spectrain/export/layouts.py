@@ -31,7 +31,7 @@ class TableRow:
 
 NATIVE_FAMILIES = (
     "eagle3 peagle medusa hydra kangaroo causal pard gated_lora uno early_exit dflash dspark dflash2 mtp amphista ctc eagle1 "
-    "gumiho redrafter transformer_heads domino xpress lilicorr"
+    "gumiho redrafter transformer_heads domino xpress lilicorr vispec"
 )
 LAYOUTS = (
     TableRow("gguf_eagle3.GgufEagle3", "gguf", "eagle3", ".gguf"),
@@ -60,6 +60,7 @@ LAYOUTS = (
     TableRow("eagle1.SglangEagle1", "sglang", "eagle1"),
     TableRow("eagle1.OriginalEagle1", "eagle", "eagle1"),
     TableRow("medusa.OriginalMedusa", "medusa", "medusa"),
+    TableRow("eagle1.FlatViSpec", "flat", "vispec"),
     TableRow("dflash_flat.TransformersDFlash", "hf", "dflash"),
     TableRow("peagle.FlatPEagle", "flat", "peagle"),
     TableRow("flat.FlatEagle3", "sglang flat tensorrt", "eagle3"),

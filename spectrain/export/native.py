@@ -199,6 +199,7 @@ def shape_of_adapter(drafter: dict[str, Any], files: DrafterFiles, target: Targe
 
 SHAPE_READERS = {
     "eagle1": shape_of_eagle1,
+    "vispec": shape_of_eagle1,
     "eagle3": shape_of_eagle3,
     "peagle": shape_of_peagle,
     "medusa": shape_of_medusa,

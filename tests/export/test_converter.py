@@ -106,6 +106,7 @@ CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
     "eagle1": (lambda path, tiny: ours(path, tiny, "eagle1"), ("vllm", "sglang", "eagle", "spectrain")),
     "eagle1, fc with a bias": (
         lambda path, tiny: ours(path, tiny, "eagle1", bias=True, num_steps=3), ("sglang", "eagle", "spectrain")),
+    "vispec": (lambda path, tiny: ours(path, tiny, "vispec", num_queries=3), ("flat", "spectrain")),
     "EAGLE's own": (foreign.eagle1, ("sglang", "eagle", "spectrain")),
     "medusa": (lambda path, tiny: ours(path, tiny, "medusa", vocab_size=2048), ("vllm", "medusa", "spectrain")),
     "medusa, cut vocabulary": (lambda path, tiny: ours(path, tiny, "medusa", vocab_size=256), ("vllm", "spectrain")),
