@@ -19,12 +19,15 @@ from spectrain.drafters.context import Context
 from spectrain.drafters.dflash import DFlash, DFlashConfig
 from spectrain.drafters.dflash2 import DFlash2, DFlash2Config
 from spectrain.drafters.dspark import DSpark, DSparkConfig
+from spectrain.drafters.lilicorr import LiLiCorr, LiLiCorrConfig
 from spectrain.drafters.peagle import PEagle
 from spectrain.experimental.controllers.builders import Policy, Thompson
+from spectrain.experimental.domino.drafter import Domino, DominoConfig
 from spectrain.experimental.dyspec.builder import DySpec
 from spectrain.experimental.transport.linear_program import TruncatedLinearProgram
 from spectrain.experimental.transport.rules import ImportanceSampling, KSeq, SpecHub, Transport
 from spectrain.experimental.traversal.rule import Traversal
+from spectrain.experimental.xpress.drafter import XPress, XPressConfig
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Rollout, Static, TreeBuilder
@@ -196,6 +199,14 @@ FAMILIES: dict[str, Callable[[Target], Drafter]] = {
     ),
     "dflash2": lambda target: DFlash2(
         target, DFlash2Config(block_size=4, num_layers=1, vocab_size=FEW, selector_rank=8, selector_top_k=6)
+    ),
+    "domino": lambda target: Domino(target, DominoConfig(block_size=4, num_layers=1, vocab_size=FEW, gru_width=8, rank=8)),
+    "xpress": lambda target: XPress(target, XPressConfig(block_size=4, num_layers=1, vocab_size=FEW, rank=8, num_passes=1)),
+    "lilicorr": lambda target: LiLiCorr(
+        target,
+        LiLiCorrConfig(
+            block_size=4, num_layers=1, vocab_size=FEW, top_k=6, correction_width=16, correction_heads=2, factor_width=8
+        ),
     ),
     "peagle": lambda target: PEagle(target, num_drafts=3, num_layers=1, vocab_size=FEW, own_embedding=False),
 }

@@ -165,6 +165,23 @@ def test_xpress_passes_reach_what_left_to_right_drafting_draws(shallow: Target, 
 
 
 @torch.no_grad()
+def test_xpress_q_does_not_depend_on_later_draws(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other draws from slot k on change q after slot k only, also where the passes have not converged."""
+    drafter, pick = make(shallow, XPRESS, rank=8, num_passes=2), ChildDraw.pick
+    slots, builder = states_behind(drafter, shallow, TEXT, every=True), Chain(3, "sampled", seed=3)
+    log_q = rollout_after(drafter, slots, TEXT, builder, has_anchor=True).log_q[0]
+    for k in range(2):
+
+        def pick_others(draw: ChildDraw, log_q: Tensor, nodes: Tensor, *rest: Any, k: int = k) -> Any:
+            ids, *others = pick(draw, log_q, nodes, *rest)
+            return torch.where(nodes[..., None] >= k, (ids + 5) % log_q.shape[-1], ids), *others
+
+        monkeypatch.setattr(ChildDraw, "pick", pick_others)
+        other = rollout_after(drafter, slots, TEXT, builder, has_anchor=True).log_q[0]
+        assert torch.equal(other[: k + 1], log_q[: k + 1]) and not torch.allclose(other[k + 1], log_q[k + 1])
+
+
+@torch.no_grad()
 def test_xpress_reads_earlier_drafts_only(shallow: Target) -> None:
     """Another token before slot j changes no slot before j."""
     drafter = make(shallow, XPRESS, rank=8)
