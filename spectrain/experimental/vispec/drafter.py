@@ -103,10 +103,12 @@ class ViSpec(Eagle1):
         assert batch.features is not None
         is_image = batch.tokens.roll(-1, dims=1) == self.placeholder_id
         is_image[:, -1] = False
-        spans = ImageSpans.find(is_image, batch.positions == 0, self.num_queries - 1)
+        positions = batch.positions.expand_as(is_image)
+        spans = ImageSpans.find(is_image, positions == 0, self.num_queries - 1)
         placed, vectors = self.read_images(spans, batch.features.at_layer(0).roll(-1, dims=1), hidden.to(self.fc.weight.dtype))
         x = self.inputs(batch.tokens.roll(-1 - step, dims=1), self.mix_image(hidden, vectors))
-        x, positions, lengths, index = torch.where(is_image[..., None], placed, x), batch.positions + step, batch.lengths, None
+        x, positions = torch.where(is_image[..., None], placed, x), positions + step
+        lengths, index = batch.lengths, None
         if not spans.is_empty:
             index, lengths = spans.shorten_rows(), spans.shorten_lengths(batch.lengths)
             x, positions = x.gather(1, index[..., None].expand(-1, -1, x.shape[-1])), positions.gather(1, index)
