@@ -162,6 +162,12 @@ def shape_of_eagle1(drafter: dict[str, Any], files: DrafterFiles, target: Target
     return {"architecture": architecture, "bias": "fc.bias" in files.tensors}
 
 
+def shape_of_vispec(drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None) -> dict[str, Any]:
+    """Return what EAGLE has, and the number of an image's vectors."""
+    settings = GroupSpec.from_node("drafter", drafter).with_defaults()
+    return {"num_queries": settings["num_queries"], **shape_of_eagle1(drafter, files, target)}
+
+
 def shape_of_peagle(drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None) -> dict[str, Any]:
     """Fill in what EAGLE-3 has, the number of drafts, and whether the weights hold an embedding."""
     peagle_settings = {"num_drafts": NUM_DRAFTS, "own_embedding": "embed_tokens.weight" in files.tensors}
@@ -199,7 +205,7 @@ def shape_of_adapter(drafter: dict[str, Any], files: DrafterFiles, target: Targe
 
 SHAPE_READERS = {
     "eagle1": shape_of_eagle1,
-    "vispec": shape_of_eagle1,
+    "vispec": shape_of_vispec,
     "eagle3": shape_of_eagle3,
     "peagle": shape_of_peagle,
     "medusa": shape_of_medusa,

@@ -115,7 +115,7 @@ class TensorRtRedrafter(Layout):
             raise UserError(
                 f"d2t: it drafts {rows} of {vocab} tokens, and TensorRT-LLM has no map; train with drafter.vocab_size={vocab}"
             )
-        width, count = len(tensors["rnn_w.bias"]), int(drafter.drafter["num_blocks"])
+        width, count = len(tensors["rnn_w.bias"]), sum(name.endswith("linear.bias") for name in tensors)
         renamed = {
             "rnn_u.weight": tensors["rnn_u.weight"],
             "rnn_u.bias": tensors["rnn_w.bias"],
