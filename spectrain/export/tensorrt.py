@@ -102,7 +102,7 @@ class TensorRtRedrafter(Layout):
             native[f"blocks.{number}.linear.bias"] = swap_halves(bias, 0)
         rows = len(native["lm_head.weight"])
         add_maps(native, rows, rows)
-        settings = {"num_blocks": count, "vocab_size": rows, "head_rank": None, "cell": "linear"}
+        settings = {"num_blocks": count, "vocab_size": rows, "cell": "linear"}
         drafter: dict[str, Any] = {"_target_": REDRAFTER_CLASS, **metadata.drafter, **settings}
         return DrafterCheckpoint(drafter, native, metadata.target, description=metadata.description)
 
