@@ -10,7 +10,8 @@ from abc import abstractmethod
 import torch.nn.functional as F
 from torch import Tensor
 
-from spectrain.kernels.linear_divergence import Projection, scale_and_cap
+from spectrain.kernels.linear_divergence import Projection
+from spectrain.kernels.row_kl import scale_and_cap
 from spectrain.trees.base import DepthRollout, gather_by_depth
 
 # Log-probability of tokens that are no candidates; finite, so that 0 times it is 0.
