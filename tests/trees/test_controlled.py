@@ -2,13 +2,16 @@
 
 import random
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from spectrain.errors import UserError
 from spectrain.experimental.controllers.builders import AdaptiveChain, Episode, Policy, Thompson
-from spectrain.trees import Chain
+from spectrain.experimental.controllers.tree_policy import TreePolicy, fit_stopping
+from spectrain.trees import Chain, Eagle2
 from spectrain.trees.base import RoundResult
 from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import Children, TokenTree
@@ -171,6 +174,60 @@ def test_policy_decides_with_a_short_memory() -> None:
         builder.expand(context(), Table(random_scores))
         observed(builder, [3, 3], [1, 0])
     assert builder.draw_weights
+
+
+def simulated_trees(hint: float, step: float) -> tuple[float, float]:
+    """Tokens a second of trees of four levels on fresh rounds, whose states tell in a share `hint` whether the next level is
+    reached, and of the best fixed depth."""
+    draw = random.Random(4)
+
+    def rounds(count: int) -> tuple[np.ndarray, np.ndarray]:
+        accepted = np.array([survivors(draw, [0.6] * 4) for _ in range(count)])
+        states = np.array([[state(draw, level < kept, hint) for level in (1, 2, 3)] for kept in accepted])
+        return states, accepted
+
+    def rate(drafted: np.ndarray, accepted: np.ndarray) -> float:
+        levels = 1 + np.logical_and.accumulate(drafted, axis=1).sum(1)
+        return float((1 + np.minimum(accepted, levels)).sum() / (1.0 + step * levels).sum())
+
+    states, accepted = rounds(600)
+    speed = max(rate(np.arange(1, 4) < np.full((600, 1), depth), accepted) for depth in range(1, 5))
+    for _ in range(4):
+        weights, drafted = fit_stopping(states, accepted[:, None] > np.arange(1, 4), np.full(3, speed * step))
+        speed = rate(drafted, accepted)
+    states, accepted = rounds(4000)
+    fixed = max(rate(np.arange(1, 4) < np.full((4000, 1), depth), accepted) for depth in range(1, 5))
+    decided = np.stack([states[:, level] @ weights[level] > 0 for level in range(3)], axis=1)
+    return rate(decided, accepted), fixed
+
+
+def test_tree_policy_is_faster_than_any_fixed_depth() -> None:
+    """Where the state tells what is reached, and no slower where it tells nothing: within 2 % of the best fixed depth."""
+    (told_speed, fixed), (blind_speed, blind_fixed) = simulated_trees(1.0, 0.3), simulated_trees(0.0, 0.3)
+    assert told_speed > 1.05 * fixed and blind_speed > 0.98 * blind_fixed
+
+
+def test_tree_policy_is_fitted_once_and_saved(tmp_path: Path) -> None:
+    """Trees are EAGLE-2's of full depth until the policy is fitted; a builder that reads its file decides the same and asks for
+    no measurement, and refuses another depth."""
+    file = tmp_path / "policy.json"
+    latency = Latency({0: {n: 1.0 + 0.02 * n for n in SIZES}}, {0: {n: 0.3 * n for n in SIZES}}, 0.3)
+    builder = TreePolicy(4, 12, 3, str(file))
+    builder.prepare(Calibration(latency=latency))
+    builder.min_episodes = 8
+    full = Eagle2(4, 12, 3).expand(context(), Table(random_scores))
+    for _ in range(4):
+        tree = builder.expand(context(), Table(random_scores))
+        assert [paths(tree, row) for row in ROWS] == [paths(full, row) for row in ROWS]
+        assert not file.exists()
+        builder.observe(RoundResult(tree, torch.zeros(0), torch.tensor([2, 1]), {}))
+    assert file.exists()
+    again = TreePolicy(4, 12, 3, str(file))
+    assert again.requirements == () and TreePolicy(4, 12, 3).requirements
+    trees = [one.expand(context(), Table(random_scores)) for one in (builder, again)]
+    assert torch.equal(trees[0].tokens, trees[1].tokens) and builder.depths[-1] == again.depths[-1] < 4
+    with pytest.raises(UserError, match="it was fitted with tree.depth=4"):
+        TreePolicy(5, 12, 3, str(file))
 
 
 def test_chain_ends_by_the_drafters_own_estimate() -> None:
