@@ -17,6 +17,7 @@ from benchmarks.scale import markdown_table as scale_table
 from scripts import results_tables as tables
 from scripts.long_tables import adapters_table, long_drafters_table, times_table
 from scripts.speculators_tables import methods_tables, speculators_tables
+from scripts.systems_page import render_systems_page
 from spectrain.files import write_text
 
 ROOT = Path(__file__).parents[1]
@@ -354,6 +355,7 @@ operations at 0.60 of the product's rate. Until a card is measured the rates are
 def main() -> None:
     for name, page in PAGES.items():
         write_text(FOLDER / f"{name}.md", page.render())
+    write_text(ROOT / "docs" / "systems.md", render_systems_page())
 
 
 if __name__ == "__main__":

@@ -110,6 +110,7 @@ class Draft:
     )
     copies_after: Callable[[int, list[int]], Trie] | None = None  # copies after a row's text and further tokens
     add_mask_nodes: Callable[[TokenTree], TokenTree] | None = None  # adds nodes that are never emitted, such as mask tokens
+    mask_layer: int = 0  # first layer of the target that runs these nodes
 
 
 class BranchVisibility:

@@ -18,6 +18,7 @@ from .measurements import Calibration, Latency, list_timed_sizes
 from .round_costs import RoundCosts
 from .token_tree import TokenTree
 from .trie import Trie
+from .verify_fit import VerifyFit
 
 UNKNOWN_ROUND = 1.5, 1.0  # expected tokens and cost of a drafted round before any tree was grown: drafting is tried at first
 CONTEXT_STRIDE = 32  # tokens by which a context grows before its times are interpolated again
@@ -52,8 +53,8 @@ class Auto(LatencyAwareBuilder):
 
     Expected tokens are the drafter's path probabilities, corrected at each depth by observed acceptance. Verification times are
     those of the calibration, which ran all sizes in turn. Drafting times are running means, scaled by how much faster or slower
-    the round's own verification was than calibrated. (Verification is not fitted again: other work on the machine changed the
-    slope of such a fit within a few rounds, and trees grew three times too large.)
+    the round's own verification was than calibrated. With `refit` verification times follow the rounds too (`VerifyFit`). Trees
+    that early pruning shortens count as what they were before in times, and as what is left in acceptance.
 
     Where copies are available, the drafter runs only if decoding the tokens that it adds would take longer without it, the
     cost of the larger tree included. Its gain is estimated from earlier rounds whose copies promised as many tokens, times the
@@ -67,7 +68,7 @@ class Auto(LatencyAwareBuilder):
     """
 
     name = "auto"
-    learns_from_trees = decides_to_draft = True
+    decides_to_draft = True
 
     def __init__(
         self,
@@ -79,8 +80,10 @@ class Auto(LatencyAwareBuilder):
         top_k: int = 8,
         # Rounds over which running means of acceptance and times are taken.
         memory: int = 64,
+        # Whether verification times are fitted anew to the rounds by least squares (ProPD).
+        refit: bool = False,
     ) -> None:
-        self.depth, self.budget, self.top_k, self.memory = depth, budget, top_k, memory
+        self.depth, self.budget, self.top_k, self.memory, self.refit = depth, budget, top_k, memory, refit
         self.check_settings(depth=(depth, 1), budget=(budget, 2), top_k=(top_k, 1), memory=(memory, 1))
         self.max_drafted = (depth - 1) * top_k
         self.text_length = 0  # tokens of the longest text in this round
@@ -115,7 +118,12 @@ class Auto(LatencyAwareBuilder):
     def _make_costs(self, latency: Latency) -> RoundCosts:
         """Return the costs of rounds with these times, before any of them ran."""
         choice = DraftChoice(*self._expected_round(latency), self.memory)
-        return RoundCosts(latency, choice, latency.start_seconds, latency.estimate_step(self.top_k))
+        fit = VerifyFit(self.memory) if self.refit else None
+        return RoundCosts(latency, choice, latency.start_seconds, latency.estimate_step(self.top_k), fit=fit)
+
+    def verify_seconds(self, length: int) -> list[float]:
+        seconds = super().verify_seconds(length)
+        return seconds if self.costs.fit is None else self.costs.fit.correct(seconds)
 
     def _use_costs(self) -> None:
         self.latency, self.verify_curves = self.costs.latency, self.costs.verify_curves
@@ -171,8 +179,8 @@ class Auto(LatencyAwareBuilder):
         self.num_rounds += 1
         unread = self.text_length - self.last_draft_length
         self.num_unread = unread if unread > self.depth + 1 else 0
-        reading = self.num_unread * self.costs.reading_seconds
-        self.is_skipped = not self.costs.choice.should_draft(reading / self.verify_seconds(self.text_length)[0])
+        reading = self.num_unread * self.costs.reading_seconds / self.verify_seconds(self.text_length)[0]
+        self.is_skipped = not self.costs.choice.should_draft(reading)
         if not self.is_skipped:
             self.last_draft_length = self.text_length
         return not self.is_skipped
@@ -180,8 +188,7 @@ class Auto(LatencyAwareBuilder):
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         self._select_costs(prefix)
         latency, costs = self.require_latency(), self.costs
-        tree = GrowingTree(self, prefix, rollout)
-        device = prefix.root.device
+        tree, device = GrowingTree(self, prefix, rollout), prefix.root.device
         depths = torch.zeros_like(tree.tokens)
         trust = np.minimum.accumulate(np.clip(self.observed_rates / self.predicted_rates, 0.05, 1.5))
         correction = torch.tensor([0.0, *np.log(trust)], dtype=torch.float32, device=device)
@@ -280,9 +287,8 @@ class Auto(LatencyAwareBuilder):
             judge_rate = max(rate, 1 / self.num_judged)
             self.mean_promised += judge_rate * (promised - self.mean_promised)
             self.mean_gained += judge_rate * (copies.drafter_gain(round) - self.mean_gained)
-        judged = (round.tree.valid & round.tree.can_emit).sum(1)
-        size = int(judged.max())
-        if size > 1:
+        judged = round.tree.num_drafted
+        if (size := int(judged.max())) > 1:
             self.tree_sizes.append(size)
         if not self.has_timed:
             self._record_choice(round, size, levels)
@@ -301,6 +307,8 @@ class Auto(LatencyAwareBuilder):
         costs, drafting, rate = self.costs, self._drafting_seconds(round), 1 / self.memory
         if size == 1:
             return
+        if costs.fit is not None:
+            costs.fit.record(self._verify_seconds(round.tree), sum(round.seconds[part] for part in ("verify", "accept")))
         if levels > 1 and not self.num_unread:
             step = max(0.0, (drafting - costs.start_seconds) / (levels - 1))
             costs.step_seconds += rate * (step - costs.step_seconds)
@@ -314,9 +322,9 @@ class Auto(LatencyAwareBuilder):
 
     def _verify_seconds(self, tree: TokenTree) -> float:
         """Return the expected seconds to verify a tree."""
-        size, latency = int((tree.valid & tree.can_emit).sum(1).max()), self.require_latency()
+        latency = self.require_latency()
         levels = latency.estimate_levels(int(tree.depths.max())) if latency.level_seconds else 0.0
-        return latency.estimate_verify(size, self.text_length) + levels
+        return latency.estimate_verify(int(tree.num_drafted.max()), self.text_length) + levels
 
     def _drafting_seconds(self, round: RoundResult) -> float:
         """Return the drafting time of a round, divided by how much slower its verification was than measured."""

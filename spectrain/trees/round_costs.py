@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from .draft_choice import DraftChoice
 from .measurements import Latency
+from .verify_fit import VerifyFit
 
 # Rounds in a row with the same batch size and number of threads after which its verification is timed.
 SETTLED_ROUNDS = 4
@@ -54,6 +55,8 @@ class RoundCosts:
     drafter_gains: dict[int, DrafterGain] = field(default_factory=lambda: defaultdict(DrafterGain))
     # Seconds to verify every size, by context length.
     verify_curves: dict[int, list[float]] = field(default_factory=dict)
+    # Fit of verification times to the rounds; None keeps the measured ones.
+    fit: VerifyFit | None = None
     # Whether verification was timed for this batch size and number of threads.
     is_timed: bool = False
     # Time of the end of the last timing, and its duration.
@@ -76,4 +79,5 @@ class RoundCosts:
         self.choice.comparisons.clear()
         self.choice.comparisons.append(1.0)
         self.verify_curves.clear()
+        self.fit = None if self.fit is None else VerifyFit(self.fit.memory)
         self.is_timed = True

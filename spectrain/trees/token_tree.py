@@ -106,6 +106,12 @@ class TokenTree:
         """The depth of every node [B, N] int64, 0 at the root."""
         return self.ancestors.sum(-1) - 1 if self._ancestors_and_depths is None else self._ancestors_and_depths[1]
 
+    @property
+    def num_drafted(self) -> Tensor:
+        """Return the number of nodes [B] that can be emitted, the root and pruned ones included."""
+        real = (self.valid & self.can_emit).sum(1)
+        return real if self.pruning is None else real + self.pruning.num_dropped
+
     def select_nodes(self, keep: Tensor) -> "TokenTree":
         """Return the tree of the nodes that `keep` [B, N] marks, closed under parents; padded to the longest row."""
         order = keep.long().argsort(dim=1, descending=True, stable=True)[:, : int(keep.sum(1).max())]

@@ -26,7 +26,8 @@ from spectrain.experimental.pruning.pruning import EarlyHead, Pruning, fit_early
 from spectrain.experimental.traversal.rule import Traversal
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.target import Target
-from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
+from spectrain.trees import Auto, Chain, Eagle2, Static, TreeBuilder
+from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import Children, TokenTree
 from tests.trees.tables import Path, paths
 
@@ -206,6 +207,22 @@ def test_pruning_refuses_rejection_rules(
         Pruning(2, 4).check_settings(rule, tiny)
     with pytest.raises(UserError, match=f"acceptance={rule.name}"):
         Session(tiny, rule, drafters["early_exit"], Chain(2, "sampled"), pruning=Pruning(2, 4)).decode(prompts[:1], 4)
+
+
+def test_both_halves_of_propd_run_together(tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter]) -> None:
+    """Trees sized by measured time, whose times are fitted while decoding, are pruned: the same output, and they learn sizes as
+    they were before and acceptance as it is after."""
+    builder = Auto(4, 10, 3, refit=True)
+    times = {size: 1e-3 + 1e-6 * size for size in (1, 2, 10)}
+    builder.prepare(Calibration(latency=Latency({0: times}, {0: dict.fromkeys(times, 1e-9)}, 1e-9)))
+    # The times above are not this machine's: the choice of plain steps would be one by chance.
+    builder.decides_to_draft = False
+    session = Session(tiny, Greedy(), drafters["early_exit"], builder, pruning=Pruning(6, 1))
+    found = session.decode(prompts[:1], 24)
+    assert [one.output for one in found] == [one.output for one in decode(tiny, prompts[:1], Greedy(), 24)]
+    drafted = [nodes + dropped for nodes, dropped in zip(found[0].node_counts, found[0].pruned_counts)]
+    assert sum(found[0].pruned_counts) > 0 and builder.tree_sizes == [size for size in drafted if size > 1]
+    assert builder.costs.fit is not None and builder.costs.fit.num_rounds > 0
 
 
 def test_pruning_refuses_mask_nodes(tiny: Target, prompts: list[list[int]]) -> None:

@@ -14,6 +14,7 @@ import yaml
 from scripts.make_reference import INTERFACE_PAGE, SETTINGS_PAGE, render_pages
 from scripts.make_results_pages import FOLDER
 from scripts.make_results_pages import PAGES as RESULTS_PAGES
+from scripts.systems_page import render_systems_page
 from spectrain.cli import help, main, overrides
 from spectrain.config.choices import find_owners, load_schema, select_choices, settings_by_group
 from spectrain.errors import UserError
@@ -188,6 +189,7 @@ def test_generated_pages_of_results_are_the_committed_ones() -> None:
     """Every number of these pages comes from eval/results/; `python -m scripts.make_results_pages` writes them."""
     for name, page in RESULTS_PAGES.items():
         assert (FOLDER / f"{name}.md").read_text() == page.render(), name
+    assert DOCUMENTS["docs/systems.md"] == render_systems_page()
 
 
 def test_the_reference_describes_every_setting() -> None:

@@ -14,10 +14,13 @@ from spectrain.decoding.loop import EagerRunner, decode, make_request
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
+from spectrain.eval.memory import extra_memory
 from spectrain.experimental.less_cache.bytes_read import BytesRead, key_bytes
+from spectrain.experimental.less_cache.coded_target import load_coded
 from spectrain.experimental.less_cache.drafter import SelfDraft
 from spectrain.experimental.less_cache.evaluation import verification_reads
-from spectrain.experimental.less_cache.quantized_kv import QuantizedLinear
+from spectrain.experimental.less_cache.key_selectors import QuestSelector, SelectionInput
+from spectrain.experimental.less_cache.quantized_kv import CodedLinear, QuantizedLinear
 from spectrain.features.batch import Batch
 from spectrain.models import attention, kv_cache
 from spectrain.models.forward_plan import ForwardPlan
@@ -34,6 +37,7 @@ WHOLE: dict[str, dict[str, Any]] = {
     "window": {"cache": "window", "budget": 400},
     "snap": {"cache": "snap", "budget": 400},
     "quest": {"cache": "quest", "budget": 400, "page": 4},
+    "quest_steps": {"cache": "quest", "budget": 400, "page": 4, "refresh": 0},
     "refreshed": {"cache": "snap", "budget": 400, "refresh": 1},
     **{name: {"cache": name, "budget": 400, "group": 4} for name in ("defensive", "compress", "signs", "clusters")},
     "merged": {"cache": "merged", "merge": 0.0, "group": 4},
@@ -43,7 +47,9 @@ LESS: dict[str, dict[str, Any]] = {
     "window": {"cache": "window", "budget": 7, "sinks": 2},
     "snap": {"cache": "snap", "budget": 9, "observe": 3, "refresh": 2},
     "quest": {"cache": "quest", "budget": 8, "page": 4, "refresh": 3},
+    "quest_steps": {"cache": "quest", "budget": 8, "page": 4, "refresh": 0},
     "int8": {"cache": "int8", "group": 4},
+    "rounded": {"cache": "full", "activations": "int4"},
     "int4": {"cache": "int4", "group": 8},
     "weights8": {"cache": "full", "weights": "int8"},
     "weights4": {"cache": "full", "weights": "int4", "guesses": 2},
@@ -171,6 +177,48 @@ def test_what_stays_is_what_a_prefill_writes(shallow: Target, prompts: list[list
             for layer in range(shallow.num_layers):
                 for mine, theirs in zip(context.cache.keys_values(layer), fresh.keys_values(layer)):
                     torch.testing.assert_close(mine[row, :length], theirs[0, :length], rtol=1e-4, atol=1e-4)
+
+
+def test_pages_are_selected_by_the_queries_of_each_step(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With refresh=0 every layer of every draft step selects by its own query; what it reads is counted with each step."""
+    queries: list[tuple[int, Tensor]] = []
+    inner = QuestSelector.select_keys
+
+    def recorded(self: QuestSelector, layer: int, selection: SelectionInput, counts: Tensor) -> Tensor:
+        assert selection.queries is not None
+        queries.append((layer, selection.queries))
+        return inner(self, layer, selection, counts)
+
+    monkeypatch.setattr(QuestSelector, "select_keys", recorded)
+    prompt, read = [*range(10, 30)], []
+    for depth in (1, 2):
+        read.append(drafted(shallow, SelfDraft(shallow, **LESS["quest_steps"]), prompt, depth).keys)
+    steps = [
+        queries[: shallow.num_layers],
+        queries[shallow.num_layers : 2 * shallow.num_layers],
+        queries[2 * shallow.num_layers :],
+    ]
+    assert [layer for layer, _ in queries] == [*range(shallow.num_layers)] * 3 and read[1] > read[0]
+    for first, again, second in zip(*steps):
+        assert torch.equal(first[1], again[1]) and not torch.equal(first[1], second[1])
+
+
+def test_one_set_of_codes_drafts_and_verifies() -> None:
+    """QSpec: drafts run the target's own 4-bit codes on rounded activations, hold no weights, and leave its output."""
+    target = load_coded("tiny", dtype="float32")
+    assert not any(isinstance(child, nn.Linear) for child in target.layers.modules())
+    codes = sum(part.numel() * part.element_size() for part in target.layers.buffers())
+    assert codes < 0.65 * sum(2 * linear.in_features * linear.out_features for linear in coded_linears(target))
+    prompt, drafter = [*range(10, 30)], SelfDraft(target, "full", activations="int4")
+    with reference_model(target) as model:
+        expected = generate(model, prompt, 12, target.stop_ids)
+    (one,) = decode(target, [prompt], Greedy(), 12, drafter, Chain(3))
+    assert one.output == expected and max(one.round_lengths) > 1
+    assert extra_memory(target, drafter, Chain(3), Greedy(), prompt)["weights"] == 0
+
+
+def coded_linears(target: Target) -> list[Any]:
+    return [child for child in target.layers.modules() if isinstance(child, CodedLinear)]
 
 
 def test_guesses_change_no_draft(shallow: Target) -> None:
@@ -329,6 +377,7 @@ def test_a_window_layer_reads_what_it_reaches(tiny: Target) -> None:
         ({"cache": "window", "budget": 4}, "drafter.budget=4: use 5 or more"),
         ({"cache": "quest", "page": 20, "budget": 8}, "drafter.budget=8: use 20 or more"),
         ({"refresh": 0}, "drafter.refresh=0: use 1 or more"),
+        ({"cache": "quest", "refresh": 0, "guesses": 2}, "drafter.guesses=2: guesses would choose pages too"),
         ({"guesses": -1}, "drafter.guesses=-1: use 0 or more"),
         ({"helper": "ngram"}, "drafter.helper: it guesses what a draft step runs; give drafter.guesses"),
         ({"cache": "merged", "merge": 0.6}, "drafter.merge=0.6: only every other token"),

@@ -11,13 +11,16 @@ from torch import Tensor, nn
 from spectrain.decoding.acceptance import Greedy, Match
 from spectrain.decoding.captured import CapturedRunner
 from spectrain.decoding.loop import decode
+from spectrain.decoding.session import Session
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.gated_masks import GatedMasks
+from spectrain.drafters.layers.mask_drafter import MaskDrafter
 from spectrain.drafters.layers.tree_masks import end_probabilities, parallel_chains_mask
 from spectrain.errors import UserError
 from spectrain.experimental.hidden_transfer.drafter import HiddenTransfer, SpeculativeStreaming, TransferConfig, TransferDrafter
 from spectrain.experimental.ppd.drafter import PromptTokenConfig, PromptTokens
+from spectrain.experimental.pruning.pruning import Pruning
 from spectrain.models.reference_model import reference_model
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
@@ -211,6 +214,38 @@ def test_the_text_does_not_feel_its_masks(shallow: Target, kind: str) -> None:
     plain = shallow.verify(bare, context.cache).logits
     assert torch.equal(found[0][0], found[1][0]) and not torch.allclose(found[0][1], found[1][1], atol=1e-2)
     torch.testing.assert_close(found[0][0], plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["transfer", "streams"])
+def test_lower_layers_run_no_masks(shallow: Target, kind: str) -> None:
+    """Verification runs masks from the layer of transfer on, with the logits and states that running them everywhere gives."""
+    drafter, builder, sizes = make(shallow, kind), Static(paths=[[0], [1], [0, 0]]), []
+    context, found = begun(shallow, PROMPTS, drafter, builder), []
+    tree = proposed(drafter, context, builder)
+    hooks = [layer.mlp.register_forward_pre_hook(lambda _, args: sizes.append(args[0].shape[1])) for layer in shallow.layers]
+    with torch.inference_mode():
+        for verify in (type(drafter).run_tree, MaskDrafter.run_tree):
+            final = verify(drafter, context, tree, 4 * MASKS).at_layer("final")
+            found.append(final[tree.valid])
+            context.cache.roll_back()
+    for hook in hooks:
+        hook.remove()
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    count, first = shallow.num_layers, KINDS[kind]["transfer_layer"]
+    assert sizes == [4] * first + [4 + 4 * MASKS] * (2 * count - first)
+
+
+@pytest.mark.parametrize("kind", ["transfer", "streams"])
+def test_masks_follow_what_pruning_leaves(shallow: Target, kind: str) -> None:
+    """Trees are pruned before masks join them: fewer nodes, the same output. A later layer, which runs masks, is refused."""
+    drafter, builder = make(shallow, kind), Eagle2(4, 10, 3)
+    expected = [one.output for one in decode(shallow, PROMPTS, Greedy(), LIMIT, ignore_eos=True)]
+    first = KINDS[kind]["transfer_layer"]
+    found = Session(shallow, Greedy(), drafter, builder, pruning=Pruning(first, 2)).decode(PROMPTS, LIMIT, ignore_eos=True)
+    assert [one.output for one in found] == expected and sum(sum(one.pruned_counts) for one in found) > 0
+    late = "an earlier layer" if first + 1 < shallow.num_layers else "use fewer"
+    with pytest.raises(UserError, match=rf"eval.prune_layer={first + 1}: .*{late}"):
+        Session(shallow, Greedy(), drafter, builder, pruning=Pruning(first + 1, 2)).decode(PROMPTS, LIMIT)
 
 
 def test_one_chain_is_the_plain_masks(shallow: Target) -> None:

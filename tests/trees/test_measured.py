@@ -17,6 +17,7 @@ from spectrain.trees.measured import LatencyAwareBuilder
 from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import TokenTree
 from spectrain.trees.trie import Trie
+from spectrain.trees.verify_fit import VerifyFit
 from tests.trees.tables import (
     ROWS,
     VOCAB,
@@ -361,3 +362,31 @@ def test_slow_rounds_do_not_change_auto_trees() -> None:
             seconds = {"draft": factor * draft, "verify": factor * verify, "accept": 0.0}
             builder.observe(RoundResult(tree, torch.zeros(0), torch.tensor([2, 1]), seconds))
     assert sizes[0] == sizes[1] and len(set(sizes[0])) > 1
+
+
+@pytest.mark.parametrize(("slope", "fitted"), [(1.3, 1.3), (9.0, 2.0), (0.1, 0.5)])
+def test_fitted_times_are_weighted_least_squares(slope: float, fitted: float) -> None:
+    """The fit is that of numpy with weights exp(-age / memory); its slope stays within half and twice the calibrated one, and
+    trees of `refit` are those of a machine whose calibration had the fitted times."""
+    fit, rows = VerifyFit(memory=20), [(1 + 0.03 * n, 0.4 + slope * (1 + 0.03 * n) + 0.01 * math.sin(n)) for n in range(2, 40)]
+    for row in rows:
+        fit.record(*row)
+    x, t = torch.tensor(rows, dtype=torch.float64).T
+    weight = (-torch.arange(len(x) - 1, -1, -1) / 20).exp().double().sqrt()
+    least = torch.linalg.lstsq((torch.stack([torch.ones_like(x), x]) * weight).T, (t * weight)[:, None]).solution[:, 0]
+    if slope == fitted:
+        assert fit.coefficients() == pytest.approx(tuple(least.tolist()), rel=1e-6)
+    assert fit.coefficients()[1] == pytest.approx(fitted, abs=0.02)
+    sizes = []
+    for builder in (prepared(Auto(4, 40, 4, refit=True), 0.05, 1, 0.03), prepared(Auto(4, 40, 4), 0.05, *line(fit))):
+        if builder.costs.fit is not None:
+            builder.costs.fit = fit
+        sizes.append(builder.expand(context(), Table(random_scores)).tokens.shape)
+    # With a base below 0, no size takes less than half of its calibrated time.
+    assert sizes[0] == sizes[1] or fit.coefficients()[0] < 0
+
+
+def line(fit: VerifyFit) -> tuple[float, float]:
+    """What the fit makes of 1 + 0.03 n: a base and the seconds of a node."""
+    base, slope = fit.coefficients()
+    return base + slope, 0.03 * slope

@@ -26,7 +26,7 @@ from spectrain.randomness import NOISE
 from spectrain.trees.base import Draft, Rollout, TreeBuilder
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
-from .tree_masks import MaskRollout, append_masks, end_probabilities, parallel_chains_mask
+from .tree_masks import MaskRollout, append_masks, end_probabilities, mask_rows, parallel_chains_mask
 
 if TYPE_CHECKING:
     from spectrain.models.head import Head
@@ -165,7 +165,8 @@ class MaskDrafter(Drafter, PromptRunner):
 
         def add_to_ready(tree: TokenTree) -> TokenTree:
             is_root = torch.arange(tree.tokens.shape[1], device=is_ready.device) == 0
-            return add_masks(tree.select_nodes(tree.valid & (is_ready[:, None] | is_root)))
+            ready = tree.select_nodes(tree.valid & (is_ready[:, None] | is_root))
+            return add_masks(replace(ready, pruning=tree.pruning))
 
         return Draft(self.make_rollout(context, self.states), add_mask_nodes=add_to_ready)
 
@@ -220,27 +221,29 @@ class MaskDrafter(Drafter, PromptRunner):
             noise = self.random_tokens(context, context.cache.lengths[:, None] + depths.flatten(1))
         host_masks = torch.arange(self.masks_per_host, device=device).repeat(self.hosts.shape[1])
         self.mask_index = torch.cat([torch.full_like(tree.tokens, -1), host_masks.expand(batch, -1)], dim=1)
-        return append_masks(tree, self.hosts, self.num_masks, self.ensembles, noise)
+        return replace(append_masks(tree, self.hosts, self.num_masks, self.ensembles, noise), pruning=tree.pruning)
 
     def verify(self, context: Context, tree: TokenTree) -> Features:
         """Verify the tree and run its masks. The logits of masks stay zero, because nothing reads them."""
         if self.strategy == "apart":
             return context.verify(tree)
         assert self.mask_index is not None and self.hosts is not None
-        positions = context.cache.lengths[:, None] + tree.depths
         num_masks = self.hosts.shape[1] * self.masks_per_host
-        indices = torch.arange(tree.tokens.numel(), device=tree.tokens.device).view_as(tree.tokens)
-        hosts = F.pad(self.hosts.repeat_interleave(self.masks_per_host, dim=1), (tree.tokens.shape[1] - num_masks, 0))
-        with self.insert_masks(context.target, self.mask_index, indices[:, -num_masks:].flatten(), hosts):
-            features = context.target.run(
-                tree.tokens, ForwardPlan(layers=("final",), positions=positions, mask=tree.ancestors, cache=context.cache)
-            )
+        features = self.run_tree(context, tree, num_masks)
         final = features.at_layer("final")
         self.states = self._average_chains(
             final[:, -num_masks:].unflatten(1, (self.hosts.shape[1], self.masks_per_host)), self.num_masks
         )
         logits = self.head.logits(final[:, :-num_masks])
         return Features(tree.tokens, features.layers, features.hidden, F.pad(logits, (0, 0, 0, num_masks)))
+
+    def run_tree(self, context: Context, tree: TokenTree, num_masks: int) -> Features:
+        """Return the final states of a tree, whose last `num_masks` nodes are masks."""
+        assert self.mask_index is not None and self.hosts is not None
+        hosts = F.pad(self.hosts.repeat_interleave(self.masks_per_host, dim=1), (tree.tokens.shape[1] - num_masks, 0))
+        plan = ForwardPlan(layers=("final",), positions=context.positions(tree), mask=tree.ancestors, cache=context.cache)
+        with self.insert_masks(context.target, self.mask_index, mask_rows(tree, num_masks), hosts):
+            return context.target.run(tree.tokens, plan)
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
         """Keep the states of the masks after the last accepted node."""

@@ -42,6 +42,18 @@ def append_masks(tree: TokenTree, hosts: Tensor, num_masks: int, num_chains: int
     )
 
 
+def mask_rows(tree: TokenTree, num_masks: int) -> Tensor:
+    """Return the indices [R] of the masks, which are the last `num_masks` nodes of each row, among all B N nodes."""
+    indices = torch.arange(tree.tokens.numel(), device=tree.tokens.device).view_as(tree.tokens)
+    return indices[:, -num_masks:].flatten()
+
+
+def without_masks(tree: TokenTree, num_masks: int) -> TokenTree:
+    """Return the tree without its last `num_masks` nodes, which are masks."""
+    tokens, parents, valid, can_emit = (part[:, :-num_masks] for part in (tree.tokens, tree.parents, tree.valid, tree.can_emit))
+    return TokenTree(tokens, parents, valid, can_emit, tree.children, height=tree.height, max_children=tree.max_children)
+
+
 def parallel_chains_mask(num_chains: int, length: int, shared: int, device: torch.device) -> Tensor:
     """Return the causal mask [N, N] of `shared` tokens and of parallel chains after them, which do not see each other."""
     order = torch.arange(shared + num_chains * length, device=device)

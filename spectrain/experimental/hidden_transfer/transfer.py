@@ -49,7 +49,7 @@ def transfer_states(
     """Replace the inputs of a layer at masks by those that `transfer` computes, inside the context.
 
     `mask_index` and `hosts` [B, N] hold every token's mask index, and its host's index in the row. `rows` [R] are the masks'
-    indices among all B N tokens. Earlier layers run at the masks too, but their outputs are unused.
+    indices among all B N tokens. Earlier layers run at the masks too, but their outputs are unused; verification spares that.
     """
     starts = torch.arange(len(hosts), device=hosts.device)[:, None] * hosts.shape[1]
     sources, masks = (starts + hosts).flatten().index_select(0, rows), mask_index.flatten().index_select(0, rows)

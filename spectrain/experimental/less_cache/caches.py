@@ -113,14 +113,25 @@ class SelectedCache(TreeCache):
             else:
                 num_bytes += self.selector.selection_bytes(layer, selection)
                 indices = self.selector.select_keys(layer, selection, counts)
-            order = indices.transpose(1, 2)[..., None]  # [B, S, H, 1]
-            for selected, full in zip(self.keys_values(layer), source.keys_values(layer)):
-                selected[:, : order.shape[1]] = full.gather(1, order.expand(-1, -1, -1, full.shape[3]))
+            self._copy_slots(layer, indices, counts)
+        self._set_lengths(counts)
+        return num_bytes + sum(self._selected_bytes(layer, counts) for layer in self.slot_bytes)
+
+    def _set_lengths(self, counts: Tensor) -> None:
+        """Set the number of selected tokens of each text."""
         self.lengths.copy_(counts)
         self.longest = int(counts.max())
-        self.synced_lengths, self.window_starts = source.lengths.clone(), source.lengths - counts
+        self.synced_lengths, self.window_starts = self.source.lengths.clone(), self.source.lengths - counts
         self.num_selected = counts
-        return num_bytes + sum(self._selected_bytes(layer, counts) for layer in self.slot_bytes)
+
+    def _copy_slots(self, layer: int, indices: Tensor, counts: Tensor) -> None:
+        """Copy the tokens of these indices [B, H, S] to the first slots of a layer. Rows with fewer tokens keep the slots after
+        them, which may hold drafted nodes."""
+        order = indices.transpose(1, 2)[..., None]  # [B, S, H, 1]
+        is_selected = (torch.arange(order.shape[1], device=order.device) < counts[:, None])[..., None, None]
+        for selected, full in zip(self.keys_values(layer), self.source.keys_values(layer)):
+            slots = selected[:, : order.shape[1]]
+            slots.copy_(full.gather(1, order.expand(-1, -1, -1, full.shape[3])).where(is_selected, slots))
 
     def _make_input(self, layer: int, queries: RecentQueries) -> SelectionInput:
         keys = self.source.keys_values(layer)[0][:, : self.source.longest]
@@ -183,6 +194,37 @@ class SelectedCache(TreeCache):
             slot * count_read_tokens(lengths, nodes, self.windows.get(layer)) - unread.get(layer, 0)
             for layer, slot in self.slot_bytes.items()
         )
+
+
+class StepSelectedCache(SelectedCache):
+    """Selects the tokens of every layer again in each draft step, by the step's own queries (Quest, Tang et al., 2024,
+    algorithm 1)."""
+
+    step_bytes = 0  # bytes that the selections of the last forward read
+
+    def select_tokens(self, queries: RecentQueries) -> int:
+        self._set_lengths(self.selector.count_selected(self.source.lengths))
+        for layer in self.windows:
+            recent = most_recent(self._make_input(layer, queries), self.num_selected)
+            self._copy_slots(layer, recent, self.num_selected)
+        return 0
+
+    def attend(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, visibility: Visibility, options: AttentionOptions
+    ) -> Tensor:
+        if layer not in self.windows:
+            committed = self.source.keys_values(layer)[0][:, : self.source.longest]
+            selection = SelectionInput(committed, self.source.lengths, queries.unflatten(1, (keys.shape[1], -1)))
+            self.step_bytes += self.selector.selection_bytes(layer, selection)
+            self._copy_slots(layer, self.selector.select_keys(layer, selection, self.num_selected), self.num_selected)
+        return super().attend(layer, queries, keys, values, visibility, options)
+
+    def lends_storage(self, *dtypes: torch.dtype) -> bool:
+        return False
+
+    def bytes_read(self, nodes: int) -> int:
+        step_bytes, self.step_bytes = self.step_bytes, 0
+        return super().bytes_read(nodes) + step_bytes
 
 
 def count_read_tokens(lengths: list[int], nodes: int, window: int | None) -> int:

@@ -19,10 +19,17 @@ from spectrain.drafters.context import Context
 from spectrain.drafters.layers.copies import GrowingTexts
 from spectrain.errors import UserError
 from spectrain.experimental.less_cache.bytes_read import BytesRead, key_bytes, weight_bytes
-from spectrain.experimental.less_cache.caches import DecodedKV, QuantizedKV, RecentQueries, SelectedCache, hook_cache
+from spectrain.experimental.less_cache.caches import (
+    DecodedKV,
+    QuantizedKV,
+    RecentQueries,
+    SelectedCache,
+    StepSelectedCache,
+    hook_cache,
+)
 from spectrain.experimental.less_cache.codecs import KVCodec, MergingCodec, OutlierCodec, RotatingCodec
 from spectrain.experimental.less_cache.key_selectors import KeySelector, QuestSelector, SnapKVSelector, StreamingLLMSelector
-from spectrain.experimental.less_cache.quantized_kv import Bits, QuantizedWeights
+from spectrain.experimental.less_cache.quantized_kv import Bits, QuantizedWeights, round_inputs
 from spectrain.experimental.less_cache.ragged_selectors import DefensiveKVSelector, KVCompressSelector
 from spectrain.experimental.less_cache.retrieval_selectors import ClusterSelector, SignSelector
 from spectrain.experimental.less_cache.steps import CopyGuesser, Guesser, HelperGuesser, SelfSteps
@@ -66,10 +73,12 @@ class SelfDraft(Drafter):
     StreamingLLM), those with most attention of the newest `observe` tokens (snap: SnapKV, by head; compress: KV-Compress, by
     one threshold for all heads; defensive: DefensiveKV, by the worst case), pages of `page` tokens by bounds of their keys
     (quest: Quest), tokens by the signs of their keys (signs: FIER) or clusters of keys (clusters: ClusterKV). It is made again
-    every `refresh` rounds, as in MagicDec (Chen et al., 2025). Otherwise a draft reads all tokens in fewer bytes, by groups of
-    `group` tokens: in few bits (int8, int4: KIVI; sink4: SinkQ, with exact outliers), rotated (turbo4: TurboQuant) or merged
-    (merged: Chelsea). `weights` rounds the weights that a draft reads and shares the cache (QSpec, Zhao et al., 2024). The
-    keys and values of drafts are dropped: verification runs every node again, with all keys and full weights.
+    every `refresh` rounds, as in MagicDec (Chen et al., 2025), or for quest in every draft step, as in its paper. Otherwise a
+    draft reads all tokens in fewer bytes, by groups of `group` tokens: in few bits (int8, int4: KIVI; sink4: SinkQ, with exact
+    outliers), rotated (turbo4: TurboQuant) or merged (merged: Chelsea). `weights` drafts with a rounded copy of the weights.
+    `activations` rounds the inputs of linear layers: with a target of 4-bit weights (target=int4), drafts run these on 4-bit
+    activations and verification the same weights on activations as they are (QSpec, Zhao et al., 2024). The keys and values of
+    drafts are dropped: verification runs every node again, with all keys and full weights.
 
     With `guesses`, so many tokens after a draft step are guessed and run with it. Where the step's choice is the first of them,
     the next step is computed already: TriForce's hierarchy (Sun et al., 2024), in which the drafter `helper` drafts for the
@@ -94,12 +103,14 @@ class SelfDraft(Drafter):
         observe: int = 32,
         # Number of consecutive tokens that cache=quest selects together.
         page: int = 16,
-        # Number of rounds between two selections.
+        # Number of rounds between two selections; 0, with cache=quest, selects in every draft step by the step's own queries.
         refresh: int = 8,
         # Number of tokens whose keys share a scale, with cache=int8, int4, sink4 and signs, or are merged among themselves.
         group: int = 32,
         # Precision of the weights that a draft reads.
         weights: WeightPrecision = "full",
+        # Precision of the activations that a draft multiplies with the weights of the decoder layers.
+        activations: WeightPrecision = "full",
         # Number of guessed tokens that run together with a draft step; 0 guesses none.
         guesses: int = 0,
         # Small drafter that guesses: a run folder, a drafter directory, or a choice, alone or with settings; null copies from
@@ -111,17 +122,25 @@ class SelfDraft(Drafter):
         merge: float = 0.25,
     ) -> None:
         super().__init__()
-        choices = (("cache", cache, get_args(DraftCache)), ("weights", weights, get_args(WeightPrecision)))
+        precisions = get_args(WeightPrecision)
+        choices = (
+            ("cache", cache, get_args(DraftCache)), ("weights", weights, precisions), ("activations", activations, precisions),
+        )  # fmt: skip
         for key, choice, allowed in choices:
             if choice not in allowed:
                 raise UserError(f"drafter.{key}={choice}: choose from {', '.join(allowed)}")
-        if cache == weights == "full":
-            raise UserError("drafter.cache=full: with drafter.weights=full a draft reads as much as verification; change one")
+        if cache == weights == activations == "full":
+            raise UserError(
+                "drafter.cache=full: with drafter.weights=full and drafter.activations=full a draft is a step of verification; "
+                "change one"
+            )
+        if cache == "quest" and refresh == 0 and guesses:
+            raise UserError(f"drafter.guesses={guesses}: guesses would choose pages too; use 0, or drafter.refresh=8")
         voting = dict.fromkeys(("snap", "defensive", "compress"), observe + 1)
         min_budget = {"window": sinks + 1, **voting, "quest": page}.get(cache, 1)
         for key, value, minimum in (
             ("budget", budget, min_budget), ("sinks", sinks, 0), ("observe", observe, 1), ("page", page, 1),
-            ("refresh", refresh, 1), ("group", group, 1), ("guesses", guesses, 0),
+            ("refresh", refresh, int(cache != "quest")), ("group", group, 1), ("guesses", guesses, 0),
             ("outliers", outliers, 0), ("merge", merge, 0),
         ):  # fmt: skip
             if value < minimum:
@@ -139,6 +158,7 @@ class SelfDraft(Drafter):
             self.helper.requires_grad_(False)
             self.layers, self.saved = self.helper.layers, SavedFiles(inner=("helper",), settings={"helper": description})
         self.cache, self.bits, self.refresh, self.group, self.guesses = cache, BITS.get(weights), refresh, group, guesses
+        self.activation_bits = BITS.get(activations)
         selectors: dict[str, Callable[[], KeySelector]] = {
             "window": lambda: StreamingLLMSelector(budget, sinks), "snap": lambda: SnapKVSelector(budget, observe),
             "defensive": lambda: DefensiveKVSelector(budget, observe), "compress": lambda: KVCompressSelector(budget, observe),
@@ -153,7 +173,9 @@ class SelfDraft(Drafter):
         self.texts = GrowingTexts(3)
         self.bytes_read = BytesRead()  # bytes that drafting has read in this decoding
         self.weight_bytes = 0  # weight bytes of every forward
-        self.queries = RecentQueries(0 if self.selector is None else self.selector.num_queries)
+        # Queries of committed tokens that select; a selection in every draft step has its own.
+        self.num_queries = 0 if self.selector is None or not refresh else self.selector.num_queries
+        self.queries = RecentQueries(self.num_queries)
         self.quantized_weights: QuantizedWeights | None = None
         self.selected_cache: SelectedCache | None = None
         self.quantized_kv: QuantizedKV | None = None
@@ -215,7 +237,7 @@ class SelfDraft(Drafter):
         target, cache = context.target, self.drafting_cache(context)
         positions = (context.lengths[:, None] + depth).clamp(max=target.max_length - 1)
         plan = ForwardPlan(logits=True, positions=positions, mask=visible, cache=cache)
-        with self._use_quantized_weights(target), hook_cache(cache, kv_transform=self.quantized_kv):
+        with self._use_less_precision(target), hook_cache(cache, kv_transform=self.quantized_kv):
             logits = target.run(tokens, plan).logits
         assert logits is not None
         reduced, nodes = self.quantized_kv or self.selected_cache, tokens.shape[1]
@@ -225,11 +247,12 @@ class SelfDraft(Drafter):
         return logits.log_softmax(-1)
 
     @contextmanager
-    def _use_quantized_weights(self, target: Target) -> Iterator[None]:
-        if self.bits is None:
-            yield
-            return
-        with override_forwards(self._get_quantized_weights(target).linear_overrides()):
+    def _use_less_precision(self, target: Target) -> Iterator[None]:
+        """Run the target's linear layers on rounded weights or activations, inside the context."""
+        weights = () if self.bits is None else self._get_quantized_weights(target).linear_overrides()
+        bits = self.activation_bits
+        inputs = () if bits is None else round_inputs(list(target.layers), bits)
+        with override_forwards(weights), override_forwards(inputs):
             yield
 
     def _start_texts(self, context: Context) -> None:
@@ -245,8 +268,9 @@ class SelfDraft(Drafter):
             return
         self.selector.reset()
         num_slots = self._max_nodes(context) + self.refresh * (context.builder.depth + 1)
-        self.selected_cache = SelectedCache(context.target, context.cache, self.selector, num_slots)
-        self.queries = RecentQueries(self.selector.num_queries)
+        make_cache = SelectedCache if self.refresh else StepSelectedCache
+        self.selected_cache = make_cache(context.target, context.cache, self.selector, num_slots)
+        self.queries = RecentQueries(self.num_queries)
         self._record_queries(context)
 
     def _record_queries(self, context: Context) -> None:
@@ -273,7 +297,7 @@ class SelfDraft(Drafter):
             self.bytes_read += BytesRead(0, self.quantized_kv.quantize_committed())
         if self.selected_cache is None:
             return
-        if context.round % self.refresh and self.selected_cache.has_room(self._max_nodes(context)):
+        if self.refresh and context.round % self.refresh and self.selected_cache.has_room(self._max_nodes(context)):
             self.bytes_read += BytesRead(0, self.selected_cache.copy_committed())
         else:
             self.bytes_read += BytesRead(0, self.selected_cache.select_tokens(self.queries))

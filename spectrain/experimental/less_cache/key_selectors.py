@@ -106,9 +106,9 @@ class SnapKVSelector(KeySelector):
 
 
 class QuestSelector(KeySelector):
-    """Selects pages of `page` tokens by an upper bound of the newest token's scores, sum_d max(q_d low_d, q_d high_d), over the
-    smallest and largest keys of a page, summed over the heads that share them. The newest full page and the tokens after it are
-    always selected (Quest, Tang et al., 2024, algorithm 1, run once for the drafts of several rounds)."""
+    """Selects pages of `page` tokens by an upper bound of a query's scores, sum_d max(q_d low_d, q_d high_d), over the smallest
+    and largest keys of a page, summed over the heads that share them; of several queries the largest bound counts. The newest
+    full page and the tokens after it are always selected (Quest, Tang et al., 2024, algorithm 1)."""
 
     num_queries = 1
 
@@ -133,9 +133,9 @@ class QuestSelector(KeySelector):
             return most_recent(selection, counts)
         assert selection.queries is not None
         low, high = self._update_bounds(layer, selection)
-        query = selection.queries[:, :, :, -1].float()  # [B, H, G, D]
-        bounds = torch.einsum("bhgd,bphd->bhp", query.clamp(min=0), high)
-        bounds = bounds + torch.einsum("bhgd,bphd->bhp", query.clamp(max=0), low)
+        queries = selection.queries.float()  # [B, H, G, Q, D]
+        bounds = torch.einsum("bhgqd,bphd->bhqp", queries.clamp(min=0), high)
+        bounds = (bounds + torch.einsum("bhgqd,bphd->bhqp", queries.clamp(max=0), low)).amax(2)
         page_index = torch.arange(low.shape[1], device=low.device)
         bounds = bounds.masked_fill((page_index == num_full[:, None] - 1)[:, None], INF)
         bounds = bounds.masked_fill((page_index >= num_full[:, None])[:, None], -INF)

@@ -60,13 +60,62 @@ class QuantizedLinear:
     """The forward of a linear layer with a quantized copy of its weight [O, I]."""
 
     def __init__(self, linear: nn.Linear, bits: Bits) -> None:
-        width = linear.in_features
-        size = WEIGHT_GROUP_SIZE if bits == 4 and width % WEIGHT_GROUP_SIZE == 0 else width
-        self.weight = quantize_groups(linear.weight.detach().unflatten(-1, (-1, size)), bits)
+        self.weight = quantize_weight(linear, bits)
         self.bias = linear.bias
 
     def __call__(self, input: Tensor) -> Tensor:
         return F.linear(input, self.weight.dequantize(input.dtype).flatten(-2), self.bias)
+
+
+def quantize_weight(linear: nn.Linear, bits: Bits) -> QuantizedGroups:
+    """Quantize the weight of a linear layer, [O, groups, G]."""
+    width = linear.in_features
+    size = WEIGHT_GROUP_SIZE if bits == 4 and width % WEIGHT_GROUP_SIZE == 0 else width
+    return quantize_groups(linear.weight.detach().unflatten(-1, (-1, size)), bits)
+
+
+class CodedLinear(nn.Module):
+    """A linear layer that holds nothing but the codes of its weight, dequantized at every product."""
+
+    codes: Tensor
+    offset: Tensor
+    scale: Tensor
+
+    def __init__(self, linear: nn.Linear, bits: Bits) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        weight = quantize_weight(linear, bits)
+        self.group_size = weight.group_size
+        for name, part in zip(QuantizedGroups._fields, weight[:3]):
+            self.register_buffer(name, part)
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight = QuantizedGroups(self.codes, self.offset, self.scale, self.group_size)
+        return F.linear(input, weight.dequantize(input.dtype).flatten(-2), self.bias)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module multiplies by a weight, whatever holds it."""
+    return isinstance(module, (nn.Linear, CodedLinear))
+
+
+class RoundedInput:
+    """The forward of a linear layer on activations in few bits: groups of as many numbers of a token as weights share a scale
+    (QSpec's W4A4 with bits=4). The rounding is simulated: the product runs in the type of the model."""
+
+    def __init__(self, forward: Callable[[Tensor], Tensor], bits: Bits) -> None:
+        self.forward, self.bits = forward, bits
+
+    def __call__(self, input: Tensor) -> Tensor:
+        width = input.shape[-1]
+        size = WEIGHT_GROUP_SIZE if width % WEIGHT_GROUP_SIZE == 0 else width
+        return self.forward(quantize_groups(input.unflatten(-1, (-1, size)), self.bits).dequantize(input.dtype).flatten(-2))
+
+
+def round_inputs(layers: Sequence[nn.Module], bits: Bits) -> Iterator[tuple[nn.Module, RoundedInput]]:
+    """Yield each linear layer of these layers with its forward on activations in few bits."""
+    for layer in layers:
+        yield from ((child, RoundedInput(child.forward, bits)) for child in layer.modules() if is_linear(child))
 
 
 class QuantizedWeights:

@@ -76,5 +76,5 @@ def check_pruned_tree(builder: TreeBuilder) -> None:
     """Refuse a builder that learns from verified trees, which pruning would mislead."""
     if builder.learns_from_trees:
         raise UserError(
-            f"tree={builder.name}: it learns from the trees that are verified, and pruned ones mislead it; use another tree"
+            f"tree={builder.name}: it learns from the trees that are verified, and pruned ones mislead it; use tree=auto"
         )

@@ -115,7 +115,10 @@ class Pruning:
     def __call__(self, context: Context, tree: TokenTree) -> TokenTree:
         """Return the pruned tree. `context.partial` then holds its nodes, run through the first layers."""
         if not tree.can_emit.all():
-            raise UserError("eval.prune_layer: trees of this drafter hold nodes that only draft, which pruning would break")
+            raise UserError(
+                f"eval.prune_layer={self.layer}: trees of this drafter hold nodes that only draft, which that layer runs "
+                "too; use another drafter, or an earlier layer with drafters whose masks start inside the target"
+            )
         partial = context.partial or PartialForward(context.target, context.cache, self.layer, layers=context.layers)
         if self.layer < partial.exit_layer:
             raise UserError(
@@ -196,7 +199,11 @@ class PrunedDrafter:
         draft = self.drafter.draft(context)
 
         def prune_tree(tree: TokenTree) -> TokenTree:
-            return self.pruning(context, tree if draft.add_mask_nodes is None else draft.add_mask_nodes(tree))
+            if draft.add_mask_nodes is None:
+                return self.pruning(context, tree)
+            if draft.mask_layer >= self.pruning.layer:
+                return draft.add_mask_nodes(self.pruning(context, tree))
+            return self.pruning(context, draft.add_mask_nodes(tree))
 
         return replace(draft, add_mask_nodes=prune_tree)
 

@@ -1,0 +1,104 @@
+"""The page docs/systems.md and the table of claims, from benchmarks/systems.yaml and eval/results/systems.json."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.systems import read_systems
+from scripts.results_tables import describe_setting, format_interval, format_table
+
+RESULTS = Path(__file__).parents[1] / "eval" / "results"
+TITLES = ("system", "paper", "settings or command", "as in the paper", "what differs", "proof", "measured")
+INTRODUCTION = """# Papers by name
+
+What papers call a method, the command that runs it here, what is the same as in the paper and what differs, the proof (an
+enumeration, an equation, or a comparison with another implementation; each is a test), and what was measured. A row that
+starts with *after* does less than the paper, or something else; its name says what it does.
+
+The last column holds tokens per forward and the speed relative to decoding without a drafter, both with 95 % intervals over
+prompts. Drafted and plain decoding ran in turn, on tiny with one thread: 16 held-out prompts of 48 tokens where nothing else is
+said. On a target of 1.7 million parameters drafting costs as much as verifying, so few methods gain. The machine was busy (two
+to five processes per core were ready to run), which spoils absolute speeds and widens the intervals of ratios. Every greedy row
+gave the text of `generate` for all prompts. Drafters were trained for a minute or two, so rows do not rank the methods. Rows of
+`benchmarks/measure_ways.py` were measured earlier, some with eight prompts at once. The page is written by
+`python -m scripts.make_results_pages` from `benchmarks/systems.yaml`, `eval/results/systems.json` and
+`eval/results/ways-tiny.json`; the commands that measured it:
+
+```sh
+python -m benchmarks.systems
+python -m benchmarks.measure_ways
+```"""
+LEFT_OUT = "Methods that surveys name and that are not built here, with the reason."
+CLAIMS = """An audit compared names with code. The table says what each name stood for, what it stands for now, and what was
+measured since."""
+
+
+def load_results(name: str) -> dict[str, Any]:
+    """Return a file of eval/results."""
+    results: dict[str, Any] = json.loads((RESULTS / name).read_text())
+    return results
+
+
+def render_systems_page() -> str:
+    """Return docs/systems.md."""
+    results, systems = load_results("systems.json"), read_systems()
+    parts = [INTRODUCTION, describe_setting(results)]
+    for group in systems["groups"]:
+        rows = [describe_system(system, results["rows"]) for system in group["systems"]]
+        parts += [f"## {group['title']}", group["text"], format_table(TITLES, rows)]
+    left_out = format_table(("name", "reason"), ([entry["name"], entry["reason"]] for entry in systems["left_out"]))
+    claims = [describe_claim(entry, results["rows"]) for entry in systems["claims"]]
+    parts += ["## Research that stays out", LEFT_OUT, left_out]
+    parts += ["## Names before and after", CLAIMS, format_table(("name", "before", "now", "measured"), claims)]
+    return "\n\n".join(parts) + "\n"
+
+
+def describe_system(system: dict[str, Any], rows: dict[str, Any]) -> list[str]:
+    """Return the cells of a system."""
+    command = system["command"]
+    command = f"spectrain {command}" if command.split()[0] in ("eval", "train") else command
+    names = system.get("measured", [])
+    measured = [describe_row(name, rows, is_named=len(names) > 1) for name in names]
+    measured += [system["link"]] if "link" in system else []
+    measured += [describe_reads(name) for name in system.get("reads", [])]
+    cells = [system["name"], system["paper"], f"`{command}`", *(system[key] for key in ("same", "differs", "proof"))]
+    return [*cells, "<br>".join(measured)]
+
+
+def describe_claim(entry: dict[str, str], rows: dict[str, Any]) -> list[str]:
+    """Return the cells of a name whose meaning changed."""
+    if "memory" in entry:
+        memory = rows.get(entry["memory"], {}).get("memory")
+        measured = "not measured" if memory is None else f"`memory.weights` {memory['weights']:,} bytes"
+    else:
+        measured = describe_row(entry["measured"], rows, is_named=False)
+    return [entry["claim"], entry["before"], entry["now"], measured]
+
+
+def describe_row(name: str, rows: dict[str, Any], is_named: bool) -> str:
+    """Return the tokens per forward and the speed of a measured row; GROUP/NAME is one of eval/results/ways-tiny.json."""
+    group, slash, label = name.partition("/")
+    row = find_way(group, label) if slash else rows.get(name)
+    label = f"{label if slash else name}: " if is_named else ""
+    if row is None:
+        return f"{label}not measured"
+    length, speed = row["acceptance_length"], row["speedup"]
+    tokens = f"{length['pooled']:.2f} {format_interval(length['ci95'])} tokens"
+    together = " with 8 prompts at once" if "eval.batch_size=8" in row["command"] else ""
+    return f"{label}{tokens}, {speed['ratio']:.2f}x {format_interval(speed['ci95'])}{together}"
+
+
+def find_way(group: str, name: str) -> dict[str, Any]:
+    """Return a row of eval/results/ways-tiny.json."""
+    ways: list[dict[str, Any]] = load_results("ways-tiny.json")["rows"]
+    return next(row for row in ways if (row["group"], row["name"]) == (group, name))
+
+
+def describe_reads(name: str) -> str:
+    """Return the tokens per round and the bytes per token of a reduced cache behind the longest text."""
+    last = load_results("context-tiny.json")["rows"][-1]
+    entry = last["drafters"][name]
+    return (
+        f"{name}, behind {last['length']:,} tokens: {entry['acceptance_length']:.2f} tokens, {entry['ratio']:.2f} of the "
+        "[bytes](results/less-cache.md)"
+    )
