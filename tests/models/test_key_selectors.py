@@ -147,7 +147,6 @@ def test_clusters_are_chosen_by_their_centroids() -> None:
     text = torch.randn(length, 2) * 0.01 + torch.tensor([[1.0, 0.0], [0.0, 1.0]])[torch.arange(length) % 2]
     selector = ClusterSelector(40)
     what = SelectionInput(text[None, :, None], torch.tensor([length]), torch.tensor([0.0, 1.0])[None, None, None, None])
-    selector.max_extra = NUM_SINKS + 5
     chosen(selector, what._replace(keys=what.keys[:, :-5], lengths=torch.tensor([length - 5])))
     (tokens,) = chosen(selector, what)[0]
     clustered = [token for token in tokens if NUM_SINKS <= token < NUM_SINKS + 320]

@@ -101,7 +101,11 @@ class ClusterSelector(KeySelector):
         self.labels, self.centroids = {}, {}
 
     def count_selected(self, lengths: Tensor) -> Tensor:
-        return lengths.clamp(max=self.budget + self.max_extra)
+        """Return the budget, and the tokens that are in no cluster once those that have come are clustered."""
+        first = next((labels.shape[2] for labels in self.labels.values()), NUM_SINKS)
+        end = int(lengths.min())
+        num_clustered = end if end - first >= CLUSTER_INTERVAL else first
+        return lengths.minimum(self.budget + NUM_SINKS + lengths - num_clustered).clamp(max=self.budget + self.max_extra)
 
     def select_keys(self, layer: int, selection: SelectionInput, counts: Tensor) -> Tensor:
         keys, lengths, queries = selection
