@@ -54,7 +54,7 @@ LOSSY = {
 
 def list_phrase_drafters(target: str, models: tuple[str, str], limit: list[str]) -> dict[str, list[str]]:
     """Drafters that copy, look up or share, each after its base; the runs of a model to lengthen and of one to combine."""
-    shared, chain = [f"target={target}", "acceptance=greedy", *limit], ["tree=chain", "tree.depth=4"]
+    shared, chain = [f"target={target}", "acceptance=greedy", "eval.repeats=1", *limit], ["tree=chain", "tree.depth=4"]
     drafters = {
         "ngram": [*SIXTEEN, "drafter=ngram"],
         "retrieval": [*SIXTEEN, "drafter=retrieval"],
@@ -122,7 +122,7 @@ GROUPS: dict[str, dict[str, list[str]]] = {  # rows: the arguments of `spectrain
     },
     "phrases": list_phrase_drafters("tiny", ("WORK/gkd", "WORK/eagle3"), TWENTY_FOUR),
     "phrases-smollm2": list_phrase_drafters(
-        "smollm2", ("smollm2-eagle3", "smollm2-eagle3"), ["eval.limit=12", "eval.max_new_tokens=48", "eval.repeats=1"]
+        "smollm2", ("smollm2-eagle3", "smollm2-eagle3"), ["eval.limit=8", "eval.max_new_tokens=48"]
     ),
     "overlap": {
         f"{way}, chain of {depth}": [
