@@ -58,6 +58,7 @@ CONFIGURED = {
     "drafters/pard.py:Pard",
     "drafters/peagle.py:PEagle",
     "experimental/less_cache/drafter.py:SelfDraft",
+    "experimental/transformer_heads/drafter.py:TransformerHeads",
     "experimental/on_policy/source.py:GeneratedSource",
 }
 """Classes whose constructors mirror a yaml of more than eight settings."""

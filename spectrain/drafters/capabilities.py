@@ -41,6 +41,10 @@ class OnPolicy:
 
     # The drafter as a language model. It can write texts, run side branches of a text and weigh the drafts that it drew.
     language_model: Target | None = None
+    # It drafts from the text before a root and reads no draft, so a replayed draft is judged after its own root only.
+    drafts_from_root: bool = False
+    # Its loss weighs the tokens of a draft that it drew after a root by their advantage.
+    learns_windows: bool = False
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from spectrain.models.step_cost import BatchShape, StepCost
 from spectrain.trees.base import MarginalRollout, Rollout
 
 from .base import Losses
+from .capabilities import OnPolicy
 from .context import Context
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ class DFlash(BlockDrafter):
     weighs by the probability that the drafts before it are accepted: s_k = (1 - alpha) q_k + alpha with the label's probability
     q_k, P_k = s_1 .. s_k, and w_k = sum_{j >= k} P_j, without gradient.
     """
+
+    capabilities = replace(BlockDrafter.capabilities, on_policy=OnPolicy(drafts_from_root=True))
 
     def __init__(self, target: Target, config: DFlashConfig) -> None:
         super().__init__(target, config)

@@ -6,6 +6,7 @@ Index t pairs the target's features at t with the embedding of token t + 1, and 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -24,7 +25,7 @@ from spectrain.models.target import Target
 from spectrain.trees.base import Draft
 
 from .base import Losses, TrainingState
-from .capabilities import ContextParallelDrafter, SavedFiles
+from .capabilities import ContextParallelDrafter, OnPolicy, SavedFiles
 from .context import Context
 
 VARIANTS = (*NORM_VARIANTS, "norm_output", "own_embedding")
@@ -45,6 +46,7 @@ class Eagle3(UnrolledEagle, ContextParallelDrafter):
     """
 
     saved = SavedFiles(shape=("vocab_size", "layers", "num_layers", "window", "head_rank", "architecture"))
+    capabilities = replace(UnrolledEagle.capabilities, on_policy=OnPolicy(learns_windows=True))
 
     def __init__(
         self,

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from spectrain.config.values import Count, Share, Steps, VocabularySize
 from spectrain.drafters.layers.heads import MedusaHead
-from spectrain.drafters.layers.losses import LossName, head_loss
+from spectrain.drafters.layers.language_model_loss import language_model_loss
+from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.vocabulary import HeadsDrafter, Supervision
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
-from spectrain.kernels.linear_divergence import HeadTarget
 from spectrain.models.features import Layer
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.lora import TargetTraining
@@ -139,7 +139,10 @@ class Medusa(HeadsDrafter):
         terms, hits, counts = self._heads_loss(batch, final)
         weight = self.heads_coefficient * self._schedule_factor(state.progress)
         heads = {name: weight * loss for name, loss in terms.items()}
-        return Losses({"language_model": self._language_model_loss(batch, final, target), **heads}, hits, counts)
+        training, predicts = self.target_training, batch.next_is_supervised
+        assert training is not None
+        own_loss = language_model_loss(final[predicts], batch, target, training, self.self_distillation)
+        return Losses({"language_model": own_loss, **heads}, hits, counts)
 
     def _heads_loss(self, batch: Batch, final: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """Return the losses, hits and counts of all heads on the same states. Gradients flow into `final`, not into labels."""
@@ -151,20 +154,6 @@ class Medusa(HeadsDrafter):
         """Return the schedule's factor, which grows from 0 to 1 over the second stage; constant is 1."""
         done = (progress - self.heads_first) / (1 - self.heads_first)
         return {"constant": 1.0, "linear": done, "sine": math.sin(math.pi / 2 * done)}[self.schedule]
-
-    def _language_model_loss(self, batch: Batch, final: Tensor, target: Target) -> Tensor:
-        """Return the language model loss, summed over supervised tokens."""
-        predicts, head = batch.next_is_supervised, self.head.projection
-        tokens, original_log_probs = batch.tokens.roll(-1, dims=1)[predicts], None
-        if self.self_distillation:
-            assert self.target_training is not None
-            with torch.no_grad(), self.target_training.use_original(target) as original:
-                original_log_probs = HeadTarget(
-                    original.features(batch.tokens, ("final",), batch.lengths).at_layer("final")[predicts], head
-                )
-        return head_loss(
-            "forward_kl" if self.self_distillation else "cross_entropy", final[predicts], head, tokens, original_log_probs
-        ).loss
 
     # Decoding
 

@@ -81,7 +81,8 @@ class ExperimentalEvaluation(Evaluation):
     # Number of answers between two online updates.
     online_every: int = 8
     # What online updates learn from: corrections are the tokens that replaced a wrong draft, answers are all tokens of the
-    # answers, and split replays drafts with the loss of Draft-OPD.
+    # answers, split replays drafts with the loss of Draft-OPD, and dvi takes drafts up to their first rejected token with the
+    # loss of DVI.
     online_learn: LearnFrom = "corrections"
 
     def __post_init__(self) -> None:

@@ -95,10 +95,11 @@ class Batch:
 
     def split_documents(self) -> list[tuple[Tensor, Tensor]]:
         """Return tokens and loss mask [T] of every document on the CPU, padding included."""
-        tokens, mask = self.tokens.cpu(), self.loss_mask.cpu()
-        if self.lengths is None:
-            return list(zip(tokens, mask))
-        return list(zip(tokens[0].split(self.lengths), mask[0].split(self.lengths)))
+        return list(zip(self.split_values(self.tokens), self.split_values(self.loss_mask)))
+
+    def split_values(self, values: Tensor) -> list[Tensor]:
+        """Return values [B, T] as those of every document, [T], on the CPU, padding included."""
+        return list(values.cpu() if self.lengths is None else values.cpu()[0].split(self.lengths))
 
     @property
     def num_supervised(self) -> int:

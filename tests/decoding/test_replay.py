@@ -17,12 +17,21 @@ from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter, TrainingState
 from spectrain.drafters.causal import Causal
+from spectrain.drafters.dflash import DFlash, DFlashConfig
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.layers.losses import split_loss
 from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.errors import UserError
 from spectrain.experimental.dyspec.builder import DySpec
+from spectrain.experimental.hydra.drafter import Hydra
 from spectrain.experimental.on_policy import policy
+from spectrain.experimental.on_policy.groups import (
+    DrawnDraft,
+    DrawnDraftRecorder,
+    draw_window_group,
+    normalize_rewards,
+    window_reward,
+)
 from spectrain.experimental.on_policy.source import GeneratedSource
 from spectrain.experimental.shared.draft_replay import (
     NOT_PAST_ERROR,
@@ -44,6 +53,9 @@ from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 from spectrain.trees import Auto, Chain, Eagle2, Static, TreeBuilder
 from spectrain.trees.base import RoundResult
+from tests.decoding.rounds import begun
+from tests.drafters.blocks import states_behind
+from tests.drafters.forced import shaken
 
 PROMPTS = [[5, 900, 71, 4, 333], [17, 1200, 8]]
 LOSSES = ["forward_kl", "cross_entropy"]  # whatever the drafter's own loss is, replayed drafts are judged by the split one
@@ -509,6 +521,109 @@ def test_policy_learns_from_its_own_samples(shallow: Target, packed: bool) -> No
     length = alone.tokens.shape[1]
     own_values = batch.tokens[1][:length] if batch.lengths is None else batch.tokens[0].split(batch.lengths)[1]
     assert torch.equal(alone.tokens[0], own_values)
+
+
+def forced_log_probs(drafter: Drafter, target: Target, text: list[int], draft: list[int]) -> Tensor:
+    """log q of every token of a draft after a text, as drafting computes it, with gradients."""
+    context = begun(target, [text[:-1]], drafter, Chain(len(draft)))
+    context.tokens[0, len(text) - 1] = text[-1]
+    rollout = drafter.draft(context).rollout
+    assert rollout is not None and rollout.draft_ids is not None
+    log_q, parts = rollout.start(), []
+    for number, token in enumerate(draft):
+        parts.append(log_q[0, -1, torch.searchsorted(rollout.draft_ids, torch.tensor(token))])
+        if number + 1 < len(draft):
+            log_q = rollout.extend(torch.tensor([[token]]), torch.tensor([[number]]))
+    return torch.stack(parts)
+
+
+@pytest.mark.parametrize("family", ["eagle3", "hydra"])
+def test_window_gradient_of_features_equals_enumeration(shallow: Target, family: str) -> None:
+    """Over every draft of two tokens of three, the policy term has the gradient of the expected reward, with the q that
+    decoding draws from; other pairs of position and step weigh nothing."""
+    drafter: Any = (
+        Eagle3(shallow, ttt_steps=2, vocab_size=3) if family == "eagle3" else Hydra(shallow, num_heads=2, vocab_size=3)
+    )
+    drafter = shaken(drafter, shallow)
+    text, ids = PROMPTS[0], drafter.draft_ids.tolist()
+    rewards = {draft: 1.0 + 0.7 * number for number, draft in enumerate(product(ids, repeat=2))}
+    windows, expected = [], torch.zeros(())
+    for draft, reward in rewards.items():
+        log_q = forced_log_probs(drafter, shallow, text, list(draft)).sum()
+        expected = expected + log_q.exp() * reward
+        weight = float(log_q.detach().exp()) * reward
+        example = Example([*text, *draft], [False] * len(text) + [True] * 2)
+        windows.append(DraftWindow(example, [0.0] * len(text) + [weight] * 2, len(text)))
+    batch = collate_windows(windows, packed=family == "hydra")
+    features = shallow.run(batch.tokens, ForwardPlan(layers=drafter.stages[0].layers, lengths=batch.lengths))
+    term = drafter.loss(replace(batch, features=features), shallow, TrainingState()).terms["policy"]
+    parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+    estimated, wanted = (
+        torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True) for value in (-term, expected)
+    )
+    for mine, other in zip(estimated, wanted):
+        torch.testing.assert_close(mine, other, rtol=2e-3, atol=2e-4)
+    assert max(float(part.abs().max()) for part in wanted) > 0.01
+
+
+def test_groups_are_normalized_window_rewards(shallow: Target) -> None:
+    """k / (1 + c k) of kept tokens, and of none the least overlap, which is sum min(p, q) after the drafted tokens; a group's
+    rewards have mean 0 and deviation 1."""
+    drafter = make("causal", shallow)
+    assert isinstance(drafter, Causal)
+    chain = DrawnDraftRecorder(Chain(3, "sampled", 1.0, 4))
+    generation = decode(shallow, PROMPTS, Greedy(), 8, drafter, chain)
+    text = PROMPTS[0] + generation[0].output[:1]
+    draft = chain.drafts[0]
+    for number, overlap in enumerate(draft.overlaps):
+        p, q = (after(model, text + draft.tokens[:number]).softmax(-1) for model in (shallow, drafter.model))
+        assert overlap == pytest.approx(float(torch.minimum(p, q).sum()), rel=1e-3)
+    assert draft.num_accepted == generation[0].round_lengths[0] - 1
+    assert window_reward(DrawnDraft([1, 2, 3], 2, [0.1, 0.2, 0.3]), 0.25) == 2 / 1.5
+    assert window_reward(DrawnDraft([1, 2], 0, [0.4, 0.2]), 0.25) == 0.2
+    gains = normalize_rewards([0.0, 1.0, 1.0, 3.0])
+    assert sum(gains) == pytest.approx(0, abs=1e-6) and sum(gain**2 for gain in gains) == pytest.approx(4, rel=1e-4)
+    windows = draw_window_group(shallow, drafter, Chain(3, "sampled", 1.0, 9), text, 6, 0.1)
+    assert len(windows) == 6 and len({tuple(window.example.tokens) for window in windows}) > 1
+    assert all(window.example.tokens[: len(text)] == text and window.start == len(text) for window in windows)
+    data = Dataset([Example([*PROMPTS[0], 9, 9], [False] * 5 + [True] * 2)], 1, 0, 0)
+    for family in ("causal", "eagle3"):
+        drafter = make(family, shallow)
+        request = BatchRequest(data[[0]], shallow, drafter.stages[0].layers, drafter=drafter)
+        batch = GeneratedSource(1.0, "policy", max_new_tokens=10, group=4).make_batch(request)
+        assert len(batch.tokens) == 5 and batch.advantage is not None and batch.advantage.abs().max() > 0.5
+        assert torch.isfinite(drafter.loss(batch, shallow, TrainingState()).total)
+
+
+def test_block_replays_are_judged_after_their_roots(shallow: Target) -> None:
+    """The loss over replayed drafts is that of the block after every root alone: the split loss of each slot, p being what the
+    target predicts after the drafted tokens."""
+    torch.manual_seed(1)
+    config = DFlashConfig(num_layers=1, block_size=4, decay=2.0, loss="forward_kl")
+    drafter = DFlash(shallow, config).eval()
+    drafter.prepare(shallow, torch.zeros(shallow.head.vocab_size))
+    recorder = DraftRecorder(Chain(3))
+    written = decode(shallow, PROMPTS, Greedy(), 14, drafter, recorder)
+    replays = [
+        one for item, rounds in zip(written, recorder.rounds) for one in select_replays(item, rounds, 2, Random(0), True)
+    ]
+    assert all(max(one.tokens_past_error) >= 0 for one in replays) and len(replays) == 4
+    batch = collate_replays(replays)
+    batch = replace(batch, features=shallow.features(batch.tokens, drafter.layers))
+    total = torch.zeros(())
+    for replay in replays:
+        tokens, size = replay.example.tokens, sum(replay.example.mask)
+        root = len(tokens) - size
+        log_q = drafter.log_q(drafter.compute_products(states_behind(drafter, shallow, tokens[:root])[None]))[0]
+        weights = torch.exp(-torch.arange(size) / 2.0)
+        weights = weights * size / weights.sum()
+        for slot in range(size):
+            log_p = after(shallow, tokens[: root + slot]).log_softmax(-1)
+            distance = torch.tensor([replay.tokens_past_error[root + slot]])
+            total = total + weights[slot] * split_loss(log_p[None], log_q[slot][None], distance)[0]
+    losses = drafter.loss(batch, shallow, TrainingState())
+    torch.testing.assert_close(losses.total.detach(), total.detach(), rtol=1e-3, atol=1e-3)
+    assert losses.counts.tolist() == [4, 4, 4]
 
 
 def test_families_without_a_policy_are_refused(shallow: Target) -> None:

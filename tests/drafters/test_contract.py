@@ -57,6 +57,7 @@ ARCHITECTURE: dict[str, Any] = {
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "medusa lora distilled": ("medusa", {"adapt": "lora", "self_distillation": True}),
     "medusa full": ("medusa", {"adapt": "full"}),
+    "transformer heads lora": ("transformer_heads", {"adapt": "lora", "num_heads": 2}),
     "early exit lora": ("early_exit", {"adapt": "lora", "rotate": 2}),
     "early exit gradual": ("early_exit", {"curriculum": "gradual", "dropout_schedule": "exponential"}),
     "hybrid over heads": ("hybrid", {"inner": {"choice": "medusa", "num_heads": 2}}),

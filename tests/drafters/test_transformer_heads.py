@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
@@ -12,7 +13,9 @@ from spectrain.drafters.layers.layers import llama_config
 from spectrain.experimental.transformer_heads.drafter import TransformerHeads
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
+from spectrain.training.checkpoints import select_trained_groups
 from tests.decoding.rounds import begun, proposed
+from tests.targets import cut_tiny
 
 from .forced import Probe, shaken, walk
 
@@ -93,3 +96,27 @@ def test_every_head_starts_as_the_targets_own(shallow: Target) -> None:
         proposed(drafter, context, probe)
     said = torch.cat(probe.said, dim=1)
     torch.testing.assert_close(said, wanted[:, None].expand_as(said), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("adapt", ["lora", "full"])
+def test_joint_training_adds_the_targets_own_loss(adapt: Any) -> None:
+    """L_LM, the data's cross-entropy, and heads_weight times the frozen target's terms, with gradients for target and heads."""
+    target = cut_tiny(2)
+    drafter = make(target, adapt=adapt, heads_weight=0.3)
+    select_trained_groups(drafter, target, 0)
+    heads, adapted = drafter.stages[0].groups
+    assert drafter.stages[0].layers == () and adapted["lr_scale"] == 0.1 and heads["params"] == list(drafter.parameters())
+    torch.manual_seed(7)
+    tokens = torch.randint(3, 2000, (2, 20))
+    mask = torch.rand(tokens.shape) < 0.6
+    joint = drafter.loss(Batch(tokens, mask), target, TrainingState())
+    alone = drafter._heads_loss(Batch(tokens, mask), target.features(tokens, ("final",)).at_layer("final"), TrainingState())
+    labels = tokens.masked_fill(~mask, -100)[:, 1:].flatten()
+    logits = target.head.logits(target.features(tokens, ("final",)).at_layer("final"))[:, :-1].flatten(0, 1)
+    torch.testing.assert_close(
+        joint.terms["language_model"], F.cross_entropy(logits, labels, reduction="sum"), rtol=1e-3, atol=1e-3
+    )
+    torch.testing.assert_close(joint.terms["forward_kl"], 0.3 * alone.terms["forward_kl"], rtol=1e-3, atol=1e-3)
+    joint.total.backward()
+    assert all(p.grad is not None for p in heads["params"])
+    assert any(p.grad is not None and bool(p.grad.abs().sum() > 0) for p in adapted["params"])

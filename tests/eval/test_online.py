@@ -3,6 +3,7 @@
 import copy
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -26,6 +27,7 @@ from spectrain.errors import RunError, UserError
 from spectrain.eval.metrics import Turn
 from spectrain.experimental.evaluation import ExperimentalEvaluation
 from spectrain.experimental.online.evaluation import Learner, Online, acceptance_curve, make_example
+from spectrain.experimental.online.signals import MIN_KL_WEIGHT, DviSignals
 from spectrain.experimental.shared.draft_replay import DraftRecorder, collate_replays, select_replays
 from spectrain.experimental.shared.guard import Guard
 from spectrain.features.batch import Batch, collate
@@ -41,7 +43,7 @@ QUESTIONS = [["Name a color.", "Name another color."], ["Count: one two three on
 ROWS = [{"id": f"{number}", "category": "talk", "turns": turns} for number, turns in enumerate(QUESTIONS)]
 NUM_TURNS = 5
 QUICK: dict[str, Any] = {"oracle": False, "report": False, "repeats": 1}  # without what is not asked about here
-LEARN = pytest.mark.parametrize("learn", ["corrections", "answers", "split"])
+LEARN = pytest.mark.parametrize("learn", ["corrections", "answers", "split", "dvi"])
 Weights = dict[str, Tensor]
 
 
@@ -90,6 +92,38 @@ def seen(shallow: Target, drafter: Causal, count: int) -> list[tuple[Generation,
         (one,) = decode(shallow, [torch.randint(3, 2000, (6,)).tolist()], Greedy(), LIMIT, drafter, recorder)
         found.append((one, recorder.rounds[0]))
     return found
+
+
+ACCEPTED_DRAFT = [1, 0]  # what the target predicts
+
+
+@pytest.mark.parametrize("updates", [0, 6, 40])
+def test_the_loss_of_dvi_has_the_enumerated_gradient(updates: int) -> None:
+    """Over every draft of two tokens that may be drawn, the terms have the gradient of lambda_kl KL(p || q) at logged places,
+    less 2 lambda_pg times the chance that a logged place is accepted; the baseline has none. Weights fall and rise."""
+    logits = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)  # at the root, and after a 0 and a 1
+    log_p, log_q = torch.randn(3, 2, dtype=torch.float64).log_softmax(-1), logits.log_softmax(-1)
+    divergence = (log_p.exp() * (log_p - log_q)).sum(-1)
+    signals, estimated, expected = DviSignals(updates, 0.3), torch.zeros_like(logits), torch.zeros((), dtype=torch.float64)
+    for first, second in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        nodes, tokens = [0, 1 + first], [first, second]
+        accepted = 0 if first != ACCEPTED_DRAFT[0] else 1 + (second == ACCEPTED_DRAFT[1])
+        generation = Generation([5], [7] * (2 + accepted), [accepted + 1], [2])
+        (window,) = signals.select_places(generation, [(tokens, accepted + 1)], 4, Random(0))
+        batch = replace(signals, mean_reward=0.3).collate([window])
+        assert batch.advantage is not None and batch.weight is not None and batch.num_supervised == min(accepted + 1, 2)
+        gains, weights_of_kl = batch.advantage[batch.loss_mask].tolist(), batch.weight[batch.loss_mask].tolist()
+        chance, loss = (log_q[0, first] + log_q[nodes[1], second]).detach().exp(), torch.zeros((), dtype=torch.float64)
+        for node, token, gain, weight in zip(nodes, tokens, gains, weights_of_kl):
+            loss = loss + weight * divergence[node] - gain * log_q[node, token]
+        estimated += chance * torch.autograd.grad(loss, logits, retain_graph=True)[0]
+    reached = log_q[0, ACCEPTED_DRAFT[0]].detach().exp()
+    for node, right, logged in ((0, ACCEPTED_DRAFT[0], 1.0), (1 + ACCEPTED_DRAFT[0], ACCEPTED_DRAFT[1], reached)):
+        expected = expected + logged * (
+            signals.kl_weight * divergence[node] - 2 * signals.policy_weight * log_q[node, right].exp()
+        )
+    torch.testing.assert_close(estimated, torch.autograd.grad(expected, logits)[0], rtol=1e-5, atol=1e-6)
+    assert DviSignals(0).kl_weight == 1.0 and DviSignals(0).policy_weight == 0.0 and DviSignals(99).kl_weight == MIN_KL_WEIGHT
 
 
 def test_corrections_are_what_the_drafter_got_wrong(shallow: Target) -> None:
@@ -154,6 +188,9 @@ def test_an_update_is_one_clipped_step_on_the_mean_loss(shallow: Target, learn: 
     if learn == "split":
         random = Random(0)
         batch = collate_replays([replay for one, rounds in answers for replay in select_replays(one, rounds, 4, random)])
+    elif learn == "dvi":  # the first update takes the divergence alone
+        random, signals = Random(0), DviSignals()
+        batch = signals.collate([place for one, rounds in answers for place in signals.select_places(one, rounds, 4, random)])
     else:
         batch = collate([make_example(one, learn == "corrections") for one, _ in answers])
     assert len(batch.tokens) > 4  # more than are taken at once

@@ -1,5 +1,6 @@
 """The trainer: resumed equals uninterrupted, accumulated equals whole, and nothing is lost when something breaks."""
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -236,3 +237,26 @@ def test_what_a_training_took_adds_up(shallow: Target, tmp_path: Path) -> None:
     resumed = trainer().fit(drafter(shallow), shallow, dataset(), LiveSource(), tmp_path / "cut")
     assert (resumed.num_steps, resumed.num_tokens) == (told.num_steps, told.num_tokens)
     assert [line["tokens"] for line in metrics(tmp_path / "cut")] == [line["tokens"] for line in metrics(tmp_path / "whole")]
+
+
+def test_a_fresh_drafter_learns_raw_text_as_in_a_plain_loop(shallow: Target, tmp_path: Path) -> None:
+    """The first stage of a new drafter: losses and weights are those of AdamW on the cross-entropy of every token but the
+    first."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    made = Causal(shallow, architecture={"model_type": "llama", **sizes}, loss="cross_entropy")
+    plain = copy.deepcopy(made.model.model)
+    tokens = torch.randint(3, 2000, (4, 20), generator=torch.Generator().manual_seed(5))
+    texts = Dataset([Example(row, [False] + [True] * 19) for row in tokens.tolist()], 4, 0, 0)
+    trainer(batch_tokens=80, max_steps=3).fit(made, shallow, texts, LiveSource(), tmp_path)
+    optimizer = torch.optim.AdamW(plain.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    for line in metrics(tmp_path):
+        optimizer.param_groups[0]["lr"] = line["lr"]
+        logits = plain(tokens).logits[:, :-1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
+        assert line["loss"] == pytest.approx(float(loss), rel=1e-4)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    for mine, other in zip(made.model.model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-4)

@@ -101,12 +101,16 @@ def _rows_to_blocks(rows: Tensor, slots: int) -> Tensor:
 def sample_anchors(batch: Batch, count: int, seed: int, step: int) -> Anchors:
     """Sample up to `count` anchors of every document, without replacement, among the tokens whose next token carries loss.
 
-    A document's tokens key the draw, so it does not depend on the other documents of the batch.
+    A document's tokens key the draw, so it does not depend on the other documents of the batch. In a document with a rejected
+    draft, only the root before the supervised tokens is an anchor: no other block drafted these tokens.
     """
     indices, positions, sizes, start = [], [], [], 0
-    for tokens, mask in batch.split_documents():
+    tokens_past_error = torch.full_like(batch.tokens, -1) if batch.tokens_past_error is None else batch.tokens_past_error
+    for (tokens, mask), distances in zip(batch.split_documents(), batch.split_values(tokens_past_error), strict=True):
         # The first token is no anchor, because no features precede it.
         candidates = mask[2:].nonzero()[:, 0] + 1
+        if (distances >= 0).any():
+            candidates = candidates[~mask[candidates]]
         source = sequence_generator(ANCHORS, seed, tokens, step)
         sampled = candidates[torch.randperm(len(candidates), generator=source)[:count]].sort().values
         indices.append(start + sampled)

@@ -19,6 +19,7 @@ from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import DivergenceResult, Projection, restrict_target
 from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
 
+from .drawn_windows import DrawnWindows
 from .losses import ACCEPTANCE_LOSSES, TargetLogProbs, head_loss
 from .output_layer import init_output_layer
 
@@ -120,10 +121,16 @@ class HeadsDrafter(VocabularyDrafter):
         terms = {}
         hits = torch.zeros(len(self.heads), device=supervision.labels.device)
         counts = torch.zeros_like(hits)
+        policy_losses = []
         for k, head in enumerate(self.heads):
-            loss, correct = supervision.judge_states(head_inputs(k), head.lm_head, supervision.label_index(k))
+            inputs, label_index = head_inputs(k), supervision.label_index(k)
+            loss, correct = supervision.judge_states(inputs, head.lm_head, label_index)
             terms[f"head{k}"] = self.head_decay ** (k + 1) * loss
+            if supervision.windows is not None:
+                policy_losses.append(supervision.windows.policy_loss(inputs, head.lm_head, label_index, k))
             hits[k], counts[k] = correct.sum(), len(correct)
+        if policy_losses:
+            terms["policy"] = torch.stack(policy_losses).sum()
         return terms, hits, counts
 
 
@@ -164,6 +171,7 @@ class Supervision:
             self.target_log_probs = TargetLogProbs(log_probs)
         # A label outside the draft vocabulary has an arbitrary id; it has no loss and counts as a miss.
         self.label_ids = torch.searchsorted(drafter.draft_ids, self.labels).clamp(max=len(drafter.draft_ids) - 1)
+        self.windows = None if batch.advantage is None else DrawnWindows.from_batch(batch, is_predicted, drafter.draft_ids)
         in_vocabulary = drafter.t2d[self.labels]
         self.in_vocabulary = torch.ones_like(in_vocabulary) if drafter.divergence in ACCEPTANCE_LOSSES else in_vocabulary
 
@@ -209,7 +217,10 @@ class Supervision:
         """
         label_index, order, step = self.join_steps(len(states))
         loss, correct = self.judge_states(torch.cat(states).index_select(0, order), lm_head, label_index, decay**step)
-        return Losses.by_depth({self.drafter.divergence: loss}, correct, step, num_steps)
+        terms = {self.drafter.divergence: loss}
+        if self.windows is not None:
+            terms["policy"] = self.windows.policy_loss(torch.cat(states).index_select(0, order), lm_head, label_index, step)
+        return Losses.by_depth(terms, correct, step, num_steps)
 
     def judge_with_head(
         self, head: Projection, hidden: Tensor, label_index: Tensor, row_weight: Tensor | None = None

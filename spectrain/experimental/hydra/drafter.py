@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from spectrain.config.values import Count, Share, Steps, VocabularySize
 from spectrain.drafters.base import Losses, Stage, TrainingState
-from spectrain.drafters.capabilities import Capture, SavedFiles
+from spectrain.drafters.capabilities import Capture, OnPolicy, SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.layers import ResBlock
 from spectrain.drafters.layers.losses import LossName
@@ -63,7 +63,9 @@ class Hydra(HeadsDrafter):
 
     layers: tuple[Layer, ...] = ("final",)
     saved = SavedFiles(shape=("num_heads", "num_layers", "vocab_size", "prefix_attention", "head_rank"))
-    capabilities = replace(HeadsDrafter.capabilities, capture=Capture(state_names=("cache",)))
+    capabilities = replace(
+        HeadsDrafter.capabilities, capture=Capture(state_names=("cache",)), on_policy=OnPolicy(learns_windows=True)
+    )
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ from spectrain.config.values import Count, NotNegative, Positive, Seed, Steps
 from spectrain.drafters.base import Drafter, Losses, Stage, TrainingState
 from spectrain.drafters.capabilities import Capabilities
 from spectrain.drafters.context import Context
+from spectrain.drafters.layers.language_model_loss import language_model_loss
 from spectrain.drafters.layers.losses import TargetLogProbs, head_loss
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget
@@ -126,19 +127,10 @@ class Jacobi(Drafter):
         hidden = final[guessed.flatten()]
         result = head_loss("forward_kl", hidden, target.head.projection, labels, target_log_probs, row_weight=weights)
         own_states = final[blocks.batch_index][batch.next_is_supervised.flatten()]
-        terms = {"consistency": result.loss, "language_model": self._language_model_loss(batch, own_states, target)}
+        own_loss = language_model_loss(own_states, batch, target, self.target_training, self.self_distillation)
+        terms = {"consistency": result.loss, "language_model": self.language_model_weight * own_loss}
         depths = torch.arange(self.block, device=final.device).repeat(len(guessed))
         return Losses.by_depth(terms, result.predictions == result.labels, depths, self.block)
-
-    def _language_model_loss(self, batch: Batch, states: Tensor, target: Target) -> Tensor:
-        """Return the weighted loss that keeps the target's quality, from its states [R, D] at supervised positions."""
-        tokens, target_log_probs = batch.tokens.roll(-1, dims=1)[batch.next_is_supervised], None
-        if self.self_distillation:
-            with torch.no_grad(), self.target_training.use_original(target) as original:
-                final = original.features(batch.tokens, ("final",), batch.lengths).at_layer("final")[batch.next_is_supervised]
-                target_log_probs = TargetLogProbs(HeadTarget(final, original.head.projection))
-        loss_name = "forward_kl" if self.self_distillation else "cross_entropy"
-        return self.language_model_weight * head_loss(loss_name, states, target.head.projection, tokens, target_log_probs).loss
 
     # Decoding
 

@@ -1,5 +1,5 @@
 """The choice of sampled windows for policy training, and the penalty on divergence from the initial policy (PPOW, Jiang and
-Sun, 2026, arXiv 2605.14978, after two summaries of the paper). Shapes: T tokens, V vocabulary.
+Sun, 2026, arXiv 2605.14978). Shapes: T tokens, V vocabulary.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import nn
 
-from spectrain.config.values import NotNegative
+from spectrain.config.values import Count, NotNegative
 from spectrain.data.chat import Example
 from spectrain.decoding.acceptance import Greedy, Match
 from spectrain.decoding.generation import Generation
@@ -36,6 +36,7 @@ from spectrain.models.target import Target
 from spectrain.training.validation import evaluation_mode
 from spectrain.trees import Chain
 
+from .groups import draw_window_group
 from .interleaved import InterleavedSampling
 from .policy import penalize_divergence, weigh_windows
 
@@ -56,7 +57,8 @@ class GeneratedSource(Source):
     rejected drafts, is learnt from with Draft-OPD's split loss. By policy
     (PPOW, 2026, arXiv 2605.14978) drafts are drawn, a round's reward is the tokens that it emits over 1 + `draft_cost` times
     the tokens that it drafts, and a draft of every answer adds to the drafter's own loss -A log q for each of its tokens, A
-    being the reward beyond what the answer's earlier drafts that came so far brought.
+    being the reward beyond what the answer's earlier drafts that came so far brought. With `group` above 1, as in the paper, a
+    group of drafts is drawn after one text of the answer, and A is a draft's window reward relative to its group's.
     """
 
     generates_text = True
@@ -87,6 +89,9 @@ class GeneratedSource(Source):
         windows: Literal["alike", "divergence"] = "alike",
         # With source.by=policy, penalty for each nat of KL divergence from the drafter at the start of training.
         near: NotNegative = 0.0,
+        # With source.by=policy, number of drafts that are drawn after one text and compared with each other; 1 compares the
+        # drafts of an answer's rounds.
+        group: Count = 1,
         # Seed of the random draws.
         seed: int = 0,
     ) -> None:
@@ -106,7 +111,11 @@ class GeneratedSource(Source):
             if is_set and by != "policy":
                 raise UserError(f"source.{key}: it is a policy's; use it with source.by=policy")
         self.branches, self.balanced, self.draft_cost = branches, balanced, draft_cost
-        self.windows, self.near = windows, near
+        if group > 1 and (by != "policy" or near > 0):
+            raise UserError(
+                f"source.group={group}: groups of drafts are a policy's; use it with source.by=policy and source.near=0"
+            )
+        self.windows, self.near, self.group = windows, near, group
         self.initial_policy: Target | None = None  # the policy as it was before any step, resumed or not
 
     def prepare(
@@ -147,7 +156,9 @@ class GeneratedSource(Source):
             elif self.branches:
                 batch = self._make_branched_batch(examples, drawn, request.packed, target)
             else:
-                batch = self._make_replay_batch(examples, drawn, request.packed)
+                on_policy = None if drafter is None else drafter.capabilities.on_policy
+                draft_only = on_policy is not None and on_policy.drafts_from_root
+                batch = self._make_replay_batch(examples, drawn, request.packed, draft_only)
         else:
             texts = self._write_answers(selected, target, drafter, request.step) if drafter is not None and selected else []
             written = dict(zip(anew, texts))
@@ -174,8 +185,10 @@ class GeneratedSource(Source):
             raise UserError(
                 "source.branches=true: this family does not learn from side branches; use recipe=gkd, or leave it out"
             )
-        if (drafter.capabilities.on_policy if self.by == "replay" else language_model(drafter)) is None:
-            other = "source.by=target" if self.by == "replay" else "recipe=gkd, or source.by=replay"
+        if not self._learns_from(drafter):
+            other = (
+                "source.by=target" if self.by == "replay" else "recipe=gkd or eagle3 with source.group=8, or source.by=replay"
+            )
             raise UserError(f"source.by={self.by}: this family does not learn from such drafts; use {other}")
         chain = Chain(self.block)
         if self.by == "policy":
@@ -185,11 +198,20 @@ class GeneratedSource(Source):
             written = decode(target, prompts, Greedy(), self._answer_limit(target, prompts), drafter, recorder, rows)
         return list(zip(written, recorder.rounds))
 
-    def _make_replay_batch(self, examples: list[Example], drawn: dict[int, SeededDecoding], packed: bool) -> Batch:
+    def _learns_from(self, drafter: Drafter) -> bool:
+        """Tell whether the drafter learns from the drafts that this source makes."""
+        on_policy = drafter.capabilities.on_policy
+        if on_policy is None or self.by == "replay":
+            return on_policy is not None
+        return on_policy.language_model is not None or (on_policy.learns_windows and self.group > 1 and self.windows == "alike")
+
+    def _make_replay_batch(
+        self, examples: list[Example], drawn: dict[int, SeededDecoding], packed: bool, draft_only: bool
+    ) -> Batch:
         """Of every answer a rejected draft, where there is one; of the data nothing is rejected."""
         replays = [Replay(example, [NOT_PAST_ERROR] * len(example.tokens)) for example in examples]
         for index, (generation, rounds, draw) in drawn.items():
-            replays[index] = next(iter(select_replays(generation, rounds, 1, draw)), replays[index])
+            replays[index] = next(iter(select_replays(generation, rounds, 1, draw, draft_only)), replays[index])
         return collate_replays(replays, packed, self.balanced)
 
     def _make_branched_batch(
@@ -207,10 +229,15 @@ class GeneratedSource(Source):
         """Of every answer a draft and what it brought; the data's tokens were not drawn."""
         windows = [DraftWindow(example, [0.0] * len(example.tokens)) for example in examples]
         writer = language_model(drafter)
+        groups: list[DraftWindow] = []
         for index, (generation, rounds, draw) in drawn.items():
             if not (some := make_windows(generation, rounds, self.draft_cost)):
                 continue
-            assert drafter is not None and writer is not None, "a policy is a model by itself"
+            assert drafter is not None
+            if self.group > 1:
+                groups += self._draw_group(some, generation, draw, target, drafter)
+                continue
+            assert writer is not None, "a policy is a model by itself"
             weights = None
             with evaluation_mode(drafter):
                 if self.windows == "divergence":
@@ -222,7 +249,19 @@ class GeneratedSource(Source):
                     windows[index] = penalize_divergence(
                         windows[index], writer, self.initial_policy, self.near, self.temperature
                     )
-        return collate_windows(windows, packed)
+        return collate_windows(windows + groups, packed)
+
+    def _draw_group(
+        self, windows: list[DraftWindow], generation: Generation, draw: Random, target: Target, drafter: Drafter
+    ) -> list[DraftWindow]:
+        """Draw a group of drafts after the text of one of the windows."""
+        writer, weights = language_model(drafter), None
+        with evaluation_mode(drafter):
+            if self.windows == "divergence" and writer is not None:
+                weights = weigh_windows(windows, generation.prompt + generation.output, target, writer)
+            (window,) = draw.choices(windows, weights)
+            chain = Chain(self.block, "sampled", self.temperature, draw.randrange(1 << 30))
+            return draw_window_group(target, drafter, chain, window.example.tokens[: window.start], self.group, self.draft_cost)
 
     def _write_answers(self, examples: list[Example], target: Target, drafter: Drafter, step: int) -> list[Example]:
         """New answers to the same prompts, each drawn by its example's key, so that no batching changes it."""

@@ -19,21 +19,24 @@ from spectrain.eval.extensions import EvalExtension, Results
 from spectrain.eval.metrics import Turn
 from spectrain.eval.notes import EXTENSION_NOTES
 from spectrain.eval.systems import System
-from spectrain.experimental.shared.draft_replay import DraftRecorder, Replay, collate_replays, select_replays
+from spectrain.experimental.shared.draft_replay import DraftRecorder, DraftWindow, Replay, collate_replays, select_replays
 from spectrain.features.batch import Batch, collate
 from spectrain.models.images import refuse_images
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 
-LearnFrom = Literal["corrections", "answers", "split"]
+from .signals import DviSignals
+
+LearnFrom = Literal["corrections", "answers", "split", "dvi"]
 
 
 class Learner:
     """Updates a drafter after every `every` answers, from what was decoded since.
 
-    learn: corrections, the tokens by which the target replaced a wrong draft; answers, every token of the answers; or split,
-    replayed drafts with Draft-OPD's loss. The time of the updates is measured apart and is no part of a speedup. Construct it
-    before the drafter is rounded to the target's dtype, so that it starts from the saved weights.
+    learn: corrections, the tokens by which the target replaced a wrong draft; answers, every token of the answers; split,
+    replayed drafts with Draft-OPD's loss; or dvi, drafts up to their first rejected token with DVI's loss. The time of the
+    updates is measured apart and is no part of a speedup. Construct it before the drafter is rounded to the target's dtype, so
+    that it starts from the saved weights.
     """
 
     def __init__(
@@ -53,6 +56,8 @@ class Learner:
         self.random = Random(0)
         self.examples: list[Example] = []
         self.replays: list[Replay] = []
+        self.windows: list[DraftWindow] = []
+        self.signals = DviSignals()
         # Answers since the last update, and updates.
         self.num_answers = self.updates = 0
         self.seconds = 0.0
@@ -62,7 +67,9 @@ class Learner:
         refuse_images([generation.prompt for generation in generations], "eval.online")
         for generation, rounds in zip(generations, recorder.rounds):
             if self.learn == "split":
-                self.replays += select_replays(generation, rounds, 4, self.random)
+                self.replays += select_replays(generation, rounds, 4, self.random, drafts_from_root(self.drafter))
+            elif self.learn == "dvi":
+                self.windows += self.signals.select_places(generation, rounds, 4, self.random)
             else:
                 self.examples.append(make_example(generation, self.learn == "corrections"))
         recorder.rounds = []
@@ -76,13 +83,16 @@ class Learner:
     def _update_drafter(self) -> None:
         """Take one optimizer step on all collected rows."""
         self.updates += 1
-        rows: list[Any] = self.replays if self.learn == "split" else [row for row in self.examples if any(row.mask)]
-        self.examples, self.replays = [], []
+        examples = [row for row in self.examples if any(row.mask)]
+        rows: list[Any] = [*self.replays, *self.windows, *examples]
+        self.examples, self.replays, self.windows = [], [], []
+        self.signals.num_updates = self.updates - 1
         count = 0
         self.drafter.train()
         for start in range(0, len(rows), 4):
             part = rows[start : start + 4]
-            batch: Batch = (collate_replays(part) if self.learn == "split" else collate(part)).to(self.target.device)
+            collates: dict[str, Callable[[list[Any]], Batch]] = {"split": collate_replays, "dvi": self.signals.collate}
+            batch = collates.get(self.learn, collate)(part).to(self.target.device)
             if layers := self.drafter.stages[0].layers:
                 batch = replace(batch, features=self.target.features(batch.tokens, layers))
             losses = self.drafter.loss(batch, self.target, TrainingState())
@@ -135,13 +145,18 @@ class Online(EvalExtension):
 
     def check(self, candidate: Candidate) -> None:
         drafter = candidate.drafter
-        if self.learn == "split" and not candidate.builder.is_chain:
-            raise UserError("eval.online_learn=split: it replays chains, and this tree branches; use tree=chain")
+        if self.learn in ("split", "dvi") and not candidate.builder.is_chain:
+            raise UserError(f"eval.online_learn={self.learn}: it replays chains, and this tree branches; use tree=chain")
         if not has_weights(drafter) or drafter.capabilities.target_training:
             raise UserError("eval.online: this drafter has no weights of its own to learn with; use one that was trained")
         if self.learn == "split" and drafter.capabilities.on_policy is None:
             raise UserError(
                 "eval.online_learn=split: this family does not learn from replayed drafts; use corrections or answers"
+            )
+        if self.learn == "dvi" and not weighs_drafts(drafter):
+            raise UserError(
+                "eval.online_learn=dvi: this family does not weigh the tokens that it drafts; use corrections or answers, or a "
+                "drafter of recipe=gkd, eagle3 or hydra"
             )
 
     def snapshot(self, candidate: Candidate) -> None:
@@ -166,6 +181,18 @@ class Online(EvalExtension):
         curves = {name: acceptance_curve(results.turns[name], self.every) for name in ("drafter", "static_drafter")}
         plot_curves(results.folder / "online.svg", curves, self.every)
         return {"online": {**self.learner.summary(), "curves": curves}}
+
+
+def drafts_from_root(drafter: Drafter) -> bool:
+    """Tell whether replayed drafts are judged after their roots only."""
+    on_policy = drafter.capabilities.on_policy
+    return on_policy is not None and on_policy.drafts_from_root
+
+
+def weighs_drafts(drafter: Drafter) -> bool:
+    """Tell whether the loss weighs the tokens of a draft by their advantage."""
+    on_policy = drafter.capabilities.on_policy
+    return on_policy is not None and (on_policy.language_model is not None or on_policy.learns_windows)
 
 
 def make_example(generation: Generation, corrections: bool) -> Example:

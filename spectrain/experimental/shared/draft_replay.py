@@ -89,10 +89,12 @@ class DraftedRound:
     draft: list[int]
     num_accepted: int  # accepted tokens of the draft
 
-    def make_example(self, draft: list[int]) -> Example:
-        """Make an example of the text and these draft tokens; all but the prompt carry loss."""
-        prompt = len(self.text) - self.answer_length
-        return Example(self.text + draft, [False] * prompt + [True] * (self.answer_length + len(draft)))
+    def make_example(self, draft: list[int], draft_only: bool = False) -> Example:
+        """Make an example of the text and these draft tokens; all but the prompt carry loss, or the draft alone."""
+        num_unsupervised = len(self.text) - (0 if draft_only else self.answer_length)
+        return Example(
+            self.text + draft, [False] * num_unsupervised + [True] * (len(self.text) + len(draft) - num_unsupervised)
+        )
 
 
 def iterate_drafts(generation: Generation, rounds: list[tuple[list[int], int]]) -> Iterator[DraftedRound]:
@@ -107,13 +109,15 @@ def iterate_drafts(generation: Generation, rounds: list[tuple[list[int], int]]) 
         end += count
 
 
-def select_replays(generation: Generation, rounds: list[tuple[list[int], int]], limit: int, random: Random) -> list[Replay]:
-    """Return up to `limit` drafts of one decoding as replays, rejected ones first."""
+def select_replays(
+    generation: Generation, rounds: list[tuple[list[int], int]], limit: int, random: Random, draft_only: bool = False
+) -> list[Replay]:
+    """Return up to `limit` drafts of one decoding as replays, rejected ones first. With `draft_only` only drafts carry loss."""
     candidates = []
     for drafted in iterate_drafts(generation, rounds):
         num_wrong = len(drafted.draft) - drafted.num_accepted
         replay = Replay(
-            drafted.make_example(drafted.draft),
+            drafted.make_example(drafted.draft, draft_only),
             [NOT_PAST_ERROR] * (len(drafted.text) + drafted.num_accepted) + list(range(num_wrong)),
         )
         candidates.append((not num_wrong, random.random(), replay))
