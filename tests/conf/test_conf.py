@@ -23,6 +23,7 @@ from spectrain.drafters.base import Drafter
 from spectrain.eval.compare import Comparison
 from spectrain.eval.run import Evaluation
 from spectrain.features.base import Source
+from spectrain.follow.settings import FollowSettings
 from spectrain.models.target import Target
 from spectrain.planning.plan import Plan
 from spectrain.regeneration.sampling import Sampling
@@ -41,12 +42,12 @@ KINDS: dict[str, type] = {
     "target": Target, "drafter": Drafter, "source": Source, "server": Server, "data": ConversationReader,
     "trainer": Trainer, "tree": TreeBuilder,
     "acceptance": AcceptanceRule, "eval": Evaluation, "tracker": Tracker, "plan": Plan, "writer": AnswerWriter,
-    "compare": Comparison, "bench": EngineBench,
+    "compare": Comparison, "bench": EngineBench, "follow": FollowSettings,
     "optimizer": UpdateRule, "schedule": Schedule, "adapter": LoraAdapter,
 }  # fmt: skip
 FILES = sorted(path for path in (ROOT / "conf").glob("*/*.yaml") if path.parent.name not in ("recipe", "accelerate"))
 CHOICES = [(path.parent.name, path.stem) for path in FILES]
-APART = ("writer", "compare", "bench")  # groups of other commands than most
+APART = ("writer", "compare", "bench", "follow")  # groups of other commands than most
 TOGETHER = [[(group, choice) for group, choice in row if choice is not None]  # one choice of every group, to be composed once
             for row in zip_longest(*([one for one in CHOICES if one[0] == group] for group in KINDS if group not in APART),
                                    fillvalue=("", None))]  # fmt: skip

@@ -405,6 +405,10 @@ FAMILIES: list[dict[str, Any]] = [
     {"_target_": "spectrain.drafters.dflash.DFlash", "num_layers": 1, "loss": "forward_kl", "sample_from_anchor": True},
     {"_target_": "spectrain.drafters.dspark.DSpark", "num_layers": 1, "rank": 16},
     {"_target_": "spectrain.drafters.dflash2.DFlash2", "num_layers": 1, "block_size": 4, "selector_rank": 16},
+    {"_target_": "spectrain.drafters.lilicorr.LiLiCorr", "num_layers": 1, "block_size": 4},
+    {"_target_": "spectrain.experimental.domino.drafter.Domino", "num_layers": 1, "block_size": 4},
+    {"_target_": "spectrain.experimental.xpress.drafter.XPress", "num_layers": 1, "block_size": 4},
+    {"_target_": "spectrain.experimental.vispec.drafter.ViSpec", "num_steps": 2},
 ]
 
 
@@ -456,10 +460,10 @@ def test_the_comparison_covers_every_family_with_features() -> None:
     choices = Path(module.__file__).parents[1] / "conf" / "drafter"
     named = {file.read_text().split("_target_: ")[1].split()[0].rsplit(".", 1)[1] for file in choices.glob("*.yaml")}
     without = {"EarlyExit", "GatedLora", "Jacobi", "LayerSkipping", "Lookahead", "Ngram", "Retrieval", "SelfDraft", "Universal"}
-    without |= {"HiddenTransfer", "PromptTokens", "SpeculativeStreaming", "Uno"} & named
+    without |= {"HiddenTransfer", "Owl", "PromptTokens", "SpeculativeStreaming", "Uno"} & named
     without |= {"Hybrid"}  # its loss is that of the drafter inside
     without |= {"Bigrams", "GraphDrafting", "Ouroboros", "ReSpec", "Trigrams"}
-    without |= {"Cascade", "DrafterRouter"}  # as is a cascade's; a choice is not trained
+    without |= {"Cascade", "DrafterRouter", "UnionDrafter"}  # as is a cascade's; a choice is not trained
     without |= {"smollm2_eagle3"}  # trained already
     assert named == known | without
 
