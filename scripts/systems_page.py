@@ -46,6 +46,7 @@ def render_systems_page() -> str:
     for group in systems["groups"]:
         rows = [describe_system(system, results["rows"]) for system in group["systems"]]
         parts += [f"## {group['title']}", group["text"], format_table(TITLES, rows)]
+        parts += [group["note"]] if "note" in group else []
     left_out = format_table(("name", "reason"), ([entry["name"], entry["reason"]] for entry in systems["left_out"]))
     claims = [describe_claim(entry, results["rows"]) for entry in systems["claims"]]
     parts += ["## Research that stays out", LEFT_OUT, left_out]
@@ -56,7 +57,7 @@ def render_systems_page() -> str:
 def describe_system(system: dict[str, Any], rows: dict[str, Any]) -> list[str]:
     """Return the cells of a system."""
     command = system["command"]
-    command = f"spectrain {command}" if command.split()[0] in ("eval", "train") else command
+    command = f"spectrain {command}" if command.split()[0] in ("eval", "train", "export") else command
     names = system.get("measured", [])
     measured = [describe_row(name, rows, is_named=len(names) > 1) for name in names]
     measured += [system["link"]] if "link" in system else []
