@@ -1,4 +1,4 @@
-"""Faults that `spectrain follow` must outlive: no request is lost or altered, and no damaged drafter is served.
+"""Faults that `spectrain follow` must survive: no request is lost or altered, and no damaged drafter is served.
 
     python -m benchmarks.follow_faults out=eval/results/follow-faults.json
 

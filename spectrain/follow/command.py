@@ -45,6 +45,7 @@ def follow_command(config: Mapping[str, Any]) -> None:
         active = folder.read_active(first)
         servers = UpstreamSwitch(server.clients[0].url)
         swapper = DrafterSwapper(spec, server, settings, servers)
+        swapper.check_settings()
         try:
             if settings.start:
                 swapper.start(Path(active.path))

@@ -59,7 +59,7 @@ class TrafficFollower:
         # When conversations count as new: after the last candidate, or shortly before the alarm.
         self.new_since = 0.0
         self.num_new = 0
-        self.resting_until = 0.0
+        self.paused_until = 0.0
         self.before_swap: dict[str, list[float]] = {}
         self.num_errors = 0
         self._last: dict[str, float] = {}
@@ -154,7 +154,7 @@ class TrafficFollower:
 
     def begin_candidate(self) -> None:
         """Start the training of a candidate where drift or enough new traffic asks for one."""
-        if self.job is not None or self.before_swap or time.time() < self.resting_until:
+        if self.job is not None or self.before_swap or time.time() < self.paused_until:
             return
         enough = self.settings.train_after is not None and self.num_new >= self.settings.train_after
         if not enough and (self.alarm is None or self.num_new < self.settings.least_new):
@@ -202,7 +202,7 @@ class TrafficFollower:
         """Give a candidate up; its files are kept for inspection."""
         job.close()
         self.job = None
-        self.resting_until = time.time() + self.settings.pause_seconds
+        self.paused_until = time.time() + self.settings.pause_seconds
         self.ledger.record("failed", candidate=job.folder.name, phase=job.phase, reason=reason)
 
     def decide(self, job: CandidateJob, proof: PromotionProof) -> None:
@@ -214,7 +214,7 @@ class TrafficFollower:
         self.ledger.record("kept for inspection", **numbers)
         self.forget_alarm()
         self.watch.accept_level()
-        self.resting_until = time.time() + self.settings.pause_seconds
+        self.paused_until = time.time() + self.settings.pause_seconds
 
     def forget_alarm(self) -> None:
         """Count new traffic from now on."""
@@ -232,7 +232,7 @@ class TrafficFollower:
         except (RunError, UserError, OSError) as error:
             self.ledger.record("not swapped", **numbers, error=describe_error(error))
             self.forget_alarm()
-            self.resting_until = time.time() + self.settings.pause_seconds
+            self.paused_until = time.time() + self.settings.pause_seconds
             return
         if way == "keep":
             self.ledger.record("proven, not swapped", **numbers, path=str(directory))
@@ -260,7 +260,8 @@ class TrafficFollower:
             self.before_swap = {}
             return
         results = compare_live(self.before_swap, self.watch, self.settings.rollback_after)
-        if not results:
+        # A kind that is rare, or came before the swap only, must not hold up further candidates.
+        if not results and not self.watch.is_filled():
             return
         worse = [result for result in results if result.high < 0]
         self.ledger.record("live", kinds=[asdict(result) for result in results])
@@ -281,7 +282,7 @@ class TrafficFollower:
         self.watch.restart()
         self.before_swap = {}
         self.forget_alarm()
-        self.resting_until = time.time() + self.settings.pause_seconds
+        self.paused_until = time.time() + self.settings.pause_seconds
         self.ledger.record("rolled back", reason=reason, to=previous, failed=failed)
 
     def restore_drafter(self) -> None:

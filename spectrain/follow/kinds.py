@@ -9,7 +9,7 @@ from typing import Any
 
 KIND_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
 OTHER = "other"
-"""The kind of all traffic beyond the number of kinds that are told apart."""
+"""The kind of all traffic beyond the number of kinds that are distinguished."""
 PREFIX_CHARACTERS = 16
 """Longest first word of a text prompt that its template is recognized by."""
 PREFIX_TOKENS = 4

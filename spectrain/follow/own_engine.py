@@ -39,7 +39,6 @@ from spectrain.trees import Chain
 
 MAX_WAITING = 1024
 DEFAULT_TOKENS = 64
-Done = Callable[[Any], None]
 
 
 @dataclass

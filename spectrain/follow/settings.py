@@ -35,7 +35,7 @@ class ListenSettings:
     held_out: Count = 64
     # Hours after which a recorded conversation is deleted.
     retention_hours: Positive = 72.0
-    # Number of kinds of traffic that are told apart; further ones share the kind "other".
+    # Number of kinds of traffic that are distinguished; further ones share the kind "other".
     kinds: Count = 16
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class FollowSettings(ListenSettings):
     reference: Count = 48
     # Number of new conversations after which a candidate is trained even without drift; null trains only after drift.
     train_after: Count | None = None
-    # Fewest conversations after an alarm of drift, or of a new kind, that a candidate is trained on.
+    # Fewest new conversations that a candidate is trained on after an alarm of drift.
     least_new: Count = 64
     # Minutes that a candidate trains.
     train_minutes: Positive = 30.0

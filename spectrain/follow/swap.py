@@ -57,9 +57,24 @@ class DrafterSwapper:
         """Return how drafters are brought into use: push, start or keep."""
         if self.settings.swap != "auto":
             return self.settings.swap
-        if self.server.capabilities.swaps_drafter and self.server.swap_steps(""):
+        if self.takes_weights:
             return "push"
         return "start" if self.settings.start else "keep"
+
+    @property
+    def takes_weights(self) -> bool:
+        """Return whether the running server takes other weights of its drafter."""
+        return bool(self.server.swap_steps(""))
+
+    def check_settings(self) -> None:
+        """Raise a UserError for a way of swapping that this server does not have."""
+        if self.settings.swap == "push" and not self.takes_weights:
+            raise UserError(
+                f"follow.swap=push: server={self.server.name} takes no weights while it runs; use follow.swap=start "
+                "follow.start=true, or follow.swap=keep"
+            )
+        if self.settings.swap == "start" and not self.settings.start:
+            raise UserError("follow.swap=start: follow did not start the server, so it cannot end it; add follow.start=true")
 
     def swap(self, directory: Path, digest: str) -> str:
         """Serve the drafter of a directory; return how. A RunError says why it is not served; then the earlier one still is."""

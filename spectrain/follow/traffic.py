@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from typing import Any
@@ -97,8 +97,3 @@ def as_token_ids(value: Any) -> list[int] | None:
     """Return a list of token ids, or None for anything else."""
     is_valid = isinstance(value, list) and value and all(isinstance(token, int) and token >= 0 for token in value)
     return list(value) if is_valid else None
-
-
-def mean_of(values: Sequence[float]) -> float | None:
-    """Return the mean of values, or None without any."""
-    return sum(values) / len(values) if values else None

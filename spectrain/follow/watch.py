@@ -112,6 +112,11 @@ class TrafficWatch:
         self.series[kind] = KindSeries(test, deque(maxlen=4 * max(self.settings.reference, self.settings.rollback_after)))
         return self.series[kind]
 
+    def is_filled(self) -> bool:
+        """Return whether there have been as many requests since the last swap as a series holds."""
+        values = self.series[ALL].values if ALL in self.series else None
+        return values is not None and len(values) == values.maxlen
+
     def restart(self) -> dict[str, list[float]]:
         """Begin anew, as after a swap; return the values of every kind before it."""
         before = {kind: [*series.values] for kind, series in self.series.items()}

@@ -40,8 +40,6 @@ class ServerCapabilities:
     captures_states: bool = False
     # Counts drafted and accepted tokens.
     counts_drafts: bool = False
-    # Takes other weights of its drafter while it runs.
-    swaps_drafter: bool = False
     # Has a drafter of its own that copies from the text, which `spectrain.servers.commands.LOOKUP` names.
     has_lookup: bool = False
     # Each request may choose the number of tokens that its rounds draft, as num_assistant_tokens in its body.

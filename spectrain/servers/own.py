@@ -20,10 +20,9 @@ class OwnServer(OpenAIServer):
     """A server of this project's engine. It answers one request at a time, so it is for tests and demonstrations."""
 
     name = "spectrain"
-    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(
-        takes_tokens=True, counts_drafts=True, swaps_drafter=True, starts_quickly=True
-    )
+    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(takes_tokens=True, counts_drafts=True, starts_quickly=True)
     settings: EngineSettings
+    active_drafter_address = "/drafter"
 
     def __init__(self, config: EngineSettings) -> None:
         super().__init__(config)
@@ -53,5 +52,3 @@ class OwnServer(OpenAIServer):
 
     def active_drafter_path(self, content: dict[str, Any]) -> str | None:
         return content.get("path")
-
-    active_drafter_address = "/drafter"

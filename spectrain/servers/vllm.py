@@ -86,7 +86,7 @@ class VllmServer(OpenAIServer):
 
     name = "vllm"
     capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(
-        takes_tokens=True, captures_states=True, counts_drafts=True, swaps_drafter=True, has_lookup=True
+        takes_tokens=True, captures_states=True, counts_drafts=True, has_lookup=True
     )
     settings: VllmSettings
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spectrain.config.spec import RunSpec
-from spectrain.errors import RunError
+from spectrain.errors import RunError, UserError
 from spectrain.follow.exchange import Exchange
 from spectrain.follow.follower import TrafficFollower
 from spectrain.follow.ledger import read_ledger
@@ -17,10 +17,12 @@ from spectrain.follow.proof import PairedGain, PromotionProof
 from spectrain.follow.proxy import ProxyCounters, Recorder
 from spectrain.follow.settings import FollowSettings
 from spectrain.follow.state import ActiveDrafter, FollowFolder, hash_weights
+from spectrain.follow.swap import DrafterSwapper
 from spectrain.follow.traffic import RecordedConversation
 from spectrain.follow.upstream import UpstreamSwitch
 from spectrain.servers.own import OwnServer
 from spectrain.servers.settings import EngineSettings
+from spectrain.servers.vllm import VllmServer, VllmSettings
 
 GAIN = PairedGain(20, 1.5, 1.8, 0.2, [0.1, 0.3], 20)
 
@@ -92,6 +94,26 @@ def test_a_promoted_drafter_serves_and_is_rolled_back_when_it_fails_live(followe
     follower.check_live()
     assert follower.active.path == str(tmp_path / "first") and follower.swapper.given == ["second", "first"]  # type: ignore[attr-defined]
     assert events(follower)[-3:] == ["promoted", "live", "rolled back"]
+
+
+def test_a_rare_kind_does_not_hold_up_further_candidates(follower: TrafficFollower, tmp_path: Path) -> None:
+    """Without enough requests of a kind before a swap, the check of live acceptance ends with a filled series."""
+    send(follower, 2, 4)
+    follower.decide(FakeJob(make_drafter(tmp_path / "second")), PromotionProof(GAIN, GAIN, True, "gains"))  # type: ignore[arg-type]
+    send(follower, 2, 63, 100)
+    follower.check_live()
+    assert follower.before_swap
+    send(follower, 2, 1, 200)
+    follower.check_live()
+    assert not follower.before_swap and events(follower)[-1] == "live"
+
+
+@pytest.mark.parametrize("swap", ["push", "start"])
+def test_a_way_that_the_server_does_not_have_is_refused(swap: Any) -> None:
+    server = VllmServer(VllmSettings())
+    swapper = DrafterSwapper(RunSpec(), server, FollowSettings(swap=swap), UpstreamSwitch("http://127.0.0.1:1/v1"))
+    with pytest.raises(UserError, match=f"^follow.swap={swap}: "):
+        swapper.check_settings()
 
 
 def test_what_is_not_proven_or_not_swapped_changes_nothing(follower: TrafficFollower, tmp_path: Path) -> None:
