@@ -27,6 +27,7 @@ import aiohttp
 
 from spectrain.files import write_text
 from spectrain.follow.http_server import make_http_server
+from spectrain.provenance import collect_provenance
 from spectrain.servers.ports import find_free_port
 
 NUM_PARTS, PART_SECONDS = 12, 0.02
@@ -264,19 +265,18 @@ def check_refusal(rig: FaultRig, content: bytes, statuses: tuple[int, ...]) -> s
 
 def check_memory(rig: FaultRig) -> str | None:
     """10,000 requests of as many kinds and keys leave the memory of the proxy bounded."""
-    before = rig.read_memory()
-    body = b'{"prompt": "x", "quick": true}'
+    before, body = rig.read_memory(), b'{"prompt": "x", "quick": true}'
 
     async def run() -> None:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=50)) as session:
 
-            async def ask(number: int) -> None:
+            async def send_keyed(number: int) -> None:
                 headers = {"x-spectrain-kind": f"kind-{number}", "authorization": f"Bearer {number}"}
                 async with session.post(f"{rig.url}/v1/completions", data=body, headers=headers) as reply:
                     await reply.read()
 
             for start in range(0, 10000, 200):
-                await asyncio.gather(*(ask(number) for number in range(start, start + 200)))
+                await asyncio.gather(*(send_keyed(number) for number in range(start, start + 200)))
 
     asyncio.run(run())
     grown = rig.read_memory() - before
@@ -336,17 +336,14 @@ def main(words: list[str]) -> None:
         for name, check in CHECKS:
             began, problem = time.perf_counter(), check(rig)
             rows.append({"fault": name, "passed": problem is None, "problem": problem})
-            seconds = time.perf_counter() - began
-            print(f"{'passed' if problem is None else 'FAILED'}  {name}  {problem or ''} {seconds:.1f} s", flush=True)
+            result = "passed" if problem is None else "FAILED"
+            print(f"{result}  {name}  {problem or ''} {time.perf_counter() - began:.1f} s", flush=True)
     finally:
         rig.close()
-    passed = sum(bool(row["passed"]) for row in rows)
-    print(f"{passed} of {len(rows)} passed")
+    print(f"{sum(row['passed'] for row in rows)} of {len(rows)} passed")
     if "out" in given:
-        from spectrain.provenance import collect_provenance
-
         write_text(Path(given["out"]), json.dumps({"provenance": collect_provenance(), "rows": rows}, indent=1) + "\n")
-    sys.exit(passed != len(rows))
+    sys.exit(not all(row["passed"] for row in rows))
 
 
 if __name__ == "__main__":

@@ -134,8 +134,8 @@ def score_systems(systems: Sequence[System], work: Path, target: Target, prompts
         nats = measure_nats(target, context, prompt)
         reference = continue_prompt(context, None, RootOnlyBuilder())
         for system in missing[prompt.id]:
-            seen = context if system.sinks is None else evict_prompt(context, system.sinks, system.window)
-            answer = continue_prompt(seen, drafters[system], Chain(DEPTH))
+            reduced = context if system.sinks is None else evict_prompt(context, system.sinks, system.window)
+            answer = continue_prompt(reduced, drafters[system], Chain(DEPTH))
             rows[system].append(describe_answer(prompt, answer, reference) | {"nats": nats})
             write_text(score_path(work, system), json.dumps(rows[system]))
         lengths = {system.name: rows[system][-1]["tokens"] / rows[system][-1]["rounds"] for system in missing[prompt.id]}

@@ -206,6 +206,6 @@ class RunObserver:
         self.num_repeated += max(0, self.step - step)
         self.step = step
         if self.expression and self.message is None:
-            found = [message for message in self.cluster.messages() if re.search(self.expression, message)]
-            if found:
-                self.message, self.message_seconds = found[0], now - self.start_time
+            matches = [message for message in self.cluster.messages() if re.search(self.expression, message)]
+            if matches:
+                self.message, self.message_seconds = matches[0], now - self.start_time

@@ -105,17 +105,14 @@ class Draft:
 
     rollout: Rollout | None = None
     continuations: list[Trie] | None = None  # of each text: weighted continuations of its root
-    merge_copies: Callable[[TokenTree], list[Trie]] | None = (
-        None  # merges the rollout's tree with copies, by calibrated probability
-    )
+    merge_copies: Callable[[TokenTree], list[Trie]] | None = None  # merges the rollout's tree with copies, by probability
     copies_after: Callable[[int, list[int]], Trie] | None = None  # copies after a row's text and further tokens
     add_mask_nodes: Callable[[TokenTree], TokenTree] | None = None  # adds nodes that are never emitted, such as mask tokens
     mask_layer: int = 0  # first layer of the target that runs these nodes
 
 
 class BranchVisibility:
-    """Depth and visibility of nodes that a drafter runs after a cache that holds the root, in the order in which they were
-    passed."""
+    """Depth and visibility of nodes that a drafter runs after a cache that holds the root, in the order of their arrival."""
 
     def __init__(self, batch: int, device: torch.device) -> None:
         self.depths = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # [B, nodes so far]

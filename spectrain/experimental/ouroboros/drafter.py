@@ -115,11 +115,11 @@ class Ouroboros(NestedDrafter):
         new_parents: list[int] = []
         num_left = self.num_phrases
         for leaf in sorted(leaves, key=scores.__getitem__, reverse=True):
-            found = self.pools[row].find_continuations(tokens[leaf], num_left)
-            branches, start = Trie.from_continuations(found), len(tokens) + len(new_tokens)
+            continuations = self.pools[row].find_continuations(tokens[leaf], num_left)
+            branches, start = Trie.from_continuations(continuations), len(tokens) + len(new_tokens)
             new_tokens += branches.tokens[1:]
             new_parents += [leaf if parent == 0 else start + parent - 1 for parent in branches.parents[1:]]
-            num_left -= len(found)
+            num_left -= len(continuations)
             if not num_left:
                 break
         return new_tokens, new_parents

@@ -17,13 +17,13 @@ class PhrasePool:
 
     def add_phrase(self, phrase: Sequence[int]) -> None:
         """Add the first tokens of a phrase as the newest of its first token; a single token is no phrase."""
-        kept = tuple(phrase[: self.length])
-        if len(kept) < 2:
+        entry = tuple(phrase[: self.length])
+        if len(entry) < 2:
             return
-        phrases = self.phrases.setdefault(kept[0], [])
-        if kept in phrases:
-            phrases.remove(kept)
-        phrases.append(kept)
+        phrases = self.phrases.setdefault(entry[0], [])
+        if entry in phrases:
+            phrases.remove(entry)
+        phrases.append(entry)
         del phrases[: -self.capacity]
 
     def add_text(self, tokens: list[int]) -> None:
