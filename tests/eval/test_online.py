@@ -109,7 +109,7 @@ def test_the_loss_of_dvi_has_the_enumerated_gradient(updates: int) -> None:
         nodes, tokens = [0, 1 + first], [first, second]
         accepted = 0 if first != ACCEPTED_DRAFT[0] else 1 + (second == ACCEPTED_DRAFT[1])
         generation = Generation([5], [7] * (2 + accepted), [accepted + 1], [2])
-        (window,) = signals.select_places(generation, [(tokens, accepted + 1)], 4, Random(0))
+        (window,) = signals.select_windows(generation, [(tokens, accepted + 1)], 4, Random(0))
         batch = replace(signals, mean_reward=0.3).collate([window])
         assert batch.advantage is not None and batch.weight is not None and batch.num_supervised == min(accepted + 1, 2)
         gains, weights_of_kl = batch.advantage[batch.loss_mask].tolist(), batch.weight[batch.loss_mask].tolist()
@@ -190,7 +190,7 @@ def test_an_update_is_one_clipped_step_on_the_mean_loss(shallow: Target, learn: 
         batch = collate_replays([replay for one, rounds in answers for replay in select_replays(one, rounds, 4, random)])
     elif learn == "dvi":  # the first update takes the divergence alone
         random, signals = Random(0), DviSignals()
-        batch = signals.collate([place for one, rounds in answers for place in signals.select_places(one, rounds, 4, random)])
+        batch = signals.collate([place for one, rounds in answers for place in signals.select_windows(one, rounds, 4, random)])
     else:
         batch = collate([make_example(one, learn == "corrections") for one, _ in answers])
     assert len(batch.tokens) > 4  # more than are taken at once

@@ -53,7 +53,7 @@ class DrawnDraftRecorder(WrappedBuilder):
 def window_reward(draft: DrawnDraft, draft_cost: float) -> float:
     """Return k / (1 + c k) of k accepted tokens, or, where none is accepted, the smallest overlap of the window.
 
-    The second part tells rejected drafts apart: it rises as q comes close to p everywhere in the window.
+    The second part distinguishes rejected drafts: it rises as q comes close to p everywhere in the window.
     """
     if draft.num_accepted:
         return draft.num_accepted / (1 + draft_cost * draft.num_accepted)

@@ -69,7 +69,7 @@ class Learner:
             if self.learn == "split":
                 self.replays += select_replays(generation, rounds, 4, self.random, drafts_from_root(self.drafter))
             elif self.learn == "dvi":
-                self.windows += self.signals.select_places(generation, rounds, 4, self.random)
+                self.windows += self.signals.select_windows(generation, rounds, 4, self.random)
             else:
                 self.examples.append(make_example(generation, self.learn == "corrections"))
         recorder.rounds = []

@@ -41,7 +41,7 @@ class DviSignals:
     def kl_weight(self) -> float:
         return 1.0 - self.policy_weight + MIN_KL_WEIGHT * self.policy_weight
 
-    def select_places(
+    def select_windows(
         self, generation: Generation, rounds: list[tuple[list[int], int]], limit: int, random: Random
     ) -> list[DraftWindow]:
         """Return up to `limit` drafts of one decoding, each up to its first rejected token, with the rewards as advantages."""
