@@ -11,6 +11,7 @@ from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.experimental.lookahead.drafter import Lookahead
 from spectrain.experimental.shared.guard import Guard
+from spectrain.experimental.shared.phrase_pool import PhrasePool
 from spectrain.models.features import Features
 from spectrain.models.forward_plan import DEFAULT_PLAN, ForwardPlan
 from spectrain.models.target import Target
@@ -162,7 +163,7 @@ def test_the_pool_holds_what_was_said(shallow: Target, prompts: list, sizes: tup
         answers = [answered[row, -window:].tolist() for answered in drafter.answered[: len(found[row].round_lengths)]]
         for turn in range(ngram, len(answers) + 1):
             said |= set(zip(*answers[turn - ngram : turn]))
-        pool = drafter.sequences[row].pool
+        pool = drafter.sequences[row].pool.phrases
         assert {ngram for known in pool.values() for ngram in known} <= said and pool
         for token, known in pool.items():
             assert len(set(known)) == len(known) <= guesses and {ngram[0] for ngram in known} == {token}
@@ -173,12 +174,12 @@ def test_the_newest_guesses_are_kept(shallow: Target) -> None:
     drafter = Lookahead(shallow, window=1, ngram=3, guesses=3)
     decode(shallow, [[7, 8]], Greedy(), 2, drafter, BUILDER)
     (row,) = drafter.sequences
-    row.pool = {}
+    row.pool = PhrasePool(3, 3)
     for ngram in [(5, 1, 2), (5, 3, 4), (5, 1, 6), (5, 3, 4), (5, 9, 9), (6, 1, 1)]:
-        row._add_ngram(ngram)
-    assert row.pool == {5: [(5, 1, 6), (5, 3, 4), (5, 9, 9)], 6: [(6, 1, 1)]}
-    row.pool[5].append((5, 3, 8))
-    row.tail = [7, 5]
+        row.pool.add_phrase(ngram)
+    assert row.pool.phrases == {5: [(5, 1, 6), (5, 3, 4), (5, 9, 9)], 6: [(6, 1, 1)]}
+    row.pool.phrases[5].append((5, 3, 8))
+    row.root, drafter.max_guesses = 5, 4
     known = Trie.from_continuations(row.find_guesses())
     kept = {(depth, budget): known.best_nodes(depth, budget) for depth, budget in ((2, 10), (2, 3), (1, 10), (2, 1))}
     assert [known.tokens[node] for node in kept[2, 10]] == [-1, 3, 8, 9, 9, 4, 1, 6]
@@ -231,7 +232,7 @@ def test_rounds_without_a_draft_are_caught_up_with(shallow: Target, prompts: lis
     for row, (prompt, generation) in enumerate(zip(prompts, found)):
         assert generation.output == plain[row].output
         text = prompt + generation.output[: 1 + sum(generation.round_lengths[:-2])]
-        pool = {ngram for known in drafter.sequences[row].pool.values() for ngram in known}
+        pool = {ngram for known in drafter.sequences[row].pool.phrases.values() for ngram in known}
         assert {tuple(text[end - 3 : end]) for end in range(3, len(text) + 1)} <= pool
 
 

@@ -18,8 +18,9 @@ from spectrain.experimental.graph_drafting.drafter import GraphDrafting, GraphRo
 from spectrain.experimental.next_token_tables.bigrams import Bigrams, BigramTable
 from spectrain.experimental.next_token_tables.trigrams import Trigrams, TrigramTable, search_tree
 from spectrain.experimental.ouroboros.drafter import Ouroboros
-from spectrain.experimental.ouroboros.phrases import PhrasePool, find_agreeing_runs
+from spectrain.experimental.ouroboros.phrases import find_agreeing_runs
 from spectrain.experimental.respec.drafter import ReSpec, RootEntropyRollout
+from spectrain.experimental.shared.phrase_pool import PhrasePool
 from spectrain.models.features import Features
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Rollout

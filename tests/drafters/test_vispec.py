@@ -81,7 +81,7 @@ def test_an_image_leaves_its_last_rows() -> None:
     is_image = torch.tensor([[0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 0, 0]]).bool()
     is_start = torch.tensor([[1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0]]).bool()
     spans = ImageSpans.find(is_image, is_start, 2)
-    assert spans.kept[0].tolist() == [True, False, False, True, True, True, True, False, True, True, True, True]
+    assert spans.remaining[0].tolist() == [True, False, False, True, True, True, True, False, True, True, True, True]
     assert spans.shorten_lengths((6, 6)) == (4, 5)
     vectors = [torch.full((3, 1), value) + torch.tensor([[0.0], [1], [2]]) for value in (10.0, 20.0)]
     placed, after = spans.place_vectors(vectors, torch.zeros(1, 12, 1))

@@ -13,6 +13,7 @@ from spectrain.drafters.base import Drafter
 from spectrain.drafters.capabilities import Capabilities, DraftingCost
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
+from spectrain.experimental.shared.phrase_pool import PhrasePool
 from spectrain.models.features import Features
 from spectrain.randomness import DRAFT, keyed_generator
 from spectrain.trees.base import Draft, TreeBuilder
@@ -112,8 +113,8 @@ class LookaheadText:
 
     def __init__(self, options: Lookahead, key: int, text: list[int]) -> None:
         self.options = options
-        self.pool: dict[int, list[tuple[int, ...]]] = {}
-        self.tail: list[int] = []  # the newest N - 1 tokens of the text, the root last
+        self.pool = PhrasePool(options.ngram, options.max_guesses)
+        self.root = text[-1]
         self.num_steps = 0  # Jacobi steps made
         shape = (options.window, options.ngram - 1)
         picks = torch.randint(len(text), shape, generator=keyed_generator(DRAFT, 0, key, len(text)))
@@ -122,11 +123,9 @@ class LookaheadText:
 
     def append_tokens(self, tokens: list[int]) -> None:
         """Read new tokens of the text, whose own n-grams may enter the pool."""
-        size, text = self.options.ngram, self.tail + tokens
         if self.options.pool_from_prompt:
-            for end in range(size, len(text) + 1):
-                self._add_ngram(tuple(text[end - size : end]))
-        self.tail = text[-(size - 1) :]
+            self.pool.add_text(tokens)
+        self.root = [self.root, *tokens][-1]
 
     def step_window(self, answers: list[int]) -> None:
         """Make one Jacobi step: a column and the target's answer after it are an n-gram; the column drops its first token."""
@@ -134,17 +133,9 @@ class LookaheadText:
         for index, answer in enumerate(answers):
             ngram = (*self.columns[index], answer)
             if self.num_steps >= self.options.ngram:  # before that, it holds tokens that were drawn at random
-                self._add_ngram(ngram)
+                self.pool.add_phrase(ngram)
             self.columns[index] = list(ngram[1:])
 
     def find_guesses(self) -> list[list[int]]:
         """Return continuations of the root: the n-grams of the pool that begin with its token, the newest first."""
-        return [list(ngram[1:]) for ngram in reversed(self.pool.get(self.tail[-1], []))]
-
-    def _add_ngram(self, ngram: tuple[int, ...]) -> None:
-        """Add an n-gram as the newest of those with its first token, and drop all but the newest `guesses`."""
-        ngrams = self.pool.setdefault(ngram[0], [])
-        if ngram in ngrams:
-            ngrams.remove(ngram)
-        ngrams.append(ngram)
-        del ngrams[: -self.options.max_guesses]
+        return self.pool.find_continuations(self.root, self.options.max_guesses)

@@ -14,12 +14,13 @@ from spectrain.config.values import Count, Steps
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.inner_drafters import InnerCost
 from spectrain.experimental.shared.nested_drafter import NestedDrafter
+from spectrain.experimental.shared.phrase_pool import PhrasePool
 from spectrain.models.features import Features
 from spectrain.trees.base import Draft, TreeBuilder
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from spectrain.trees.trie import Trie
 
-from .phrases import PhrasePool, find_agreeing_runs
+from .phrases import find_agreeing_runs
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target

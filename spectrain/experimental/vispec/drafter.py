@@ -152,7 +152,7 @@ class ViSpec(Eagle1):
             placed, vectors = self.read_images(spans, features.at_layer(0).roll(-1, dims=1), placed)
         x = torch.where(is_image[..., None], placed, self.inputs(tokens, self.mix_image(final, vectors)))
         self.image_vector = context.last_state(vectors)
-        is_read = spans.kept & (steps < count)
+        is_read = spans.remaining & (steps < count)
         index = ImageSpans([], is_read).shorten_rows()
         x, positions = x.gather(1, index[..., None].expand(-1, -1, x.shape[-1])), positions.gather(1, index)
         output, num_read = self._run_rows(x, positions, self.cache, None), is_read.sum(1)

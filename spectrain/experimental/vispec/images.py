@@ -37,24 +37,24 @@ class ImageSpans:
     """The rows of images in a batch, of which each leaves its last `num_rows` ones for its vectors."""
 
     spans: list[tuple[int, int, int, int]]  # row of the batch, first row and end of an image, end of its document
-    kept: Tensor  # [B, T] bool: the rows of the shorter sequence
+    remaining: Tensor  # [B, T] bool: the rows of the shorter sequence
 
     @classmethod
     def find(cls, is_image: Tensor, is_start: Tensor, num_rows: int) -> ImageSpans:
         """Find the spans of rows [B, T] that pair with image tokens; `is_start` marks the first rows of documents."""
         edges = F.pad(is_image.int(), (1, 1)).diff(dim=1)
         firsts, ends = (edges == 1).nonzero().tolist(), (edges == -1).nonzero().tolist()
-        kept, spans, length = ~is_image, [], is_image.shape[1]
+        remaining, spans, length = ~is_image, [], is_image.shape[1]
         for (row, first), (_, end) in zip(firsts, ends):
             if end - first < num_rows:
                 raise UserError(
                     f"drafter.num_queries={num_rows + 1}: an image has {end - first} tokens in a row, and its vectors take "
                     f"{num_rows} of them; use fewer queries"
                 )
-            kept[row, end - num_rows : end] = True
+            remaining[row, end - num_rows : end] = True
             later = is_start[row, end:].nonzero()
             spans.append((row, first, end, end + int(later[0]) if len(later) else length))
-        return cls(spans, kept)
+        return cls(spans, remaining)
 
     @property
     def is_empty(self) -> bool:
@@ -62,12 +62,12 @@ class ImageSpans:
 
     def shorten_rows(self) -> Tensor:
         """Return the indices [B, N] of the rows of the shorter sequence, padded at the end."""
-        order = self.kept.long().argsort(dim=1, descending=True, stable=True)
-        return order[:, : int(self.kept.sum(1).max())]
+        order = self.remaining.long().argsort(dim=1, descending=True, stable=True)
+        return order[:, : int(self.remaining.sum(1).max())]
 
     def shorten_lengths(self, lengths: tuple[int, ...] | None) -> tuple[int, ...] | None:
         """Return the lengths of packed documents in the shorter sequence."""
-        return None if lengths is None else tuple(int(part.sum()) for part in self.kept[0].split(lengths))
+        return None if lengths is None else tuple(int(part.sum()) for part in self.remaining[0].split(lengths))
 
     def place_vectors(self, vectors: list[Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
         """Place the vectors [Q, D] of every image: the first ones at its last rows, and the last one at all rows of its
