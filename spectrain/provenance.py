@@ -38,9 +38,17 @@ def collect_provenance() -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **package_versions()},
         "hardware": {"machine": platform.machine(), "processor": processor_name(), "cores": os.cpu_count(),
                      "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None},
-        "command": " ".join(["spectrain", *sys.orig_argv[3 if sys.orig_argv[1:2] == ["-m"] else 2 :]]),
+        "command": describe_command(sys.orig_argv),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }  # fmt: skip
+
+
+def describe_command(words: list[str]) -> str:
+    """Return the command that the words of an interpreter's command line stand for: spectrain, or another module."""
+    if words[1:2] != ["-m"]:
+        return " ".join(["spectrain", *words[2:]])
+    program = "spectrain" if words[2].partition(".")[0] == "spectrain" else f"python -m {words[2]}"
+    return " ".join([program, *words[3:]])
 
 
 def package_versions() -> dict[str, str]:

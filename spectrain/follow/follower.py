@@ -153,7 +153,7 @@ class TrafficFollower:
     # Train and prove
 
     def begin_candidate(self) -> None:
-        """Start the training of a candidate where drift or enough new traffic asks for one."""
+        """Start the training of a candidate after drift, or after enough new traffic."""
         if self.job is not None or self.before_swap or time.time() < self.paused_until:
             return
         enough = self.settings.train_after is not None and self.num_new >= self.settings.train_after

@@ -99,7 +99,7 @@ class DrafterSwapper:
                     raise RunError(f"{address}: status {reply.status_code}, {' '.join(reply.text.split())[:300]}")
 
     def export(self, directory: Path) -> Path:
-        """Return the drafter in the server's layout, written beside the directory if that is another one."""
+        """Return the drafter in the server's layout, written next to the directory if that has another one."""
         drafter = find_served_drafter(replace(self.spec, run=str(directory)), self.server.name)
         folder = drafter.directory if drafter.is_exported else directory.with_name(f"{directory.name}-{self.server.name}")
         if not drafter.is_exported:

@@ -8,6 +8,7 @@ from hydra import compose, initialize_config_module
 
 from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
+from spectrain.provenance import describe_command
 from spectrain.runs.folder import find_results_folder
 from spectrain.runs.lock import lock_run
 from spectrain.runs.train import check_resumable
@@ -45,3 +46,9 @@ def test_a_second_launch_is_refused(tmp_path: Path) -> None:
         lock_run(tmp_path, seconds=0.0).__enter__()
     with lock_run(tmp_path, seconds=0.0):
         pass
+
+
+def test_the_recorded_command_can_be_typed_again() -> None:
+    assert describe_command(["python", "/bin/spectrain", "train", "target=tiny"]) == "spectrain train target=tiny"
+    assert describe_command(["python", "-m", "spectrain", "train", "target=tiny"]) == "spectrain train target=tiny"
+    assert describe_command(["python", "-m", "benchmarks.axes", "rows=2"]) == "python -m benchmarks.axes rows=2"
