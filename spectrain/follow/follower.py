@@ -291,8 +291,10 @@ class TrafficFollower:
         if request.exists():
             request.unlink()
             self.roll_back("requested")
-        if self.active.previous is not None and self.swapper.is_served(Path(self.active.path)) is False:
-            self.swapper.push(Path(self.active.path))
+        directory = Path(self.active.path)
+        # A server starts with the run's own drafter, so only a candidate has to be sent to it.
+        if self.folder.candidates in directory.parents and self.swapper.is_served(directory) is False:
+            self.swapper.push(directory)
             self.ledger.record("sent again", drafter=self.active.path)
 
     # Account

@@ -45,7 +45,10 @@ class FakeSwapper:
         return self.way
 
     def is_served(self, directory: Path) -> bool:
-        return True
+        return directory.name in self.given[-1:]
+
+    def push(self, directory: Path) -> None:
+        self.given.append(directory.name)
 
 
 class FakeJob:
@@ -94,6 +97,20 @@ def test_a_promoted_drafter_serves_and_is_rolled_back_when_it_fails_live(followe
     follower.check_live()
     assert follower.active.path == str(tmp_path / "first") and follower.swapper.given == ["second", "first"]  # type: ignore[attr-defined]
     assert events(follower)[-3:] == ["promoted", "live", "rolled back"]
+
+
+def test_a_server_that_started_anew_gets_the_active_candidate_again(follower: TrafficFollower) -> None:
+    """Also a candidate that a rollback brought back; the run's own drafter is what the server starts with."""
+    first, second = (make_drafter(follower.folder.candidates / name) for name in ("first", "second"))
+    for candidate in (first, second):
+        follower.promote(candidate, {})
+    follower.roll_back("a test")
+    follower.restore_drafter()
+    given: list[str] = follower.swapper.given  # type: ignore[attr-defined]
+    assert given == ["first", "second", "first"]
+    given.clear()
+    follower.restore_drafter()
+    assert given == ["first"] and events(follower)[-1] == "sent again"
 
 
 def test_a_rare_kind_does_not_hold_up_further_candidates(follower: TrafficFollower, tmp_path: Path) -> None:
