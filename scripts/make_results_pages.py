@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks.rehearse_cluster import markdown_table as rehearsal_table
 from benchmarks.scale import markdown_table as scale_table
 from scripts import results_tables as tables
+from scripts.axes_tables import axes_tables
 from scripts.long_tables import adapters_table, long_drafters_table, times_table
 from scripts.speculators_tables import methods_tables, speculators_tables
 from scripts.systems_page import render_systems_page
@@ -54,6 +55,17 @@ def fill_paragraphs(text: str) -> str:
 
 
 PAGES = {
+    "axes": ResultsPage(
+        "Drafters over batch size, context and temperature",
+        """Six drafters on the tiny target and six on SmolLM2-135M were swept over the number of prompts at once, the length of
+the prompt and the temperature, and two of them again with `tree=auto`. The tables show where each stops to pay. The
+drafters of tiny were trained for 400 steps, which is minutes; those of SmolLM2 need no training or ship with the package.""",
+        ("axes.json",),
+        "python -m benchmarks.axes",
+        axes_tables,
+        """One thread for each process; one other measurement ran on the second core. Plain and drafted rounds alternate, so
+ratios are of the same moments.""",
+    ),
     "comparison-smollm2": ResultsPage(
         "One comparison on SmolLM2",
         """Four recipes were trained for two minutes each on SmolLM2-135M and scored with the same prompts, next to two

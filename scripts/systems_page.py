@@ -17,11 +17,10 @@ starts with *after* does less than the paper, or something else; its name says w
 
 The last column holds tokens per forward and the speed relative to decoding without a drafter, both with 95 % intervals over
 prompts. Drafted and plain decoding ran in turn, on tiny with one thread: 16 held-out prompts of 48 tokens where nothing else is
-said. On a target of 1.7 million parameters drafting costs as much as verifying, so few methods gain. The machine was busy (two
-to five processes per core were ready to run), which spoils absolute speeds and widens the intervals of ratios. Every greedy row
-gave the text of `generate` for all prompts. Drafters were trained for a minute or two, so rows do not rank the methods. Rows of
-`benchmarks/measure_ways.py` were measured earlier, some with eight prompts at once. The page is written by
-`python -m scripts.make_results_pages` from `benchmarks/systems.yaml`, `eval/results/systems.json` and
+said. On a target of 1.7 million parameters drafting costs as much as verifying, so few methods gain. One other measurement ran
+on the second core. Every greedy row gave the text of `generate` for all prompts. Drafters were trained for a minute or two, so
+rows do not rank the methods. Rows of `benchmarks/measure_ways.py` were measured earlier, some with eight prompts at once. The
+page is written by `python -m scripts.make_results_pages` from `benchmarks/systems.yaml`, `eval/results/systems.json` and
 `eval/results/ways-tiny.json`; the commands that measured it:
 
 ```sh
