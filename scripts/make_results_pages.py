@@ -183,9 +183,10 @@ sums over processes have other terms, and the limit is 1e-05.
 A case passes only if every step is logged once, the drafter is saved, no incomplete file is left, the launchers end with
 status 0 where the training continues by itself and with another status elsewhere, and the message appears after the fault,
 within 10 s for a frozen process, 240 s for the second launch, which waits for the first one, and 60 s for
-others. All rows have the same training code. The rows of the full disk and
-of the second launch were measured one commit later, which changes how the rehearsal fills the disk. Both commits were rebased
-afterwards. The machines set `net.ipv4.tcp_retries2` to 8: launchers whose
+others. Most rows are of one commit. The full disk and
+the second launch were measured one commit later, which changes how the rehearsal fills the disk; the first killed process and the
+restart on four were measured last, after the training's progress got a file of its own, on two processors that another measurement
+shared. The machines set `net.ipv4.tcp_retries2` to 8: launchers whose
 rendezvous is cut off without a word wait until the system gives the connection up, which takes a quarter of an hour by its
 default of 15.""",
     ),
