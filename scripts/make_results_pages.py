@@ -5,11 +5,6 @@ python -m scripts.make_results_pages
 A test compares the committed pages with what this writes. Pages of docs/results/ that no JSON holds are written by hand.
 """
 
-import json
-import textwrap
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from benchmarks.rehearse_cluster import markdown_table as rehearsal_table
@@ -17,41 +12,14 @@ from benchmarks.scale import markdown_table as scale_table
 from scripts import results_tables as tables
 from scripts.axes_tables import axes_tables
 from scripts.long_tables import adapters_table, long_drafters_table, times_table
+from scripts.results_page import ResultsPage
 from scripts.speculators_tables import methods_tables, speculators_tables
 from scripts.systems_page import render_systems_page
 from spectrain.files import write_text
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "eval" / "results"
 FOLDER = ROOT / "docs" / "results"
 WAYS = "python -m benchmarks.measure_ways"
-
-
-@dataclass(frozen=True)
-class ResultsPage:
-    """A page: its title, what was compared, the files of results, the command that wrote them, and the tables."""
-
-    title: str
-    introduction: str
-    files: tuple[str, ...]
-    command: str
-    make_tables: Callable[..., str]
-    remarks: str = ""
-
-    def render(self) -> str:
-        """Return the markdown of the page."""
-        results = [json.loads((RESULTS / name).read_text()) for name in self.files]
-        sources = " and ".join(f"`eval/results/{name}`" for name in self.files)
-        first = f"Generated from {sources} by `scripts/make_results_pages.py`. The command that measured it:"
-        introduction, remarks = fill_paragraphs(self.introduction), fill_paragraphs(self.remarks)
-        parts = [f"# {self.title}", introduction, first, f"```sh\n{self.command}\n```", tables.describe_setting(results[0])]
-        return "\n\n".join(filter(None, [*parts, self.make_tables(*results), remarks])) + "\n"
-
-
-def fill_paragraphs(text: str) -> str:
-    """Wrap each paragraph of a text at 128 characters."""
-    fill = partial(textwrap.fill, width=128, break_long_words=False, break_on_hyphens=False)
-    return "\n\n".join(fill(paragraph) for paragraph in text.split("\n\n"))
 
 
 PAGES = {
@@ -183,10 +151,10 @@ sums over processes have other terms, and the limit is 1e-05.
 A case passes only if every step is logged once, the drafter is saved, no incomplete file is left, the launchers end with
 status 0 where the training continues by itself and with another status elsewhere, and the message appears after the fault,
 within 10 s for a frozen process, 240 s for the second launch, which waits for the first one, and 60 s for
-others. Most rows are of one commit. The full disk and
-the second launch were measured one commit later, which changes how the rehearsal fills the disk; the first killed process and the
-restart on four were measured last, after the training's progress got a file of its own, on two processors that another measurement
-shared. The machines set `net.ipv4.tcp_retries2` to 8: launchers whose
+others. Most rows are of one commit. The full disk and the second launch were measured one commit
+later, which changes how the rehearsal fills the disk; the first killed process and the restart on four were measured
+last, after the training's progress got a file of its own, on two processors that another measurement shared.
+The machines set `net.ipv4.tcp_retries2` to 8: launchers whose
 rendezvous is cut off without a word wait until the system gives the connection up, which takes a quarter of an hour by its
 default of 15.""",
     ),
