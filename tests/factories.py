@@ -1,8 +1,10 @@
 """Factories of what many tests need: batches of random tokens with the target's features, and data sets of random texts."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from spectrain.config.build import find_config_type
 from spectrain.data.chat import Example
@@ -18,6 +20,13 @@ def make_drafter(constructor: Any, target: Target, **settings: Any) -> Drafter:
     config_type = find_config_type(constructor)
     drafter: Drafter = constructor(target, **(settings if config_type is None else {"config": config_type(**settings)}))
     return drafter
+
+
+def add_noise(parameters: Iterable[Tensor], size: float = 1.0) -> None:
+    """Add normal noise to parameters, of `size` for the sum over their last dimension, so that all that they do matters."""
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.add_(size * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
 
 
 def random_batch(

@@ -34,6 +34,7 @@ from spectrain.trees import Chain, Eagle2, Rollout, Static, TreeBuilder
 from spectrain.trees.base import Draft
 from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
+from tests.factories import add_noise
 
 FEW = 16  # tokens that a random drafter knows
 LENGTH, TOP_K = 4, 3  # 81 outcomes: the first token, which the prefill yields, and three more
@@ -228,10 +229,8 @@ def untrained(family: str, shallow: Target, truth: Truth) -> Drafter:
     for path, chance in truth.joint.items():
         counts.index_add_(0, torch.tensor(path[1:]), torch.full((len(path) - 1,), chance))
     drafter.prepare(shallow, counts)
-    with torch.no_grad():
-        for name, parameter in drafter.named_parameters():
-            if parameter.dim() > 1 and parameter.requires_grad and "lm_head" not in name:
-                parameter.add_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+    matrices = {name: parameter for name, parameter in drafter.named_parameters() if parameter.dim() > 1}
+    add_noise(matrix for name, matrix in matrices.items() if matrix.requires_grad and "lm_head" not in name)
     return drafter.eval()
 
 

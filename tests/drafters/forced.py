@@ -12,6 +12,7 @@ from spectrain.trees import Rollout, TreeBuilder
 from spectrain.trees.base import Prefix
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from tests.decoding.rounds import begun, proposed
+from tests.factories import add_noise
 
 
 class Probe(TreeBuilder):
@@ -33,9 +34,7 @@ def shaken(drafter: Any, target: Target, size: float = 0.3) -> Any:
     """Prepared, and every weight at random, so that everything it reads matters."""
     torch.manual_seed(3)
     drafter.prepare(target, torch.randint(0, 1000, (target.head.vocab_size,)))
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.add_(size * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+    add_noise(drafter.parameters(), size)
     return drafter.eval()
 
 

@@ -22,6 +22,7 @@ from spectrain.models.target import Target
 from spectrain.trees import Chain, TreeBuilder
 from spectrain.trees.base import MarginalRollout
 from spectrain.trees.growing import ChildDraw
+from tests.factories import add_noise
 
 from .blocks import dataset, states_behind
 
@@ -41,10 +42,7 @@ def make(target: Target, constructor: str, **options: Any) -> Any:
     counts = torch.arange(target.head.vocab_size, 0, -1)
     counts[drafter.mask_token_id] = 0
     drafter.prepare(target, counts)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            if parameter.requires_grad and parameter.dim() > 1:
-                parameter.add_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+    add_noise(parameter for parameter in drafter.parameters() if parameter.requires_grad and parameter.dim() > 1)
     return drafter.eval()
 
 

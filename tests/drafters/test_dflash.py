@@ -27,6 +27,7 @@ from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
 from spectrain.trees.base import Draft, Prefix
 from spectrain.trees.token_tree import TokenTree
 from tests.decoding.rounds import Keeping
+from tests.factories import add_noise
 
 from .blocks import dataset, states_behind
 
@@ -53,10 +54,7 @@ def make(target: Target, **options: Any) -> DFlash:
     counts = torch.arange(target.head.vocab_size, 0, -1)
     counts[drafter.mask_token_id] = 0
     drafter.prepare(target, counts)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            if parameter.requires_grad and parameter.dim() > 1:
-                parameter.add_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+    add_noise(parameter for parameter in drafter.parameters() if parameter.requires_grad and parameter.dim() > 1)
     return drafter.eval()
 
 

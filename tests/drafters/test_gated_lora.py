@@ -51,6 +51,7 @@ from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from tests.decoding.rounds import Keeping
 from tests.decoding.test_guard import Switch
+from tests.factories import add_noise
 from tests.models.architectures import save_small
 from tests.targets import cut_tiny
 
@@ -66,9 +67,7 @@ def make(target: Target, **options: Any) -> GatedLora:
     torch.manual_seed(3)
     drafter = GatedLora(target, GatedLoraConfig(**{"num_masks": MASKS, "rank": 4, "alpha": 6.0, **options}))
     drafter.prepare(target, torch.zeros(target.head.vocab_size))
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.add_(0.7 * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+    add_noise(drafter.parameters(), 0.7)
     assert all(parameter.count_nonzero() == parameter.numel() for parameter in drafter.parameters())
     return drafter.eval()
 

@@ -27,6 +27,7 @@ from spectrain.trees import Chain, Eagle2, Rollout, Static, TreeBuilder
 from spectrain.trees.base import Prefix
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from tests.decoding.rounds import begun, proposed
+from tests.factories import add_noise
 
 HEADS = 3
 PREFIX = pytest.mark.parametrize("prefix", [False, True], ids=["hydra", "hydra++"])
@@ -37,9 +38,7 @@ def make(shallow: Target, prefix: bool = False, noise: float = 0.3, **options: A
     torch.manual_seed(3)
     drafter = Hydra(shallow, **{"num_heads": HEADS, "vocab_size": 256, "prefix_attention": prefix, **options})
     drafter.prepare(shallow, torch.randint(0, 1000, (shallow.head.vocab_size,)))
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.add_(noise * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+    add_noise(drafter.parameters(), noise)
     return drafter.eval()
 
 

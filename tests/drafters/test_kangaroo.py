@@ -35,6 +35,7 @@ from spectrain.trees import Chain, Eagle2, TreeBuilder
 from spectrain.trees.base import Draft, Prefix
 from spectrain.trees.token_tree import TokenTree
 from tests.decoding.rounds import Keeping
+from tests.factories import add_noise
 
 VOCAB, LAYERS = 83, 4
 SIZE: dict[str, Any] = {
@@ -67,9 +68,7 @@ def make(target: Target, noise: float = 0.0, **options: Any) -> Kangaroo:
     """A prepared drafter; with `noise`, with weights of its own."""
     drafter = Kangaroo(target, **options)
     drafter.prepare(target, torch.zeros(target.head.vocab_size))
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.add_(noise * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+    add_noise(drafter.parameters(), noise)
     return drafter
 
 

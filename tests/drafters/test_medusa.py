@@ -40,6 +40,7 @@ from spectrain.trees import Auto, Chain, Eagle2, Static, TreeBuilder
 from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import TokenTree
 from tests.decoding.rounds import begun, proposed
+from tests.factories import add_noise
 from tests.targets import cut_tiny
 
 HEADS = 3
@@ -56,9 +57,7 @@ def make(target: Target, noise: float = 0.0, **options: Any) -> Medusa:
     torch.manual_seed(3)
     drafter = Medusa(target, **{"num_heads": HEADS, "vocab_size": 256, "rank": 4, **options})
     drafter.prepare(target, torch.randint(0, 1000, (target.head.vocab_size,)))
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.add_(noise * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+    add_noise(drafter.parameters(), noise)
     return drafter
 
 

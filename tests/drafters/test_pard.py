@@ -37,7 +37,7 @@ from spectrain.trees.base import Draft, Prefix
 from spectrain.trees.token_tree import TokenTree
 from tests.decoding.rounds import Keeping
 from tests.decoding.test_guard import Switch
-from tests.factories import dataset_with_spans
+from tests.factories import add_noise, dataset_with_spans
 from tests.targets import cut_tiny
 
 DRAFTS, LIMIT = 4, 14
@@ -56,9 +56,7 @@ def make(target: Target, vocab_size: int = 2048, **options: Any) -> Pard:
     drafter = Pard(target, **{"num_drafts": DRAFTS, **size, **options})
     drafter.prepare(target, torch.zeros(target.head.vocab_size))
     if "num_layers" not in options:
-        with torch.no_grad():
-            for parameter in drafter.parameters():
-                parameter.add_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+        add_noise(drafter.parameters())
     return drafter.eval()
 
 

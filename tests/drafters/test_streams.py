@@ -26,6 +26,7 @@ from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
 from tests.decoding.rounds import begun, proposed
+from tests.factories import add_noise
 
 from .test_uno import PROMPTS, conversation
 
@@ -54,9 +55,7 @@ def make(target: Target, kind: str, **options: Any) -> GatedMasks:
     common = {"num_masks": MASKS, "alpha": 6.0, "sampler": False, "consistency": 0.0, "loss": "forward_kl"}
     drafter = FAMILIES[kind][0](target, FAMILIES[kind][1](**{**common, **KINDS[kind], **options}))
     drafter.prepare(target, torch.zeros(target.head.vocab_size))
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.add_(0.5 * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+    add_noise(drafter.parameters(), 0.5)
     return drafter.eval()
 
 

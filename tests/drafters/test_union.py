@@ -79,7 +79,7 @@ def prompts(shallow: Target) -> list[list[int]]:
     return [shallow.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
 
 
-def made(target: Target, inner: list[Any] = INNER) -> Any:
+def make_union(target: Target, inner: list[Any] = INNER) -> Any:
     torch.manual_seed(0)
     return build({"_target_": "spectrain.experimental.union.drafter.UnionDrafter", "inner": inner}, target=target).eval()
 
@@ -88,7 +88,7 @@ def made(target: Target, inner: list[Any] = INNER) -> Any:
 def test_output_is_the_targets(shallow: Target, prompts: list[list[int]], rule: Any) -> None:
     """By chains and dynamic trees, and the union holds every path that a drafter alone would have verified."""
     expected = [one.output for one in decode(shallow, prompts, rule, 16, ignore_eos=True)]
-    drafter = made(shallow)
+    drafter = make_union(shallow)
     for builder in (Chain(3), Eagle2(3, 10, 3)):
         assert [one.output for one in decode(shallow, prompts, rule, 16, drafter, builder, ignore_eos=True)] == expected
     context = begun(shallow, prompts, drafter, Eagle2(3, 10, 3))
@@ -99,7 +99,7 @@ def test_output_is_the_targets(shallow: Target, prompts: list[list[int]], rule: 
 
 def test_drawn_chains_are_judged_by_their_own_q(shallow: Target, prompts: list[list[int]]) -> None:
     """Sampled chains of three drafters are verified as one tree; drafters with the same q draw independently."""
-    drafter, builder = made(shallow, INNER[1:2] * 2), Chain(3, "sampled")
+    drafter, builder = make_union(shallow, INNER[1:2] * 2), Chain(3, "sampled")
     drafter.inner[1].load_state_dict(drafter.inner[0].state_dict())
     found = decode(shallow, prompts, MultiStepSampling(), 12, drafter, builder, ignore_eos=True)
     assert all(len(one.output) == 12 for one in found)
@@ -110,7 +110,7 @@ def test_drawn_chains_are_judged_by_their_own_q(shallow: Target, prompts: list[l
 
 def test_a_union_refuses(shallow: Target, prompts: list[list[int]]) -> None:
     with pytest.raises(UserError, match="drafter.inner: name two drafters or more to merge"):
-        made(shallow, ["ngram"])
-    drafter = made(shallow)
+        make_union(shallow, ["ngram"])
+    drafter = make_union(shallow)
     with pytest.raises(UserError, match="tree=auto: drafter=union grows trees"):
         decode(shallow, prompts, Greedy(), 8, drafter, Auto())

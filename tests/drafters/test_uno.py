@@ -30,6 +30,7 @@ from spectrain.models.reference_model import reference_model
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
+from tests.factories import add_noise
 
 UNO: dict[str, Any] = {
     "num_masks": 4, "rank": 4, "alpha": 8.0, "strategy": "apart", "sampler": False,
@@ -48,9 +49,7 @@ def make(target: Target, size: float = 0.4, noise: str = "uniform", **options: A
         else GatedLora(target, GatedLoraConfig(noise=noise, **settings))  # type: ignore[arg-type]
     )
     drafter.prepare(target, torch.zeros(target.head.vocab_size))
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.add_(size * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+    add_noise(drafter.parameters(), size)
     return drafter.eval()
 
 

@@ -22,7 +22,7 @@ from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2
 from spectrain.trees.base import Prefix, Rollout
 from spectrain.trees.token_tree import TokenTree
-from tests.factories import random_batch
+from tests.factories import add_noise, random_batch
 from tests.models.visions import asked, picture, seeing_target
 
 QUERIES = 3
@@ -45,10 +45,7 @@ def make(target: Target) -> ViSpec:
     torch.manual_seed(3)
     drafter = ViSpec(target, ViSpecConfig(num_queries=QUERIES))
     drafter.prepare(target, torch.ones(target.head.vocab_size, dtype=torch.int64))
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            if parameter.dim() > 1:
-                parameter.add_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+    add_noise(parameter for parameter in drafter.parameters() if parameter.dim() > 1)
     return drafter.eval()
 
 
