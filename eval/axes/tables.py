@@ -117,7 +117,8 @@ def describe_axis(axis: dict[str, Any]) -> Iterator[str]:
     checked = [point for point in axis["points"] if point["identical"] is not None]
     if checked:
         identical, total = (sum(point[key] for point in checked) for key in ("identical", "checked"))
-        yield f"Identical to decoding without a drafter at all values: {identical} of {total} answers."
+        alone = "each text alone " if axis["over"] == "batch" else ""
+        yield f"Identical to decoding {alone}without a drafter at all values: {identical} of {total} answers."
     rules = dict.fromkeys(f"{point['value']:g} by {point['rule']}, {point['tree']}" for point in axis["points"])
     if axis["over"] == "temperature":
         yield f"Rules and trees: {'; '.join(rules)}."

@@ -341,9 +341,8 @@ class TreeCache(Cache):
 
     def fill_slots(self, keys_values: Tensor) -> None:
         """Commit the keys and values [layers, 2, T, H, D] of T tokens in an empty cache of one row."""
-        layers, both, length, *slot = keys_values.shape
-        self.storage = keys_values.new_zeros(layers, both, 1, self.max_length, *slot)
-        self.storage[:, :, 0, :length] = keys_values
+        _, _, length, num_heads, size = keys_values.shape
+        self.lend_storage(length, num_heads, size, keys_values.dtype)[:, :, 0, :length] = keys_values
         self.add_uncommitted(length)
         self.commit(None, torch.full_like(self.lengths, length))
 

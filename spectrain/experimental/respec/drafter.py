@@ -16,8 +16,9 @@ from spectrain.drafters.context import Context
 from spectrain.drafters.hybrid import DrafterWithCopies
 from spectrain.drafters.layers.copies import CopySource, Proposal
 from spectrain.errors import UserError
+from spectrain.experimental.shared.nested_rollout import NestedRollout
 from spectrain.experimental.shared.nesting import build_nestable
-from spectrain.trees.base import Draft, Rollout
+from spectrain.trees.base import Draft
 from spectrain.trees.token_tree import TokenTree
 from spectrain.trees.trie import Trie
 
@@ -25,26 +26,14 @@ if TYPE_CHECKING:
     from spectrain.models.target import Target
 
 
-class RootEntropyRollout(Rollout):
+class RootEntropyRollout(NestedRollout):
     """Another rollout, and the entropy [B], in nats, of its distribution after the root."""
 
-    def __init__(self, inner: Rollout) -> None:
-        self.inner, self.draft_ids, self.depth_limit = inner, inner.draft_ids, inner.depth_limit
-        self.root_entropy: Tensor | None = None
+    root_entropy: Tensor | None = None
 
     def start(self) -> Tensor:
-        log_q = self.inner.start()
+        log_q = super().start()
         self.root_entropy = torch.special.entr(log_q[:, 0].float().softmax(-1)).sum(-1)
-        return self._pass_marks(log_q)
-
-    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        return self._pass_marks(self.inner.extend(tokens, parents))
-
-    def extend_path(self, tokens: Tensor, parents: Tensor, num_given: int) -> Tensor:
-        return self._pass_marks(self.inner.extend_path(tokens, parents, num_given))
-
-    def _pass_marks(self, log_q: Tensor) -> Tensor:
-        self.stop_mask, self.accept_probs = self.inner.stop_mask, self.inner.accept_probs
         return log_q
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from spectrain.drafters.context import Context
 from spectrain.experimental.shared.copy_rollout import as_rollout
+from spectrain.experimental.shared.nested_rollout import NestedRollout
 from spectrain.models.device import synchronize_device
 from spectrain.models.features import Features, Layer
 from spectrain.trees.base import Rollout
@@ -41,37 +42,37 @@ class Stopwatch:
         self.seconds += self.clock() - self.start_time
 
 
-class TimedRollout(Rollout):
+class TimedRollout(NestedRollout):
     """A rollout that is timed, and that records log q after every node."""
 
     def __init__(self, rollout: Rollout, stopwatch: Stopwatch) -> None:
-        self.rollout, self.stopwatch = rollout, stopwatch
-        self.draft_ids, self.depth_limit = rollout.draft_ids, rollout.depth_limit
+        super().__init__(rollout)
+        self.stopwatch = stopwatch
         self.child_numbers: dict[tuple[int, int, int], int] = {}  # (row, node, token) -> child node
         self.recorded_log_q: list[Tensor] = []  # [B, V] after every node, in their order
 
     def start(self) -> Tensor:
         if not self.recorded_log_q:
             with self.stopwatch:
-                self._record_log_q(self.rollout.start())
+                self._record_log_q(super().start())
         return self.recorded_log_q[0][:, None]
 
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
         self._record_nodes(tokens, parents)
         with self.stopwatch:
-            return self._record_log_q(self.rollout.extend(tokens, parents))
+            return self._record_log_q(super().extend(tokens, parents))
 
-    def extend_path(self, tokens: Tensor, parents: Tensor, given: int) -> Tensor:
-        steps = torch.arange(given - 1, given - 1 + tokens.shape[1], device=tokens.device).expand_as(tokens)
+    def extend_path(self, tokens: Tensor, parents: Tensor, num_given: int) -> Tensor:
+        steps = torch.arange(num_given - 1, num_given - 1 + tokens.shape[1], device=tokens.device).expand_as(tokens)
         self._record_nodes(tokens, torch.cat([parents[:, None], steps[:, 1:]], dim=1))
         with self.stopwatch:
-            return self._record_log_q(self.rollout.extend_path(tokens, parents, given))
+            return self._record_log_q(super().extend_path(tokens, parents, num_given))
 
     def teacher_force(self, tokens: Tensor) -> None:
         """Extend a rollout that only started by the path of tokens [B, P] from the root, without timing it."""
         if len(self.recorded_log_q) == 1 and tokens.shape[1]:
             self._record_nodes(tokens, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
-            self._record_log_q(self.rollout.extend_path(tokens, torch.zeros_like(tokens[:, 0]), 1))
+            self._record_log_q(super().extend_path(tokens, torch.zeros_like(tokens[:, 0]), 1))
 
     def log_q_along(self, row: int, tokens: list[int]) -> list[Tensor]:
         """Return the recorded log q [V] after the row's text and after each of these tokens, as far as there are any."""
@@ -91,7 +92,6 @@ class TimedRollout(Rollout):
 
     def _record_log_q(self, log_q: Tensor) -> Tensor:
         self.recorded_log_q += log_q.unbind(1)
-        self.accept_probs, self.stop_mask = self.rollout.accept_probs, self.rollout.stop_mask
         return log_q
 
 
@@ -147,7 +147,7 @@ class Arm:
         for row, (tokens, count) in enumerate(zip(emitted.tolist(), context.num_new.tolist())):
             predictions = self.recording.log_q_along(row, tokens[: max(count - 1, 0)])[: min(num_depths, count)]
             for depth_index, (log_q, token) in enumerate(zip(predictions, tokens)):
-                top_token = int(self.recording.rollout.to_target_ids(log_q.argmax()))
+                top_token = int(self.recording.inner.to_target_ids(log_q.argmax()))
                 target_logits = None if logits is None else logits[row, path[row, depth_index]]
                 hit = (
                     float(top_token == token)
@@ -162,7 +162,7 @@ class Arm:
     def _acceptance_probability(self, context: Context, log_q: Tensor, logits: Tensor) -> float:
         """Return sum_v min(p, q), with p at the rule's temperature and q at the builder's."""
         assert self.recording is not None
-        p, ids = (logits / context.temperature).softmax(-1), self.recording.rollout.draft_ids
+        p, ids = (logits / context.temperature).softmax(-1), self.recording.inner.draft_ids
         p = p[: len(log_q)] if ids is None else p[ids]
         return float(torch.minimum(p, (log_q / context.builder.temperature).softmax(-1)).sum())
 
