@@ -25,7 +25,8 @@ from spectrain.models import step_cost
 from spectrain.models.loading import load_tokenizer
 from spectrain.models.target import Target
 from spectrain.planning import footprint
-from spectrain.planning.footprint import Models, bytes_of, flops_per_token, peak_memory
+from spectrain.planning.footprint import Models, bytes_of, peak_memory
+from spectrain.planning.operations import flops_per_token
 from spectrain.planning.workload import batch_shape
 from spectrain.training.trainer import Trainer
 

@@ -10,8 +10,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from spectrain.models.attention import causal_attention
+from spectrain.models.cache_types import AttentionOptions
 from spectrain.models.fast import pack_linears
-from spectrain.models.kv_cache import AttentionOptions
 from tests.memory_tracker import FORMULAS, MemoryTracker, autocasting
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from spectrain.kernels.token_commit import TextBatch, token_commit
+from spectrain.models.cache_types import KeyValueShape
 from spectrain.models.features import Features, Layer
-from spectrain.models.kv_cache import KeyValueShape, TreeCache
+from spectrain.models.kv_cache import TreeCache
 from spectrain.models.partial_forward import PartialForward
 from spectrain.models.target import Target
 from spectrain.trees.base import TreeBuilder

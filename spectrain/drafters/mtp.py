@@ -24,7 +24,8 @@ from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.features.context_piece import UnrolledRows
 from spectrain.models.architectures.mtp import MTP_HINT, has_mtp_layer, load_mtp_layer
-from spectrain.models.kv_cache import AttentionOptions, TreeCache
+from spectrain.models.cache_types import AttentionOptions
+from spectrain.models.kv_cache import TreeCache
 from spectrain.trees.base import Draft
 
 from .base import Losses, TrainingState

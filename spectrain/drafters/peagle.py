@@ -23,7 +23,7 @@ from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.features.context_piece import UnrolledRows
-from spectrain.models.kv_cache import AttentionOptions
+from spectrain.models.cache_types import AttentionOptions
 from spectrain.models.step_cost import BatchShape, Run, StepCost
 from spectrain.trees.base import Draft, MarginalRollout
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from spectrain.models.attention import attend_rows, unrolled_attention
-from spectrain.models.kv_cache import DEFAULT_OPTIONS, AttentionOptions
+from spectrain.models.cache_types import DEFAULT_OPTIONS, AttentionOptions
 
 ContextMethod = Literal["ulysses", "gather"]
 QueriesKeysValues = tuple[Tensor, Tensor, Tensor]

@@ -22,9 +22,10 @@ from spectrain.errors import UserError
 from spectrain.kernels.fused_attention import document_attention, fused_attention, supports_documents
 from spectrain.kernels.tree_attention import Visibility, eager_attention, tree_attention
 
+from .cache_types import DEFAULT_OPTIONS, AttentionOptions, KeyValueShape
 from .compiled_layers import attend_layer, mark_layer_done
 from .fast import is_compiled_text, is_mergeable, merged_attention, text_attention
-from .kv_cache import DEFAULT_OPTIONS, AttentionOptions, KeyValueShape, TreeCache
+from .kv_cache import TreeCache
 from .masks import make_mask
 
 ATTENTION_NAME = "spectrain"  # name in transformers

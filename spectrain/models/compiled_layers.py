@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from spectrain.kernels.tree_attention import Visibility
 
+from .cache_types import DEFAULT_OPTIONS, AttentionOptions
 from .forward_override import override_forwards
-from .kv_cache import DEFAULT_OPTIONS, AttentionOptions, TreeCache, live_caches
+from .kv_cache import TreeCache, live_caches
 
 MAX_SHAPES = 64  # compiled shapes (batch sizes times numbers of nodes) per process
 

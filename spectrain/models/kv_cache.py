@@ -6,10 +6,10 @@ tokens. A forward appends N uncommitted nodes after them (a prompt, a tree, or o
 path of these and discards the rest.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -23,47 +23,10 @@ from spectrain.kernels.kv_commit import kv_commit
 from spectrain.kernels.tree_attention import Visibility, tree_attention
 
 from .cache_layer import CacheLayer, attention_dtype, storage_dtype
+from .cache_types import DEFAULT_OPTIONS, AttentionOptions, KeyValueShape, KVTransform, QueryObserver, RecurrentStates
 
 _cache_ids = count()
 live_caches: WeakValueDictionary[int, "TreeCache"] = WeakValueDictionary()
-
-
-class KeyValueShape(NamedTuple):
-    """The numbers that the keys and values of one token take in a layer."""
-
-    num_heads: int
-    key_size: int  # of a head
-    value_size: int
-
-    @property
-    def width(self) -> int:
-        return self.num_heads * max(self.key_size, self.value_size)
-
-
-class AttentionOptions(NamedTuple):
-    """What the attention of a layer does beyond softmax(q k^T) v, by the argument names of `tree_attention`."""
-
-    scale: float | None = None  # of the scores; None: by the head size
-    window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None  # [H]
-
-
-DEFAULT_OPTIONS = AttentionOptions()
-KVTransform = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(layer, its keys, its values [B, H, T', D]) -> the keys and values that are attended to instead."""
-QueryObserver = Callable[[int, Tensor, float], None]
-"""(layer, queries [B, H, N, D] of new nodes, the scale of their scores) -> None."""
-
-
-class RecurrentStates(Protocol):
-    """The states of a recurrent layer, which follow the commits of the cache."""
-
-    def commit(self, path: Tensor | None, counts: Tensor) -> None: ...
-
-    def reorder_nodes(self, order: Tensor) -> None: ...
-
-    def roll_back(self, batch: int) -> None: ...
 
 
 class TreeCache(Cache):

@@ -14,7 +14,8 @@ from spectrain.models.step_cost import BatchShape
 from spectrain.training.trainer import Trainer
 from spectrain.training.validation import count_validation_rows, select_prompts
 
-from .footprint import Models, drafting_weights, flops_per_token
+from .footprint import Models
+from .operations import drafting_weights, flops_per_token
 
 QUICK_BYTES = 256e6
 """Bytes of data up to which its tokens are counted; for more, plan.tokens is required."""

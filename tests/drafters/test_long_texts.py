@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from spectrain.drafters.layers.layers import llama_config, make_rotary
 from spectrain.models import attention
 from spectrain.models.attention import attend_rows, causal_attention, unrolled_attention
-from spectrain.models.kv_cache import AttentionOptions
+from spectrain.models.cache_types import AttentionOptions
 
 LIMIT = 4096
 SCHEMES: dict[str, dict[str, Any]] = {

@@ -15,8 +15,8 @@ from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch, collate
 from spectrain.features.live_source import LiveSource
 from spectrain.models.attention import causal_attention, unrolled_attention
+from spectrain.models.cache_types import AttentionOptions
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
-from spectrain.models.kv_cache import AttentionOptions
 from spectrain.models.target import Target
 from spectrain.runs.drafters import is_trainable
 from spectrain.training.run import select_trained_groups

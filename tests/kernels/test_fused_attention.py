@@ -19,8 +19,8 @@ from spectrain.kernels.fused_attention import sdpa_without_cudnn, supports_docum
 from spectrain.kernels.tree_attention import tree_attention_reference
 from spectrain.models import attention
 from spectrain.models.attention import causal_attention, unrolled_attention
+from spectrain.models.cache_types import AttentionOptions
 from spectrain.models.fast import is_mergeable
-from spectrain.models.kv_cache import AttentionOptions
 from spectrain.models.positions import uncached_visibility
 from tests.memory_tracker import MemoryTracker
 

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from spectrain.errors import UserError
 from spectrain.models.architectures.probe import explain_incompatibility
+from spectrain.models.cache_types import KeyValueShape
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
-from spectrain.models.kv_cache import KeyValueShape, TreeCache
+from spectrain.models.kv_cache import TreeCache
 from spectrain.models.loading import load_hf
 from spectrain.models.target import Target
 from spectrain.trees.token_tree import TokenTree

@@ -27,7 +27,8 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import UserError
 from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
-from spectrain.planning.footprint import Models, bytes_of, mean_keys
+from spectrain.planning.footprint import Models, bytes_of
+from spectrain.planning.operations import mean_keys
 from spectrain.planning.plan import Plan, plan
 from spectrain.planning.workload import Workload, validation_flops
 from spectrain.runs.drafters import init_drafter

@@ -21,8 +21,9 @@ from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import Projection
+from spectrain.models.cache_types import AttentionOptions
 from spectrain.models.features import Features, Layer
-from spectrain.models.kv_cache import AttentionOptions, TreeCache
+from spectrain.models.kv_cache import TreeCache
 from spectrain.models.step_cost import BatchShape, Run, StepCost
 from spectrain.trees.base import Draft, Rollout
 

@@ -15,7 +15,8 @@ from spectrain.drafters.context import Context
 from spectrain.features.batch import Batch
 from spectrain.features.context_piece import UnrolledRows
 from spectrain.models.attention import MASKED_ROWS
-from spectrain.models.kv_cache import AttentionOptions, TreeCache
+from spectrain.models.cache_types import AttentionOptions
+from spectrain.models.kv_cache import TreeCache
 from spectrain.models.step_cost import BatchShape, Run, StepCost
 from spectrain.models.target import Target
 from spectrain.trees.token_tree import AcceptedPath

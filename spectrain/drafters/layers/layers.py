@@ -13,8 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from spectrain.errors import UserError
 from spectrain.models.attention import causal_attention
+from spectrain.models.cache_types import DEFAULT_OPTIONS, AttentionOptions
 from spectrain.models.compiled_layers import attend_with_cache
-from spectrain.models.kv_cache import DEFAULT_OPTIONS, AttentionOptions
 from spectrain.models.limits import max_text_length
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from spectrain.errors import UserError, first_line
 from spectrain.models.architectures.mtp import mtp_layer_types
 from spectrain.models.attention import ATTENTION_NAME, causal_attention
-from spectrain.models.kv_cache import AttentionOptions, TreeCache
+from spectrain.models.cache_types import AttentionOptions
+from spectrain.models.kv_cache import TreeCache
 from spectrain.models.model_parts import layer_list_name
 
 from .layers import append_and_attend

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spectrain.features.batch import Batch
 from spectrain.models.attention import attend_rows
-from spectrain.models.kv_cache import AttentionOptions
+from spectrain.models.cache_types import AttentionOptions
 
 
 @dataclass(frozen=True)

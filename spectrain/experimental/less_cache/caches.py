@@ -17,7 +17,8 @@ from torch import Tensor
 from spectrain.errors import UserError
 from spectrain.experimental.less_cache.bytes_read import slot_bytes
 from spectrain.kernels.tree_attention import Visibility
-from spectrain.models.kv_cache import AttentionOptions, KVTransform, QueryObserver, TreeCache
+from spectrain.models.cache_types import AttentionOptions, KVTransform, QueryObserver
+from spectrain.models.kv_cache import TreeCache
 
 from .codecs import KVCodec
 from .key_selectors import KeySelector, SelectionInput, most_recent

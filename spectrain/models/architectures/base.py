@@ -15,8 +15,8 @@ from torch import Tensor
 
 from spectrain.errors import UserError
 from spectrain.models.attention import AttentionRange
+from spectrain.models.cache_types import KeyValueShape
 from spectrain.models.forward_plan import ForwardPlan
-from spectrain.models.kv_cache import KeyValueShape
 from spectrain.models.model_parts import ModelParts
 from spectrain.models.positions import TokenVisibility
 

@@ -25,7 +25,7 @@ from spectrain.errors import UserError
 from spectrain.kernels.fused_attention import fused_attention
 from spectrain.kernels.tree_attention import Visibility
 from spectrain.models.attention import AttentionRange
-from spectrain.models.kv_cache import KeyValueShape
+from spectrain.models.cache_types import KeyValueShape
 from spectrain.models.masks import make_mask, record_masks
 from spectrain.models.model_parts import ModelParts, accepts_argument
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from spectrain.errors import UserError
 from spectrain.models.attention import ATTENTION_NAME, AttentionRange, attn_implementation_for, layer_attention
+from spectrain.models.cache_types import KeyValueShape
 from spectrain.models.compiled_layers import set_forward_context
 from spectrain.models.fast import enforce_batch_invariance, fuse_cpu_forwards, runs_rows_alone
 from spectrain.models.forward_override import (
@@ -26,7 +27,6 @@ from spectrain.models.forward_override import (
     zeros,
 )
 from spectrain.models.forward_plan import ALL_LAYERS, ForwardPlan, Sublayer
-from spectrain.models.kv_cache import KeyValueShape
 from spectrain.models.limits import has_dynamic_rope
 from spectrain.models.model_parts import ModelParts
 from spectrain.models.positions import limit_positions, resolve_visibility
