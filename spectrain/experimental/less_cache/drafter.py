@@ -123,12 +123,9 @@ class SelfDraft(Drafter):
     ) -> None:
         super().__init__()
         precisions = get_args(WeightPrecision)
-        choices = (
-            ("cache", cache, get_args(DraftCache)), ("weights", weights, precisions), ("activations", activations, precisions),
-        )  # fmt: skip
-        for key, choice, allowed in choices:
-            if choice not in allowed:
-                raise UserError(f"drafter.{key}={choice}: choose from {', '.join(allowed)}")
+        check_choice("cache", cache, get_args(DraftCache))
+        check_choice("weights", weights, precisions)
+        check_choice("activations", activations, precisions)
         if cache == weights == activations == "full":
             raise UserError(
                 "drafter.cache=full: with drafter.weights=full and drafter.activations=full a draft is a step of verification; "
@@ -159,17 +156,8 @@ class SelfDraft(Drafter):
             self.layers, self.saved = self.helper.layers, SavedFiles(inner=("helper",), settings={"helper": description})
         self.cache, self.bits, self.refresh, self.group, self.guesses = cache, BITS.get(weights), refresh, group, guesses
         self.activation_bits = BITS.get(activations)
-        selectors: dict[str, Callable[[], KeySelector]] = {
-            "window": lambda: StreamingLLMSelector(budget, sinks), "snap": lambda: SnapKVSelector(budget, observe),
-            "defensive": lambda: DefensiveKVSelector(budget, observe), "compress": lambda: KVCompressSelector(budget, observe),
-            "quest": lambda: QuestSelector(budget, page), "signs": lambda: SignSelector(budget, group),
-            "clusters": lambda: ClusterSelector(budget),
-        }  # fmt: skip
-        codecs: dict[str, KVCodec] = {
-            "sink4": OutlierCodec(4, outliers), "turbo4": RotatingCodec(4), "merged": MergingCodec(merge),
-        }  # fmt: skip
-        self.codec = codecs.get(cache)
-        self.selector = selectors[cache]() if cache in selectors else None
+        self.codec = make_codec(cache, outliers, merge)
+        self.selector = make_selector(cache, budget, sinks, observe, page, group)
         self.texts = GrowingTexts(3)
         self.bytes_read = BytesRead()  # bytes that drafting has read in this decoding
         self.weight_bytes = 0  # weight bytes of every forward
@@ -325,3 +313,28 @@ def check_target(target: Target, cache: DraftCache) -> None:
             f"target {target.name}: its layers attend within chunks of the text, which a selection lacks; use "
             "drafter.cache=full drafter.weights=int8"
         )
+
+
+def check_choice(key: str, choice: str, allowed: tuple[str, ...]) -> None:
+    """Raise a UserError for a choice that a setting does not have."""
+    if choice not in allowed:
+        raise UserError(f"drafter.{key}={choice}: choose from {', '.join(allowed)}")
+
+
+def make_selector(cache: str, budget: int, sinks: int, observe: int, page: int, group: int) -> KeySelector | None:
+    """Return what selects the tokens that a draft reads; None if it reads all."""
+    selectors: dict[str, Callable[[], KeySelector]] = {
+        "window": lambda: StreamingLLMSelector(budget, sinks), "snap": lambda: SnapKVSelector(budget, observe),
+        "defensive": lambda: DefensiveKVSelector(budget, observe), "compress": lambda: KVCompressSelector(budget, observe),
+        "quest": lambda: QuestSelector(budget, page), "signs": lambda: SignSelector(budget, group),
+        "clusters": lambda: ClusterSelector(budget),
+    }  # fmt: skip
+    return selectors[cache]() if cache in selectors else None
+
+
+def make_codec(cache: str, outliers: int, merge: float) -> KVCodec | None:
+    """Return what a draft reads keys and values through; None if they are read as they are or in plain codes."""
+    codecs: dict[str, Callable[[], KVCodec]] = {
+        "sink4": lambda: OutlierCodec(4, outliers), "turbo4": lambda: RotatingCodec(4), "merged": lambda: MergingCodec(merge),
+    }  # fmt: skip
+    return codecs[cache]() if cache in codecs else None
