@@ -23,17 +23,15 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from spectrain.config.build import GroupSpec, register_resolvers
-from spectrain.config.spec import RunSpec
 from spectrain.data.chat import tokenize_prompt
 from spectrain.data.messages import Conversation
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import EagerRunner, decode_steps, make_request
-from spectrain.decoding.session import prepare_for_decoding
 from spectrain.drafters.base import Drafter
 from spectrain.errors import RunError, UserError
 from spectrain.models.target import Target
-from spectrain.runs.drafters import load_description, load_drafter
+from spectrain.runs.drafters import load_description, load_for_decoding
 from spectrain.runs.folder import require_drafter_directory
 from spectrain.trees import Chain
 
@@ -64,7 +62,6 @@ class DecodingThread:
     def __init__(self, run: str, num_tokens: int) -> None:
         self.folder = str(require_drafter_directory("run", run))
         description = load_description(Path(self.folder), None)
-        self.drafter_spec = GroupSpec.from_node("drafter", description["drafter"])
         self.target: Target = GroupSpec.from_node("target", description["target"]).build()
         self.target.pack_weights()
         self.drafter = self.load(self.folder)
@@ -74,8 +71,7 @@ class DecodingThread:
 
     def load(self, folder: str) -> Drafter:
         """Return the drafter of a folder, ready to decode; an error is raised for files that are damaged or do not fit."""
-        spec = RunSpec(drafter=self.drafter_spec)
-        return prepare_for_decoding(load_drafter(spec, require_drafter_directory("path", folder), self.target), self.target)
+        return load_for_decoding(require_drafter_directory("path", folder), self.target)
 
     def swap(self, folder: str) -> None:
         """Use the drafter of another folder from the next request on."""

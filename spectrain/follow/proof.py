@@ -15,18 +15,17 @@ from pathlib import Path
 
 import numpy as np
 
-from spectrain.config.build import GroupSpec, register_resolvers
+from spectrain.config.build import register_resolvers
 from spectrain.config.spec import RunSpec
 from spectrain.data.chat import Example
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
-from spectrain.decoding.session import prepare_for_decoding
 from spectrain.drafters.base import Drafter
 from spectrain.eval.intervals import Interval, interval
 from spectrain.files import write_text
 from spectrain.models.target import Target
-from spectrain.runs.drafters import load_description, load_drafter
+from spectrain.runs.drafters import load_for_decoding
 from spectrain.trees import Chain
 
 from .train_candidate import read_examples
@@ -129,19 +128,13 @@ def prove_candidate(folder: Path) -> PromotionProof:
     sets = {name: read_examples(folder / f"prove-{name}.jsonl", target) for name in ("new", "old")}
     results: dict[str, dict[str, list[Generation]]] = {name: {} for name in sets}
     for role, path in (("serving", plan["serving"]), ("candidate", str(folder / "run" / "drafter"))):
-        drafter = load_for_proof(Path(path), target)
+        drafter = load_for_decoding(Path(path), target)
         for name, examples in sets.items():
             results[name][role] = decode_all(target, drafter, examples, plan["depth"], plan["prove_tokens"])
     new, old = (compare_rounds(results[name]["serving"], results[name]["candidate"]) for name in ("new", "old"))
     proof = decide_promotion(new, old, plan["tolerance"])
     write_text(folder / "proof.json", json.dumps(asdict(proof), indent=2) + "\n")
     return proof
-
-
-def load_for_proof(path: Path, target: Target) -> Drafter:
-    """Return the drafter of a directory, as it decodes."""
-    spec = RunSpec(drafter=GroupSpec.from_node("drafter", load_description(path, None)["drafter"]))
-    return prepare_for_decoding(load_drafter(spec, path, target), target)
 
 
 def read_proof(folder: Path) -> PromotionProof:

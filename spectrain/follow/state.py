@@ -20,10 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
-from spectrain.errors import UserError
 from spectrain.files import write_text
+from spectrain.runs.lock import lock_file
 
 
 @dataclass(frozen=True)
@@ -50,15 +48,8 @@ class FollowFolder:
     def lock(self) -> Iterator[None]:
         """Hold the lock of the run; a UserError says that another process follows it."""
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = FileLock(self.root / "lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout as error:
-            raise UserError(f"run={self.run}: another process follows this run; stop it first") from error
-        try:
+        with lock_file(self.root / "lock", f"run={self.run}: another process follows this run", "stop it first"):
             yield
-        finally:
-            lock.release()
 
     def next_candidate(self) -> Path:
         """Return the folder of the next candidate."""

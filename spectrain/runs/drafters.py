@@ -16,6 +16,7 @@ from spectrain.config.choices import list_constructors
 from spectrain.config.saved import parse_description, read_json, read_json_object
 from spectrain.config.spec import RunSpec
 from spectrain.data.dataset import Dataset
+from spectrain.decoding.session import prepare_for_decoding
 from spectrain.drafters.base import Drafter, has_weights
 from spectrain.drafters.capabilities import adapts_layers
 from spectrain.errors import RunError, UserError, first_line
@@ -121,6 +122,13 @@ def load_drafter(spec: RunSpec, run: Path, target: Target) -> Drafter:
                 f"run={run}: the drafter belongs to the target that was trained with it; keep its folder target beside it"
             )
     return drafter
+
+
+def load_for_decoding(directory: Path, target: Target) -> Drafter:
+    """Return the drafter of a drafter directory, with its own settings, as it decodes."""
+    node = load_description(directory, None)["drafter"]
+    spec = RunSpec(drafter=GroupSpec.from_node("drafter", node))
+    return prepare_for_decoding(load_drafter(spec, directory, target), target)
 
 
 def load_weights(drafter: Drafter, directory: Path, target: Target | None = None) -> None:

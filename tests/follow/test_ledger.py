@@ -46,7 +46,7 @@ def test_one_process_follows_a_run_and_a_damaged_drafter_is_not_taken(tmp_path: 
         (path / "config.json").write_text(path.name)
         (path / "model.safetensors").write_bytes(path.name.encode())
     with folder.lock():
-        with pytest.raises(UserError, match="another process"), FollowFolder(tmp_path).lock():
+        with pytest.raises(UserError, match=r"another process follows this run \(process"), FollowFolder(tmp_path).lock():
             pass
         folder.write_active(ActiveDrafter(str(second), hash_weights(second) or "", 1.0, str(first)))
         assert folder.read_active(first).path == str(second)
