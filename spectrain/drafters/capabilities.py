@@ -196,8 +196,10 @@ class SavedFiles:
 
     # Settings, and attributes, that name an inner drafter or several: a choice, or its directory.
     inner: tuple[str, ...] = ()
-    # Settings that saved weights determine; drafter.init takes them from the directory that it names.
+    # Settings that drafter.init takes from the directory that it names.
     shape: tuple[str, ...] = ()
+    # Those of `shape`, or keys in one of them, that a command may set to another value, because the weights fit all values.
+    adjustable: tuple[str, ...] = ("window", "causal", "architecture.rope_parameters", "architecture.max_position_embeddings")
     # Settings that the saved description takes from the drafter instead of the command, so that it loads alone.
     settings: Mapping[str, Any] = field(default_factory=dict)
     # File, and name in it, of every tensor that is not stored in model.safetensors under its own name.

@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -260,12 +261,35 @@ def apply_init_shape(spec: RunSpec) -> RunSpec:
     saved = GroupSpec.from_node("drafter", load_description(directory, spec.target)["drafter"])
     if saved.choice != spec.drafter.choice:
         raise UserError(f"drafter.init={directory}: it holds drafter={saved.choice}; choose the recipe of that family")
-    drafter = spec.drafter
-    for key in saved.load_constructor().saved.shape:
-        if spec.overrides_key(f"drafter.{key}") and drafter.get(key) != saved.get(key):
-            raise UserError(f"drafter.{key}={drafter.get(key)}: the drafter in {directory} has {saved.get(key)}; leave it out")
-        drafter = drafter.with_settings(**{key: saved.get(key)}) if key in saved.settings else drafter.drop_setting(key)
+    files, drafter = saved.load_constructor().saved, spec.drafter
+    for key in files.shape:
+        value = saved.get(key)
+        if spec.overrides_key(f"drafter.{key}") and drafter.get(key) != value:
+            value = adjust_setting(key, drafter.get(key), value, files.adjustable, directory)
+            drafter = drafter.with_settings(**{key: value})
+        else:
+            drafter = drafter.with_settings(**{key: value}) if key in saved.settings else drafter.drop_setting(key)
     return replace(spec, drafter=drafter)
+
+
+def adjust_setting(key: str, value: Any, saved: Any, adjustable: Sequence[str], directory: Path) -> Any:
+    """Return a setting of a drafter that continues, from the command's value and the saved one; raise a UserError where the
+    weights are for the saved value. Keys of a mapping that the command leaves out keep their saved values."""
+    if key in adjustable:
+        return value
+    if isinstance(value, Mapping) and isinstance(saved, Mapping | None):
+        merged = dict(saved or {})
+        for name, entry in value.items():
+            if f"{key}.{name}" not in adjustable and entry != merged.get(name):
+                raise make_conflict(f"{key}.{name}", entry, merged.get(name), directory)
+            merged[name] = entry
+        return merged
+    raise make_conflict(key, value, saved, directory)
+
+
+def make_conflict(key: str, value: Any, saved: Any, directory: Path) -> UserError:
+    """Return the error for a setting that differs from the one that the weights in a directory are for."""
+    return UserError(f"drafter.{key}={value}: the drafter in {directory} has {saved}; leave it out")
 
 
 # Shipped with the package, each for one target

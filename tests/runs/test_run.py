@@ -99,15 +99,22 @@ def test_eval_of_a_run_and_of_a_drafter_directory_agree(finished: Path, monkeypa
 
 def test_init_goes_on_from_another_drafter(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                            capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
-    """drafter.init takes weights and vocabulary from a directory; a conflicting setting of the command is refused."""
+    """drafter.init takes weights and vocabulary from a directory. The command may set what weights do not depend on; a setting
+    that conflicts with them is refused."""
     shared = ["target=tiny", "recipe=eagle3", "data.limit=12", "data.max_length=64", "data.held_out=0", "eval=none",
               "trainer.max_steps=1", "trainer.lr=1e-30", f"drafter.init={finished}"]  # fmt: skip
-    assert command(monkeypatch, "train", *shared, f"run={tmp_path / 'next'}") == 0
+    scaled = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
+    rope = "drafter.architecture={rope_parameters: {rope_type: linear, rope_theta: 10000.0, factor: 8.0}}"
+    assert command(monkeypatch, "train", *shared, "drafter.window=16", rope, f"run={tmp_path / 'next'}") == 0
     old, new = (load_file(run / "drafter/model.safetensors") for run in (finished, tmp_path / "next"))
     assert all(torch.equal(old[key], new[key]) for key in old)
+    saved = json.loads((tmp_path / "next/drafter/config.json").read_text())["drafter"]
+    assert saved["window"] == 16 and saved["architecture"] == {"rope_parameters": scaled}
     capsys.readouterr()
-    assert command(monkeypatch, "train", *shared, "drafter.vocab_size=128", f"run={tmp_path / 'other'}") == 2
-    assert "drafter.vocab_size=128" in capsys.readouterr().err and not (tmp_path / "other").exists()
+    for setting in ("drafter.vocab_size=128", "drafter.architecture.head_dim=16"):
+        words = [*shared, f"+{setting}" if "architecture" in setting else setting]
+        assert command(monkeypatch, "train", *words, f"run={tmp_path / 'other'}") == 2
+        assert setting in capsys.readouterr().err and not (tmp_path / "other").exists()
 
 
 def test_resuming_with_other_settings_is_refused(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
