@@ -9,8 +9,9 @@ from typing import Any
 
 from numba import types
 
-from .cpu_vectors import LANES, VECTOR_BYTES, WIDE, WORD, WORDS, VectorBuilder, intrinsic
+from .cpu_vectors import FLOAT, LANES, VECTOR_BYTES, WIDE, WORD, WORDS, VectorBuilder, emit_fetch, intrinsic
 
+LINE = 64  # bytes of a cache line
 PARTS = 4  # of a column, whose largest numbers are searched at the same time
 
 
@@ -60,28 +61,30 @@ def make_score_product(num_keys: int, num_vectors: int) -> Any:
 def make_value_sum(num_rows: int, num_vectors: int) -> Any:
     """Return a function that stores weighted sums of values, [rows, 16 vectors], in float32, each added in the order of slots.
 
-    Arguments: the pointer of the first value and the numbers between values; the address of the weights [slots, rows] and the
-    bytes between slots; the address of the sums and the bytes between rows; the number of slots, at least 1.
+    Arguments: the pointer of the first value and the numbers between values; the address of the weights, the bytes between
+    slots and between rows; the address of the sums and the bytes between rows; the number of slots, at least 1.
     """
 
     @intrinsic
     def multiply(
-        context: Any, values: Any, value_stride: Any, weights: Any, weight_bytes: Any, sums: Any, sum_bytes: Any, slots: Any
-    ) -> Any:
+        context: Any, values: Any, value_stride: Any, weights: Any, weight_bytes: Any, row_bytes: Any, sums: Any,
+        sum_bytes: Any, slots: Any,
+    ) -> Any:  # fmt: skip
         is_half = values.dtype == types.uint16
         size = 2 if is_half else 4
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            values, value_stride, weights, weight_bytes, sums, sum_bytes, slots = args
+            values, value_stride, weights, weight_bytes, row_bytes, sums, sum_bytes, slots = args
             vectors, columns = VectorBuilder(builder), range(num_vectors)
             start = builder.ptrtoint(values, WIDE)
+            rows = [builder.mul(row_bytes, WIDE(r)) for r in range(num_rows)]
 
             def add_slot(t: Any, totals: list[Any]) -> list[Any]:
                 value = vectors.offset(start, builder.mul(t, value_stride), size)
                 parts = [vectors.load_widened(builder.add(value, WIDE(size * LANES * j)), is_half) for j in columns]
                 first, after = vectors.offset(weights, builder.mul(t, weight_bytes)), []
                 for r in range(num_rows):
-                    weight = vectors.load_repeated(builder.add(first, WIDE(4 * r)))
+                    weight = vectors.load_repeated(builder.add(first, rows[r]))
                     after += [vectors.multiply_add(weight, parts[j], totals[r * num_vectors + j]) for j in columns]
                 return after
 
@@ -91,9 +94,123 @@ def make_value_sum(num_rows: int, num_vectors: int) -> Any:
                 vectors.store(total, builder.add(row, WIDE(VECTOR_BYTES * (number % num_vectors))))
             return context.get_dummy_value()
 
-        return types.void(values, *[types.int64] * 6), generate
+        return types.void(values, *[types.int64] * 7), generate
 
     return multiply
+
+
+def make_transposed_product(num_rows: int) -> Any:
+    """Return a function that stores the scores of 16 keys with few queries, [rows, 16], in float32.
+
+    Words of the keys are transposed in registers, so that a lane belongs to a key. Arguments: the pointer of the first key and
+    the numbers between keys; the address of the queries [rows, words]; the address of the scores and the bytes between their
+    rows; the number of words of a key, a multiple of 16, and the factor of all scores. Each score is summed in the order of the
+    words.
+    """
+
+    @intrinsic
+    def multiply(
+        context: Any, keys: Any, key_stride: Any, queries: Any, scores: Any, row_bytes: Any, words: Any, scale: Any
+    ) -> Any:
+        is_half = keys.dtype == types.uint16
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            keys, key_stride, queries, scores, row_bytes, words, scale = args
+            vectors = VectorBuilder(builder)
+            multiply_add = vectors.multiply_pairs if is_half else vectors.multiply_words
+            start, width = builder.ptrtoint(keys, WIDE), builder.mul(words, WIDE(4))
+            shifts = [builder.mul(key_stride, WIDE((2 if is_half else 4) * k)) for k in range(LANES)]
+
+            def add_words(block: Any, sums: list[Any]) -> list[Any]:
+                first, query = (vectors.offset(base, block, VECTOR_BYTES) for base in (start, queries))
+                loaded = [vectors.load(builder.add(first, shift), WORDS) for shift in shifts]
+                for i, part in enumerate(vectors.transpose(loaded)):
+                    places = [
+                        builder.add(query, builder.add(builder.mul(width, WIDE(r)), WIDE(4 * i))) for r in range(num_rows)
+                    ]
+                    sums = [multiply_add(vectors.load_repeated(place, WORD), part, total) for place, total in zip(places, sums)]
+                return sums
+
+            factor = vectors.repeat(scale)
+            blocks = builder.udiv(words, WIDE(LANES))
+            for r, total in enumerate(vectors.loop(blocks, [vectors.constant(0.0)] * num_rows, add_words)):
+                vectors.store(builder.fmul(total, factor), builder.add(scores, builder.mul(row_bytes, WIDE(r))))
+            return context.get_dummy_value()
+
+        return types.void(keys, *[types.int64] * 5, types.float32), generate
+
+    return multiply
+
+
+@intrinsic
+def exp_row(context: Any, scores: Any, blocks: Any) -> Any:
+    """Replace a row of float32 scores [16 blocks] by e^(score - largest)."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        scores, blocks = args
+        vectors = VectorBuilder(builder)
+
+        def load_block(index: Any) -> Any:
+            return vectors.load(vectors.offset(scores, index, VECTOR_BYTES))
+
+        def take_largest(index: Any, values: list[Any]) -> list[Any]:
+            return [vectors.maximum(load_block(index), values[0])]
+
+        (largest,) = vectors.loop(blocks, [load_block(WIDE(0))], take_largest)
+        highest = vectors.repeat(vectors.reduce_maximum(largest))
+
+        def exponentiate(index: Any, values: list[Any]) -> list[Any]:
+            vectors.store(vectors.exp(builder.fsub(load_block(index), highest)), vectors.offset(scores, index, VECTOR_BYTES))
+            return []
+
+        vectors.loop(blocks, [], exponentiate)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def fetch_lines(context: Any, numbers: Any, count: Any) -> Any:
+    """Fetch the cache lines of `count` numbers of a model into the second-level cache."""
+    size = 2 if numbers.dtype == types.uint16 else 4
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vectors, start = VectorBuilder(builder), builder.ptrtoint(args[0], WIDE)
+        lines = builder.udiv(builder.add(builder.mul(args[1], WIDE(size)), WIDE(LINE - 1)), WIDE(LINE))
+
+        def fetch(index: Any, values: list[Any]) -> list[Any]:
+            emit_fetch(builder, vectors.offset(start, index, LINE), 2)
+            return []
+
+        vectors.loop(lines, [], fetch)
+        return context.get_dummy_value()
+
+    return types.void(numbers, types.int64), generate
+
+
+def make_weight_sum(num_rows: int) -> Any:
+    """Return a function that stores the sums of rows of float32 weights, each added in the order of slots.
+
+    Arguments: the address of the weights and the bytes between rows; the number of slots, at least 1; the address of the sums.
+    """
+
+    @intrinsic
+    def add(context: Any, weights: Any, row_bytes: Any, slots: Any, sums: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            weights, row_bytes, slots, sums = args
+            vectors = VectorBuilder(builder)
+            rows = [builder.add(weights, builder.mul(row_bytes, WIDE(r))) for r in range(num_rows)]
+
+            def add_slot(t: Any, totals: list[Any]) -> list[Any]:
+                return [builder.fadd(total, vectors.load(vectors.offset(row, t, 4), FLOAT)) for total, row in zip(totals, rows)]
+
+            for r, total in enumerate(vectors.loop(slots, [FLOAT(0.0)] * num_rows, add_slot)):
+                vectors.store(total, builder.add(sums, WIDE(4 * r)))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 4), generate
+
+    return add
 
 
 @intrinsic

@@ -37,6 +37,7 @@ class CompiledKernels(NamedTuple):
 
     attention: Any
     rows: Any
+    helpers: Any
 
 
 class TypedKernels(NamedTuple):
@@ -58,21 +59,26 @@ def load_kernels() -> CompiledKernels:
 @cache
 def select_kernels(dtype: torch.dtype) -> TypedKernels:
     """Return the kernels for tensors of this type where `has_cpu_kernels` is true."""
-    attention, rows = load_kernels()
+    attention, rows, _ = load_kernels()
     if dtype == torch.bfloat16:
         return TypedKernels(attention.attend_texts_half, rows.add_norm_half, rows.norm_heads_half, rows.gate_half)
     return TypedKernels(attention.attend_texts_float, rows.add_norm_float, rows.norm_heads_float, rows.gate_float)
+
+
+def current_team() -> Any:
+    """Return the threads that share the work of kernels in this process."""
+    return load_kernels().helpers.current_team()
 
 
 @cache
 def _import_kernels() -> CompiledKernels | None:
     """Import the compiled kernels; return None where they cannot run."""
     try:
-        from . import cpu_attention, cpu_rows
+        from . import cpu_attention, cpu_helpers, cpu_rows
     # Numba raises RuntimeError where it can write to no cache folder.
     except (ImportError, RuntimeError):
         return None
-    return CompiledKernels(cpu_attention, cpu_rows)
+    return CompiledKernels(cpu_attention, cpu_rows, cpu_helpers)
 
 
 def has_cpu_kernels(dtype: torch.dtype, device: torch.device) -> bool:
@@ -99,16 +105,24 @@ def working_memory(size: int) -> Tensor:
 
 def attention_size(num_rows: int, length: int, head_size: int) -> int:
     """Return the float64 numbers of working memory of attention with so many queries of a key-value head to so many slots."""
+    from .cpu_vectors import LANES
+
     # Queries, scores and totals of padded rows, and the sums of the rows.
-    padded = num_rows + load_kernels().attention.LANES - 1
+    padded = num_rows + LANES - 1
     return (padded * (head_size + length + 1) + num_rows * head_size) // 2 + 1
 
 
 def attention_memory(visibility: Visibility, num_heads: int, num_key_heads: int, head_size: int) -> Tensor:
-    """Return the working memory of attention with this visibility, which suffices for norms too."""
+    """Return the working memory [threads, size] of attention with this visibility, which suffices for norms too."""
     _, num_nodes, num_appended = visibility.tree.shape
     num_rows, length = num_nodes * (num_heads // num_key_heads), visibility.longest + num_appended
-    return working_memory(attention_size(num_rows, length, head_size))
+    size, members = attention_size(num_rows, length, head_size), count_members()
+    return working_memory(members * size)[: members * size].view(members, size)
+
+
+def count_members() -> int:
+    """Return how many threads share the work of a kernel, as torch's number says; helpers are started where they miss."""
+    return current_team().grow(torch.get_num_threads())
 
 
 def can_attend(queries: Tensor, keys: Tensor, values: Tensor, softcap: float | None, sinks: Tensor | None) -> bool:
@@ -129,13 +143,14 @@ def attend_cached(
     batch, num_heads, num_nodes, head_size = queries.shape
     out = queries.new_empty(batch, num_nodes, num_heads, head_size)
     queries = queries if queries.stride(-1) == 1 else queries.contiguous()
-    memory = attention_memory(visibility, num_heads, keys.shape[2], head_size).data_ptr()
+    memory = attention_memory(visibility, num_heads, keys.shape[2], head_size)
+    team, scratch = (current_team().address, len(memory)), (memory.data_ptr(), memory.stride(0) * memory.itemsize)
     for row, (slots, mask, hidden) in enumerate(visibility.row_limits(window)):
         first = slots.data_ptr()
         attend_texts(
             queries[row].data_ptr(), queries.stride(2), queries.stride(1), 0, 0, keys[row].data_ptr(), values[row].data_ptr(),
             keys.stride(1), first, first + slots.itemsize, 1, visibility.tree.shape[2], mask.data_ptr(), num_nodes, num_heads,
-            keys.shape[2], head_size, out[row].data_ptr(), scale, memory, 0 if hidden is None else hidden.data_ptr(),
+            keys.shape[2], head_size, out[row].data_ptr(), scale, *scratch, 0 if hidden is None else hidden.data_ptr(), *team,
         )  # fmt: skip
     return out.transpose(1, 2)
 
@@ -197,8 +212,8 @@ def has_panel_kernels(dtype: torch.dtype) -> bool:
 
 
 class WeightPanels:
-    """The weights [O, K] of a linear in panels, for products of one thread whose rows do not depend on each other. Those in
-    bfloat16 are added in chunks of the inputs."""
+    """The weights [O, K] of a linear in panels, for products whose rows depend neither on each other nor on the number of
+    threads. Those in bfloat16 are added in chunks of the inputs."""
 
     stored_bytes = 0  # of all panels
 
@@ -211,9 +226,7 @@ class WeightPanels:
         self.shape, self.words, self.chunk = weight.shape, width // per_word, (chunk or width) // per_word
         blocks = weight.view(outputs // PANEL_COLUMNS, 2, PANEL_COLUMNS // 2, self.words, per_word)
         self.panels = blocks.permute(0, 3, 1, 2, 4).contiguous()
-        # A call holds Python's lock, so threads cannot share this memory.
-        self.sums = torch.empty(cpu_linear.MAX_TILE_ROWS, PANEL_COLUMNS)
-        self.addresses = self.panels.data_ptr(), self.sums.data_ptr()
+        self.sums = working_sums()
         WeightPanels.stored_bytes += self.panels.nbytes
         weakref.finalize(self, _release_panels, self.panels.nbytes)
 
@@ -227,13 +240,23 @@ class WeightPanels:
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x [.., N, K] times the weights plus the bias, [.., N, O]."""
         x = x if x.is_contiguous() else x.contiguous()
-        (outputs, width), (panels, sums) = self.shape, self.addresses
+        outputs, width = self.shape
         out = x.new_empty((*x.shape[:-1], outputs))
         offset = 0 if bias is None else bias.data_ptr()
+        # A call holds Python's lock, so no other one uses the team and this memory at the same time.
         self.multiply(
-            x.data_ptr(), panels, offset, out.data_ptr(), x.numel() // width, self.words, outputs, self.chunk, sums
+            x.data_ptr(), self.panels.data_ptr(), offset, out.data_ptr(), x.numel() // width, self.words, outputs, self.chunk,
+            self.sums.data_ptr(), current_team().address, count_members(),
         )  # fmt: skip
         return out
+
+
+@cache
+def working_sums() -> Tensor:
+    """Return the working memory of all products, for every thread of a team."""
+    from . import cpu_linear, cpu_team
+
+    return torch.empty(cpu_team.MAX_MEMBERS, cpu_linear.MAX_TILE_ROWS, PANEL_COLUMNS)
 
 
 def _release_panels(num_bytes: int) -> None:

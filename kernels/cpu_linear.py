@@ -17,6 +17,7 @@ from typing import Any
 
 from numba import carray, types
 
+from .cpu_team import MULTIPLY_FLOAT, MULTIPLY_HALF, job_numbers, open_job, take_part, wait_for_helpers
 from .cpu_vectors import (
     WIDE,
     WORD,
@@ -38,6 +39,9 @@ COLUMNS = 32  # outputs of a panel
 MAX_TILE_ROWS = 14  # whose sums fit in the registers, two vectors each
 FETCH_AHEAD = 12 * 1024  # bytes that a single pass fetches ahead: 6 KB is too late for 12 rows, 36 KB too early for 8
 LINE = 64  # bytes of a vector
+SUMS_BYTES = 4 * MAX_TILE_ROWS * COLUMNS  # of one thread
+LEAST_PANELS = 4  # of a thread: it takes a microsecond to multiply one, and some tenths of it to give it away
+PARTS_PER_MEMBER = 12
 
 
 @intrinsic
@@ -116,14 +120,14 @@ def _store_rows(sums: Any, biases: Any, has_biases: bool, out: Any, out_stride: 
 @compile_inline
 def _multiply_panels(
     x: int, panels: int, biases: Any, has_biases: bool, out: Any, rows: int, words: int, num_outputs: int, chunk: int,
-    scratch: int,
+    scratch: int, first_panel: int, end_panel: int,
 ) -> None:  # fmt: skip
     passes = (rows + MAX_TILE_ROWS - 1) // MAX_TILE_ROWS
     most = (rows + passes - 1) // passes
     # Of two passes or more, each of the first two fetches one half of the next panel.
     fetch_step = 2 * LINE if passes == 1 else LINE
     ahead = FETCH_AHEAD if passes == 1 else 4 * COLUMNS * words
-    for first in range(0, num_outputs, COLUMNS):
+    for first in range(first_panel * COLUMNS, end_panel * COLUMNS, COLUMNS):
         fetched = panels + 4 * first * words + ahead
         for row in range(0, rows, most):
             count = min(most, rows - row)
@@ -137,18 +141,75 @@ def _multiply_panels(
             _store_rows(to_floats(scratch), advance(biases, first), has_biases, result, num_outputs, count)
 
 
+@compile_inline
+def _multiply_part(job: Any, biases: Any, out: Any, part: int, member: int) -> None:
+    x, panels, has_biases, rows, words, num_outputs, chunk = job[1], job[2], job[3] != 0, job[5], job[6], job[7], job[8]
+    scratch, end = job[9] + member * SUMS_BYTES, min((part + 1) * job[10], num_outputs // COLUMNS)
+    _multiply_panels(x, panels, biases, has_biases, out, rows, words, num_outputs, chunk, scratch, part * job[10], end)
+
+
+@compile_inline
+def multiply_part_half(team: int, part: int, member: int) -> None:
+    """Multiply a part of the panels of a job (`_open_product`) in bfloat16, as so many-th thread of the team."""
+    job = job_numbers(team)
+    _multiply_part(job, to_halves(job[3]), to_halves(job[4]), part, member)
+
+
+@compile_inline
+def multiply_part_float(team: int, part: int, member: int) -> None:
+    """Multiply a part of the panels of a job in float32."""
+    job = job_numbers(team)
+    _multiply_part(job, to_floats(job[3]), to_floats(job[4]), part, member)
+
+
+@compile_inline
+def _open_product(
+    kind: int, x: int, panels: int, biases: int, out: int, rows: int, words: int, num_outputs: int, chunk: int, scratch: int,
+    team: int, members: int,
+) -> int:  # fmt: skip
+    """Open the job of a product, in parts of some panels that follow each other; return their number."""
+    count = num_outputs // COLUMNS
+    members = max(1, min(members, count // LEAST_PANELS))
+    step = max(1, count // (members * PARTS_PER_MEMBER)) if members > 1 else count
+    job, parts = job_numbers(team), (count + step - 1) // step
+    job[0], job[1], job[2], job[3], job[4], job[5] = kind, x, panels, biases, out, rows
+    job[6], job[7], job[8], job[9], job[10] = words, num_outputs, chunk, scratch, step
+    open_job(team, members, parts)
+    return parts
+
+
 @compile_cached
 def multiply_panels_half(
-    x: int, panels: int, biases: int, out: int, rows: int, words: int, num_outputs: int, chunk: int, scratch: int
-) -> None:
+    x: int, panels: int, biases: int, out: int, rows: int, words: int, num_outputs: int, chunk: int, scratch: int, team: int,
+    members: int,
+) -> None:  # fmt: skip
     """Store x [N, W] times the weights in `panels`, [N, O], plus the biases [O], whose address may be 0, all in bfloat16.
-    `chunk` counts words; `scratch` holds [14, 32] float32."""
-    _multiply_panels(x, panels, to_halves(biases), biases != 0, to_halves(out), rows, words, num_outputs, chunk, scratch)
+
+    `chunk` counts words; `scratch` holds [members, 14, 32] float32. So many threads of the team share the panels.
+    """
+    left = _open_product(
+        MULTIPLY_HALF, x, panels, biases, out, rows, words, num_outputs, chunk, scratch, team, members
+    )  # fmt: skip
+    part = take_part(team, 0)
+    while part >= 0:
+        multiply_part_half(team, part, 0)
+        left -= 1
+        part = take_part(team, 0)
+    wait_for_helpers(team, left)
 
 
 @compile_cached
 def multiply_panels_float(
-    x: int, panels: int, biases: int, out: int, rows: int, words: int, num_outputs: int, chunk: int, scratch: int
-) -> None:
+    x: int, panels: int, biases: int, out: int, rows: int, words: int, num_outputs: int, chunk: int, scratch: int, team: int,
+    members: int,
+) -> None:  # fmt: skip
     """Compute the same in float32."""
-    _multiply_panels(x, panels, to_floats(biases), biases != 0, to_floats(out), rows, words, num_outputs, chunk, scratch)
+    left = _open_product(
+        MULTIPLY_FLOAT, x, panels, biases, out, rows, words, num_outputs, chunk, scratch, team, members
+    )  # fmt: skip
+    part = take_part(team, 0)
+    while part >= 0:
+        multiply_part_float(team, part, 0)
+        left -= 1
+        part = take_part(team, 0)
+    wait_for_helpers(team, left)

@@ -219,6 +219,28 @@ class VectorBuilder:
     def maximum(self, a: Any, b: Any) -> Any:
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
 
+    def reduce_maximum(self, vector: Any) -> Any:
+        """Return the largest number of a vector."""
+        half = LANES // 2
+        while half:
+            lanes = ir.Constant(WORDS, [(lane + half) % LANES for lane in range(LANES)])
+            vector = self.maximum(vector, self.builder.shuffle_vector(vector, vector, lanes))
+            half //= 2
+        return self.builder.extract_element(vector, WORD(0))
+
+    def transpose(self, rows: list[Any]) -> list[Any]:
+        """Return the columns of 16 vectors of words: each of four steps exchanges halves, of one number to eight."""
+        size = 1
+        while size < LANES:
+            low = [lane if not lane & size else LANES + lane - size for lane in range(LANES)]
+            high = [lane + size if not lane & size else LANES + lane for lane in range(LANES)]
+            masks, rows = [ir.Constant(WORDS, lanes) for lanes in (low, high)], list(rows)
+            for first in (row for row in range(LANES) if not row & size):
+                pair = rows[first], rows[first + size]
+                rows[first], rows[first + size] = (self.builder.shuffle_vector(*pair, mask) for mask in masks)
+            size *= 2
+        return rows
+
     def loop(self, count: Any, initial: list[Any], step: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
         """Run `step(index, values)` for every index below `count`, which is at least 1, and return its last values."""
         builder, before = self.builder, self.builder.block

@@ -68,12 +68,13 @@ def test_tokens_of_several_texts_attend_as_alone(num_heads: int, num_key_heads: 
     single_slots, single_heads = slots.clone(), heads.clone()
     out, single_out = torch.empty(2, count, num_heads * size).bfloat16()
     memory, starts = cpu_kernels.working_memory(1 << 16).data_ptr(), torch.arange(count) * capacity
+    team = cpu_kernels.current_team().address
     before, shape = (heads.shape[1], size), (num_heads, num_key_heads, size)
 
     def run(num_texts: int, parts: tuple[Tensor, ...], starts: Tensor, lengths: Tensor, out: Tensor) -> None:
         queries, *others = (x.data_ptr() for x in parts)
-        after = starts.data_ptr(), lengths.data_ptr(), num_texts, 1, mask.data_ptr(), 1, *shape, out.data_ptr(), 0.3, memory, 0
-        attend(queries, *before, *others, width, *after)
+        after = starts.data_ptr(), lengths.data_ptr(), num_texts, 1, mask.data_ptr(), 1, *shape, out.data_ptr(), 0.3
+        attend(queries, *before, *others, width, *after, memory, 0, 0, team, 1)
 
     run(count, (heads, cos, sin, slots[0], slots[1]), starts, lengths, out)
     for text in range(count):

@@ -40,6 +40,8 @@ class NodeBuffers:
         self.inner = hidden.new_empty(1, num_rows * self.copies, layer.inner_width)
         # Working memory, also of the norms.
         self.memory = cpu_kernels.attention_memory(visibility, layer.num_heads, layer.num_key_heads, size)
+        self.scratch = self.memory.data_ptr(), self.memory.stride(0) * self.memory.itemsize
+        self.team = cpu_kernels.current_team().address, len(self.memory)
         storage = cache.lend_storage(num_nodes, layer.num_key_heads, size, hidden.dtype)
         assert storage.dtype == hidden.dtype
         self.angles = [angle.contiguous() for angle in angles]
@@ -104,7 +106,7 @@ class LayerKernels:
             self._norm_heads(heads, buffers)
         self.kernels.attend_texts(
             heads.data_ptr(), *buffers.before, buffers.keys + shift, buffers.values + shift, *buffers.after, self.scale,
-            buffers.memory.data_ptr(), 0,
+            *buffers.scratch, 0, *buffers.team,
         )  # fmt: skip
 
     def _norm_heads(self, heads: Tensor, buffers: NodeBuffers) -> None:

@@ -35,8 +35,8 @@ from .shared_product import SharedProduct, find_shared_linears
 SMALL_WEIGHTS = 1 << 18
 """Number of weights up to which the default BLAS, over few rows, is done before oneDNN has begun (Xeon: 8 us against 25)."""
 FEW_ROWS = 64
-EAGER_THREADS = 4
-"""Number of threads up to which weights are packed in panels at once, so that no step that is timed does."""
+MAX_PANEL_THREADS = 8
+"""Number of threads up to which a few rows are multiplied by panels of weights."""
 
 
 class _TrainableLinear(torch.autograd.Function):
@@ -85,7 +85,7 @@ class PackedWeights:
         self.packed_versions: list[tuple[weakref.ref[Tensor], int]] = []  # copied weights and their versions
         self.packed: Tensor | None = None
         self.packed_int8: Any = None  # FBGEMM weights, used instead
-        self.panels: WeightPanels | Literal[False] | None = None  # for a few rows on one thread; False where they do not serve
+        self.panels: WeightPanels | Literal[False] | None = None  # for a few rows; False where they do not serve
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PackedWeights":
         """Return weights that are packed anew from the copied linears."""
@@ -119,8 +119,8 @@ class PackedWeights:
         )
         if self.packed is None or not is_current:
             self._pack_weights(self._stack_weights())
-            # With many threads, one of them is seldom faster; then panels wait for their first use.
-            if torch.get_num_threads() <= EAGER_THREADS:
+            # At once, so that no step that is timed makes them.
+            if torch.get_num_threads() <= MAX_PANEL_THREADS:
                 self.panels = self._make_panels() or False
             self.packed_versions = [(weakref.ref(weight), weight._version) for weight in weights]
 
@@ -129,11 +129,13 @@ class PackedWeights:
         return weights[0] if len(weights) == 1 else torch.cat(weights)
 
     def find_panels(self) -> WeightPanels | None:
-        """Return the packed weights in panels where one thread multiplies a few rows by them faster: in bfloat16 with the bits
-        of oneDNN, in float32 with bits that do not depend on the other rows."""
-        if self.panels is None and torch.get_num_threads() == 1:
+        """Return the packed weights in panels where a few rows are multiplied by them faster: in bfloat16 with the bits of
+        oneDNN, in float32 with bits that do not depend on the other rows."""
+        if torch.get_num_threads() > MAX_PANEL_THREADS:
+            return None
+        if self.panels is None:
             self.panels = self._make_panels() or False
-        return self.panels or None if torch.get_num_threads() == 1 else None
+        return self.panels or None
 
     def _serving_panels(self, input: Tensor) -> WeightPanels | None:
         """Return the panels by which to multiply an input [.., D]: that of a step of decoding."""
