@@ -13,7 +13,6 @@ import sys
 import threading
 from functools import cache
 
-import numba
 import numpy as np
 
 from .cpu_attention import attend_part_float, attend_part_half
@@ -35,9 +34,10 @@ from .cpu_team import (
     take_part,
     wake_sleepers,
 )
+from .cpu_vectors import compile_cached, compile_unlocked
 
 
-@numba.njit(error_model="numpy", cache=True, nogil=True)
+@compile_unlocked
 def run_helper(team: int, member: int) -> None:
     """Run parts of jobs until the team is closed."""
     polls, job = 0, job_numbers(team)
@@ -58,7 +58,7 @@ def run_helper(team: int, member: int) -> None:
         add_shared(team + NUM_DONE, 1)
 
 
-@numba.njit(error_model="numpy", cache=True)
+@compile_cached
 def close_team(team: int) -> None:
     """Let all helpers end."""
     store_shared(team + IS_CLOSED, 1)

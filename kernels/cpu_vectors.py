@@ -36,6 +36,11 @@ def compile_cached(function: Callable[..., Any]) -> Any:
     return numba.njit(function, error_model="numpy", cache=True)
 
 
+def compile_unlocked(function: Callable[..., Any]) -> Any:
+    """Compile a function that runs without Python's lock, and keep the code on disk."""
+    return numba.njit(function, error_model="numpy", cache=True, nogil=True)
+
+
 def compile_inline(function: Callable[..., Any]) -> Any:
     """Compile a function into those that call it."""
     return numba.njit(function, error_model="numpy")
