@@ -45,12 +45,12 @@ def follow_command(config: Mapping[str, Any]) -> None:
         active = folder.read_active(first)
         servers = UpstreamSwitch(server.clients[0].url)
         swapper = DrafterSwapper(spec, server, settings, servers)
+        if not settings.start:
+            server.check_ready()
         swapper.check_settings()
         try:
-            if settings.start:
-                swapper.start(Path(active.path))
-            else:
-                server.check_ready()
+            if settings.start or (settings.swap == "start" and active.path != str(first)):
+                swapper.start(Path(active.path), active.digest, is_first=settings.start)
             recorder = Recorder(settings.sample)
             follower = TrafficFollower(spec, settings, folder, server, recorder, swapper, active)
             follower.load()
@@ -130,6 +130,7 @@ def format_status(folder: FollowFolder) -> list[str]:
         for kind, entry in status["kinds"].items():
             mean, reference = format_number(entry["accepted_per_draft"]), format_number(entry["reference"])
             alarm = ", alarm of drift" if entry["alarm"] else ""
+            alarm += f", {entry['unmeasured']} not measurable" if entry["unmeasured"] else ""
             lines.append(
                 f"{kind:15} {entry['requests']} requests, {mean} accepted per draft, reference {reference or '-'}{alarm}"
             )

@@ -228,13 +228,13 @@ class TrafficFollower:
         digest = hash_weights(directory) or ""
         began, before = time.monotonic(), shadows.send()
         try:
-            way = self.swapper.swap(directory, digest)
+            outcome = self.swapper.swap(directory, digest)
         except (RunError, UserError, OSError) as error:
             self.ledger.record("not swapped", **numbers, error=describe_error(error))
             self.forget_alarm()
             self.paused_until = time.time() + self.settings.pause_seconds
             return
-        if way == "keep":
+        if outcome.way == "keep":
             self.ledger.record("proven, not swapped", **numbers, path=str(directory))
             self.forget_alarm()
             return
@@ -243,7 +243,7 @@ class TrafficFollower:
         self.forget_alarm()
         changed = shadows.count_changed(before, shadows.send())
         self.ledger.record(
-            "promoted", **numbers, way=way, shadow={"sent": len(before), "changed": changed},
+            "promoted", **numbers, **asdict(outcome), shadow={"sent": len(before), "changed": changed},
             seconds=round(time.monotonic() - began, 3),
         )  # fmt: skip
         if changed > self.settings.shadow_tolerance * len(before):
@@ -276,14 +276,14 @@ class TrafficFollower:
             self.ledger.record("no roll-back", reason=f"{reason}; there is no earlier drafter")
             return
         digest = hash_weights(Path(previous)) or ""
-        self.swapper.swap(Path(previous), digest)
+        outcome = self.swapper.swap(Path(previous), digest)
         failed = self.active.path
         self.set_active(ActiveDrafter(previous, digest, time.time()))
         self.watch.restart()
         self.before_swap = {}
         self.forget_alarm()
         self.paused_until = time.time() + self.settings.pause_seconds
-        self.ledger.record("rolled back", reason=reason, to=previous, failed=failed)
+        self.ledger.record("rolled back", reason=reason, to=previous, failed=failed, way=outcome.way)
 
     def restore_drafter(self) -> None:
         """Send the active drafter again to a server that was started anew, and obey a request to roll back."""
@@ -291,10 +291,12 @@ class TrafficFollower:
         if request.exists():
             request.unlink()
             self.roll_back("requested")
-        directory = Path(self.active.path)
+        directory, digest = Path(self.active.path), self.active.digest
+        if self.swapper.restart_ended(directory, digest):
+            self.ledger.record("server started again", drafter=self.active.path)
         # A server starts with the run's own drafter, so only a candidate has to be sent to it.
-        if self.folder.candidates in directory.parents and self.swapper.is_served(directory) is False:
-            self.swapper.push(directory)
+        elif self.folder.candidates in directory.parents and self.swapper.is_served(directory, digest) is False:
+            self.swapper.push(directory, digest)
             self.ledger.record("sent again", drafter=self.active.path)
 
     # Account
@@ -313,6 +315,8 @@ class TrafficFollower:
         for kind, series in self.watch.series.items():
             kinds[kind] = {
                 "requests": series.num_requests,
+                "unmeasured": series.num_unmeasured,
+                "tokens": series.num_tokens,
                 "rounds": series.num_rounds,
                 "accepted_per_draft": sum(series.values) / len(series.values) if series.values else None,
                 "reference": series.test.mean if series.test.is_ready else None,

@@ -27,8 +27,8 @@ def format_metrics(counters: ProxyCounters, status: dict[str, Any]) -> str:
         suffix = "" if kind == "gauge" else "_total"
         lines += format_metric(f"proxy_{name.removeprefix('num_')}{suffix}", kind, [({}, value)])
     kinds = status["kinds"]
-    for name, key in (("requests_total", "requests"), ("rounds_total", "rounds")):
-        lines += format_metric(name, "counter", [({"kind": kind}, entry[key]) for kind, entry in kinds.items()])
+    for key in ("requests", "unmeasured", "tokens", "rounds"):
+        lines += format_metric(f"{key}_total", "counter", [({"kind": kind}, entry[key]) for kind, entry in kinds.items()])
     for name in ("accepted_per_draft", "reference", "drift_sum", "drift_threshold", "alarm"):
         samples = [({"kind": kind}, float(entry[name])) for kind, entry in kinds.items() if entry[name] is not None]
         lines += format_metric(name, "gauge", samples)
@@ -73,10 +73,11 @@ def format_page(status: dict[str, Any], watch: TrafficWatch, ledger: Path) -> st
         draw_series(watch.series, swaps),
         "<h2>Kinds of traffic</h2>",
         format_table(
-            ("kind", "requests", "accepted per draft", "reference", "by position", "drift"),
+            ("kind", "requests", "not measurable", "accepted per draft", "reference", "by position", "drift"),
             (
                 (
-                    kind, str(entry["requests"]), format_number(entry["accepted_per_draft"]), format_number(entry["reference"]),
+                    kind, str(entry["requests"]), str(entry["unmeasured"]),
+                    format_number(entry["accepted_per_draft"]), format_number(entry["reference"]),
                     " ".join(f"{rate:.2f}" for rate in entry["by_position"]), "alarm" if entry["alarm"] else "none",
                 )
                 for kind, entry in status["kinds"].items()

@@ -15,6 +15,8 @@ RECORDED_ROUTES = ("/v1/chat/completions", "/v1/completions")
 class ListenSettings:
     """How the proxy listens, and what it keeps of the traffic."""
 
+    # Folder of request logs that are followed instead of a proxy's traffic; null runs the proxy.
+    requests: str | None = None
     # Address and port of the proxy, as in 127.0.0.1:9000.
     listen: str = "127.0.0.1:9000"
     # Routes whose requests may be recorded; all other routes below /v1 are only passed on.
@@ -90,6 +92,9 @@ class FollowSettings(ListenSettings):
     swap: Literal["auto", "push", "start", "keep"] = "auto"
     # Whether follow starts the server by itself, with the drafter of the run.
     start: bool = False
+    # Command that starts a server, in which {drafter} stands for the folder of its drafter and {port} for its port, on this
+    # machine; null starts it as spectrain serve does.
+    command: str | None = None
     # Niceness of the processes that train and prove.
     nice: Number = 10
     # Threads of the processes that train and prove.
@@ -101,5 +106,7 @@ class FollowSettings(ListenSettings):
         super().__post_init__()
         if not 0 < self.false_alarms < 1:
             raise UserError(f"follow.false_alarms={self.false_alarms}: use more than 0 and less than 1")
+        if self.command is not None and not all(word in self.command for word in ("{drafter}", "{port}")):
+            raise UserError(f"follow.command={self.command}: say where {{drafter}} and {{port}} belong in the command")
         if self.reference < 16:
             raise UserError(f"follow.reference={self.reference}: a reference needs 16 requests or more")

@@ -32,6 +32,8 @@ class RecordedConversation:
     # Accepted and drafted tokens of each round; () where the server does not tell.
     accepted: tuple[int, ...] = ()
     drafted: tuple[int, ...] = ()
+    # Tokens of the answer by the server's own count; None where it does not tell, as in a stream without usage.
+    num_tokens: int | None = None
 
     @property
     def digest(self) -> str:
@@ -41,7 +43,7 @@ class RecordedConversation:
 
     @property
     def mean_accepted(self) -> float | None:
-        """Return the mean number of accepted tokens per draft; None without drafts."""
+        """Return the mean number of accepted tokens per draft; None without drafts, or where the server does not tell."""
         rounds = sum(1 for count in self.drafted if count)
         return sum(self.accepted) / rounds if rounds else None
 
@@ -65,7 +67,10 @@ def parse_exchange(exchange: Exchange, kinds: KindRegistry, parse_rounds: Rounds
     answer = (choice.get("message") or {}).get("content") if is_chat else choice.get("text")
     if not isinstance(answer, str) or (is_chat and (choice.get("message") or {}).get("tool_calls")):
         return None
+    num_tokens = count_answer_tokens(response, choice)
     rounds = parse_rounds(response)
+    if rounds is None or not are_consistent(rounds, num_tokens):
+        rounds = DraftedRounds((), ())
     return RecordedConversation(
         kinds.classify(body, exchange.kind_header),
         exchange.time,
@@ -73,9 +78,32 @@ def parse_exchange(exchange: Exchange, kinds: KindRegistry, parse_rounds: Rounds
         answer,
         prompt_ids=as_token_ids(response.get("prompt_token_ids") or choice.get("prompt_token_ids")),
         answer_ids=as_token_ids(choice.get("token_ids")),
-        accepted=() if rounds is None else rounds.accepted,
-        drafted=() if rounds is None else rounds.drafted,
+        accepted=rounds.accepted,
+        drafted=rounds.drafted,
+        num_tokens=num_tokens,
     )
+
+
+def count_answer_tokens(response: dict[str, Any], choice: dict[str, Any]) -> int | None:
+    """Return the tokens of an answer by its usage or else by its token ids; None where it holds neither.
+
+    The parts of a stream are never counted, because a part may hold several tokens.
+    """
+    count = (response.get("usage") or {}).get("completion_tokens")
+    if isinstance(count, int):
+        return count
+    ids = as_token_ids(choice.get("token_ids"))
+    return None if ids is None else len(ids)
+
+
+def are_consistent(rounds: DraftedRounds, num_tokens: int | None) -> bool:
+    """Return whether rounds can be those of an answer: no round accepts more than it drafted, and all but the last one, which a
+    limit may cut, emit no more tokens than there are."""
+    is_possible = len(rounds.accepted) == len(rounds.drafted) and all(
+        0 <= accepted <= drafted for accepted, drafted in zip(rounds.accepted, rounds.drafted)
+    )
+    emitted = sum(accepted + 1 for accepted in rounds.accepted[:-1])
+    return is_possible and (num_tokens is None or emitted <= num_tokens)
 
 
 def parse_response(content: bytes, is_chat: bool) -> dict[str, Any] | None:

@@ -35,6 +35,9 @@ class KindSeries:
     values: deque[float]
     num_requests: int = 0
     num_rounds: int = 0
+    # Tokens of the answers whose server counts them, and requests whose answer holds no rounds.
+    num_tokens: int = 0
+    num_unmeasured: int = 0
     # Rounds that accepted at least so many tokens, from 1 on.
     accepted_by_position: list[int] = field(default_factory=list)
     points: deque[AcceptancePoint] = field(default_factory=lambda: deque(maxlen=MAX_POINTS))
@@ -42,9 +45,14 @@ class KindSeries:
     # Time of the last request at which the sum of the drift test was 0, after which a fall begins (Page, 1954).
     level_until: float = 0.0
 
-    def add(self, conversation: RecordedConversation, value: float, drafter: str) -> bool:
-        """Add a request; return whether the drift test raises an alarm."""
+    def add(self, conversation: RecordedConversation, drafter: str) -> bool:
+        """Add a request; return whether the drift test raises an alarm. One that holds no rounds is only counted."""
+        value = conversation.mean_accepted
         self.num_requests += 1
+        self.num_tokens += conversation.num_tokens or 0
+        if value is None:
+            self.num_unmeasured += 1
+            return False
         self.num_rounds += len(conversation.accepted)
         for count in conversation.accepted:
             self.accepted_by_position += [0] * (count - len(self.accepted_by_position))
@@ -90,13 +98,10 @@ class TrafficWatch:
 
     def add(self, conversation: RecordedConversation, drafter: str) -> list[DriftAlarm]:
         """Add a request; return the alarms that it raises."""
-        value = conversation.mean_accepted
-        if value is None:
-            return []
         alarms = []
         for kind in (ALL, conversation.kind):
             series = self.series.get(kind) or self._begin(kind)
-            if series.add(conversation, value, drafter):
+            if series.add(conversation, drafter):
                 recent = [*series.values][-WINDOW:]
                 test = series.test
                 alarms.append(

@@ -267,8 +267,9 @@ class Server(ABC):
         """Return our own tree for what the server drafts, with so many tokens: a chain, unless the engine has trees."""
         return Chain(num_tokens)
 
-    # Address below the server's root that names the active drafter; None if the server does not tell.
-    active_drafter_address: ClassVar[str | None] = None
+    # Request below the server's root that names the active drafter: an address, and a body or None for GET. It is None if the
+    # server does not tell. A server that does not answer it takes no other drafter.
+    active_drafter_request: ClassVar[tuple[str, dict[str, Any] | None] | None] = None
 
     def swap_steps(self, folder: str) -> list[tuple[str, dict[str, Any]]]:
         """Return the posts, as address below the server's root and body, that load the drafter of a folder into the running
@@ -276,8 +277,12 @@ class Server(ABC):
         return []
 
     def active_drafter_path(self, content: dict[str, Any]) -> str | None:
-        """Return the folder of the active drafter from what `active_drafter_address` answers; None for an unknown one."""
+        """Return the folder of the active drafter from the answer to `active_drafter_request`; None for an unknown one."""
         return None
+
+    def allow_swaps(self) -> Server:
+        """Return this server with the settings by which engines that it starts take other drafters, as far as they can."""
+        return self
 
     async def read_counters(self) -> DraftCounters | None:
         """Return what the servers have counted of their drafts, added up; None if they count none."""

@@ -38,6 +38,8 @@ class EngineLaunch:
     capture_layers: tuple[int, ...] | None = None
     # Share of rounds that accept the draft tokens up to each position: acceptance is simulated. None verifies drafts.
     acceptance_rates: tuple[float, ...] | None = None
+    # Whether the weights of other drafters can be loaded into the running engine, where it needs options for that.
+    takes_drafters: bool = False
 
 
 @dataclass(frozen=True)

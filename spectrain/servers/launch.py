@@ -63,16 +63,21 @@ class RunningEngine:
 
 
 @contextmanager
-def start_engine(server: Server, launch: EngineLaunch) -> Iterator[RunningEngine]:
-    """Start an engine, and yield it once it answers. All of its processes end with the block, and with this process.
+def start_engine(server: Server, launch: EngineLaunch | EngineCommand) -> Iterator[RunningEngine]:
+    """Start an engine for a launch, or by a command, and yield it once it answers. All of its processes end with the block,
+    and with this process.
 
     A RunError says why it did not start; its log is kept then.
     """
-    server.check_installed()
     assert isinstance(server.settings, EngineSettings)
-    check_port(server.settings)
-    command = server.make_command(launch)
-    server.prepare_start(launch)
+    if isinstance(launch, EngineCommand):
+        check_port(server.settings)
+        command = launch
+    else:
+        server.check_installed()
+        check_port(server.settings)
+        command = server.make_command(launch)
+        server.prepare_start(launch)
     environment = {**inherited_environment(), **command.environment}
     with open_log(server.name) as output, run_group(command.arguments, environment, output) as process:
         log = Path(output.name)

@@ -22,7 +22,7 @@ class OwnServer(OpenAIServer):
     name = "spectrain"
     capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(takes_tokens=True, counts_drafts=True, starts_quickly=True)
     settings: EngineSettings
-    active_drafter_address = "/drafter"
+    active_drafter_request = ("/drafter", None)
 
     def __init__(self, config: EngineSettings) -> None:
         super().__init__(config)

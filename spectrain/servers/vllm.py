@@ -59,12 +59,17 @@ class VllmSettings(EngineSettings):
     # Share of rounds that accept all draft tokens up to each position, as in [0.7,0.4,0.2], for which a started engine
     # simulates acceptance; null verifies the drafts.
     acceptance_rates: list[float] | None = None
+    # Whether a started engine takes the weights of other drafters while it runs, through the endpoints of vLLM's development
+    # mode; whoever reaches its port can then change the drafter.
+    takes_drafters: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         rates = self.acceptance_rates
         if rates is None:
             return
+        if self.takes_drafters:
+            raise UserError("server.takes_drafters: simulated acceptance checks no drafts; leave server.acceptance_rates out")
         if not is_decreasing(rates):
             raise UserError(f"server.acceptance_rates={rates}: use rates from 0 to 1, none above the one before it")
         if self.draft_tokens not in (None, len(rates)):
@@ -89,6 +94,7 @@ class VllmServer(OpenAIServer):
         takes_tokens=True, captures_states=True, counts_drafts=True, has_lookup=True
     )
     settings: VllmSettings
+    active_drafter_request = ("/collective_rpc", {"method": "describe_drafter"})
 
     def __init__(self, config: VllmSettings) -> None:
         super().__init__(config)
@@ -111,7 +117,8 @@ class VllmServer(OpenAIServer):
             raise UserError("server.acceptance_rates: an engine that captures states drafts nothing; leave one of them out")
         if drafter is not None and rates:
             drafter = replace(drafter, num_tokens=len(rates))
-        launch = settings.complete_launch(replace(launch, drafter=drafter, acceptance_rates=rates))
+        launch = replace(launch, drafter=drafter, acceptance_rates=rates, takes_drafters=settings.takes_drafters)
+        launch = settings.complete_launch(launch)
         return start_vllm(launch, settings, self.environment, settings.states_path)
 
     def prepare_start(self, launch: EngineLaunch) -> None:
@@ -164,6 +171,21 @@ class VllmServer(OpenAIServer):
     async def read_counters(self) -> DraftCounters | None:
         """Return what all servers have counted, once it stands still; None without a drafter."""
         return add_counters([await read_settled_counters(client, self.name) for client in self.clients])
+
+    def swap_steps(self, folder: str) -> list[tuple[str, dict[str, Any]]]:
+        return [
+            ("/start_draft_weight_update", {}),
+            ("/update_weights", {"update_info": {"path": folder}}),
+            ("/finish_weight_update", {"weight_version": folder}),
+            # Cached prefixes hold the earlier drafter's keys and values; open requests compute theirs again.
+            ("/reset_prefix_cache?reset_running_requests=true", {}),
+        ]
+
+    def active_drafter_path(self, content: dict[str, Any]) -> str | None:
+        return next((str(result["path"]) for result in content.get("results", ()) if "path" in result), None)
+
+    def allow_swaps(self) -> VllmServer:
+        return VllmServer(replace(self.settings, takes_drafters=True))
 
 
 def prepare_states_folder(folder: Path, is_ours: bool = False) -> None:

@@ -21,6 +21,12 @@ CPU_VARIABLES = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "no
 # Times and rounds of every request, which scoring reads. vLLM refuses the second option without a drafter.
 TIMES_OPTION, ROUNDS_OPTION = "--enable-per-request-metrics", "--per-request-spec-decode-metrics"
 
+# What lets a server take the weights of other drafters, next to the endpoints of its development mode.
+DRAFTER_OPTIONS = {
+    "--worker-extension-cls": "spectrain_weights.DrafterWeights",
+    "--weight-transfer-config": json.dumps({"backend": "spectrain"}),
+}
+
 
 def serve_vllm(launch: EngineLaunch) -> EngineCommand:
     """Return vLLM's own command for a launch, as a user types it."""
@@ -45,6 +51,9 @@ def start_vllm(
     is_cpu = is_cpu_build(environment)
     if launch.acceptance_rates and launch.drafter and is_cpu:
         options["--worker-extension-cls"] = "spectrain_synthetic.SyntheticAcceptance"
+    if launch.takes_drafters and launch.drafter is not None:
+        options |= DRAFTER_OPTIONS
+        variables["VLLM_SERVER_DEV_MODE"] = "1"
     if launch.capture_layers is not None or "--worker-extension-cls" in options:
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PLUGINS), os.environ.get("PYTHONPATH")]))
     if is_cpu:

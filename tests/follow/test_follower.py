@@ -17,7 +17,7 @@ from spectrain.follow.proof import PairedGain, PromotionProof
 from spectrain.follow.proxy import ProxyCounters, Recorder
 from spectrain.follow.settings import FollowSettings
 from spectrain.follow.state import ActiveDrafter, FollowFolder, hash_weights
-from spectrain.follow.swap import DrafterSwapper
+from spectrain.follow.swap import DrafterSwapper, SwapOutcome, SwapWay
 from spectrain.follow.traffic import RecordedConversation
 from spectrain.follow.upstream import UpstreamSwitch
 from spectrain.servers.own import OwnServer
@@ -30,24 +30,27 @@ GAIN = PairedGain(20, 1.5, 1.8, 0.2, [0.1, 0.3], 20)
 class FakeSwapper:
     """Notes which drafters it was given; it may fail."""
 
-    way = "push"
+    way: SwapWay = "push"
 
     def __init__(self) -> None:
         self.given: list[str] = []
         self.fails = False
         self.servers = UpstreamSwitch("http://127.0.0.1:1/v1")
 
-    def swap(self, directory: Path, digest: str) -> str:
+    def swap(self, directory: Path, digest: str) -> SwapOutcome:
         if self.fails:
             raise RunError("the server is gone")
         assert hash_weights(directory) == digest
         self.given.append(directory.name)
-        return self.way
+        return SwapOutcome(self.way)
 
-    def is_served(self, directory: Path) -> bool:
+    def is_served(self, directory: Path, digest: str) -> bool:
         return directory.name in self.given[-1:]
 
-    def push(self, directory: Path) -> None:
+    def restart_ended(self, directory: Path, digest: str) -> bool:
+        return False
+
+    def push(self, directory: Path, digest: str) -> None:
         self.given.append(directory.name)
 
 

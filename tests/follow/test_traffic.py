@@ -7,7 +7,9 @@ from typing import Any
 from spectrain.follow.exchange import Exchange
 from spectrain.follow.kinds import OTHER, KindRegistry
 from spectrain.follow.reservoir import Reservoir, is_for_proof, read_conversations
+from spectrain.follow.settings import FollowSettings
 from spectrain.follow.traffic import RecordedConversation, parse_exchange
+from spectrain.follow.watch import TrafficWatch
 from spectrain.servers.base import DraftedRounds
 
 
@@ -16,7 +18,7 @@ def rounds_of(response: dict[str, Any]) -> DraftedRounds:
     return DraftedRounds(tuple(counted["accepted"]), tuple(counted["drafted"]))
 
 
-METRICS = {"metrics": {"rounds": {"accepted": [2, 0], "drafted": [3, 3]}}}
+METRICS = {"metrics": {"rounds": {"accepted": [1, 1], "drafted": [3, 3]}}}
 
 
 def conversation(number: int, kind: str = "a", time: float = 0.0) -> RecordedConversation:
@@ -90,3 +92,32 @@ def test_the_sample_is_uniform_and_then_favours_recent_conversations() -> None:
         reservoir.add(conversation(number))
     numbers = [int(entry.request["prompt"].split()[1]) for entry in reservoir.select(False)]
     assert sum(number > 2000 for number in numbers) > 200
+
+
+def test_a_stream_without_usage_is_counted_right_or_not_at_all() -> None:
+    """Parts of a stream hold several tokens, so only the server's own count counts, and rounds must explain it."""
+    request = json.dumps({"prompt": "Say it", "stream": True}).encode()
+
+    def record(*parts: dict[str, Any]) -> RecordedConversation:
+        stream = "".join(f"data: {json.dumps(part)}\n\n" for part in parts) + "data: [DONE]\n\n"
+        exchange = Exchange("/v1/completions", request, stream.encode())
+        recorded = parse_exchange(
+            exchange, KindRegistry(4), lambda response: rounds_of(response) if "metrics" in response else None
+        )
+        assert recorded is not None
+        return recorded
+
+    text = {"choices": [{"index": 0, "text": "it is"}]}
+    with_ids = {"choices": [{"index": 0, "text": "it is so", "token_ids": [5, 6, 7, 8]}]}
+    usage = {"choices": [], "usage": {"completion_tokens": 4}}
+    counted = [record(*parts) for parts in ((text,), (with_ids,), (text, usage), (text, usage | METRICS))]
+    assert [entry.num_tokens for entry in counted] == [None, 4, 4, 4]
+    assert [entry.mean_accepted for entry in counted] == [None, None, None, 1.0]
+    for accepted, drafted in (([5, 0], [5, 3]), ([4], [3]), ([1], [3, 3])):
+        wrong = usage | {"metrics": {"rounds": {"accepted": accepted, "drafted": drafted}}}
+        assert record(text, wrong).mean_accepted is None
+    watch = TrafficWatch(FollowSettings())
+    for entry in counted:
+        watch.add(entry, "first")
+    series = watch.series[counted[0].kind]
+    assert (series.num_requests, series.num_unmeasured, series.num_tokens, [*series.values]) == (4, 3, 12, [1.0])
