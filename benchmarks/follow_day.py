@@ -1,7 +1,9 @@
 """A day of traffic in minutes: English chat, then Spanish questions in another template, which the drafter has not seen.
 
     python -m benchmarks.follow_day              # one seed, with this project's engine: make follow-demo
-    python -m benchmarks.follow_day seeds=0,1,2 out=eval/results/follow.json
+    python -m benchmarks.follow_day seeds=0,1,2 out=eval/results/follow-day.json
+    python -m benchmarks.follow_day server=vllm server.python=ENV/bin/python out=eval/results/follow-vllm.json
+    python -m benchmarks.follow_day quiet=1500 out=eval/results/follow-quiet.json   # so many requests, no change
 
 It trains a small EAGLE-3 drafter for the tiny target on the first kind, and starts `spectrain follow` with its server behind
 the proxy. It prints when drift was noticed, when a better drafter served, and the tokens per forward of both kinds.
@@ -35,7 +37,17 @@ from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance
 from spectrain.servers.ports import find_free_port
 
-from .follow_traffic import ANSWER_TOKENS, Body, SentAnswer, make_chats, make_questions, send_all, tokens_per_forward
+from .follow_plot import plot_days
+from .follow_traffic import (
+    ANSWER_TOKENS,
+    Body,
+    SentAnswer,
+    make_chats,
+    make_questions,
+    send_all,
+    tokens_per_forward,
+    tokens_per_second,
+)
 
 NUM_TRAINED, NUM_FIRST, NUM_AFTER = 160, 72, 40
 BATCH = 32
@@ -44,6 +56,11 @@ OPTIONS = {
     "follow.reference": 32, "follow.horizon": 500, "follow.least_new": 40, "follow.held_out": 24, "follow.prove_tokens": 32,
     "follow.tolerance": 0.1, "follow.pause_seconds": 15, "follow.rollback_after": 24, "follow.start": "true",
 }  # fmt: skip
+# What a server needs beside them.
+SERVER_OPTIONS: dict[str, dict[str, Any]] = {
+    "spectrain": {},
+    "vllm": {"server.max_length": 1024, "server.draft_tokens": 3, "server.arguments": "[--max-num-seqs,8]"},
+}
 
 
 @dataclass
@@ -53,9 +70,12 @@ class DayResult:
     seed: int
     tokens_per_forward: dict[str, float | None] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    # Tokens per second of requests, one at a time: with the first drafter before and during the training of the candidate,
+    # and with the second drafter.
+    tokens_per_second: dict[str, float | None] = field(default_factory=dict)
     promoted: dict[str, Any] | None = None
     events: list[str] = field(default_factory=list)
-    # Seconds after the first request, kind, accepted and rounds of every answer.
+    # Seconds after the change of traffic, kind, accepted and rounds of every answer.
     answers: list[tuple[float, str, int, int]] = field(default_factory=list)
 
 
@@ -82,14 +102,14 @@ def answer_requests(target: Target, bodies: list[Body]) -> list[Example]:
 
 
 @contextmanager
-def run_follow(run: Path, words: list[str]) -> Iterator[str]:
+def run_follow(run: Path, server: str, words: list[str]) -> Iterator[str]:
     """Run `spectrain follow` on a run, and yield the address of its proxy."""
     port, engine_port = find_free_port(), find_free_port()
-    options = [f"{key}={value}" for key, value in OPTIONS.items()]
+    options = [f"{key}={value}" for key, value in {**OPTIONS, **SERVER_OPTIONS[server]}.items()]
     command = [sys.executable, "-m", "spectrain", "follow", f"run={run}", f"follow.listen=127.0.0.1:{port}"]
     with (run.parent / "follow.log").open("ab") as log:
         process = subprocess.Popen(
-            [*command, "server=spectrain", f"server.port={engine_port}", *options, *words], stdout=log, stderr=log
+            [*command, f"server={server}", f"server.port={engine_port}", *options, *words], stdout=log, stderr=log
         )
         try:
             wait_for_proxy(f"http://127.0.0.1:{port}", process, run.parent / "follow.log")
@@ -111,15 +131,12 @@ def wait_for_proxy(url: str, process: subprocess.Popen[bytes], log: Path) -> Non
     raise SystemExit(f"spectrain follow did not start: {log.read_text()[-2000:]}")
 
 
-def simulate_day(folder: Path, seed: int, minutes: float, words: list[str]) -> DayResult:
+def simulate_day(folder: Path, seed: int, minutes: float, server: str, words: list[str]) -> DayResult:
     """Send a day of traffic through follow, and return what happened."""
-    result = DayResult(seed)
-    if not (folder / "run" / "drafter" / "config.json").exists():
-        report(f"seed {seed}: a drafter is trained on the first kind of traffic")
-        train_first_drafter(folder, seed, minutes)
+    require_first_drafter(folder, seed, minutes)
     ledger = folder / "run" / "follow" / "ledger.jsonl"
     chats, questions = iter(make_chats(seed)[NUM_TRAINED:]), iter(make_questions(seed))
-    with run_follow(folder / "run", [f"follow.train_minutes={minutes}", *words]) as url:
+    with run_follow(folder / "run", server, [f"follow.train_minutes={minutes}", *words]) as url:
         report(f"seed {seed}: the first kind of traffic begins")
         first = send_all(url, islice(chats, NUM_FIRST))
         change = time.time()
@@ -128,24 +145,68 @@ def simulate_day(folder: Path, seed: int, minutes: float, words: list[str]) -> D
         after_questions = send_all(url, islice(questions, NUM_AFTER))
         after_chats = send_all(url, islice(chats, NUM_AFTER))
     entries = [*read_ledger(ledger)]
-    promoted = next((entry for entry in entries if entry["event"] == "promoted"), None)
-    result.promoted = promoted
-    result.events = [f"{entry['time'] - change:+.0f} s {entry['event']}" for entry in entries]
-    swapped = float("inf") if promoted is None else promoted["time"]
-    before = [answer for answer in second if answer.time < swapped]
-    result.tokens_per_forward = {
-        "first kind, before": tokens_per_forward(first, "chat"),
-        "second kind, before": tokens_per_forward(before, "questions"),
-        "second kind, after": tokens_per_forward(after_questions, "questions"),
-        "first kind, after": tokens_per_forward(after_chats, "chat"),
-    }
+    return summarize_day(seed, change, entries, [first, second, after_questions, after_chats])
+
+
+def require_first_drafter(folder: Path, seed: int, minutes: float) -> None:
+    """Train the drafter of a folder, unless it is there."""
+    if not (folder / "run" / "drafter" / "config.json").exists():
+        report(f"seed {seed}: a drafter is trained on the first kind of traffic")
+        train_first_drafter(folder, seed, minutes)
+
+
+def summarize_day(seed: int, change: float, entries: list[dict[str, Any]], parts: list[list[SentAnswer]]) -> DayResult:
+    """Return what happened, from the ledger and the four parts of the traffic: the first kind, the second kind until a better
+    drafter serves, the second kind afterwards, and the first kind afterwards."""
+    first, second, after_questions, after_chats = parts
+    moments = {}
     for event in ("drift", "training", "trained", "promoted"):
         moment = next((entry["time"] for entry in entries if entry["event"] == event and entry["time"] > change), None)
         if moment is not None:
-            result.seconds[event] = round(moment - change, 1)
-    answers: list[SentAnswer] = [*first, *second, *after_questions, *after_chats]
-    result.answers = [(round(entry.time - answers[0].time, 2), entry.kind, entry.accepted, entry.rounds) for entry in answers]
-    return result
+            moments[event] = moment
+    swapped, training = moments.get("promoted", float("inf")), moments.get("training", float("inf"))
+    trained = moments.get("trained", float("inf"))
+    answers = [answer for part in parts for answer in part]
+    return DayResult(
+        seed,
+        {
+            "first kind, before": tokens_per_forward(first, "chat"),
+            "second kind, before": tokens_per_forward((answer for answer in second if answer.time < swapped), "questions"),
+            "second kind, after": tokens_per_forward(after_questions, "questions"),
+            "first kind, after": tokens_per_forward(after_chats, "chat"),
+        },
+        {event: round(moment - change, 1) for event, moment in moments.items()},
+        {
+            "before training": tokens_per_second(answer for answer in second if answer.time < training),
+            "during training": tokens_per_second(
+                answer for answer in second if training < answer.time - answer.seconds and answer.time < trained
+            ),
+            "after the swap": tokens_per_second(after_questions),
+        },
+        next((entry for entry in entries if entry["event"] == "promoted"), None),
+        [f"{entry['time'] - change:+.0f} s {entry['event']}" for entry in entries],
+        [(round(entry.time - change, 2), entry.kind, entry.accepted, entry.rounds) for entry in answers],
+    )
+
+
+def simulate_quiet(folder: Path, seed: int, minutes: float, server: str, count: int, words: list[str]) -> dict[str, Any]:
+    """Send requests of the first kind alone, and return the events of the ledger, which should hold no drift."""
+    require_first_drafter(folder, seed, minutes)
+    run = folder / "run"
+    chats = make_chats(seed)[NUM_TRAINED:]
+    bodies = (chats[number % len(chats)] for number in range(count))
+    with run_follow(run, server, [f"follow.train_minutes={minutes}", *words]) as url:
+        answers = send_all(url, bodies)
+    events = [entry["event"] for entry in read_ledger(run / "follow" / "ledger.jsonl")]
+    rate = tokens_per_forward(answers, "chat")
+    report(f"seed {seed}: {len(answers)} requests without a change, {rate} tokens per forward, events: {', '.join(events)}")
+    return {
+        "seed": seed,
+        "requests": len(answers),
+        "distinct": min(count, len(chats)),
+        "tokens_per_forward": rate,
+        "events": events,
+    }
 
 
 def send_until_promoted(url: str, questions: Iterator[Body], ledger: Path, began: float) -> list[SentAnswer]:
@@ -184,20 +245,27 @@ def report(text: str) -> None:
 
 
 def main(words: list[str]) -> None:
-    """Simulate the day of every seed."""
-    own = {"seeds": "0", "work": "runs/follow-demo", "minutes": "0.6", "out": ""}
+    """Simulate the day of every seed, or the same traffic without a change."""
+    own = {"seeds": "0", "work": "runs/follow-demo", "minutes": "0.6", "out": "", "server": "spectrain", "quiet": "0"}
     given = dict(word.split("=", 1) for word in words)
     passed = [f"{key}={value}" for key, value in given.items() if key not in own]
     own |= {key: value for key, value in given.items() if key in own}
     torch.set_num_threads(1)
-    results = []
+    results: list[Any] = []
     for seed in map(int, own["seeds"].split(",")):
-        began = time.monotonic()
-        results.append(simulate_day(Path(own["work"]) / str(seed), seed, float(own["minutes"]), passed))
-        report(f"{describe_day(results[-1])}; {time.monotonic() - began:.0f} s")
+        began, folder = time.monotonic(), Path(own["work"]) / str(seed)
+        if int(own["quiet"]):
+            results.append(simulate_quiet(folder, seed, float(own["minutes"]), own["server"], int(own["quiet"]), passed))
+        else:
+            day = simulate_day(folder, seed, float(own["minutes"]), own["server"], passed)
+            results.append(asdict(day))
+            report(f"{describe_day(day)}; {time.monotonic() - began:.0f} s")
         if own["out"]:
-            content = {"provenance": collect_provenance(), "days": [asdict(result) for result in results]}
+            setting = {"server": own["server"], "minutes": float(own["minutes"]), "options": OPTIONS}
+            content = {"provenance": collect_provenance(), "setting": setting, "days": results}
             write_text(Path(own["out"]), json.dumps(content, indent=1) + "\n")
+    if own["out"] and not int(own["quiet"]):
+        plot_days(Path(own["out"]).with_suffix(".svg"), results)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ class SentAnswer:
     accepted: int
     rounds: int
     digest: str
+    tokens: int
 
 
 def make_chats(seed: int) -> list[Body]:
@@ -75,9 +76,9 @@ def send(client: httpx.Client, body: Body) -> SentAnswer:
     choice = content["choices"][0]
     text = choice["message"]["content"] if is_chat else choice["text"]
     seconds = time.perf_counter() - began
-    return SentAnswer(
-        "chat" if is_chat else "questions", time.time(), seconds, accepted, rounds, sha256(text.encode()).hexdigest()
-    )
+    kind, digest = "chat" if is_chat else "questions", sha256(text.encode()).hexdigest()
+    tokens = int(content["usage"]["completion_tokens"])
+    return SentAnswer(kind, time.time(), seconds, accepted, rounds, digest, tokens)
 
 
 def count_rounds(content: dict[str, Any]) -> tuple[int, int]:
@@ -100,3 +101,9 @@ def tokens_per_forward(answers: Iterable[SentAnswer], kind: str) -> float | None
     chosen = [answer for answer in answers if answer.kind == kind and answer.rounds]
     rounds = sum(answer.rounds for answer in chosen)
     return 1 + sum(answer.accepted for answer in chosen) / rounds if rounds else None
+
+
+def tokens_per_second(answers: Iterable[SentAnswer]) -> float | None:
+    """Return the tokens of answers over the seconds that their requests took."""
+    chosen = [*answers]
+    return sum(answer.tokens for answer in chosen) / sum(answer.seconds for answer in chosen) if chosen else None

@@ -67,7 +67,7 @@ class CandidateJob:
             write_conversations(self.folder / f"prove-{name}.jsonl", getattr(data, f"prove_{name}"))
         adapter = {"_target_": "spectrain.training.adapters.LoraAdapter"} if settings.learn == "lora" else None
         plan: dict[str, Any] = {
-            "spec": plan_training(spec, serving, settings.train_minutes, settings.lr, adapter).to_nodes(),
+            "spec": plan_training(spec, serving, settings, adapter).to_nodes(),
             "serving": serving,
             "depth": depth,
             "replay": settings.replay,

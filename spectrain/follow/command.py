@@ -21,6 +21,7 @@ from spectrain.servers.openai import OpenAIServer
 from .follower import TrafficFollower
 from .http_server import serve_in_thread
 from .ledger import read_ledger
+from .logs import RequestLogs
 from .pages import describe_entry, format_number, format_time, make_pages
 from .proxy import Proxy, Recorder
 from .settings import FollowSettings
@@ -29,7 +30,7 @@ from .swap import DrafterSwapper
 from .upstream import UpstreamSwitch
 
 CONTINUED_GROUPS = ("target", "drafter", "source", "trainer", "optimizer", "schedule", "tree", "acceptance")
-PACKAGES = ("aiohttp", "uvicorn")
+PACKAGES = ("aiohttp", "httptools", "uvicorn")
 NUM_SHOWN = 10
 
 
@@ -45,18 +46,28 @@ def follow_command(config: Mapping[str, Any]) -> None:
         active = folder.read_active(first)
         servers = UpstreamSwitch(server.clients[0].url)
         swapper = DrafterSwapper(spec, server, settings, servers)
-        if not settings.start:
+        needs_server = settings.requests is None or settings.swap != "keep"
+        if needs_server and not settings.start:
             server.check_ready()
         swapper.check_settings()
         try:
             if settings.start or (settings.swap == "start" and active.path != str(first)):
                 swapper.start(Path(active.path), active.digest, is_first=settings.start)
             recorder = Recorder(settings.sample)
-            follower = TrafficFollower(spec, settings, folder, server, recorder, swapper, active)
+            traffic = recorder if settings.requests is None else read_logs(settings, folder)
+            follower = TrafficFollower(spec, settings, folder, server, traffic, swapper, active)
             follower.load()
             run_proxy(follower, Proxy(settings, servers, recorder))
         finally:
             swapper.close()
+
+
+def read_logs(settings: FollowSettings, folder: FollowFolder) -> RequestLogs:
+    """Return the request logs of a folder; a UserError says that it does not exist."""
+    logs = Path(str(settings.requests))
+    if not logs.is_dir():
+        raise UserError(f"follow.requests={settings.requests}: there is no such folder; give the one with the .jsonl files")
+    return RequestLogs(settings, logs, folder.logs)
 
 
 def run_proxy(follower: TrafficFollower, proxy: Proxy) -> None:
@@ -68,7 +79,7 @@ def run_proxy(follower: TrafficFollower, proxy: Proxy) -> None:
         follower.swapper.thread = thread
         loop = threading.Thread(target=follower.run, name="follower", daemon=True)
         loop.start()
-        print(f"follow listens at http://{settings.listen}/v1 for {follower.swapper.servers.active.root}", flush=True)
+        print(describe_traffic(follower), flush=True)
         print(f"metrics are at http://{settings.listen}/metrics, and a page is at http://{settings.listen}/follow", flush=True)
         try:
             while loop.is_alive() and thread.thread.is_alive():
@@ -79,6 +90,14 @@ def run_proxy(follower: TrafficFollower, proxy: Proxy) -> None:
         finally:
             follower.is_stopping.set()
             loop.join(30)
+
+
+def describe_traffic(follower: TrafficFollower) -> str:
+    """Return the line that says what is followed."""
+    settings, root = follower.settings, follower.swapper.servers.active.root
+    if settings.requests is not None:
+        return f"follow reads the request logs of {settings.requests}"
+    return f"follow listens at http://{settings.listen}/v1 for {root}"
 
 
 def resolve_follow_spec(config: Mapping[str, Any]) -> tuple[RunSpec, FollowSettings]:

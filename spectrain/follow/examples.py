@@ -35,7 +35,9 @@ def tokenize_conversation(conversation: RecordedConversation, target: Target) ->
         prompt = tokenize_prompt(target.template, Conversation(request["messages"], request.get("tools"), None, arguments))
     elif prompt is None:
         text = request["prompt"]
-        prompt = text if isinstance(text, list) else target.tokenizer(text, add_special_tokens=False)["input_ids"]
+        # Engines add a start token to a text prompt, unless the request says otherwise.
+        special = bool(request.get("add_special_tokens", True))
+        prompt = text if isinstance(text, list) else target.tokenizer(text, add_special_tokens=special)["input_ids"]
     answer = conversation.answer_ids
     if answer is None:
         answer = target.tokenizer(conversation.answer, add_special_tokens=False)["input_ids"]

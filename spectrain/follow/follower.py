@@ -18,6 +18,7 @@ from spectrain.servers.openai import OpenAIServer
 from .candidate import CandidateData, CandidateJob
 from .kinds import KindRegistry
 from .ledger import Ledger
+from .logs import RequestLogs
 from .proof import LEAST_PROMPTS, PromotionProof
 from .proxy import Recorder
 from .reservoir import Reservoir, is_for_proof, read_conversations, write_conversations
@@ -42,7 +43,7 @@ class TrafficFollower:
         settings: FollowSettings,
         folder: FollowFolder,
         server: OpenAIServer,
-        recorder: Recorder,
+        recorder: Recorder | RequestLogs,
         swapper: DrafterSwapper,
         active: ActiveDrafter,
     ) -> None:
@@ -67,6 +68,8 @@ class TrafficFollower:
 
     def load(self) -> None:
         """Read what an earlier process recorded."""
+        if isinstance(self.recorder, RequestLogs):
+            self.recorder.load_positions()
         self.reservoir.load(self.folder.recorded)
         source = self.folder.old if self.settings.old is None else Path(self.settings.old)
         self.old = [*read_conversations(source)]
@@ -114,7 +117,7 @@ class TrafficFollower:
     # Listen and watch
 
     def record_traffic(self) -> None:
-        """Parse what the proxy has recorded."""
+        """Parse what the proxy has recorded, or what is new in the request logs."""
         for exchange in self.recorder.take_all():
             try:
                 conversation = parse_exchange(exchange, self.kinds, self.server.parse_rounds)
@@ -163,8 +166,7 @@ class TrafficFollower:
         if not data.new or min(len(data.prove_new), len(data.prove_old)) < LEAST_PROMPTS:
             return
         job = CandidateJob(self.folder.next_candidate(), self.settings)
-        depth = getattr(self.server.settings, "draft_tokens", None) or 3
-        job.prepare(self.spec, self.active.path, depth, data)
+        job.prepare(self.spec, self.active.path, self.find_depth(data), data)
         job.start("train")
         self.job = job
         reason = "enough new conversations" if self.alarm is None else f"drift of {self.alarm.kind}"
@@ -176,6 +178,12 @@ class TrafficFollower:
         replay = self.reservoir.select(False, lambda entry: entry.time <= self.new_since)
         recent = self.reservoir.select(True, lambda entry: entry.time > self.new_since)
         return CandidateData(new, replay, recent, self.old[: self.settings.held_out])
+
+    def find_depth(self, data: CandidateData) -> int:
+        """Return how many tokens the server drafts in a round, by its settings or by what it has drafted."""
+        configured: int | None = getattr(self.server.settings, "draft_tokens", None)
+        drafted = [max(entry.drafted) for entry in data.prove_new if entry.drafted]
+        return configured or max(drafted, default=3)
 
     def advance_candidate(self) -> None:
         """Go on from training to the proof, and from the proof to a decision."""
@@ -307,6 +315,8 @@ class TrafficFollower:
         self.reservoir.delete_expired(time.time())
         self.folder.delete_conversations(time.time() - 3600 * self.settings.retention_hours)
         self.reservoir.save(self.folder.recorded)
+        if isinstance(self.recorder, RequestLogs):
+            self.recorder.save_positions()
         write_text(self.folder.status, json.dumps(self.describe(), indent=2) + "\n")
 
     def describe(self) -> dict[str, Any]:

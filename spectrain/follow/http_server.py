@@ -9,12 +9,41 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, TypeVar
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from spectrain.errors import RunError
 
 Result = TypeVar("Result")
 DRAIN_SECONDS = 30
 """Seconds that open requests get when the server stops."""
+
+MAX_HEAD_BYTES = 2**16
+"""Bytes of a request's line and headers from which a connection is closed, beyond what one read holds (256 KiB)."""
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """Uvicorn's fast parser, which by itself would collect headers without end."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        # Bytes that a request has sent before the end of its headers; None once they have ended.
+        self.num_head_bytes: int | None = 0
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.num_head_bytes = 0
+
+    def on_headers_complete(self) -> None:
+        self.num_head_bytes = None
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.num_head_bytes is None or self.transport.is_closing():
+            return
+        self.num_head_bytes += len(data)
+        if self.num_head_bytes > MAX_HEAD_BYTES:
+            self.send_400_response("The headers are too long.")
 
 
 def make_http_server(application: Any, host: str, port: int) -> uvicorn.Server:
@@ -23,7 +52,7 @@ def make_http_server(application: Any, host: str, port: int) -> uvicorn.Server:
         application,
         host=host,
         port=port,
-        http="h11",
+        http=BoundedHttpProtocol,
         ws="none",
         lifespan="off",
         log_level="error",

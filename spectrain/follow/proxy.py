@@ -122,6 +122,8 @@ class Proxy:
             self.counters.num_open -= 1
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.settings.requests is not None:
+            raise Refusal(404, "follow reads request logs, so it passes no requests on")
         if self.counters.num_open > self.settings.max_requests:
             raise Refusal(503, f"{self.settings.max_requests} requests are open; try again later")
         raw_path = scope.get("raw_path") or scope["path"].encode()
@@ -147,20 +149,26 @@ class Proxy:
 
     async def _pass_on(self, scope: Scope, body: bytes, channel: AnswerChannel) -> int | None:
         """Pass a request on and its answer back; return the status, or None where the client has gone."""
-        answer = asyncio.ensure_future(self._answer(scope, body, channel))
-        gone = asyncio.ensure_future(channel.wait_for_disconnect())
+        request, is_gone = asyncio.current_task(), False
+
+        async def watch_client() -> None:
+            nonlocal is_gone
+            await channel.wait_for_disconnect()
+            # The end of an answer counts as a disconnect too.
+            if request is not None and not channel.has_ended:
+                is_gone = True
+                request.cancel()
+
+        watcher = asyncio.ensure_future(watch_client())
         try:
-            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
-            if answer.done():
-                return answer.result()
+            return await self._answer(scope, body, channel)
+        except asyncio.CancelledError:
+            if not is_gone:
+                raise
             self.counters.aborted += 1
             return None
         finally:
-            for task in (answer, gone):
-                if not task.done():
-                    task.cancel()
-                    with suppress(asyncio.CancelledError, Exception):
-                        await task
+            watcher.cancel()
 
     async def _answer(self, scope: Scope, body: bytes, channel: AnswerChannel) -> int:
         """Return the status of the answer that was passed back. A server that is gone is waited for, unless it has begun to
@@ -235,6 +243,7 @@ class AnswerChannel:
     send: Send
     tap: AnswerTap | None
     has_begun: bool = False
+    has_ended: bool = False
 
     async def begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         """Send the status and the headers."""
@@ -249,6 +258,7 @@ class AnswerChannel:
 
     async def end(self) -> None:
         """End the answer."""
+        self.has_ended = True
         await self.send({"type": "http.response.body", "body": b"", "more_body": False})
         if self.tap is not None:
             self.tap.finish()

@@ -15,7 +15,7 @@ RECORDED_ROUTES = ("/v1/chat/completions", "/v1/completions")
 class ListenSettings:
     """How the proxy listens, and what it keeps of the traffic."""
 
-    # Folder of request logs that are followed instead of a proxy's traffic; null runs the proxy.
+    # Folder of request logs, files that end in .jsonl, which are followed instead of a proxy's traffic; null runs the proxy.
     requests: str | None = None
     # Address and port of the proxy, as in 127.0.0.1:9000.
     listen: str = "127.0.0.1:9000"
@@ -70,6 +70,9 @@ class FollowSettings(ListenSettings):
     train_minutes: Positive = 30.0
     # Learning rate of a candidate; null takes that of the run.
     lr: Positive | None = None
+    # Address of a server of the same engine that captures hidden states, from which candidates are trained; null computes the
+    # states here, or with source=server takes server.url.
+    states_url: str | None = None
     # What a candidate learns: all weights, or low-rank updates that are merged at the end.
     learn: Literal["full", "lora"] = "full"
     # Share of replayed old conversations in the data of a candidate.

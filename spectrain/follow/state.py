@@ -4,6 +4,7 @@ RUN/follow/lock              held while a process follows this run
 RUN/follow/ledger.jsonl      every decision with its numbers
 RUN/follow/serving.json      the active drafter, the one before it, and since when
 RUN/follow/recorded.jsonl    recorded conversations, within their retention time
+RUN/follow/logs.json         how far request logs were read, with follow.requests=FOLDER
 RUN/follow/old.jsonl         the fixed set of old conversations
 RUN/follow/candidates/0001   a candidate: its data, drafter/ and proof.json
 RUN/follow/status.json       what `spectrain follow status` prints, at most some seconds old
@@ -42,6 +43,7 @@ class FollowFolder:
         self.run, self.root = run, run / "follow"
         self.ledger, self.serving = self.root / "ledger.jsonl", self.root / "serving.json"
         self.recorded, self.old = self.root / "recorded.jsonl", self.root / "old.jsonl"
+        self.logs = self.root / "logs.json"
         self.candidates, self.status = self.root / "candidates", self.root / "status.json"
 
     @contextmanager

@@ -15,7 +15,7 @@ from .exchange import Exchange
 from .kinds import KindRegistry
 
 RoundsParser = Callable[[dict[str, Any]], DraftedRounds | None]
-STORED_REQUEST_KEYS = ("model", "messages", "prompt", "tools", "chat_template_kwargs", "temperature")
+STORED_REQUEST_KEYS = ("model", "messages", "prompt", "tools", "chat_template_kwargs", "temperature", "add_special_tokens")
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,11 @@ from spectrain.runs.train import train_and_score
 
 from .examples import make_example, write_examples
 from .reservoir import read_conversations
+from .settings import FollowSettings
 
 EPOCHS = 1000
 """More epochs than any candidate trains; the minutes end it."""
+SERVER_SOURCE = "spectrain.features.server_source.ServerSource"
 
 
 def train_candidate(folder: Path) -> None:
@@ -60,15 +62,20 @@ def mix_examples(new: list[Example], replayed: list[Example], share: float, seed
     return mixed
 
 
-def plan_training(spec: RunSpec, drafter: str, minutes: float, lr: float | None, adapter: Any) -> RunSpec:
+def plan_training(spec: RunSpec, drafter: str, settings: FollowSettings, adapter: Any) -> RunSpec:
     """Return the settings with which a candidate continues a drafter."""
-    trainer: dict[str, Any] = {"max_minutes": minutes, "epochs": EPOCHS}
-    if lr is not None:
-        trainer["lr"] = lr
+    trainer: dict[str, Any] = {"max_minutes": settings.train_minutes, "epochs": EPOCHS}
+    if settings.lr is not None:
+        trainer["lr"] = settings.lr
     for key in ("resume", "max_steps"):
         spec = replace(spec, trainer=spec.trainer.drop_setting(key))
     changed = spec.with_settings("drafter", init=drafter).with_settings("trainer", **trainer)
     nodes = {**changed.to_nodes(), "eval": {}, "tracker": {}, "server": {}, "adapter": adapter or {}}
+    source, server = nodes["source"].get("_target_", ""), dict(spec.server.node)
+    if settings.states_url is not None and source != SERVER_SOURCE:
+        nodes["source"] = {"_target_": SERVER_SOURCE}
+    if nodes["source"].get("_target_") == SERVER_SOURCE:
+        nodes["server"] = server | ({} if settings.states_url is None else {"url": settings.states_url})
     return RunSpec.from_nodes(nodes)
 
 
