@@ -4,11 +4,15 @@ The trained drafter is that of runs/engines-tiny-eagle3, or of the folder that S
 """
 
 import asyncio
+import gzip
+import json
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from importlib.resources import files
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from spectrain.config.spec import RunSpec
+from spectrain.data.chat import tokenize_prompt
+from spectrain.data.messages import Conversation
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.errors import RunError
@@ -48,8 +54,12 @@ pytestmark = pytest.mark.skipif(not TRAINED.exists(), reason=f"{TRAINED} is trai
 
 @pytest.fixture(scope="module")
 def prompts(tiny: Target) -> list[list[int]]:
-    texts = [f"Tell me about number {number}, and about {'cats ' * number}." for number in range(NUM_PROMPTS)]
-    return [tiny.tokenizer(text)["input_ids"] for text in texts]
+    """Chats that the trained drafter has seen the like of."""
+    path = files("spectrain.data") / "conversations.jsonl.gz"
+    rows = (json.loads(line) for line in gzip.decompress(path.read_bytes()).decode().splitlines() if line.strip())
+    messages = (row["messages"][0] for row in rows)
+    short = (message for message in messages if message["role"] == "user" and len(message["content"]) < 200)
+    return [tokenize_prompt(tiny.template, Conversation([message], None, None, {})) for message in islice(short, NUM_PROMPTS)]
 
 
 def write_changed(folder: Path, noise: float, head: torch.Tensor | None = None) -> Path:
@@ -90,7 +100,7 @@ def answer_all(root: str, prompts: list[list[int]]) -> list[Answer]:
                 body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "return_token_ids": True}
                 content = (await client.post("/v1/completions", json=body)).json()
                 counts = content["metrics"]["speculative_decoding"]
-                return content["choices"][0]["token_ids"], counts["per_step_accepted"]
+                return content["choices"][0]["token_ids"], counts["per_step_accepted"] or []
 
             return [*await asyncio.gather(*map(send, prompts))]
 

@@ -120,6 +120,27 @@ def test_the_build_for_cpus_gets_its_variables(tmp_path: Path, monkeypatch: pyte
     assert options_of([*commands["cpu"].arguments]).keys() - options_of([*commands["gpu"].arguments]).keys() == extra
 
 
+def test_a_server_that_takes_drafters_loads_our_module_and_opens_its_endpoints(tmp_path: Path) -> None:
+    """Only with a drafter and on request; the folder of the active drafter is what the worker answers."""
+    environment = EngineEnvironment("python", tmp_path, {"vllm": "0.32.0"})
+    server = VllmServer(VllmSettings()).allow_swaps()
+    assert server.settings.takes_drafters and not VllmSettings().takes_drafters
+    launch = replace(EAGLE, takes_drafters=True)
+    command = start_vllm(launch, server.settings, environment, tmp_path)
+    options = options_of([*command.arguments])
+    assert options["--worker-extension-cls"] == "spectrain_weights.DrafterWeights"
+    assert config_of([*command.arguments], "--weight-transfer-config") == {"backend": "spectrain"}
+    assert command.environment["VLLM_SERVER_DEV_MODE"] == "1" and str(PLUGINS) in command.environment["PYTHONPATH"]
+    for other in (EAGLE, replace(launch, drafter=None)):
+        plain = start_vllm(other, server.settings, environment, tmp_path)
+        assert "--weight-transfer-config" not in plain.arguments and "VLLM_SERVER_DEV_MODE" not in plain.environment
+    assert [address.partition("?")[0] for address, _ in server.swap_steps("A DIR")] == [
+        "/start_draft_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache",
+    ]  # fmt: skip
+    assert server.active_drafter_path({"results": [{"path": "A DIR"}]}) == "A DIR"
+    assert server.active_drafter_path({"error": {}}) is None
+
+
 def test_settings_of_the_server_win_over_the_launch(tmp_path: Path) -> None:
     settings = VllmSettings(
         python=fake_python(tmp_path), port=9, dtype="bfloat16", max_length=512, draft_tokens=5, model="mine",
@@ -138,6 +159,8 @@ def test_wrong_settings_are_refused() -> None:
     for wrong in ([], [0.5, 0.6], [1.2]):
         with pytest.raises(UserError, match=r"server.acceptance_rates=.*none above the one before it"):
             VllmSettings(acceptance_rates=wrong)
+    with pytest.raises(UserError, match="server.takes_drafters: simulated acceptance checks no drafts"):
+        VllmSettings(acceptance_rates=[0.5], takes_drafters=True)
     with pytest.raises(UserError, match="these are 2 rates for server.draft_tokens=3"):
         VllmSettings(acceptance_rates=[0.5, 0.2], draft_tokens=3)
     for key, value in (("port", 0), ("max_length", 0), ("start_seconds", 0)):

@@ -1,0 +1,153 @@
+"""Tables of the page on following traffic."""
+
+from typing import Any
+
+from scripts.results_tables import format_table
+
+RATES = {
+    "first kind, before": "first kind, before the change",
+    "second kind, before": "second kind, before the swap; without `follow` it stays there",
+    "second kind, after": "second kind, after the swap",
+    "first kind, after": "first kind, after the swap",
+}
+EVENTS = {
+    "drift": "drift is noticed",
+    "training": "training begins",
+    "trained": "the candidate is trained",
+    "promoted": "it is proven and serves",
+}
+SPEEDS = {
+    "before training": "first drafter, before the candidate trains",
+    "during training": "first drafter, while it trains",
+    "after the swap": "candidate",
+}
+
+DAY = """The servers are this project's own engine (seeds 0 to 2) and vLLM, both behind the proxy, with one request at a time. Each
+day has a column."""
+OVERHEAD = """Medians over requests, in milliseconds. A server in a process of its own streams 16 parts, one every 20 ms, or answers
+at once; requests go to it directly and through the proxy in turn."""
+
+
+def follow_tables(
+    days: dict[str, Any],
+    vllm: dict[str, Any],
+    quiet: dict[str, Any],
+    alarms: dict[str, Any],
+    faults: dict[str, Any],
+    overhead: dict[str, Any],
+) -> str:
+    """Return all parts of the page."""
+    parts = [
+        "## A day in minutes",
+        DAY,
+        day_tables([*days["days"], *vllm["days"]], [*(f"seed {day['seed']}" for day in days["days"]), "vLLM"]),
+        "![Tokens per forward over time by kind of traffic](../follow.svg)",
+        "## False alarms",
+        quiet_text(quiet),
+        alarm_table(alarms),
+        "## Overhead of the proxy",
+        OVERHEAD,
+        overhead_table(overhead),
+        "## Faults",
+        f"{sum(row['passed'] for row in faults['rows'])} of {len(faults['rows'])} passed. Every answer through the proxy is "
+        "compared with the one that the server gives without it.",
+        fault_table(faults),
+    ]
+    return "\n\n".join(parts)
+
+
+def day_tables(days: list[dict[str, Any]], names: list[str]) -> str:
+    """Return tokens per forward, the times of the events, the proof, and the cost of training, a column for each day."""
+    titles = ["", *names]
+    rates = [[label, *(format_number(day["tokens_per_forward"][key], 2) for day in days)] for key, label in RATES.items()]
+    seconds = [[label, *(format_number(day["seconds"].get(key), 0) for day in days)] for key, label in EVENTS.items()]
+    proofs = [
+        ["gain on new traffic", *(format_gain(day, "new") for day in days)],
+        ["gain on old traffic", *(format_gain(day, "old") for day in days)],
+        ["how it was swapped", *((day["promoted"] or {}).get("way", "not") for day in days)],
+        ["repeated requests, and those with another answer", *(format_shadow(day) for day in days)],
+    ]
+    speeds = [[label, *(format_number(day["tokens_per_second"].get(key), 0) for day in days)] for key, label in SPEEDS.items()]
+    return "\n\n".join(
+        [
+            format_table(["tokens per forward", *names], rates),
+            format_table(["seconds after the change", *names], seconds),
+            format_table(titles, proofs),
+            "What training costs on the same machine, in tokens per second of a request; the training has niceness 10.",
+            format_table(["tokens per second", *names], speeds),
+        ]
+    )
+
+
+def format_number(value: float | None, digits: int) -> str:
+    """Return a number, or a dash where there is none."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def format_gain(day: dict[str, Any], kind: str) -> str:
+    """Return the gain of a day's proof with its interval, in percent."""
+    if day["promoted"] is None:
+        return "-"
+    gain = day["promoted"][kind]
+    low, high = gain["interval"]
+    return f"{100 * gain['gain']:+.0f} % [{100 * low:+.0f}, {100 * high:+.0f}], {gain['num_prompts']} prompts"
+
+
+def format_shadow(day: dict[str, Any]) -> str:
+    """Return how many requests were repeated around the swap, and how many answers changed."""
+    shadow = (day["promoted"] or {}).get("shadow")
+    return "-" if shadow is None else f"{shadow['sent']}, {shadow['changed']}"
+
+
+def quiet_text(quiet: dict[str, Any]) -> str:
+    """Return what happened without a change of traffic."""
+    horizon, rate = quiet["setting"]["options"]["follow.horizon"], 0.05
+    sentences = []
+    for day in quiet["days"]:
+        drifts, swaps = day["events"].count("drift"), day["events"].count("promoted")
+        sentences.append(
+            f"Live, {day['requests']} requests of the first kind alone, {day['distinct']} of them different, raised {drifts} "
+            f"alarms and led to {swaps} swaps; that is {day['requests'] // horizon} times the {horizon} requests within which "
+            f"the stated probability of a false alarm is {100 * rate:.0f} %."
+        )
+    return " ".join(sentences)
+
+
+def alarm_table(alarms: dict[str, Any]) -> str:
+    """Return the false alarms and delays on simulated streams."""
+    setting = alarms["setting"]
+    first = (
+        f"Simulated: the stated rate is {100 * setting['rate']:.0f} % within {setting['horizon']} requests, with a reference "
+        f"of {setting['reference']}; the fall is of {setting['fall']} standard deviations of a request."
+    )
+    rows = [
+        [row["distribution"], f"{row['false_alarms']} of {row['streams']} ({100 * row['false_alarms'] / row['streams']:.1f} %)",
+         f"{row['median_delay']:.0f}", str(row["unnoticed"])]
+        for row in alarms["rows"]
+    ]  # fmt: skip
+    titles = ["distribution", "streams with a false alarm", "requests until a fall is noticed, median", "falls not noticed"]
+    return f"{first}\n\n{format_table(titles, rows)}"
+
+
+def overhead_table(overhead: dict[str, Any]) -> str:
+    """Return the milliseconds to the first part and to the whole answer, directly and through the proxy."""
+    grouped: dict[tuple[int, bool], dict[str, dict[str, Any]]] = {}
+    for row in overhead["rows"]:
+        grouped.setdefault((row["streams"], row["streamed"]), {})[row["way"]] = row
+    rows = []
+    for (streams, streamed), ways in grouped.items():
+        direct = ways["direct"]
+        added = [f"{row['first_ms'] - direct['first_ms']:+.2f}, {row['whole_ms'] - direct['whole_ms']:+.2f}"
+                 for name, row in ways.items() if name != "direct"]  # fmt: skip
+        label = f"{streams} {'streams' if streamed else 'whole answers'}"
+        rows.append([label, f"{direct['first_ms']:.2f}, {direct['whole_ms']:.2f}", *added])
+    return format_table(["at once", "directly: first part, whole", "the proxy adds", "with recording it adds"], rows)
+
+
+def fault_table(faults: dict[str, Any]) -> str:
+    """Return how often each fault was tried and passed."""
+    counts: dict[str, list[bool]] = {}
+    for row in faults["rows"]:
+        counts.setdefault(row["fault"], []).append(row["passed"])
+    rows = [[fault, str(len(passed)), str(sum(passed))] for fault, passed in counts.items()]
+    return format_table(["fault", "times", "passed"], rows)
