@@ -22,10 +22,10 @@ SPEEDS = {
     "after the swap": "candidate",
 }
 
-DAY = """The servers are this project's own engine (seeds 0 to 2) and vLLM, both behind the proxy, with one request at a time. Each
-day has a column."""
-OVERHEAD = """Medians over requests, in milliseconds. A server in a process of its own streams 16 parts, one every 20 ms, or answers
-at once; requests go to it directly and through the proxy in turn."""
+DAY = """The servers are this project's own engine (seeds 0 to 2) and vLLM, both behind the proxy, with one request at a time.
+Each day has a column."""
+OVERHEAD = """Medians over requests, in milliseconds. A server in a process of its own streams 16 parts, one every 20 ms, or
+answers at once; requests go to it directly and through the proxy in turn."""
 
 
 def follow_tables(
