@@ -36,6 +36,7 @@ from spectrain.follow.settings import FollowSettings
 from spectrain.follow.state import hash_weights
 from spectrain.follow.swap import DrafterSwapper
 from spectrain.follow.upstream import UpstreamSwitch
+from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.runs.drafters import load_for_decoding
 from spectrain.servers.ports import find_free_port
@@ -174,7 +175,7 @@ def test_a_shared_output_layer_is_refused_and_a_second_server_serves(
 ) -> None:
     """With the target's own output layer at the start, a push would change the target. Then a second server is started, new
     requests go to it, and the first one answers its open streams before it ends."""
-    first = write_changed(tmp_path / "drafter", 0.0, tiny.head.lm_head.weight.detach().float())
+    first = write_changed(tmp_path / "drafter", 0.0, load_tiny().model.lm_head.weight.detach().float())
     swapper, digest = make_swapper(swap="auto"), hash_weights(TRAINED) or ""
     proxy = Proxy(swapper.settings, swapper.servers, Recorder(0.0))
     try:
