@@ -51,7 +51,7 @@ from .follow_traffic import (
 
 NUM_TRAINED, NUM_FIRST, NUM_AFTER = 160, 72, 40
 BATCH = 32
-START_SECONDS, LONGEST_SECONDS = 120.0, 420.0
+START_SECONDS, LONGEST_SECONDS = 600.0, 900.0
 OPTIONS = {
     "follow.reference": 32, "follow.horizon": 500, "follow.least_new": 40, "follow.held_out": 24, "follow.prove_tokens": 32,
     "follow.tolerance": 0.1, "follow.pause_seconds": 15, "follow.rollback_after": 24, "follow.start": "true",
@@ -116,7 +116,7 @@ def run_follow(run: Path, server: str, words: list[str]) -> Iterator[str]:
             yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
-            process.wait(60)
+            process.wait(120)
 
 
 def wait_for_proxy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -92,7 +92,7 @@ def count_rounds(content: dict[str, Any]) -> tuple[int, int]:
 
 def send_all(url: str, bodies: Iterable[Body], concurrency: int = 1) -> list[SentAnswer]:
     """Send requests and return their answers in order."""
-    with httpx.Client(base_url=url, timeout=120, trust_env=False) as client, ThreadPoolExecutor(concurrency) as pool:
+    with httpx.Client(base_url=url, timeout=600, trust_env=False) as client, ThreadPoolExecutor(concurrency) as pool:
         return [*pool.map(lambda body: send(client, body), bodies)]
 
 
