@@ -144,8 +144,21 @@ def simulate_day(folder: Path, seed: int, minutes: float, server: str, words: li
         second = send_until_promoted(url, questions, ledger, change)
         after_questions = send_all(url, islice(questions, NUM_AFTER))
         after_chats = send_all(url, islice(chats, NUM_AFTER))
+        roll_back(folder / "run", ledger)
+        rolled_back = send_all(url, islice(questions, NUM_AFTER))
     entries = [*read_ledger(ledger)]
-    return summarize_day(seed, change, entries, [first, second, after_questions, after_chats])
+    return summarize_day(seed, change, entries, [first, second, after_questions, after_chats, rolled_back])
+
+
+def roll_back(run: Path, ledger: Path) -> None:
+    """Bring the drafter before the active one back by the command, and wait until it serves."""
+    command = [sys.executable, "-m", "spectrain", "follow", "status", f"run={run}", "rollback=true"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if any(entry["event"] in ("rolled back", "no roll-back") for entry in read_ledger(ledger)):
+            return
+        time.sleep(0.5)
 
 
 def require_first_drafter(folder: Path, seed: int, minutes: float) -> None:
@@ -156,9 +169,9 @@ def require_first_drafter(folder: Path, seed: int, minutes: float) -> None:
 
 
 def summarize_day(seed: int, change: float, entries: list[dict[str, Any]], parts: list[list[SentAnswer]]) -> DayResult:
-    """Return what happened, from the ledger and the four parts of the traffic: the first kind, the second kind until a better
-    drafter serves, the second kind afterwards, and the first kind afterwards."""
-    first, second, after_questions, after_chats = parts
+    """Return what happened, from the ledger and the parts of the traffic: the first kind, the second kind until a better
+    drafter serves, the second and the first kind afterwards, and the second kind after a roll-back by command."""
+    first, second, after_questions, after_chats, rolled_back = parts
     moments = {}
     for event in ("drift", "training", "trained", "promoted"):
         moment = next((entry["time"] for entry in entries if entry["event"] == event and entry["time"] > change), None)
@@ -174,6 +187,7 @@ def summarize_day(seed: int, change: float, entries: list[dict[str, Any]], parts
             "second kind, before": tokens_per_forward((answer for answer in second if answer.time < swapped), "questions"),
             "second kind, after": tokens_per_forward(after_questions, "questions"),
             "first kind, after": tokens_per_forward(after_chats, "chat"),
+            "second kind, rolled back": tokens_per_forward(rolled_back, "questions"),
         },
         {event: round(moment - change, 1) for event, moment in moments.items()},
         {

@@ -9,6 +9,7 @@ RATES = {
     "second kind, before": "second kind, before the swap; without `follow` it stays there",
     "second kind, after": "second kind, after the swap",
     "first kind, after": "first kind, after the swap",
+    "second kind, rolled back": "second kind, after a roll-back by command",
 }
 EVENTS = {
     "drift": "drift is noticed",
