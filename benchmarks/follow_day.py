@@ -173,7 +173,7 @@ def summarize_day(seed: int, change: float, entries: list[dict[str, Any]], parts
     drafter serves, the second and the first kind afterwards, and the second kind after a roll-back by command."""
     first, second, after_questions, after_chats, rolled_back = parts
     moments = {}
-    for event in ("drift", "training", "trained", "promoted"):
+    for event in ("drift", "training", "trained", "promoted", "rolled back"):
         moment = next((entry["time"] for entry in entries if entry["event"] == event and entry["time"] > change), None)
         if moment is not None:
             moments[event] = moment

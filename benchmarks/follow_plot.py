@@ -7,7 +7,12 @@ from typing import Any
 
 NUM_AVERAGED = 8
 """Requests of one kind that a point of the plot averages."""
-EVENTS = {"drift": "drift noticed", "training": "training begins", "promoted": "better drafter serves"}
+EVENTS = {
+    "drift": "drift noticed",
+    "training": "training begins",
+    "promoted": "better drafter serves",
+    "rolled back": "rolled back",
+}
 KINDS = {"chat": "first kind", "questions": "second kind"}
 
 
