@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,10 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
+from spectrain.follow.http_server import MAX_HEAD_BYTES, serve_in_thread
 from spectrain.follow.proxy import Proxy, Recorder
 from spectrain.follow.requests import Refusal, parse_body
 from spectrain.follow.settings import ListenSettings
 from spectrain.follow.upstream import UpstreamSwitch
+from spectrain.servers.ports import find_free_port
 from tests.servers.stand_in import Reply, StandIn
 
 STREAM = "".join(f'data: {{"choices": [{{"index": 0, "text": "part {n} é"}}]}}\n\n' for n in range(50)) + "data: [DONE]\n\n"
@@ -149,3 +152,24 @@ def _closing(stand_in: StandIn) -> Iterator[None]:
         yield
     finally:
         stand_in.stop()
+
+
+def test_headers_without_end_close_the_connection_and_long_bodies_do_not(server: EchoServer) -> None:
+    """Whether they come at once or in many parts; the parser alone would collect them."""
+    proxy = Proxy(ListenSettings(), UpstreamSwitch(server.url), Recorder(0.0))
+    with serve_in_thread(proxy, "127.0.0.1", find_free_port(), proxy.open_connections) as thread:
+        address = ("127.0.0.1", thread.server.config.port)
+        for size in (MAX_HEAD_BYTES + 1000, 1000):
+            with socket.create_connection(address, timeout=10) as connection:
+                connection.sendall(b"GET /v1/models HTTP/1.1\r\nx-long: ")
+                try:
+                    for _ in range(0, 40 * MAX_HEAD_BYTES, size):
+                        connection.sendall(b"a" * size)
+                    answer = connection.recv(100)
+                except ConnectionError:
+                    answer = b""
+                assert not answer or answer.startswith(b"HTTP/1.1 400 ")
+        body = {"prompt": "b" * (4 * MAX_HEAD_BYTES)}
+        with httpx.Client(base_url=f"http://127.0.0.1:{address[1]}", timeout=20, trust_env=False) as client:
+            for _ in range(3):
+                assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == body["prompt"]
