@@ -30,11 +30,14 @@ from spectrain.data.messages import Conversation
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.errors import RunError
+from spectrain.follow.exchange import Exchange
 from spectrain.follow.http_server import serve_in_thread
+from spectrain.follow.kinds import KindRegistry
 from spectrain.follow.proxy import Proxy, Recorder
 from spectrain.follow.settings import FollowSettings
 from spectrain.follow.state import hash_weights
 from spectrain.follow.swap import DrafterSwapper
+from spectrain.follow.traffic import RecordedConversation, parse_exchange
 from spectrain.follow.upstream import UpstreamSwitch
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
@@ -167,6 +170,30 @@ def test_a_pushed_drafter_drafts_as_our_chain(
     with pytest.raises(RunError, match="update_weights: status 500"):
         swapper.push(second, hashes[second])
     assert answer_all(root, prompts) == after
+
+
+@pytest.mark.slow
+def test_streams_are_counted_as_whole_answers_or_not_at_all(
+    pushed: tuple[DrafterSwapper, Path], prompts: list[list[int]]
+) -> None:
+    """With usage, a stream gives the tokens and rounds of the whole answer; without it, the request is not measurable."""
+    swapper, _ = pushed
+
+    def record(**fields: Any) -> RecordedConversation:
+        body = {"prompt": prompts[0], "max_tokens": NUM_TOKENS, "temperature": 0, **fields}
+        reply = httpx.post(f"{swapper.servers.active.root}/v1/completions", json=body, timeout=120, trust_env=False)
+        exchange = Exchange("/v1/completions", json.dumps(body).encode(), reply.content)
+        recorded = parse_exchange(exchange, KindRegistry(4), swapper.server.parse_rounds)
+        assert recorded is not None
+        return recorded
+
+    whole = record()
+    with_usage = record(stream=True, stream_options={"include_usage": True})
+    without = record(stream=True)
+    with_ids = record(stream=True, return_token_ids=True)
+    assert whole.accepted and (whole.accepted, whole.num_tokens) == (with_usage.accepted, with_usage.num_tokens)
+    assert (without.mean_accepted, without.num_tokens, without.answer) == (None, None, whole.answer)
+    assert (with_ids.mean_accepted, with_ids.num_tokens) == (None, whole.num_tokens)
 
 
 @pytest.mark.slow
