@@ -1,23 +1,33 @@
 """Jacobi decoding: a round's verification is the iteration, whose fixed point is the greedy output; and CLLM's loss."""
 
-from itertools import count
+from collections import Counter, defaultdict
+from fractions import Fraction
+from itertools import count, product
 from typing import Literal
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
+from spectrain.decoding.acceptance.rejection import SpeculativeSampling
+from spectrain.decoding.acceptance.sequential import RandomSource, VerifiedTree
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.layers.losses import forward_kl
+from spectrain.errors import UserError
 from spectrain.experimental.jacobi.drafter import Jacobi
+from spectrain.experimental.jacobi.sampled_window import shift_window
 from spectrain.experimental.jacobi.trajectories import Trajectories
 from spectrain.features.batch import Batch, collate
+from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
-from spectrain.trees import Chain
+from spectrain.trees import Chain, Eagle2
 from tests.decoding.rounds import Keeping
-from tests.targets import cut_tiny
+from tests.decoding.test_lossless import Joint, Path, every, models, target_joint
+from tests.decoding.test_sampling import p_value
+from tests.targets import cut_tiny, make_random_target
 from tests.training.worker import dataset
 
 METHODS: list[Literal["jacobi", "gauss_seidel"]] = ["jacobi", "gauss_seidel"]
@@ -58,6 +68,90 @@ def test_a_round_is_an_iteration(shallow: Target, method: Literal["jacobi", "gau
             assert len(new) == (window if whole else len(answers))
             sizes.add(len(new))
     assert (len(sizes) > 1) == (method == "gauss_seidel")
+
+
+# Sampling
+
+
+@pytest.mark.parametrize("kind", ["dense", "apart"])
+def test_speculative_jacobi_has_the_target_distribution(kind: str) -> None:
+    """Every draw of the windows and every coin of three rounds and more, in fractions: the first three tokens have the target's
+    joint distribution. Windows are drawn from the target's last distributions, which the code under test shifts."""
+    length, width, vocab = 3, 2, 2
+    p, _ = models(kind, vocab, length + width)
+    initial = np.array([Fraction(1, 3), Fraction(2, 3)], dtype=object)
+
+    def play(dice: RandomSource) -> tuple[Path, int]:
+        text: Path = ()
+        last: list[object] = []
+        num_emitted = rounds = 0
+        while len(text) < length:
+            q = shift_window(last, num_emitted, width, initial)
+            guesses = [dice.draw_token(weights, 0) for weights in q]
+            prefixes = [text + tuple(guesses[:size]) for size in range(width + 1)]
+            tree = VerifiedTree([0, *guesses], [[1], [2], []], lambda node, at=prefixes: p[at[node]], lambda node, q=q: q[node])
+            path, bonus = SpeculativeSampling().select_path(tree, dice)
+            last, num_emitted, rounds = [p[prefix] for prefix in prefixes], len(path), rounds + 1
+            text = (*text, *guesses[: len(path) - 1], bonus)
+        return text[:length], rounds
+
+    joint: Joint = defaultdict(Fraction)
+    numbers = set()
+    for chance, (text, rounds) in every(play):
+        joint[text] += chance
+        numbers.add(rounds)
+    assert joint == target_joint(p, length) and numbers == {1, 2, 3}
+
+
+@pytest.fixture(scope="module")
+def random_target(tiny: Target) -> Target:
+    return make_random_target(tiny.tokenizer, vocab_size=4, sharpness=2.0)
+
+
+@torch.no_grad()
+def test_windows_are_drawn_from_the_last_distributions(random_target: Target) -> None:
+    """By forwards over all of a text: q at each position is p at that position after the last window, at the rule's
+    temperature, and the tokens of the text where no iteration has been."""
+    kept, prompts, temperature = Keeping(Chain(3, "sampled")), [[1, 2, 3, 1], [2, 2]], 0.7
+    rule = SpeculativeSampling(temperature=temperature)
+    decode(random_target, prompts, rule, 10, Jacobi(random_target, "speculative"), kept, ignore_eos=True)
+    num_reused = 0
+    for number, (texts_after, tree) in enumerate(zip(kept.texts, kept.trees)):
+        assert tree.q is not None
+        for row, text in enumerate(texts_after):
+            reused: list[Tensor] = []
+            if number:
+                before = kept.texts[number - 1][row]
+                window = kept.trees[number - 1].tokens[row, 1:].tolist()
+                p = (logits_of(random_target, before + window) / temperature).softmax(-1)[len(before) - 1 :]
+                if len(text) == len(before):  # done
+                    continue
+                reused = list(p[len(text) - len(before) :])
+            initial = torch.bincount(torch.tensor(text), minlength=4) / len(text)
+            expected = torch.stack([*reused, *[initial] * 3][:3])
+            torch.testing.assert_close(tree.q[row, :3], expected)
+            num_reused += len(reused[:3])
+    assert num_reused > 5
+
+
+def test_speculative_jacobi_samples_from_the_target(random_target: Target) -> None:
+    """Real decoding: 1,500 texts of four tokens have the target's joint distribution; drafts were accepted and rejected."""
+    prompt, length = [1, 2, 3, 1], 4
+    paths = list(product(range(4), repeat=length))
+    logits = random_target.run(torch.tensor([[*prompt, *path] for path in paths]), ForwardPlan(logits=True)).logits
+    assert logits is not None
+    log_p = logits[:, len(prompt) - 1 : -1].double().log_softmax(-1)
+    chances = log_p.gather(-1, torch.tensor(paths)[..., None]).sum((1, 2)).exp().tolist()
+    builder, drafter = Chain(2, "sampled", seed=3), Jacobi(random_target, "speculative")
+    found = decode(random_target, [prompt] * 1500, SpeculativeSampling(seed=3), length, drafter, builder, ignore_eos=True)
+    assert p_value([tuple(one.output) for one in found], dict(zip(paths, chances))) > 1e-4
+    accepted = Counter(size for one in found for size in one.round_lengths)
+    assert min(accepted[1], accepted[2]) > 200
+
+
+def test_speculative_jacobi_refuses_trees_that_branch(random_target: Target) -> None:
+    with pytest.raises(UserError, match="drafter.method=speculative: .*use tree=chain"):
+        decode(random_target, [[1, 2]], Greedy(), 4, Jacobi(random_target, "speculative"), Eagle2(2, 4, 2), ignore_eos=True)
 
 
 def texts(packed: bool = False) -> Batch:

@@ -1,7 +1,7 @@
 """Jacobi decoding (Santilli et al., 2023): the target's predictions after its guesses are its next guesses.
 
-A target may be trained for it (CLLM, Kou et al., 2024). Shapes: B batch, T tokens, K blocks of a text, n tokens of a block,
-R positions of all blocks, N nodes, D target width.
+A target may be trained for it (CLLM, Kou et al., 2024), and it may be sampled (Teng et al., 2024). Shapes: B batch, T tokens,
+K blocks of a text, n tokens of a block, R positions of all blocks, N nodes, D target width.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from spectrain.trees.base import Draft
 from spectrain.trees.token_tree import TokenTree
 from spectrain.trees.trie import Trie
 
+from .sampled_window import SampledWindow
 from .trajectories import Trajectories, TrajectoryBlocks
 
 if TYPE_CHECKING:
@@ -41,6 +42,10 @@ class Jacobi(Drafter):
     predictions after a wrong guess are the next guesses. With `method` jacobi the window moves with the text and is filled with
     tokens drawn from it. With gauss_seidel it stays until the full block is fixed, and the next block begins after it (Santilli
     et al., section 3.1; CLLM decodes like this). The greedy output is the only fixed point.
+
+    With speculative, it is speculative Jacobi decoding (Teng et al., 2024, arXiv 2410.01699, section 4): a window is drawn from
+    the target's distributions at the same positions one round ago, so that acceptance=chain with tree.children=sampled weighs
+    the target's distribution against the last one and the output has the target's distribution at any temperature.
 
     Training is CLLM's (section 3.2): after a guessed block y of a trajectory the target learns to predict what it predicts
     after the fixed point y* of that trajectory,
@@ -57,8 +62,9 @@ class Jacobi(Drafter):
     def __init__(
         self,
         target: Target,
-        # How decoding iterates: a window that moves with the text (jacobi), or block after block (gauss_seidel).
-        method: Literal["jacobi", "gauss_seidel"] = "jacobi",
+        # How decoding iterates: a window that moves with the text (jacobi), block after block (gauss_seidel), or a moving
+        # window that is drawn from the target's last distributions, for sampling (speculative).
+        method: Literal["jacobi", "gauss_seidel", "speculative"] = "jacobi",
         # Number of tokens of a trained block.
         block: Steps = 8,
         # Number of blocks per conversation that are trained.
@@ -80,10 +86,12 @@ class Jacobi(Drafter):
         self.method, self.block, self.num_blocks, self.seed = method, block, num_blocks, seed
         self.language_model_weight, self.self_distillation = language_model_weight, self_distillation
         self.target_training = TargetTraining(adapt, rank, alpha, keeps_original=True)
-        self.capabilities = replace(self.capabilities, target_training=self.target_training)
+        is_copier = method != "speculative"
+        self.capabilities = replace(self.capabilities, is_copier=is_copier, target_training=self.target_training)
         self.trajectories = Trajectories(block, num_blocks, seed)
         self.guesses: list[list[int]] = []  # the guesses of each text that were verified last
         self.answers: list[list[int]] = []  # the target's predictions after the root and after each guess
+        self.window = SampledWindow()
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """Make the target's weights trainable, or insert adapters."""
@@ -136,6 +144,8 @@ class Jacobi(Drafter):
 
     def draft(self, context: Context) -> Draft:
         """Draft the last predictions of each text, from its new root on."""
+        if self.method == "speculative":
+            return Draft(self.window.make_rollout(context))
         counts, keys = context.num_new.tolist(), context.sequence_ids.tolist()
         if context.round == 0:
             self.guesses = [[] for _ in counts]
@@ -165,5 +175,8 @@ class Jacobi(Drafter):
         """Verify as the target does, and retain its predictions, which are the next iteration."""
         features = super().verify(context, tree)
         assert features.logits is not None
-        self.answers = features.logits.argmax(-1).tolist()
+        if self.method == "speculative":
+            self.window.record_logits(features.logits, context.temperature)
+        else:
+            self.answers = features.logits.argmax(-1).tolist()
         return features
