@@ -22,7 +22,7 @@ from .command import run_benchmark
 
 SYSTEMS = Path(__file__).with_name("systems.yaml")
 SIZE = ["eval.limit=16", "eval.max_new_tokens=48", "eval.repeats=1"]
-RECORDED = ("acceptance_length", "acceptance_by_depth", "speedup", "time_share", "noise", "memory", "drift")
+RECORDED = ("acceptance_length", "acceptance_by_depth", "speedup", "time_share", "noise", "memory", "drift", "beams")
 
 
 def read_systems() -> dict[str, Any]:

@@ -82,8 +82,9 @@ def describe_row(name: str, rows: dict[str, Any], is_named: bool) -> str:
     label = f"{label if slash else name}: " if is_named else ""
     if row is None:
         return f"{label}not measured"
-    length, speed = row["acceptance_length"], row["speedup"]
-    tokens = f"{length['pooled']:.2f} {format_interval(length['ci95'])} tokens"
+    beams = row.get("beams")
+    length, speed = (beams or row)["acceptance_length"], (beams or row)["speedup"]
+    tokens = f"{length['pooled']:.2f} {format_interval(length['ci95'])} {'tokens' if beams is None else 'steps of all beams'}"
     together = " with 8 prompts at once" if "eval.batch_size=8" in row["command"] else ""
     return f"{label}{tokens}, {speed['ratio']:.2f}x {format_interval(speed['ci95'])}{together}"
 

@@ -1,7 +1,10 @@
 """Targets with few layers, for tests that ask whether two ways of computing agree: a forward's layers are most of its cost."""
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
@@ -17,10 +20,11 @@ def cut_tiny(num_layers: int) -> Target:
     return target
 
 
-def make_random_target(
-    tokenizer: PreTrainedTokenizerBase, vocab_size: int, num_layers: int = 1, seed: int = 0, sharpness: float = 1.0
-) -> Target:
-    """A random Llama of width 16 with a small vocabulary and no stop token; its logits are multiplied by `sharpness`."""
+def make_random_target(vocab_size: int, num_layers: int = 1, seed: int = 0, sharpness: float = 1.0) -> Target:
+    """A random Llama of width 16 whose tokens are numbers, without a stop token; its logits are multiplied by `sharpness`."""
+    words = Tokenizer(WordLevel({str(number): number for number in range(vocab_size)}))
+    words.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab_size, hidden_size=16, intermediate_size=24, num_hidden_layers=num_layers, num_attention_heads=2,

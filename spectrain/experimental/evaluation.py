@@ -17,6 +17,8 @@ from spectrain.eval.settings import refuse_below, refuse_unknown
 from spectrain.models.target import Target
 
 from .adversary.evaluation import Adversary, Search
+from .beams.evaluation import Beams, BeamSettings
+from .beams.session import Method
 from .less_cache.evaluation import Traffic
 from .online.evaluation import LearnFrom, Online
 from .overlap.evaluation import Overlapping
@@ -67,6 +69,19 @@ class ExperimentalEvaluation(Evaluation):
     adversary_seed: Seed = 0
     # Measure by depth the upper bound on acceptance of any lossless rule, and the acceptance of each rule.
     optimum: bool = False
+    # Number of beams with which the prompts are decoded as well, without a drafter and with it; null decodes without beams.
+    beams: Count | None = None
+    # Which continuations of the beams go on: the most likely ones (strict), ones drawn without replacement (relaxed), the most
+    # likely of more that are drawn, as beam sampling of transformers does (sample), or a changing number of drawn ones
+    # (dynamic).
+    beam_method: Method = "strict"
+    # Number of drafts of each depth over all beams; null takes twice as many as beams.
+    beam_drafts: Count | None = None
+    # Chance with which as many drafts have to be accepted as beams go on, used with eval.beam_method=dynamic.
+    beam_threshold: Share = 0.7
+    # File of the codes of valid items, one JSON list of token ids per line, to which beams are restricted; null restricts
+    # nothing.
+    items: str | None = None
     # Draft in a second process while the target verifies. With post, it drafts as if all drafts will be accepted. With pearl,
     # the target also decodes autoregressively while a rejected draft is replaced. With outcomes, it drafts for several likely
     # results of the verification. Null drafts and verifies in turn.
@@ -159,6 +174,9 @@ class ExperimentalEvaluation(Evaluation):
             extensions.append(Overlapping(self.overlap == "pearl", self.outcomes if self.overlap == "outcomes" else 0))
         if self.online:
             extensions.append(self.learning)
+        if self.beams is not None:
+            settings = BeamSettings(self.beams, self.beam_method, self.beam_drafts, self.beam_threshold, self.items)
+            extensions.append(Beams(settings, self.max_new_tokens, self.check))
         if self.report:
             extensions.append(Traffic())
         return extensions

@@ -88,10 +88,11 @@ def test_speculative_jacobi_has_the_target_distribution(kind: str) -> None:
         while len(text) < length:
             q = shift_window(last, num_emitted, width, initial)
             guesses = [dice.draw_token(weights, 0) for weights in q]
-            prefixes = [text + tuple(guesses[:size]) for size in range(width + 1)]
-            tree = VerifiedTree([0, *guesses], [[1], [2], []], lambda node, at=prefixes: p[at[node]], lambda node, q=q: q[node])
+            prefixes = [(*text, *guesses[:size]) for size in range(width + 1)]
+            after = [p[prefix] for prefix in prefixes]
+            tree = VerifiedTree([0, *guesses], [[1], [2], []], after.__getitem__, q.__getitem__)
             path, bonus = SpeculativeSampling().select_path(tree, dice)
-            last, num_emitted, rounds = [p[prefix] for prefix in prefixes], len(path), rounds + 1
+            last, num_emitted, rounds = after, len(path), rounds + 1
             text = (*text, *guesses[: len(path) - 1], bonus)
         return text[:length], rounds
 
@@ -104,8 +105,8 @@ def test_speculative_jacobi_has_the_target_distribution(kind: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def random_target(tiny: Target) -> Target:
-    return make_random_target(tiny.tokenizer, vocab_size=4, sharpness=2.0)
+def random_target() -> Target:
+    return make_random_target(vocab_size=4, sharpness=2.0)
 
 
 @torch.no_grad()
