@@ -85,7 +85,9 @@ class SystemsBench:
             if f"drafter.init=WORK/{other}" in words:
                 self.train(other)
         if not (self.folder / run / "drafter").exists():
-            dispatch_command(["train", *self.fill_folder(words), *TRAINING, f"run={self.folder / run}"])
+            given = {word.split("=")[0] for word in words}
+            defaults = [word for word in TRAINING if word.split("=")[0] not in given]
+            dispatch_command(["train", *self.fill_folder(words), *defaults, f"run={self.folder / run}"])
 
     def fill_folder(self, words: list[str]) -> list[str]:
         """Return arguments in which WORK is the folder of the trained drafters."""

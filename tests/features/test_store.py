@@ -397,6 +397,7 @@ FAMILIES: list[dict[str, Any]] = [
     {"_target_": "spectrain.experimental.redrafter.drafter.Redrafter", "num_steps": 3},
     {"_target_": "spectrain.experimental.kangaroo.drafter.Kangaroo"},
     {"_target_": "spectrain.drafters.causal.Causal", "num_layers": 2},
+    {"_target_": "spectrain.experimental.atspeed.drafter.AtSpeed", "num_layers": 2},
     {"_target_": "spectrain.drafters.pard.Pard", "num_layers": 2, "num_drafts": 3},
     {"_target_": "spectrain.drafters.peagle.PEagle", "num_layers": 2, "num_drafts": 3},
     {"_target_": "spectrain.drafters.mtp.Mtp", "num_steps": 2},

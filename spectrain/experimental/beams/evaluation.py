@@ -48,7 +48,8 @@ class Beams(EvalExtension):
         """Make the session of the drafter."""
         settings, target = self.settings, candidate.target
         trie = None if settings.items is None else read_items(settings.items, target.stop_ids)
-        limit = self.max_new_tokens if trie is None or target.stop_ids else min(trie.longest, self.max_new_tokens)
+        # An answer is one item.
+        limit = self.max_new_tokens if trie is None else min(trie.longest, self.max_new_tokens)
         search = SearchSettings(settings.num_beams, limit, target.stop_ids, constraint=trie)
         width = 2 * settings.num_beams if settings.num_drafts is None else settings.num_drafts
         sampling = candidate.rule.sampling_settings
