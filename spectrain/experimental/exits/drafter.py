@@ -1,0 +1,136 @@
+"""Tokens of early exits (FREE, Bae et al., 2023; BranchyNet, Teerapittayanon et al., 2016; CALM, Schuster et al., 2022).
+
+Shapes: B batch, N nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from spectrain.config.values import Share
+from spectrain.drafters.base import Drafter
+from spectrain.drafters.capabilities import Capabilities
+from spectrain.drafters.context import Context
+from spectrain.errors import UserError
+from spectrain.models.features import Features
+from spectrain.trees.base import Draft, Rollout
+from spectrain.trees.token_tree import TokenTree
+
+from .ladder import ExitLadder
+from .threshold import estimate_threshold
+
+if TYPE_CHECKING:
+    from spectrain.models.target import Target
+
+
+class Exits(Drafter):
+    """A token leaves the target at the first exit that is sure of it.
+
+    At every exit the target's norm and head give a distribution. With measure=probability an exit is sure where its largest
+    probability is at least `threshold` (FREE), with measure=entropy where its entropy is at most `threshold` nats (BranchyNet).
+    The token goes on as the exit says, and the layers above wait. Where no exit is sure, all waiting nodes run through the
+    other layers in one forward, and the target chooses the next token. With acceptance=unverified the exits' tokens stay, so
+    that the output changes (LOSSY). With acceptance=greedy the same forward verifies them and the output is the greedy one.
+
+    With `estimate`, the threshold follows what the target said about earlier tokens of exits: the smallest confidence from
+    which on they agree with the probability `level` (FREE's Beta mixture). It needs measure=probability.
+    """
+
+    capabilities = Capabilities(nestable=False)
+
+    def __init__(
+        self,
+        target: Target,
+        # Numbers of layers before each exit, ascending; null takes one exit after half of the layers.
+        exits: tuple[int, ...] | None = None,
+        # What an exit's confidence is: its largest probability, or its entropy in nats.
+        measure: Literal["probability", "entropy"] = "probability",
+        # Confidence from which on an exit's token is taken: the least probability, or the largest entropy.
+        threshold: float = 0.9,
+        # Whether the threshold follows the agreement of earlier exits with the target.
+        estimate: bool = False,
+        # Probability with which exits have to agree with the target, used with estimate.
+        level: Share = 0.9,
+    ) -> None:
+        super().__init__()
+        self.exits = (max(1, target.num_layers // 2),) if exits is None else tuple(exits)
+        if (
+            list(self.exits) != sorted({*self.exits})
+            or not self.exits
+            or not 1 <= self.exits[0] <= self.exits[-1] < target.num_layers
+        ):
+            raise UserError(
+                f"drafter.exits={list(self.exits)}: {target.name} has {target.num_layers} layers; use ascending numbers from 1 to "
+                f"{target.num_layers - 1}"
+            )
+        if estimate and measure == "entropy":
+            raise UserError("drafter.estimate=true: a Beta distribution is of probabilities; use drafter.measure=probability")
+        self.measure, self.threshold, self.estimate, self.level = measure, threshold, estimate, level
+        self.head = target.head
+        self.ladder: ExitLadder | None = None
+        self.confidences: list[float] = []  # of tokens that exits gave
+        self.agreed: list[bool] = []  # whether the target agreed
+
+    def draft(self, context: Context) -> Draft:
+        if not context.builder.is_chain or context.builder.children != "deterministic":
+            raise UserError("drafter=exits: an exit gives one token; use tree=chain")
+        if context.round == 0:
+            self.confidences, self.agreed = [], []
+        self.ladder = ExitLadder(context.target, context.cache, self.exits)
+        return Draft(ExitRollout(self, self.ladder, context.root))
+
+    def is_sure(self, log_q: Tensor) -> Tensor:
+        """Mark the rows [B] whose distribution log q [B, V] is sure enough to leave."""
+        if self.measure == "entropy":
+            return torch.special.entr(log_q.exp()).sum(-1) <= self.threshold
+        return log_q.amax(-1).exp() >= self.threshold
+
+    def verify(self, context: Context, tree: TokenTree) -> Features:
+        assert self.ladder is not None
+        if self.ladder.num_nodes < tree.tokens.shape[1]:
+            # The last token of a chain has not been run.
+            self.ladder.add_node(tree.tokens[:, -1:])
+        final = self.ladder.finish_chain()
+        logits = self.head.logits(final)
+        if self.estimate:
+            self._learn_threshold(tree, logits)
+        return Features(tree.tokens, (), final[:, :, None, :][:, :, :0], logits)
+
+    def _learn_threshold(self, tree: TokenTree, logits: Tensor) -> None:
+        """Compare the tokens of exits with the target's, and estimate the threshold anew."""
+        assert tree.scores is not None
+        labels, confidence = logits[:, :-1].argmax(-1), (tree.scores[:, 1:] - tree.scores[:, :-1]).exp()
+        real = tree.valid[:, 1:]
+        self.confidences += confidence[real].tolist()
+        self.agreed += (labels == tree.tokens[:, 1:])[real].tolist()
+        self.threshold = estimate_threshold(self.confidences, self.agreed, self.level, self.threshold)
+
+
+class ExitRollout(Rollout):
+    """A rollout whose distribution after a node is that of the first exit that is sure; elsewhere it stops."""
+
+    def __init__(self, drafter: Exits, ladder: ExitLadder, root: Tensor) -> None:
+        self.drafter, self.ladder, self.root = drafter, ladder, root
+
+    def start(self) -> Tensor:
+        return self._run_node(self.root[:, None])
+
+    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        return self._run_node(tokens)
+
+    def _run_node(self, tokens: Tensor) -> Tensor:
+        self.ladder.add_node(tokens)
+        log_q, is_sure = None, torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+        for part in range(len(self.drafter.exits)):
+            state = self.ladder.run_part(part).at_layer("final")[:, -1]
+            at_exit = self.drafter.head.logits(state[:, None])[:, 0].float().log_softmax(-1)
+            log_q = at_exit if log_q is None else torch.where(is_sure[:, None], log_q, at_exit)
+            is_sure = is_sure | self.drafter.is_sure(at_exit)
+            if is_sure.all():
+                break
+        assert log_q is not None
+        self.stop_mask = ~is_sure[:, None]
+        return log_q[:, None]
