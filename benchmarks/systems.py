@@ -96,7 +96,7 @@ class SystemsBench:
 
 def names_run(word: str, run: str) -> bool:
     """Tell whether an argument names the folder of a training."""
-    return any(part == f"WORK/{run}" for part in word.partition("=")[2].strip("[]").split(","))
+    return any(part in (f"WORK/{run}", f"WORK/{run}/target") for part in word.partition("=")[2].strip("[]").split(","))
 
 
 if __name__ == "__main__":

@@ -57,14 +57,11 @@ class Exits(Drafter):
     ) -> None:
         super().__init__()
         self.exits = (max(1, target.num_layers // 2),) if exits is None else tuple(exits)
-        if (
-            list(self.exits) != sorted({*self.exits})
-            or not self.exits
-            or not 1 <= self.exits[0] <= self.exits[-1] < target.num_layers
-        ):
+        bounds = [0, *self.exits, target.num_layers]
+        if not self.exits or bounds != sorted({*bounds}):
             raise UserError(
-                f"drafter.exits={list(self.exits)}: {target.name} has {target.num_layers} layers; use ascending numbers from 1 to "
-                f"{target.num_layers - 1}"
+                f"drafter.exits={list(self.exits)}: {target.name} has {target.num_layers} layers; use ascending numbers from 1 "
+                f"to {target.num_layers - 1}"
             )
         if estimate and measure == "entropy":
             raise UserError("drafter.estimate=true: a Beta distribution is of probabilities; use drafter.measure=probability")
