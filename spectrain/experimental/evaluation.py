@@ -19,6 +19,7 @@ from spectrain.models.target import Target
 from .adversary.evaluation import Adversary, Search
 from .beams.evaluation import Beams, BeamSettings
 from .beams.session import Method
+from .grafting.evaluation import GraftedTrees
 from .less_cache.evaluation import Traffic
 from .online.evaluation import LearnFrom, Online
 from .overlap.evaluation import Overlapping
@@ -57,6 +58,12 @@ class ExperimentalEvaluation(Evaluation):
     # Rank of the early head that names these tokens, fitted beforehand and used if it ranks drafts as well as the
     # target's head; 0 uses the target's head.
     prune_rank: Number = 64
+    # Number of target layers after which likely nodes that the drafter's trees lack join them; null grafts nothing.
+    graft_layer: int | None = None
+    # Number of nodes that join a tree, in place of as many of its least likely leaves.
+    graft_nodes: int = 2
+    # Rank of the early head that names them, fitted beforehand as for eval.prune_rank; 0 uses the target's head.
+    graft_rank: Number = 64
     # Numbers of most likely tokens that eval.sweep=prune tries.
     tops: tuple[int, ...] = (1, 2, 4, 8, 16)
     # Number of edits of every prompt to try, in search of one that slows the drafter down; null tries none.
@@ -117,6 +124,10 @@ class ExperimentalEvaluation(Evaluation):
         refuse_unknown("trees", self.trees or (), tuple(SWEPT))
         if self.prune_layer is not None and self.sweep is not None:
             raise UserError(f"eval.sweep={self.sweep}: it needs no eval.prune_layer; use eval.sweep=prune with eval.exits")
+        if self.graft_layer is not None and (self.prune_layer is not None or self.sweep is not None):
+            raise UserError(
+                "eval.graft_layer: grafted trees are not pruned or swept; leave out eval.prune_layer and eval.sweep"
+            )
         self.learning = Online(self.online_lr, self.online_every, self.online_learn)
         if self.online and self.sweep is not None:
             raise UserError(
@@ -161,7 +172,8 @@ class ExperimentalEvaluation(Evaluation):
 
     @property
     def varies_trees(self) -> bool:
-        return self.sweep not in (None, *AXIS_LABELS) or self.prune_layer is not None
+        is_shaped = self.prune_layer is not None or self.graft_layer is not None
+        return self.sweep not in (None, *AXIS_LABELS) or is_shaped
 
     def extra_extensions(self) -> list[EvalExtension]:
         extensions: list[EvalExtension] = [GuardedSystem()] if self.guard else []
@@ -174,6 +186,8 @@ class ExperimentalEvaluation(Evaluation):
             extensions.append(Overlapping(self.overlap == "pearl", self.outcomes if self.overlap == "outcomes" else 0))
         if self.online:
             extensions.append(self.learning)
+        if self.graft_layer is not None:
+            extensions.append(GraftedTrees(self.graft_layer, self.graft_nodes, self.graft_rank))
         if self.beams is not None:
             settings = BeamSettings(self.beams, self.beam_method, self.beam_drafts, self.beam_threshold, self.items)
             extensions.append(Beams(settings, self.max_new_tokens, self.check))

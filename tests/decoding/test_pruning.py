@@ -22,7 +22,8 @@ from spectrain.experimental.kangaroo.drafter import Kangaroo
 from spectrain.experimental.layer_skip.drafter import LayerSkipping
 from spectrain.experimental.lookahead.drafter import Lookahead
 from spectrain.experimental.on_policy.interleaved import InterleavedSampling
-from spectrain.experimental.pruning.pruning import EarlyHead, Pruning, fit_early_heads
+from spectrain.experimental.pruning.pruning import Pruning
+from spectrain.experimental.shared.early_head import EarlyHead, fit_early_heads
 from spectrain.experimental.traversal.rule import Traversal
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.target import Target

@@ -52,6 +52,8 @@ class ExitLadder:
         mask = torch.arange(self.num_nodes, device=device) <= steps[:, None]
         # Layers of this part have appended fewer nodes than earlier ones.
         self.cache.uncommitted = start
+        before = torch.arange(start, device=device)
+        self.cache.positions = self.cache.lengths[:, None] + before if start else None
         features = self.target.run(
             self.tokens[:, start:],
             ForwardPlan(

@@ -9,12 +9,13 @@ from spectrain.decoding.session import PromptLoader
 from spectrain.errors import UserError
 from spectrain.eval.extensions import EvalExtension
 from spectrain.eval.systems import System
+from spectrain.experimental.shared.early_head import fit_early_heads
 from spectrain.experimental.shared.grid import Grid, GridSweep, exits_of
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.trees.base import TreeBuilder
 
-from .pruning import Pruning, fit_early_heads
+from .pruning import Pruning
 
 
 class PruningExtension(EvalExtension):

@@ -1,93 +1,28 @@
 """Early pruning (ProPD, Zhong et al., 2024): unlikely branches are dropped from a tree during verification.
 
-Shapes: B batch, N nodes, V vocabulary, D target width, T tokens, r rank.
+Shapes: B batch, N nodes, V vocabulary, D target width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from spectrain.decoding.acceptance import AcceptanceRule, Greedy
+from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.decoding.generation import Generation
-from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafts
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
+from spectrain.experimental.shared.early_head import EarlyHead
 from spectrain.models.features import Features
 from spectrain.models.partial_forward import PartialForward
 from spectrain.models.target import Target
 from spectrain.trees.base import Draft
 from spectrain.trees.token_tree import AcceptedPath, PruningStats, TokenTree
-
-ANSWER_TOKENS = 64  # tokens of the target's own answer to each prompt that an early head is fitted on
-
-
-@dataclass(frozen=True)
-class EarlyHead:
-    """Predicts the target's logits from a layer's states through rank r: r (D + V) multiply-adds per node instead of D V."""
-
-    down: Tensor  # [D, r]
-    up: Tensor  # [V, r]
-    bias: Tensor | None  # [V]
-
-    def __call__(self, normed: Tensor) -> Tensor:
-        """Return logits [.., V] of normed states [.., D], without the head's scale and cap: only their order is used."""
-        logits = normed @ self.down @ self.up.T
-        return logits if self.bias is None else logits + self.bias
-
-    @classmethod
-    def from_states(cls, normed: Tensor, final: Tensor, head: Tensor, bias: Tensor | None, rank: int) -> EarlyHead:
-        """Fit a head by reduced-rank regression from normed states [T, D] to the states [T, D] that the head [V, D] reads.
-
-        The least-squares map is reduced to the `rank` directions that move the logits most. The ridge is the states' mean
-        square; it pulls the map to the identity, which is the early exit without a fit, where data are few.
-        """
-        x, y, width = normed.double(), final.double(), normed.shape[-1]
-        identity = torch.eye(width, dtype=x.dtype, device=x.device)
-        mapping = identity + torch.linalg.solve(x.T @ x + x.pow(2).mean() * len(x) * identity, x.T @ (y - x))
-        gram = (head.float().T @ head.float()).double()
-        factor = torch.linalg.cholesky(gram + 1e-6 * gram.diagonal().mean() * identity)
-        directions = torch.linalg.svd(x @ mapping @ factor, full_matrices=False).Vh[:rank].T
-        inverse = torch.linalg.solve(factor.T, directions)  # undoes the root
-        return cls((mapping @ factor @ directions).to(head.dtype), head @ inverse.to(head.dtype), bias)
-
-
-def fit_early_heads(target: Target, prunings: Sequence[Pruning], prompts: list[list[int]], rank: int) -> None:
-    """Fit a head of this rank for each pruning on the target's answers to prompts.
-
-    The target's head stays in use where it predicts the target's token more often on every fourth answer, which is not fitted.
-    """
-    answers = decode(target, prompts, Greedy(), ANSWER_TOKENS)
-    layers = tuple({pruning.layer for pruning in prunings})
-    states_by_answer: list[tuple[dict[int, Tensor], Tensor]] = []
-    for answer in answers:
-        features = target.features(torch.tensor([answer.prompt + answer.output], device=target.device), (*layers, "final"))
-        states_by_answer.append(
-            ({layer: target.apply_final_norm(features.at_layer(layer))[0] for layer in layers}, features.at_layer("final")[0])
-        )
-    training = [pair for number, pair in enumerate(states_by_answer) if number % 4 or len(states_by_answer) == 1]
-    final, projection = torch.cat([final for _, final in training]), target.head.projection
-    heads = {
-        layer: EarlyHead.from_states(
-            torch.cat([states[layer] for states, _ in training]), final, projection.weight, projection.bias, rank
-        )
-        for layer in layers
-    }
-    validation = states_by_answer[::4]
-    labels = target.head.logits(torch.cat([final for _, final in validation])).argmax(-1, keepdim=True)
-    for pruning in prunings:
-        states = torch.cat([states[pruning.layer] for states, _ in validation])
-
-        def count_hits(logits_of: Callable[[Tensor], Tensor], pruning: Pruning = pruning, states: Tensor = states) -> int:
-            return int((pruning.select_top(logits_of(states)) == labels).any(-1).sum())
-
-        head = heads[pruning.layer]
-        pruning.head = head if count_hits(head) >= count_hits(target.head.logits) else None
 
 
 class Pruning:
