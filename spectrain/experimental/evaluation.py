@@ -126,7 +126,7 @@ class ExperimentalEvaluation(Evaluation):
             raise UserError(f"eval.sweep={self.sweep}: it needs no eval.prune_layer; use eval.sweep=prune with eval.exits")
         if self.graft_layer is not None and (self.prune_layer is not None or self.sweep is not None):
             raise UserError(
-                "eval.graft_layer: grafted trees are not pruned or swept; leave out eval.prune_layer and eval.sweep"
+                "eval.graft_layer: grafted trees are neither pruned nor swept; leave out eval.prune_layer, eval.sweep"
             )
         self.learning = Online(self.online_lr, self.online_every, self.online_learn)
         if self.online and self.sweep is not None:
