@@ -114,21 +114,22 @@ class ForestBuilder(TreeBuilder):
     ) -> tuple[Tensor, list[list[list[int]]]]:
         """Append a level; return its nodes [K, F], padded to the longest row, and the answers that end in them."""
         batch, start = forest.tokens.shape
-        rows: list[list[tuple[int, int, int, float]]] = [[node for node in nodes if node[0] == row] for row in range(batch)]
+        device, above = forest.tokens.device, frontier.tolist()
+        ids = rollout.to_target_ids(torch.tensor([draft_id for _, _, draft_id, _ in nodes], device=device)).tolist()
+        rows: list[list[tuple[int, int, float]]] = [[] for _ in range(batch)]  # token, parent and score of every node
+        later: list[list[list[int]]] = [[] for _ in range(batch)]
+        for rank, (token, (row, parent, _, score)) in enumerate(zip(ids, nodes)):
+            forest.ranks[row, start + len(rows[row])] = rank
+            rows[row].append((token, above[row][parent], score))
+            later[row].append([*answers[row][parent], token])
         width = max(map(len, rows))
-        above, device = frontier.tolist(), forest.tokens.device
-        tokens, parents = forest.tokens.new_zeros(batch, width), forest.tokens.new_zeros(batch, width)
-        scores = forest.scores.new_full((batch, width), NEG_INF)
-        later: list[list[list[int]]] = [[[] for _ in range(width)] for _ in range(batch)]
-        rank = {(row, parent, token): number for number, (row, parent, token, _) in enumerate(nodes)}
-        for row, entries in enumerate(rows):
-            for column, (_, parent, draft_id, score) in enumerate(entries):
-                token = int(rollout.to_target_ids(torch.tensor(draft_id, device=device)))
-                tokens[row, column], parents[row, column], scores[row, column] = token, above[row][parent], score
-                later[row][column] = [*answers[row][parent], token]
-                forest.ranks[row, start + column] = rank[row, parent, draft_id]
+        padded = [[*row, *[(0, 0, NEG_INF)] * (width - len(row))] for row in rows]
+        answers_of_rows = [[*row, *[[] for _ in range(width - len(row))]] for row in later]
+        tokens, parents, scores = (
+            torch.tensor([[node[part] for node in row] for row in padded], device=device) for part in range(3)
+        )
         forest.tokens, forest.parents = torch.cat([forest.tokens, tokens], 1), torch.cat([forest.parents, parents], 1)
-        forest.scores = torch.cat([forest.scores, scores], 1)
+        forest.scores = torch.cat([forest.scores, scores.to(forest.scores.dtype)], 1)
         forest.valid = torch.cat([forest.valid, scores > NEG_INF], 1)
         forest.depths += [forest.depths[-1] + 1] * width
-        return torch.arange(start, start + width, device=device).expand(batch, -1), later
+        return torch.arange(start, start + width, device=device).expand(batch, -1), answers_of_rows
