@@ -18,19 +18,12 @@ import numpy as np
 from numba import carray
 
 from .cpu_attention_heads import attend_head
-from .cpu_team import (
-    ATTEND_FLOAT,
-    ATTEND_HALF,
-    job_floats,
-    job_numbers,
-    open_job,
-    take_part,
-    wait_for_helpers,
-)
+from .cpu_team import job_floats, job_numbers, run_job
 from .cpu_vectors import (
     advance,
     compile_cached,
     compile_inline,
+    compile_part,
     narrow,
     to_bytes,
     to_floats,
@@ -103,23 +96,6 @@ def _append_texts(
 
 
 @compile_inline
-def _open_attention(
-    kind: int, queries: int, node_stride: int, head_stride: int, keys: int, values: int, slot_stride: int, starts: int,
-    lengths: int, num_texts: int, num_appended: int, masks: int, num_nodes: int, num_heads: int, num_key_heads: int,
-    head_size: int, out: int, scale: float, scratch: int, scratch_bytes: int, hidden: int, team: int, members: int,
-) -> int:  # fmt: skip
-    """Open the job of attention; its parts are the key-value heads of the texts. Return their number."""
-    job, parts = job_numbers(team), num_texts * num_key_heads
-    job[0], job[1], job[2], job[3], job[4], job[5] = kind, queries, node_stride, head_stride, keys, values
-    job[6], job[7], job[8], job[9], job[10], job[11] = slot_stride, starts, lengths, num_appended, masks, num_nodes
-    job[12], job[13], job[14], job[15], job[16] = num_heads, num_key_heads, head_size, out, scratch
-    job[17], job[18] = scratch_bytes, hidden
-    job_floats(team)[2 * SCALE_PLACE] = scale
-    open_job(team, min(members, parts), parts)
-    return parts
-
-
-@compile_inline
 def _attend_part(team: int, queries: Any, keys: Any, values: Any, out: Any, part: int, member: int) -> None:
     job, scale = job_numbers(team), job_floats(team)[2 * SCALE_PLACE]
     node_stride, head_stride, slot_stride, starts, lengths = job[2], job[3], job[6], job[7], job[8]
@@ -134,28 +110,45 @@ def _attend_part(team: int, queries: Any, keys: Any, values: Any, out: Any, part
     )  # fmt: skip
 
 
-@compile_inline
+@compile_part
 def attend_part_half(team: int, part: int, member: int) -> None:
     """Attend by one key-value head of a text of the job in bfloat16, as so many-th thread of the team."""
     job = job_numbers(team)
     _attend_part(team, to_halves(job[1]), to_halves(job[4]), to_halves(job[5]), to_halves(job[15]), part, member)
 
 
-@compile_inline
+@compile_part
 def attend_part_float(team: int, part: int, member: int) -> None:
     """Attend by one key-value head of a text of the job in float32."""
     job = job_numbers(team)
     _attend_part(team, to_floats(job[1]), to_floats(job[4]), to_floats(job[5]), to_floats(job[15]), part, member)
 
 
-@compile_cached
-def attend_texts_half(
-    queries: int, node_stride: int, head_stride: int, cos: int, sin: int, keys: int, values: int, slot_stride: int, starts: int,
+@compile_inline
+def _run_attention(
+    function: int, queries: int, node_stride: int, head_stride: int, keys: int, values: int, slot_stride: int, starts: int,
     lengths: int, num_texts: int, num_appended: int, masks: int, num_nodes: int, num_heads: int, num_key_heads: int,
     head_size: int, out: int, scale: float, scratch: int, scratch_bytes: int, hidden: int, team: int, members: int,
 ) -> None:  # fmt: skip
+    """Run the job of attention, whose parts are the key-value heads of the texts."""
+    job, parts = job_numbers(team), num_texts * num_key_heads
+    job[0], job[1], job[2], job[3], job[4], job[5] = function, queries, node_stride, head_stride, keys, values
+    job[6], job[7], job[8], job[9], job[10], job[11] = slot_stride, starts, lengths, num_appended, masks, num_nodes
+    job[12], job[13], job[14], job[15], job[16] = num_heads, num_key_heads, head_size, out, scratch
+    job[17], job[18] = scratch_bytes, hidden
+    job_floats(team)[2 * SCALE_PLACE] = scale
+    run_job(team, min(members, parts), parts)
+
+
+@compile_cached
+def attend_texts_half(
+    function: int, queries: int, node_stride: int, head_stride: int, cos: int, sin: int, keys: int, values: int,
+    slot_stride: int, starts: int, lengths: int, num_texts: int, num_appended: int, masks: int, num_nodes: int, num_heads: int,
+    num_key_heads: int, head_size: int, out: int, scale: float, scratch: int, scratch_bytes: int, hidden: int, team: int,
+    members: int,
+) -> None:  # fmt: skip
     """Attend in bfloat16 with queries [B, N, H, d] of these strides to the slots of each text, into [B, N, H d], by masks
-    [B, N, M].
+    [B, N, M] and the function of a part (`attend_part_half`).
 
     The slots of a text begin with number `starts` [B] of all slots [.., K d], and `lengths` [B] of them are committed. Of
     these, each node does not see the first `hidden` [B, N], unless that is 0. Unless `cos` is 0, the queries are heads
@@ -167,23 +160,18 @@ def attend_texts_half(
             to_halves(queries), node_stride, to_halves(cos), to_halves(sin), to_halves(keys), to_halves(values), slot_stride,
             starts, lengths, num_texts, num_appended, num_nodes, num_heads, num_key_heads, head_size,
         )  # fmt: skip
-    left = _open_attention(
-        ATTEND_HALF, queries, node_stride, head_stride, keys, values, slot_stride, starts, lengths, num_texts, num_appended,
+    _run_attention(
+        function, queries, node_stride, head_stride, keys, values, slot_stride, starts, lengths, num_texts, num_appended,
         masks, num_nodes, num_heads, num_key_heads, head_size, out, scale, scratch, scratch_bytes, hidden, team, members,
     )  # fmt: skip
-    part = take_part(team, 0)
-    while part >= 0:
-        attend_part_half(team, part, 0)
-        left -= 1
-        part = take_part(team, 0)
-    wait_for_helpers(team, left)
 
 
 @compile_cached
 def attend_texts_float(
-    queries: int, node_stride: int, head_stride: int, cos: int, sin: int, keys: int, values: int, slot_stride: int, starts: int,
-    lengths: int, num_texts: int, num_appended: int, masks: int, num_nodes: int, num_heads: int, num_key_heads: int,
-    head_size: int, out: int, scale: float, scratch: int, scratch_bytes: int, hidden: int, team: int, members: int,
+    function: int, queries: int, node_stride: int, head_stride: int, cos: int, sin: int, keys: int, values: int,
+    slot_stride: int, starts: int, lengths: int, num_texts: int, num_appended: int, masks: int, num_nodes: int, num_heads: int,
+    num_key_heads: int, head_size: int, out: int, scale: float, scratch: int, scratch_bytes: int, hidden: int, team: int,
+    members: int,
 ) -> None:  # fmt: skip
     """Compute the same in float32."""
     if cos != 0:
@@ -191,13 +179,7 @@ def attend_texts_float(
             to_floats(queries), node_stride, to_floats(cos), to_floats(sin), to_floats(keys), to_floats(values), slot_stride,
             starts, lengths, num_texts, num_appended, num_nodes, num_heads, num_key_heads, head_size,
         )  # fmt: skip
-    left = _open_attention(
-        ATTEND_FLOAT, queries, node_stride, head_stride, keys, values, slot_stride, starts, lengths, num_texts, num_appended,
+    _run_attention(
+        function, queries, node_stride, head_stride, keys, values, slot_stride, starts, lengths, num_texts, num_appended,
         masks, num_nodes, num_heads, num_key_heads, head_size, out, scale, scratch, scratch_bytes, hidden, team, members,
     )  # fmt: skip
-    part = take_part(team, 0)
-    while part >= 0:
-        attend_part_float(team, part, 0)
-        left -= 1
-        part = take_part(team, 0)
-    wait_for_helpers(team, left)

@@ -36,7 +36,7 @@ score_12x1, score_12x2, score_8x3 = make_score_product(12, 1), make_score_produc
 score_1x1, score_1x2, score_1x3 = make_score_product(1, 1), make_score_product(1, 2), make_score_product(1, 3)
 sum_6x4, sum_3x4, sum_1x4 = make_value_sum(6, 4), make_value_sum(3, 4), make_value_sum(1, 4)
 sum_6x1, sum_1x1 = make_value_sum(6, 1), make_value_sum(1, 1)
-score_few_6, score_few_4, score_few_3, score_few_1 = (make_transposed_product(rows) for rows in (6, 4, 3, 1))
+score_few_3, score_few_1 = make_transposed_product(3), make_transposed_product(1)
 add_weights_3, add_weights_1 = make_weight_sum(3), make_weight_sum(1)
 
 
@@ -175,8 +175,7 @@ def _score_few(
     So many numbers of each slot, of all heads, are fetched ahead."""
     row = 0
     while row < num_rows:
-        rest = num_rows - row
-        rows = 6 if rest >= 6 else 4 if rest >= 4 else 3 if rest >= 2 and num_rows >= 3 else 1
+        rows = 3 if num_rows >= 3 else 1
         first = min(row, num_rows - rows)
         for early in range(0, length, LANES):
             slot = min(early, length - LANES)
@@ -186,11 +185,7 @@ def _score_few(
                     fetch_lines(advance(values, near * slot_stride), fetched)
             tile, query = advance(keys, slot * slot_stride), queries + 4 * first * words
             place = scores + first * row_bytes + 4 * slot
-            if rows == 6:
-                score_few_6(tile, slot_stride, query, place, row_bytes, words, scale)
-            elif rows == 4:
-                score_few_4(tile, slot_stride, query, place, row_bytes, words, scale)
-            elif rows == 3:
+            if rows == 3:
                 score_few_3(tile, slot_stride, query, place, row_bytes, words, scale)
             else:
                 score_few_1(tile, slot_stride, query, place, row_bytes, words, scale)
@@ -198,59 +193,28 @@ def _score_few(
 
 
 @compile_inline
-def _attend_few(
-    keys: Any, values: Any, slot_stride: int, num_prefix: int, num_appended: int, mask: Any, num_nodes: int, group: int,
-    head_size: int, words: int, out: Any, out_start: int, out_stride: int, scale: Any, scratch: int, hidden: int, fetched: int,
-) -> None:  # fmt: skip
-    """Attend to at least 16 slots with the few queries of one key-value head, which lie first in `scratch`: [rows, words]."""
-    num_rows, length = num_nodes * group, num_prefix + num_appended
-    padded = (length + LANES - 1) // LANES * LANES
-    # 1. Scores [rows, T], up to a whole vector.
-    scores = scratch + 4 * words * num_rows
-    _score_few(keys, values, slot_stride, length, scratch, num_rows, scores, 4 * padded, words, scale, fetched)
-    all_scores = carray(to_floats(scores), (num_rows * padded,))
-    for r in range(num_rows):
-        for t in range(length, padded):
-            all_scores[r * padded + t] = HIDDEN_SCORE
-    _hide_slots(all_scores, 1, padded, mask, num_prefix, num_appended, num_nodes, group, hidden)
-    # 2. Weights, in place, and their sums [rows].
-    totals = scores + 4 * num_rows * padded
-    for r in range(num_rows):
-        exp_row(scores + 4 * r * padded, padded // LANES)
-    for row in range(0, num_rows, 3):
-        if num_rows >= 3:
-            first = min(row, num_rows - 3)
-            add_weights_3(scores + 4 * first * padded, 4 * padded, length, totals + 4 * first)
+def _sum_few(weights: int, row_bytes: int, length: int, num_rows: int, totals: int) -> None:
+    """Store the sums of a few rows of weights [rows, T]."""
+    rows = 3 if num_rows >= 3 else 1
+    for row in range(0, num_rows, rows):
+        first = min(row, num_rows - rows)
+        if rows == 3:
+            add_weights_3(weights + first * row_bytes, row_bytes, length, totals + 4 * first)
         else:
-            add_weights_1(scores, 4 * padded, length, totals)
-            add_weights_1(scores + 4 * (num_rows - 1) * padded, 4 * padded, length, totals + 4 * (num_rows - 1))
-    # 3. Weighted values [rows, d].
-    sums = totals + 4 * num_rows
-    _sum_values(values, slot_stride, length, scores, 4, 4 * padded, sums, num_rows, head_size)
-    _divide_rows(sums, totals, num_rows, group, head_size, out, out_start, out_stride)
+            add_weights_1(weights + first * row_bytes, row_bytes, length, totals + 4 * first)
 
 
 @compile_inline
-def _attend_many(
-    keys: Any, values: Any, slot_stride: int, num_prefix: int, num_appended: int, mask: Any, num_nodes: int, group: int,
-    head_size: int, words: int, out: Any, out_start: int, out_stride: int, scale: Any, scratch: int, hidden: int,
+def _store_queries(
+    queries: Any, node_stride: int, head_stride: int, head: int, group: int, num_rows: int, words: int, stored: Any,
+    row_step: int, word_step: int,
 ) -> None:  # fmt: skip
-    """Attend with the queries of one key-value head, which lie first in `scratch`: transposed, [words, P]."""
-    num_rows, length = num_nodes * group, num_prefix + num_appended
-    padded = (num_rows + LANES - 1) // LANES * LANES
-    # 1. Scores [T, P].
-    scores = scratch + 4 * words * padded
-    _score_keys(keys, slot_stride, length, scratch, padded, scores, words, scale)
-    all_scores = carray(to_floats(scores), (length * padded,))
-    _hide_slots(all_scores, padded, 1, mask, num_prefix, num_appended, num_nodes, group, hidden)
-    # 2. Weights, in place, and their sums [P].
-    all_totals = scores + 4 * length * padded
-    for j in range(padded // LANES):
-        exp_columns(scores + 4 * j * LANES, 4 * padded, length, all_totals + 4 * j * LANES)
-    # 3. Weighted values [P, d].
-    all_sums = all_totals + 4 * padded
-    _sum_values(values, slot_stride, length, scores, 4 * padded, 4, all_sums, num_rows, head_size)
-    _divide_rows(all_sums, all_totals, num_rows, group, head_size, out, out_start, out_stride)
+    """Store the queries of one key-value head, with so many words between rows and between words."""
+    for r in range(num_rows):
+        query = advance(queries, r // group * node_stride + (head * group + r % group) * head_stride)
+        q = carray(as_words(query), (words,))
+        for i in range(words):
+            stored[i * word_step + r * row_step] = q[i]
 
 
 @compile_inline
@@ -262,27 +226,38 @@ def attend_head(
     """Attend with the queries of one key-value head, of queries [N, H, d] of these strides, to the slots [T, K d] of a text,
     into [N, H d]."""
     group, words = num_heads // num_key_heads, count_words(queries, head_size)
-    num_rows = num_nodes * group
-    padded = (num_rows + LANES - 1) // LANES * LANES
-    is_few = num_rows <= FEW_ROWS and words % LANES == 0 and num_prefix + num_appended >= LANES
-    row_step, word_step = (words, 1) if is_few else (1, padded)
-    stored = carray(to_words(scratch), (words * padded,))
-    if not is_few:
-        stored[:] = 0
-    for r in range(num_rows):
-        query = advance(queries, r // group * node_stride + (head * group + r % group) * head_stride)
-        q = carray(as_words(query), (words,))
-        for i in range(words):
-            stored[i * word_step + r * row_step] = q[i]
+    num_rows, length = num_nodes * group, num_prefix + num_appended
     head_keys, head_values = advance(keys, head * head_size), advance(values, head * head_size)
-    start, stride = head * group * head_size, num_heads * head_size
+    is_few = num_rows <= FEW_ROWS and words % LANES == 0 and length >= LANES
+    # Scratch holds the queries, the scores that become weights, the sums of weights, and the sums of weighted values.
+    columns = num_rows if is_few else (num_rows + LANES - 1) // LANES * LANES
+    slots = (length + LANES - 1) // LANES * LANES if is_few else length
+    slot_step, row_step = (1, slots) if is_few else (columns, 1)
+    scores = scratch + 4 * words * columns
+    totals = scores + 4 * columns * slots
+    sums = totals + 4 * columns
+    stored, all_scores = carray(to_words(scratch), (words * columns,)), carray(to_floats(scores), (columns * slots,))
+    # 1. Scores, [P, T] of a few queries and else [T, P]. What fills the last vector is hidden, or the scores of zeros.
     if is_few:
-        _attend_few(
-            head_keys, head_values, slot_stride, num_prefix, num_appended, mask, num_nodes, group, head_size, words, out,
-            start, stride, scale, scratch, hidden, num_key_heads * head_size if head == 0 else 0,
-        )  # fmt: skip
+        fetched = num_key_heads * head_size if head == 0 else 0
+        _store_queries(queries, node_stride, head_stride, head, group, num_rows, words, stored, words, 1)
+        _score_few(head_keys, head_values, slot_stride, length, scratch, num_rows, scores, 4 * slots, words, scale, fetched)
+        for r in range(num_rows):
+            for t in range(length, slots):
+                all_scores[r * slots + t] = HIDDEN_SCORE
     else:
-        _attend_many(
-            head_keys, head_values, slot_stride, num_prefix, num_appended, mask, num_nodes, group, head_size, words, out,
-            start, stride, scale, scratch, hidden,
-        )  # fmt: skip
+        stored[:] = 0
+        _store_queries(queries, node_stride, head_stride, head, group, num_rows, words, stored, 1, columns)
+        _score_keys(head_keys, slot_stride, length, scratch, columns, scores, words, scale)
+    _hide_slots(all_scores, slot_step, row_step, mask, num_prefix, num_appended, num_nodes, group, hidden)
+    # 2. Weights, in place, and their sums.
+    if is_few:
+        for r in range(num_rows):
+            exp_row(scores + 4 * r * slots, slots // LANES)
+        _sum_few(scores, 4 * slots, length, num_rows, totals)
+    else:
+        for j in range(columns // LANES):
+            exp_columns(scores + 4 * j * LANES, 4 * columns, length, totals + 4 * j * LANES)
+    # 3. Weighted values.
+    _sum_values(head_values, slot_stride, length, scores, 4 * slot_step, 4 * row_step, sums, num_rows, head_size)
+    _divide_rows(sums, totals, num_rows, group, head_size, out, head * group * head_size, num_heads * head_size)

@@ -1,7 +1,6 @@
 """The helpers of a team of threads (`cpu_team`): what they run, and when they begin and end.
 
-Saved code of a helper does not change with the kernels that it runs: save this file too after a change of cpu_linear.py,
-cpu_attention.py or cpu_team.py, and of what these are made of.
+Save this file too after a change of cpu_team.py, because Numba keeps compiled code until this file changes.
 """
 
 from __future__ import annotations
@@ -15,18 +14,14 @@ from functools import cache
 
 import numpy as np
 
-from .cpu_attention import attend_part_float, attend_part_half
-from .cpu_linear import multiply_part_float, multiply_part_half
 from .cpu_team import (
-    ATTEND_HALF,
     IS_CLOSED,
     MAX_MEMBERS,
     MEMBERS_PLACE,
-    MULTIPLY_FLOAT,
-    MULTIPLY_HALF,
     NUM_DONE,
     TEAM_BYTES,
     add_shared,
+    call_part,
     job_numbers,
     load_shared,
     rest,
@@ -47,14 +42,7 @@ def run_helper(team: int, member: int) -> None:
             polls = rest(team, member, polls)
             continue
         polls = 0
-        if job[0] == MULTIPLY_HALF:
-            multiply_part_half(team, part, member)
-        elif job[0] == MULTIPLY_FLOAT:
-            multiply_part_float(team, part, member)
-        elif job[0] == ATTEND_HALF:
-            attend_part_half(team, part, member)
-        else:
-            attend_part_float(team, part, member)
+        call_part(job[0], team, part, member)
         add_shared(team + NUM_DONE, 1)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -61,8 +61,10 @@ def select_kernels(dtype: torch.dtype) -> TypedKernels:
     """Return the kernels for tensors of this type where `has_cpu_kernels` is true."""
     attention, rows, _ = load_kernels()
     if dtype == torch.bfloat16:
-        return TypedKernels(attention.attend_texts_half, rows.add_norm_half, rows.norm_heads_half, rows.gate_half)
-    return TypedKernels(attention.attend_texts_float, rows.add_norm_float, rows.norm_heads_float, rows.gate_float)
+        attend = partial(attention.attend_texts_half, attention.attend_part_half().address)
+        return TypedKernels(attend, rows.add_norm_half, rows.norm_heads_half, rows.gate_half)
+    attend = partial(attention.attend_texts_float, attention.attend_part_float().address)
+    return TypedKernels(attend, rows.add_norm_float, rows.norm_heads_float, rows.gate_float)
 
 
 def current_team() -> Any:
@@ -221,7 +223,8 @@ class WeightPanels:
         from . import cpu_linear
 
         is_half, (outputs, width) = weight.dtype == torch.bfloat16, weight.shape
-        self.multiply = cpu_linear.multiply_panels_half if is_half else cpu_linear.multiply_panels_float
+        self.function = (cpu_linear.multiply_part_half if is_half else cpu_linear.multiply_part_float)().address
+        self.multiply = cpu_linear.multiply_panels
         per_word = 2 if is_half else 1
         self.shape, self.words, self.chunk = weight.shape, width // per_word, (chunk or width) // per_word
         blocks = weight.view(outputs // PANEL_COLUMNS, 2, PANEL_COLUMNS // 2, self.words, per_word)
@@ -245,8 +248,8 @@ class WeightPanels:
         offset = 0 if bias is None else bias.data_ptr()
         # A call holds Python's lock, so no other one uses the team and this memory at the same time.
         self.multiply(
-            x.data_ptr(), self.panels.data_ptr(), offset, out.data_ptr(), x.numel() // width, self.words, outputs, self.chunk,
-            self.sums.data_ptr(), current_team().address, count_members(),
+            self.function, x.data_ptr(), self.panels.data_ptr(), offset, out.data_ptr(), x.numel() // width, self.words,
+            outputs, self.chunk, self.sums.data_ptr(), current_team().address, count_members(),
         )  # fmt: skip
         return out
 

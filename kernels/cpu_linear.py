@@ -17,7 +17,7 @@ from typing import Any
 
 from numba import carray, types
 
-from .cpu_team import MULTIPLY_FLOAT, MULTIPLY_HALF, job_numbers, open_job, take_part, wait_for_helpers
+from .cpu_team import job_numbers, run_job
 from .cpu_vectors import (
     WIDE,
     WORD,
@@ -26,6 +26,7 @@ from .cpu_vectors import (
     advance,
     compile_cached,
     compile_inline,
+    compile_part,
     emit_cases,
     emit_fetch,
     intrinsic,
@@ -148,68 +149,35 @@ def _multiply_part(job: Any, biases: Any, out: Any, part: int, member: int) -> N
     _multiply_panels(x, panels, biases, has_biases, out, rows, words, num_outputs, chunk, scratch, part * job[10], end)
 
 
-@compile_inline
+@compile_part
 def multiply_part_half(team: int, part: int, member: int) -> None:
-    """Multiply a part of the panels of a job (`_open_product`) in bfloat16, as so many-th thread of the team."""
+    """Multiply a part of the panels of the job in bfloat16, as so many-th thread of the team."""
     job = job_numbers(team)
     _multiply_part(job, to_halves(job[3]), to_halves(job[4]), part, member)
 
 
-@compile_inline
+@compile_part
 def multiply_part_float(team: int, part: int, member: int) -> None:
-    """Multiply a part of the panels of a job in float32."""
+    """Multiply a part of the panels of the job in float32."""
     job = job_numbers(team)
     _multiply_part(job, to_floats(job[3]), to_floats(job[4]), part, member)
 
 
-@compile_inline
-def _open_product(
-    kind: int, x: int, panels: int, biases: int, out: int, rows: int, words: int, num_outputs: int, chunk: int, scratch: int,
-    team: int, members: int,
-) -> int:  # fmt: skip
-    """Open the job of a product, in parts of some panels that follow each other; return their number."""
+@compile_cached
+def multiply_panels(
+    function: int, x: int, panels: int, biases: int, out: int, rows: int, words: int, num_outputs: int, chunk: int,
+    scratch: int, team: int, members: int,
+) -> None:  # fmt: skip
+    """Store x [N, W] times the weights in `panels`, [N, O], plus the biases [O], whose address may be 0, by the function of a
+    part.
+
+    `chunk` counts words; `scratch` holds [members, 14, 32] float32. So many threads of the team share the panels, in parts of
+    some that follow each other.
+    """
     count = num_outputs // COLUMNS
     members = max(1, min(members, count // LEAST_PANELS))
     step = max(1, count // (members * PARTS_PER_MEMBER)) if members > 1 else count
-    job, parts = job_numbers(team), (count + step - 1) // step
-    job[0], job[1], job[2], job[3], job[4], job[5] = kind, x, panels, biases, out, rows
+    job = job_numbers(team)
+    job[0], job[1], job[2], job[3], job[4], job[5] = function, x, panels, biases, out, rows
     job[6], job[7], job[8], job[9], job[10] = words, num_outputs, chunk, scratch, step
-    open_job(team, members, parts)
-    return parts
-
-
-@compile_cached
-def multiply_panels_half(
-    x: int, panels: int, biases: int, out: int, rows: int, words: int, num_outputs: int, chunk: int, scratch: int, team: int,
-    members: int,
-) -> None:  # fmt: skip
-    """Store x [N, W] times the weights in `panels`, [N, O], plus the biases [O], whose address may be 0, all in bfloat16.
-
-    `chunk` counts words; `scratch` holds [members, 14, 32] float32. So many threads of the team share the panels.
-    """
-    left = _open_product(
-        MULTIPLY_HALF, x, panels, biases, out, rows, words, num_outputs, chunk, scratch, team, members
-    )  # fmt: skip
-    part = take_part(team, 0)
-    while part >= 0:
-        multiply_part_half(team, part, 0)
-        left -= 1
-        part = take_part(team, 0)
-    wait_for_helpers(team, left)
-
-
-@compile_cached
-def multiply_panels_float(
-    x: int, panels: int, biases: int, out: int, rows: int, words: int, num_outputs: int, chunk: int, scratch: int, team: int,
-    members: int,
-) -> None:  # fmt: skip
-    """Compute the same in float32."""
-    left = _open_product(
-        MULTIPLY_FLOAT, x, panels, biases, out, rows, words, num_outputs, chunk, scratch, team, members
-    )  # fmt: skip
-    part = take_part(team, 0)
-    while part >= 0:
-        multiply_part_float(team, part, 0)
-        left -= 1
-        part = take_part(team, 0)
-    wait_for_helpers(team, left)
+    run_job(team, members, (count + step - 1) // step)

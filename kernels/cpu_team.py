@@ -1,5 +1,8 @@
 """A team of threads that share the parts of a job, compiled by Numba: the caller of a kernel, and helpers.
 
+A job is a list of numbers. The first is the address of the function that computes a part of it, so the code of a kernel is
+compiled once, for the caller and for its helpers.
+
 The operations of a decoding step take some microseconds each, so helpers wait in compiled code without Python's lock: they poll
 for a job, and sleep where none comes for some tenths of a millisecond. The parts of a job are divided among the threads, and
 one that is done takes parts of another. So a helper that does not run, because other processes take its core, delays nothing
@@ -25,7 +28,6 @@ IS_CLOSED = ASLEEP + LINE * MAX_MEMBERS
 JOB = IS_CLOSED + LINE
 JOB_SIZE, MEMBERS_PLACE = 32, 31  # numbers of the job; the last is how many threads it is for
 TEAM_BYTES = JOB + 8 * JOB_SIZE
-MULTIPLY_HALF, MULTIPLY_FLOAT, ATTEND_HALF, ATTEND_FLOAT = 1, 2, 3, 4  # kinds of jobs, the first number of each
 END_SHIFT = 32  # a range is its first part, and its end in the upper half
 POLLS = 4000  # of a helper before it sleeps
 YIELD_POLLS = 32  # of a helper before it lets another thread run on its core, such as one of torch's
@@ -134,6 +136,31 @@ def wait_for_helpers(team: int, parts: int) -> None:
         polls += 1
         if polls % PATIENCE == 0:
             let_others_run()
+
+
+@intrinsic
+def call_part(context: Any, function: Any, team: Any, part: Any, member: Any) -> Any:
+    """Call the function at an address, which computes a part of the job as so many-th thread of the team."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [WIDE] * 3)
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), generate
+
+
+@compile_inline
+def run_job(team: int, members: int, parts: int) -> None:
+    """Compute the parts of the job, whose numbers are stored and whose first is the function of a part, with so many
+    threads."""
+    open_job(team, members, parts)
+    function, left, part = job_numbers(team)[0], parts, take_part(team, 0)
+    while part >= 0:
+        call_part(function, team, part, 0)
+        left -= 1
+        part = take_part(team, 0)
+    wait_for_helpers(team, left)
 
 
 @compile_inline

@@ -41,6 +41,12 @@ def compile_unlocked(function: Callable[..., Any]) -> Any:
     return numba.njit(function, error_model="numpy", cache=True, nogil=True)
 
 
+def compile_part(function: Callable[[int, int, int], None]) -> Callable[[], Any]:
+    """Return a function that compiles this part of a job at its first call, keeps the code on disk, and returns it with its
+    address."""
+    return cache(lambda: numba.cfunc("void(int64, int64, int64)", error_model="numpy", cache=True)(function))
+
+
 def compile_inline(function: Callable[..., Any]) -> Any:
     """Compile a function into those that call it."""
     return numba.njit(function, error_model="numpy")
