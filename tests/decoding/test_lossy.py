@@ -23,7 +23,8 @@ from spectrain.decoding.loop import decode
 from spectrain.drafters.causal import Causal
 from spectrain.errors import UserError
 from spectrain.experimental.lossy_rules.blending import BlendingRule, BoundedSampling, Deferral, Sigmoid
-from spectrain.experimental.lossy_rules.relaxed import LooseMatch, RelaxedRule, Rollback
+from spectrain.experimental.lossy_rules.relaxed import LooseMatch, Rollback
+from spectrain.experimental.shared.relaxed_rule import RelaxedRule
 from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target

@@ -22,6 +22,8 @@ from spectrain.trees.base import Draft
 from spectrain.trees.token_tree import TokenTree
 from spectrain.trees.trie import Trie
 
+from .relaxed import CopiedTree, mark_copies
+
 if TYPE_CHECKING:
     from spectrain.models.target import Target
 
@@ -43,8 +45,8 @@ class ReSpec(DrafterWithCopies):
     The paper retrieves where the context is predictable, by the entropy of the drafter's distribution, and ranks candidates by
     feedback of earlier rounds. Here copies of a text are looked up where the entropy after its root is below `entropy`, and
     join the tree where the surest of them has at least the probability `chance`; the probability is learned while decoding, as
-    in drafter=hybrid. Everywhere else the tree is the drafter's alone. The paper's relaxed verification of copied tokens is
-    left out, so the output is the target's.
+    in drafter=hybrid. Everywhere else the tree is the drafter's alone. Its trees say which nodes are copies, so that
+    acceptance=relaxed_copies can judge these alone less strictly, as the paper does; all other rules treat all nodes alike.
     """
 
     saved = SavedFiles(inner=("inner",))
@@ -78,13 +80,17 @@ class ReSpec(DrafterWithCopies):
         self.max_entropy, self.min_chance = inf if entropy is None else entropy, chance
         # Rows of rounds in which copies could join, were looked up and joined.
         self.num_rows = self.num_lookups = self.num_joined = 0
+        # Of each text, this round's merged proposal and the number of its first entries that are copies.
+        self.merged: list[Proposal] = []
+        self.num_copied: list[int] = []
 
     def draft(self, context: Context) -> Draft:
+        self.merged, self.num_copied = [], []
         draft = self.skippable.draft(context)
         # The drafter cannot draft in every round.
         if draft.rollout is None:
             self.copying.propose_copies(context)
-            return replace(draft, continuations=self._weigh_tries())
+            return replace(draft, continuations=self._weigh_tries(), add_mask_nodes=self._mark_copies)
         rollout = RootEntropyRollout(draft.rollout)
 
         def merge_copies(tree: TokenTree) -> list[Trie]:
@@ -94,7 +100,7 @@ class ReSpec(DrafterWithCopies):
             self._count_rows(context.active, wants_copies)
             return self._merge_tries(tree)
 
-        return replace(draft, rollout=rollout, merge_copies=merge_copies)
+        return replace(draft, rollout=rollout, merge_copies=merge_copies, add_mask_nodes=self._mark_copies)
 
     def _count_rows(self, active: Tensor, wants_copies: Tensor) -> None:
         self.num_rows += int(active.sum())
@@ -112,9 +118,18 @@ class ReSpec(DrafterWithCopies):
             joins = self._surest_chance(copies) >= self.min_chance
             self.num_joined += bool(copies.entries) and joins
             proposal = copies if joins else Proposal()
+            self.num_copied.append(len(proposal.entries))
+            self.merged.append(proposal)
             proposal.add_draft(*row)
             tries.append(proposal.weigh_trie(self.copying.estimator))
         return tries
+
+    def _mark_copies(self, tree: TokenTree) -> CopiedTree:
+        """Mark the copied nodes of this round's tree."""
+        if not self.merged:
+            # The drafter drafted nothing.
+            return mark_copies(tree, self.copying.proposals, [len(copies.entries) for copies in self.copying.proposals])
+        return mark_copies(tree, self.merged, self.num_copied)
 
     def _surest_chance(self, copies: Proposal) -> float:
         """Return the largest estimated probability of a copied token right after the root, 0 without copies."""

@@ -125,7 +125,7 @@ class Arm:
             if len(self.pending_features) > 1:
                 features = Features.concat_prefixes(self.pending_features)
                 num_new = torch.stack([counts for _, counts in self.pending_features]).sum(0)
-            features = _select_layers(features, drafter.layers)
+            features = select_layers(features, drafter.layers)
             view = replace(context, new_features=features, num_new=num_new, round=self.num_drafts, deferred=[])
             rollout = as_rollout(drafter.draft(view), view)
         self.pending_features, self.num_drafts = [], self.num_drafts + 1
@@ -225,7 +225,7 @@ class Hedge:
         return scores / scores.sum()
 
 
-def _select_layers(features: Features, layers: tuple[Layer, ...]) -> Features:
+def select_layers(features: Features, layers: tuple[Layer, ...]) -> Features:
     """Select the features of these layers."""
     if features.layers == layers:
         return features

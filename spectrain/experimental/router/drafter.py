@@ -19,7 +19,7 @@ from spectrain.drafters.base import Drafter
 from spectrain.drafters.capabilities import Capabilities, DraftingCost, SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
-from spectrain.experimental.shared.nesting import build_nestable, union_layers
+from spectrain.experimental.shared.nesting import build_several, union_layers
 from spectrain.models.features import Features
 from spectrain.trees.base import Draft, TreeBuilder
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
@@ -77,13 +77,10 @@ class DrafterRouter(Drafter):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        inner_settings = ["ngram", "causal"] if inner is None else inner
-        if len(inner_settings) < 2:
-            raise UserError("drafter.inner: name two drafters or more to choose from, as in drafter.inner=[ngram,runs/NAME]")
         for key, value in (("score_every", score_every), ("memory", memory)):
             if value is not None and value < 1:
                 raise UserError(f"drafter.{key}={value}: use 1 or more")
-        built = [build_nestable(setting, "inner", target) for setting in inner_settings]
+        built = build_several(inner, target, "choose from")
         drafters = [drafter for drafter, _ in built]
         self.inner = nn.ModuleList(drafters).requires_grad_(False)
         self.saved = replace(self.saved, settings={"inner": [description for _, description in built]})

@@ -26,6 +26,17 @@ def build_nestable(choice: str | dict[str, Any], key: str, target: Target) -> tu
     return drafter, description
 
 
+def build_several(inner: list[Any] | None, target: Target, purpose: str) -> list[tuple[Drafter, dict[str, Any]]]:
+    """Build the drafters that `drafter.inner` lists, ngram and causal if it is null, with their descriptions.
+
+    Raise `UserError` for fewer than two; `purpose` says what several are for, as in "choose from".
+    """
+    settings = ["ngram", "causal"] if inner is None else inner
+    if len(settings) < 2:
+        raise UserError(f"drafter.inner: name two drafters or more to {purpose}, as in drafter.inner=[ngram,runs/NAME]")
+    return [build_nestable(setting, "inner", target) for setting in settings]
+
+
 def union_layers(drafters: Sequence[Drafter]) -> tuple[Layer, ...]:
     """Return the layers that any of these drafters reads, in order."""
     layers = {layer for drafter in drafters for layer in drafter.layers}

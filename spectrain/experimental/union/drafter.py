@@ -13,7 +13,7 @@ from spectrain.drafters.capabilities import Capabilities, DraftingCost, SavedFil
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.experimental.shared.copy_rollout import as_rollout
-from spectrain.experimental.shared.nesting import build_nestable, union_layers
+from spectrain.experimental.shared.nesting import build_several, union_layers
 from spectrain.trees.base import Draft, TreeBuilder, WrappedBuilder
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
@@ -59,10 +59,7 @@ class UnionDrafter(Drafter):
         inner: list[Any] | None = None,
     ) -> None:
         super().__init__()
-        inner_settings = ["ngram", "causal"] if inner is None else inner
-        if len(inner_settings) < 2:
-            raise UserError("drafter.inner: name two drafters or more to merge, as in drafter.inner=[ngram,runs/NAME]")
-        built = [build_nestable(setting, "inner", target) for setting in inner_settings]
+        built = build_several(inner, target, "merge")
         self.inner = nn.ModuleList([drafter for drafter, _ in built]).requires_grad_(False)
         self.saved = replace(self.saved, settings={"inner": [description for _, description in built]})
         self.layers = union_layers([drafter for drafter, _ in built])
