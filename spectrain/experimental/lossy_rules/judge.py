@@ -9,10 +9,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from spectrain.errors import UserError, first_line
+from spectrain.experimental.shared.relaxed_rule import RelaxedRule
 from spectrain.models.features import Features, Layer
 from spectrain.trees.token_tree import TokenTree
-
-from .relaxed import RelaxedRule
 
 
 class Judge(RelaxedRule):
