@@ -144,6 +144,10 @@ class EagerRunner:
         self.round_drafter: Drafts = NullDrafter() if drafter is None else drafter
         self.extra_slots = 0  # cache slots beyond those that a round needs
 
+    def remove_drafter(self, builder: RootOnlyBuilder) -> None:
+        """Decode without a drafter; `builder` observes the rounds."""
+        self.drafter, self.round_drafter, self.builder = None, NullDrafter(), builder
+
     def prefill(self, request: Request) -> list[int]:
         self.context = prefill_context(self.target, self.rule, request, self.drafter, self.builder, self.extra_slots)
         return self.context.root.tolist()

@@ -7,7 +7,7 @@ import time
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.skippable import SkippableDrafter
-from spectrain.trees.base import Draft, TreeBuilder
+from spectrain.trees.base import Draft, RootOnlyBuilder, RoundResult, TreeBuilder
 
 from .latency import time_verification
 from .loop import EagerRunner
@@ -16,13 +16,14 @@ from .loop import EagerRunner
 class SelectiveDrafter(SkippableDrafter):
     """Asks a tree builder before every round whether to draft, and times verification for it where it needs that.
 
-    A drafter that copies costs little and has weighed its copies itself, so it drafts in every round.
+    A drafter with copies has weighed them itself, so it drafts in every round, as does one that adds nodes to every tree.
     """
 
     def __init__(self, drafter: Drafter, builder: TreeBuilder) -> None:
         super().__init__(drafter)
         self.builder = builder
-        self.is_skippable = not (drafter.capabilities.is_copier or drafter.capabilities.has_no_q)
+        capabilities = drafter.capabilities
+        self.is_skippable = capabilities.nestable if capabilities.is_copier else not capabilities.has_no_q
 
     def draft(self, context: Context) -> Draft:
         refresh_times(self.builder, context)
@@ -40,9 +41,26 @@ def refresh_times(builder: TreeBuilder, context: Context, is_new_batch: bool = F
         builder.record_times(context, seconds, time.perf_counter() - start)
 
 
-def draft_selectively(runner: EagerRunner, max_new_tokens: int) -> None:
-    """Let a runner draft only where its tree builder expects a gain."""
+class PlainRounds(RootOnlyBuilder):
+    """Counts the plain rounds of a decoding in which a tree builder may not draft."""
+
+    def __init__(self, builder: TreeBuilder) -> None:
+        self.builder = builder
+
+    def observe(self, round: RoundResult) -> None:
+        self.builder.count_plain_round()
+
+
+def draft_selectively(runner: EagerRunner, num_texts: int, max_new_tokens: int) -> None:
+    """Let a runner draft only where its tree builder expects a gain.
+
+    If no round of the decoding may draft, it records no features for a drafter and is decoding without one.
+    """
     assert runner.drafter is not None
-    runner.round_drafter = SelectiveDrafter(runner.drafter, runner.builder)
+    selective = SelectiveDrafter(runner.drafter, runner.builder)
+    if selective.is_skippable and not runner.builder.may_draft(num_texts, max_new_tokens):
+        runner.remove_drafter(PlainRounds(runner.builder))
+        return
+    runner.round_drafter = selective
     # A drafter that reads skipped tokens writes as many slots in every row as in the one with most of them.
     runner.extra_slots = max_new_tokens

@@ -23,7 +23,7 @@ from .calibration import calibrate_builders, resolve_rule
 from .captured import CapturedRunner, capture_blocker
 from .fallback import COMPILE_BACKENDS, ExecutionMode, Fallback
 from .generation import DecodingSteps, Generation, OnRound, no_callback, run_to_end
-from .loop import EagerRunner, decode, decode_steps, make_request, prefill_context
+from .loop import EagerRunner, Request, decode, decode_steps, make_request, prefill_context
 from .selective import draft_selectively, refresh_times
 
 EngineChoice = Literal["auto", "captured", "eager"]
@@ -133,11 +133,11 @@ class Session:
         """Continue every prompt; yield the generations after prefill and after every host synchronization."""
         request = make_request(self.target, prompts, max_new_tokens, sequence_ids, ignore_eos)
         if self.eager_reason is not None or have_images(prompts):
-            return decode_steps(self._make_eager_runner(max_new_tokens), request)
+            return decode_steps(self._make_eager_runner(request), request)
 
         def start_decoding(mode: ExecutionMode) -> DecodingSteps:
             if mode == "eager":
-                return decode_steps(self._make_eager_runner(max_new_tokens), request)
+                return decode_steps(self._make_eager_runner(request), request)
             runner = self._captured_runner(mode)
             runner.ensure_captured(request)
             return runner.decode_steps(request)
@@ -233,7 +233,7 @@ class Session:
         assert self.runner_source is not None
         return self.runner_source.connect(self)
 
-    def _make_eager_runner(self, max_new_tokens: int) -> EagerRunner:
+    def _make_eager_runner(self, request: Request) -> EagerRunner:
         if self.runner_source is not None:
             if self.guard is not None or self.pruning is not None:
                 name = self.runner_source.setting_name
@@ -244,9 +244,9 @@ class Session:
             self.pruning.check_settings(self.rule, self.target)
             runner.round_drafter = self.pruning.wrap_drafter(runner.round_drafter)
         if self.guard is not None:
-            self.guard.wrap_runner(runner, max_new_tokens)
+            self.guard.wrap_runner(runner, request.max_new_tokens)
         elif runner.builder.decides_to_draft:
-            draft_selectively(runner, max_new_tokens)
+            draft_selectively(runner, len(request.prompts), request.max_new_tokens)
         return runner
 
 

@@ -232,6 +232,13 @@ class TreeBuilder(ABC):
         """Tell whether the next round drafts; asked before each round if the builder decides to draft."""
         return True
 
+    def may_draft(self, num_texts: int, num_rounds: int) -> bool:
+        """Tell whether a decoding of this many texts and rounds may draft at all; asked before each of them."""
+        return True
+
+    def count_plain_round(self) -> None:
+        """Count a round of a decoding that may not draft."""
+
     def untimed_sizes(self, prefix: Prefix, is_new_batch: bool = False) -> list[int]:
         """Return the tree sizes whose verification should be timed before the next round, in ascending order."""
         return []
@@ -299,6 +306,12 @@ class WrappedBuilder(TreeBuilder):
 
     def record_times(self, prefix: Prefix, seconds: dict[int, float], total_seconds: float) -> None:
         self.builder.record_times(prefix, seconds, total_seconds)
+
+    def may_draft(self, num_texts: int, num_rounds: int) -> bool:
+        return self.builder.may_draft(num_texts, num_rounds)
+
+    def count_plain_round(self) -> None:
+        self.builder.count_plain_round()
 
     def needs_drafter(self, prefix: Prefix, tries: list[Trie]) -> bool:
         return self.builder.needs_drafter(prefix, tries)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,8 +9,8 @@ from torch import Tensor
 from spectrain.errors import UserError
 
 from .base import Prefix, Rollout, RoundResult, TreeBuilder
-from .copy_tree import CopyTree, are_calibrated, chances_by_depth
-from .draft_choice import DraftChoice
+from .copy_tree import CopyRanks, CopyTree, are_calibrated
+from .draft_choice import TRIAL_ALLOWANCE, DraftChoice
 from .growing import GrowingTree
 from .measurements import Calibration, Latency, list_timed_sizes
 from .round_costs import RoundCosts
@@ -21,6 +19,7 @@ from .trie import Trie
 from .verify_fit import VerifyFit
 
 UNKNOWN_ROUND = 1.5, 1.0  # expected tokens and cost of a drafted round before any tree was grown: drafting is tried at first
+READ_NODES = 64  # nodes of a draft step by which the cost of reading a token is estimated
 CONTEXT_STRIDE = 32  # tokens by which a context grows before its times are interpolated again
 
 
@@ -88,6 +87,7 @@ class Auto(LatencyAwareBuilder):
         self.max_drafted = (depth - 1) * top_k
         self.text_length = 0  # tokens of the longest text in this round
         self.costs_by_setting: dict[tuple[int, int], RoundCosts] = {}  # by batch size and number of threads
+        self.plain_costs: RoundCosts | None = None  # those of a decoding that may not draft
         self.setting, self.num_settled = (0, 0), 0  # batch size and threads of this round, and rounds in a row with them
         self.token_curves = np.zeros((depth, budget))  # running means: expected tokens by levels and nodes of a tree
         self.num_curves = 0  # rounds in these means, at most memory
@@ -100,6 +100,8 @@ class Auto(LatencyAwareBuilder):
         self.num_unread = 0  # tokens that the drafter reads in this round beyond those of one round
         self.last_draft_length = 0  # text length at the last drafted round
         self.copy_tree: CopyTree | None = None  # copies of this round, where the drafter may run too
+        self.copy_ranks = CopyRanks(budget, memory)  # learned acceptance of copies that no drafter has calibrated
+        self.copies_alone = False  # some round had such copies
         self.promised_tokens: float | None = None  # expected gain of the drafter over copies in this round
         self.mean_promised = self.mean_gained = 1.0  # running means of expected and realised gains ...
         self.num_judged = 4  # ... over so many rounds; the first four count as fully realised
@@ -119,7 +121,10 @@ class Auto(LatencyAwareBuilder):
         """Return the costs of rounds with these times, before any of them ran."""
         choice = DraftChoice(*self._expected_round(latency), self.memory)
         fit = VerifyFit(self.memory) if self.refit else None
-        return RoundCosts(latency, choice, latency.start_seconds, latency.estimate_step(self.top_k), fit=fit)
+        # Reading a token costs what a node of a draft step does, until it was measured.
+        reading = max(0.0, latency.estimate_step(READ_NODES) - latency.estimate_step(1)) / (READ_NODES - 1)
+        step = latency.estimate_step(self.top_k)
+        return RoundCosts(latency, choice, latency.start_seconds, step, reading_seconds=reading, fit=fit)
 
     def verify_seconds(self, length: int) -> list[float]:
         seconds = super().verify_seconds(length)
@@ -131,7 +136,7 @@ class Auto(LatencyAwareBuilder):
     def _select_costs(self, prefix: Prefix) -> None:
         """Select the costs of the prompts' number and of the number of threads; estimate new ones from the closest known."""
         self.require_latency()
-        batch, threads = setting = len(prefix.root), torch.get_num_threads()
+        batch, threads = setting = len(prefix.lengths), torch.get_num_threads()
         self.text_length = prefix.longest
         self.num_settled = self.num_settled + 1 if setting == self.setting else 0
         if setting == self.setting:
@@ -144,11 +149,15 @@ class Auto(LatencyAwareBuilder):
             known = self.costs_by_setting[closest]
             costs = self.costs_by_setting[setting] = self._make_costs(known.latency.for_batch(batch))
             costs.reading_seconds = known.reading_seconds * batch / closest[0]
+            costs.copy_seconds = known.copy_seconds * batch / closest[0]
         self.setting, self.costs = setting, self.costs_by_setting[setting]
         self._use_costs()
 
     def _expected_round(self, latency: Latency) -> tuple[float, float]:
         """Return the expected tokens of a drafted round and its cost in plain steps, for the tree that gains most."""
+        if self.copies_alone:
+            seconds = [latency.estimate_verify(size, self.text_length) for size in range(1, self.budget + 1)]
+            return self.copy_ranks.expected_round(seconds, latency.start_seconds)
         if not self.num_curves:
             return UNKNOWN_ROUND
         sizes, levels = range(1, self.budget + 1), np.arange(self.depth)[:, None]
@@ -166,8 +175,8 @@ class Auto(LatencyAwareBuilder):
     def record_times(self, prefix: Prefix, seconds: dict[int, float], total_seconds: float) -> None:
         self._select_costs(prefix)
         self.has_timed = True
-        self.costs.set_times(self.text_length, seconds, len(prefix.root))
-        self.costs.timing_end, self.costs.timing_seconds = time.monotonic(), total_seconds
+        self.costs.set_times(self.text_length, seconds, len(prefix.lengths))
+        self.costs.round_seconds, self.costs.timing_seconds = 0.0, total_seconds
         self._use_costs()
         if not self.costs.choice.has_drafted:
             self.costs.choice = DraftChoice(*self._expected_round(self.costs.latency), self.memory)
@@ -184,6 +193,16 @@ class Auto(LatencyAwareBuilder):
         if not self.is_skipped:
             self.last_draft_length = self.text_length
         return not self.is_skipped
+
+    def may_draft(self, num_texts: int, num_rounds: int) -> bool:
+        costs = self.costs_by_setting.get((num_texts, torch.get_num_threads()))
+        self.plain_costs = costs
+        return costs is None or not costs.is_timed or costs.choice.may_draft(num_rounds)
+
+    def count_plain_round(self) -> None:
+        assert self.plain_costs is not None
+        self.num_rounds, self.num_plain = self.num_rounds + 1, self.num_plain + 1
+        self.plain_costs.choice.savings += TRIAL_ALLOWANCE
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         self._select_costs(prefix)
@@ -244,9 +263,13 @@ class Auto(LatencyAwareBuilder):
 
     def copy_budget(self, prefix: Prefix, tries: list[Trie]) -> int:
         """Return the fastest size after drafting; copies and drafted nodes compete by calibrated probability."""
-        if not are_calibrated(tries):
-            return self.budget
+        if not tries:
+            return 1
         self._select_costs(prefix)
+        if not are_calibrated(tries):
+            self.copies_alone = True
+            seconds = self.verify_seconds(self.text_length)
+            return self.copy_ranks.choose_size(tries, self.depth, seconds, self.costs.copy_seconds)
         if self.num_levels:
             fastest = self._fastest_copies(tries, self.costs.start_seconds + (self.num_levels - 1) * self.costs.step_seconds)
         else:
@@ -260,20 +283,12 @@ class Auto(LatencyAwareBuilder):
 
     def _fastest_copies(self, tries: list[Trie], spent: float) -> CopyTree:
         """Return the fastest tree of these nodes after `spent` seconds of drafting."""
-        nodes = [trie.rank_nodes(self.depth, self.budget) for trie in tries]
-        chances = chances_by_depth(tries, nodes, self.depth, self.budget)
-        tokens, seconds = chances.sum(1).mean(0).cumsum(), np.asarray(self.verify_seconds(self.text_length))
-        if self.require_latency().level_seconds:
-            levels = np.arange(chances.shape[1])[:, None] * (chances.sum(0) > 0)
-            seconds = seconds + [
-                self.require_latency().estimate_levels(int(level)) for level in np.maximum.accumulate(levels.max(0))
-            ]
-        size = int((tokens / (spent + seconds)).argmax()) + 1
-        expected = torch.from_numpy(chances[:, :, :size].sum(2))
-        selected = [set(chosen[:size]) for chosen in nodes]
-        return CopyTree(size, float(tokens[size - 1]), float(seconds[size - 1]), expected, tries, selected)
+        seconds = self.verify_seconds(self.text_length)
+        return CopyTree.find_fastest(tries, self.depth, seconds, spent, self.require_latency())
 
     def observe(self, round: RoundResult) -> None:
+        self.costs.round_seconds += sum(round.seconds.values())
+        self.copy_ranks.observe(round)
         if self.is_skipped:
             if not self.has_timed:
                 self.costs.choice.record_plain(sum(round.seconds.values()) / self.verify_seconds(self.text_length)[0])
@@ -313,7 +328,8 @@ class Auto(LatencyAwareBuilder):
             step = max(0.0, (drafting - costs.start_seconds) / (levels - 1))
             costs.step_seconds += rate * (step - costs.step_seconds)
         elif levels == 0:
-            costs.copy_seconds += rate * (drafting - costs.copy_seconds)
+            costs.num_copied += 1
+            costs.copy_seconds += max(rate, 1 / costs.num_copied) * (drafting - costs.copy_seconds)
         elif not self.num_unread:
             costs.start_seconds += rate * (drafting - costs.start_seconds)
         else:
@@ -337,7 +353,7 @@ class Auto(LatencyAwareBuilder):
         seconds, step = sum(round.seconds.values()), self.verify_seconds(self.text_length)[0]
         if bool(active.any()):
             choice.is_preparing = size == 1 and not choice.is_preparing
-            drafting = costs.start_seconds + max(0, levels - 1) * costs.step_seconds
+            drafting = costs.start_seconds + (levels - 1) * costs.step_seconds if levels else costs.copy_seconds
             modelled = drafting + self._verify_seconds(round.tree)
             reading = max(0.0, self._drafting_seconds(round) - drafting) if self.num_unread else 0.0
             is_timed = not self.num_unread and size > 1

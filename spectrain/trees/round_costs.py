@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
@@ -14,7 +13,7 @@ from .verify_fit import VerifyFit
 SETTLED_ROUNDS = 4
 # Verification is timed again where drafted rounds take this factor more or less than modelled, compared with plain ones ...
 UNSTEADY_FACTOR = 1.25
-# ... or the text is this many times longer than the longest timed one, after a pause of this many times its duration.
+# ... or the text is this many times longer than the longest timed one, after rounds of this many times its duration.
 LENGTH_FACTOR, PAUSE_FACTOR = 2.0, 100.0
 
 
@@ -50,6 +49,7 @@ class RoundCosts:
     start_seconds: float  # running mean of the first draft step
     step_seconds: float  # of every further draft step
     copy_seconds: float = 0.0  # drafting time of a round that only copies
+    num_copied: int = 0  # rounds that only copied
     reading_seconds: float = 0.0  # of each token that the drafter reads beyond those of one round
     # The drafter's gains by bucket of the copies' expected tokens.
     drafter_gains: dict[int, DrafterGain] = field(default_factory=lambda: defaultdict(DrafterGain))
@@ -59,15 +59,15 @@ class RoundCosts:
     fit: VerifyFit | None = None
     # Whether verification was timed for this batch size and number of threads.
     is_timed: bool = False
-    # Time of the end of the last timing, and its duration.
-    timing_end: float = 0.0
+    # Seconds of the last timing, and those of all rounds since then.
     timing_seconds: float = 0.0
+    round_seconds: float = 0.0
 
     def needs_timing(self, length: int, num_rounds: int) -> bool:
         """Tell whether to time verification before a round behind `length` tokens, the `num_rounds`-th in a row."""
         if not self.is_timed:
             return num_rounds >= SETTLED_ROUNDS
-        if time.monotonic() - self.timing_end < PAUSE_FACTOR * self.timing_seconds:
+        if self.round_seconds < PAUSE_FACTOR * self.timing_seconds:
             return False
         relative_cost = self.choice.relative_cost
         is_unsteady = max(relative_cost, 1 / relative_cost) > UNSTEADY_FACTOR

@@ -1,0 +1,130 @@
+"""Decodings that may not draft are those without a drafter, and what copies of unknown probability are worth is learned."""
+
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.loop import EagerRunner, decode
+from spectrain.decoding.selective import PlainRounds, SelectiveDrafter, draft_selectively
+from spectrain.decoding.session import Session
+from spectrain.drafters.causal import Causal
+from spectrain.drafters.ngram import Ngram
+from spectrain.models.target import Target
+from spectrain.trees import Auto
+from spectrain.trees.base import RoundResult, merge_tries
+from spectrain.trees.copy_tree import FIRST_RATE, PRIOR_TEXTS, CopyRanks
+from spectrain.trees.draft_choice import DraftChoice
+from spectrain.trees.measurements import Calibration, Latency
+from spectrain.trees.trie import Trie
+from tests.trees.tables import context
+
+PROMPTS = [[5, 7, 9, 5, 7, 9, 5, 7], [40, 50, 60, 40]]
+SIZES = (1, 2, 4, 8, 16)
+
+
+def make_builder(node: float) -> Auto:
+    """A builder for which a node costs this many plain steps."""
+    builder, times = Auto(depth=4, budget=16, top_k=2), {size: 1 + node * (size - 1) for size in SIZES}
+    builder.prepare(Calibration(latency=Latency({0: times}, {0: dict.fromkeys(SIZES, 0.1)}, 0.1, batch=2)))
+    builder.costs.timing_seconds = 1e9  # nothing is timed anew
+    return builder
+
+
+@pytest.mark.parametrize("savings", [0.0, 0.2, 0.39])
+def test_a_choice_knows_whether_it_can_draft(savings: float) -> None:
+    """`may_draft` is true exactly where one of that many plain rounds, one after another, would draft."""
+    for num_rounds in (1, 10, 20, 30, 60):
+        choice = DraftChoice(1.0, 1.4)
+        choice.savings = savings
+        expected = choice.may_draft(num_rounds)
+        drafts = []
+        for _ in range(num_rounds):
+            drafts.append(choice.should_draft())
+            choice.record_plain(1.0)
+        assert expected == any(drafts)
+    assert DraftChoice(2.0, 1.4).may_draft(1)
+
+
+def test_decodings_without_drafts_are_plain(shallow: Target) -> None:
+    """Where no round may draft, the runner has no drafter, records no features and counts its rounds; else it may draft."""
+    drafter, builder = Causal(shallow, num_layers=1).eval(), make_builder(10.0)
+    builder.costs.choice = DraftChoice(1.0, 5.0)
+    session = Session(shallow, Greedy(), drafter, builder)
+    found = session.decode(PROMPTS, 12, ignore_eos=True)
+    assert [row.output for row in found] == [row.output for row in decode(shallow, PROMPTS, Greedy(), 12, ignore_eos=True)]
+    assert builder.num_plain == builder.num_rounds == 11 and builder.costs.choice.savings == pytest.approx(11 * 0.008)
+    runner = EagerRunner(shallow, Greedy(), drafter, builder)
+    draft_selectively(runner, 2, 12)
+    assert runner.drafter is None and isinstance(runner.builder, PlainRounds)
+    for num_texts, num_rounds in ((2, 600), (3, 12)):  # enough savings, and a number of texts that nothing is known of
+        runner = EagerRunner(shallow, Greedy(), drafter, builder)
+        draft_selectively(runner, num_texts, num_rounds)
+        assert runner.drafter is drafter and isinstance(runner.round_drafter, SelectiveDrafter)
+
+
+def test_copies_are_skipped_where_they_do_not_pay(shallow: Target) -> None:
+    """Where nodes cost nothing copies are verified, and where they cost much only in few trials."""
+    shares = []
+    for node in (0.0, 5.0):
+        drafter, builder = Ngram(shallow).eval(), make_builder(node)
+        session = Session(shallow, Greedy(), drafter, builder)
+        plain = decode(shallow, PROMPTS, Greedy(), 40, ignore_eos=True)
+        for _ in range(3):
+            assert [row.output for row in session.decode(PROMPTS, 40, ignore_eos=True)] == [row.output for row in plain]
+        shares.append(len(builder.tree_sizes) / builder.num_rounds)
+    assert shares[0] > 0.4 > 0.1 > shares[1]
+
+
+def make_trie(source: Random) -> Trie:
+    """Some continuations with random weights."""
+    trie = Trie()
+    for _ in range(source.randint(0, 5)):
+        trie.add_continuation([source.randint(1, 3) for _ in range(3)], source.random())
+    return trie
+
+
+def test_ranks_equal_plain_python() -> None:
+    """Rates are means by rank over the texts whose tree had room for it; the size is the best by brute force."""
+    source, ranks, seconds = Random(0), CopyRanks(8, 10_000), [1 + 0.2 * n for n in range(8)]
+    outcomes: list[list[float]] = [[FIRST_RATE / rank] * PRIOR_TEXTS for rank in range(1, 8)]
+    for _ in range(40):
+        tries = [make_trie(source), make_trie(source)]
+        size = ranks.choose_size(tries, 3, seconds, 0.1)
+        means = [sum(values) / len(values) for values in outcomes]
+        ranked = [trie.rank_nodes(3, 8) for trie in tries]
+        speeds = [(1 + sum(means[: n - 1])) / (0.1 + seconds[n - 1]) for n in range(2, max(map(len, ranked)) + 1)]
+        assert size == (2 + int(np.argmax(speeds)) if speeds else 1) and ranks.rates == pytest.approx(means)
+        builder = Auto(depth=3, budget=8)
+        builder.copy_budget = lambda prefix, tries, size=size: size  # type: ignore[method-assign]
+        tree = merge_tries(context(), tries, builder)
+        path, counts = torch.zeros(2, 4, dtype=torch.int64), []
+        for row in range(2):
+            nodes = [0]
+            while len(nodes) < 4:
+                children = ((tree.parents[row] == nodes[-1]) & tree.valid[row]).nonzero()[:, 0].tolist()
+                if not children or source.random() < 0.3:
+                    break
+                nodes.append(source.choice(children))
+            counts.append(len(nodes))
+            path[row, : len(nodes)] = torch.tensor(nodes)
+        ranks.observe(RoundResult(tree, torch.zeros(0), torch.tensor(counts), {}, path))
+        for row, (nodes, count) in enumerate(zip(path.tolist(), counts)):
+            accepted = {(int(tree.tokens[row, node]), int(tree.depths[row, node])) for node in nodes[1:count]}
+            for rank in range(1, size):
+                node = ranked[row][rank] if rank < len(ranked[row]) else None
+                chosen = set() if node is None else {(tries[row].tokens[node], tries[row].depths[node])}
+                on_path = node is not None and is_on_path(tries[row], node, tree.tokens[row].tolist(), nodes[:count])
+                outcomes[rank - 1].append(float(on_path))
+                assert not on_path or chosen <= accepted
+
+
+def is_on_path(trie: Trie, node: int, tokens: list[int], path: list[int]) -> bool:
+    """Tell whether a trie's node is on the accepted path, by the tokens from the root to it."""
+    wanted = []
+    while node > 0:
+        wanted.append(trie.tokens[node])
+        node = trie.parents[node]
+    return [tokens[at] for at in path[1 : len(wanted) + 1]] == wanted[::-1]
