@@ -32,7 +32,9 @@ drafters of tiny were trained for 400 steps, which is minutes; those of SmolLM2 
         "python -m benchmarks.axes",
         axes_tables,
         """One thread for each process; one other measurement ran on the second core. Plain and drafted rounds alternate, so
-ratios are of the same moments. Some answers of SmolLM2 in batches differ from those of each text alone, without a drafter too:
+ratios are of the same moments. The lengths of prompts of SmolLM2's retrieval, lookahead, sparse cache and layer skipping were
+measured later, beside several busy processes: their tokens per second are a quarter of those of an idle machine, and six
+prompts leave wide intervals. Some answers of SmolLM2 in batches differ from those of each text alone, without a drafter too:
 the forward over the padded prompts of a batch rounds otherwise in bfloat16, and later steps have the same bits.
 Of 32 texts of 24 tokens, decoded in batches of 1, 2, 4, 8, 16 and 32 without a
 drafter, 32, 29, 24, 23, 23 and 23 equal those alone. With n-gram lookup, all 32 equal plain decoding of the same batch at every
