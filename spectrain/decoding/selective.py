@@ -10,7 +10,7 @@ from spectrain.drafters.layers.skippable import SkippableDrafter
 from spectrain.trees.base import Draft, RootOnlyBuilder, RoundResult, TreeBuilder
 
 from .latency import time_verification
-from .loop import EagerRunner
+from .loop import EagerRunner, Request
 
 
 class SelectiveDrafter(SkippableDrafter):
@@ -51,16 +51,17 @@ class PlainRounds(RootOnlyBuilder):
         self.builder.count_plain_round()
 
 
-def draft_selectively(runner: EagerRunner, num_texts: int, max_new_tokens: int) -> None:
+def draft_selectively(runner: EagerRunner, request: Request) -> None:
     """Let a runner draft only where its tree builder expects a gain.
 
     If no round of the decoding may draft, it records no features for a drafter and is decoding without one.
     """
     assert runner.drafter is not None
     selective = SelectiveDrafter(runner.drafter, runner.builder)
-    if selective.is_skippable and not runner.builder.may_draft(num_texts, max_new_tokens):
+    size = len(request.prompts), request.longest_prompt, request.max_new_tokens
+    if selective.is_skippable and not runner.builder.may_draft(*size):
         runner.remove_drafter(PlainRounds(runner.builder))
         return
     runner.round_drafter = selective
     # A drafter that reads skipped tokens writes as many slots in every row as in the one with most of them.
-    runner.extra_slots = max_new_tokens
+    runner.extra_slots = request.max_new_tokens

@@ -246,7 +246,7 @@ class Session:
         if self.guard is not None:
             self.guard.wrap_runner(runner, request.max_new_tokens)
         elif runner.builder.decides_to_draft:
-            draft_selectively(runner, len(request.prompts), request.max_new_tokens)
+            draft_selectively(runner, request)
         return runner
 
 

@@ -232,7 +232,7 @@ class TreeBuilder(ABC):
         """Tell whether the next round drafts; asked before each round if the builder decides to draft."""
         return True
 
-    def may_draft(self, num_texts: int, num_rounds: int) -> bool:
+    def may_draft(self, num_texts: int, longest_prompt: int, num_rounds: int) -> bool:
         """Tell whether a decoding of this many texts and rounds may draft at all; asked before each of them."""
         return True
 
@@ -307,8 +307,8 @@ class WrappedBuilder(TreeBuilder):
     def record_times(self, prefix: Prefix, seconds: dict[int, float], total_seconds: float) -> None:
         self.builder.record_times(prefix, seconds, total_seconds)
 
-    def may_draft(self, num_texts: int, num_rounds: int) -> bool:
-        return self.builder.may_draft(num_texts, num_rounds)
+    def may_draft(self, num_texts: int, longest_prompt: int, num_rounds: int) -> bool:
+        return self.builder.may_draft(num_texts, longest_prompt, num_rounds)
 
     def count_plain_round(self) -> None:
         self.builder.count_plain_round()

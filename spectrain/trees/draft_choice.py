@@ -70,10 +70,11 @@ class DraftChoice:
             return not self.was_drafted
         return self.prefers_draft != (self.savings >= expected_loss)
 
-    def may_draft(self, num_rounds: int) -> bool:
+    def may_draft(self, num_rounds: int, reading_cost: float = 0.0) -> bool:
         """Tell whether one of the next `num_rounds` rounds may draft, if those before it are plain steps."""
         savings = self.savings + TRIAL_ALLOWANCE * (num_rounds - 1)
-        return self.mean_gain > 0 or self.is_preparing or savings >= -self.mean_gain
+        prefers_draft = self.mean_gain > reading_cost / ROUNDS_PER_READING
+        return prefers_draft or self.is_preparing or savings >= reading_cost - self.mean_gain
 
     def record_plain(self, time_ratio: float) -> None:
         """Record a round without a draft, which took `time_ratio` times its modelled seconds."""

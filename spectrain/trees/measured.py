@@ -194,10 +194,13 @@ class Auto(LatencyAwareBuilder):
             self.last_draft_length = self.text_length
         return not self.is_skipped
 
-    def may_draft(self, num_texts: int, num_rounds: int) -> bool:
+    def may_draft(self, num_texts: int, longest_prompt: int, num_rounds: int) -> bool:
         costs = self.costs_by_setting.get((num_texts, torch.get_num_threads()))
         self.plain_costs = costs
-        return costs is None or not costs.is_timed or costs.choice.may_draft(num_rounds)
+        if costs is None or not costs.is_timed:
+            return True
+        reading = longest_prompt * costs.reading_seconds / costs.latency.estimate_verify(1, longest_prompt)
+        return costs.choice.may_draft(num_rounds, reading)
 
     def count_plain_round(self) -> None:
         assert self.plain_costs is not None

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.loop import EagerRunner, decode
+from spectrain.decoding.loop import EagerRunner, decode, make_request
 from spectrain.decoding.selective import PlainRounds, SelectiveDrafter, draft_selectively
 from spectrain.decoding.session import Session
 from spectrain.drafters.causal import Causal
@@ -33,16 +33,17 @@ def make_builder(node: float) -> Auto:
     return builder
 
 
+@pytest.mark.parametrize("reading", [0.0, 0.1])
 @pytest.mark.parametrize("savings", [0.0, 0.2, 0.39])
-def test_a_choice_knows_whether_it_can_draft(savings: float) -> None:
+def test_a_choice_knows_whether_it_can_draft(savings: float, reading: float) -> None:
     """`may_draft` is true exactly where one of that many plain rounds, one after another, would draft."""
     for num_rounds in (1, 10, 20, 30, 60):
         choice = DraftChoice(1.0, 1.4)
         choice.savings = savings
-        expected = choice.may_draft(num_rounds)
+        expected = choice.may_draft(num_rounds, reading)
         drafts = []
         for _ in range(num_rounds):
-            drafts.append(choice.should_draft())
+            drafts.append(choice.should_draft(reading))
             choice.record_plain(1.0)
         assert expected == any(drafts)
     assert DraftChoice(2.0, 1.4).may_draft(1)
@@ -57,11 +58,14 @@ def test_decodings_without_drafts_are_plain(shallow: Target) -> None:
     assert [row.output for row in found] == [row.output for row in decode(shallow, PROMPTS, Greedy(), 12, ignore_eos=True)]
     assert builder.num_plain == builder.num_rounds == 11 and builder.costs.choice.savings == pytest.approx(11 * 0.008)
     runner = EagerRunner(shallow, Greedy(), drafter, builder)
-    draft_selectively(runner, 2, 12)
+    draft_selectively(runner, make_request(shallow, PROMPTS, 12))
     assert runner.drafter is None and isinstance(runner.builder, PlainRounds)
-    for num_texts, num_rounds in ((2, 600), (3, 12)):  # enough savings, and a number of texts that nothing is known of
+    for prompts, num_rounds in (
+        (PROMPTS, 600),
+        (PROMPTS * 2, 12),
+    ):  # enough savings; a number of texts that nothing is known of
         runner = EagerRunner(shallow, Greedy(), drafter, builder)
-        draft_selectively(runner, num_texts, num_rounds)
+        draft_selectively(runner, make_request(shallow, prompts, num_rounds))
         assert runner.drafter is drafter and isinstance(runner.round_drafter, SelectiveDrafter)
 
 
