@@ -1,12 +1,14 @@
 """`python -m benchmarks.equal_data`: drafters and ways to train them beside their bases, after the same tokens, on tiny.
 
 Each group has a base and what differs from it by one part: DFlash's relatives (by `spectrain compare`), the signals of a
-training that continues, learning while decoding, heads that train the target too, and raw text before answers. Every row is
-trained and scored with several seeds on the same held-out prompts, greedy. What was trained or scored before is not done again,
+training that continues, learning while decoding, heads that train the target too, raw text before answers, several drafters,
+copies beside a drafter, and lengths of the text. Every row is trained and scored with several seeds on the same held-out
+prompts. What was trained or scored before is not done again,
 and every row is written at once, so an interrupted run goes on where it stopped.
 """
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +21,11 @@ from spectrain.cli.main import dispatch_command
 from spectrain.data.readers import EmbeddedReader
 from spectrain.eval.intervals import interval
 from spectrain.files import write_text
+from spectrain.models.loading import TINY_DIRECTORY
 from spectrain.provenance import collect_provenance
 
 from .command import run_benchmark
+from .systems import names_run
 
 TOKENS = 150_000
 """Training tokens of each of DFlash's relatives."""
@@ -56,12 +60,24 @@ RUNS: dict[str, list[str]] = {
     "answers": ["recipe=gkd", SMALL, *START],
     "text": [*TEXT, "trainer.max_steps=150"],
     "text-answers": ["recipe=gkd", "drafter.init=WORK/text", "data.limit=null", "trainer.max_steps=150"],
+    "gkd": ["recipe=gkd", *START],
+    "owl": ["recipe=owl", "target=hf", "target.model=LONG", *START],
+    "eagle3-long": ["recipe=eagle3", "target=hf", "target.model=LONG", *START],
     "half": ["recipe=gkd", SMALL, "data.limit=null", "trainer.max_steps=150"],
 }  # fmt: skip
-"""What is trained, by name; WORK is the folder of the seed, TEXTS the file of raw texts."""
+"""What is trained, by name; WORK is the folder of the seed, TEXTS the file of raw texts, LONG the target for long texts."""
 CHAIN, TREE = ["tree=chain", "tree.depth=4"], ["tree=eagle2", "tree.depth=4", "tree.budget=16"]
 FIXED = ["run=WORK/eagle3", *CHAIN, "eval.limit=64"]
 ONLINE = [*FIXED, "eval.online=true", "eval.online_every=4", "eval.online_lr=3e-4"]
+SHORT, LENGTHY = ["eval.context=[512]", "eval.limit=16"], ["eval.context=[4k]", "eval.limit=16"]
+EIGHT = ["target=tiny", *CHAIN, "eval.batch_size=8"]
+
+
+def list_lengths(run: list[str]) -> dict[str, list[str]]:
+    """Return the rows of a drafter behind short and long texts."""
+    return {"512 tokens": [*run, *CHAIN, *SHORT], "4,096 tokens": [*run, *CHAIN, *LENGTHY]}
+
+
 GROUPS: dict[str, dict[str, list[str]]] = {
     "blocks": {name: [f"run=WORK/blocks/{name}", *CHAIN] for name in BLOCKS},
     "blocks, trees": {
@@ -82,6 +98,42 @@ GROUPS: dict[str, dict[str, list[str]]] = {
     "two stages": {name: [f"run=WORK/{name}", *CHAIN] for name in ("answers", "text-answers", "text", "half")},
 }
 """The rows of each group, the base first: the arguments of `spectrain eval`."""
+GROUPS |= {
+    "trees of several drafters": {
+        "gkd": ["run=WORK/gkd", *TREE],
+        "ngram": ["target=tiny", "drafter=ngram", *TREE],
+        "union with ngram": ["target=tiny", "drafter=union", "drafter.inner=[ngram,WORK/gkd]", *TREE],
+        "union with eagle3": ["target=tiny", "drafter=union", "drafter.inner=[WORK/eagle3,WORK/gkd]", *TREE],
+        "cascade": ["target=tiny", "drafter=cascade", "drafter.inner=WORK/gkd", "drafter.helper=ngram", *TREE],
+        "graph": ["target=tiny", "drafter=graph", "drafter.inner=WORK/gkd", *TREE],
+    },
+    "copies beside a drafter": {
+        "eagle3": ["run=WORK/eagle3", *TREE],
+        "hybrid": ["target=tiny", "drafter=hybrid", "drafter.inner=WORK/eagle3", *TREE],
+        "respec": ["target=tiny", "drafter=respec", "drafter.inner=WORK/eagle3", *TREE],
+        "respec, relaxed": [
+            "target=tiny", "drafter=respec", "drafter.inner=WORK/eagle3", *TREE, "acceptance=relaxed_copies",
+        ],
+        "howl": ["target=tiny", "drafter=howl", "drafter.inner=WORK/eagle3", *TREE],
+    },
+    "phrases behind a draft": {
+        "gkd": ["run=WORK/gkd", *CHAIN],
+        "ouroboros": ["target=tiny", "drafter=ouroboros", "drafter.inner=WORK/gkd", *CHAIN],
+    },
+    "depth by a policy": {
+        "eagle2": ["run=WORK/eagle3", "tree=eagle2", "tree.depth=5", "tree.budget=16"],
+        "radar": ["run=WORK/eagle3", "tree=radar", "tree.policy=WORK/policy.json"],
+    },
+    "a drafter for each text": {
+        "bandit": [*EIGHT, "drafter=chosen", "drafter.by=bandit", "drafter.inner=[ngram,WORK/gkd,WORK/eagle3]"],
+        "by row": [*EIGHT, "drafter=chosen_by_row", "drafter.inner=[ngram,WORK/gkd,WORK/eagle3]"],
+        "gkd": ["run=WORK/gkd", *CHAIN, "eval.batch_size=8"],
+        "ngram": [*EIGHT, "drafter=ngram"],
+    },
+    "owl by length": list_lengths(["run=WORK/owl"]),
+    "eagle3 by length": list_lengths(["run=WORK/eagle3-long"]),
+    "howl by length": list_lengths(["target=hf", "target.model=LONG", "drafter=howl", "drafter.inner=WORK/owl"]),
+}  # fmt: skip
 
 
 @dataclass
@@ -101,7 +153,9 @@ class EqualDataBench:
         self.folder, out = Path(self.work).absolute(), Path(self.out)
         self.folder.mkdir(parents=True, exist_ok=True)
         for group in self.groups or GROUPS:
-            summaries = [[self.score_row(name, words, seed) for seed in self.seeds] for name, words in GROUPS[group].items()]
+            summaries = [
+                [self.score_row(group, name, words, seed) for seed in self.seeds] for name, words in GROUPS[group].items()
+            ]
             rows = [
                 {"name": name, "command": " ".join(["eval", *words, *SCORING]).replace("WORK", "runs"), **entry}
                 for (name, words), entry in zip(GROUPS[group].items(), compare_with_base(summaries))
@@ -113,23 +167,21 @@ class EqualDataBench:
             }  # fmt: skip
             write_text(out, json.dumps({"setting": setting, "groups": {**groups, group: rows}}, indent=1) + "\n")
 
-    def score_row(self, name: str, words: list[str], seed: int) -> Path:
+    def score_row(self, group: str, name: str, words: list[str], seed: int) -> Path:
         """Return the folder of a row's score, after training and scoring it."""
-        run = words[0].removeprefix("run=WORK/")
-        if run.startswith("blocks/"):
+        if words[0].startswith("run=WORK/blocks/"):
             self.compare_blocks(seed)
-        else:
-            self.train(run, seed)
-        label = (
-            "heldout"
-            if run.startswith("blocks/") and words[1:] == CHAIN
-            else f"{name}-{words[1][5:]}".replace(", ", "-").replace(" ", "-")
-        )
+        for run in RUNS:
+            if any(names_run(word, run) for word in words):
+                self.train(run, seed)
+        label = "-".join("".join(sign if sign.isalnum() else " " for sign in f"{group} {name}").split())
+        run = words[0].removeprefix("run=WORK/") if words[0].startswith("run=") else "scores"
         folder = self.folder / str(seed) / run / "eval" / label
         if not (folder / "summary.json").exists():
             given = {word.split("=")[0] for word in words}
             rest = [word for word in SCORING if word.split("=")[0] not in given]
-            dispatch_command(["eval", *self.fill_words(words, seed), *rest, f"eval.name={label}"])
+            place = [] if "run" in given else [f"run={self.folder / str(seed) / run}"]
+            dispatch_command(["eval", *self.fill_words(words, seed), *rest, *place, f"eval.name={label}"])
         return folder
 
     def compare_blocks(self, seed: int) -> None:
@@ -149,20 +201,36 @@ class EqualDataBench:
                 self.train(other, seed)
         run = self.folder / str(seed) / name
         if not (run / "drafter").exists():
-            dispatch_command(["train", *self.fill_words(words, seed), *TRAINING, f"trainer.seed={seed}", f"run={run}"])
+            given = {word.split("=")[0] for word in words}
+            rest = [word for word in TRAINING if word.split("=")[0] not in given]
+            dispatch_command(["train", *self.fill_words(words, seed), *rest, f"trainer.seed={seed}", f"run={run}"])
 
     def fill_words(self, words: list[str], seed: int) -> list[str]:
-        """Return arguments with the folder of a seed and the file of raw texts, which is written once."""
-        texts = self.folder / "texts.jsonl"
+        """Return arguments with the folder of a seed, the file of raw texts and the target for long ones, each written once."""
+        texts, long_target = self.folder / "texts.jsonl", self.folder / "tiny-long"
         if not texts.exists():
             write_text(texts, "".join(json.dumps({"text": text}) + "\n" for text in read_texts()))
-        return [word.replace("WORK", str(self.folder / str(seed))).replace("TEXTS", str(texts)) for word in words]
+        if not long_target.exists():
+            write_long_target(long_target)
+        names = {"WORK": self.folder / str(seed), "TEXTS": texts, "LONG": long_target}
+        for name, path in names.items():
+            words = [word.replace(name, str(path)) for word in words]
+        return words
 
 
 def read_texts() -> Iterator[str]:
     """Read the answers of the embedded conversations as raw text, without the template."""
     for conversation in EmbeddedReader().read_conversations():
         yield "\n\n".join(message["content"] for message in conversation.messages if message["role"] == "assistant")
+
+
+def write_long_target(folder: Path) -> None:
+    """Write the tiny target with YaRN's positions (Peng et al., 2023) for texts of up to 8,192 tokens, without training."""
+    shutil.copytree(TINY_DIRECTORY, folder)
+    config = json.loads((TINY_DIRECTORY / "config.json").read_text())
+    length = config["max_position_embeddings"]
+    config["rope_parameters"] |= {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": length}
+    write_text(folder / "config.json", json.dumps({**config, "max_position_embeddings": 8 * length}, indent=2) + "\n")
 
 
 def compare_with_base(rows: list[list[Path]]) -> list[dict[str, Any]]:
