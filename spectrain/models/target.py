@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -25,7 +26,7 @@ from .chat_template import ChatTemplate
 from .fast import speed_up_linears
 from .features import Features, Layer
 from .forward_plan import DEFAULT_PLAN, ForwardPlan, LayerSpan
-from .images import ImageProcessor, Images, get_images
+from .images import ImageProcessor, Images, get_images, have_images
 from .kv_cache import TreeCache
 from .model_parts import ModelParts
 from .residual_stream import capture_stream
@@ -109,13 +110,40 @@ class Target(ModelParts):
         texts: Sequence[Sequence[int]] = (),
     ) -> Features:
         """Run prompts [B, T], padded on the right, into an empty cache. Return features, with logits [B, 1, V] after the last
-        token of each row. `texts` are the same prompts with their images."""
+        token of each row. `texts` are the same prompts with their images.
+
+        Where kernels give a later row the bits of a text alone, prompts run one after the other, so that a prompt has these bits
+        too: products over many padded rows round otherwise."""
+        if len(tokens) > 1 and self._runs_prompts_alone(cache, texts):
+            return self._prefill_each(tokens, lengths, cache, layers)
         with_final = layers if "final" in layers else (*layers, "final")
         cache.prompt_lengths = lengths
         features = self.run(tokens, ForwardPlan(layers=with_final, cache=cache, texts=self._check_images(texts)))
         cache.commit(None, lengths)
         last = features.at_layer("final").gather(1, (lengths - 1)[:, None, None].expand(-1, 1, self.width))
         return Features(tokens, features.layers, features.hidden, self.head.logits(last))
+
+    def _runs_prompts_alone(self, cache: TreeCache, texts: Sequence[Sequence[int]]) -> bool:
+        """Return whether a prompt alone and later rows have the same bits, which kernels see to."""
+        return cache.can_lend_storage and not have_images(texts) and self.architecture.can_pool_texts(self)
+
+    def _prefill_each(self, tokens: Tensor, lengths: Tensor, cache: TreeCache, layers: tuple[Layer, ...]) -> Features:
+        """Run the prompts one after the other, each in a cache of its own whose slots are copied."""
+        parts, longest = [], tokens.shape[1]
+        for row, length in enumerate(lengths.tolist()):
+            alone = self.new_cache(1, length)
+            parts.append(self.prefill(tokens[row : row + 1, :length], lengths[row : row + 1], alone, layers))
+            assert alone.storage is not None
+            *_, num_heads, size = alone.storage.shape
+            slots = cache.lend_storage(longest, num_heads, size, alone.storage.dtype)
+            slots[:, :, row, :length] = alone.storage[:, :, 0, :length]
+            # Layers refer to the cache, so it would keep its memory until the next collection of garbage.
+            alone.storage = None
+        cache.add_uncommitted(longest)
+        cache.commit(None, lengths)
+        hidden = torch.cat([F.pad(part.hidden, (0, 0, 0, 0, 0, longest - part.hidden.shape[1])) for part in parts])
+        logits = torch.cat([part.logits for part in parts if part.logits is not None])
+        return Features(tokens, parts[0].layers, hidden, logits)
 
     def extend(self, tokens: Tensor, cache: TreeCache) -> Features:
         """Run further tokens [B, N] of texts behind the committed ones, and commit them. Return features with logits [B, 1, V]

@@ -18,6 +18,7 @@ from spectrain.models.fast.batch_invariance import packable_dtypes
 from spectrain.models.fast.compiled_cpu_decoder import find_compiled
 from spectrain.models.fast.compiled_cpu_layers import fuse_cpu_layers
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan, Sublayer
+from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.trees.token_tree import TokenTree
 
@@ -182,3 +183,23 @@ def test_layers_of_other_classes_are_not_fused(tiny: Target) -> None:
         not list(fuse_cpu_layers(target.layers, layer_attention))
         and len(list(fuse_cpu_layers(tiny.layers, layer_attention))) == tiny.num_layers
     )
+
+
+def test_prompts_of_a_batch_have_the_bits_of_each_alone() -> None:
+    """Their logits, their features and what the cache holds, so that a later row does not depend on its batch."""
+    target, lengths = load_tiny("bfloat16"), [20, 57, 3]
+    target.pack_weights()
+    if not target.architecture.can_pool_texts(target):
+        pytest.skip("no kernels run the layers here")
+    prompts = torch.randint(3, 400, (3, 57), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        cache = target.new_cache(3, 70)
+        features = target.prefill(prompts, torch.tensor(lengths), cache, (1,))
+        for row, length in enumerate(lengths):
+            alone = target.new_cache(1, 70)
+            expected = target.prefill(prompts[row : row + 1, :length], torch.tensor([length]), alone, (1,))
+            assert torch.equal(expected.logits[0], features.logits[row])
+            assert torch.equal(expected.hidden[0], features.hidden[row, :length])
+            assert alone.storage is not None and cache.storage is not None
+            assert torch.equal(alone.storage[:, :, 0, :length], cache.storage[:, :, row, :length])
+    assert cache.lengths.tolist() == lengths and cache.uncommitted == 0
