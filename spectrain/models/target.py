@@ -112,8 +112,8 @@ class Target(ModelParts):
         """Run prompts [B, T], padded on the right, into an empty cache. Return features, with logits [B, 1, V] after the last
         token of each row. `texts` are the same prompts with their images.
 
-        Where kernels give a later row the bits of a text alone, prompts run one after the other, so that a prompt has these bits
-        too: products over many padded rows round otherwise."""
+        Where kernels give a later row the bits of a text alone, prompts run one after the other, so that a prompt has these
+        bits too: products over many padded rows round otherwise."""
         if len(tokens) > 1 and self._runs_prompts_alone(cache, texts):
             return self._prefill_each(tokens, lengths, cache, layers)
         with_final = layers if "final" in layers else (*layers, "final")
