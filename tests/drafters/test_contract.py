@@ -47,6 +47,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "dflash2": {"num_layers": 2, "block_size": 4}, "respec": {"inner": {"choice": "eagle3", **EAGLE3}},
     **{name: {"inner": {"choice": "causal", "num_layers": 1}} for name in ("graph", "ouroboros")},
     "domino": {"num_layers": 1, "block_size": 4, "gru_width": 16, "rank": 8},
+    "blockwise": {"inner": {"choice": "medusa", "vocab_size": 512}}, "cerberus": {"vocab_size": 512},
+    "mixture": {"vocab_size": 512, "layers": [1, 3]},
     "xpress": {"num_layers": 1, "block_size": 4, "rank": 8},
     "lilicorr": {"num_layers": 1, "block_size": 4, "correction_width": 16, "correction_heads": 2, "factor_width": 8},
 }  # fmt: skip

@@ -21,7 +21,8 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.decoding.session import tune_drafter
 from spectrain.errors import UserError
-from spectrain.experimental.layer_skip.drafter import LayerSkipping, measure_agreement, mutate_layers, pad_texts, search_layers
+from spectrain.experimental.layer_skip.drafter import LayerSkipping, measure_agreement, mutate_layers, search_layers
+from spectrain.experimental.layer_skip.sets import pad_texts
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan, Sublayer, layer_index
 from spectrain.models.reference_model import generate
 from spectrain.models.target import Target

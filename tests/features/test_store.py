@@ -410,6 +410,9 @@ FAMILIES: list[dict[str, Any]] = [
     {"_target_": "spectrain.experimental.domino.drafter.Domino", "num_layers": 1, "block_size": 4},
     {"_target_": "spectrain.experimental.xpress.drafter.XPress", "num_layers": 1, "block_size": 4},
     {"_target_": "spectrain.experimental.vispec.drafter.ViSpec", "num_steps": 2},
+    {"_target_": "spectrain.experimental.cerberus.drafter.Cerberus", "num_heads": 2},
+    {"_target_": "spectrain.experimental.mixture.drafter.MixtureOfAttentions", "num_steps": 2, "layers": [1, 3]},
+    {"_target_": "spectrain.experimental.falcon.drafter.Falcon"},
 ]
 
 
@@ -461,9 +464,9 @@ def test_the_comparison_covers_every_family_with_features() -> None:
     choices = Path(module.__file__).parents[1] / "conf" / "drafter"
     named = {file.read_text().split("_target_: ")[1].split()[0].rsplit(".", 1)[1] for file in choices.glob("*.yaml")}
     without = {"EarlyExit", "GatedLora", "Jacobi", "LayerSkipping", "Lookahead", "Ngram", "Retrieval", "SelfDraft", "Universal"}
-    without |= {"HiddenTransfer", "Owl", "PromptTokens", "SpeculativeStreaming", "Uno"} & named
+    without |= {"HiddenTransfer", "Owl", "PromptTokens", "Space", "SpeculativeStreaming", "Uno"} & named
     without |= {"Hybrid"}  # its loss is that of the drafter inside
-    without |= {"Bigrams", "GraphDrafting", "Ouroboros", "ReSpec", "Trigrams"}
+    without |= {"AdaptiveSkipping", "Bigrams", "Blockwise", "GraphDrafting", "Ouroboros", "ReSpec", "Trigrams"}
     without |= {"Cascade", "DrafterRouter", "UnionDrafter"}  # as is a cascade's; a choice is not trained
     without |= {"smollm2_eagle3"}  # trained already
     assert named == known | without

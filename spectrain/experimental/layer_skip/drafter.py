@@ -5,28 +5,35 @@ Shapes: B batch, T tokens, W a window of them, L layers of the target, D its wid
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from dataclasses import replace
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from spectrain.drafters.capabilities import SavedFiles, TunableDrafter
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.self_speculation import SelfDrafter
 from spectrain.errors import UserError
-from spectrain.models.forward_plan import SUBLAYER_KINDS, ForwardPlan, LayerSpan, SkippedLayer, Sublayer, layer_index
+from spectrain.models.forward_plan import ForwardPlan, LayerSpan, SkippedLayer, Sublayer
 from spectrain.trees.base import Draft
+
+from .gaussian import search_halves
+from .sets import (
+    LayerSet,
+    SetScorer,
+    Text,
+    format_layers,
+    is_valid,
+    merge_halves,
+    parse_layer,
+    split_layer,
+    tokens_per_forward,
+)
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
-
-
-Text = tuple[list[int], list[int]]  # a prompt and the target's answer
 
 
 class LayerSkipping(SelfDrafter, TunableDrafter):
@@ -37,7 +44,8 @@ class LayerSkipping(SelfDrafter, TunableDrafter):
     of the most likely token, chains of d drafts have (1 - a^(d + 1)) / (1 - a) tokens per round for d c + 1 forwards, c being
     the share of the target's weights that a draft step reads. The set with the most tokens per forward wins. The search starts
     from the layers that change the direction of their input least, in growing number, and then adds, removes or swaps layers at
-    random, `search_steps` sets in total.
+    random, `search_steps` sets in total. With search_by=bayes it is Draft & Verify's: a Gaussian process over the bits of all
+    halves of layers predicts the score of a set, and the next set is the one with the largest expected improvement.
 
     With `tries`, the search continues during decoding (SWIFT): a round with a draft first tries another set, one or two moves
     from the best one or, one time in four, a random one. Attention and feed-forward are skipped separately, but not those of
@@ -51,6 +59,9 @@ class LayerSkipping(SelfDrafter, TunableDrafter):
         target: Target,
         # Layers to skip, or halves of layers, as in [3,attention5,mlp7]; null searches for them.
         skipped: list[int | str] | None = None,
+        # How the search before decoding moves: at random from the best set of layers (moves), or by Bayesian optimisation over
+        # halves of layers (bayes).
+        search_by: Literal["moves", "bayes"] = "moves",
         # Number of sets that the search before decoding scores.
         search_steps: int = 60,
         # Tokens of each calibration prompt's answer on which sets are scored.
@@ -77,7 +88,7 @@ class LayerSkipping(SelfDrafter, TunableDrafter):
                 f"drafter.skipped={list(skipped or ())}: name at least one of the layers 0 to {target.num_layers - 1} of "
                 f"{target.name}, whole or as attention1 or mlp1, and not all"
             )
-        self.search_steps, self.answer_tokens, self.seed = search_steps, answer_tokens, seed
+        self.search_by, self.search_steps, self.answer_tokens, self.seed = search_by, search_steps, answer_tokens, seed
         self.exit_layer = target.num_layers
         self.head = target.head
         self.needs_search = layers is None
@@ -92,7 +103,8 @@ class LayerSkipping(SelfDrafter, TunableDrafter):
     def search(self, target: Target, texts: list[Text], depth: int) -> None:
         """Search for the set to skip."""
         self.needs_search = False
-        self._use_set(merge_halves(search_layers(target, texts, depth, self.search_steps, self.seed)))
+        search = search_halves if self.search_by == "bayes" else search_layers
+        self._use_set(merge_halves(search(target, texts, depth, self.search_steps, self.seed)))
 
     def _use_set(self, skipped: frozenset[SkippedLayer]) -> None:
         self.skipped: frozenset[SkippedLayer] = skipped
@@ -121,53 +133,23 @@ class LayerSkipping(SelfDrafter, TunableDrafter):
             self._use_set(other)
 
 
-def search_layers(target: Target, texts: list[Text], depth: int, steps: int, seed: int = 0) -> frozenset[int]:
+def search_layers(target: Target, texts: list[Text], depth: int, steps: int, seed: int = 0) -> LayerSet:
     """Return the set of layers to skip with the most expected tokens per forward, for chains of `depth` drafts."""
-    tokens, answers = pad_texts(texts, target.device)
-    states = target.features(tokens, (*range(target.num_layers + 1), "final"))
-    labels = target.head.logits(states.at_layer("final")[answers]).argmax(-1)
-    scores: dict[frozenset[int], float] = {}
-
-    def score_layers(skipped: frozenset[int]) -> float:
-        """Return the tokens per forward of a set; every set is measured once."""
-        if skipped not in scores:
-            final = target.run(tokens, ForwardPlan(layers=("final",), span=LayerSpan(skipped=skipped))).at_layer("final")[
-                answers
-            ]
-            rate = float((target.head.logits(final).argmax(-1) == labels).float().mean())
-            scores[skipped] = tokens_per_forward(target, skipped, rate, depth)
-        return scores[skipped]
-
-    entering, leaving = states.hidden[answers][:, : target.num_layers], states.hidden[answers][:, 1 : target.num_layers + 1]
-    least_changing = torch.cosine_similarity(entering, leaving, dim=-1).mean(0).argsort(descending=True).tolist()
-    starts = [frozenset(least_changing[:count]) for count in range(1, target.num_layers)]
+    scorer = SetScorer(target, texts, depth)
+    starts = [frozenset(scorer.least_changing[:count]) for count in range(1, target.num_layers)]
     for start in starts[: max(1, steps // 2)]:
-        score_layers(start)
-    best = max(scores, key=lambda skipped: scores[skipped])
+        scorer.score_set(start)
+    best = scorer.best
     random = Random(seed)
     for _ in range(20 * steps):  # small targets have fewer sets than steps
-        if len(scores) >= steps:
+        if len(scorer.scores) >= steps:
             break
         changed = set(best)
         for _ in range(random.choice((1, 2))):
             changed ^= {random.randrange(target.num_layers)}
-        if 0 < len(changed) < target.num_layers and score_layers(frozenset(changed)) > scores[best]:
+        if 0 < len(changed) < target.num_layers and scorer.score_set(frozenset(changed)) > scorer.scores[best]:
             best = frozenset(changed)
     return best
-
-
-def tokens_per_forward(target: Target, skipped: Collection[SkippedLayer], agreement: float, depth: int) -> float:
-    """Return the expected tokens of a round over its forwards, for chains of `depth` drafts."""
-    head = target.head.output.weight.numel()
-    sizes = [count_weights(layer) for layer in target.layers]
-    skipped_weights = sum(
-        count_weights(target.get_sublayer(*layer)) if isinstance(layer, Sublayer) else sizes[layer] for layer in skipped
-    )
-    return sum(agreement**k for k in range(depth + 1)) / (1 + depth * (1 - skipped_weights / (head + sum(sizes))))
-
-
-def count_weights(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def measure_agreement(context: Context, skipped: Collection[SkippedLayer], size: int) -> float:
@@ -195,47 +177,3 @@ def mutate_layers(skipped: frozenset[SkippedLayer], num_layers: int, random: Ran
     else:
         changed = halves ^ set(random.sample(inner, random.choice((1, 2))))
     return merge_halves(changed) if changed else skipped
-
-
-def split_layer(layer: int) -> list[SkippedLayer]:
-    """Return the two halves of a layer, attention and feed-forward."""
-    return [Sublayer(layer, part) for part in SUBLAYER_KINDS]
-
-
-def merge_halves(skipped: Collection[SkippedLayer]) -> frozenset[SkippedLayer]:
-    """Replace both halves of a layer by the layer."""
-    complete = {layer if not isinstance(layer, Sublayer) else layer.layer for layer in skipped}
-    complete = {layer for layer in complete if layer in skipped or set(split_layer(layer)) <= set(skipped)}
-    return frozenset([*complete, *(layer for layer in skipped if isinstance(layer, Sublayer) and layer.layer not in complete)])
-
-
-def parse_layer(name: int | str) -> SkippedLayer:
-    """Parse a layer number, or the name of half of a layer; return -1 for an unknown name."""
-    if isinstance(name, int):
-        return name
-    match = re.fullmatch(rf"({'|'.join(SUBLAYER_KINDS)})(\d+)", name)
-    return Sublayer(int(match[2]), SUBLAYER_KINDS[SUBLAYER_KINDS.index(match[1])]) if match else -1
-
-
-def format_layers(skipped: Collection[SkippedLayer]) -> list[int | str]:
-    """Format layers as settings name them, in order."""
-    ordered = sorted(skipped, key=lambda layer: (layer.layer, layer.kind) if isinstance(layer, Sublayer) else (layer, ""))
-    return [f"{layer.kind}{layer.layer}" if isinstance(layer, Sublayer) else layer for layer in ordered]
-
-
-def is_valid(skipped: Collection[SkippedLayer], num_layers: int) -> bool:
-    """Tell whether these are layers of the target, and not all of them."""
-    return (
-        all(0 <= layer_index(layer) < num_layers for layer in skipped)
-        and len(merge_halves(skipped) & set(range(num_layers))) < num_layers
-    )
-
-
-def pad_texts(texts: list[Text], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return prompts with their answers [B, T], and a mask [B, T] of positions whose next token belongs to the answer."""
-    rows, masks = [], []
-    for prompt, answer in texts:
-        rows.append(torch.tensor(prompt + answer, device=device))
-        position = torch.arange(len(rows[-1]), device=device)
-        masks.append((position >= len(prompt) - 1) & (position < len(rows[-1]) - 1))
-    return pad_sequence(rows, batch_first=True), pad_sequence(masks, batch_first=True)
