@@ -60,6 +60,9 @@ CONFIGURED = {
     "experimental/less_cache/drafter.py:SelfDraft",
     "experimental/transformer_heads/drafter.py:TransformerHeads",
     "experimental/on_policy/source.py:GeneratedSource",
+    "experimental/adaptive_stop/builder.py:AdaptiveStopChain",
+    "experimental/layer_skip/drafter.py:LayerSkipping",
+    "experimental/space/drafter.py:Space",
 }
 """Classes whose constructors mirror a yaml of more than eight settings."""
 

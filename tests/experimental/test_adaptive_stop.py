@@ -5,7 +5,7 @@ import torch
 
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
-from spectrain.experimental.adaptive_stop.builder import AdaptiveChain
+from spectrain.experimental.adaptive_stop.builder import AdaptiveStopChain
 from spectrain.models.target import Target
 from tests.decoding.rounds import Keeping
 
@@ -16,7 +16,7 @@ def test_thresholds_follow_the_rounds(shallow: Target, by: str) -> None:
     from spectrain.drafters.causal import Causal
 
     torch.manual_seed(0)
-    drafter, builder = Causal(shallow, num_layers=1).eval(), AdaptiveChain(4, stop=0.01, by=by, step=0.02)  # type: ignore[arg-type]
+    drafter, builder = Causal(shallow, num_layers=1).eval(), AdaptiveStopChain(4, stop=0.01, by=by, step=0.02)  # type: ignore[arg-type]
     stops: list[float] = []
 
     class Recording(Keeping):

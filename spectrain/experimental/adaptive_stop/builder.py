@@ -14,7 +14,7 @@ from spectrain.trees.chain import Chain
 from spectrain.trees.token_tree import Children
 
 
-class AdaptiveChain(Chain):
+class AdaptiveStopChain(Chain):
     """A chain that ends where the drafter's largest probability is below a threshold g, which moves after every round.
 
     With by=rate (Draft & Verify, section 3.4) the acceptance rate AR of a round's drafts, smoothed, is steered towards
@@ -58,8 +58,8 @@ class AdaptiveChain(Chain):
         self.by, self.target_rate, self.step, self.memories = by, target_rate, step, memories
         self.first_stop, self.rate = stop, target_rate
 
-    def sampled_variant(self, temperature: float) -> AdaptiveChain:
-        return AdaptiveChain(
+    def sampled_variant(self, temperature: float) -> AdaptiveStopChain:
+        return AdaptiveStopChain(
             self.depth, "sampled", temperature, self.seed, self.first_stop, self.by, self.target_rate, self.step, self.memories
         )
 
