@@ -23,6 +23,7 @@ from .grafting.evaluation import GraftedTrees
 from .less_cache.evaluation import Traffic
 from .online.evaluation import LearnFrom, Online
 from .overlap.evaluation import Overlapping
+from .pipelines.evaluation import Pipelining
 from .pruning.evaluation import PrunedTrees, PruneSweep
 from .shared.grid import refuse_empty
 from .shared.guard import GuardedSystem
@@ -95,6 +96,14 @@ class ExperimentalEvaluation(Evaluation):
     overlap: Literal["post", "pearl", "outcomes"] | None = None
     # With eval.overlap=outcomes, how many likely results of the verification to draft ahead for.
     outcomes: Count = 8
+
+    # What several stages of layers with several runs in flight would gain: simulate computes it from measured rounds, processes
+    # also decodes with every stage in a process of its own. Null does neither.
+    pipeline: Literal["simulate", "processes"] | None = None
+    # Number of stages of eval.pipeline.
+    stages: Count = 2
+    # Largest number of runs in flight of eval.pipeline.
+    in_flight: Count = 3
 
     # Let the drafter learn from the corrections of the target while it is scored, next to a copy that does not learn.
     online: bool = False
@@ -184,6 +193,8 @@ class ExperimentalEvaluation(Evaluation):
             extensions.append(Optimum(self.max_new_tokens))
         if self.overlap is not None:
             extensions.append(Overlapping(self.overlap == "pearl", self.outcomes if self.overlap == "outcomes" else 0))
+        if self.pipeline is not None:
+            extensions.append(Pipelining(self.stages, self.in_flight, self.pipeline == "processes"))
         if self.online:
             extensions.append(self.learning)
         if self.graft_layer is not None:

@@ -17,8 +17,8 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import RunError, UserError
 from spectrain.experimental.cross_vocabulary.drafter import Universal
-from spectrain.experimental.overlap.follower import DraftRequest, Follower, select_outcomes
 from spectrain.experimental.overlap.runner import Overlap, ProcessWorker, check_overlap
+from spectrain.experimental.shared.follower import DraftRequest, Follower, select_outcomes
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2
 from tests.decoding.rounds import begun, proposed

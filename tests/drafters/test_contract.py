@@ -45,7 +45,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "eagle3": EAGLE3, "hybrid": {"inner": {"choice": "eagle3", **EAGLE3}}, "peagle": {"num_layers": 2},
     "dflash": {"num_layers": 2, "block_size": 4}, "dspark": {"num_layers": 2, "block_size": 4},
     "dflash2": {"num_layers": 2, "block_size": 4}, "respec": {"inner": {"choice": "eagle3", **EAGLE3}},
-    **{name: {"inner": {"choice": "causal", "num_layers": 1}} for name in ("graph", "ouroboros")},
+    **{name: {"inner": {"choice": "causal", "num_layers": 1}} for name in ("graph", "ouroboros", "other_device")},
     "domino": {"num_layers": 1, "block_size": 4, "gru_width": 16, "rank": 8},
     "blockwise": {"inner": {"choice": "medusa", "vocab_size": 512}}, "cerberus": {"vocab_size": 512},
     "mixture": {"vocab_size": 512, "layers": [1, 3]},

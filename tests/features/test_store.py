@@ -413,6 +413,7 @@ FAMILIES: list[dict[str, Any]] = [
     {"_target_": "spectrain.experimental.cerberus.drafter.Cerberus", "num_heads": 2},
     {"_target_": "spectrain.experimental.mixture.drafter.MixtureOfAttentions", "num_steps": 2, "layers": [1, 3]},
     {"_target_": "spectrain.experimental.falcon.drafter.Falcon"},
+    {"_target_": "spectrain.experimental.devices.gating.Dovetail"},
 ]
 
 
@@ -466,7 +467,7 @@ def test_the_comparison_covers_every_family_with_features() -> None:
     without = {"EarlyExit", "GatedLora", "Jacobi", "LayerSkipping", "Lookahead", "Ngram", "Retrieval", "SelfDraft", "Universal"}
     without |= {"HiddenTransfer", "Owl", "PromptTokens", "Space", "SpeculativeStreaming", "Uno"} & named
     without |= {"Hybrid"}  # its loss is that of the drafter inside
-    without |= {"AdaptiveSkipping", "Bigrams", "Blockwise", "GraphDrafting", "Ouroboros", "ReSpec", "Trigrams"}
+    without |= {"AdaptiveSkipping", "Bigrams", "Blockwise", "GraphDrafting", "OtherDevice", "Ouroboros", "ReSpec", "Trigrams"}
     without |= {"Cascade", "DrafterRouter", "UnionDrafter"}  # as is a cascade's; a choice is not trained
     without |= {"smollm2_eagle3"}  # trained already
     assert named == known | without

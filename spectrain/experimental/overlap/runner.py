@@ -31,13 +31,13 @@ from spectrain.drafters.base import Drafter
 from spectrain.drafters.capabilities import RewindableDrafter
 from spectrain.drafters.context import Context
 from spectrain.errors import RunError, UserError
+from spectrain.experimental.shared.follower import STOP_DRAFTING, DraftRequest, Follower
 from spectrain.models.features import Features
 from spectrain.models.target import Target
 from spectrain.trees.base import Draft, TreeBuilder
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from spectrain.trees.trie import Trie
 
-from .follower import STOP_DRAFTING, DraftRequest, Follower
 from .streams import StreamWorker
 
 

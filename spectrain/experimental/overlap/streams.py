@@ -13,9 +13,8 @@ from contextlib import contextmanager
 import torch
 
 from spectrain.drafters.base import Drafter
+from spectrain.experimental.shared.follower import STOP_DRAFTING, DraftRequest, Follower, LikelyOutcomes
 from spectrain.models.target import Target
-
-from .follower import STOP_DRAFTING, DraftRequest, Follower, LikelyOutcomes
 
 
 class StreamWorker:
