@@ -8,7 +8,7 @@ import torch
 
 from spectrain.errors import UserError
 from spectrain.experimental.diffusion.decoding import (
-    Decoder,
+    MaskedDecoder,
     Policy,
     decode_soft,
     take_confident,
@@ -41,7 +41,7 @@ def model() -> MaskedLM:
 def decode_plainly(model: MaskedLM, policy: Policy, num_tokens: int, block_size: int) -> list[list[int]]:
     """The texts of one step per forward, written out."""
     text, texts = [*PROMPT, *[11] * num_tokens], []
-    decoder = Decoder(model, policy, block_size, reads_indicator=True)
+    decoder = MaskedDecoder(model, policy, block_size, reads_indicator=True)
     while 11 in text:
         with torch.inference_mode():
             (prediction,) = decoder.predict(torch.tensor([text]))
@@ -63,7 +63,7 @@ POLICIES = {"one": take_count(1), "three": take_count(3), "confident": take_conf
 def test_psd_repeats_plain_decoding(model: MaskedLM, policy: str, depth: int) -> None:
     """Every text after every step is that of one step per forward; with depth there are fewer forwards, never more."""
     expected = decode_plainly(model, POLICIES[policy], 14, 5)
-    found = Decoder(model, POLICIES[policy], 5, depth, reads_indicator=True).decode(PROMPT, 14)
+    found = MaskedDecoder(model, POLICIES[policy], 5, depth, reads_indicator=True).decode(PROMPT, 14)
     assert found.states == expected and found.tokens == expected[-1][len(PROMPT) :]
     assert found.num_steps == len(expected) and found.num_forwards <= len(expected) <= found.num_rows
     assert depth > 1 or found.num_forwards == len(expected)
@@ -73,7 +73,7 @@ def test_psd_repeats_plain_decoding(model: MaskedLM, policy: str, depth: int) ->
 def test_soft_decoding_without_its_parts_is_that_by_confidence(model: MaskedLM) -> None:
     """Hard inputs and no revision give the texts of the confident policy; with both a block still ends."""
     for threshold in (0.2, 0.4):
-        plain = Decoder(model, take_confident(threshold), 5).decode(PROMPT, 10)
+        plain = MaskedDecoder(model, take_confident(threshold), 5).decode(PROMPT, 10)
         hard = decode_soft(model, PROMPT, 10, 5, threshold, soft=False, revises=False)
         assert hard.tokens == plain.tokens and hard.num_forwards == plain.num_forwards
         soft = decode_soft(model, PROMPT, 10, 5, threshold)
@@ -144,7 +144,7 @@ def test_the_evaluation_compares_all_ways(shallow: Target, tmp_path: Path, capsy
     assert rows["psd"]["lossless"]["identical"] == 2 and rows["psd"]["tokens_per_forward"][0] >= 1
     assert rows["one"]["tokens_per_forward"][0] == pytest.approx(1.0) and rows["one"]["agreement"] == 1.0
     assert set(rows) > {"ni", "dmax", "me-dlm"} and "psd" in capsys.readouterr().out
-    answer = refine_answer(made.eval(), PROMPT, Decoder(made, take_count(4), 4).decode(PROMPT, 8), 3, margin=1e9)
+    answer = refine_answer(made.eval(), PROMPT, MaskedDecoder(made, take_count(4), 4).decode(PROMPT, 8), 3, margin=1e9)
     assert answer.num_forwards == 3
     MaskedLM(MaskedConfig(7, width=16, num_layers=1, num_heads=2, mlp_width=16)).save(tmp_path / "other")
     evaluation.model = str(tmp_path / "other")

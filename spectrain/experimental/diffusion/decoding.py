@@ -75,7 +75,7 @@ class Decoded:
     states: list[list[int]] = field(default_factory=list)  # the text after every step
 
 
-class Decoder:
+class MaskedDecoder:
     """Decodes texts block by block with a policy; with `depth` above 1, several steps per forward (PSD)."""
 
     def __init__(self, model: MaskedLM, policy: Policy, block_size: int, depth: int = 1, reads_indicator: bool = False) -> None:
@@ -151,7 +151,7 @@ def decode_soft(
 
     In a block, every position whose confidence c exceeds `threshold`, and the most confident one that was masked, is promoted:
     its next input is c E(token) + (1 - c) E(mask), and later forwards may change its token. A block ends when all of its
-    positions are promoted and a forward changes none of them, or after twice as many forwards as it has positions. Without `soft`
+    positions are promoted and a forward changes none of them, or after twice as many forwards as positions. Without `soft`
     and `revises` this is decoding by `take_confident`.
     """
     begin, start = time.perf_counter(), len(prompt)

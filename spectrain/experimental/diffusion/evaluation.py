@@ -22,7 +22,7 @@ from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance
 from spectrain.runs.candidate import Candidate
 
-from .decoding import Decoded, Decoder, decode_soft, take_confident, take_count, take_final
+from .decoding import Decoded, MaskedDecoder, decode_soft, take_confident, take_count, take_final
 from .edits import refine_answer
 from .model import MaskedLM
 
@@ -93,16 +93,16 @@ class DiffusionEvaluation(Evaluation):
         """Return the ways to decode, by name."""
         size, confident = self.block_size, take_confident(self.threshold)
         decoders = {
-            "one": Decoder(model, take_count(1), size),
-            "psd": Decoder(model, take_count(1), size, self.depth),
-            "two": Decoder(model, take_count(2), size),
-            "psd, two": Decoder(model, take_count(2), size, self.depth),
-            "confident": Decoder(model, confident, size),
-            "psd, confident": Decoder(model, confident, size, self.depth),
-            "ni": Decoder(model, take_final(self.threshold), size, reads_indicator=True),
+            "one": MaskedDecoder(model, take_count(1), size),
+            "psd": MaskedDecoder(model, take_count(1), size, self.depth),
+            "two": MaskedDecoder(model, take_count(2), size),
+            "psd, two": MaskedDecoder(model, take_count(2), size, self.depth),
+            "confident": MaskedDecoder(model, confident, size),
+            "psd, confident": MaskedDecoder(model, confident, size, self.depth),
+            "ni": MaskedDecoder(model, take_final(self.threshold), size, reads_indicator=True),
         }
         ways: dict[str, Way] = {name: decoder.decode for name, decoder in decoders.items()}
-        fast = Decoder(model, take_count(4), size)
+        fast = MaskedDecoder(model, take_count(4), size)
         ways["four"] = fast.decode
         ways["me-dlm"] = lambda prompt, count: refine_answer(model, prompt, fast.decode(prompt, count), self.edit_passes)
         ways["dmax"] = lambda prompt, count: decode_soft(model, prompt, count, size, self.threshold / 2)

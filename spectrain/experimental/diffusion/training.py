@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .decoding import Decoder, take_count
+from .decoding import MaskedDecoder, take_count
 from .edits import find_edits
 from .model import MaskedLM
 
@@ -99,7 +99,7 @@ def collect_indications(
     """
     states, logits, labels = [], [], []
     for prompt in prompts:
-        answer = Decoder(model, take_count(1), block_size).decode(prompt, num_tokens).tokens
+        answer = MaskedDecoder(model, take_count(1), block_size).decode(prompt, num_tokens).tokens
         text = torch.tensor([*prompt, *answer])
         for _ in range(4):
             rate = float(torch.rand((), generator=generator))

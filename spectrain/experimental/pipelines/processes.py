@@ -37,7 +37,7 @@ DraftTokens = Callable[[list[int], int], list[int]]  # (text, number of tokens) 
 
 
 @dataclass(frozen=True)
-class Run:
+class StageRun:
     """A piece of a draft on its way through the stages."""
 
     number: int
@@ -119,7 +119,7 @@ def serve_stage(
     cache = None
     with suppress(EOFError, OSError, KeyboardInterrupt):
         while True:
-            run: Run = receiver.recv()
+            run: StageRun = receiver.recv()
             if run.max_length is not None:
                 cache = target.new_cache(1, run.max_length)
             if run.number < first_valid.value or (span[0] and run.states is None):
@@ -133,7 +133,7 @@ def serve_stage(
             sender.send(replace(run, states=states, seconds=(*run.seconds, time.perf_counter() - begin)))
 
 
-def run_layers(target: Target, cache: Any, run: Run, span: tuple[int, int]) -> Tensor:
+def run_layers(target: Target, cache: Any, run: StageRun, span: tuple[int, int]) -> Tensor:
     """Run some layers over the tokens of a run and return what enters the next stage, or the logits after the last one."""
     first, last = span
     is_last = last == target.num_layers
@@ -171,9 +171,9 @@ class StageProcesses:
         weakref.finalize(self, self.sender.close)
         self.next_number = 1
 
-    def send_run(self, start: int, tokens: list[int], max_length: int | None = None) -> Run:
+    def send_run(self, start: int, tokens: list[int], max_length: int | None = None) -> StageRun:
         """Send a run to the first stage."""
-        run = Run(self.next_number, start, tokens, max_length)
+        run = StageRun(self.next_number, start, tokens, max_length)
         self.next_number += 1
         try:
             self.sender.send(run)
@@ -181,12 +181,12 @@ class StageProcesses:
             raise RunError("eval.pipeline: a process of a stage has ended") from error
         return run
 
-    def receive_run(self, number: int) -> tuple[Run, int]:
+    def receive_run(self, number: int) -> tuple[StageRun, int]:
         """Wait for a run and return it with its logits, and how many dropped runs arrived before it."""
         dropped = 0
         try:
             while True:
-                run: Run = self.receiver.recv()
+                run: StageRun = self.receiver.recv()
                 if run.number == number:
                     return run, dropped
                 dropped += run.states is None
@@ -213,7 +213,7 @@ class PipelinedRunner(EagerRunner):
         self.builder, self.processes, self.pipeline, self.drafts = parts[2], processes, pipeline, drafts
         self.text: list[int] = []  # emitted tokens, the newest last
         self.stream: list[int] = []  # drafts in flight after it
-        self.runs: deque[Run] = deque()
+        self.runs: deque[StageRun] = deque()
 
     def prefill(self, request: Request) -> list[int]:
         if len(request.prompts) != 1:
@@ -247,7 +247,7 @@ class PipelinedRunner(EagerRunner):
         record = RoundRecord(emitted, self.builder.depth, len(run.tokens), 0)
         return [([record], seconds)]
 
-    def _choose_tokens(self, run: Run) -> list[int]:
+    def _choose_tokens(self, run: StageRun) -> list[int]:
         """Return the target's token after every token of a run."""
         assert run.states is not None
         positions = run.start + 1 + torch.arange(len(run.tokens))[None]
