@@ -7,7 +7,8 @@ from typing import Any
 from benchmarks.systems import read_systems
 from scripts.results_tables import describe_setting, format_interval, format_table
 
-RESULTS = Path(__file__).parents[1] / "eval" / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "eval" / "results"
 TITLES = ("system", "paper", "settings or command", "as in the paper", "what differs", "proof", "measured")
 INTRODUCTION = """# Papers by name
 
@@ -27,6 +28,10 @@ page is written by `python -m scripts.make_results_pages` from `benchmarks/syste
 python -m benchmarks.systems
 python -m benchmarks.measure_ways
 ```"""
+NAMES = """The surveys behind this project name 208 systems. Their list is not in this repository; {count} of the names could be taken
+from its files. {works} of these work, {part} work in part, {waiting} are not in this version yet, and {out} are out of scope.
+Hardware, surveys and schedules inside serving engines, which are out of scope too, have no names in these files."""
+STATES = {"works": "works", "part": "works in part", "out": "out of scope"}
 LEFT_OUT = "Methods that surveys name and that are not built here, with the reason."
 CLAIMS = """An audit compared names with code. The table says what each name stood for, what it stands for now, and what was
 measured since."""
@@ -49,6 +54,7 @@ def render_systems_page() -> str:
     left_out = format_table(("name", "reason"), ([entry["name"], entry["reason"]] for entry in systems["left_out"]))
     claims = [describe_claim(entry, results["rows"]) for entry in systems["claims"]]
     parts += ["## Research that stays out", LEFT_OUT, left_out]
+    parts += ["## Names of the surveys", *describe_names(systems["names"])]
     parts += ["## Names before and after", CLAIMS, format_table(("name", "before", "now", "measured"), claims)]
     return "\n\n".join(parts) + "\n"
 
@@ -61,8 +67,33 @@ def describe_system(system: dict[str, Any], rows: dict[str, Any]) -> list[str]:
     measured = [describe_row(name, rows, is_named=len(names) > 1) for name in names]
     measured += [system["link"]] if "link" in system else []
     measured += [describe_reads(name) for name in system.get("reads", [])]
+    measured += [describe_diffusion(name) for name in system.get("diffusion", [])]
     cells = [system["name"], system["paper"], f"`{command}`", *(system[key] for key in ("same", "differs", "proof"))]
     return [*cells, "<br>".join(measured)]
+
+
+def describe_names(names: dict[str, list[str]]) -> list[str]:
+    """Return the sentence and the table of all names, in alphabetical order."""
+    rows = []
+    for name, (state, text, *choices) in sorted(names.items(), key=lambda item: item[0].casefold()):
+        is_here = all((ROOT / "conf" / f"{choice}.yaml").exists() for choice in choices)
+        rows.append([name, STATES[state] if is_here else "not in this version", text])
+    counts = {state: sum(row[1] == label for row in rows) for state, label in STATES.items()}
+    waiting = len(rows) - sum(counts.values())
+    return [
+        NAMES.format(count=len(rows), waiting=waiting, **counts),
+        format_table(("name", "state", "command or reason"), rows),
+    ]
+
+
+def describe_diffusion(name: str) -> str:
+    """Return tokens per forward, speed and agreement of a way to decode a masked language model."""
+    path = RESULTS / "diffusion.json"
+    if not path.exists():
+        return f"{name}: not measured"
+    row = json.loads(path.read_text())["diffusion"][name]
+    tokens, speed = (f"{value[0]:.2f} {format_interval(value[1:])}" for value in (row["tokens_per_forward"], row["speedup"]))
+    return f"{name}: {tokens} tokens, {speed.replace(' ', 'x ', 1)}, {row['agreement']:.2f} of the tokens as one per forward"
 
 
 def describe_claim(entry: dict[str, str], rows: dict[str, Any]) -> list[str]:
