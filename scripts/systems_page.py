@@ -28,9 +28,9 @@ page is written by `python -m scripts.make_results_pages` from `benchmarks/syste
 python -m benchmarks.systems
 python -m benchmarks.measure_ways
 ```"""
-NAMES = """The surveys behind this project name 208 systems. Their list is not in this repository; {count} of the names could be taken
-from its files. {works} of these work, {part} work in part, {waiting} are not in this version yet, and {out} are out of scope.
-Hardware, surveys and schedules inside serving engines, which are out of scope too, have no names in these files."""
+NAMES = """The surveys behind this project name 208 systems. Their list is not in this repository; {count} of the names could
+be taken from its files. {works} of these work, {part} work in part, {waiting} are not in this version yet, and {out} are out of
+scope. Hardware, surveys and schedules inside serving engines, which are out of scope too, have no names in these files."""
 STATES = {"works": "works", "part": "works in part", "out": "out of scope"}
 LEFT_OUT = "Methods that surveys name and that are not built here, with the reason."
 CLAIMS = """An audit compared names with code. The table says what each name stood for, what it stands for now, and what was
