@@ -110,10 +110,14 @@ class Cerberus(HeadsDrafter):
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         assert batch.features is not None
         supervision = Supervision(self, batch)
-        states = self.run_heads(batch.features.at_layer("final").to(next(self.parameters()).dtype), len(self.heads))
+        supervised = [supervision.is_supervised(k) for k in range(len(self.heads))]
+        # Features may be missing where no head reads them.
+        is_read = torch.stack(supervised).any(0)
+        final = batch.features.at_layer("final")[is_read].to(next(self.parameters()).dtype)
+        states = self.run_heads(final, len(self.heads))
 
         def head_input(k: int) -> Tensor:
-            return project_down(self.heads[k].lm_down, states[k][supervision.is_supervised(k)])
+            return project_down(self.heads[k].lm_down, states[k][supervised[k][is_read]])
 
         return Losses(*self.heads_loss(supervision, head_input))
 
