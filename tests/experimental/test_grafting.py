@@ -22,7 +22,7 @@ from tests.targets import make_random_target
 from tests.trees.tables import Path, paths
 
 PROMPTS = [[5, 3, 9, 1, 14, 2, 5, 3], [7, 7, 2]]
-LAYER, COUNT, LIMIT = 3, 2, 12
+LAYER, COUNT, LIMIT = 3, 2, 6
 TREE = Eagle2(depth=3, budget=8, top_k=2)
 
 
