@@ -9,6 +9,7 @@ import re
 import sys
 import tokenize
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 DIALECT = frozenset(
@@ -270,12 +271,14 @@ def is_bare(name: str) -> bool:
 
 def function_names(paths: Iterable[Path]) -> set[str]:
     """Collect the distinct names of functions and methods, dunder methods left out."""
-    names = set()
-    for path in paths:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not node.name.startswith("__"):
-                names.add(node.name)
-    return names
+    return set().union(*map(file_functions, paths))
+
+
+@cache
+def file_functions(path: Path) -> frozenset[str]:
+    nodes = ast.walk(ast.parse(path.read_text()))
+    functions = (node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+    return frozenset(name for name in functions if not name.startswith("__"))
 
 
 def identifiers(path: Path) -> list[str]:

@@ -3,7 +3,9 @@
 The ceilings may only fall.
 """
 
+from collections.abc import Mapping
 from graphlib import TopologicalSorter
+from pathlib import Path
 
 from spectrain.config.choices import list_constructors
 from spectrain.config.signatures import list_keys
@@ -15,16 +17,17 @@ BARE = {"to"}  # the only bare names: `to` moves tensors, as in torch
 MAX_DIALECT = 1  # dialect words per 1,000 identifiers
 
 
+def find_module(imported: str, modules: Mapping[str, Path]) -> str:
+    """Return the module whose name, or a name in it, is imported; "" where it is none of these."""
+    while imported and imported not in modules:
+        imported = imported.rpartition(".")[0]
+    return imported
+
+
 def modules() -> dict[str, set[str]]:
     """Map every module to the modules that it imports, local and type-only imports counted."""
     names = {inside(path).removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in code()}
-    graph = {}
-    for name, path in names.items():
-        imported = {
-            max((other for other in names if f"{each}.".startswith(f"{other}.")), key=len, default="") for each in imports(path)
-        }
-        graph[name] = imported - {name, ""}
-    return graph
+    return {name: {find_module(each, names) for each in imports(path)} - {name, ""} for name, path in names.items()}
 
 
 def test_function_names_are_verbs_with_objects() -> None:
