@@ -32,7 +32,7 @@ from .cpu_vectors import (
     widen,
 )
 
-SCALE_PLACE = 20  # of the job's numbers
+SCALE_INDEX = 20  # of the job's numbers
 
 
 @compile_inline
@@ -97,7 +97,7 @@ def _append_texts(
 
 @compile_inline
 def _attend_part(team: int, queries: Any, keys: Any, values: Any, out: Any, part: int, member: int) -> None:
-    job, scale = job_numbers(team), job_floats(team)[2 * SCALE_PLACE]
+    job, scale = job_numbers(team), job_floats(team)[2 * SCALE_INDEX]
     node_stride, head_stride, slot_stride, starts, lengths = job[2], job[3], job[6], job[7], job[8]
     num_appended, masks, num_nodes, num_heads, num_key_heads, head_size = job[9], job[10], job[11], job[12], job[13], job[14]
     text, hidden = part // num_key_heads, job[18]
@@ -136,7 +136,7 @@ def _run_attention(
     job[6], job[7], job[8], job[9], job[10], job[11] = slot_stride, starts, lengths, num_appended, masks, num_nodes
     job[12], job[13], job[14], job[15], job[16] = num_heads, num_key_heads, head_size, out, scratch
     job[17], job[18] = scratch_bytes, hidden
-    job_floats(team)[2 * SCALE_PLACE] = scale
+    job_floats(team)[2 * SCALE_INDEX] = scale
     run_job(team, min(members, parts), parts)
 
 

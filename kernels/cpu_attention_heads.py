@@ -184,11 +184,11 @@ def _score_few(
                     fetch_lines(advance(keys, min(near + AHEAD, length - 1) * slot_stride), fetched)
                     fetch_lines(advance(values, near * slot_stride), fetched)
             tile, query = advance(keys, slot * slot_stride), queries + 4 * first * words
-            place = scores + first * row_bytes + 4 * slot
+            output = scores + first * row_bytes + 4 * slot
             if rows == 3:
-                score_few_3(tile, slot_stride, query, place, row_bytes, words, scale)
+                score_few_3(tile, slot_stride, query, output, row_bytes, words, scale)
             else:
-                score_few_1(tile, slot_stride, query, place, row_bytes, words, scale)
+                score_few_1(tile, slot_stride, query, output, row_bytes, words, scale)
         row = first + rows
 
 

@@ -125,10 +125,13 @@ def make_transposed_product(num_rows: int) -> Any:
                 first, query = (vectors.offset(base, block, VECTOR_BYTES) for base in (start, queries))
                 loaded = [vectors.load(builder.add(first, shift), WORDS) for shift in shifts]
                 for i, part in enumerate(vectors.transpose(loaded)):
-                    places = [
+                    addresses = [
                         builder.add(query, builder.add(builder.mul(width, WIDE(r)), WIDE(4 * i))) for r in range(num_rows)
                     ]
-                    sums = [multiply_add(vectors.load_repeated(place, WORD), part, total) for place, total in zip(places, sums)]
+                    sums = [
+                        multiply_add(vectors.load_repeated(address, WORD), part, total)
+                        for address, total in zip(addresses, sums)
+                    ]
                 return sums
 
             factor = vectors.repeat(scale)

@@ -17,7 +17,7 @@ import numpy as np
 from .cpu_team import (
     IS_CLOSED,
     MAX_MEMBERS,
-    MEMBERS_PLACE,
+    MEMBERS_INDEX,
     NUM_DONE,
     TEAM_BYTES,
     add_shared,
@@ -37,7 +37,7 @@ def run_helper(team: int, member: int) -> None:
     """Run parts of jobs until the team is closed."""
     polls, job = 0, job_numbers(team)
     while load_shared(team + IS_CLOSED) == 0:
-        part = take_part(team, member) if member < job[MEMBERS_PLACE] else -1
+        part = take_part(team, member) if member < job[MEMBERS_INDEX] else -1
         if part < 0:
             polls = rest(team, member, polls)
             continue

@@ -26,7 +26,7 @@ LINE = 64  # bytes
 NUM_DONE, ASLEEP = LINE * MAX_MEMBERS, LINE * (MAX_MEMBERS + 1)  # where lines begin
 IS_CLOSED = ASLEEP + LINE * MAX_MEMBERS
 JOB = IS_CLOSED + LINE
-JOB_SIZE, MEMBERS_PLACE = 32, 31  # numbers of the job; the last is how many threads it is for
+JOB_SIZE, MEMBERS_INDEX = 32, 31  # numbers of the job; the last is how many threads it is for
 TEAM_BYTES = JOB + 8 * JOB_SIZE
 END_SHIFT = 32  # a range is its first part, and its end in the upper half
 POLLS = 4000  # of a helper before it sleeps
@@ -106,7 +106,7 @@ def wake_sleepers(team: int, members: int) -> None:
 def open_job(team: int, members: int, parts: int) -> None:
     """Divide the parts of the job, whose numbers are stored, among so many threads, and wake those that sleep."""
     store_shared(team + NUM_DONE, 0)
-    job_numbers(team)[MEMBERS_PLACE] = members
+    job_numbers(team)[MEMBERS_INDEX] = members
     for member in range(members):
         first, end = member * parts // members, (member + 1) * parts // members
         store_shared(team + LINE * member, end << END_SHIFT | first)
@@ -118,10 +118,10 @@ def take_part(team: int, member: int) -> int:
     """Return a part that nobody took, of the thread's own range or else of another's, or -1 where there is none."""
     mask = (1 << END_SHIFT) - 1
     for distance in range(MAX_MEMBERS):
-        place = team + LINE * ((member + distance) % MAX_MEMBERS)
-        parts = load_shared(place)
+        line = team + LINE * ((member + distance) % MAX_MEMBERS)
+        parts = load_shared(line)
         if parts & mask < parts >> END_SHIFT:
-            parts = add_shared(place, 1)
+            parts = add_shared(line, 1)
             if parts & mask < parts >> END_SHIFT:
                 return parts & mask
     return -1
