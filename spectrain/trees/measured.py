@@ -327,17 +327,18 @@ class Auto(LatencyAwareBuilder):
             return
         if costs.fit is not None:
             costs.fit.record(self._verify_seconds(round.tree), sum(round.seconds[part] for part in ("verify", "accept")))
-        if levels > 1 and not self.num_unread:
+        if self.num_unread:
+            known = costs.start_seconds + (levels - 1) * costs.step_seconds if levels else costs.copy_seconds
+            reading = max(0.0, drafting - known) / self.num_unread
+            costs.reading_seconds += (reading - costs.reading_seconds) * (max(rate, 0.25) if costs.reading_seconds else 1)
+        elif levels > 1:
             step = max(0.0, (drafting - costs.start_seconds) / (levels - 1))
             costs.step_seconds += rate * (step - costs.step_seconds)
-        elif levels == 0:
-            costs.num_copied += 1
-            costs.copy_seconds += max(rate, 1 / costs.num_copied) * (drafting - costs.copy_seconds)
-        elif not self.num_unread:
+        elif levels == 1:
             costs.start_seconds += rate * (drafting - costs.start_seconds)
         else:
-            reading = max(0.0, drafting - costs.start_seconds - (levels - 1) * costs.step_seconds) / self.num_unread
-            costs.reading_seconds += (reading - costs.reading_seconds) * (max(rate, 0.25) if costs.reading_seconds else 1)
+            costs.num_copied += 1
+            costs.copy_seconds += max(rate, 1 / costs.num_copied) * (drafting - costs.copy_seconds)
 
     def _verify_seconds(self, tree: TokenTree) -> float:
         """Return the expected seconds to verify a tree."""

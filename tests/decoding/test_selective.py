@@ -19,6 +19,7 @@ from spectrain.trees.base import RoundResult, merge_tries
 from spectrain.trees.copy_tree import FIRST_RATE, PRIOR_TEXTS, CopyRanks
 from spectrain.trees.draft_choice import DraftChoice
 from spectrain.trees.measurements import Calibration, Latency
+from spectrain.trees.token_tree import TokenTree
 from spectrain.trees.trie import Trie
 from tests.trees.tables import context
 
@@ -92,6 +93,17 @@ def test_copies_are_skipped_where_they_do_not_pay(shallow: Target) -> None:
             assert [row.output for row in session.decode(PROMPTS, 40, ignore_eos=True)] == [row.output for row in plain]
         shares.append(len(builder.tree_sizes) / builder.num_rounds)
     assert shares[0] > 0.4 > 0.1 > shares[1]
+
+
+def test_reading_a_prompt_is_no_part_of_copying(shallow: Target) -> None:
+    """First rounds of texts, which read the prompt, are a hundred times slower; the time of copying is that of the others."""
+    builder = make_builder(0.0)
+    for begins in (True, False, False, True, False):
+        builder.num_unread = 50 if begins else 0
+        tree = TokenTree.from_chain(torch.tensor([[1, 2], [1, 2]]))
+        seconds = {"draft": 5.05 if begins else 0.05, "verify": 1.0, "accept": 0.0, "other": 0.0}
+        Auto.observe(builder, RoundResult(tree, torch.zeros(0), torch.tensor([1, 1]), seconds))
+    assert builder.costs.copy_seconds == pytest.approx(0.05) and builder.costs.reading_seconds == pytest.approx(0.1, rel=0.02)
 
 
 def make_trie(source: Random) -> Trie:
