@@ -1,6 +1,7 @@
 """Tokens per forward of drafters by position in long documents, with every prompt read once for all of them."""
 
 import json
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -135,8 +136,10 @@ def score_systems(systems: Sequence[System], work: Path, target: Target, prompts
         reference = continue_prompt(context, None, RootOnlyBuilder())
         for system in missing[prompt.id]:
             reduced = context if system.sinks is None else evict_prompt(context, system.sinks, system.window)
+            start = time.process_time()
             answer = continue_prompt(reduced, drafters[system], Chain(DEPTH))
-            rows[system].append(describe_answer(prompt, answer, reference) | {"nats": nats})
+            seconds = round(time.process_time() - start, 4)
+            rows[system].append(describe_answer(prompt, answer, reference) | {"nats": nats, "cpu_seconds": seconds})
             write_text(score_path(work, system), json.dumps(rows[system]))
         lengths = {system.name: rows[system][-1]["tokens"] / rows[system][-1]["rounds"] for system in missing[prompt.id]}
         print(f"scored: {prompt.id}, {len(prompt.tokens)} tokens, {nats}", lengths, flush=True)
@@ -200,6 +203,15 @@ def pool_rounds(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     columns = np.array([[row["tokens"], row["rounds"]] for row in rows], dtype=np.float64)
     tokens, rounds = columns.sum(0)
     return {"acceptance_length": round(float(tokens / rounds), 4), "ci95": interval(columns, (1, -1)), "prompts": len(rows)}
+
+
+def measure_seconds(rows: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Return the CPU milliseconds per token of answers by position, without the target's reading of the prompt."""
+    sums: dict[str, list[float]] = {}
+    for row in rows:
+        seconds, tokens = sums.get(row["position"], [0.0, 0])
+        sums[row["position"]] = [seconds + row["cpu_seconds"], tokens + row["tokens"]]
+    return {name: round(1e3 * seconds / tokens, 2) for name, (seconds, tokens) in sums.items()}
 
 
 def compare_scores(rows: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]]) -> dict[str, Any]:
