@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,7 @@ from spectrain.config.build import GroupSpec
 from spectrain.errors import UserError
 from spectrain.trees.token_tree import TokenTree
 
+from .architectures.base import Architecture
 from .architectures.detect import detect_architecture
 from .chat_template import ChatTemplate
 from .fast import speed_up_linears
@@ -36,11 +39,26 @@ ImageCheck = Callable[["Target", Sequence[int], Images], None]
 """Raises UserError for a text with images that the target would read otherwise than transformers."""
 
 
+@dataclass(frozen=True)
+class SmallModelOrigin:
+    """What a drafter's small model starts from: at most one of these."""
+
+    num_layers: int | None = None
+    model: str | None = None
+    architecture: dict[str, Any] | None = None
+
+
 class Target(ModelParts):
     """A frozen causal LM whose output is wanted. It learns only where a stage of a drafter's training names its parameters."""
 
     def __init__(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, name: str, path: str, sharding: Sharding = "none"
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        path: str,
+        sharding: Sharding = "none",
+        architecture: Architecture | None = None,
     ) -> None:
         super().__init__(model, name)
         self.tokenizer, self.path = tokenizer, path
@@ -54,7 +72,7 @@ class Target(ModelParts):
         self.vision = ImageProcessor(path, has_vision)
         # The check of the first text with images; None once it has passed, and where nothing is checked.
         self.image_check: ImageCheck | None = None
-        self.architecture = detect_architecture(self)
+        self.architecture = architecture or detect_architecture(self)
 
     @classmethod
     def from_pretrained(cls, name: str | Path, dtype: str = "auto", device: str = "auto") -> Target:
@@ -76,6 +94,15 @@ class Target(ModelParts):
 
     def new_cache(self, batch_size: int, max_length: int, bound: int | None = None) -> TreeCache:
         return TreeCache(self.num_layers, batch_size, max_length, self.device, bound, self.architecture.kv_shapes)
+
+    def make_small_model(self, origin: SmallModelOrigin) -> Target | None:
+        """Return an untrained small model of the target's own kind; None where any causal LM may draft."""
+        return None
+
+    @property
+    def saved_config(self) -> Any:
+        """Return the configuration by which a drafter's small model is built again."""
+        return self.config
 
     def pack_weights(self) -> None:
         """Switch decoding and feature capture to faster linears: reordered weights on a CPU, and on a GPU one product for the

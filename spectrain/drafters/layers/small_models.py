@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from spectrain.errors import UserError, first_line
 from spectrain.models.attention import ATTENTION_NAME
 from spectrain.models.model_parts import find_decoder, layer_list_name
-from spectrain.models.target import Target
+from spectrain.models.target import SmallModelOrigin, Target
 
 # A larger drafter could not pay: it may have this multiple of the target's parameters, plus a constant.
 MAX_SIZE_RATIO, MAX_EXTRA_PARAMETERS = 2, 50_000_000
@@ -31,6 +31,9 @@ def make_small_model(target: Target, num_layers: int | None, model: str | None, 
     given = [key for key, value in settings.items() if value is not None]
     if len(given) > 1:
         raise UserError(f"drafter.{given[1]}: drafter.{given[0]} already names the drafter's source; set only one of them")
+    own = target.make_small_model(SmallModelOrigin(num_layers, model, architecture))
+    if own is not None:
+        return own.requires_grad_(True)
     if model is not None:
         inner: Any = load_matching_model(model, target)
     elif architecture is not None:
@@ -50,7 +53,7 @@ def make_small_model(target: Target, num_layers: int | None, model: str | None, 
 
 def describe_model(model: Target) -> dict[str, Any]:
     """Return the settings of `make_small_model` that need neither the target's layers nor another directory."""
-    return {"architecture": model.config.to_diff_dict(), "num_layers": None, "model": None}
+    return {"architecture": model.saved_config.to_diff_dict(), "num_layers": None, "model": None}
 
 
 def wrap_model(inner: Any, tokenizer: PreTrainedTokenizerBase, path: str) -> Target:
