@@ -35,6 +35,7 @@ from spectrain.training.metrics import Tracker
 from spectrain.training.settings import Schedule, UpdateRule
 from spectrain.training.trainer import Trainer
 from spectrain.trees import TreeBuilder
+from tests.experimental.encoder_models import save_model
 
 ROOT = Path(__file__).parents[2]
 TINY = Path(spectrain.__file__).parent / "data" / "tiny"
@@ -75,6 +76,10 @@ def needed(tmp_path: Path) -> dict[tuple[str, str], list[str]]:
     Dataset.from_list([{"input_ids": [1, 2], "loss_mask": [0, 1]}]).save_to_disk(tmp_path / "prepared")
     return {
         ("target", "hf"): [f"target.model={TINY}"],
+        ("target", "encoder_decoder"): [f"target.model={save_model('t5', tmp_path / 't5')}"],
+        ("target", "codes"): [f"target.model={TINY}", "++target.codes=null"],
+        ("acceptance", "nearby"): [f"acceptance.codebook={TINY}"],
+        ("acceptance", "near"): [f"acceptance.codebook={TINY}"],
         ("source", "store"): [f"source.path={tmp_path / 'store'}"],
         ("data", "jsonl"): [f"data.path={tmp_path / 'chats.jsonl'}"],
         ("data", "speculators"): [f"data.path={tmp_path / 'prepared'}"],

@@ -46,6 +46,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "dflash": {"num_layers": 2, "block_size": 4}, "dspark": {"num_layers": 2, "block_size": 4},
     "dflash2": {"num_layers": 2, "block_size": 4}, "respec": {"inner": {"choice": "eagle3", **EAGLE3}},
     **{name: {"inner": {"choice": "causal", "num_layers": 1}} for name in ("graph", "ouroboros", "other_device")},
+    "specdec": {"num_drafts": 3}, "prompt_variants": {"num_layers": 1}, "pruned_images": EAGLE3,
+    "supernet": {**EAGLE3, "num_layers": 2, "depth": 2},
     "domino": {"num_layers": 1, "block_size": 4, "gru_width": 16, "rank": 8},
     "blockwise": {"inner": {"choice": "medusa", "vocab_size": 512}}, "cerberus": {"vocab_size": 512},
     "mixture": {"vocab_size": 512, "layers": [1, 3]},
