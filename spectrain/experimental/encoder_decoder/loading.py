@@ -28,7 +28,7 @@ def load_encoder_decoder(
     dtype: str = "float32",
     # Device such as cpu or cuda:0; auto takes the GPU of this process, or the CPU where there is none.
     device: str = "auto",
-    # Jinja template of a text in place of the usual one; null renders question, end of text, decoder start, answer, end.
+    # Jinja template of a text in resolved of the usual one; null renders question, end of text, decoder start, answer, end.
     template: str | None = None,
 ) -> EncoderDecoderTarget:
     """Load an encoder-decoder model as a target whose texts begin with the source. It is greedy without the checkpoint's own
@@ -36,15 +36,15 @@ def load_encoder_decoder(
 
     The source of a model of speech is the name of a WAV file.
     """
-    place = resolve_device(device)
-    check_device(place)
+    resolved = resolve_device(device)
+    check_device(resolved)
     if not hasattr(torch, dtype):
         raise UserError(f"target.dtype={dtype}: use float32, bfloat16 or float16")
     with explain_load_failure(model):
         config = AutoConfig.from_pretrained(model)
         is_speech = type(config) in AutoModelForSpeechSeq2Seq._model_mapping
         auto: Any = AutoModelForSpeechSeq2Seq if is_speech else AutoModelForSeq2SeqLM
-        network = auto.from_pretrained(model, dtype=getattr(torch, dtype), use_safetensors=True).to(place)
+        network = auto.from_pretrained(model, dtype=getattr(torch, dtype), use_safetensors=True).to(resolved)
         tokenizer = AutoTokenizer.from_pretrained(model)
     target = make_target(network, tokenizer, name or model.rstrip("/").rsplit("/", 1)[-1], model, template)
     check_encoder_decoder(target)

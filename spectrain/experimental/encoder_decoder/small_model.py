@@ -59,21 +59,25 @@ def cut_network(target: Target, num_layers: int) -> Any:
     config = copy.deepcopy(network.config)
     name = next(name for name in DECODER_LAYERS if hasattr(config, name))
     setattr(config, name, num_layers)
-    kept = sorted({round(index * (target.num_layers - 1) / max(num_layers - 1, 1)) for index in range(num_layers)})
+    copied = sorted({round(index * (target.num_layers - 1) / max(num_layers - 1, 1)) for index in range(num_layers)})
     small = type(network)(config)
     prefix = next(prefix for prefix, module in network.named_modules() if module is target.layers) + "."
     small.load_state_dict(
-        {_rename(name, prefix, kept): tensor for name, tensor in network.state_dict().items() if _is_kept(name, prefix, kept)}
+        {
+            _rename(name, prefix, copied): tensor
+            for name, tensor in network.state_dict().items()
+            if _is_copied(name, prefix, copied)
+        }
     )
     return small.float()
 
 
-def _is_kept(name: str, prefix: str, kept: list[int]) -> bool:
-    return not name.startswith(prefix) or int(name.removeprefix(prefix).partition(".")[0]) in kept
+def _is_copied(name: str, prefix: str, copied: list[int]) -> bool:
+    return not name.startswith(prefix) or int(name.removeprefix(prefix).partition(".")[0]) in copied
 
 
-def _rename(name: str, prefix: str, kept: list[int]) -> str:
+def _rename(name: str, prefix: str, copied: list[int]) -> str:
     if not name.startswith(prefix):
         return name
     index, _, rest = name.removeprefix(prefix).partition(".")
-    return f"{prefix}{kept.index(int(index))}.{rest}"
+    return f"{prefix}{copied.index(int(index))}.{rest}"

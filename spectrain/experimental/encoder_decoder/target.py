@@ -128,14 +128,14 @@ class EncoderDecoderTarget(Target):
             call.store = partial(store_texts, plan.cache, starts, longest)
             self.sources[plan.cache] = encoded
         features = self._run_decoder(padded, plan, call, encoded, positions.expand(len(rows), -1))
-        placed = shift_right(features.hidden, starts, longest) + self._source_features(sources, states, features, longest)
+        text_states = shift_right(features.hidden, starts, longest) + self._source_features(sources, states, features, longest)
         if plan.cache is not None:
             plan.cache.add_uncommitted(longest)
         if plan.lengths is not None:
-            placed = torch.cat([row[:length] for row, length in zip(placed, plan.lengths)])[None]
+            text_states = torch.cat([row[:length] for row, length in zip(text_states, plan.lengths)])[None]
         wanted = [features.layers.index(layer) for layer in plan.layers]
-        logits = self.head.logits(placed[:, :, -1], upcast=plan.upcast) if plan.logits else None
-        return Features(tokens, plan.layers, placed[:, :, wanted], logits)
+        logits = self.head.logits(text_states[:, :, -1], upcast=plan.upcast) if plan.logits else None
+        return Features(tokens, plan.layers, text_states[:, :, wanted], logits)
 
     def _source_features(self, sources: list[list[int]], states: Tensor, features: Features, length: int) -> Tensor:
         """Return [B, T, L, D]: the encoder's states at the tokens of the source, and zero elsewhere."""
@@ -145,8 +145,8 @@ class EncoderDecoderTarget(Target):
         is_source = (
             torch.arange(length, device=states.device) < torch.tensor([*map(len, sources)], device=states.device)[:, None]
         )
-        placed = shift_right(states, zeros, length) * is_source[..., None]
-        return placed[:, :, None].expand(-1, -1, len(features.layers), -1)
+        text_states = shift_right(states, zeros, length) * is_source[..., None]
+        return text_states[:, :, None].expand(-1, -1, len(features.layers), -1)
 
     def _run_nodes(self, tokens: Tensor, plan: ForwardPlan, cache: TreeCache) -> Features:
         """Run tokens or nodes [B, N] after the committed tokens."""
@@ -164,11 +164,13 @@ class EncoderDecoderTarget(Target):
         slots = torch.arange(num_slots, device=tokens.device)
         offset = (slots - cache.lengths[:, None]).clamp(0, mask.shape[2] - 1)
         key_positions = torch.where(slots < cache.lengths[:, None], slots, appended.gather(1, offset))
-        seen = visibility.attention_mask(None)
-        seen = tokens.new_ones(len(tokens), 1, tokens.shape[1], num_slots).bool() if seen is None else seen
-        seen = seen & (slots >= encoded.starts[:, None])[:, None, None]
+        visible_slots = visibility.attention_mask(None)
+        visible_slots = (
+            tokens.new_ones(len(tokens), 1, tokens.shape[1], num_slots).bool() if visible_slots is None else visible_slots
+        )
+        visible_slots = visible_slots & (slots >= encoded.starts[:, None])[:, None, None]
         starts = encoded.starts[:, None]
-        call = DecoderCall(positions - starts, key_positions - starts, seen, encoded.visible, store=cache.append)
+        call = DecoderCall(positions - starts, key_positions - starts, visible_slots, encoded.visible, store=cache.append)
         call_positions = (positions - starts).clamp(0, self.max_length - 1)
         features = self._run_decoder(tokens, plan, call, encoded, call_positions)
         cache.add_uncommitted(tokens.shape[1])
@@ -214,8 +216,8 @@ def place_tokens(decoder: Any, positions: Tensor, arguments: dict[str, Any]) -> 
     forward: Any = table.forward
 
     def look_up(*args: Any, **kwargs: Any) -> Tensor:
-        found: Tensor = forward(positions.flatten()[None], position_ids=positions.flatten())
-        return found.view(*positions.shape, -1)
+        embedded: Tensor = forward(positions.flatten()[None], position_ids=positions.flatten())
+        return embedded.view(*positions.shape, -1)
 
     with override_forwards([(table, look_up)]):
         yield

@@ -25,12 +25,12 @@ class Guidance:
     scale: float  # 1 is no guidance
     begin: int  # token after which codes follow; what stands before it is the condition
     null: int  # token in place of each token of the condition
-    kept: frozenset[int] = frozenset()  # tokens of a condition that stay, such as the text's first
+    unchanged: frozenset[int] = frozenset()  # tokens of a condition that stay, such as the text's first
 
     def drop_condition(self, tokens: Sequence[int]) -> list[int]:
         """Return a text without its condition, of the same length."""
         end = self.find_begin(tokens)
-        return [*(token if token in self.kept else self.null for token in tokens[:end]), *tokens[end:]]
+        return [*(token if token in self.unchanged else self.null for token in tokens[:end]), *tokens[end:]]
 
     def find_begin(self, tokens: Sequence[int]) -> int:
         """Return the index of the first token that begins codes; the number of tokens where there is none."""

@@ -143,12 +143,12 @@ def load_codes(
 
 def load_janus(model: str, dtype: str, device: str) -> Target:
     """Load a Janus model as a causal LM of codes <c0>, <c1> .., which follow the tokens of its tokenizer."""
-    place = resolve_device(device)
+    resolved = resolve_device(device)
     with explain_load_failure(model):
         config, tokenizer = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
-        weight_dtype = resolve_dtype(place, config, dtype)
+        weight_dtype = resolve_dtype(resolved, config, dtype)
         network = JanusForConditionalGeneration.from_pretrained(model, dtype=weight_dtype, use_safetensors=True)
-    return wrap_janus(network.to(place), tokenizer, model)
+    return wrap_janus(network.to(resolved), tokenizer, model)
 
 
 def wrap_janus(network: Any, tokenizer: Any, path: str) -> Target:

@@ -74,7 +74,7 @@ def select_rows(context: Context, placeholder_id: int, keep: float) -> tuple[Ten
     scores = (final @ last.transpose(1, 2))[..., 0].masked_fill(~is_image, -torch.inf)
     rank = scores.argsort(dim=1, descending=True).argsort(dim=1)
     limit = (is_image.sum(1) * keep).ceil()
-    is_kept = is_real & (~is_image | (rank < limit[:, None]))
-    counts = is_kept.sum(1)
-    order = (~is_kept).long().argsort(dim=1, stable=True)[:, : int(counts.max())]
+    is_read = is_real & (~is_image | (rank < limit[:, None]))
+    counts = is_read.sum(1)
+    order = (~is_read).long().argsort(dim=1, stable=True)[:, : int(counts.max())]
     return order, counts

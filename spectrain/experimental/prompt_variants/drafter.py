@@ -16,6 +16,7 @@ from torch import Tensor
 from spectrain.drafters.capabilities import Capabilities
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.context import Context
+from spectrain.drafters.layers.losses import LossName
 from spectrain.errors import UserError
 from spectrain.models.features import Features
 from spectrain.models.kv_cache import TreeCache
@@ -66,8 +67,10 @@ class PromptVariants(Causal):
         model: str | None = None,
         # Transformers configuration of a new, random model; null when num_layers or model gives the drafter.
         architecture: dict[str, Any] | None = None,
+        # Divergence between the target's and the drafter's next-token distributions.
+        loss: LossName = "forward_kl",
     ) -> None:
-        super().__init__(target, num_layers, model, architecture)
+        super().__init__(target, num_layers, model, architecture, loss)
         chosen = [*VARIANTS] if variants is None else variants
         if not chosen or any(name not in VARIANTS for name in chosen):
             raise UserError(f"drafter.variants={chosen}: use {', '.join(VARIANTS)}, one or more")
@@ -107,7 +110,7 @@ class PromptVariants(Causal):
             assert rollout is not None
             rollouts.append(rollout)
         self.roots = [row[-1] for row in rows]
-        self.places = lengths
+        self.last_lengths = lengths
         return Draft(MeanRollout(self, rollouts, self._variant_weights()))
 
     def _begin(self, context: Context, rows: list[list[int]]) -> None:
@@ -124,7 +127,7 @@ class PromptVariants(Causal):
         """Judge every variant's likeliest token after the last root by the token that followed it."""
         assert self.guesses is not None
         following = torch.tensor(
-            [row[place + 1] if len(row) > place + 1 else -1 for row, place in zip(rows, self.places)],
+            [row[length + 1] if len(row) > length + 1 else -1 for row, length in zip(rows, self.last_lengths)],
             device=self.guesses.device,
         )
         is_right = (self.guesses == following).float()

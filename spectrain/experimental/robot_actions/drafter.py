@@ -88,8 +88,8 @@ class KalmanActions(Drafter, RewindableDrafter):
         super().__init__()
         self.joints, self.acceleration, self.noise, self.spread = joints, acceleration, noise, spread
         form = re.compile(re.escape(codes) + r"(\d+)\D*")
-        found = {token: form.fullmatch(text) for text, token in target.tokenizer.get_vocab().items()}
-        self.bins = {token: int(match[1]) for token, match in found.items() if match}
+        matches = {token: form.fullmatch(text) for text, token in target.tokenizer.get_vocab().items()}
+        self.bins = {token: int(match[1]) for token, match in matches.items() if match}
         self.tokens = {bin: token for token, bin in self.bins.items()}
         if not self.tokens and codes != "<c":
             raise UserError(f"drafter.codes={codes}: the tokenizer has no token that begins so; name the bins' beginning")

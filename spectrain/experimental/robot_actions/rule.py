@@ -38,8 +38,8 @@ class NearActions(RelaxedRule):
         assert features.logits is not None
         vocabulary = features.logits.shape[-1]
         index = torch.full((vocabulary,), -1, device=tree.tokens.device)
-        known = self.book.tokens < vocabulary
-        index[self.book.tokens[known]] = torch.arange(len(known))[known]
+        has_row = self.book.tokens < vocabulary
+        index[self.book.tokens[has_row]] = torch.arange(len(has_row))[has_row]
         choice = features.logits.argmax(-1).gather(1, tree.parents.clamp(min=0))
         own, best = index[tree.tokens], index[choice]
         vectors = self.book.vectors.to(tree.tokens.device)

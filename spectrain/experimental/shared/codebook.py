@@ -26,9 +26,9 @@ class Codebook:
     @classmethod
     def read(cls, path: str, key: str) -> Codebook:
         """Read a file with `tokens` and `vectors`, or a model's directory, whose input embedding makes every token a code."""
-        place = Path(path).expanduser()
-        file = place if place.is_file() else place / "codebook.safetensors"
-        file = file if file.is_file() else place / "model.safetensors"
+        source = Path(path).expanduser()
+        file = source if source.is_file() else source / "codebook.safetensors"
+        file = file if file.is_file() else source / "model.safetensors"
         try:
             tensors = load_file(file)
         except (OSError, SafetensorError) as error:

@@ -110,10 +110,10 @@ class SpecDec(Drafter, RewindableDrafter):
         counts = [count for count, _ in anchors.document_sizes]
         starts = self.split_texts(texts)
         own = [part - start for part, start in zip(anchors.positions.split(counts), starts)]
-        placed = pad_sequence([part.clamp(min=0) for part in own], batch_first=True)
+        padded_anchors = pad_sequence([part.clamp(min=0) for part in own], batch_first=True)
         sources = self.encode_sources([text[:start] for text, start in zip(texts, starts)])
         prefixes = self.embed([text[start:] if start < len(text) else text[-1:] for text, start in zip(texts, starts)])
-        states = state.run_checkpointed(self.network.draft_states, prefixes, placed, *sources)
+        states = state.run_checkpointed(self.network.draft_states, prefixes, padded_anchors, *sources)
         is_anchor = pad_sequence([torch.ones_like(part, dtype=torch.bool) for part in own], batch_first=True)
         steps = torch.arange(self.num_drafts, device=batch.tokens.device)
         index = anchors.token_indices[:, None] + steps  # [A, K] the token before each draft

@@ -64,9 +64,9 @@ class QueryNetwork(nn.Module):
         """
         batch, length, _ = prefix.shape
         count, drafts = anchors.shape[1], len(self.queries)
-        places = torch.arange(length, device=prefix.device)
+        indices = torch.arange(length, device=prefix.device)
         steps = torch.arange(1, drafts + 1, device=prefix.device)
-        positions = torch.cat([places.expand(batch, -1), (anchors[..., None] + steps).flatten(1)], dim=1)
+        positions = torch.cat([indices.expand(batch, -1), (anchors[..., None] + steps).flatten(1)], dim=1)
         x = torch.cat([self.input(prefix), self.queries.repeat(count, 1).expand(batch, -1, -1)], dim=1)
         x = x + encode_positions(positions, x.shape[-1])
         hidden = hide_positions(length, anchors, drafts)
@@ -79,11 +79,11 @@ class QueryNetwork(nn.Module):
 def hide_positions(length: int, anchors: Tensor, drafts: int) -> Tensor:
     """Return [B, L, L], which positions a prefix token or a query does not see."""
     batch, count = anchors.shape
-    places = torch.arange(length, device=anchors.device)
-    causal = (places[None] > places[:, None]).expand(batch, -1, -1)
+    indices = torch.arange(length, device=anchors.device)
+    causal = (indices[None] > indices[:, None]).expand(batch, -1, -1)
     no_queries = torch.ones(batch, length, count * drafts, dtype=torch.bool, device=anchors.device)
     block = torch.arange(count, device=anchors.device).repeat_interleave(drafts)
-    after_anchor = (places > anchors[..., None]).repeat_interleave(drafts, dim=1)
+    after_anchor = (indices > anchors[..., None]).repeat_interleave(drafts, dim=1)
     other_blocks = (block[:, None] != block).expand(batch, -1, -1)
     return torch.cat([torch.cat([causal, no_queries], dim=2), torch.cat([after_anchor, other_blocks], dim=2)], dim=1)
 
