@@ -189,7 +189,11 @@ class EncoderDecoderTarget(Target):
             both = EncoderDecoderCache(DynamicCache(config=self.config), encoded.cross_cache)
             arguments |= {"past_key_values": both, "use_cache": True}
         layers: tuple[Layer, ...] = (*(layer for layer in plan.layers if layer != "final"), "final")
-        with self.capture_layers(layers) as captured, run_decoder_call(call), place_tokens(decoder, positions, arguments):
+        with (
+            self.capture_layers(layers) as captured,
+            run_decoder_call(call),
+            set_token_positions(decoder, positions, arguments),
+        ):
             captured["final"] = decoder(**arguments).last_hidden_state
         return Features(tokens, layers, torch.stack([captured[layer] for layer in layers], dim=2))
 
@@ -203,7 +207,7 @@ def store_texts(
 
 
 @contextmanager
-def place_tokens(decoder: Any, positions: Tensor, arguments: dict[str, Any]) -> Iterator[None]:
+def set_token_positions(decoder: Any, positions: Tensor, arguments: dict[str, Any]) -> Iterator[None]:
     """Give the decoder's tokens their positions [B, N]: as an argument, or through its table of positions."""
     table: nn.Module | None = getattr(decoder, "embed_positions", None)
     if table is None:
