@@ -2,7 +2,10 @@
 
 from typing import Any
 
+from benchmarks.follow_overhead import NUM_PARTS
+from scripts.results_page import fill_paragraphs
 from scripts.results_tables import format_table
+from spectrain.follow.settings import FollowSettings
 
 RATES = {
     "first kind, before": "first kind, before the change",
@@ -23,31 +26,27 @@ SPEEDS = {
     "after the swap": "candidate",
 }
 
-DAY = """The servers are this project's own engine (seeds 0 to 2) and vLLM, both behind the proxy, with one request at a time.
-Each day has a column."""
+DAY = """vLLM 0.32 for CPUs serves behind the proxy, with one request at a time. Each day has a column. `make follow-demo`
+runs a day with this project's own engine."""
 OVERHEAD = """Medians over requests, in milliseconds. A server in a process of its own streams 16 parts, one every 20 ms, or
-answers at once; requests go to it directly and through the proxy in turn."""
+answers at once; requests go to it directly and through the proxy in turn. The streams of a row begin in the same instant, so
+that one also waits for those before it; 200 of them take all of the two cores, directly too."""
 
 
 def follow_tables(
-    days: dict[str, Any],
-    vllm: dict[str, Any],
-    quiet: dict[str, Any],
-    alarms: dict[str, Any],
-    faults: dict[str, Any],
-    overhead: dict[str, Any],
+    days: dict[str, Any], quiet: dict[str, Any], alarms: dict[str, Any], faults: dict[str, Any], overhead: dict[str, Any]
 ) -> str:
     """Return all parts of the page."""
     parts = [
         "## A day in minutes",
-        DAY,
-        day_tables([*days["days"], *vllm["days"]], [*(f"seed {day['seed']}" for day in days["days"]), "vLLM"]),
+        fill_paragraphs(DAY),
+        day_tables(days["days"]),
         "![Tokens per forward over time by kind of traffic](../follow.svg)",
         "## False alarms",
-        quiet_text(quiet),
+        fill_paragraphs(quiet_text(quiet)),
         alarm_table(alarms),
         "## Overhead of the proxy",
-        OVERHEAD,
+        fill_paragraphs(OVERHEAD),
         overhead_table(overhead),
         "## Faults",
         f"{sum(row['passed'] for row in faults['rows'])} of {len(faults['rows'])} passed. Every answer through the proxy is "
@@ -57,9 +56,9 @@ def follow_tables(
     return "\n\n".join(parts)
 
 
-def day_tables(days: list[dict[str, Any]], names: list[str]) -> str:
+def day_tables(days: list[dict[str, Any]]) -> str:
     """Return tokens per forward, the times of the events, the proof, and the cost of training, a column for each day."""
-    titles = ["", *names]
+    names = [f"seed {day['seed']}" for day in days]
     rates = [[label, *(format_number(day["tokens_per_forward"][key], 2) for day in days)] for key, label in RATES.items()]
     seconds = [[label, *(format_number(day["seconds"].get(key), 0) for day in days)] for key, label in EVENTS.items()]
     proofs = [
@@ -73,7 +72,7 @@ def day_tables(days: list[dict[str, Any]], names: list[str]) -> str:
         [
             format_table(["tokens per forward", *names], rates),
             format_table(["seconds after the change", *names], seconds),
-            format_table(titles, proofs),
+            format_table(["the proof and the swap", *names], proofs),
             "What training costs on the same machine, in tokens per second of a request; the training has niceness 10.",
             format_table(["tokens per second", *names], speeds),
         ]
@@ -102,14 +101,15 @@ def format_shadow(day: dict[str, Any]) -> str:
 
 def quiet_text(quiet: dict[str, Any]) -> str:
     """Return what happened without a change of traffic."""
-    horizon, rate = quiet["setting"]["options"]["follow.horizon"], 0.05
+    horizon, rate = quiet["setting"]["options"]["follow.horizon"], FollowSettings().false_alarms
     sentences = []
     for day in quiet["days"]:
         drifts, swaps = day["events"].count("drift"), day["events"].count("promoted")
         sentences.append(
-            f"Live, {day['requests']} requests of the first kind alone, {day['distinct']} of them different, raised {drifts} "
-            f"alarms and led to {swaps} swaps; that is {day['requests'] // horizon} times the {horizon} requests within which "
-            f"the stated probability of a false alarm is {100 * rate:.0f} %."
+            f"Live, with our own engine, {day['requests']} requests of the first kind alone, {day['distinct']} of them "
+            f"different, at {day['tokens_per_forward']:.2f} tokens per forward, raised {drifts} alarms and led to {swaps} "
+            f"swaps; that is {day['requests'] // horizon} times the {horizon} requests within which the stated probability of "
+            f"a false alarm is {100 * rate:.0f} %."
         )
     return " ".join(sentences)
 
@@ -127,7 +127,7 @@ def alarm_table(alarms: dict[str, Any]) -> str:
         for row in alarms["rows"]
     ]  # fmt: skip
     titles = ["distribution", "streams with a false alarm", "requests until a fall is noticed, median", "falls not noticed"]
-    return f"{first}\n\n{format_table(titles, rows)}"
+    return f"{fill_paragraphs(first)}\n\n{format_table(titles, rows)}"
 
 
 def overhead_table(overhead: dict[str, Any]) -> str:
@@ -140,9 +140,11 @@ def overhead_table(overhead: dict[str, Any]) -> str:
         direct = ways["direct"]
         added = [f"{row['first_ms'] - direct['first_ms']:+.2f}, {row['whole_ms'] - direct['whole_ms']:+.2f}"
                  for name, row in ways.items() if name != "direct"]  # fmt: skip
-        label = f"{streams} {'streams' if streamed else 'whole answers'}"
-        rows.append([label, f"{direct['first_ms']:.2f}, {direct['whole_ms']:.2f}", *added])
-    return format_table(["at once", "directly: first part, whole", "the proxy adds", "with recording it adds"], rows)
+        label = f"{'streams' if streamed else 'whole answers'}: {streams}"
+        speeds = ", ".join(f"{1000 * NUM_PARTS / row['whole_ms']:.1f}" for row in ways.values()) if streamed else "-"
+        rows.append([label, f"{direct['first_ms']:.2f}, {direct['whole_ms']:.2f}", *added, speeds])
+    titles = ["at once", "directly: first part, whole", "the proxy adds", "with recording it adds"]
+    return format_table([*titles, "parts per second of a stream: directly, proxy, recording"], rows)
 
 
 def fault_table(faults: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from benchmarks.rehearse_cluster import markdown_table as rehearsal_table
 from benchmarks.scale import markdown_table as scale_table
 from scripts import results_tables as tables
 from scripts.axes_tables import axes_tables
+from scripts.follow_tables import follow_tables
 from scripts.long_tables import adapters_table, long_drafters_table, times_table
 from scripts.results_page import ResultsPage
 from scripts.speculators_tables import methods_tables, speculators_tables
@@ -322,6 +323,24 @@ percent.""",
         ("ways-tiny.json",),
         f"{WAYS} adversary",
         tables.adversary_table,
+    ),
+    "follow": ResultsPage(
+        "Following traffic",
+        """What `spectrain follow` does when traffic changes, how often it is wrong when nothing changes, what its proxy costs,
+and which faults it survives. The tiny target, an EAGLE-3 drafter with a chain of three tokens, greedy answers of 32 tokens. The
+first kind of traffic is English chat, on whose answers the drafter was trained for 0.6 minutes; the second kind is questions
+in Spanish in another prompt template.""",
+        ("follow-vllm.json", "follow-quiet.json", "follow-alarms.json", "follow-faults.json", "follow-overhead.json"),
+        "python -m benchmarks.follow_day seeds=0,1 server=vllm server.python=ENV/bin/python server.dtype=float32 "
+        "out=eval/results/follow-vllm.json\n"
+        "python -m benchmarks.follow_day quiet=1000 out=eval/results/follow-quiet.json\n"
+        "python -m benchmarks.follow_alarms out=eval/results/follow-alarms.json\n"
+        "python -m benchmarks.follow_faults out=eval/results/follow-faults.json\n"
+        "python -m benchmarks.follow_overhead out=eval/results/follow-overhead.json",
+        follow_tables,
+        """Up to ten other processes computed on the machine's two cores, so seconds and milliseconds are upper bounds; tokens
+per forward are counts. The days were measured in two runs. A stream of which the server has sent a part cannot be saved when
+the server is killed: the client sees a broken answer, as it does without the proxy.""",
     ),
     "gpu-goals": ResultsPage(
         "Goals on a GPU",
