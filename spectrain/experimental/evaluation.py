@@ -61,8 +61,10 @@ class ExperimentalEvaluation(Evaluation):
     prune_rank: Number = 64
     # Number of target layers after which likely nodes that the drafter's trees lack join them; null grafts nothing.
     graft_layer: int | None = None
-    # Number of nodes that join a tree, in place of as many of its least likely leaves.
+    # Number of nodes that join a tree in one step, in place of as many of its least likely leaves.
     graft_nodes: int = 2
+    # Number of steps in which nodes join a tree; with more than one, sequences of tokens join it.
+    graft_steps: int = 1
     # Rank of the early head that names them, fitted beforehand as for eval.prune_rank; 0 uses the target's head.
     graft_rank: Number = 64
     # Numbers of most likely tokens that eval.sweep=prune tries.
@@ -198,7 +200,7 @@ class ExperimentalEvaluation(Evaluation):
         if self.online:
             extensions.append(self.learning)
         if self.graft_layer is not None:
-            extensions.append(GraftedTrees(self.graft_layer, self.graft_nodes, self.graft_rank))
+            extensions.append(GraftedTrees(self.graft_layer, self.graft_nodes, self.graft_steps, self.graft_rank))
         if self.beams is not None:
             settings = BeamSettings(self.beams, self.beam_method, self.beam_drafts, self.beam_threshold, self.items)
             extensions.append(Beams(settings, self.max_new_tokens, self.check))

@@ -23,7 +23,7 @@ from tests.trees.tables import Path, paths
 
 PROMPTS = [[5, 3, 9, 1, 14, 2, 5, 3], [7, 7, 2]]
 LAYER, COUNT, LIMIT = 3, 2, 6
-TREE = Eagle2(depth=3, budget=8, top_k=2)
+TREE = Eagle2(depth=4, budget=8, top_k=2)
 
 
 @pytest.fixture(scope="module")
@@ -53,36 +53,41 @@ class Recorded(Grafting):
         return grafted
 
 
-def expected_paths(target: Target, text: list[int], drafted: list[Path]) -> list[Path]:
+def expected_paths(target: Target, text: list[int], drafted: list[Path], steps: int) -> list[Path]:
     """The paths of a grafted tree, by a forward of the first layers over every path."""
-    log_p = {}
-    for path in drafted:
-        plan = ForwardPlan(logits=True, span=LayerSpan(last=LAYER))
-        logits = target.run(torch.tensor([[*text, *path]]), plan).logits
-        assert logits is not None
-        log_p[path] = logits[0, -1].log_softmax(-1)
+    log_p: dict[Path, torch.Tensor] = {}
+
+    def run(path: Path) -> torch.Tensor:
+        if path not in log_p:
+            logits = target.run(torch.tensor([[*text, *path]]), ForwardPlan(logits=True, span=LayerSpan(last=LAYER))).logits
+            assert logits is not None
+            log_p[path] = logits[0, -1].log_softmax(-1)
+        return log_p[path]
 
     def score(path: Path) -> float:
-        return sum(float(log_p[path[:at]][path[at]]) for at in range(len(path)))
+        return sum(float(run(path[:at])[path[at]]) for at in range(len(path)))
 
-    missing = [(*path, int(log_p[path].argmax())) for path in drafted]
-    missing = sorted((path for path in missing if path not in drafted), key=score, reverse=True)[:COUNT]
-    left = [*drafted, *missing]
+    left = list(drafted)
+    for _ in range(steps):
+        missing = [(*path, int(run(path).argmax())) for path in left]
+        left += sorted((path for path in missing if path not in left), key=score, reverse=True)[:COUNT]
+    grafts = left[len(drafted) :]
     while len(left) > len(drafted):
         leaves = [path for path in left if path and not any(other[:-1] == path for other in left if other)]
-        left.remove(min([path for path in leaves if path not in missing] or leaves, key=score))
+        left.remove(min([path for path in leaves if path not in grafts] or leaves, key=score))
     return left
 
 
-@pytest.mark.parametrize("name, rule", [
-    ("eagle3", Greedy()), ("eagle3", Match(temperature=0.8, seed=3)), ("ngram", Greedy()), ("early_exit", Greedy()),
-], ids=["eagle3", "eagle3-match", "ngram", "early-exit"])  # fmt: skip
+@pytest.mark.parametrize("name, rule, steps", [
+    ("eagle3", Greedy(), 1), ("eagle3", Match(temperature=0.8, seed=3), 1), ("ngram", Greedy(), 1), ("early_exit", Greedy(), 1),
+    ("eagle3", Greedy(), 2),
+], ids=["eagle3", "eagle3-match", "ngram", "early-exit", "sequences"])  # fmt: skip
 @torch.no_grad()
 def test_grafts_are_those_of_plain_forwards(
-    target: Target, drafters: dict[str, Drafter], name: str, rule: AcceptanceRule
+    target: Target, drafters: dict[str, Drafter], name: str, rule: AcceptanceRule, steps: int
 ) -> None:
     """Two texts at once: the same output, trees of the same size with the expected paths, and grafts that are accepted."""
-    grafting = Recorded(LAYER, COUNT)
+    grafting = Recorded(LAYER, COUNT, steps)
     grafting.rounds = []
     found = Session(target, rule, drafters[name], TREE, pruning=grafting).decode(PROMPTS, LIMIT, ignore_eos=True)
     assert [one.output for one in found] == [one.output for one in decode(target, PROMPTS, rule, LIMIT, ignore_eos=True)]
@@ -91,7 +96,7 @@ def test_grafts_are_those_of_plain_forwards(
         grafted.check_structure()
         for row, text in enumerate(texts):
             before = paths(tree, row)
-            assert sorted(paths(grafted, row)) == sorted(expected_paths(target, text, before))
+            assert sorted(paths(grafted, row)) == sorted(expected_paths(target, text, before, steps))
             changed += sorted(before) != sorted(paths(grafted, row))
     counts = grafting.summarize_grafts()
     assert changed > 0 and counts["grafts_per_round"] > 0 and counts["accepted_per_round"] > 0
@@ -101,7 +106,7 @@ def test_grafts_are_those_of_plain_forwards(
 def test_grafting_accepts_more_at_equal_nodes(target: Target, drafters: dict[str, Drafter]) -> None:
     """The late exit of a random target says more than an untrained drafter."""
     plain, grafted = (
-        Session(target, Greedy(), drafters["eagle3"], TREE, pruning=pruning).decode(PROMPTS, 30, ignore_eos=True)
+        Session(target, Greedy(), drafters["eagle3"], Eagle2(3, 8, 2), pruning=pruning).decode(PROMPTS, 30, ignore_eos=True)
         for pruning in (None, Grafting(LAYER, COUNT))
     )
     assert sum(len(one.round_lengths) for one in grafted) < sum(len(one.round_lengths) for one in plain)
@@ -111,7 +116,7 @@ def test_grafting_refuses_what_it_is_not_valid_for(target: Target, drafters: dic
     for grafting, rule, message in (
         (Grafting(4, 1), Greedy(), "eval.graft_layer=4: random has 4 layers"),
         (Grafting(2, 1), RecursiveRejection(), "acceptance=recursive: .*acceptance=greedy or match"),
-        (Grafting(2, 4), Greedy(), "eval.graft_nodes=4: .*room for 3"),
+        (Grafting(2, 5), Greedy(), "eval.graft_nodes=5: .*room for 4"),
     ):
         with pytest.raises(UserError, match=message):
             Session(target, rule, drafters["ngram"], TREE, pruning=grafting).decode(PROMPTS, 4, ignore_eos=True)

@@ -24,10 +24,11 @@ class GraftedTrees(EvalExtension):
 
     layer: int
     count: int
+    steps: int
     rank: int
 
     def check(self, candidate: Candidate) -> None:
-        Grafting(self.layer, self.count).check_settings(candidate.rule, candidate.target)
+        Grafting(self.layer, self.count, self.steps).check_settings(candidate.rule, candidate.target)
         if candidate.builder.learns_from_trees:
             raise UserError(
                 f"tree={candidate.builder.name}: it learns from the trees that are verified, and grafted ones mislead it; use "
@@ -35,7 +36,7 @@ class GraftedTrees(EvalExtension):
             )
 
     def adapt_system(self, candidate: Candidate, first: System) -> System:
-        return replace(first, pruning=Grafting(self.layer, self.count))
+        return replace(first, pruning=Grafting(self.layer, self.count, self.steps))
 
     def systems(self, candidate: Candidate, first: System) -> list[System]:
         return [System("ungrafted", "the same, not grafted", candidate.drafter, candidate.builder, candidate.rule)]

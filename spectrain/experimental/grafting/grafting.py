@@ -29,16 +29,17 @@ class Grafting:
     """After the first `layer` layers, put the likeliest missing nodes into a tree in place of its least likely leaves.
 
     An early exit at every node names its likeliest next token. Where no child has this token, the node could get it as a
-    child. The `count` of these whose paths the exit finds most likely are added, run through the first layers, and go on with
-    the tree. As many leaves, those whose paths it finds least likely, are dropped, so that the other layers run as many nodes
-    as before. Rules that fix the target's choice beforehand stay exact: a tree shapes rounds and never changes tokens.
+    child. The `count` of these whose paths the exit finds most likely are added and run through the first layers. With more
+    `steps`, this is repeated on the tree with its grafts, which become sequences. As many leaves, those whose paths it finds
+    least likely, are dropped, and all nodes that are left go on together: the other layers run as many as before. Rules that
+    fix the target's choice beforehand stay exact: a tree shapes rounds and never changes tokens.
     """
 
-    def __init__(self, layer: int, count: int) -> None:
-        for key, value in (("graft_layer", layer), ("graft_nodes", count)):
+    def __init__(self, layer: int, count: int, steps: int = 1) -> None:
+        for key, value in (("graft_layer", layer), ("graft_nodes", count), ("graft_steps", steps)):
             if value < 1:
                 raise UserError(f"eval.{key}={value}: use 1 or more")
-        self.layer, self.count = layer, count
+        self.layer, self.count, self.steps = layer, count, steps
         self.head: EarlyHead | None = None  # None: the target's own
         self.num_grafted = self.num_rounds = self.num_accepted = 0
         self.grafted: Tensor | None = None  # [B, N] nodes of this round that are grafts
@@ -62,10 +63,10 @@ class Grafting:
                 "as causal or eagle3"
             )
         partial = context.partial or PartialForward(context.target, context.cache, self.layer, layers=context.layers)
-        if self.count > context.builder.depth:
+        if self.count * self.steps > context.builder.depth:
             raise UserError(
-                f"eval.graft_nodes={self.count}: the cache has room for {context.builder.depth} grafts of this tree; use as "
-                "many or fewer, or a larger tree.depth"
+                f"eval.graft_nodes={self.count}: with eval.graft_steps={self.steps} the cache has room for "
+                f"{context.builder.depth} grafts of this tree; use as many or fewer, or a larger tree.depth"
             )
         if self.layer < partial.exit_layer:
             raise UserError(
@@ -74,14 +75,15 @@ class Grafting:
             )
         partial.run_to_layer(tree, self.layer)
         context.partial = partial
-        assert partial.hidden is not None
-        states = context.target.apply_final_norm(partial.hidden[:, :, -1])
-        log_p = (self.head or context.target.head.logits)(states).float().log_softmax(-1)
-        larger, is_graft = add_grafts(tree, log_p, self.count)
-        # The nodes that have run are still in the cache; the grafts follow them.
-        context.cache.add_uncommitted(tree.tokens.shape[1])
-        context.cache.set_positions(context.positions(tree))
-        partial.align_to_tree(larger)
+        larger, is_graft = tree, torch.zeros_like(tree.valid)
+        for _ in range(self.steps):
+            log_p = self._exit_log_probs(context, partial)
+            # The nodes that have run are still in the cache; the grafts follow them.
+            context.cache.add_uncommitted(larger.tokens.shape[1])
+            context.cache.set_positions(context.positions(larger))
+            larger, is_new = add_grafts(larger, log_p, self.count)
+            is_graft = torch.cat([is_graft, is_new], dim=1)
+            partial.align_to_tree(larger)
         keep = drop_leaves(larger, score_paths(larger, log_p), is_graft, tree.valid.sum(1))
         grafted = larger.select_nodes(keep)
         partial.align_to_tree(grafted)
@@ -89,6 +91,12 @@ class Grafting:
         self.num_grafted += int((self.grafted & grafted.valid).sum())
         self.num_rounds += len(tree.tokens)
         return grafted
+
+    def _exit_log_probs(self, context: Context, partial: PartialForward) -> Tensor:
+        """Return log p [B, N, V] of the early exit at every node that the first layers have run."""
+        assert partial.hidden is not None
+        states = context.target.apply_final_norm(partial.hidden[:, :, -1])
+        return (self.head or context.target.head.logits)(states).float().log_softmax(-1)
 
     def record_path(self, accepted: AcceptedPath) -> None:
         """Count the accepted grafts."""
@@ -112,6 +120,7 @@ class Grafting:
         return {
             "layer": self.layer,
             "graft_nodes": self.count,
+            "graft_steps": self.steps,
             "rank": 0 if self.head is None else self.head.down.shape[1],
             "grafts_per_round": round(self.num_grafted / rounds, 4),
             "accepted_per_round": round(self.num_accepted / rounds, 4),
@@ -119,7 +128,7 @@ class Grafting:
 
 
 def add_grafts(tree: TokenTree, log_p: Tensor, count: int) -> tuple[TokenTree, Tensor]:
-    """Append the likeliest missing children [B, G] to a tree, by log p [B, N, V] of an early exit; mark them in [B, N + G]."""
+    """Append the likeliest missing children [B, G] to a tree, by log p [B, N, V] of an early exit; mark the real ones."""
     best = log_p.max(-1)
     parents = tree.parents.clamp(min=0)
     is_child = tree.valid & (tree.parents >= 0)
@@ -132,11 +141,10 @@ def add_grafts(tree: TokenTree, log_p: Tensor, count: int) -> tuple[TokenTree, T
     larger = TokenTree.from_parents(
         tokens, torch.cat([tree.parents, above_nodes], dim=1), torch.cat([tree.valid, is_real], dim=1)
     )
-    is_graft = torch.cat([torch.zeros_like(tree.valid), is_real], dim=1)
     if tree.scores is not None:
         child_scores = tree.scores + best.values
         larger = replace(larger, scores=torch.cat([tree.scores, child_scores.gather(1, above_nodes)], dim=1))
-    return replace(larger, height=None if tree.height is None else tree.height + 1, draft_ids=tree.draft_ids), is_graft
+    return replace(larger, height=None if tree.height is None else tree.height + 1, draft_ids=tree.draft_ids), is_real
 
 
 def score_paths(tree: TokenTree, log_p: Tensor) -> Tensor:
