@@ -331,7 +331,7 @@ and which faults it survives. The tiny target, an EAGLE-3 drafter with a chain o
 first kind of traffic is English chat, on whose answers the drafter was trained for 0.6 minutes; the second kind is questions
 in Spanish in another prompt template.""",
         ("follow-vllm.json", "follow-quiet.json", "follow-alarms.json", "follow-faults.json", "follow-overhead.json"),
-        "python -m benchmarks.follow_day seeds=0,1 server=vllm server.python=ENV/bin/python server.dtype=float32 "
+        "python -m benchmarks.follow_day seeds=0,1,2 server=vllm server.python=ENV/bin/python server.dtype=float32 "
         "out=eval/results/follow-vllm.json\n"
         "python -m benchmarks.follow_day quiet=1000 out=eval/results/follow-quiet.json\n"
         "python -m benchmarks.follow_alarms out=eval/results/follow-alarms.json\n"
