@@ -78,6 +78,12 @@ def test_verified_exits_give_the_greedy_output(target: Target, settings: dict[st
 
 
 @torch.no_grad()
+def test_trees_are_drafted_by_the_first_exit(target: Target) -> None:
+    found = decode(target, PROMPTS, Greedy(), 6, Exits(target, (2, 3)), Eagle2(2, 6, 2), ignore_eos=True)
+    assert [one.output for one in found] == [one.output for one in decode(target, PROMPTS, Greedy(), 6, ignore_eos=True)]
+
+
+@torch.no_grad()
 def test_the_threshold_follows_the_target(target: Target) -> None:
     """The pairs that are learned from are the exits' probabilities and whether the target's token is the same."""
     drafter = Exits(target, (2,), threshold=0.5, estimate=True)
@@ -113,5 +119,3 @@ def test_invalid_settings_are_refused(target: Target) -> None:
     for settings in ({"exits": (4,)}, {"exits": (2, 1)}, {"estimate": True, "measure": "entropy"}):
         with pytest.raises(UserError, match="^drafter.(exits|estimate)="):
             Exits(target, **settings)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="use tree=chain"):
-        decode(target, PROMPTS[:1], Greedy(), 4, Exits(target), Eagle2(2, 4, 2), ignore_eos=True)

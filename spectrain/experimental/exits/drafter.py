@@ -16,6 +16,7 @@ from spectrain.drafters.capabilities import Capabilities
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.models.features import Features
+from spectrain.models.partial_forward import NodeLevel, PartialForward
 from spectrain.trees.base import Draft, Rollout
 from spectrain.trees.token_tree import TokenTree
 
@@ -23,6 +24,7 @@ from .ladder import ExitLadder
 from .threshold import estimate_threshold
 
 if TYPE_CHECKING:
+    from spectrain.models.head import Head
     from spectrain.models.target import Target
 
 
@@ -37,6 +39,8 @@ class Exits(Drafter):
 
     With `estimate`, the threshold follows what the target said about earlier tokens of exits: the smallest confidence from
     which on they agree with the probability `level` (FREE's Beta mixture). It needs measure=probability.
+
+    An exit gives one token. With a tree that branches the first exit drafts all of it, whatever it is sure of.
     """
 
     capabilities = Capabilities(nestable=False)
@@ -72,10 +76,12 @@ class Exits(Drafter):
         self.agreed: list[bool] = []  # whether the target agreed
 
     def draft(self, context: Context) -> Draft:
-        if not context.builder.is_chain or context.builder.children != "deterministic":
-            raise UserError("drafter=exits: an exit gives one token; use tree=chain")
         if context.round == 0:
             self.confidences, self.agreed = [], []
+        if not context.builder.is_chain:
+            self.ladder = None
+            context.partial = PartialForward(context.target, context.cache, self.exits[0], layers=context.layers)
+            return Draft(FirstExitRollout(self.head, context.partial, context.root))
         self.ladder = ExitLadder(context.target, context.cache, self.exits)
         return Draft(ExitRollout(self, self.ladder, context.root))
 
@@ -86,7 +92,8 @@ class Exits(Drafter):
         return log_q.amax(-1).exp() >= self.threshold
 
     def verify(self, context: Context, tree: TokenTree) -> Features:
-        assert self.ladder is not None
+        if self.ladder is None:
+            return context.verify(tree)
         if self.ladder.num_nodes < tree.tokens.shape[1]:
             # The last token of a chain has not been run.
             self.ladder.add_node(tree.tokens[:, -1:])
@@ -104,6 +111,22 @@ class Exits(Drafter):
         self.confidences += confidence[real].tolist()
         self.agreed += (labels == tree.tokens[:, 1:])[real].tolist()
         self.threshold = estimate_threshold(self.confidences, self.agreed, self.level, self.threshold)
+
+
+class FirstExitRollout(Rollout):
+    """A rollout whose distributions are those of the first exit, for trees that branch."""
+
+    def __init__(self, head: Head, partial: PartialForward, root: Tensor) -> None:
+        self.head, self.partial, self.root = head, partial, root
+
+    def start(self) -> Tensor:
+        return self._read_exit(self.partial.run_root(self.root))
+
+    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        return self._read_exit(self.partial.run_children(tokens, parents))
+
+    def _read_exit(self, level: NodeLevel) -> Tensor:
+        return self.head.logits(level.features.at_layer("final")).log_softmax(-1)
 
 
 class ExitRollout(Rollout):
