@@ -328,8 +328,8 @@ class Auto(LatencyAwareBuilder):
         if costs.fit is not None:
             costs.fit.record(self._verify_seconds(round.tree), sum(round.seconds[part] for part in ("verify", "accept")))
         if self.num_unread:
-            known = costs.start_seconds + (levels - 1) * costs.step_seconds if levels else costs.copy_seconds
-            reading = max(0.0, drafting - known) / self.num_unread
+            expected = costs.start_seconds + (levels - 1) * costs.step_seconds if levels else costs.copy_seconds
+            reading = max(0.0, drafting - expected) / self.num_unread
             costs.reading_seconds += (reading - costs.reading_seconds) * (max(rate, 0.25) if costs.reading_seconds else 1)
         elif levels > 1:
             step = max(0.0, (drafting - costs.start_seconds) / (levels - 1))

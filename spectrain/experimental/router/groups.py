@@ -92,9 +92,9 @@ class GroupedRollout(Rollout):
         for part, log_q in zip(self.parts, log_qs):
             ids = part.rollout.draft_ids
             columns = slice(log_q.shape[-1]) if ids is None else ids
-            whole = joined.new_full((len(part.rows), width, self.vocab_size), float("-inf"))
-            whole[:, :, columns] = log_q
-            joined[part.rows] = whole
+            padded = joined.new_full((len(part.rows), width, self.vocab_size), float("-inf"))
+            padded[:, :, columns] = log_q
+            joined[part.rows] = padded
             is_closed[part.rows] = False if part.rollout.stop_mask is None else part.rollout.stop_mask
         is_open = self.is_complete and all(part.rollout.stop_mask is None for part in self.parts)
         self.stop_mask = None if is_open else is_closed
