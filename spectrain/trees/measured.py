@@ -146,10 +146,10 @@ class Auto(LatencyAwareBuilder):
                 (other for other, costs in self.costs_by_setting.items() if costs.is_timed),
                 key=lambda other: (other[0] != batch, other[1] != threads, abs(other[0] - batch)),
             )
-            known = self.costs_by_setting[closest]
-            costs = self.costs_by_setting[setting] = self._make_costs(known.latency.for_batch(batch))
-            costs.reading_seconds = known.reading_seconds * batch / closest[0]
-            costs.copy_seconds = known.copy_seconds * batch / closest[0]
+            nearest = self.costs_by_setting[closest]
+            costs = self.costs_by_setting[setting] = self._make_costs(nearest.latency.for_batch(batch))
+            costs.reading_seconds = nearest.reading_seconds * batch / closest[0]
+            costs.copy_seconds = nearest.copy_seconds * batch / closest[0]
         self.setting, self.costs = setting, self.costs_by_setting[setting]
         self._use_costs()
 

@@ -73,7 +73,7 @@ class Beams(EvalExtension):
             answers.append((pair[row % 2], pair[1 - row % 2]))
         section = {**self.describe_settings(drafted), **summarize_answers(answers)}
         if self.settings.method == "strict":
-            section["identical"] = sum(one.hypotheses == other.hypotheses for one, other in answers)
+            section["identical"] = sum(drafted.hypotheses == plain.hypotheses for drafted, plain in answers)
             if self.compares:
                 outputs = [generate_beams(drafted.target, prompt, drafted.settings) for prompt in prompts]
                 section["same_as_generate"] = sum(

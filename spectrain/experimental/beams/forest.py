@@ -99,9 +99,9 @@ class ForestBuilder(TreeBuilder):
         chosen = keys.topk(min(self.width, len(flat))).indices
         chosen = chosen[flat[chosen] > NEG_INF]
         size, vocab_size = totals.shape[1:]
-        places = zip(chosen.tolist(), flat[chosen].tolist())
+        candidates = zip(chosen.tolist(), flat[chosen].tolist())
         return [
-            (index // (size * vocab_size), index // vocab_size % size, index % vocab_size, score) for index, score in places
+            (index // (size * vocab_size), index // vocab_size % size, index % vocab_size, score) for index, score in candidates
         ]
 
     def _append_level(

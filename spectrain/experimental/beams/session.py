@@ -47,7 +47,7 @@ class BeamAnswer:
 
 
 @dataclass(frozen=True)
-class Place:
+class BeamEnd:
     """A beam in the middle of a round: a node of a row."""
 
     row: int
@@ -119,7 +119,7 @@ class BeamRounds:
         select_context_rows(context, rows)
         context.new_features = select_feature_rows(context.new_features, rows)
         log_probs = logits.float().log_softmax(-1).expand(len(rows), -1)
-        steps = self.search.take_step(log_probs, self._make_chooser([Place(row, 0) for row in range(len(rows))], None))
+        steps = self.search.take_step(log_probs, self._make_chooser([BeamEnd(row, 0) for row in range(len(rows))], None))
         context.tokens.scatter_(1, context.lengths[:, None], torch.tensor([[token] for _, token in steps], device=rows.device))
         return context
 
@@ -138,36 +138,36 @@ class BeamRounds:
         features = self.drafts.verify(context, tree)
         self.num_forwards += 1
         assert features.logits is not None
-        places, steps = self._take_steps(features.logits)
+        ends, steps = self._take_steps(features.logits)
         if not self.search.is_done:
-            self._commit_beams(tree, features, places, steps)
+            self._commit_beams(tree, features, ends, steps)
 
     def _check_draft(self, draft: Draft) -> None:
         if self.session.drafter is not None and (draft.rollout is None or draft.add_mask_nodes is not None):
             raise UserError("eval.beams: this drafter has no distribution of its own after every token; use drafter=causal, "
                             "eagle3 or medusa")  # fmt: skip
 
-    def _take_steps(self, logits: Tensor) -> tuple[list[Place], list[tuple[int, int]]]:
+    def _take_steps(self, logits: Tensor) -> tuple[list[BeamEnd], list[tuple[int, int]]]:
         """Take steps from logits [K, N, V] until a beam is no node; return where the last step began, and what it chose."""
         forest = self.builder.forest if isinstance(self.builder, ForestBuilder) else None
         children = {} if forest is None else forest.find_children()
-        places = [Place(row, 0) for row in range(len(logits))]
+        ends = [BeamEnd(row, 0) for row in range(len(logits))]
         while True:
-            rows = torch.tensor([place.row for place in places], device=logits.device)
-            nodes = torch.tensor([place.node for place in places], device=logits.device)
+            rows = torch.tensor([end.row for end in ends], device=logits.device)
+            nodes = torch.tensor([end.node for end in ends], device=logits.device)
             log_probs = logits[rows, nodes].float().log_softmax(-1)
-            steps = self.search.take_step(log_probs, self._make_chooser(places, forest))
+            steps = self.search.take_step(log_probs, self._make_chooser(ends, forest))
             if self.search.is_done:
-                return places, steps
+                return ends, steps
             alive = self.search.is_alive
-            below = [children.get((places[beam].row, places[beam].node, token)) for beam, token in steps]
+            below = [children.get((ends[beam].row, ends[beam].node, token)) for beam, token in steps]
             if any(node is None and lives for node, lives in zip(below, alive)):
-                return places, steps
+                return ends, steps
             # A beam that does not exist stands at any node of the same depth.
-            first = next(Place(places[beam].row, node) for (beam, _), node in zip(steps, below) if node is not None)
-            places = [first if node is None else Place(places[beam].row, node) for (beam, _), node in zip(steps, below)]
+            first = next(BeamEnd(ends[beam].row, node) for (beam, _), node in zip(steps, below) if node is not None)
+            ends = [first if node is None else BeamEnd(ends[beam].row, node) for (beam, _), node in zip(steps, below)]
 
-    def _make_chooser(self, places: list[Place], forest: Forest | None) -> Chooser | None:
+    def _make_chooser(self, ends: list[BeamEnd], forest: Forest | None) -> Chooser | None:
         """Return what draws the candidates of a step; None takes the most likely ones."""
         session, settings = self.session, self.session.settings
         if session.method == "strict":
@@ -177,19 +177,19 @@ class BeamRounds:
         vocab_size = session.target.head.vocab_size
 
         def offer() -> tuple[Tensor, list[int]]:
-            return collect_drafts(forest, places, self.alive_before, vocab_size)
+            return collect_drafts(forest, ends, self.alive_before, vocab_size)
 
         self.alive_before = self.search.is_alive
         limit = None if threshold is None else WidthLimit(threshold, session.width)
         return make_chooser(session.temperature, count, self.random, offer, limit)
 
-    def _commit_beams(self, tree: TokenTree, features: Features, places: list[Place], steps: list[tuple[int, int]]) -> None:
+    def _commit_beams(self, tree: TokenTree, features: Features, ends: list[BeamEnd], steps: list[tuple[int, int]]) -> None:
         """Let every beam be the row that it continues, with the path to its last node, and its new token as the root."""
         device = tree.tokens.device
         parents = tree.parents.tolist()
-        sources = [places[beam] for beam, _ in steps]
-        paths = [find_path(parents[place.row], place.node) for place in sources]
-        rows = torch.tensor([place.row for place in sources], device=device)
+        sources = [ends[beam] for beam, _ in steps]
+        paths = [find_path(parents[end.row], end.node) for end in sources]
+        rows = torch.tensor([end.row for end in sources], device=device)
         path, bonus = torch.tensor(paths, device=device), torch.tensor([token for _, token in steps], device=device)
         accepted = AcceptedPath(path, torch.full_like(rows, path.shape[1]), bonus)
         select_context_rows(self.context, rows)
@@ -208,25 +208,25 @@ def find_path(parents: list[int], node: int) -> list[int]:
 
 
 def collect_drafts(
-    forest: Forest | None, places: list[Place], is_alive: list[bool], vocab_size: int
+    forest: Forest | None, ends: list[BeamEnd], is_alive: list[bool], vocab_size: int
 ) -> tuple[Tensor, list[int]]:
-    """Return q [K V] of the continuations of the beams at these places, and the drafts among them, in the order of their draw.
+    """Return q [K V] of the continuations of the beams at these ends, and the drafts among them, in the order of their draw.
 
     A path's q counts with the score of its beam. Drafts after other nodes do not matter: what was drawn after these ones is a
     draw without replacement from q of these ones.
     """
-    q = torch.zeros(len(places), vocab_size, dtype=torch.float64)
+    q = torch.zeros(len(ends), vocab_size, dtype=torch.float64)
     drafts: list[tuple[int, int]] = []
     if forest is None:
         return q.flatten(), []
-    for beam, place in enumerate(places):
-        log_q = forest.node_log_q(place.row, place.node) if is_alive[beam] else None
+    for beam, end in enumerate(ends):
+        log_q = forest.node_log_q(end.row, end.node) if is_alive[beam] else None
         if log_q is None:
             continue
         ids = torch.arange(len(log_q)) if forest.draft_ids is None else forest.draft_ids.cpu()
         q[beam].index_copy_(0, ids, log_q.exp())
-        for node, parent in enumerate(forest.parents[place.row].tolist()):
-            if parent == place.node and (place.row, node) in forest.ranks:
-                drafts.append((forest.ranks[place.row, node], beam * vocab_size + int(forest.tokens[place.row, node])))
+        for node, parent in enumerate(forest.parents[end.row].tolist()):
+            if parent == end.node and (end.row, node) in forest.ranks:
+                drafts.append((forest.ranks[end.row, node], beam * vocab_size + int(forest.tokens[end.row, node])))
     total = q.sum()
     return (q / total if total > 0 else q).flatten(), [draft for _, draft in sorted(drafts)]

@@ -77,9 +77,9 @@ class Blockwise(NestedDrafter, StoreReader):
     def refine(self, lattice: list[list[tuple[int, float]]], text: list[int]) -> Trie:
         """Return the trie of the best paths of a lattice after a text."""
         model = self.stored or NgramModel(np.asarray(text), self.order, self.vocab_size)
-        found = find_best_paths(lattice, text, model, self.weight, self.num_paths)
-        trie, best = Trie(), found[0][0]
-        for score, path in found:
+        best_paths = find_best_paths(lattice, text, model, self.weight, self.num_paths)
+        trie, best = Trie(), best_paths[0][0]
+        for score, path in best_paths:
             trie.add_continuation(path, math.exp(score - best))
         return trie
 

@@ -63,7 +63,9 @@ class DiffusionEvaluation(Evaluation):
                 f"{target.head.vocab_size}; use the target whose tokenizer it was trained with"
             )
         room = model.config.max_length - self.max_new_tokens
-        prompts = [prompt for prompt in (one.tokenize_for(target) for one in self.chosen) if len(prompt) <= room]
+        prompts = [
+            prompt for prompt in (conversation.tokenize_for(target) for conversation in self.chosen) if len(prompt) <= room
+        ]
         ways = self.list_ways(model)
         decoded: dict[str, list[Decoded]] = {name: [] for name in ways}
         for number, prompt in enumerate(prompts):
@@ -74,7 +76,7 @@ class DiffusionEvaluation(Evaluation):
         rows = {name: self.summarize_way(target, prompts, answers, decoded["one"]) for name, answers in decoded.items()}
         # An exact way has a base, whose texts it must repeat.
         for name, base in (("psd", "one"), ("psd, two", "two"), ("psd, confident", "confident")):
-            same = [one.tokens == other.tokens for one, other in zip(decoded[name], decoded[base], strict=True)]
+            same = [answer.tokens == other.tokens for answer, other in zip(decoded[name], decoded[base], strict=True)]
             rows[name]["lossless"] = {"to": base, "checked": len(same), "identical": sum(same)}
         setting = {**collect_provenance(), "model": self.model, "prompts": len(prompts), "tokens": self.max_new_tokens}
         setting |= {"block_size": self.block_size, "depth": self.depth, "threshold": self.threshold, "target": target.name}
@@ -112,14 +114,16 @@ class DiffusionEvaluation(Evaluation):
         self, target: Target, prompts: list[list[int]], answers: list[Decoded], base: list[Decoded]
     ) -> dict[str, Any]:
         """Return tokens per forward and speed with intervals, rows per forward, agreement with the base, and log p."""
-        numbers = np.array([[len(one.tokens), one.num_forwards, one.seconds] for one in answers], dtype=np.float64)
-        others = np.array([[len(one.tokens), one.seconds] for one in base], dtype=np.float64)
+        numbers = np.array([[len(answer.tokens), answer.num_forwards, answer.seconds] for answer in answers], dtype=np.float64)
+        others = np.array([[len(answer.tokens), answer.seconds] for answer in base], dtype=np.float64)
         speed = np.concatenate([numbers[:, [0, 2]], others], axis=1)
-        same = [a == b for one, other in zip(answers, base) for a, b in zip(one.tokens, other.tokens)]
+        same = [a == b for answer, other in zip(answers, base) for a, b in zip(answer.tokens, other.tokens)]
         return {
             "tokens_per_forward": with_interval(numbers[:, :2], (1, -1)),
             "speedup": with_interval(speed, (1, -1, -1, 1)),
-            "rows_per_forward": round(sum(one.num_rows for one in answers) / sum(one.num_forwards for one in answers), 3),
+            "rows_per_forward": round(
+                sum(answer.num_rows for answer in answers) / sum(answer.num_forwards for answer in answers), 3
+            ),
             "agreement": round(sum(same) / max(1, len(same)), 4),
             "log_p": round(measure_log_p(target, prompts, answers), 4),
         }

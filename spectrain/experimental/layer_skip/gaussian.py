@@ -59,9 +59,9 @@ def search_halves(target: Target, texts: list[Text], depth: int, steps: int, see
     for start in starts[: max(1, steps // 4)]:
         scorer.score_set(merge_halves(start))
     while len(scorer.scores) < steps:
-        known = list(scorer.scores)
-        bits = torch.stack([encode_set(skipped, halves) for skipped in known])
-        process = GaussianProcess(bits, torch.tensor([scorer.scores[one] for one in known], dtype=torch.float64))
+        scored = list(scorer.scores)
+        bits = torch.stack([encode_set(skipped, halves) for skipped in scored])
+        process = GaussianProcess(bits, torch.tensor([scorer.scores[skipped] for skipped in scored], dtype=torch.float64))
         candidates = draw_candidates(scorer, halves, random)
         if not candidates:
             break

@@ -53,14 +53,14 @@ class Pipelining(EvalExtension):
         for name, label in LABELS.items():
             print(f"  {simulated[name]:.2f}x {label}")
         print(f"  {simulated['seed_throughput']:.2f}x the throughput of {self.in_flight} texts that share a drafter (SEED)")
-        found: dict[str, Any] = {"simulated": simulated}
+        result: dict[str, Any] = {"simulated": simulated}
         if self.in_processes:
-            found["measured"] = round(speedup(turns["pipeline"]), 4)
-            found["runs"], found["dropped"] = self.pipeline.num_runs, self.pipeline.num_dropped
-            found["stage_seconds"] = [round(median(column), 6) for column in zip(*self.pipeline.stage_seconds)]
-            found["draft_seconds"] = round(median(self.pipeline.draft_seconds), 6)
-            print(f"  {found['measured']:.2f}x measured with {self.stages} processes on this machine")
-        return {"pipeline": found}
+            result["measured"] = round(speedup(turns["pipeline"]), 4)
+            result["runs"], result["dropped"] = self.pipeline.num_runs, self.pipeline.num_dropped
+            result["stage_seconds"] = [round(median(column), 6) for column in zip(*self.pipeline.stage_seconds)]
+            result["draft_seconds"] = round(median(self.pipeline.draft_seconds), 6)
+            print(f"  {result['measured']:.2f}x measured with {self.stages} processes on this machine")
+        return {"pipeline": result}
 
 
 def measure_rounds(turns: list[Turn]) -> tuple[int, dict[str, float], float]:
@@ -68,7 +68,7 @@ def measure_rounds(turns: list[Turn]) -> tuple[int, dict[str, float], float]:
     depth = max(1, max((depth for turn in turns for depth in turn.drafted.depths), default=1))
     rounds = [times for turn in turns for times in turn.drafted.round_seconds]
     counts = [count for turn in turns for count in turn.drafted.complete_round_lengths]
-    times = {part: sum(one[part] for one in rounds) / max(1, len(rounds)) for part in ("draft", "verify")}
+    times = {part: sum(each[part] for each in rounds) / max(1, len(rounds)) for part in ("draft", "verify")}
     accepted = sum(count - 1 for count in counts)
     rate = accepted / max(1, accepted + sum(count <= depth for count in counts))
     return depth, {"draft": times["draft"] / depth, "verify": times["verify"]}, rate
