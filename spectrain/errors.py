@@ -35,6 +35,9 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {message}"
 
 
+MAX_LISTED = 60  # options that a message lists
+
+
 def suggest_nearest(name: str, options: Iterable[str]) -> str:
     """Name the valid options closest to a wrong name, for an error message."""
     options = sorted(options)
@@ -43,4 +46,6 @@ def suggest_nearest(name: str, options: Iterable[str]) -> str:
     close = difflib.get_close_matches(name.lower(), options, n=3, cutoff=0.5)
     if len(close) == 1:
         return f"the nearest is {close[0]}"
+    if not close and len(options) > MAX_LISTED:
+        return f"there are {len(options)}, which --help lists"
     return f"the nearest are {', '.join(close)}" if close else f"valid are {', '.join(options)}"

@@ -198,7 +198,7 @@ def select_choices(schema: CommandSchema, words: list[str]) -> dict[str, str]:
     overrides = {
         group: choice for word in words for group, equals, choice in [word.partition("=")] if equals and group in schema.groups
     }
-    choices = {group: choice or find_only_choice(group, words) for group, choice in schema.groups.items()}
+    choices = {group: choice or find_default_choice(group, words) for group, choice in schema.groups.items()}
     choices = {group: choice for group, choice in choices.items() if choice and choice != "???"}
     recipe = choice_files("recipe", conf_folders(words)).get(overrides.get("recipe", "")) if "recipe" in schema.groups else None
     for entry in load_yaml(recipe).get("defaults", ()) if recipe else ():
@@ -206,10 +206,11 @@ def select_choices(schema: CommandSchema, words: list[str]) -> dict[str, str]:
     return {group: choice.split(",")[0] for group, choice in (choices | overrides).items() if choice}
 
 
-def find_only_choice(group: str, words: Iterable[str]) -> str | None:
-    """Return the only choice of a group that is not empty; None if there are several."""
+def find_default_choice(group: str, words: Iterable[str]) -> str | None:
+    """Return the choice of a group that a command takes whose own default is null: the only one that is not empty, or the one
+    named default; None if there is neither."""
     full = [name for name, path in choice_files(group, conf_folders(words)).items() if load_yaml(path).get("_target_")]
-    return full[0] if len(full) == 1 else None
+    return full[0] if len(full) == 1 else "default" if "default" in full else None
 
 
 def settings_by_group(schema: CommandSchema, words: list[str]) -> dict[str, list[SettingKey]]:

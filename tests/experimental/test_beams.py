@@ -22,7 +22,7 @@ from spectrain.experimental.beams.evaluation import generate_beams
 from spectrain.experimental.beams.forest import Forest
 from spectrain.experimental.beams.items import ItemTrie
 from spectrain.experimental.beams.search import SearchSettings
-from spectrain.experimental.beams.session import BeamRounds, BeamSession, Method, Place, collect_drafts
+from spectrain.experimental.beams.session import BeamEnd, BeamRounds, BeamSession, Method, collect_drafts
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 from tests.decoding.test_lossless import Joint, Path, every, models, taken_out, target_joint
@@ -181,14 +181,14 @@ def test_drafts_have_the_q_that_draws_judge(
     rounds = BeamRounds(BeamSession(target, settings, "relaxed", drafter, depth=2, width=6), prompt, 0)
     checked = [0, 0]
 
-    def check_offer(forest: Forest | None, places: list[Place], alive: list[bool], vocab_size: int) -> tuple[Tensor, list[int]]:
-        q, drafts = collect_drafts(forest, places, alive, vocab_size)
+    def check_offer(forest: Forest | None, ends: list[BeamEnd], alive: list[bool], vocab_size: int) -> tuple[Tensor, list[int]]:
+        q, drafts = collect_drafts(forest, ends, alive, vocab_size)
         if forest is not None and q.sum() > 0:
             texts = [prompt + beam for beam in rounds.search.beams]
             logits = [drafter.model.run(torch.tensor([text]), ForwardPlan(logits=True)).logits for text in texts]
             log_q = torch.stack([part[0, -1].double().log_softmax(-1) for part in logits if part is not None])
-            depth = forest.depths[places[0].node]
-            scores = torch.tensor([float(forest.scores[place.row, place.node]) for place in places]).double()
+            depth = forest.depths[ends[0].node]
+            scores = torch.tensor([float(forest.scores[place.row, place.node]) for place in ends]).double()
             expected = (scores[:, None] + log_q).flatten().softmax(-1)
             torch.testing.assert_close(q, expected, rtol=1e-4, atol=1e-6)
             assert len(drafts) == len(set(drafts))

@@ -105,6 +105,7 @@ ALTERED = {
 }
 
 
+@pytest.mark.sweep(2, free=("kind",))
 @pytest.mark.parametrize("kind", ALTERED)
 def test_wrong_states_are_requested_again_and_never_stored(
     kind: str, tmp_path: Path, server: ModelStandIn, own_tensors: dict[str, torch.Tensor], capsys: pytest.CaptureFixture[str]
@@ -139,6 +140,7 @@ def cut_file(path: Path) -> None:
 FILES = {"cut short": (cut_file, "cannot be read"), "gone": (Path.unlink, "there is no such file")}
 
 
+@pytest.mark.sweep(1, free=("kind",))
 @pytest.mark.parametrize("kind", FILES)
 def test_damaged_files_are_requested_again(kind: str, tmp_path: Path, server: ModelStandIn) -> None:
     """A file that is cut short or missing counts as no answer, once or always."""

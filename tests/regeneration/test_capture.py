@@ -59,6 +59,7 @@ def training(out: Path, run: Path, *more: str) -> list[float]:
     return losses(run)
 
 
+@pytest.mark.sweep(1, free=("temperature",))
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_answers_and_states_come_from_one_request(
     temperature: float, tmp_path: Path, server: ModelStandIn, chats: Path, capsys: pytest.CaptureFixture[str]
