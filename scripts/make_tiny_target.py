@@ -72,8 +72,8 @@ def main() -> None:
     torch.manual_seed(0)
     order = random.Random(0)
     conversations = list(EmbeddedReader().read_conversations())
-    tokenizer = make_tokenizer([message["content"] for chat in conversations for message in chat], args.vocab_size)
-    texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in conversations]
+    tokenizer = make_tokenizer([message["content"] for chat in conversations for message in chat.messages], args.vocab_size)
+    texts = [tokenizer.apply_chat_template(chat.messages, tokenize=False) for chat in conversations]
     rows = [tokenizer(text, add_special_tokens=False)["input_ids"][:512] for text in texts]
     held, rows = rows[::40], [row for number, row in enumerate(rows) if number % 40]
     end = tokenizer.eos_token_id

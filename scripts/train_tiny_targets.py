@@ -113,7 +113,7 @@ def train_target(name: str, folder: Path, pictures: Path, steps: int, batch_toke
     tokenizer = make_tokenizer(sees)
     model = make_model(name, tokenizer).train()
     order = random.Random(0)
-    texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in EmbeddedReader().read_conversations()]
+    texts = [tokenizer.apply_chat_template(chat.messages, tokenize=False) for chat in EmbeddedReader().read_conversations()]
     rows = [tokenizer(text, add_special_tokens=False)["input_ids"][:256] for text in texts]
     seen: list[Example] = []
     if sees:
