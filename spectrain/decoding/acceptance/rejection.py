@@ -54,6 +54,7 @@ class RecursiveRejection(SequentialRule):
             q: Vector = tree.q(node) if tree.children[node] else None
             for number, child in enumerate(tree.children[node]):
                 token = tree.tokens[child]
+                p = self.move_mass(p, token)
                 if random.flip_coin(acceptance_ratio(p[token], q[token]), node, number):
                     path.append(child)
                     break
@@ -66,6 +67,7 @@ class RecursiveRejection(SequentialRule):
     def acceptance_chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
         p, q, chances, open_chance = siblings.p, siblings.q, [], 1
         for token in siblings.tokens:
+            p = self.move_mass(p, token)
             accept_chance = acceptance_ratio(p[token], q[token])
             chances.append(open_chance * accept_chance)
             open_chance = open_chance * (1 - accept_chance)
@@ -73,6 +75,10 @@ class RecursiveRejection(SequentialRule):
             if siblings.without_replacement:
                 q = remove_token(q, token)
         return chances
+
+    def move_mass(self, p: Vector, token: int) -> Vector:
+        """Return the distribution by which a draft is judged: p itself; a lossy rule may move mass to the draft."""
+        return p
 
 
 class SpeculativeSampling(RecursiveRejection):

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from spectrain.decoding.acceptance.base import Siblings, Vector
+from spectrain.decoding.acceptance.base import Vector
 from spectrain.decoding.acceptance.rejection import RecursiveRejection
-from spectrain.decoding.acceptance.sequential import (
-    RandomSource,
-    SequentialRule,
-    VerifiedTree,
-    acceptance_ratio,
-    normalize_weights,
-    remove_token,
-)
+from spectrain.decoding.acceptance.sequential import SequentialRule
 from spectrain.errors import UserError
 from spectrain.experimental.shared.codebook import Codebook
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
@@ -68,33 +61,3 @@ class NearbyCodes(RecursiveRejection):
             moved[other] = 0
         moved[token] = p[token] + mass
         return moved
-
-    def select_path(self, tree: VerifiedTree, random: RandomSource) -> tuple[list[int], int]:
-        path = [0]
-        while True:
-            node = path[-1]
-            p, q = tree.p(node), tree.q(node) if tree.children[node] else None
-            for number, child in enumerate(tree.children[node]):
-                token = tree.tokens[child]
-                moved = self.move_mass(p, token)
-                assert q is not None
-                if random.flip_coin(acceptance_ratio(moved[token], q[token]), node, number):
-                    path.append(child)
-                    break
-                p = normalize_weights((moved - q).clip(0), moved)
-                if tree.without_replacement:
-                    q = remove_token(q, token)
-            else:
-                return path, random.draw_token(p, node)
-
-    def acceptance_chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
-        p, q, chances, open_chance = siblings.p, siblings.q, [], 1
-        for token in siblings.tokens:
-            moved = self.move_mass(p, token)
-            accept_chance = acceptance_ratio(moved[token], q[token])
-            chances.append(open_chance * accept_chance)
-            open_chance = open_chance * (1 - accept_chance)
-            p = normalize_weights((moved - q).clip(0), moved)
-            if siblings.without_replacement:
-                q = remove_token(q, token)
-        return chances
