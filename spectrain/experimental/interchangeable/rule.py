@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spectrain.decoding.acceptance.base import AcceptanceRule, Siblings
-from spectrain.decoding.acceptance.matching import Greedy
 from spectrain.errors import UserError
+from spectrain.experimental.shared.relaxed_rule import LossyGreedyRule
 from spectrain.models.features import Features, Layer
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 
-class InterchangeableStates(AcceptanceRule):
+class InterchangeableStates(LossyGreedyRule):
     """Acceptance of interchangeable and of converging nodes (CASCADE). NOT lossless.
 
     A node is right where its token is the target's most likely one after its parent. A sibling of a right node is accepted too
@@ -26,7 +23,6 @@ class InterchangeableStates(AcceptanceRule):
     """
 
     name = "interchangeable"
-    lossless = False
     layers: tuple[Layer, ...] = ("final",)
 
     def __init__(
@@ -38,7 +34,8 @@ class InterchangeableStates(AcceptanceRule):
     ) -> None:
         if not similarity > 0 or horizon < 0:
             raise UserError(f"acceptance.similarity={similarity} horizon={horizon}: use more than 0, and 0 or more nodes")
-        self.similarity, self.horizon, self.greedy = similarity, horizon, Greedy()
+        super().__init__()
+        self.similarity, self.horizon = similarity, horizon
 
     def accept(self, tree: TokenTree, features: Features, sequence_ids: Tensor, positions: Tensor) -> AcceptedPath:
         assert features.logits is not None
@@ -90,19 +87,3 @@ class InterchangeableStates(AcceptanceRule):
             level = [child for parent in level for child in children[parent]]
             other_level = [child for parent in other_level for child in children[parent]]
         return False
-
-    def __call__(self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> AcceptedPath:
-        return self.accept(tree, Features(tree.tokens, (), logits[..., None, :0], logits), sequence_ids, positions)
-
-    def choose_tokens(self, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> Tensor:
-        return self.greedy.choose_tokens(logits, sequence_ids, positions)
-
-    def target_distribution(self, logits: Tensor) -> Tensor:
-        return self.greedy.target_distribution(logits)
-
-    def acceptance_chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
-        """Return the chances of the greedy rule, which are lower bounds: forgiveness depends on states."""
-        return self.greedy.acceptance_chances(siblings, rate)
-
-    def matching_rule(self) -> AcceptanceRule:
-        return self.greedy

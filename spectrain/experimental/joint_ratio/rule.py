@@ -6,30 +6,25 @@ Shapes: B batch, N nodes, P path, V vocabulary.
 from __future__ import annotations
 
 import math
-from typing import Any
+from abc import abstractmethod
 
 import torch
 from torch import Tensor
 
-from spectrain.decoding.acceptance.base import AcceptanceRule, Siblings
-from spectrain.decoding.acceptance.matching import Greedy
 from spectrain.errors import UserError
+from spectrain.experimental.shared.relaxed_rule import LossyGreedyRule
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 
-class DeepestPathRule(AcceptanceRule):
+class DeepestPathRule(LossyGreedyRule):
     """Accepts the deepest node that a subclass marks, and of equally deep ones the likeliest path; the target's most likely
     token follows. All tokens before an accepted node are accepted."""
 
-    lossless = False
     on_device = True
 
-    def __init__(self) -> None:
-        self.greedy = Greedy()
-
+    @abstractmethod
     def mark_nodes(self, tree: TokenTree, log_p: Tensor, path_log_p: Tensor) -> Tensor:
         """Mark the nodes [B, N] that a path may end in, from log p [B, N] of every node and of the path to it."""
-        raise NotImplementedError
 
     def __call__(self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> AcceptedPath:
         log_p = score_nodes(tree, logits)
@@ -47,19 +42,6 @@ class DeepestPathRule(AcceptanceRule):
         path = torch.where(steps < counts[:, None], path, last[:, None])
         choice = self.choose_tokens(logits, sequence_ids, positions)
         return AcceptedPath(path, counts, choice.gather(1, last[:, None])[:, 0])
-
-    def choose_tokens(self, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> Tensor:
-        return self.greedy.choose_tokens(logits, sequence_ids, positions)
-
-    def target_distribution(self, logits: Tensor) -> Tensor:
-        return self.greedy.target_distribution(logits)
-
-    def acceptance_chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
-        """Return the chances of the greedy rule, which are lower bounds: acceptance depends on more than the siblings."""
-        return self.greedy.acceptance_chances(siblings, rate)
-
-    def matching_rule(self) -> AcceptanceRule:
-        return self.greedy
 
 
 def score_nodes(tree: TokenTree, logits: Tensor) -> Tensor:

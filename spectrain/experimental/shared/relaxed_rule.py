@@ -15,17 +15,38 @@ from spectrain.models.features import Features
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 
-class RelaxedRule(AcceptanceRule):
+class LossyGreedyRule(AcceptanceRule):
+    """A greedy rule that accepts further drafts. The token after the last accepted node is the target's most likely one."""
+
+    lossless = False
+
+    def __init__(self) -> None:
+        self.greedy = Greedy()
+
+    def __call__(self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> AcceptedPath:
+        return self.accept(tree, Features(tree.tokens, (), logits[..., None, :0], logits), sequence_ids, positions)
+
+    def choose_tokens(self, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> Tensor:
+        return self.greedy.choose_tokens(logits, sequence_ids, positions)
+
+    def target_distribution(self, logits: Tensor) -> Tensor:
+        return self.greedy.target_distribution(logits)
+
+    def acceptance_chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
+        """Return the chances of the greedy rule, which are lower bounds: acceptance depends on more than the siblings."""
+        return self.greedy.acceptance_chances(siblings, rate)
+
+    def matching_rule(self) -> AcceptanceRule:
+        return self.greedy
+
+
+class RelaxedRule(LossyGreedyRule):
     """Accepts the child that equals the target's most likely token, else the child with the largest score above 0.
 
     The most likely token after the last accepted node follows. Where no other draft is forgiven, the output is the greedy one.
     """
 
-    lossless = False
     on_device = True
-
-    def __init__(self) -> None:
-        self.greedy = Greedy()
 
     @abstractmethod
     def forgiveness_scores(self, tree: TokenTree, features: Features, is_correct: Tensor) -> Tensor:
@@ -50,19 +71,3 @@ class RelaxedRule(AcceptanceRule):
             path.append(torch.where(is_open, child, path[-1]))
             counts = counts + is_open
         return AcceptedPath(torch.stack(path, 1), counts, choice.gather(1, path[-1][:, None])[:, 0])
-
-    def __call__(self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> AcceptedPath:
-        return self.accept(tree, Features(tree.tokens, (), logits[..., None, :0], logits), sequence_ids, positions)
-
-    def choose_tokens(self, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> Tensor:
-        return self.greedy.choose_tokens(logits, sequence_ids, positions)
-
-    def target_distribution(self, logits: Tensor) -> Tensor:
-        return self.greedy.target_distribution(logits)
-
-    def acceptance_chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
-        """Return the chances of the greedy rule, which are lower bounds: forgiveness depends on more than the siblings."""
-        return self.greedy.acceptance_chances(siblings, rate)
-
-    def matching_rule(self) -> AcceptanceRule:
-        return self.greedy
