@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from spectrain.data.datastore import Datastore
 from spectrain.drafters.layers.copies import CopySource
 from spectrain.drafters.layers.inner_drafters import DrafterWrapper, InnerCost, build_inner
 from spectrain.drafters.layers.skippable import SkippableDrafter
@@ -89,6 +88,15 @@ class DrafterWithCopies(DrafterWrapper, PromptRunner, StoreReader):
         return [proposal.weigh_trie(self.copying.estimator) for proposal in self.copying.proposals]
 
 
+def build_partner(inner: str | dict[str, Any], target: Target, advice: str) -> tuple[Drafter, dict[str, Any]]:
+    """Build a drafter to which copies are added, with its description; raise a UserError, which ends with the advice, for one
+    that copies itself."""
+    drafter, description = build_inner(inner, "inner", target)
+    if drafter.capabilities.is_copier or drafter.capabilities.has_no_q:
+        raise UserError(f"drafter.inner={description['choice']}: it copies too; name a drafter that does not{advice}")
+    return drafter, description
+
+
 class Hybrid(DrafterWithCopies):
     """Combines a drafter with the copies of drafter=retrieval, with its settings, in one tree."""
 
@@ -108,11 +116,6 @@ class Hybrid(DrafterWithCopies):
         # Number of matches in the store below which shorter endings of the text are matched too.
         enough: int = 64,
     ) -> None:
-        drafter, description = build_inner(inner, "inner", target)
-        if drafter.capabilities.is_copier or drafter.capabilities.has_no_q:
-            raise UserError(
-                f"drafter.inner={description['choice']}: it copies too; name a drafter that does not, or use drafter=retrieval"
-            )
-        datastore = None if store is None else Datastore(store, target.tokenizer)
-        super().__init__(drafter, CopySource(datastore, longest, matches, enough))
+        drafter, description = build_partner(inner, target, ", or use drafter=retrieval")
+        super().__init__(drafter, CopySource.open(store, target.tokenizer, longest, matches, enough))
         self.saved = replace(self.saved, settings={"inner": description})

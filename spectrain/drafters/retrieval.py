@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from spectrain.data.datastore import Datastore
 from spectrain.drafters.layers.copies import CopySource
 from spectrain.trees.base import Draft
 
@@ -39,8 +38,8 @@ class Retrieval(Drafter, StoreReader):
         enough: int = 64,
     ) -> None:
         super().__init__()
-        self.datastore = None if store is None else Datastore(store, target.tokenizer)
-        self.copying = CopySource(self.datastore, longest, matches, enough)
+        self.copying = CopySource.open(store, target.tokenizer, longest, matches, enough)
+        self.datastore = self.copying.store
 
     def draft(self, context: Context) -> Draft:
         proposals = self.copying.propose_copies(context)

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -303,6 +303,11 @@ class CopySource:
         self.texts = GrowingTexts(longest)
         self.estimator = AcceptanceEstimator()
         self.proposals: list[Proposal] = []
+
+    @classmethod
+    def open(cls, store: str | None, tokenizer: Any, longest: int = 6, matches: int = 200, enough: int = 64) -> CopySource:
+        """Open the store in a folder, which spectrain data index wrote, and copy from it too; null has none."""
+        return cls(None if store is None else Datastore(store, tokenizer), longest, matches, enough)
 
     def propose_copies(self, context: Context) -> list[Proposal]:
         """Propose continuations of every text, after learning from the outcome of the last proposals."""

@@ -18,6 +18,7 @@ from spectrain.drafters.base import Drafts
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.experimental.shared.early_head import EarlyHead
+from spectrain.experimental.shared.path_scores import score_nodes, score_paths
 from spectrain.models.features import Features
 from spectrain.models.partial_forward import PartialForward
 from spectrain.models.target import Target
@@ -84,7 +85,7 @@ class Grafting:
             larger, is_new = add_grafts(larger, log_p, self.count)
             is_graft = torch.cat([is_graft, is_new], dim=1)
             partial.align_to_tree(larger)
-        keep = drop_leaves(larger, score_paths(larger, log_p), is_graft, tree.valid.sum(1))
+        keep = drop_leaves(larger, score_paths(larger, score_nodes(larger, log_p)), is_graft, tree.valid.sum(1))
         grafted = larger.select_nodes(keep)
         partial.align_to_tree(grafted)
         self.grafted = is_graft.gather(1, node_order(keep))
@@ -134,7 +135,7 @@ def add_grafts(tree: TokenTree, log_p: Tensor, count: int) -> tuple[TokenTree, T
     is_child = tree.valid & (tree.parents >= 0)
     is_best = is_child & (tree.tokens == best.indices.gather(1, parents))
     has_best = torch.zeros_like(tree.tokens).scatter_add(1, parents, is_best.long()) > 0
-    scores = (score_paths(tree, log_p) + best.values).masked_fill(has_best | ~tree.valid, float("-inf"))
+    scores = (score_paths(tree, score_nodes(tree, log_p)) + best.values).masked_fill(has_best | ~tree.valid, float("-inf"))
     above = scores.topk(min(count, scores.shape[1]), dim=1)
     above_nodes, is_real = above.indices, above.values > float("-inf")
     tokens = torch.cat([tree.tokens, best.indices.gather(1, above_nodes)], dim=1)
@@ -145,14 +146,6 @@ def add_grafts(tree: TokenTree, log_p: Tensor, count: int) -> tuple[TokenTree, T
         child_scores = tree.scores + best.values
         larger = replace(larger, scores=torch.cat([tree.scores, child_scores.gather(1, above_nodes)], dim=1))
     return replace(larger, height=None if tree.height is None else tree.height + 1, draft_ids=tree.draft_ids), is_real
-
-
-def score_paths(tree: TokenTree, log_p: Tensor) -> Tensor:
-    """Return the log-probability [B, N] of the path to every node, by log p [B, M, V] of an early exit at the first M nodes."""
-    parents = tree.parents.clamp(min=0)
-    rows = torch.arange(len(parents), device=parents.device)[:, None]
-    steps = log_p[rows, parents, tree.tokens].masked_fill(tree.parents < 0, 0.0)
-    return torch.einsum("bij,bj->bi", tree.ancestors.to(steps.dtype), steps)
 
 
 def drop_leaves(tree: TokenTree, scores: Tensor, is_graft: Tensor, sizes: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from spectrain.errors import UserError
+from spectrain.experimental.shared.path_scores import score_nodes, score_paths
 from spectrain.experimental.shared.relaxed_rule import LossyGreedyRule
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
@@ -27,8 +28,8 @@ class DeepestPathRule(LossyGreedyRule):
         """Mark the nodes [B, N] that a path may end in, from log p [B, N] of every node and of the path to it."""
 
     def __call__(self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> AcceptedPath:
-        log_p = score_nodes(tree, logits)
-        path_log_p = torch.einsum("bij,bj->bi", tree.ancestors.to(log_p.dtype), log_p)
+        log_p = score_nodes(tree, logits.float().log_softmax(-1))
+        path_log_p = score_paths(tree, log_p)
         is_real = (tree.valid & tree.can_emit)[:, None].logical_or(~tree.ancestors).all(-1)
         marked = self.mark_nodes(tree, log_p, path_log_p) & is_real
         marked[:, 0] = True
@@ -42,14 +43,6 @@ class DeepestPathRule(LossyGreedyRule):
         path = torch.where(steps < counts[:, None], path, last[:, None])
         choice = self.choose_tokens(logits, sequence_ids, positions)
         return AcceptedPath(path, counts, choice.gather(1, last[:, None])[:, 0])
-
-
-def score_nodes(tree: TokenTree, logits: Tensor) -> Tensor:
-    """Return log p [B, N] of every node after its parent; 0 of the root."""
-    parents = tree.parents.clamp(min=0)
-    rows = torch.arange(len(parents), device=parents.device)[:, None]
-    log_p = logits.float().log_softmax(-1)[rows, parents, tree.tokens]
-    return log_p.masked_fill(tree.parents < 0, 0.0)
 
 
 class JointRatio(DeepestPathRule):

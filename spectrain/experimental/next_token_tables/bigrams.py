@@ -15,10 +15,11 @@ import torch
 from spectrain.config.saved import read_json_object
 from spectrain.config.values import Count
 from spectrain.data.datastore import hash_vocabulary
+from spectrain.drafters.layers.copies import CopySource
 from spectrain.errors import UserError
 from spectrain.files import atomic_write
 
-from .proposals import TableDrafter, TableTree, make_copying
+from .proposals import TableDrafter, TableTree
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -96,7 +97,7 @@ class Bigrams(TableDrafter):
         # Largest number of matching positions that are read per source.
         matches: int = 200,
     ) -> None:
-        super().__init__(make_copying(target.tokenizer, store, longest, matches), copies)
+        super().__init__(CopySource.open(store, target.tokenizer, longest, matches), copies)
         self.target_table = BigramTable.load_or_make(table, target, top)
 
     def propose_tree(self, text: list[int], depth: int, budget: int) -> TableTree:

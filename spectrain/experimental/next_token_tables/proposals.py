@@ -5,11 +5,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import replace
 from math import log
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from spectrain.data.datastore import Datastore
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.capabilities import Capabilities, StoreReader
 from spectrain.drafters.context import Context
@@ -68,8 +67,3 @@ class TableDrafter(Drafter, StoreReader):
     @abstractmethod
     def propose_tree(self, text: list[int], depth: int, budget: int) -> TableTree:
         """Return the table's nodes below the end of a text."""
-
-
-def make_copying(tokenizer: Any, store: str | None, longest: int, matches: int) -> CopySource:
-    """Return a source of copies of the text and of the store that a setting names."""
-    return CopySource(None if store is None else Datastore(store, tokenizer), longest, matches)

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 from spectrain.config.values import Count, NotNegative
 from spectrain.data.datastore import TEXT_END
 from spectrain.drafters.context import Context
+from spectrain.drafters.layers.copies import CopySource
 from spectrain.models.features import Features
 from spectrain.trees.token_tree import TokenTree
 
-from .proposals import TableDrafter, TableTree, make_copying
+from .proposals import TableDrafter, TableTree
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -121,7 +122,7 @@ class Trigrams(TableDrafter):
         # Largest number of matching positions that are read per source.
         matches: int = 200,
     ) -> None:
-        super().__init__(make_copying(target.tokenizer, store, longest, matches), copies)
+        super().__init__(CopySource.open(store, target.tokenizer, longest, matches), copies)
         self.top, self.exploration = top, exploration
         self.table = TrigramTable(top)
         if self.datastore is not None:

@@ -10,13 +10,10 @@ from math import exp
 from typing import TYPE_CHECKING, Any
 
 from spectrain.config.values import Count
-from spectrain.data.datastore import Datastore
 from spectrain.drafters.capabilities import SavedFiles
 from spectrain.drafters.context import Context
-from spectrain.drafters.hybrid import PATIENCE, DrafterWithCopies
+from spectrain.drafters.hybrid import PATIENCE, DrafterWithCopies, build_partner
 from spectrain.drafters.layers.copies import CopySource
-from spectrain.drafters.layers.inner_drafters import build_inner
-from spectrain.errors import UserError
 from spectrain.trees.base import Draft, TreeBuilder
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from spectrain.trees.trie import Trie
@@ -55,11 +52,8 @@ class Howl(DrafterWithCopies):
         # Number of matches in the store below which shorter endings of the text are matched too.
         enough: int = 64,
     ) -> None:
-        drafter, description = build_inner(inner, "inner", target)
-        if drafter.capabilities.is_copier or drafter.capabilities.has_no_q:
-            raise UserError(f"drafter.inner={description['choice']}: it copies too; name a drafter that does not, such as owl")
-        datastore = None if store is None else Datastore(store, target.tokenizer)
-        super().__init__(drafter, CopySource(datastore, longest, matches, enough))
+        drafter, description = build_partner(inner, target, ", such as owl")
+        super().__init__(drafter, CopySource.open(store, target.tokenizer, longest, matches, enough))
         self.saved = replace(self.saved, settings={"inner": description})
         self.memory = memory
         # Tokens that a tree of the drafter emits, averaged over the last trees, and the number of trees so far.

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from spectrain.config.values import NotNegative, Share
-from spectrain.data.datastore import Datastore
 from spectrain.drafters.capabilities import SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.drafters.hybrid import DrafterWithCopies
@@ -74,8 +73,7 @@ class ReSpec(DrafterWithCopies):
             raise UserError(
                 f"drafter.inner={description['choice']}: it copies and has no entropy; use a drafter such as eagle3"
             )
-        datastore = None if store is None else Datastore(store, target.tokenizer)
-        super().__init__(drafter, CopySource(datastore, longest, matches, enough))
+        super().__init__(drafter, CopySource.open(store, target.tokenizer, longest, matches, enough))
         self.saved = replace(self.saved, settings={"inner": description})
         self.max_entropy, self.min_chance = inf if entropy is None else entropy, chance
         # Rows of rounds in which copies could join, were looked up and joined.
