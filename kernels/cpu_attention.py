@@ -18,7 +18,7 @@ import numpy as np
 from numba import carray
 
 from .cpu_attention_heads import attend_head
-from .cpu_team import job_floats, job_numbers, run_job
+from .cpu_team import call_part, job_floats, job_numbers, run_job
 from .cpu_vectors import (
     advance,
     compile_cached,
@@ -32,7 +32,7 @@ from .cpu_vectors import (
     widen,
 )
 
-SCALE_INDEX = 20  # of the job's numbers
+SCALE_INDEX = 22  # of the job's numbers
 
 
 @compile_inline
@@ -80,12 +80,11 @@ def rotate_append(
 
 
 @compile_inline
-def _append_texts(
-    queries: Any, node_stride: int, cos: Any, sin: Any, keys: Any, values: Any, slot_stride: int, starts: int, lengths: int,
-    num_texts: int, num_appended: int, num_nodes: int, num_heads: int, num_key_heads: int, head_size: int,
-) -> None:  # fmt: skip
-    """Rotate the heads of every text, and append keys and values to its slots."""
-    first_slots, num_committed = carray(to_longs(starts), (num_texts,)), carray(to_longs(lengths), (num_texts,))
+def _append_texts(job: Any, queries: Any, cos: Any, sin: Any, keys: Any, values: Any) -> None:
+    """Rotate the heads of every text of the job, and append keys and values to its slots."""
+    node_stride, slot_stride, num_appended, num_nodes = job[2], job[6], job[9], job[11]
+    num_heads, num_key_heads, head_size, num_texts = job[12], job[13], job[14], job[19]
+    first_slots, num_committed = carray(to_longs(job[7]), (num_texts,)), carray(to_longs(job[8]), (num_texts,))
     for text in range(num_texts):
         node = text * num_nodes
         new = slot_stride * (first_slots[text] + num_committed[text] + num_appended - num_nodes)
@@ -93,6 +92,20 @@ def _append_texts(
             advance(queries, node * node_stride), advance(cos, node * head_size), advance(sin, node * head_size),
             advance(keys, new), advance(values, new), slot_stride, num_nodes, num_heads, num_key_heads, head_size,
         )  # fmt: skip
+
+
+@compile_part
+def append_part_half(team: int, part: int, member: int) -> None:
+    """Rotate and append the heads of all texts of the job in bfloat16."""
+    job = job_numbers(team)
+    _append_texts(job, to_halves(job[1]), to_halves(job[20]), to_halves(job[21]), to_halves(job[4]), to_halves(job[5]))
+
+
+@compile_part
+def append_part_float(team: int, part: int, member: int) -> None:
+    """Rotate and append the heads of all texts of the job in float32."""
+    job = job_numbers(team)
+    _append_texts(job, to_floats(job[1]), to_floats(job[20]), to_floats(job[21]), to_floats(job[4]), to_floats(job[5]))
 
 
 @compile_inline
@@ -124,62 +137,27 @@ def attend_part_float(team: int, part: int, member: int) -> None:
     _attend_part(team, to_floats(job[1]), to_floats(job[4]), to_floats(job[5]), to_floats(job[15]), part, member)
 
 
-@compile_inline
-def _run_attention(
-    function: int, queries: int, node_stride: int, head_stride: int, keys: int, values: int, slot_stride: int, starts: int,
-    lengths: int, num_texts: int, num_appended: int, masks: int, num_nodes: int, num_heads: int, num_key_heads: int,
-    head_size: int, out: int, scale: float, scratch: int, scratch_bytes: int, hidden: int, team: int, members: int,
-) -> None:  # fmt: skip
-    """Run the job of attention, whose parts are the key-value heads of the texts."""
-    job, parts = job_numbers(team), num_texts * num_key_heads
-    job[0], job[1], job[2], job[3], job[4], job[5] = function, queries, node_stride, head_stride, keys, values
-    job[6], job[7], job[8], job[9], job[10], job[11] = slot_stride, starts, lengths, num_appended, masks, num_nodes
-    job[12], job[13], job[14], job[15], job[16] = num_heads, num_key_heads, head_size, out, scratch
-    job[17], job[18] = scratch_bytes, hidden
-    job_floats(team)[2 * SCALE_INDEX] = scale
-    run_job(team, min(members, parts), parts)
-
-
 @compile_cached
-def attend_texts_half(
-    function: int, queries: int, node_stride: int, head_stride: int, cos: int, sin: int, keys: int, values: int,
+def attend_texts(
+    append: int, attend: int, queries: int, node_stride: int, head_stride: int, cos: int, sin: int, keys: int, values: int,
     slot_stride: int, starts: int, lengths: int, num_texts: int, num_appended: int, masks: int, num_nodes: int, num_heads: int,
     num_key_heads: int, head_size: int, out: int, scale: float, scratch: int, scratch_bytes: int, hidden: int, team: int,
     members: int,
 ) -> None:  # fmt: skip
-    """Attend in bfloat16 with queries [B, N, H, d] of these strides to the slots of each text, into [B, N, H d], by masks
-    [B, N, M] and the function of a part (`attend_part_half`).
+    """Attend with queries [B, N, H, d] of these strides to the slots of each text, into [B, N, H d], by masks [B, N, M] and the
+    functions of parts for one type of numbers (`append_part_half`, `attend_part_half`).
 
     The slots of a text begin with number `starts` [B] of all slots [.., K d], and `lengths` [B] of them are committed. Of
     these, each node does not see the first `hidden` [B, N], unless that is 0. Unless `cos` is 0, the queries are heads
     [B, N, H + 2 K, d], which are rotated first, and whose keys and values are appended to the slots. So many threads of the
-    team share the heads, each with so many bytes of `scratch`.
+    team share the key-value heads of the texts, each with so many bytes of `scratch`.
     """
+    job, parts = job_numbers(team), num_texts * num_key_heads
+    job[0], job[1], job[2], job[3], job[4], job[5] = attend, queries, node_stride, head_stride, keys, values
+    job[6], job[7], job[8], job[9], job[10], job[11] = slot_stride, starts, lengths, num_appended, masks, num_nodes
+    job[12], job[13], job[14], job[15], job[16] = num_heads, num_key_heads, head_size, out, scratch
+    job[17], job[18], job[19], job[20], job[21] = scratch_bytes, hidden, num_texts, cos, sin
+    job_floats(team)[2 * SCALE_INDEX] = scale
     if cos != 0:
-        _append_texts(
-            to_halves(queries), node_stride, to_halves(cos), to_halves(sin), to_halves(keys), to_halves(values), slot_stride,
-            starts, lengths, num_texts, num_appended, num_nodes, num_heads, num_key_heads, head_size,
-        )  # fmt: skip
-    _run_attention(
-        function, queries, node_stride, head_stride, keys, values, slot_stride, starts, lengths, num_texts, num_appended,
-        masks, num_nodes, num_heads, num_key_heads, head_size, out, scale, scratch, scratch_bytes, hidden, team, members,
-    )  # fmt: skip
-
-
-@compile_cached
-def attend_texts_float(
-    function: int, queries: int, node_stride: int, head_stride: int, cos: int, sin: int, keys: int, values: int,
-    slot_stride: int, starts: int, lengths: int, num_texts: int, num_appended: int, masks: int, num_nodes: int, num_heads: int,
-    num_key_heads: int, head_size: int, out: int, scale: float, scratch: int, scratch_bytes: int, hidden: int, team: int,
-    members: int,
-) -> None:  # fmt: skip
-    """Compute the same in float32."""
-    if cos != 0:
-        _append_texts(
-            to_floats(queries), node_stride, to_floats(cos), to_floats(sin), to_floats(keys), to_floats(values), slot_stride,
-            starts, lengths, num_texts, num_appended, num_nodes, num_heads, num_key_heads, head_size,
-        )  # fmt: skip
-    _run_attention(
-        function, queries, node_stride, head_stride, keys, values, slot_stride, starts, lengths, num_texts, num_appended,
-        masks, num_nodes, num_heads, num_key_heads, head_size, out, scale, scratch, scratch_bytes, hidden, team, members,
-    )  # fmt: skip
+        call_part(append, team, 0, 0)
+    run_job(team, min(members, parts), parts)

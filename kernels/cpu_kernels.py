@@ -61,9 +61,11 @@ def select_kernels(dtype: torch.dtype) -> TypedKernels:
     """Return the kernels for tensors of this type where `has_cpu_kernels` is true."""
     attention, rows, _ = load_kernels()
     if dtype == torch.bfloat16:
-        attend = partial(attention.attend_texts_half, attention.attend_part_half().address)
+        parts = attention.append_part_half().address, attention.attend_part_half().address
+        attend = partial(attention.attend_texts, *parts)
         return TypedKernels(attend, rows.add_norm_half, rows.norm_heads_half, rows.gate_half)
-    attend = partial(attention.attend_texts_float, attention.attend_part_float().address)
+    parts = attention.append_part_float().address, attention.attend_part_float().address
+    attend = partial(attention.attend_texts, *parts)
     return TypedKernels(attend, rows.add_norm_float, rows.norm_heads_float, rows.gate_float)
 
 
@@ -247,9 +249,10 @@ class WeightPanels:
         out = x.new_empty((*x.shape[:-1], outputs))
         offset = 0 if bias is None else bias.data_ptr()
         # A call holds Python's lock, so no other one uses the team and this memory at the same time.
+        team = current_team()
         self.multiply(
             self.function, x.data_ptr(), self.panels.data_ptr(), offset, out.data_ptr(), x.numel() // width, self.words,
-            outputs, self.chunk, self.sums.data_ptr(), current_team().address, count_members(),
+            outputs, self.chunk, self.sums.data_ptr(), team.address, team.grow(torch.get_num_threads()),
         )  # fmt: skip
         return out
 
