@@ -5,6 +5,7 @@ and facts that stand anywhere before them in the document. Who reads only the ne
 """
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,19 +55,25 @@ def read_passages(tokenizer: Any, held_out: bool) -> list[list[int]]:
     return passages
 
 
-class DocumentWriter:
-    """Writes documents of any length from passages, the same ones from the same seed."""
+class RepeatingWriter(ABC):
+    """Writes documents of any length, whose segments are new or repeat earlier ones, the same documents from the same seed."""
 
-    def __init__(self, tokenizer: Any, passages: Sequence[list[int]], seed: int) -> None:
-        self.tokenizer, self.passages, self.random = tokenizer, passages, random.Random(seed)
-        self.unused: list[list[int]] = []
+    fact_share: float
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    @abstractmethod
+    def draw_repetition(self, start: int) -> bool:
+        """Draw whether the segment that begins with token number `start` repeats an earlier one."""
+
+    @abstractmethod
+    def write_new(self, is_fact: bool) -> list[int]:
+        """Return the tokens of a new fact or passage."""
 
     def write_document(self, length: int) -> Document:
-        """Write a document of exactly `length` tokens, in which no passage is new twice."""
+        """Write a document of exactly `length` tokens."""
         segments: list[Segment] = []
-        if len(self.unused) * MIN_PASSAGE < length:
-            self.unused = list(self.passages)
-            self.random.shuffle(self.unused)
         while not segments or segments[-1].end < length:
             segments.append(self._write_segment(segments))
         tokens = [token for segment in segments for token in segment.tokens][:length]
@@ -75,12 +82,35 @@ class DocumentWriter:
     def _write_segment(self, segments: list[Segment]) -> Segment:
         """Write the segment after others: a new one, or a repetition of any of them with equal chances."""
         start = segments[-1].end if segments else 0
-        is_fact = self.random.random() < FACT_SHARE
+        is_fact = self.random.random() < self.fact_share
         new = [segment for segment in segments if segment.source is None and segment.is_fact == is_fact]
-        if new and self.random.random() < REPEATED_SHARE:
+        if new and self.draw_repetition(start):
             repeated = self.random.choice(new)
             return Segment(start, repeated.tokens, repeated.start, is_fact)
-        return Segment(start, self._write_fact() if is_fact else self.unused.pop(), None, is_fact)
+        return Segment(start, self.write_new(is_fact), None, is_fact)
+
+
+class DocumentWriter(RepeatingWriter):
+    """Writes documents of passages, none of which is new twice in a document, and of facts."""
+
+    fact_share = FACT_SHARE
+
+    def __init__(self, tokenizer: Any, passages: Sequence[list[int]], seed: int) -> None:
+        super().__init__(seed)
+        self.tokenizer, self.passages = tokenizer, passages
+        self.unused: list[list[int]] = []
+
+    def write_document(self, length: int) -> Document:
+        if len(self.unused) * MIN_PASSAGE < length:
+            self.unused = list(self.passages)
+            self.random.shuffle(self.unused)
+        return super().write_document(length)
+
+    def draw_repetition(self, start: int) -> bool:
+        return self.random.random() < REPEATED_SHARE
+
+    def write_new(self, is_fact: bool) -> list[int]:
+        return self._write_fact() if is_fact else self.unused.pop()
 
     def _write_fact(self) -> list[int]:
         thing, number, value = self.random.choice(THINGS), self.random.randrange(100), self.random.randrange(10_000, 100_000)

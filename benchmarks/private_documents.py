@@ -8,7 +8,7 @@ falls down the whole document. The share of new segments falls from 1 at the sta
 import random
 from dataclasses import dataclass
 
-from .long_documents import Document, Segment
+from .long_documents import RepeatingWriter
 
 SPECIAL = (
     "<|endoftext|>",
@@ -67,28 +67,19 @@ class WordChain:
         return [the, number, of, *key, equals, *value, stop]
 
 
-class PrivateWriter:
-    """Writes documents of any length, the same ones from the same seed."""
+class PrivateWriter(RepeatingWriter):
+    """Writes documents of passages and facts of their own."""
+
+    fact_share = FACT_SHARE
 
     def __init__(self, chain: WordChain, seed: int, passage_tokens: tuple[int, int] = (64, 96)) -> None:
-        self.chain, self.random, self.passage_tokens = chain, random.Random(seed), passage_tokens
+        super().__init__(seed)
+        self.chain, self.passage_tokens = chain, passage_tokens
 
-    def write_document(self, length: int) -> Document:
-        """Write a document of exactly `length` tokens."""
-        segments: list[Segment] = []
-        while not segments or segments[-1].end < length:
-            segments.append(self._write_segment(segments))
-        tokens = [token for segment in segments for token in segment.tokens][:length]
-        return Document(tokens, segments)
+    def draw_repetition(self, start: int) -> bool:
+        return self.random.random() > LEAST_NEW + (1 - LEAST_NEW) / (1 + start / NEW_TOKENS)
 
-    def _write_segment(self, segments: list[Segment]) -> Segment:
-        """Write the segment after others: a new one, or a repetition of any of them with equal chances."""
-        start = segments[-1].end if segments else 0
-        is_fact = self.random.random() < FACT_SHARE
-        new = [segment for segment in segments if segment.source is None and segment.is_fact == is_fact]
-        if new and self.random.random() > LEAST_NEW + (1 - LEAST_NEW) / (1 + start / NEW_TOKENS):
-            repeated = self.random.choice(new)
-            return Segment(start, repeated.tokens, repeated.start, is_fact)
+    def write_new(self, is_fact: bool) -> list[int]:
         if is_fact:
-            return Segment(start, self.chain.write_fact(self.random), None, is_fact)
-        return Segment(start, self.chain.write_passage(self.random, self.random.randint(*self.passage_tokens)), None, is_fact)
+            return self.chain.write_fact(self.random)
+        return self.chain.write_passage(self.random, self.random.randint(*self.passage_tokens))
