@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from scripts.tiny_training import take_step
 from spectrain.files import write_text
 from spectrain.models.fast import pack_linears, unpack_linears
 from spectrain.provenance import collect_provenance
@@ -226,10 +227,7 @@ def train_stages(model: LlamaForCausalLM, stages: Sequence[Stage], seed: int) ->
             falling = stage.lr[0] + (stage.lr[1] - stage.lr[0]) * number / stage.steps
             optimizer.param_groups[0]["lr"] = falling * min(1, (done + 1) / WARM_UP_STEPS)
             loss = measure_losses(model, batch).mean()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model, optimizer, loss)
             losses, done = [*losses[-9:], loss.item()], done + 1
             if number % 10 == 9:
                 nats, seconds = sum(losses) / len(losses), time.process_time() - start

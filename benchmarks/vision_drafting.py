@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from scripts.tiny_training import take_step
 from scripts.train_tiny_targets import cross_entropy, load, make_model, make_pictures, make_sight, make_tokenizer, pixels
 from spectrain.cli.interface import compose_spec, hydra_context
 from spectrain.data.chat import Example, tokenize_conversation, tokenize_prompt
@@ -111,10 +112,7 @@ def train_target(folder: Path, pictures: Path, steps: int) -> None:
     for step in range(steps):
         batch = [examples[index] for index in order.choice(len(examples), 12, replace=False)]
         loss = cross_entropy(model, [list(one.tokens) for one in batch], pixels(batch, model))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model, optimizer, loss)
         if step % 50 == 49:
             print(f"step {step + 1}: {loss.item():.3f} nats, {time.time() - began:.0f} s", flush=True)
     model.eval().save_pretrained(folder)

@@ -1,6 +1,6 @@
 """Train a tiny target whose tokens are codes: of images, of sounds, or of a robot's actions.
 
-    python scripts/make_code_targets.py images --out runs/images-tiny
+    python -m scripts.make_code_targets images --out runs/images-tiny
 
 One to two minutes on one CPU core. The folder also holds conversations.jsonl, prompts.jsonl and codebook.safetensors, whose
 vectors say which codes are alike. Images are noisy grids of 8 x 8 colours after a text such as "red square left"; sounds are
@@ -11,7 +11,6 @@ import argparse
 import json
 import math
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from scripts.tiny_training import minimize_loss
 from spectrain.models.loading import load_tiny_tokenizer
 
 NULL, BEGIN, END = 0, 1, 2  # special tokens of the tiny tokenizer
@@ -130,22 +130,17 @@ def make_rows(samples: list[Sample], tokenizer: Any, first: int) -> list[tuple[l
 
 def train(model: Any, rows: list[tuple[list[int], list[int]]], steps: int, lr: float) -> None:
     """Minimise the cross-entropy of the answers; a sixth of the texts lose their prompts, for guidance."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
-    order, began = random.Random(0), time.time()
-    for step in range(steps):
+    order = random.Random(0)
+
+    def compute_loss() -> torch.Tensor:
         batch = [([NULL] * len(a) if order.random() < 1 / 6 else a, b) for a, b in order.sample(rows, 16)]
         width = max(len(a) + len(b) for a, b in batch)
         tokens = torch.tensor([[*a, *b, *[NULL] * (width - len(a) - len(b))] for a, b in batch])
         labels = torch.tensor([[-100] * (len(a) + 1) + b[1:] + [-100] * (width - len(a) - len(b)) for a, b in batch])
-        for group in optimizer.param_groups:
-            group["lr"] = lr * min((step + 1) / 50, 0.5 * (1 + math.cos(math.pi * step / steps)) + 0.02)
-        loss = model(tokens, labels=labels, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % 100 == 99 or step == steps - 1:
-            print(f"step {step + 1}: {loss.item():.3f} nats, {time.time() - began:.0f} s", flush=True)
+        loss: torch.Tensor = model(tokens, labels=labels, use_cache=False).loss
+        return loss
+
+    minimize_loss(model, compute_loss, steps, lr)
 
 
 def main() -> None:

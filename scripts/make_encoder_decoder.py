@@ -1,7 +1,7 @@
 """Train a tiny encoder-decoder target: T5 or BART on the embedded conversations, or Whisper on sequences of tones.
 
-    python scripts/make_encoder_decoder.py t5 --out runs/t5-tiny
-    python scripts/make_encoder_decoder.py whisper --out runs/whisper-tiny
+    python -m scripts.make_encoder_decoder t5 --out runs/t5-tiny
+    python -m scripts.make_encoder_decoder whisper --out runs/whisper-tiny
 
 One to three minutes on one CPU core. Whisper's folder also holds the sounds, conversations.jsonl and prompts.jsonl: its prompts
 are names of WAV files, and its answers the notes that they play.
@@ -9,9 +9,7 @@ are names of WAV files, and its answers the notes that they play.
 
 import argparse
 import json
-import math
 import random
-import time
 import wave
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
+from scripts.tiny_training import minimize_loss
 from spectrain.data.readers import EmbeddedReader
 from spectrain.experimental.encoder_decoder.sources import read_sound
 from spectrain.models.loading import load_tiny_tokenizer
@@ -147,19 +146,8 @@ def collate(rows: Rows, start: int) -> dict[str, torch.Tensor]:
 
 def train(model: Any, rows: Rows, steps: int, batch: int, lr: float) -> None:
     """Minimise the cross-entropy of the answers."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
-    order, start, began = random.Random(0), model.config.decoder_start_token_id, time.time()
-    for step in range(steps):
-        scale = min((step + 1) / 50, 0.5 * (1 + math.cos(math.pi * step / steps)) + 0.02)
-        for group in optimizer.param_groups:
-            group["lr"] = lr * scale
-        loss = model(**collate(order.sample(rows, batch), start)).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % 100 == 99 or step == steps - 1:
-            print(f"step {step + 1}: {loss.item():.3f} nats, {time.time() - began:.0f} s", flush=True)
+    order, start = random.Random(0), model.config.decoder_start_token_id
+    minimize_loss(model, lambda: model(**collate(order.sample(rows, batch), start)).loss, steps, lr)
 
 
 KINDS: dict[str, tuple[Any, int, int, float]] = {

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from scripts.tiny_training import take_step
 from spectrain.data.chat import Example, tokenize_conversation
 from spectrain.data.readers import EmbeddedReader
 from spectrain.experimental.diffusion.model import MaskedConfig, MaskedLM
@@ -57,10 +58,7 @@ def train_model(model: MaskedLM, pairs: list[tuple[list[int], list[int]]], steps
         loss = masked_loss(model, batch, source, on_policy=step > steps // 2)
         if step > steps // 2:
             loss = loss + edit_loss(model, batch, source)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        take_step(model, optimizer, loss)
         schedule.step()
         if step % 100 == 0 or step + 1 == steps:
             print(f"step {step}: loss {float(loss.detach()):.3f}, {time.perf_counter() - begin:.0f} s", flush=True)

@@ -21,6 +21,7 @@ from PIL import Image, ImageDraw
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig
 
+from scripts.tiny_training import take_step
 from spectrain.cli.interface import compose_spec, hydra_context
 from spectrain.data.chat import Example, tokenize_conversation, tokenize_prompt
 from spectrain.data.readers import EmbeddedReader, JsonlReader
@@ -135,10 +136,7 @@ def train_target(name: str, folder: Path, pictures: Path, steps: int, batch_toke
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * scale
         loss = cross_entropy(model, batch, told)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model, optimizer, loss)
         if step % 50 == 49:
             print(f"{name} step {step + 1}: {loss.item():.3f} nats, {time.time() - began:.0f} s", flush=True)
     model.eval().save_pretrained(folder)
