@@ -30,7 +30,7 @@ DAY = """vLLM 0.32 for CPUs serves behind the proxy, with one request at a time.
 runs a day with this project's own engine."""
 OVERHEAD = """Medians over requests, in milliseconds. A server in a process of its own streams 16 parts, one every 20 ms, or
 answers at once; requests go to it directly and through the proxy in turn. The streams of a row begin in the same instant, so
-that one also waits for those before it; 200 of them take all of the two cores, directly too."""
+that one also waits for those before it."""
 
 
 def follow_tables(

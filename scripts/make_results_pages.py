@@ -14,16 +14,16 @@ from scripts.axes_tables import axes_tables
 from scripts.follow_tables import follow_tables
 from scripts.long_tables import adapters_table, long_tables, times_table
 from scripts.results_page import ResultsPage
-from scripts.speculators_tables import methods_tables, speculators_tables
+from scripts.speculators_tables import speculators_tables
 from scripts.systems_page import render_systems_page
+from scripts.ways_pages import WAYS_PAGES
 from spectrain.files import write_text
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "results"
-WAYS = "python -m benchmarks.measure_ways"
-
 
 PAGES = {
+    **WAYS_PAGES,
     "axes": ResultsPage(
         "Drafters over batch size, context and temperature",
         """Six drafters on the tiny target and six on SmolLM2-135M were swept over the number of prompts at once, the length of
@@ -36,7 +36,8 @@ drafters of tiny were trained for 400 steps, which is minutes; those of SmolLM2 
 ratios are of the same moments. The lengths of prompts of SmolLM2's retrieval, lookahead, sparse cache and layer skipping were
 measured later, beside several busy processes: their tokens per second are a quarter of those of an idle machine, and six
 prompts leave wide intervals. Some answers of SmolLM2 in batches differ from those of each text alone, without a drafter too:
-the forward over the padded prompts of a batch rounds otherwise in bfloat16, and later steps have the same bits.
+when these were measured, the forward over the padded prompts of a batch rounded otherwise in bfloat16; since then kernels run
+prompts one after the other, with the bits of each text alone, which has not been swept again.
 Of 32 texts of 24 tokens, decoded in batches of 1, 2, 4, 8, 16 and 32 without a
 drafter, 32, 29, 24, 23, 23 and 23 equal those alone. With n-gram lookup, all 32 equal plain decoding of the same batch at every
 size.""",
@@ -251,18 +252,6 @@ minutes and repeat themselves.""",
         tables.targets_table,
         """The answers of the target with images follow one pattern, which explains its lengths.""",
     ),
-    "acceptance-rules": ResultsPage(
-        "Acceptance rules",
-        """Rules that draw, on tiny at temperature 1: a chain of 4 drawn children of a `gkd` drafter (512 steps), 24
-held-out prompts of 32 tokens. `chain` is lossless; the others change the output, which perplexity by the
-target shows.""",
-        ("ways-tiny.json",),
-        f"{WAYS} lossy tasks drafts",
-        tables.rules_table,
-        """Rates of the second part are those of a tree with nodes of 4, 2 and 1 children (`tree=cartesian
-tree.widths=[4,2,1]`), 24 prompts of 48 tokens; all rules are judged at the same positions. tiny answers none
-of the 24 arithmetic questions, so the task's score is 0 under every rule.""",
-    ),
     "engine-times": ResultsPage(
         "What a drafter needs in an engine",
         """Forwards of several rows of SmolLM2-135M in bfloat16, timed in the engines themselves on two cores. The table
@@ -286,32 +275,6 @@ llama.cpp for 1, 2, 3, 7 and 15 drafted tokens. It gave speedups of 0.88x and 0.
 and 0.78x were predicted. vLLM was only timed on a busy machine, with ratios of 1.60 and 1.94 for 1 and 3 drafted tokens.
 llama.cpp with two threads was not measured.""",
     ),
-    "several-drafters": ResultsPage(
-        "Cascades and choices",
-        """Several drafters on tiny, 24 prompts of 48 tokens, greedy, chain of 4. A cascade drafts exactly what its inner
-drafter drafts alone. All answers equal those of decoding without a drafter. The machine was busy, so speeds
-are left out.""",
-        ("ways-tiny.json",),
-        f"{WAYS} several",
-        tables.drafters_table,
-    ),
-    "training-methods": ResultsPage(
-        "Forerunners, CLLM and training that continues",
-        """EAGLE, HASS, EAGLE-3 and CLLM on tiny after the same 300 steps, and a `gkd` drafter of 512 steps whose
-training continues in several ways; 40 held-out prompts of 64 tokens, greedy. The intervals of the second
-table overlap. The last table holds changes of EAGLE-3's training.""",
-        ("ways-tiny.json", "eagle3-trials.json"),
-        f"{WAYS} trained beyond",
-        methods_tables,
-    ),
-    "overlap": ResultsPage(
-        "Drafting while the target verifies",
-        """`eval.overlap` on tiny with two processes of one thread each on two idle cores, 24 prompts of 48 tokens. Only
-`pearl` gains there. All outputs equal those of the loop.""",
-        ("ways-tiny.json",),
-        f"{WAYS} overlap",
-        tables.overlap_table,
-    ),
     "neighbours": ResultsPage(
         "Threads and neighbours",
         """The shipped drafter beside other processes that compute without a pause, on two virtual cores, greedy,
@@ -328,15 +291,6 @@ ones this project's. Two threads that spin are what torch does by itself. Each c
 the machine for it and its neighbours. The idle cases and the sleeping one beside one process ran before trials
 of more threads waited for a free core, and those with a changing neighbour and the spinning one after it.""",
     ),
-    "adversary": ResultsPage(
-        "Prompts that slow a drafter down",
-        """A search of 32 edits per prompt for wordings that lower acceptance, for a `gkd` drafter on tiny, chain of 4,
-24 prompts of 48 tokens, greedy. All outputs equal those of `generate`. The guard limits the loss to a few
-percent.""",
-        ("ways-tiny.json",),
-        f"{WAYS} adversary",
-        tables.adversary_table,
-    ),
     "follow": ResultsPage(
         "Following traffic",
         """What `spectrain follow` does when traffic changes, how often it is wrong when nothing changes, what its proxy costs,
@@ -351,8 +305,9 @@ in Spanish in another prompt template.""",
         "python -m benchmarks.follow_faults out=eval/results/follow-faults.json\n"
         "python -m benchmarks.follow_overhead out=eval/results/follow-overhead.json",
         follow_tables,
-        """Up to ten other processes computed on the machine's two cores, so seconds and milliseconds are upper bounds; tokens
-per forward are counts. The days were measured in two runs. A stream of which the server has sent a part cannot be saved when
+        """During the days up to ten other processes computed on the machine's two cores, so seconds are upper bounds; tokens
+per forward are counts. The overhead was measured on the quiet machine.
+The days were measured in two runs. A stream of which the server has sent a part cannot be saved when
 the server is killed: the client sees a broken answer, as it does without the proxy.""",
     ),
     "gpu-goals": ResultsPage(

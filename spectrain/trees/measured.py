@@ -6,12 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spectrain.errors import UserError
-
-from .base import Prefix, Rollout, RoundResult, TreeBuilder
+from .base import Prefix, Rollout, RoundResult
 from .copy_tree import CopyRanks, CopyTree, are_calibrated
 from .draft_choice import TRIAL_ALLOWANCE, DraftChoice
 from .growing import GrowingTree
+from .latency_aware import LatencyAwareBuilder
 from .measurements import Calibration, Latency, list_timed_sizes
 from .round_costs import RoundCosts
 from .token_tree import TokenTree
@@ -20,31 +19,6 @@ from .verify_fit import VerifyFit
 
 UNKNOWN_ROUND = 1.5, 1.0  # expected tokens and cost of a drafted round before any tree was grown: drafting is tried at first
 READ_NODES = 64  # nodes of a draft step by which the cost of reading a token is estimated
-CONTEXT_STRIDE = 32  # tokens by which a context grows before its times are interpolated again
-
-
-class LatencyAwareBuilder(TreeBuilder):
-    """A builder that needs measured times of drafting and verifying."""
-
-    requirements: tuple[str, ...] = ("latency",)
-    uses_latency = True
-    latency: Latency | None = None
-
-    def prepare(self, calibration: Calibration) -> None:
-        self.latency = calibration.latency
-        self.verify_curves: dict[int, list[float]] = {}  # seconds of every tree size, by context length
-
-    def require_latency(self) -> Latency:
-        if self.latency is None:
-            raise UserError(f"tree={self.name}: nothing is timed yet; call prepare with a Calibration that has a latency")
-        return self.latency
-
-    def verify_seconds(self, length: int) -> list[float]:
-        """Return the seconds to verify every size up to the budget, for a context of this length."""
-        latency, context = self.require_latency(), length // CONTEXT_STRIDE * CONTEXT_STRIDE
-        if context not in self.verify_curves:
-            self.verify_curves[context] = [latency.estimate_verify(size, context) for size in range(1, self.budget + 1)]
-        return self.verify_curves[context]
 
 
 class Auto(LatencyAwareBuilder):

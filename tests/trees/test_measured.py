@@ -13,7 +13,7 @@ from spectrain.experimental.cast.builder import Cast, choose_size
 from spectrain.trees import Auto, Eagle2
 from spectrain.trees.base import RoundResult
 from spectrain.trees.copy_tree import CopyTree
-from spectrain.trees.measured import LatencyAwareBuilder
+from spectrain.trees.latency_aware import LatencyAwareBuilder
 from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import TokenTree
 from spectrain.trees.trie import Trie

@@ -7,7 +7,7 @@ from collections import deque
 from spectrain.trees.base import Prefix, Rollout
 from spectrain.trees.copy_tree import are_calibrated, chances_by_depth
 from spectrain.trees.growing import GrowingTree
-from spectrain.trees.measured import LatencyAwareBuilder
+from spectrain.trees.latency_aware import LatencyAwareBuilder
 from spectrain.trees.token_tree import TokenTree
 from spectrain.trees.trie import Trie
 

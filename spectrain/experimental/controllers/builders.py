@@ -18,7 +18,7 @@ from torch import Tensor
 from spectrain.trees.base import Prefix, RoundResult
 from spectrain.trees.chain import Chain
 from spectrain.trees.growing import GrowingTree
-from spectrain.trees.measured import LatencyAwareBuilder
+from spectrain.trees.latency_aware import LatencyAwareBuilder
 from spectrain.trees.token_tree import Children
 
 

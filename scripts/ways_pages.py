@@ -1,0 +1,57 @@
+"""Pages of docs/results/ that `python -m benchmarks.measure_ways` measured."""
+
+from scripts import results_tables as tables
+from scripts.results_page import ResultsPage
+from scripts.speculators_tables import methods_tables
+
+WAYS = "python -m benchmarks.measure_ways"
+
+WAYS_PAGES = {
+    "acceptance-rules": ResultsPage(
+        "Acceptance rules",
+        """Rules that draw, on tiny at temperature 1: a chain of 4 drawn children of a `gkd` drafter (512 steps), 24
+held-out prompts of 32 tokens. `chain` is lossless; the others change the output, which perplexity by the
+target shows.""",
+        ("ways-tiny.json",),
+        f"{WAYS} lossy tasks drafts",
+        tables.rules_table,
+        """Rates of the second part are those of a tree with nodes of 4, 2 and 1 children (`tree=cartesian
+tree.widths=[4,2,1]`), 24 prompts of 48 tokens; all rules are judged at the same positions. tiny answers none
+of the 24 arithmetic questions, so the task's score is 0 under every rule.""",
+    ),
+    "several-drafters": ResultsPage(
+        "Cascades and choices",
+        """Several drafters on tiny, 24 prompts of 48 tokens, greedy, chain of 4. A cascade drafts exactly what its inner
+drafter drafts alone. All answers equal those of decoding without a drafter. The machine was busy, so speeds
+are left out.""",
+        ("ways-tiny.json",),
+        f"{WAYS} several",
+        tables.drafters_table,
+    ),
+    "training-methods": ResultsPage(
+        "Forerunners, CLLM and training that continues",
+        """EAGLE, HASS, EAGLE-3 and CLLM on tiny after the same 300 steps, and a `gkd` drafter of 512 steps whose
+training continues in several ways; 40 held-out prompts of 64 tokens, greedy. The intervals of the second
+table overlap. The last table holds changes of EAGLE-3's training.""",
+        ("ways-tiny.json", "eagle3-trials.json"),
+        f"{WAYS} trained beyond",
+        methods_tables,
+    ),
+    "overlap": ResultsPage(
+        "Drafting while the target verifies",
+        """`eval.overlap` on tiny with two processes of one thread each on two idle cores, 24 prompts of 48 tokens. Only
+`pearl` gains there. All outputs equal those of the loop.""",
+        ("ways-tiny.json",),
+        f"{WAYS} overlap",
+        tables.overlap_table,
+    ),
+    "adversary": ResultsPage(
+        "Prompts that slow a drafter down",
+        """A search of 32 edits per prompt for wordings that lower acceptance, for a `gkd` drafter on tiny, chain of 4,
+24 prompts of 48 tokens, greedy. All outputs equal those of `generate`. The guard limits the loss to a few
+percent.""",
+        ("ways-tiny.json",),
+        f"{WAYS} adversary",
+        tables.adversary_table,
+    ),
+}
