@@ -67,7 +67,9 @@ def describe_system(system: dict[str, Any], rows: dict[str, Any]) -> list[str]:
     measured = [describe_row(name, rows, is_named=len(names) > 1) for name in names]
     measured += [system["link"]] if "link" in system else []
     measured += [describe_reads(name) for name in system.get("reads", [])]
+    measured += [describe_limit(rows[name]) for name in system.get("limits", []) if name in rows]
     measured += [describe_diffusion(name) for name in system.get("diffusion", [])]
+    measured += [describe_vision(name) for name in system.get("vision", [])]
     cells = [system["name"], system["paper"], f"`{command}`", *(system[key] for key in ("same", "differs", "proof"))]
     return [*cells, "<br>".join(measured)]
 
@@ -86,14 +88,31 @@ def describe_names(names: dict[str, list[str]]) -> list[str]:
     ]
 
 
+def describe_limit(row: dict[str, Any]) -> str:
+    """Return the speed that a measured row would have if drafting took no time, from its share of the time."""
+    return f"if drafting took no time: {row['speedup']['ratio'] / (1 - row['time_share']['draft']):.2f}x"
+
+
+def describe_vision(name: str) -> str:
+    """Return tokens per forward and speed of a drafter for a target of text and images."""
+    path = RESULTS / "vision-drafting.json"
+    row = json.loads(path.read_text())["rows"].get(name) if path.exists() else None
+    return f"{name}: not measured" if row is None else f"{name}: {format_rates(row['acceptance_length'], row['speedup'])}"
+
+
+def format_rates(tokens: list[float], speed: list[float]) -> str:
+    """Return tokens per forward and speed, each given as the value and the ends of its interval."""
+    return f"{tokens[0]:.2f} {format_interval(tokens[1:])} tokens, {speed[0]:.2f}x {format_interval(speed[1:])}"
+
+
 def describe_diffusion(name: str) -> str:
     """Return tokens per forward, speed and agreement of a way to decode a masked language model."""
     path = RESULTS / "diffusion.json"
     if not path.exists():
         return f"{name}: not measured"
     row = json.loads(path.read_text())["diffusion"][name]
-    tokens, speed = (f"{value[0]:.2f} {format_interval(value[1:])}" for value in (row["tokens_per_forward"], row["speedup"]))
-    return f"{name}: {tokens} tokens, {speed.replace(' ', 'x ', 1)}, {row['agreement']:.2f} of the tokens as one per forward"
+    rates = format_rates(row["tokens_per_forward"], row["speedup"])
+    return f"{name}: {rates}, {row['agreement']:.2f} of the tokens as one per forward"
 
 
 def describe_claim(entry: dict[str, str], rows: dict[str, Any]) -> list[str]:
