@@ -45,12 +45,12 @@ DRAFTERS: dict[str, dict[str, list[str]]] = {
 """Arguments of each drafter, by target and name; WORK is the folder of the trained ones."""
 SWEEPS: dict[str, dict[str, list[str]]] = {
     "tiny": {
-        "batch": ["eval.limit=32", "eval.max_new_tokens=48"],
+        "batch": ["eval.limit=64", "eval.max_new_tokens=64"],
         "context": ["eval.context=[256,512,896]", "eval.limit=12", "eval.max_new_tokens=48"],
         "temperature": ["eval.limit=16", "eval.max_new_tokens=48"],
     },
     "smollm2": {
-        "batch": ["eval.limit=32", "eval.max_new_tokens=24"],
+        "batch": ["eval.limit=32", "eval.max_new_tokens=64"],
         "context": ["eval.context=[512,1k,2k]", "eval.limit=6", "eval.max_new_tokens=32"],
         "temperature": ["eval.limit=8", "eval.max_new_tokens=32", "eval.temperatures=[0,0.6,1]"],
     },

@@ -3,8 +3,8 @@
 Each group has a base and what differs from it by one part: DFlash's relatives (by `spectrain compare`), the signals of a
 training that continues, learning while decoding, heads that train the target too, raw text before answers, several drafters,
 copies beside a drafter, and lengths of the text. Every row is trained and scored with several seeds on the same held-out
-prompts. What was trained or scored before is not done again,
-and every row is written at once, so an interrupted run goes on where it stopped.
+prompts. What was trained or scored before is not done again, and every row is written at once, so an interrupted run goes on
+where it stopped.
 """
 
 import json
@@ -180,8 +180,8 @@ class EqualDataBench:
         if not (folder / "summary.json").exists():
             given = {word.split("=")[0] for word in words}
             rest = [word for word in SCORING if word.split("=")[0] not in given]
-            place = [] if "run" in given else [f"run={self.folder / str(seed) / run}"]
-            dispatch_command(["eval", *self.fill_words(words, seed), *rest, *place, f"eval.name={label}"])
+            scored = [] if "run" in given else [f"run={self.folder / str(seed) / run}"]
+            dispatch_command(["eval", *self.fill_words(words, seed), *rest, *scored, f"eval.name={label}"])
         return folder
 
     def compare_blocks(self, seed: int) -> None:

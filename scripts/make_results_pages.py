@@ -11,6 +11,7 @@ from benchmarks.rehearse_cluster import markdown_table as rehearsal_table
 from benchmarks.scale import markdown_table as scale_table
 from scripts import results_tables as tables
 from scripts.axes_tables import axes_tables
+from scripts.equal_tables import equal_tables
 from scripts.follow_tables import follow_tables
 from scripts.long_tables import adapters_table, long_tables, times_table
 from scripts.results_page import ResultsPage
@@ -79,6 +80,16 @@ those of `generate`.""",
 its masks, and the others run a layer or some heads. `uno` takes two forwards of the target per round and its
 first draft is certain, so it emits half of these tokens per forward. Block drafters reach little after so few
 steps.""",
+    ),
+    "equal-data": ResultsPage(
+        "Drafters beside their bases, after the same tokens",
+        """Each table has a base in its first row, and drafters that differ from it in one part: how they draft, what they learn
+from, or what they copy. All rows of a table were trained on as many tokens of tiny's embedded conversations, and scored on the
+same 32 held-out prompts of 48 tokens, greedy. Intervals of 95 % are over prompts, with the sums of both seeds. A ratio in bold
+excludes 1, and both seeds are on the same side of it.""",
+        ("equal-data.json",),
+        "python -m benchmarks.equal_data",
+        equal_tables,
     ),
     "less-cache": ResultsPage(
         "Self-drafting with less of the cache",

@@ -34,8 +34,9 @@ class Auto(LatencyAwareBuilder):
     fraction of such gains that was realised: tokens accepted beyond what copies alone would have yielded. From time to time
     the drafter runs anyway, to update the estimate; less often as trials accumulate.
 
-    A round drafts only if drafted rounds gain more tokens than plain steps would in the same time (`DraftChoice`). Times belong
-    to a batch size and a number of threads. For others than the calibrated ones they are estimated at first, and measured
+    A round drafts only if drafted rounds gain more tokens than plain steps would in the same time (`DraftChoice`). Of several
+    texts, those with the fewest new tokens so far count, because a batch ends with its last text. Times belong to a batch size
+    and a number of threads. For others than the calibrated ones they are estimated at first, and measured
     once a few rounds ran with them; they are measured again when drafted rounds take longer or shorter than expected,
     compared with plain steps.
     """
@@ -68,6 +69,7 @@ class Auto(LatencyAwareBuilder):
         self.predicted_rates = np.ones(depth)  # running means, by depth: predicted acceptance ...
         self.observed_rates = np.ones(depth)  # ... and observed acceptance
         self.expected_by_depth: Tensor | None = None  # [B, depth + 1] expected tokens of this round
+        self.num_new: Tensor | None = None  # [B] new tokens of each text since its decoding began
         self.num_levels = 0  # levels that the drafter made in this round
         self.is_skipped = False  # this round was decided to be a plain step
         self.has_timed = False  # verification was timed in this round, whose own times are not those of others
@@ -158,7 +160,7 @@ class Auto(LatencyAwareBuilder):
     def should_draft(self, prefix: Prefix) -> bool:
         self._select_costs(prefix)
         if prefix.begins:
-            self.last_draft_length = 0
+            self.last_draft_length, self.num_new = 0, None
         self.num_rounds += 1
         unread = self.text_length - self.last_draft_length
         self.num_unread = unread if unread > self.depth + 1 else 0
@@ -264,6 +266,8 @@ class Auto(LatencyAwareBuilder):
         return CopyTree.find_fastest(tries, self.depth, seconds, spent, self.require_latency())
 
     def observe(self, round: RoundResult) -> None:
+        num_new = torch.zeros_like(round.counts) if self.num_new is None else self.num_new
+        self.num_new = num_new + round.counts
         self.costs.round_seconds += sum(round.seconds.values())
         self.copy_ranks.observe(round)
         if self.is_skipped:
@@ -283,7 +287,7 @@ class Auto(LatencyAwareBuilder):
         if (size := int(judged.max())) > 1:
             self.tree_sizes.append(size)
         if not self.has_timed:
-            self._record_choice(round, size, levels)
+            self._record_choice(round, size, levels, num_new)
             self._update_costs(round, size, levels)
         self.num_unread, self.has_timed = 0, False
         if self.expected_by_depth is None or size == 1:
@@ -325,8 +329,8 @@ class Auto(LatencyAwareBuilder):
         slowdown = (round.seconds["verify"] + round.seconds["accept"]) / self._verify_seconds(round.tree)
         return round.seconds["draft"] / max(slowdown, 1e-9)
 
-    def _record_choice(self, round: RoundResult, size: int, levels: int) -> None:
-        """Record time and tokens of a round with the choice whether to draft."""
+    def _record_choice(self, round: RoundResult, size: int, levels: int, num_new: Tensor) -> None:
+        """Record time and tokens of a round, before which texts had `num_new` new tokens [B], with the choice to draft."""
         choice, costs, active = self.costs.choice, self.costs, round.counts > 0
         seconds, step = sum(round.seconds.values()), self.verify_seconds(self.text_length)[0]
         if bool(active.any()):
@@ -335,7 +339,8 @@ class Auto(LatencyAwareBuilder):
             modelled = drafting + self._verify_seconds(round.tree)
             reading = max(0.0, self._drafting_seconds(round) - drafting) if self.num_unread else 0.0
             is_timed = not self.num_unread and size > 1
-            tokens = float(round.counts.sum() / active.sum())
+            is_behind = active & (num_new == num_new[active].min())
+            tokens = float(round.counts[is_behind].float().mean())
             choice.record_draft(tokens, modelled / step, seconds / modelled if is_timed else None, reading / step)
 
     def report_settings(self) -> dict[str, object]:

@@ -106,6 +106,16 @@ def test_reading_a_prompt_is_no_part_of_copying(shallow: Target) -> None:
     assert builder.costs.copy_seconds == pytest.approx(0.05) and builder.costs.reading_seconds == pytest.approx(0.1, rel=0.02)
 
 
+def test_the_text_that_is_behind_decides() -> None:
+    """A batch ends with its last text: its unfinished texts with the fewest tokens so far count."""
+    builder, tree = make_builder(0.0), TokenTree.from_chain(torch.tensor([[1, 2]] * 3))
+    recorded: list[float] = []
+    builder.costs.choice.record_draft = lambda tokens, *_: recorded.append(tokens)  # type: ignore[method-assign]
+    for counts in ([2, 1, 1], [2, 2, 1], [1, 2, 2], [2, 1, 0], [1, 1, 0]):
+        builder.observe(RoundResult(tree, torch.zeros(0), torch.tensor(counts), {"draft": 0.1, "verify": 1.0, "accept": 0.0}))
+    assert recorded == pytest.approx([4 / 3, 1.5, 2, 1.5, 1])
+
+
 def make_trie(source: Random) -> Trie:
     """Some continuations with random weights."""
     trie = Trie()
