@@ -38,6 +38,9 @@ DRAWN = [GKD, *CHAIN, "tree.children=sampled", "eval.quality=true"]
 TWENTY_FOUR = ["eval.limit=24", "eval.max_new_tokens=48"]
 FORTY = ["eval.limit=40", "eval.max_new_tokens=64", "eval.batch_size=8", "eval.repeats=1", "acceptance=greedy"]
 SIXTEEN = ["tree=eagle2", "tree.depth=4", "tree.budget=16"]
+CACHES = (
+    "full", "window", "snap", "quest", "compress", "defensive", "signs", "clusters", "merged", "int8", "int4", "sink4", "turbo4",
+)  # fmt: skip
 LOSSY = {
     "chain": ["acceptance=chain"],
     "deferral, chow": ["acceptance=deferral", "acceptance.defer=chow"],
@@ -124,6 +127,13 @@ GROUPS: dict[str, dict[str, list[str]]] = {  # rows: the arguments of `spectrain
     "phrases-smollm2": list_phrase_drafters(
         "smollm2", ("smollm2-eagle3", "smollm2-eagle3"), ["eval.limit=8", "eval.max_new_tokens=48"]
     ),
+    "codecs-smollm2": {
+        cache: [
+            "target=smollm2", "drafter=self", f"drafter.cache={cache}", "drafter.budget=256", *CHAIN, "acceptance=greedy",
+            "eval.context=[1k]", "eval.limit=6", "eval.max_new_tokens=32", "eval.repeats=1",
+        ]
+        for cache in CACHES
+    },
     "overlap": {
         f"{way}, chain of {depth}": [
             GKD, "tree=chain", f"tree.depth={depth}", *TWENTY_FOUR, "acceptance=greedy", "eval.repeats=1",

@@ -1,12 +1,49 @@
 """Pages of docs/results/ that `python -m benchmarks.measure_ways` measured."""
 
+from typing import Any
+
 from scripts import results_tables as tables
 from scripts.results_page import ResultsPage
 from scripts.speculators_tables import methods_tables
 
 WAYS = "python -m benchmarks.measure_ways"
 
+
+def phrases_tables(results: dict[str, Any]) -> str:
+    """Return tokens per forward and speed of phrases on both targets, and of reduced caches on SmolLM2."""
+    rows = {(row["group"], row["name"]): row for row in results["rows"]}
+    names = [name for group, name in rows if group == "phrases"]
+    cells = [[name, *(cell for group in ("phrases", "phrases-smollm2") for cell in rate_cells(rows.get((group, name))))]
+             for name in names]  # fmt: skip
+    titles = ("drafter", "tiny: tokens per forward", "tiny: speed", "SmolLM2: tokens per forward", "SmolLM2: speed")
+    caches = [[f"`{name}`", *rate_cells(row)] for (group, name), row in rows.items() if group == "codecs-smollm2"]
+    return "\n\n".join([
+        tables.format_table(titles, cells), "## Reduced caches on SmolLM2",
+        tables.format_table(("`drafter.cache`", "tokens per forward", "speed"), caches),
+    ])  # fmt: skip
+
+
+def rate_cells(row: dict[str, Any] | None) -> tuple[str, str]:
+    """Return tokens per forward and speed with their intervals, empty for a row that was not measured."""
+    if row is None:
+        return "", ""
+    length, speed = row["acceptance_length"], row["speedup"]
+    ends = tables.format_interval(length["ci95"]), tables.format_interval(speed["ci95"])
+    return f"{length['pooled']:.2f} {ends[0]}", f"{speed['ratio']:.2f}x {ends[1]}"
+
+
 WAYS_PAGES = {
+    "phrases": ResultsPage(
+        "Phrases, copies and reduced caches",
+        """Drafters that look tokens up, lengthen drafts by phrases, or share drafts between branches, each after its base, and
+self-drafting with less of the cache behind 1,024 tokens of text. Greedy; 24 prompts of 48 tokens on tiny, 8 on SmolLM2, and 6 of 32
+tokens for caches. Trees of 16 nodes where nothing else is said. All answers equal those of `generate`.""",
+        ("phrases.json",),
+        f"{WAYS} --out eval/results/phrases.json phrases phrases-smollm2 codecs-smollm2",
+        phrases_tables,
+        """The model and `eagle3` of SmolLM2 are the shipped drafter. Those of tiny were trained for 512 and 300 steps. Selections
+have 256 tokens. One other measurement ran on the second core.""",
+    ),
     "acceptance-rules": ResultsPage(
         "Acceptance rules",
         """Rules that draw, on tiny at temperature 1: a chain of 4 drawn children of a `gkd` drafter (512 steps), 24
