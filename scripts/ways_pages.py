@@ -36,8 +36,8 @@ WAYS_PAGES = {
     "phrases": ResultsPage(
         "Phrases, copies and reduced caches",
         """Drafters that look tokens up, lengthen drafts by phrases, or share drafts between branches, each after its base, and
-self-drafting with less of the cache behind 1,024 tokens of text. Greedy; 24 prompts of 48 tokens on tiny, 8 on SmolLM2, and 6 of
-32 tokens for caches. Trees of 16 nodes where nothing else is said. All answers equal those of `generate`.""",
+self-drafting with less of the cache behind 1,024 tokens of text. Greedy; 24 prompts of 48 tokens on tiny, 8 on SmolLM2, and 6
+of 32 tokens for caches. Trees of 16 nodes where nothing else is said. All answers equal those of `generate`.""",
         ("phrases.json",),
         f"{WAYS} --out eval/results/phrases.json phrases phrases-smollm2 codecs-smollm2",
         phrases_tables,
