@@ -29,6 +29,7 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.session import Session
 from spectrain.eval.prompts import read_prompts
 from spectrain.files import write_text
+from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.images import get_images
 from spectrain.models.loading import TINY_DIRECTORY, load_hf, load_tokenizer
 from spectrain.models.reference_model import generate, reference_model
@@ -123,7 +124,7 @@ def train_target(name: str, folder: Path, pictures: Path, steps: int, batch_toke
         seen = [
             one
             for messages in JsonlReader(str(pictures)).load_conversations()[40:]
-            for one in tokenize_conversation(tokenizer, messages, sight)
+            for one in tokenize_conversation(ChatTemplate(tokenizer), messages, sight)
         ]
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     began = time.time()
