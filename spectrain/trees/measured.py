@@ -339,8 +339,8 @@ class Auto(LatencyAwareBuilder):
             modelled = drafting + self._verify_seconds(round.tree)
             reading = max(0.0, self._drafting_seconds(round) - drafting) if self.num_unread else 0.0
             is_timed = not self.num_unread and size > 1
-            is_behind = active & (num_new == num_new[active].min())
-            tokens = float(round.counts[is_behind].float().mean())
+            is_lagging = active & (num_new == num_new[active].min())
+            tokens = float(round.counts[is_lagging].float().mean())
             choice.record_draft(tokens, modelled / step, seconds / modelled if is_timed else None, reading / step)
 
     def report_settings(self) -> dict[str, object]:
