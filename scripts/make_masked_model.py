@@ -2,13 +2,15 @@
 
     python -m scripts.make_masked_model --out DIR [--steps 1500]
 
-It has the tokenizer of the tiny target, four layers of width 128 and answers of up to `--answer` tokens. The first half of the
-steps learns masked diffusion alone, the second half also to recover from the model's own tokens (DMax) and the edits (ME-DLM).
-Then the indicator (NI) is fitted to trajectories of one token per forward. Every 100 steps a line shows the loss.
+It starts from the weights of the tiny target, which is causal, and opens its attention to both directions (DiffuLLaMA). Answers
+are cut into pieces of up to `--answer` tokens. The first half of the steps learns masked diffusion alone, the second half also
+to recover from the model's own tokens (DMax) and the edits (ME-DLM). Then the indicator (NI) is fitted to trajectories of one
+token per forward. Every 100 steps a line shows the loss.
 """
 
 import argparse
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -17,27 +19,31 @@ import torch.nn.functional as F
 from scripts.tiny_training import take_step
 from spectrain.data.chat import Example, tokenize_conversation
 from spectrain.data.readers import EmbeddedReader
-from spectrain.experimental.diffusion.model import MaskedConfig, MaskedLM
+from spectrain.experimental.diffusion.model import MaskedLM
 from spectrain.experimental.diffusion.training import MaskedBatch, collect_indications, edit_loss, masked_loss
 from spectrain.models.loading import load_tiny
+from spectrain.models.target import Target
 
 BATCH = 16
 PROMPT = 64  # tokens of a prompt at most
 
 
-def read_examples(answer_tokens: int) -> tuple[list[tuple[list[int], list[int]]], int]:
-    """Return prompts with their first answers, cut to size, and the size of the vocabulary."""
-    target, pairs = load_tiny(device="cpu"), []
+def read_examples(target: Target, answer_tokens: int) -> list[tuple[list[int], list[int]]]:
+    """Return prompts with their answers, cut to size: every piece of an answer follows the tokens before it."""
+    pairs = []
     for conversation in EmbeddedReader().load_conversations():
         for example in tokenize_conversation(target.template, conversation)[:1]:
-            pairs.append(split_example(example, answer_tokens))
-    return [pair for pair in pairs if len(pair[1]) > 4], target.head.vocab_size
+            pairs += split_example(example, answer_tokens)
+    return [pair for pair in pairs if len(pair[1]) > 4]
 
 
-def split_example(example: Example, answer_tokens: int) -> tuple[list[int], list[int]]:
-    first = example.mask.index(True)
-    end = next((at for at in range(first, len(example.mask)) if not example.mask[at]), len(example.mask))
-    return example.tokens[max(0, first - PROMPT) : first], example.tokens[first : min(end, first + answer_tokens)]
+def split_example(example: Example, answer_tokens: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield the pieces of all answers of an example, each with up to `PROMPT` tokens before it."""
+    starts = [at for at, is_answer in enumerate(example.mask) if is_answer and not (at and example.mask[at - 1])]
+    for first in starts:
+        end = next((at for at in range(first, len(example.mask)) if not example.mask[at]), len(example.mask))
+        for start in range(first, end, answer_tokens):
+            yield example.tokens[max(0, start - PROMPT) : start], example.tokens[start : min(end, start + answer_tokens)]
 
 
 def make_batch(pairs: list[tuple[list[int], list[int]]]) -> MaskedBatch:
@@ -50,8 +56,8 @@ def make_batch(pairs: list[tuple[list[int], list[int]]]) -> MaskedBatch:
 def train_model(model: MaskedLM, pairs: list[tuple[list[int], list[int]]], steps: int) -> None:
     """Train the diffusion and the edit heads."""
     source, begin = torch.Generator().manual_seed(0), time.perf_counter()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps, pct_start=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=steps, pct_start=0.1)
     for step in range(steps):
         chosen = torch.randint(len(pairs), (BATCH,), generator=source).tolist()
         batch = make_batch([pairs[number] for number in chosen])
@@ -84,8 +90,9 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=48)
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    pairs, vocab_size = read_examples(arguments.answer)
-    model = MaskedLM(MaskedConfig(vocab_size))
+    target = load_tiny(device="cpu")
+    pairs = read_examples(target, arguments.answer)
+    model = MaskedLM.from_causal(target.model)
     train_model(model, pairs, arguments.steps)
     model.eval()
     train_indicator(model, [prompt for prompt, _ in pairs[:: max(1, len(pairs) // 48)][:48]], arguments.answer)

@@ -1,5 +1,6 @@
 """Masked language models: PSD repeats plain decoding step by step; selectors, edits and losses against plain versions."""
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -150,3 +151,19 @@ def test_the_evaluation_compares_all_ways(shallow: Target, tmp_path: Path, capsy
     evaluation.model = str(tmp_path / "other")
     with pytest.raises(UserError, match="it has 7 tokens"):
         evaluation.score(candidate, tmp_path / "out")
+
+
+def test_a_causal_model_is_taken_over(shallow: Target, tmp_path: Path) -> None:
+    """Of one token, the states are the causal model's; states of longer texts are those of the token before; both are saved."""
+    model = MaskedLM.from_causal(shallow.model).eval()
+    tokens = torch.tensor([[3], [7]])
+    with torch.inference_mode():
+        expected = shallow.model(tokens, use_cache=False).logits
+        torch.testing.assert_close(model.logits(model.run(tokens)), expected, rtol=1e-5, atol=1e-4)
+    model.save(tmp_path / "model")
+    text, saved = torch.tensor([[3, 7, 1, model.mask_id]]), MaskedLM.load(tmp_path / "model")
+    aligned = MaskedLM(replace(model.config, predicts_next=False)).eval()
+    aligned.load_state_dict(model.state_dict())
+    with torch.inference_mode():
+        assert torch.equal(saved.run(text)[:, 1:], aligned.run(text)[:, :-1])
+        assert torch.equal(saved.run(text), model.run(text))

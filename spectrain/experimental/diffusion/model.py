@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from spectrain.config.saved import read_json_object
 from spectrain.drafters.layers.layers import Attention, Mlp, make_rotary
@@ -35,6 +35,11 @@ class MaskedConfig:
     num_heads: int = 4
     mlp_width: int = 384
     max_length: int = 512
+    # Heads of keys and values; None means as many as heads of queries.
+    num_kv_heads: int | None = None
+    # Whether the state of a token predicts the next one, as in the causal model that the weights were taken from.
+    predicts_next: bool = False
+    norm_eps: float = 1e-6
 
 
 class MaskedLayer(nn.Module):
@@ -42,7 +47,7 @@ class MaskedLayer(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.input_norm, self.mlp_norm = (nn.RMSNorm(config.hidden_size, eps=1e-6) for _ in range(2))
+        self.input_norm, self.mlp_norm = (nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(2))
         self.attention, self.mlp = Attention(config, config.hidden_size), Mlp(config)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], visible: Tensor) -> Tensor:
@@ -64,23 +69,44 @@ class MaskedLM(nn.Module):
         self.config = config
         llama = LlamaConfig(
             vocab_size=config.vocab_size, hidden_size=config.width, intermediate_size=config.mlp_width,
-            num_attention_heads=config.num_heads, num_key_value_heads=config.num_heads,
-            max_position_embeddings=config.max_length,
+            num_attention_heads=config.num_heads, num_key_value_heads=config.num_kv_heads or config.num_heads,
+            max_position_embeddings=config.max_length, rms_norm_eps=config.norm_eps,
         )  # fmt: skip
         self.embedding = nn.Embedding(config.vocab_size + 1, config.width)
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.layers = nn.ModuleList(MaskedLayer(llama) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.width, eps=1e-6)
+        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.edit_head, self.edit_states = nn.Linear(config.width, 4), nn.Linear(config.width, config.width)
         self.indicator = nn.Sequential(nn.Linear(config.width + 3, 64), nn.SiLU(), nn.Linear(64, 1))
         self.rotary = make_rotary(llama)
+
+    @classmethod
+    @torch.no_grad()
+    def from_causal(cls, causal: LlamaForCausalLM) -> MaskedLM:
+        """Start from a causal model with tied embeddings, whose attention training opens to both directions (DiffuLLaMA, Gong
+        et al., 2025, arXiv 2410.17891). The embedding of the mask is the mean of the others."""
+        llama = causal.config
+        model = cls(MaskedConfig(
+            llama.vocab_size, llama.hidden_size, llama.num_hidden_layers, llama.num_attention_heads, llama.intermediate_size,
+            llama.max_position_embeddings, llama.num_key_value_heads, predicts_next=True, norm_eps=llama.rms_norm_eps,
+        ))  # fmt: skip
+        embedding = causal.model.embed_tokens.weight
+        model.embedding.weight.copy_(torch.cat([embedding, embedding.mean(0, keepdim=True)]))
+        model.norm.weight.copy_(causal.model.norm.weight)
+        for layer, source in zip(model.layers, causal.model.layers):
+            layer.attention.load_state_dict(source.self_attn.state_dict())
+            layer.mlp.load_state_dict(source.mlp.state_dict())
+            layer.input_norm.weight.copy_(source.input_layernorm.weight)
+            layer.mlp_norm.weight.copy_(source.post_attention_layernorm.weight)
+        return model
 
     @property
     def mask_id(self) -> int:
         return self.config.vocab_size
 
     def run(self, inputs: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Return the last states [B, T, D] from tokens [B, T] or embeddings [B, T, D]; `lengths` [B] leave out padding."""
+        """Return the states [B, T, D] that predict each token, from tokens [B, T] or embeddings [B, T, D]; `lengths` [B] leave
+        out padding."""
         x = inputs if inputs.dim() == 3 else self.embedding(inputs)
         positions = torch.arange(x.shape[1], device=x.device)[None]
         counts = torch.full((len(x),), x.shape[1], device=x.device) if lengths is None else lengths
@@ -88,7 +114,8 @@ class MaskedLM(nn.Module):
         rope = self.rotary(x, positions)
         for layer in self.layers:
             x = layer(x, rope, visible)
-        return self.norm(x)
+        states = self.norm(x)
+        return torch.cat([states[:, :1], states[:, :-1]], dim=1) if self.config.predicts_next else states
 
     def logits(self, states: Tensor) -> Tensor:
         """Return logits [.., V] of the tokens, without the mask."""
