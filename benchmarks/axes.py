@@ -23,13 +23,15 @@ SCORING = ["eval.baselines=[]", "eval.oracle=false", "eval.report=false", "eval.
 CHAIN = ["tree=chain", "tree.depth=3"]
 TRAINED = ("eagle3", "medusa1", "gkd", "dflash")
 SHIPPED = "drafter=smollm2-eagle3"
+AUTO = ["tree=auto", "eval.max_new_tokens=64"]
+"""Longer answers, because the first trials of a number of prompts are a larger share of short ones."""
 DRAFTERS: dict[str, dict[str, list[str]]] = {
     "tiny": {
         **{f"{recipe}, chain of 3": [f"run=WORK/{recipe}", *CHAIN] for recipe in TRAINED},
         "n-gram, chain of 3": ["target=tiny", "drafter=ngram", *CHAIN],
         "retrieval, chain of 3": ["target=tiny", "drafter=retrieval", *CHAIN],
-        "eagle3, tree=auto": ["run=WORK/eagle3", "tree=auto"],
-        "n-gram, tree=auto": ["target=tiny", "drafter=ngram", "tree=auto"],
+        "eagle3, tree=auto": ["run=WORK/eagle3", *AUTO],
+        "n-gram, tree=auto": ["target=tiny", "drafter=ngram", *AUTO],
     },
     "smollm2": {
         "shipped eagle3, chain of 3": ["target=smollm2", SHIPPED, *CHAIN],
@@ -38,19 +40,19 @@ DRAFTERS: dict[str, dict[str, list[str]]] = {
         "lookahead": ["target=smollm2", "drafter=lookahead"],
         "sparse cache, chain of 3": ["target=smollm2", "drafter=self", *CHAIN],
         "layer skipping, chain of 3": ["target=smollm2", "drafter=layer_skip", *CHAIN],
-        "shipped eagle3, tree=auto": ["target=smollm2", SHIPPED, "tree=auto"],
-        "n-gram, tree=auto": ["target=smollm2", "drafter=ngram", "tree=auto"],
+        "shipped eagle3, tree=auto": ["target=smollm2", SHIPPED, *AUTO],
+        "n-gram, tree=auto": ["target=smollm2", "drafter=ngram", *AUTO],
     },
 }
 """Arguments of each drafter, by target and name; WORK is the folder of the trained ones."""
 SWEEPS: dict[str, dict[str, list[str]]] = {
     "tiny": {
-        "batch": ["eval.limit=64", "eval.max_new_tokens=64"],
+        "batch": ["eval.limit=32", "eval.max_new_tokens=48"],
         "context": ["eval.context=[256,512,896]", "eval.limit=12", "eval.max_new_tokens=48"],
         "temperature": ["eval.limit=16", "eval.max_new_tokens=48"],
     },
     "smollm2": {
-        "batch": ["eval.limit=32", "eval.max_new_tokens=64"],
+        "batch": ["eval.limit=32", "eval.max_new_tokens=24"],
         "context": ["eval.context=[512,1k,2k]", "eval.limit=6", "eval.max_new_tokens=32"],
         "temperature": ["eval.limit=8", "eval.max_new_tokens=32", "eval.temperatures=[0,0.6,1]"],
     },
@@ -68,6 +70,8 @@ class AxesBench:
     out: str = "eval/results/axes.json"
     # Targets to measure.
     targets: tuple[str, ...] = tuple(DRAFTERS)
+    # Names of the drafters to measure; null means all.
+    names: tuple[str, ...] | None = None
     # Sweeps to measure.
     sweeps: tuple[str, ...] = ("batch", "context", "temperature")
 
@@ -76,7 +80,7 @@ class AxesBench:
         rows: dict[str, Any] = json.loads(out.read_text())["rows"] if out.exists() else {}
         for over in self.sweeps:
             for target in self.targets:
-                for name in DRAFTERS[target]:
+                for name in self.names or DRAFTERS[target]:
                     measured = rows.setdefault(target, {}).setdefault(name, {})
                     if over in measured:
                         continue
@@ -93,7 +97,8 @@ class AxesBench:
         label = "".join(sign if sign.isalnum() else "-" for sign in f"{target}-{name}-{over}")
         given = [word.replace("WORK", str(self.folder)) for word in words]
         run = next((word for word in given if word.startswith("run=")), None) or f"run={self.folder / 'scores' / label}"
-        settings = [f"eval.sweep={over}", *SWEEPS[target][over], *SCORING]
+        keys = {word.split("=")[0] for word in words}
+        settings = [word for word in (f"eval.sweep={over}", *SWEEPS[target][over], *SCORING) if word.split("=")[0] not in keys]
         dispatch_command(["eval", *given, *([] if run in given else [run]), *settings, f"eval.name={label}"])
         summary = json.loads((Path(run.removeprefix("run=")) / "eval" / label / "summary.json").read_text())
         return {"command": " ".join(["eval", *words, *settings]).replace("WORK", "runs/axes"), **summary["axis"]}
