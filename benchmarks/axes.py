@@ -80,7 +80,9 @@ class AxesBench:
         rows: dict[str, Any] = json.loads(out.read_text())["rows"] if out.exists() else {}
         for over in self.sweeps:
             for target in self.targets:
-                for name in self.names or DRAFTERS[target]:
+                for name in DRAFTERS[target]:
+                    if self.names is not None and name not in self.names:
+                        continue
                     measured = rows.setdefault(target, {}).setdefault(name, {})
                     if over in measured:
                         continue
