@@ -1,8 +1,10 @@
 """Decoding in turn: for every prompt the autoregressive run and the drafted runs follow each other, in a rotating order."""
 
+import gc
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -41,6 +43,17 @@ class TurnRequest:
     first_kind: Kind = "content"
 
 
+@contextmanager
+def skip_old_garbage() -> Iterator[None]:
+    """Leave objects that exist now out of garbage collection. A full collection visits all loaded libraries, which takes half a
+    second; that would count as time of whichever run it falls into."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 class Interleaving:
     """Decodes prompts with all systems; `turns` holds each system's answers, paired with the autoregressive ones."""
 
@@ -66,6 +79,7 @@ class Interleaving:
         # How often all is decoded; how many prompts were decoded, and how many seconds the first time took.
         self.repeats, self.num_prompts, self.seconds = 1, 0, 0.0
 
+    @skip_old_garbage()
     def run(self, prompts: Sequence[Prompt]) -> None:
         """Decode all turns of all prompts or, with a limit of time, of as many as fit into it."""
         target = self.decoder.target
@@ -166,6 +180,7 @@ class Interleaving:
         pair = {"autoregressive": AUTOREGRESSIVE, "drafted": name}
         return {key: round(self.joules[run] / max(1, self.num_tokens[run]), 6) for key, run in pair.items()}
 
+    @skip_old_garbage()
     def repeat(self, times: int) -> None:
         """Decode every autoregressive and drafted pair again, `times` - 1 times, if the first times are unsteady.
 

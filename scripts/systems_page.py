@@ -22,11 +22,12 @@ said. On a target of 1.7 million parameters drafting costs as much as verifying,
 on the second core. Every greedy row gave the text of `generate` for all prompts. Drafters were trained for a minute or two, so
 rows do not rank the methods. Rows of `benchmarks/measure_ways.py` were measured earlier, some with eight prompts at once. The
 page is written by `python -m scripts.make_results_pages` from `benchmarks/systems.yaml`, `eval/results/systems.json` and
-`eval/results/ways-tiny.json`; the commands that measured it:
+`eval/results/ways-tiny.json`, `phrases.json` and `equal-data.json`; the commands that measured it:
 
 ```sh
 python -m benchmarks.systems
 python -m benchmarks.measure_ways
+python -m benchmarks.equal_data
 ```"""
 NAMES = """The surveys behind this project name 208 systems. Their list is not in this repository; {count} of the names could
 be taken from its files. {works} of these work, {part} work in part, {waiting} are not in this version yet, and {out} are out of
@@ -68,6 +69,7 @@ def describe_system(system: dict[str, Any], rows: dict[str, Any]) -> list[str]:
     measured += [system["link"]] if "link" in system else []
     measured += [describe_reads(name) for name in system.get("reads", [])]
     measured += [describe_limit(rows[name]) for name in system.get("limits", []) if name in rows]
+    measured += [describe_equal(name) for name in system.get("equal", [])]
     measured += [describe_diffusion(name) for name in system.get("diffusion", [])]
     measured += [describe_vision(name) for name in system.get("vision", [])]
     cells = [system["name"], system["paper"], f"`{command}`", *(system[key] for key in ("same", "differs", "proof"))]
@@ -86,6 +88,18 @@ def describe_names(names: dict[str, list[str]]) -> list[str]:
         NAMES.format(count=len(rows), waiting=waiting, **counts),
         format_table(("name", "state", "command or reason"), rows),
     ]
+
+
+def describe_equal(name: str) -> str:
+    """Return tokens and speed of the row GROUP/NAME of eval/results/equal-data.json, relative to the base of its group."""
+    group, _, label = name.partition("/")
+    rows = load_results("equal-data.json")["groups"].get(group, [])
+    row = next((row for row in rows if row["name"] == label), None)
+    if row is None:
+        return "not compared at equal data"
+    tokens, speed = (f"{row[key]['ratio']:.2f} {format_interval(row[key]['ci95'])}" for key in ("tokens_ratio", "speed_ratio"))
+    base = rows[0]["name"]
+    return f"{label}: {tokens} of the tokens of `{base}`, {speed} of its speed [at equal data](results/equal-data.md)"
 
 
 def describe_limit(row: dict[str, Any]) -> str:
@@ -126,7 +140,7 @@ def describe_claim(entry: dict[str, str], rows: dict[str, Any]) -> list[str]:
 
 
 def describe_row(name: str, rows: dict[str, Any], is_named: bool) -> str:
-    """Return the tokens per forward and the speed of a measured row; GROUP/NAME is one of eval/results/ways-tiny.json."""
+    """Return the tokens per forward and the speed of a measured row; GROUP/NAME is one of `measure_ways`."""
     group, slash, label = name.partition("/")
     row = find_way(group, label) if slash else rows.get(name)
     label = f"{label if slash else name}: " if is_named else ""
@@ -140,8 +154,8 @@ def describe_row(name: str, rows: dict[str, Any], is_named: bool) -> str:
 
 
 def find_way(group: str, name: str) -> dict[str, Any]:
-    """Return a row of eval/results/ways-tiny.json."""
-    ways: list[dict[str, Any]] = load_results("ways-tiny.json")["rows"]
+    """Return a row of eval/results/ways-tiny.json or phrases.json."""
+    ways: list[dict[str, Any]] = [*load_results("ways-tiny.json")["rows"], *load_results("phrases.json")["rows"]]
     return next(row for row in ways if (row["group"], row["name"]) == (group, name))
 
 

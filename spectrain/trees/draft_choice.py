@@ -6,7 +6,7 @@ from collections import deque
 from statistics import median
 
 # Share of all steps that trials of a drafter that does not pay may lose, and that plain steps may lose where it pays.
-TRIAL_ALLOWANCE, STEP_ALLOWANCE = 0.008, 0.003
+TRIAL_ALLOWANCE, STEP_ALLOWANCE = 0.004, 0.003
 # Rounds that an expected gain counts for before any was drafted.
 PRIOR_ROUNDS = 4
 # Comparisons that are made as soon as a drafted round was timed, because modelled costs may be wrong by half at first.

@@ -17,7 +17,7 @@ from spectrain.models.target import Target
 from spectrain.trees import Auto
 from spectrain.trees.base import RoundResult, merge_tries
 from spectrain.trees.copy_tree import FIRST_RATE, PRIOR_TEXTS, CopyRanks
-from spectrain.trees.draft_choice import DraftChoice
+from spectrain.trees.draft_choice import TRIAL_ALLOWANCE, DraftChoice
 from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import TokenTree
 from spectrain.trees.trie import Trie
@@ -69,12 +69,12 @@ def test_decodings_without_drafts_are_plain(shallow: Target) -> None:
     session = Session(shallow, Greedy(), drafter, builder)
     found = session.decode(PROMPTS, 12, ignore_eos=True)
     assert [row.output for row in found] == [row.output for row in decode(shallow, PROMPTS, Greedy(), 12, ignore_eos=True)]
-    assert builder.num_plain == builder.num_rounds == 11 and builder.costs.choice.savings == pytest.approx(11 * 0.008)
+    assert builder.num_plain == builder.num_rounds == 11 and builder.costs.choice.savings == pytest.approx(11 * TRIAL_ALLOWANCE)
     runner = EagerRunner(shallow, Greedy(), drafter, builder)
     draft_selectively(runner, make_request(shallow, PROMPTS, 12))
     assert runner.drafter is None and isinstance(runner.builder, PlainRounds)
     for prompts, num_rounds in (
-        (PROMPTS, 600),
+        (PROMPTS, 1200),
         (PROMPTS * 2, 12),
     ):  # enough savings; a number of texts that nothing is known of
         runner = EagerRunner(shallow, Greedy(), drafter, builder)

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from spectrain.trees.draft_choice import DraftChoice
+from spectrain.trees.draft_choice import TRIAL_ALLOWANCE, DraftChoice
 
 STEP = 0.02  # seconds of a plain step
 
@@ -68,7 +68,7 @@ def test_reading_skipped_tokens_defers_a_trial() -> None:
     while not choice.should_draft(reading_cost=0.3):
         choice.record_plain(1.0)
         rounds += 1
-    assert rounds == pytest.approx(0.4 / 0.008, abs=1)
+    assert rounds == pytest.approx(0.4 / TRIAL_ALLOWANCE, abs=1)
     choice.record_draft(1.0, 1.1, None, reading_cost=0.3)
     assert choice.savings == pytest.approx(0.0, abs=0.009) and not choice.should_draft()
 
