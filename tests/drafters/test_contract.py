@@ -241,16 +241,18 @@ def test_reloaded_equals_saved(name: str, trained_pair: tuple[Drafter, Target], 
     save_drafter(tmp_path / "drafter", drafter, RunSpec.from_nodes(composed("drafter=ngram", "target=tiny")))
     if drafter.capabilities.target_training:
         target.save(tmp_path / "target")
-        again = build({"_target_": "spectrain.models.loading.load_hf", "model": str(tmp_path / "target")})
+        reloaded_target = build({"_target_": "spectrain.models.loading.load_hf", "model": str(tmp_path / "target")})
     else:
-        again = target
-    reloaded = make_drafter(name, again)
+        reloaded_target = target
+    reloaded = make_drafter(name, reloaded_target)
     load_weights(reloaded, tmp_path / "drafter")
     first, second = drafter.state_dict(), reloaded.state_dict()
     assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
     if not drafter.capabilities.target_training:  # a trained target is saved in its own dtype
         prompts = [[5, 6, 7, 8, 5, 6]]
-        lengths = [decode(again, prompts, Greedy(), 8, d.eval(), Chain(3))[0].round_lengths for d in (drafter, reloaded)]
+        lengths = [
+            decode(reloaded_target, prompts, Greedy(), 8, d.eval(), Chain(3))[0].round_lengths for d in (drafter, reloaded)
+        ]
         assert lengths[0] == lengths[1]
 
 

@@ -72,7 +72,7 @@ def test_loss_is_the_formula(shallow: Target, options: dict[str, Any]) -> None:
     batch = make_batch(shallow, drafter, [0, 1])
     losses = drafter.loss(batch, shallow, TrainingState())
     anchors, length = sample_anchors(batch, drafter.num_anchors, drafter.seed, 0), batch.tokens.shape[1]
-    every = shallow.head.logits(shallow.features(batch.tokens, ("final",)).at_layer("final"))
+    target_logits = shallow.head.logits(shallow.features(batch.tokens, ("final",)).at_layer("final"))
     totals = {"forward_kl": 0.0, "selector": 0.0}
     for row in range(2):
         terms, weights = {"forward_kl": 0.0, "selector": 0.0}, 0.0
@@ -84,7 +84,7 @@ def test_loss_is_the_formula(shallow: Target, options: dict[str, Any]) -> None:
             for d in range(drafter.num_drafts):
                 if position + d + 1 >= length or not batch.loss_mask[row, position + d + 1]:
                     break
-                weight, logits = math.exp(-d / 3.0), every[row, position + d]
+                weight, logits = math.exp(-d / 3.0), target_logits[row, position + d]
                 weights += weight
                 best = int(logits.argmax())
                 if not drafter.t2d[best]:

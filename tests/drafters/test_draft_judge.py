@@ -65,17 +65,17 @@ def test_an_alternative_is_right_where_the_rest_of_the_answer_stays(target: Targ
     judged = iter(zip(states, right.tolist(), strict=True))
     for example, prompt in zip(examples, PROMPTS):
         text = example.tokens
-        own = target.head.logits(target.features(torch.tensor([text]), ("final",)).at_layer("final"))[0]
-        assert own.argmax(-1)[len(prompt) - 1 : -1].tolist() == text[len(prompt) :]
+        target_logits = target.head.logits(target.features(torch.tensor([text]), ("final",)).at_layer("final"))[0]
+        assert target_logits.argmax(-1)[len(prompt) - 1 : -1].tolist() == text[len(prompt) :]
         for position in range(len(prompt), len(text) - 2):
-            others = [token for token in own[position - 1].topk(4).indices.tolist() if token != text[position]][:3]
+            others = [token for token in target_logits[position - 1].topk(4).indices.tolist() if token != text[position]][:3]
             for other in others:
                 changed = [*text[:position], other, *text[position + 1 : position + 3]]
                 final = target.features(torch.tensor([changed]), ("final",)).at_layer("final")[0]
                 most_likely = target.head.logits(final[position : position + 3]).argmax(-1).tolist()
                 state, label = next(judged)
                 torch.testing.assert_close(state, final[position], atol=1e-4, rtol=1e-3)
-                assert label == (most_likely == own.argmax(-1)[position : position + 3].tolist())
+                assert label == (most_likely == target_logits.argmax(-1)[position : position + 3].tolist())
     assert next(judged, None) is None and len(set(right.tolist())) == 2
     sizes = [sum(example.mask) for example in examples[:2]]
     assert weights.sum() == pytest.approx(sum(sizes))

@@ -30,10 +30,10 @@ def make_drafter(target: Target, **options: Any) -> Eagle1:
 def unroll_steps(drafter: Eagle1, batch: Batch) -> list[Tensor]:
     """Compute the features [B, T, D] of every step, as HASS trains them: each step reads the one before it as a constant."""
     assert batch.features is not None
-    hidden, held, states = batch.features.at_layer("final"), [], []
+    hidden, keys_values, states = batch.features.at_layer("final"), [], []
     for step in range(STEPS):
-        hidden, own = drafter.run_step(batch, hidden.detach(), step, held[:])
-        held.append(own)
+        hidden, step_keys_values = drafter.run_step(batch, hidden.detach(), step, keys_values[:])
+        keys_values.append(step_keys_values)
         states.append(hidden)
     return states
 
@@ -47,8 +47,8 @@ def test_the_layer_is_llamas_without_its_first_norm(shallow: Target) -> None:
     config = llama_config(shallow)
     config._attn_implementation = "sdpa"
     layer = LlamaDecoderLayer(config, 0)
-    own = {k: v for k, v in drafter.state_dict().items() if not k.startswith("fc.")}
-    layer.load_state_dict(own | {"input_layernorm.weight": torch.ones(shallow.width)})
+    state = {k: v for k, v in drafter.state_dict().items() if not k.startswith("fc.")}
+    layer.load_state_dict(state | {"input_layernorm.weight": torch.ones(shallow.width)})
     layer.register_module("input_layernorm", nn.Identity())
     embedded = shallow.head.embed(batch.tokens.roll(-1, dims=1))
     x = torch.cat([embedded, batch.features.at_layer("final")], dim=-1) @ drafter.fc.weight.T + drafter.fc.bias

@@ -337,9 +337,9 @@ def test_self_distillation_starts_where_there_is_nothing_to_learn(tiny: Target, 
     torch.testing.assert_close(losses.total.detach(), entropy, rtol=1e-5, atol=1e-4)
     gradients = torch.autograd.grad(losses.total, drafter.target_training.parameters, allow_unused=True)
     assert all(gradient is None or gradient.abs().max() < 1e-3 for gradient in gradients)
-    own = make_pair(tiny)[0]
-    plain = prepare_drafter(own, max_dropout=0.0, curriculum="gradual", adapt=adapt)
-    total = plain.loss(batch, own, TrainingState()).total
+    plain_target = make_pair(tiny)[0]
+    plain = prepare_drafter(plain_target, max_dropout=0.0, curriculum="gradual", adapt=adapt)
+    total = plain.loss(batch, plain_target, TrainingState()).total
     data = torch.autograd.grad(total, plain.target_training.parameters, allow_unused=True)
     assert max(float(gradient.abs().max()) for gradient in data if gradient is not None) > 1  # that of the data is not
 

@@ -104,8 +104,8 @@ def compute_step_loss(drafter: Any, batch: Batch, logits: Tensor, drafter_logits
     log_p = logits.log_softmax(-1)[:, ids] if own_mass else logits[:, ids].log_softmax(-1)
     label_index = (best[:, None] == ids).int().argmax(-1)
     losses = compute_row_losses(drafter.divergence, log_p, log_q, label_index, distance)
-    counted = losses if own_mass else losses[drafter.t2d[best]]
-    return counted.sum(), int((ids[log_q.argmax(-1)] == best).sum()), len(best)
+    counted_losses = losses if own_mass else losses[drafter.t2d[best]]
+    return counted_losses.sum(), int((ids[log_q.argmax(-1)] == best).sum()), len(best)
 
 
 def combine_steps(results: list[tuple[Tensor, int, int]], weights: list[float], names: list[str]) -> Losses:

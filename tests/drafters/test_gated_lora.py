@@ -336,7 +336,7 @@ def compute_independent_loss(
     embedding = shallow.head.embedding.weight
     for tokens, mask, prefixes in zip(batch.tokens.tolist(), batch.loss_mask.tolist(), drafter.prefixes(batch, 0)):
         ordinary, num_supervised = run(tokens, 0), 0
-        own: dict[str, Any] = {}  # of this sequence, which counts as many terms as it has supervised tokens
+        sequence_terms: dict[str, Any] = {}  # of this sequence, which counts as many terms as it has supervised tokens
         for end, size in prefixes:
             states = run(tokens[: end + 1], size)[end + 1 :]
             for j in range(size):
@@ -354,12 +354,12 @@ def compute_independent_loss(
                         term = -log_q[tokens[answer]]
                     else:
                         term = (log_p.exp() * (log_p - log_q)).sum()
-                    own[name] = own.get(name, 0) + term
+                    sequence_terms[name] = sequence_terms.get(name, 0) + term
                 distance = ((states[j] - anchor) ** 2).mean()
-                own["consistency"] = own.get("consistency", 0) + drafter.consistency * distance
+                sequence_terms["consistency"] = sequence_terms.get("consistency", 0) + drafter.consistency * distance
                 hits[j] += float(log_q.argmax() == log_p.argmax())
                 counts[j] += 1
-        for name, term in own.items():
+        for name, term in sequence_terms.items():
             terms[name] = terms.get(name, 0) + sum(mask) / num_supervised * term
     return terms, hits, counts
 

@@ -84,16 +84,16 @@ def make_batch(target: Target, drafter: Kangaroo) -> Batch:
 
 def compute_early_exit(target: Target, reference: Any, tokens: Tensor, layer: int) -> Tensor:
     """Compute log q [B, T, V] of the first `layer` layers with the model's norm and output layer, all of transformers' own."""
-    every = reference.model.layers
-    reference.model.layers = nn.ModuleList(every[:layer])
+    all_layers = reference.model.layers
+    reference.model.layers = nn.ModuleList(all_layers[:layer])
     reference.config.num_hidden_layers = layer
     try:
         with torch.no_grad():
             logits: Tensor = reference(tokens, use_cache=False).logits
         return logits.log_softmax(-1)
     finally:
-        reference.model.layers = every
-        reference.config.num_hidden_layers = len(every)
+        reference.model.layers = all_layers
+        reference.config.num_hidden_layers = len(all_layers)
 
 
 def compute_adapted(drafter: Kangaroo, target: Target, x: Tensor, head: nn.Linear) -> Tensor:
@@ -118,7 +118,7 @@ def compute_adapted(drafter: Kangaroo, target: Target, x: Tensor, head: nn.Linea
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+def recorded_levels(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Log q of decoding, one tensor per level."""
     levels: list[Tensor] = []
     log_q = Kangaroo.log_q
@@ -152,14 +152,14 @@ def test_untrained_is_the_targets_early_exit(tiny: Target, name: str, layer: int
 
 
 @pytest.mark.parametrize("layer", [1, 4, 7])
-def test_untrained_drafts_are_the_early_exits(tiny: Target, layer: int, recorded: list[Tensor]) -> None:
+def test_untrained_drafts_are_the_early_exits(tiny: Target, layer: int, recorded_levels: list[Tensor]) -> None:
     """In decoding, log_q after the prompt and the root is that of the first layers, the norm and the output layer."""
     prompt = [5, 6, 7, 8, 9, 10]
     drafter = make_drafter(tiny, exit_layer=layer).eval()
     (generation,) = decode(tiny, [prompt], Greedy(), 6, drafter, Chain(3), ignore_eos=True)
     tokens = torch.tensor([prompt + generation.output[:1]])
     final = tiny.run(tokens, ForwardPlan(layers=("final",), span=LayerSpan(last=layer))).at_layer("final")
-    torch.testing.assert_close(recorded[0][0, 0], tiny.head.logits(final)[0, -1].log_softmax(-1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(recorded_levels[0][0, 0], tiny.head.logits(final)[0, -1].log_softmax(-1), rtol=1e-4, atol=1e-4)
 
 
 # Training
@@ -264,28 +264,30 @@ def test_training_lowers_the_loss_and_not_the_target(tiny: Target, tmp_path: Pat
 class LevelRecorder(Keeping):
     """A builder that records log q, level by level, while a tree grows."""
 
-    def __init__(self, builder: TreeBuilder, recorded: list[Tensor]) -> None:
+    def __init__(self, builder: TreeBuilder, recorded_levels: list[Tensor]) -> None:
         super().__init__(builder)
-        self.recorded, self.levels = recorded, list[list[Tensor]]()
+        self.recorded_levels, self.levels = recorded_levels, list[list[Tensor]]()
 
     def grow(self, prefix: Prefix, draft: Draft) -> TokenTree:
-        before = len(self.recorded)
+        before = len(self.recorded_levels)
         tree = super().grow(prefix, draft)
-        self.levels.append(self.recorded[before:])
+        self.levels.append(self.recorded_levels[before:])
         return tree
 
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("lengths", [(6,), (6, 3, 9)])
 @pytest.mark.parametrize("layer", [1, 5])
-def test_decoding_says_what_training_says(tiny: Target, recorded: list[Tensor], lengths: tuple[int, ...], layer: int) -> None:
+def test_decoding_says_what_training_says(
+    tiny: Target, recorded_levels: list[Tensor], lengths: tuple[int, ...], layer: int
+) -> None:
     """Over all rounds, log_q at a node equals that of the adapter in parallel on the exit states of what was accepted.
 
     The states of a drafted node come from the target's first layers on its path, so they are those of one run.
     """
     drafter = make_drafter(tiny, noise=1.0, exit_layer=layer).eval()
     prompts = [torch.randint(3, 2000, (length,)).tolist() for length in lengths]
-    recorder = LevelRecorder(Chain(3), recorded)
+    recorder = LevelRecorder(Chain(3), recorded_levels)
     generations = decode(tiny, prompts, Greedy(), 12, drafter, recorder, ignore_eos=True)
     plain = decode(tiny, prompts, Greedy(), 12, ignore_eos=True)
     assert [generation.output for generation in generations] == [generation.output for generation in plain]
@@ -302,10 +304,10 @@ def test_decoding_says_what_training_says(tiny: Target, recorded: list[Tensor], 
 
 
 @pytest.mark.parametrize("stop", [0.1, 0.3])
-def test_a_draft_ends_before_an_unlikely_token(tiny: Target, recorded: list[Tensor], stop: float) -> None:
+def test_a_draft_ends_before_an_unlikely_token(tiny: Target, recorded_levels: list[Tensor], stop: float) -> None:
     """With stop_on=token every drafted token but none after the first shortfall has a largest q of at least `stop`."""
     drafter, prompt = make_drafter(tiny, exit_layer=6).eval(), [5, 6, 7, 8, 9, 10]
-    recorder = LevelRecorder(Chain(5, stop=stop, stop_on="token"), recorded)
+    recorder = LevelRecorder(Chain(5, stop=stop, stop_on="token"), recorded_levels)
     out = decode(tiny, [prompt], Greedy(), 20, drafter, recorder, ignore_eos=True)[0].output
     assert out == decode(tiny, [prompt], Greedy(), 20, ignore_eos=True)[0].output
     for tree, levels in zip(recorder.trees, recorder.levels, strict=True):

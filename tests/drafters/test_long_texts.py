@@ -35,11 +35,11 @@ def test_positions_are_those_of_the_target_up_to_its_limit(scheme: str) -> None:
         rope_parameters=rope,
     )  # fmt: skip
     target: Any = SimpleNamespace(config=config, head=SimpleNamespace(vocab_size=50))
-    own, limit = llama_config(target), 1024 if scheme == "longrope" else LIMIT
-    assert own.max_position_embeddings == limit
+    drafter_config, limit = llama_config(target), 1024 if scheme == "longrope" else LIMIT
+    assert drafter_config.max_position_embeddings == limit
     positions = torch.cat([torch.arange(4), torch.arange(limit - 4, limit)])[None]
     for left, right in zip(
-        make_rotary(own)(torch.zeros(1), positions), LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
+        make_rotary(drafter_config)(torch.zeros(1), positions), LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
     ):
         assert torch.equal(left, right)
 
@@ -79,7 +79,7 @@ def test_rows_of_a_window_attend_as_in_the_text(window: int | None) -> None:
     """The last positions alone, after the keys of the first step, have the outputs that they have among all positions."""
     q, keys, values = make_parts(3)
     options, first = AttentionOptions(window=window), 17
-    full = unrolled_attention(q, keys, values, None, options)[:, :, first:]
+    expected = unrolled_attention(q, keys, values, None, options)[:, :, first:]
     later = [[part[:, :, first:] if step else part for step, part in enumerate(parts)] for parts in (keys, values)]
-    own = attend_rows(q[:, :, first:], later[0], later[1], first, options)
-    torch.testing.assert_close(own, full, rtol=1e-5, atol=1e-6)
+    actual = attend_rows(q[:, :, first:], later[0], later[1], first, options)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
