@@ -117,7 +117,7 @@ def get_shared_target() -> Target:
     return cut_tiny(3)
 
 
-def make_drafter(name: str, target: Target) -> Drafter:
+def make(name: str, target: Target) -> Drafter:
     """Make a drafter by the name of its yaml or of a variant, or one of the toys."""
     torch.manual_seed(0)
     if name in TOYS:
@@ -134,7 +134,7 @@ def make_conversations(count: int = 4) -> Dataset:
     return Dataset([Example(row[: 20 - n], [i >= 8 for i in range(20 - n)]) for n, row in enumerate(rows)], count, 0, 0)
 
 
-def list_names(*halves: int, toys: bool = True) -> list[Any]:
+def each(*halves: int, toys: bool = True) -> list[Any]:
     """List every family, toys if `toys`, and these halves of the variants; the other variants are slow."""
     variants = [pytest.param(name, marks=() if n % 2 in halves else pytest.mark.slow) for n, name in enumerate(VARIANTS)]
     return [*FAMILIES, *(TOYS if toys else ()), *variants]
@@ -153,7 +153,7 @@ def target() -> Target:
 
 def prepare_drafter(name: str, target: Target) -> tuple[Drafter, Dataset]:
     dataset = make_conversations()
-    drafter = make_drafter(name, target)
+    drafter = make(name, target)
     drafter.prepare(target, dataset.token_counts(target.head.vocab_size))
     return drafter, dataset
 
@@ -171,11 +171,11 @@ def trained_pair(name: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[D
 
 def test_nestable_drafters_leave_verification_to_the_target(name: str) -> None:
     """A drafter inside another one is not called to verify, so one with a verification of its own is not nestable."""
-    drafter = make_drafter(name, get_shared_target())
+    drafter = make(name, get_shared_target())
     assert not drafter.capabilities.nestable or type(drafter).verify is Drafter.verify
 
 
-def list_stages(drafter: Drafter, num_steps: int) -> list[int]:
+def stages(drafter: Drafter, num_steps: int) -> list[int]:
     """Return the stage of every step."""
     return [stage_at(drafter.stages, step, num_steps) for step in range(num_steps)]
 
@@ -185,7 +185,7 @@ def test_gradients_reach_exactly_the_named_parameters(name: str, target: Target)
     drafter, dataset = prepare_drafter(name, target)
     if not is_trainable(drafter):
         return
-    for stage in sorted(set(list_stages(drafter, 8))):
+    for stage in sorted(set(stages(drafter, 8))):
         select_trained_groups(drafter, target, stage)
         drafter.zero_grad()
         target.zero_grad()
@@ -201,14 +201,14 @@ def test_gradients_reach_exactly_the_named_parameters(name: str, target: Target)
 
 
 @pytest.mark.sweep(4, free=("name",))
-@pytest.mark.parametrize("name", list_names(), indirect=True)
+@pytest.mark.parametrize("name", each(), indirect=True)
 def test_loss_falls(name: str, target: Target, tmp_path: Path) -> None:
     """Twenty steps on a few sequences lower the loss, in every stage by itself."""
     drafter, dataset = prepare_drafter(name, target)
     if not is_trainable(drafter):
         return
     losses_by_stage: dict[int, list[float]] = {}
-    step_stages = list_stages(drafter, 20)
+    step_stages = stages(drafter, 20)
     Trainer(lr=3e-3, max_steps=20, batch_tokens=512, log_every=1).fit(drafter, target, dataset, LiveSource(), tmp_path)
     for stage, line in zip(step_stages, (tmp_path / "metrics.jsonl").read_text().splitlines(), strict=True):
         losses_by_stage.setdefault(stage, []).append(json.loads(line)["loss"])
@@ -217,7 +217,7 @@ def test_loss_falls(name: str, target: Target, tmp_path: Path) -> None:
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("name", list_names(0), indirect=True)
+@pytest.mark.parametrize("name", each(0), indirect=True)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("builder", [Chain(3), Eagle2(3, 8, 3), Alternating(3, 8, 3)], ids=["chain", "eagle2", "alternating"])
 def test_drafted_equals_greedy(name: str, target: Target, batch: int, builder: TreeBuilder) -> None:
@@ -234,7 +234,7 @@ def test_drafted_equals_greedy(name: str, target: Target, batch: int, builder: T
 
 
 @pytest.mark.sweep(8, free=("name",))
-@pytest.mark.parametrize("name", list_names(1), indirect=True)
+@pytest.mark.parametrize("name", each(1), indirect=True)
 def test_reloaded_equals_saved(name: str, trained_pair: tuple[Drafter, Target], tmp_path: Path) -> None:
     """A drafter that was trained, saved and loaded has the same weights, bit by bit, and drafts the same."""
     drafter, target = trained_pair
@@ -244,7 +244,7 @@ def test_reloaded_equals_saved(name: str, trained_pair: tuple[Drafter, Target], 
         reloaded_target = build({"_target_": "spectrain.models.loading.load_hf", "model": str(tmp_path / "target")})
     else:
         reloaded_target = target
-    reloaded = make_drafter(name, reloaded_target)
+    reloaded = make(name, reloaded_target)
     load_weights(reloaded, tmp_path / "drafter")
     first, second = drafter.state_dict(), reloaded.state_dict()
     assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
@@ -257,7 +257,7 @@ def test_reloaded_equals_saved(name: str, trained_pair: tuple[Drafter, Target], 
 
 
 @pytest.mark.sweep(14, free=("name",))
-@pytest.mark.parametrize("name", list_names(1), indirect=True)
+@pytest.mark.parametrize("name", each(1), indirect=True)
 def test_target_is_untouched(trained_pair: tuple[Drafter, Target]) -> None:
     """Training changes the target's weights only where the drafter says so."""
     drafter, target = trained_pair
@@ -267,7 +267,7 @@ def test_target_is_untouched(trained_pair: tuple[Drafter, Target]) -> None:
 
 
 @pytest.mark.sweep(4, free=("name",))
-@pytest.mark.parametrize("name", list_names(1, toys=False), indirect=True)
+@pytest.mark.parametrize("name", each(1, toys=False), indirect=True)
 def test_merged_adapters_equal_the_adapted_drafter(name: str, target: Target) -> None:
     """Only adapters get gradients; merged into the weights, under the names of before, they give the same losses and drafts.
     Other families say why they take none."""

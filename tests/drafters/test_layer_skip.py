@@ -34,7 +34,7 @@ VOCAB = 600  # an output layer as large as two layers, so that leaving out more 
 PROMPTS = [[5, 6, 7, 8], [40, 41], [9, 3, 22, 17, 30, 4]]
 
 
-def make_pair(tiny: Target, num_layers: int, seed: int = 0) -> tuple[Target, Any]:
+def pair(tiny: Target, num_layers: int, seed: int = 0) -> tuple[Target, Any]:
     """Make a random target whose layers all matter in part, and the same model of transformers' own."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -109,7 +109,7 @@ def run_search(target: Target, steps: int, depth: int = 3, seed: int = 0) -> fro
 @pytest.mark.parametrize("seed", range(4))
 def test_no_set_near_the_one_found_promises_more(tiny: Target, num_layers: int, depth: int, seed: int) -> None:
     """Of all sets, each measured on transformers' own model, none within two changes of it has a larger objective."""
-    target, reference = make_pair(tiny, num_layers, seed)
+    target, reference = pair(tiny, num_layers, seed)
     objective = compute_objectives(target, reference, depth, 12)
     chosen = run_search(target, 200, depth)
     near = {skipped for skipped in objective if len(skipped ^ chosen) <= 2}
@@ -119,7 +119,7 @@ def test_no_set_near_the_one_found_promises_more(tiny: Target, num_layers: int, 
 
 def test_answers_are_the_targets_own(tiny: Target) -> None:
     """Each row is a prompt and its greedy answer, and the mask marks where the next token is the answer's."""
-    target, reference = make_pair(tiny, 3)
+    target, reference = pair(tiny, 3)
     tokens, mask = pad_texts(make_answers(target, PROMPTS, 12), target.device)
     for row, prompt in enumerate(PROMPTS):
         answer = generate(reference, prompt, 12, target.stop_ids)
@@ -130,7 +130,7 @@ def test_answers_are_the_targets_own(tiny: Target) -> None:
 
 def test_answers_end_with_the_context(tiny: Target) -> None:
     """A prompt near the target's longest context gets the answer that has room."""
-    target, _ = make_pair(tiny, 3)
+    target, _ = pair(tiny, 3)
     prompt = [3 + n % 50 for n in range(60)]
     tokens, mask = pad_texts(make_answers(target, [prompt], 12), target.device)
     assert tokens.shape[1] <= 64 and 1 <= int(mask.sum()) <= 4
@@ -158,7 +158,7 @@ def measured_sets(monkeypatch: pytest.MonkeyPatch) -> list[frozenset[int]]:
 @pytest.mark.parametrize("steps", [1, 2, 5, 14, 60])
 def test_search_measures_as_many_sets_as_it_may(tiny: Target, steps: int, measured_sets: list[frozenset[int]]) -> None:
     """`steps` sets of the 62 that six layers have, none twice, none empty or whole; what it finds is one of them."""
-    target, _ = make_pair(tiny, 6)
+    target, _ = pair(tiny, 6)
     chosen = run_search(target, steps)
     assert len(measured_sets) == len(set(measured_sets)) and chosen in measured_sets
     assert all(0 < len(skipped) < 6 for skipped in measured_sets)
@@ -167,13 +167,13 @@ def test_search_measures_as_many_sets_as_it_may(tiny: Target, steps: int, measur
 
 def test_a_small_target_has_fewer_sets_than_steps(tiny: Target, measured_sets: list[frozenset[int]]) -> None:
     """The search ends although there are not as many sets; with two layers it looks at both."""
-    target, _ = make_pair(tiny, 2)
+    target, _ = pair(tiny, 2)
     assert run_search(target, 50) in {frozenset({0}), frozenset({1})} and set(measured_sets) == {frozenset({0}), frozenset({1})}
 
 
 def test_search_starts_with_the_layers_that_turn_least(tiny: Target, measured_sets: list[frozenset[int]]) -> None:
     """The first sets are the layer whose output is most like its input, the two such layers, and so on."""
-    target, reference = make_pair(tiny, 5)
+    target, reference = pair(tiny, 5)
     run_search(target, 8)
     likeness = [0.0] * 5
     with torch.no_grad():
@@ -191,7 +191,7 @@ def test_search_starts_with_the_layers_that_turn_least(tiny: Target, measured_se
 
 def test_search_depends_on_nothing_but_its_seed(tiny: Target, measured_sets: list[frozenset[int]]) -> None:
     """The same seed measures the same sets in the same order, whatever else drew random numbers; another draws others."""
-    target, _ = make_pair(tiny, 6)
+    target, _ = pair(tiny, 6)
     tried = []
     for noise, seed in ((1, 0), (2, 0), (1, 7)):
         torch.manual_seed(noise)
@@ -203,7 +203,7 @@ def test_search_depends_on_nothing_but_its_seed(tiny: Target, measured_sets: lis
 
 def test_search_leaves_the_target_as_it_was(tiny: Target) -> None:
     """After a search the target's states are those of before."""
-    target, _ = make_pair(tiny, 4)
+    target, _ = pair(tiny, 4)
     tokens = torch.randint(3, VOCAB, (2, 9))
     before = target.run(tokens, ForwardPlan(layers=("final",))).hidden
     run_search(target, 20)
@@ -298,7 +298,7 @@ HALVES: dict[str, list[int | str]] = {
 def test_halves_are_left_out(tiny: Target, case: str) -> None:
     """What runs is transformers' own model whose attention and feed-forward matrices that write to the residual stream are
     zero there, and the target is afterwards as before."""
-    target, reference = make_pair(tiny, 4)
+    target, reference = pair(tiny, 4)
     skipped = LayerSkipping(target, skipped=HALVES[case]).skipped
     tokens = torch.randint(3, VOCAB, (2, 9))
     full = target.run(tokens, ForwardPlan(logits=True)).logits
@@ -321,7 +321,7 @@ def test_halves_are_left_out(tiny: Target, case: str) -> None:
 def test_drafts_without_halves_are_lossless(tiny: Target, case: str, builder: TreeBuilder) -> None:
     """Greedily the output is the target's, which verifies from the first layer that lacks something: skipped attention leaves
     no hole in the cache."""
-    target, _ = make_pair(tiny, 4)
+    target, _ = pair(tiny, 4)
     drafter = LayerSkipping(target, skipped=HALVES[case]).eval()
     plain = decode(target, PROMPTS, Greedy(), 16, ignore_eos=True)
     generations = decode(target, PROMPTS, Greedy(), 16, drafter, builder, ignore_eos=True)
@@ -332,7 +332,7 @@ def test_drafts_without_halves_are_lossless(tiny: Target, case: str, builder: Tr
 @pytest.mark.parametrize("builder", [Chain(3), Eagle2(3, 8, 2)], ids=lambda builder: builder.name)
 def test_a_search_while_decoding_is_lossless_and_repeatable(tiny: Target, builder: TreeBuilder) -> None:
     """The output is the target's, as many sets are tried as may be, first and last layer stay, and a seed tries the same."""
-    target, _ = make_pair(tiny, 4)
+    target, _ = pair(tiny, 4)
     plain = decode(target, PROMPTS, Greedy(), 22, ignore_eos=True)
     runs = []
     for seed in (0, 0, 1):
@@ -348,7 +348,7 @@ def test_a_search_while_decoding_is_lossless_and_repeatable(tiny: Target, builde
 def test_agreement_is_teacher_forced(tiny: Target) -> None:
     """How many of the newest tokens the target without the set accepts, after the keys and values of the full target, row by
     row; the cache is then bit by bit what it was, and the full target accepts all of its own."""
-    target, _ = make_pair(tiny, 4)
+    target, _ = pair(tiny, 4)
     texts = [
         prompt + generation.output
         for prompt, generation in zip(PROMPTS, decode(target, PROMPTS, Greedy(), 12, ignore_eos=True))
